@@ -1,0 +1,7 @@
+"""What is watched while a model is trained, validated or used."""
+
+from callbacks.external_evaluator import ExternalEvaluator
+from callbacks.huggingface_export import HuggingFaceExport
+from callbacks.token_scores_writer import TokenScoresWriter
+
+__all__ = ["ExternalEvaluator", "HuggingFaceExport", "TokenScoresWriter"]

@@ -1,0 +1,211 @@
+"""LongPPL while training: key tokens by a frozen evaluator, likelihoods by the model in training."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from jsonargparse.typing import PositiveInt
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_modules.batch import IGNORE_INDEX, PackedBatch
+from lightning_modules.evaluator import Evaluator
+from lightning_modules.functional import key_token_mask, span_token_mask, transfer_influence
+from lightning_modules.functional.influence import check_gamma
+from lightning_modules.loading import DType
+from lightning_modules.metrics import LongPerplexity
+from lightning_modules.token_scores import TokenScores, read_key_spans
+
+
+class ExternalEvaluator(Callback):
+    """Logs LongPPL in validation and test: key tokens by an evaluator, likelihoods by the model in training.
+
+    Logged as ``val/longppl``, ``val/longppl_soft``, ``val/key_tokens``, ``val/key_token_share`` and
+    ``val/documents_without_key_tokens`` (``test/..`` in test), with histograms of the evaluator's long-short
+    difference and long log-likelihood. The evaluator scores each document once; its scores are stored, so that other
+    thresholds, later epochs and other models need no second pass, and its memory is given back after the evaluation.
+    It lives here and not in the module: it is neither optimised nor checkpointed nor cast.
+
+    Args:
+        evaluator: Hub id or local folder of a model with a long context; its tokenizer may be another one than that
+            of the model in training.
+        key_spans: Instead of an evaluator, a folder of precomputed character spans, ``<document name>.txt`` each, in
+            the format of the paper's authors: ``[start, end];[start, end];..``.
+        context_length: Length K of the shortest short context, in the evaluator's tokens.
+        stride: Number d of tokens that share one short window.
+        alpha: A key token's long-short difference exceeds it, in nats.
+        beta: A key token's long log-likelihood exceeds it, in nats.
+        gamma: Largest weight of soft LongPPL.
+        tokenizer: Hub id or local folder of the evaluator's tokenizer; by default that of the evaluator.
+        revision: Branch, tag or commit of the evaluator on the hub.
+        add_special_tokens: Whether the evaluator's tokenizer adds its own, as in the paper's code.
+        dtype: Of the evaluator's weights; ``auto`` keeps the stored one.
+        attn_implementation: Of the evaluator, as in transformers.
+        cache_dir: Folder of the stored scores; by default in ``$LONGCE_CACHE`` or ``~/.cache/longce``.
+        trust_remote_code: Run code from the evaluator's repository; off unless you trust it.
+
+    Raises:
+        ValueError: If not exactly one of ``evaluator`` and ``key_spans`` is given, one cannot be found, or a threshold
+            makes no sense.
+    """
+
+    def __init__(
+        self,
+        evaluator: str | None = None,
+        key_spans: str | None = None,
+        context_length: PositiveInt = 4096,
+        stride: PositiveInt = 1024,
+        alpha: float = 2.0,
+        beta: float = -2.0,
+        gamma: float = 5.0,
+        tokenizer: str | None = None,
+        revision: str | None = None,
+        add_special_tokens: bool = True,
+        dtype: DType = "auto",
+        attn_implementation: str = "auto",
+        cache_dir: str | None = None,
+        trust_remote_code: bool = False,
+    ) -> None:
+        if (evaluator is None) == (key_spans is None):
+            raise ValueError(f"Give an `evaluator` or `key_spans`, not both: got {evaluator!r} and {key_spans!r}.")
+        if key_spans is not None and not Path(key_spans).is_dir():
+            raise ValueError(f"`key_spans` must be a folder of `<document name>.txt` files, got '{key_spans}'.")
+        key_token_mask(torch.zeros(1), torch.zeros(1), alpha=alpha, beta=beta)  # refuses thresholds without a meaning
+        check_gamma(gamma)
+        self.alpha, self.beta, self.gamma = alpha, beta, gamma
+        self.key_spans = key_spans
+        self.evaluator: Evaluator | None = None
+        if evaluator is not None:
+            self.evaluator = Evaluator(
+                evaluator,
+                tokenizer=tokenizer,
+                revision=revision,
+                context_length=context_length,
+                stride=stride,
+                add_special_tokens=add_special_tokens,
+                dtype=dtype,
+                attn_implementation=attn_implementation,
+                cache_dir=cache_dir,
+                trust_remote_code=trust_remote_code,
+            )
+        self.longppl = LongPerplexity()
+        self.longppl_soft = LongPerplexity()
+        self._counts = torch.zeros(4, dtype=torch.float64)
+        self._evaluated: dict[str, TokenScores] = {}
+        self._drawn: set[str] = set()
+
+    def influence(self, batch: PackedBatch, row: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
+        """Key tokens of the model in training, and their soft weights if an evaluator gave them.
+
+        Args:
+            batch: Rows of one document each, with ``text``, ``offsets`` and ``names``.
+            row: Which of them.
+            device: Where the evaluator shall run.
+
+        Returns:
+            ``[T]`` bool and ``[T]`` float64, both 0 where a token is not scored.
+        """
+        offsets, name = batch["offsets"][row].cpu(), batch["names"][row]
+        scored = batch["labels"][row].ne(IGNORE_INDEX).cpu()
+        if self.evaluator is None:
+            return span_token_mask(offsets, self._precomputed_spans(name)) & scored, None
+        scores = self.evaluator.scores(batch["text"][row], device=device, name=name)
+        self._evaluated[scores.text_sha256] = scores
+        hard = span_token_mask(offsets, scores.key_spans(alpha=self.alpha, beta=self.beta))
+        soft = transfer_influence(scores.soft_influence(gamma=self.gamma), scores.offsets, offsets)
+        return hard & scored, soft * scored
+
+    def _precomputed_spans(self, name: str) -> Tensor:
+        path = Path(str(self.key_spans)) / f"{name}.txt"
+        if not path.is_file():
+            raise FileNotFoundError(f"Document '{name}' has no precomputed key spans: expected a file '{path}'.")
+        return read_key_spans(path)
+
+    def _begin(self, pl_module: LightningModule) -> None:
+        for metric in (self.longppl, self.longppl_soft):
+            metric.to(pl_module.device).reset()
+        self._counts = torch.zeros(4, dtype=torch.float64)
+        self._evaluated = {}
+
+    def _add(self, pl_module: LightningModule, outputs: Any, batch: PackedBatch) -> None:
+        if "text" not in batch:
+            raise ValueError("`ExternalEvaluator` needs rows with `text` and `offsets`; this data module gives none.")
+        for row, text in enumerate(batch["text"]):
+            if not text:  # a row that only keeps the processes in step
+                continue
+            log_likelihood = outputs["log_likelihood"][row]
+            hard, soft = self.influence(batch, row, pl_module.device)
+            self.longppl.update(log_likelihood, hard.to(log_likelihood.device))
+            if soft is not None:
+                self.longppl_soft.update(log_likelihood, soft.to(log_likelihood.device))
+            scored = batch["labels"][row].ne(IGNORE_INDEX).sum()
+            self._counts += torch.tensor([hard.sum(), scored, not hard.any(), 1], dtype=torch.float64)
+
+    def _end(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        counts = trainer.strategy.reduce(self._counts.to(pl_module.device), reduce_op="sum")
+        key_tokens, scored, without, documents = counts.tolist()
+        values = {
+            "longppl": self.longppl.compute(),
+            "key_tokens": key_tokens,
+            "key_token_share": key_tokens / max(scored, 1),
+            "documents_without_key_tokens": without,
+        }
+        if self.evaluator is not None:
+            values["longppl_soft"] = self.longppl_soft.compute()
+        if without:
+            rank_zero_warn(
+                f"{without:.0f} of {documents:.0f} {stage} documents have no key token"
+                + (": LongPPL is not a number." if key_tokens == 0 else " and do not count in LongPPL.")
+                + " They may be too short for `context_length`, or the evaluator may not use the long context."
+            )
+        for name, value in values.items():
+            value = torch.as_tensor(value, dtype=torch.float32)
+            pl_module.log(f"{stage}/{name}", value, prog_bar=name == "longppl", sync_dist=True)
+        self._draw_histograms(trainer, pl_module, stage)
+        if self.evaluator is not None:
+            self.evaluator.release()
+
+    def _draw_histograms(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Of the evaluator's scores on this process, which do not change: once for each set of documents."""
+        if not self._evaluated or set(self._evaluated) <= self._drawn or trainer.sanity_checking:
+            return
+        self._drawn |= set(self._evaluated)
+        long = torch.cat([scores.long for scores in self._evaluated.values()])
+        difference = long - torch.cat([scores.short for scores in self._evaluated.values()])
+        compared = difference != 0  # tokens without a short context would be one great bar at 0
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger) and compared.any():
+                step = trainer.global_step
+                logger.experiment.add_histogram(f"{stage}/evaluator_lsd_nats", difference[compared], step)
+                logger.experiment.add_histogram(f"{stage}/evaluator_lcl_nats", long[compared], step)
+
+    @override
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._begin(pl_module)
+
+    @override
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: PackedBatch, *_: Any
+    ) -> None:
+        self._add(pl_module, outputs, batch)
+
+    @override
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._end(trainer, pl_module, "val")
+
+    @override
+    def on_test_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._begin(pl_module)
+
+    @override
+    def on_test_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: PackedBatch, *_: Any
+    ) -> None:
+        self._add(pl_module, outputs, batch)
+
+    @override
+    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._end(trainer, pl_module, "test")

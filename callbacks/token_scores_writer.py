@@ -1,0 +1,40 @@
+"""Predictions as files: the pair of log-likelihoods of every document."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import BasePredictionWriter
+from typing_extensions import override
+
+from lightning_modules.token_scores import TokenScores
+
+
+class TokenScoresWriter(BasePredictionWriter):
+    """Writes the scores that ``longce predict`` computes, one file per document as soon as it is done.
+
+    Files are named by the hash of the text, so that processes never write the same one.
+
+    Args:
+        output_dir: Folder of the ``<hash of the text>.safetensors`` files; made if need be.
+    """
+
+    def __init__(self, output_dir: str) -> None:
+        super().__init__(write_interval="batch")
+        self.output_dir = Path(output_dir)
+
+    @override
+    def write_on_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        prediction: list[TokenScores],
+        batch_indices: Sequence[int] | None,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int,
+    ) -> None:
+        for scores, text in zip(prediction, batch["text"], strict=True):
+            if text:  # rows without text only keep the processes in step
+                scores.save(self.output_dir / f"{scores.text_sha256}.safetensors")

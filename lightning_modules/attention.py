@@ -1,0 +1,104 @@
+"""Attention that stops at document borders, for rows that hold several documents."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+DOCUMENT_SDPA = "document_sdpa"
+"""Our name for torch's scaled dot product attention, one document at a time."""
+
+
+def document_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    document_borders: Sequence[Sequence[int]] | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within each document of each row, exact and without a mask.
+
+    A block-diagonal mask of a row of 32k tokens takes 1 GiB and shuts out the flash kernel; causal attention of one
+    document after another needs neither.
+
+    Args:
+        module: The attention layer.
+        query: ``[B, H, T, D]``.
+        key: ``[B, H_kv, T, D]``.
+        value: ``[B, H_kv, T, D]``.
+        attention_mask: A mask that transformers made (padding, sliding window); it knows the documents already.
+        document_borders: For each row ascending indices ``[0, .., T]``; one document per row when None.
+        **kwargs: As transformers passes them on.
+
+    Returns:
+        ``[B, T, H, D]`` attention output, and None for the attention weights.
+    """
+    if document_borders is None or attention_mask is not None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    rows = []
+    for row, borders in enumerate(document_borders):
+        documents = [
+            sdpa_attention_forward(
+                module, *(part[row : row + 1, :, start:stop] for part in (query, key, value)), None, **kwargs
+            )[0]
+            for start, stop in pairwise(borders)
+        ]
+        rows.append(torch.cat(documents, dim=1))
+    return torch.cat(rows), None
+
+
+def document_mask(**kwargs: Any) -> Tensor | None:
+    """The mask for `document_attention`: none for plain causal rows, however many documents they hold."""
+    return sdpa_mask(**{**kwargs, "allow_is_causal_skip": True})
+
+
+def register_document_attention() -> str:
+    """Make ``document_sdpa`` known to transformers and return that name."""
+    AttentionInterface.register(DOCUMENT_SDPA, document_attention)
+    AttentionMaskInterface.register(DOCUMENT_SDPA, document_mask)
+    return DOCUMENT_SDPA
+
+
+def isolation_arguments(
+    implementation: str, document_borders: Sequence[Sequence[int]], sequence_length: int, device: torch.device
+) -> dict[str, Any]:
+    """Keyword arguments for a decoder that keep the documents of a row apart.
+
+    ``eager`` and ``flex_attention`` need none: transformers reads the borders from positions that restart, as long as
+    neither a mask nor a cache is given.
+
+    Args:
+        implementation: The model's attention implementation.
+        document_borders: For each row ``[0, end of document 1, ..]``; padding may follow.
+        sequence_length: Length ``T`` of the rows, in tokens.
+        device: Where the model runs.
+
+    Returns:
+        Empty when every row holds one document.
+    """
+    if all(len(borders) <= 2 for borders in document_borders):
+        return {}
+    # What stands behind the last border is padding: a piece of its own, which nobody reads.
+    covered = [
+        [*borders, *([sequence_length] if borders[-1] < sequence_length else [])] for borders in document_borders
+    ]
+    if implementation == DOCUMENT_SDPA:
+        return {"document_borders": covered}
+    if not implementation.startswith("flash_attention"):
+        return {}
+    flat = [0] + [row * sequence_length + stop for row, borders in enumerate(covered) for stop in borders[1:]]
+    cumulative = torch.tensor(flat, dtype=torch.int32, device=device)
+    longest = max(stop - start for start, stop in pairwise(flat))
+    return {
+        "cu_seq_lens_q": cumulative,
+        "cu_seq_lens_k": cumulative,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }

@@ -1,0 +1,234 @@
+"""A Hugging Face causal LM reduced to its one product: the log-likelihood of tokens, in long and in short contexts."""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lightning_modules.attention import isolation_arguments
+from lightning_modules.batch import IGNORE_INDEX, PackedBatch
+from lightning_modules.functional import Window, short_context_windows, token_log_likelihood
+from lightning_modules.functional.windows import window_batch
+
+WINDOW_TOKENS_PER_PASS = 32_768
+"""Tokens of short windows that share a forward pass on an accelerator; on CPU each window has its own."""
+
+
+class Backbone(nn.Module):
+    """Scores packed rows with a causal LM; full logits of a row never exist.
+
+    Everything goes through `forward`, so that wrappers (DDP, FSDP) see decoder and head as one module.
+
+    Args:
+        model: A Hugging Face causal LM, or a peft model around one (prompt learning is refused).
+
+    Raises:
+        ValueError: If the model is no causal LM with a decoder and an output head, or uses prompt learning.
+    """
+
+    def __init__(self, model: PreTrainedModel | PeftModel) -> None:
+        super().__init__()
+        if isinstance(model, PeftModel) and model.peft_config[model.active_adapter].is_prompt_learning:
+            raise ValueError("Prompt learning adds tokens that nobody scores: use LoRA or another weight adapter.")
+        self.model = model
+        if self.base_model.get_output_embeddings() is None or self.base_model.get_decoder() is None:
+            raise ValueError(f"`{type(self.base_model).__name__}` is no causal LM with a decoder and an output head.")
+
+    @property
+    def base_model(self) -> PreTrainedModel:
+        """The Hugging Face model itself; adapters inside it stay active."""
+        return self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Rows of the embedding: token ids must stay below it."""
+        return self.base_model.get_input_embeddings().weight.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model takes its input."""
+        return self.base_model.get_input_embeddings().weight.device
+
+    def forward(self, batch: PackedBatch) -> Tensor:
+        """Log-likelihood of each scored token given everything before it in its document.
+
+        Args:
+            batch: ``[B, T]`` packed rows.
+
+        Returns:
+            ``[B, T]`` log-likelihoods in nats, float32; 0 where a token is not scored.
+
+        Raises:
+            ValueError: If a document is longer than learned positions allow.
+        """
+        self._check_length(max(max(borders) for borders in batch["document_borders"]))
+        base = self.base_model
+        hidden_states = base.get_decoder()(
+            input_ids=batch["input_ids"],
+            position_ids=batch["position_ids"],
+            use_cache=False,  # a cache object silently switches document isolation off
+            **isolation_arguments(
+                base.config._attn_implementation,
+                batch["document_borders"],
+                batch["input_ids"].shape[1],
+                batch["input_ids"].device,
+            ),
+        ).last_hidden_state
+        return token_log_likelihood(hidden_states, self.logits, batch["labels"])
+
+    def logits(self, hidden_states: Tensor) -> Tensor:
+        """``[.., V]`` logits of ``[.., D]`` hidden states, with the scale and soft cap that the model applies."""
+        base = self.base_model
+        logits = base.get_output_embeddings()(hidden_states)
+        config = base.config.get_text_config(decoder=True)
+        if (scale := getattr(config, "logit_scale", None)) is not None:  # Cohere
+            logits = logits * scale
+        if (divisor := getattr(config, "logits_scaling", None)) is not None:  # Granite
+            logits = logits / divisor
+        if (cap := getattr(config, "final_logit_softcapping", None)) is not None:  # Gemma 2 and 3
+            logits = torch.tanh(logits / cap) * cap
+        return logits
+
+    @torch.no_grad()
+    def short_log_likelihood(self, batch: PackedBatch, *, context_length: int, stride: int) -> tuple[Tensor, Tensor]:
+        """Log-likelihood of each token given a short context, in eval mode and without gradient.
+
+        Args:
+            batch: ``[B, T]`` packed rows.
+            context_length: Length K of the shortest short context, in tokens.
+            stride: Number d of tokens that share one window.
+
+        Returns:
+            ``[B, T]`` log-likelihoods in nats and ``[B, T]`` bool: where a short context differs from the long one.
+            Elsewhere the log-likelihood is 0 and the caller puts the long one in its place.
+        """
+        short = torch.zeros_like(batch["labels"], dtype=torch.float32)
+        differs = torch.zeros_like(batch["labels"], dtype=torch.bool)
+        with _eval_mode(self):
+            for windows in self._window_passes(batch, context_length, stride):
+                log_likelihood = self(window_batch(batch, windows))
+                short = short.to(log_likelihood.dtype)
+                for scores, (row, (start, scored, stop)) in zip(log_likelihood, windows, strict=True):
+                    short[row, scored:stop] = scores[scored - start : stop - start]
+                    differs[row, scored:stop] = True
+        return short, differs & batch["labels"].ne(IGNORE_INDEX)
+
+    @torch.no_grad()
+    def long_and_short(self, batch: PackedBatch, *, context_length: int, stride: int) -> tuple[Tensor, Tensor]:
+        """The pair everything else is a function of.
+
+        Args:
+            batch: ``[B, T]`` packed rows.
+            context_length: Length K of the shortest short context, in tokens.
+            stride: Number d of tokens that share one window.
+
+        Returns:
+            ``[B, T]`` long and ``[B, T]`` short log-likelihoods in nats, equal where a token has no short context.
+        """
+        short, differs = self.short_log_likelihood(batch, context_length=context_length, stride=stride)
+        long = self(batch)
+        return long, torch.where(differs, short, long)
+
+    def check_head(self) -> None:
+        """Compare our scores of a dozen tokens in two packed documents with the model's own logits.
+
+        Raises:
+            ValueError: If they disagree: the model does something to its logits, positions or attention that is not
+                known here, and every number would be wrong.
+        """
+        device = self.device
+        generator = torch.Generator().manual_seed(0)
+        tokens = torch.randint(self.vocabulary_size, (1, 12), generator=generator).to(device)
+        documents = tokens.split([7, 5], dim=1)
+        with torch.no_grad(), _eval_mode(self):
+            logits = [self.model(input_ids=ids, use_cache=False).logits[:, :-1].float() for ids in documents]
+            scored = [
+                part.log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+                for part, ids in zip(logits, documents, strict=True)
+            ]
+            labels = tokens.clone()
+            labels[:, [0, 7]] = IGNORE_INDEX
+            positions = torch.cat([torch.arange(7), torch.arange(5)]).unsqueeze(0).to(device)
+            ours = self(
+                PackedBatch(input_ids=tokens, labels=labels, position_ids=positions, document_borders=[[0, 7, 12]])
+            )
+        error = (ours[labels != IGNORE_INDEX] - torch.cat(scored, dim=1).squeeze(0)).abs().max().item()
+        # Half precision rounds differently for other matrix shapes; a forgotten scale or a leak is far above that.
+        tolerance = 1e-3 if self.base_model.dtype in (torch.float32, torch.float64) else 0.1
+        if not error <= tolerance * max(1.0, torch.cat(logits, dim=1).std().item()):
+            raise ValueError(
+                f"`{type(self.base_model).__name__}` cannot be scored from its hidden states: log-likelihoods of a"
+                f" dozen tokens in two packed documents are off by {error:.2g} nats. Its head, its positions or its"
+                f" attention ('{self.base_model.config._attn_implementation}') work in a way not known here."
+            )
+
+    def _window_passes(
+        self, batch: PackedBatch, context_length: int, stride: int
+    ) -> Iterator[list[tuple[int, Window]]]:
+        """Windows of all rows, grouped by forward pass."""
+        windows = [
+            (row, window)
+            for row, borders in enumerate(batch["document_borders"])
+            for window in short_context_windows(borders, context_length=context_length, stride=stride)
+        ]
+        size = self._windows_per_pass(context_length + stride)
+        for start in range(0, len(windows), size):
+            yield windows[start : start + size]
+
+    def _windows_per_pass(self, window_length: int) -> int:
+        return 1 if self.device.type == "cpu" else max(1, WINDOW_TOKENS_PER_PASS // window_length)
+
+    def _check_length(self, longest: int) -> None:
+        config = self.base_model.config.get_text_config(decoder=True)
+        limit = getattr(config, "max_position_embeddings", None)
+        if limit is None or longest <= limit:
+            return
+        if getattr(config, "rope_parameters", None) is None:
+            raise ValueError(
+                f"`{type(self.base_model).__name__}` has {limit} learned positions and cannot read a document of"
+                f" {longest} tokens: shorten the documents or use another model."
+            )
+        warnings.warn(
+            f"A document of {longest} tokens is longer than the {limit} positions that"
+            f" `{type(self.base_model).__name__}` was made for (`max_position_embeddings`): expect poor scores.",
+            stacklevel=2,
+        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Backbone":
+        """Move and cast, but keep rotary frequencies in float32.
+
+        A cast to bfloat16 (`precision: bf16-true`, `.to(torch.bfloat16)`) rounds them, and at 32k tokens the angles
+        are then wrong by whole turns.
+        """
+        frequencies = {name: buffer for name, buffer in self.named_buffers() if name.endswith("inv_freq")}
+        super()._apply(fn, recurse)
+        for name, frequency in frequencies.items():
+            parent, _, leaf = name.rpartition(".")
+            module = self.get_submodule(parent)
+            setattr(module, leaf, frequency.to(getattr(module, leaf).device))
+        return self
+
+    def check_rotary_dtype(self) -> None:
+        """Raise a ``RuntimeError`` unless all rotary frequencies are float32 or wider."""
+        for name, buffer in self.named_buffers():
+            if name.endswith("inv_freq") and torch.finfo(buffer.dtype).bits < 32:
+                raise RuntimeError(
+                    f"The rotary frequencies `{name}` were cast to {buffer.dtype}, which makes long positions wrong."
+                    " Use a mixed precision (`bf16-mixed`) or a strategy that leaves buffers in float32."
+                )
+
+
+@contextlib.contextmanager
+def _eval_mode(module: nn.Module) -> Iterator[None]:
+    """Switch dropout off, and afterwards put each submodule back into the mode it was in."""
+    training = [part for part in module.modules() if part.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True

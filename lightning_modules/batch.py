@@ -1,0 +1,43 @@
+"""The contract between the data and the model: one batch of packed rows."""
+
+from typing import NotRequired, TypedDict
+
+import torch
+from torch import Tensor
+
+IGNORE_INDEX = -100
+"""Label of a token that is not scored."""
+
+
+class PackedBatch(TypedDict):
+    """Rows of one or several documents each; entry ``t`` of every per-token tensor speaks of token ``t``.
+
+    Attributes:
+        input_ids: ``[B, T]`` int64 token ids; rows shorter than ``T`` are padded on the right with any valid id.
+        labels: ``[B, T]`` int64, equal to ``input_ids`` where the token is scored and ``IGNORE_INDEX`` elsewhere:
+            the first token of each document (nothing stands before it) and padding.
+        position_ids: ``[B, T]`` int64 positions that restart at 0 with each document.
+        document_borders: For each row the ascending token indices ``[0, end of document 1, end of document 2, ..]``.
+            Contexts never cross a border; what stands behind the last one is padding. Plain integers, because they
+            decide the shape of the work and must be known without asking the accelerator.
+        text: For each row the text of its one document (evaluation only).
+        offsets: ``[B, T, 2]`` int64 character span ``[start, end)`` of each token in ``text`` (evaluation only).
+        names: For each row the name of its one document, as messages and result files cite it (evaluation only).
+    """
+
+    input_ids: Tensor
+    labels: Tensor
+    position_ids: Tensor
+    document_borders: list[list[int]]
+    text: NotRequired[list[str]]
+    offsets: NotRequired[Tensor]
+    names: NotRequired[list[str]]
+
+
+def batch_to(batch: PackedBatch, device: torch.device) -> PackedBatch:
+    """The batch with what a model reads on `device`; text and offsets stay where they are."""
+    moved = batch.copy()
+    moved["input_ids"] = batch["input_ids"].to(device, non_blocking=True)
+    moved["labels"] = batch["labels"].to(device, non_blocking=True)
+    moved["position_ids"] = batch["position_ids"].to(device, non_blocking=True)
+    return moved

@@ -1,0 +1,116 @@
+"""The command line: ``longce fit | validate | test | predict`` by LightningCLI, and the commands that are no training."""
+
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+
+import jsonargparse
+from lightning.pytorch.cli import ArgsType, LightningCLI
+from typing_extensions import override
+
+from lightning_modules.functional.windows import check_context
+from lightning_modules.long_context_lm import LongContextLM
+
+USAGE = """\
+usage: longce COMMAND [OPTIONS]
+
+Key-token long-context language modelling: LongPPL to measure, LongCE to train.
+
+commands:
+  quickstart  make a corpus, train a tiny evaluator and fine-tune a tiny model with LongCE, all offline
+  score       LongPPL and perplexity of text files, by a model and an evaluator
+  fit         fine-tune a model, evaluated by LongPPL as it trains
+  validate    evaluate a model on the validation documents
+  test        evaluate a model on the test documents
+  predict     long and short log-likelihoods of every token of the test documents
+
+`longce COMMAND --help` explains the options of each."""
+
+
+class LongceCLI(LightningCLI):
+    """LightningCLI in which the command line has the last word, also over a checkpoint."""
+
+    def __init__(self, args: ArgsType = None, run: bool = True) -> None:
+        super().__init__(
+            LongContextLM,
+            args=args,
+            run=run,
+            auto_configure_optimizers=False,
+            save_config_kwargs={"overwrite": True},
+            # The data modules share documents and rows out themselves: without repeating any.
+            trainer_defaults={"use_distributed_sampler": False},
+            parser_kwargs={"prog": "longce"},
+        )
+
+    @override
+    def _parse_ckpt_path(self) -> None:
+        """Leave the configuration as it was given.
+
+        Lightning lets the hyper-parameters in a checkpoint override the command line in silence.
+        """
+
+    @override
+    def before_instantiate_classes(self) -> None:
+        config = self.config.get(self.subcommand, self.config) if self.subcommand else self.config
+        data = config.get("data") or {}
+        sequence_length = (data.get("init_args") or {}).get("sequence_length")
+        if self.subcommand == "fit" and sequence_length is not None:
+            check_context(config.model.context_length, config.model.stride, sequence_length)
+
+
+def score_command(arguments: Sequence[str]) -> None:
+    """Run ``longce score`` and print its table."""
+    from lightning_modules.score import score, table  # a heavy import that the other commands do without
+
+    parser = jsonargparse.ArgumentParser(prog="longce score", description=score.__doc__.partition("\n\n")[0])
+    parser.add_argument("-c", "--config", action="config", help="YAML file with options of this command.")
+    parser.add_argument("files", nargs="+", type=str, help="UTF-8 text files, one document each.")
+    parser.add_function_arguments(score, skip={"files"}, as_positional=False)
+    options = parser.parse_args(list(arguments)).as_dict()
+    options.pop("config", None)
+    sys.stdout.write(table(score(**options)) + "\n")
+
+
+def quickstart_command(arguments: Sequence[str]) -> None:
+    """Run ``longce quickstart``: a few ``longce fit``, each of which is printed first."""
+    from lightning_modules.quickstart import quickstart
+
+    parser = jsonargparse.ArgumentParser(prog="longce quickstart", description=quickstart.__doc__.partition("\n\n")[0])
+    parser.add_function_arguments(quickstart, skip={"run"})
+    quickstart(run=_lightning_command, **parser.parse_args(list(arguments)).as_dict())
+
+
+def _lightning_command(arguments: Sequence[str]) -> None:
+    sys.argv[1:] = arguments
+    LongceCLI()
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"score": score_command, "quickstart": quickstart_command}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of the console script; exits with 0 after success, 2 for what the user can mend.
+
+    Args:
+        arguments: Words behind ``longce``; by default those of the command line.
+    """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    for noisy in ("httpx", "httpx2", "datasets", "fsspec"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        sys.stdout.write(USAGE + "\n")
+        sys.exit(0 if arguments else 2)
+    command = COMMANDS.get(arguments[0])
+    try:
+        if command is not None:
+            command(arguments[1:])
+        else:
+            _lightning_command(arguments)
+    except (ValueError, FileNotFoundError, FloatingPointError) as error:
+        if os.environ.get("LONGCE_TRACEBACK"):
+            traceback.print_exc()
+        sys.stderr.write(f"longce: error: {error}\n(Set LONGCE_TRACEBACK=1 to see where.)\n")
+        sys.exit(2)

@@ -1,0 +1,193 @@
+"""The external evaluator: a frozen model that says what the long context does for each token of a text."""
+
+import hashlib
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from lightning_modules.backbone import Backbone
+from lightning_modules.batch import batch_to
+from lightning_modules.functional.windows import check_context
+from lightning_modules.loading import DType, load_backbone, model_identity
+from lightning_modules.token_scores import TokenScores, text_sha256
+from lightning_modules.tokenization import encode_document, load_tokenizer
+
+log = logging.getLogger(__name__)
+
+
+def score_text(
+    text: str,
+    backbone: Backbone,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    context_length: int = 4096,
+    stride: int = 1024,
+    add_special_tokens: bool = True,
+    name: str = "document",
+    evaluator: str = "",
+) -> TokenScores:
+    """Long and short log-likelihoods of every token of a text.
+
+    Args:
+        text: The document.
+        backbone: The model, where it shall run.
+        tokenizer: Its tokenizer.
+        context_length: Length K of the shortest short context, in tokens.
+        stride: Number d of tokens that share one window.
+        add_special_tokens: Whether the tokenizer adds its own, as the authors of the paper do for evaluators.
+        name: How messages cite the document.
+        evaluator: How the scores cite the model.
+
+    Returns:
+        The pair, in main memory. Tokens without a short context have equal likelihoods.
+
+    Raises:
+        ValueError: If the text is empty, or the tokenizer is not the one of the model.
+    """
+    batch = encode_document(text, tokenizer, name=name, add_special_tokens=add_special_tokens)
+    largest = int(batch["input_ids"].max())
+    if largest >= backbone.vocabulary_size:
+        raise ValueError(
+            f"The tokenizer '{tokenizer.name_or_path}' gives token id {largest}, beyond the embedding of"
+            f" {backbone.vocabulary_size} tokens of the model '{evaluator}': it is not the tokenizer of this model."
+        )
+    on_device = batch_to(batch, backbone.device)
+    long, short = backbone.long_and_short(on_device, context_length=context_length, stride=stride)
+    return TokenScores(
+        text_sha256=text_sha256(text),
+        evaluator=evaluator,
+        context_length=context_length,
+        stride=stride,
+        offsets=batch["offsets"][0],
+        long=long[0].float().cpu(),
+        short=short[0].float().cpu(),
+    )
+
+
+class Evaluator:
+    """A model that is loaded when a text appears that it has not scored before, in this process or on this disk.
+
+    Args:
+        pretrained_model_name_or_path: Hub id or local folder of a model with a long context.
+        tokenizer: Hub id or local folder of its tokenizer; by default that of the model.
+        revision: Branch, tag or commit on the hub.
+        context_length: Length K of the shortest short context, in tokens.
+        stride: Number d of tokens that share one window.
+        add_special_tokens: Whether the tokenizer adds its own, as the authors of the paper do for evaluators.
+        dtype: Of the weights; ``auto`` keeps the stored one.
+        attn_implementation: As in `lightning_modules.loading.load_backbone`.
+        cache_dir: Folder of the stored scores; by default ``token_scores`` in ``$LONGCE_CACHE`` or ``~/.cache/longce``.
+        trust_remote_code: Run code from the model's repository; off unless you trust it.
+
+    Raises:
+        ValueError: If the model or its tokenizer cannot be found, a length is below 1, or the cache cannot be written.
+    """
+
+    def __init__(
+        self,
+        pretrained_model_name_or_path: str,
+        *,
+        tokenizer: str | None = None,
+        revision: str | None = None,
+        context_length: int = 4096,
+        stride: int = 1024,
+        add_special_tokens: bool = True,
+        dtype: DType = "auto",
+        attn_implementation: str = "auto",
+        cache_dir: str | None = None,
+        trust_remote_code: bool = False,
+    ) -> None:
+        check_context(context_length, stride)
+        self.name = pretrained_model_name_or_path
+        self.context_length = context_length
+        self.stride = stride
+        self.add_special_tokens = add_special_tokens
+        self.cache_dir = _writable(cache_dir)
+        self.tokenizer = load_tokenizer(
+            tokenizer or pretrained_model_name_or_path, revision=revision, trust_remote_code=trust_remote_code
+        )
+        self.identity = model_identity(pretrained_model_name_or_path, revision)
+        self._settings: dict[str, Any] = {
+            "revision": revision,
+            "dtype": dtype,
+            "attn_implementation": attn_implementation,
+            "trust_remote_code": trust_remote_code,
+        }
+        self._scores: dict[str, TokenScores] = {}
+        self._backbone: Backbone | None = None
+
+    def scores(self, text: str, *, device: torch.device | str = "cpu", name: str = "document") -> TokenScores:
+        """Scores of a text: from memory, from disk, or from the model, which is loaded if need be.
+
+        Args:
+            text: The document.
+            device: Where the model shall run.
+            name: How messages cite the document.
+        """
+        sha256 = text_sha256(text)
+        if sha256 not in self._scores:
+            self._scores[sha256] = self._stored(sha256) or self._score(text, device, name)
+        return self._scores[sha256]
+
+    def release(self) -> None:
+        """Free the model's memory; what it scored stays."""
+        if self._backbone is not None:
+            self._backbone = None
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+
+    def path(self, sha256: str) -> Path:
+        """The file that holds the scores of the text with this hash."""
+        tokenizer = hashlib.sha256(self.tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
+        settings = (self.identity, tokenizer, self._settings["dtype"], self.context_length, self.stride)
+        key = hashlib.sha256(repr((sha256, *settings, self.add_special_tokens)).encode()).hexdigest()
+        return self.cache_dir / key[:2] / f"{key}.safetensors"
+
+    def _stored(self, sha256: str) -> TokenScores | None:
+        try:
+            scores = TokenScores.load(self.path(sha256))
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            log.warning("%s It is scored again.", error)
+            return None
+        return scores if scores.text_sha256 == sha256 else None
+
+    def _score(self, text: str, device: torch.device | str, name: str) -> TokenScores:
+        if self._backbone is None:
+            log.info("Loading the evaluator '%s'.", self.name)
+            self._backbone = load_backbone(self.name, **self._settings).eval().requires_grad_(False).to(device)
+            self._backbone.check_head()
+        scores = score_text(
+            text,
+            self._backbone,
+            self.tokenizer,
+            context_length=self.context_length,
+            stride=self.stride,
+            add_special_tokens=self.add_special_tokens,
+            name=name,
+            evaluator=self.identity,
+        )
+        scores.save(self.path(scores.text_sha256))
+        return scores
+
+
+def _writable(cache_dir: str | None) -> Path:
+    """The cache folder, made and tried out before any expensive work."""
+    default = Path(os.environ.get("LONGCE_CACHE", "~/.cache/longce")) / "token_scores"
+    folder = Path(cache_dir or default).expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".probe-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(
+            f"The cache folder '{folder}' cannot be written to ({error.strerror}): name another one by `cache_dir`"
+            " or the environment variable LONGCE_CACHE."
+        ) from error
+    return folder

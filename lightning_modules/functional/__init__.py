@@ -1,0 +1,22 @@
+"""Pure torch: windows, influence, loss and metric as functions of the log-likelihoods of tokens."""
+
+from lightning_modules.functional.alignment import merge_spans, span_token_mask, transfer_influence
+from lightning_modules.functional.influence import key_token_mask, long_short_difference, soft_influence
+from lightning_modules.functional.log_likelihood import token_log_likelihood
+from lightning_modules.functional.long_cross_entropy import long_cross_entropy
+from lightning_modules.functional.long_perplexity import long_perplexity
+from lightning_modules.functional.windows import Window, short_context_windows
+
+__all__ = [
+    "Window",
+    "key_token_mask",
+    "long_cross_entropy",
+    "long_perplexity",
+    "long_short_difference",
+    "merge_spans",
+    "short_context_windows",
+    "soft_influence",
+    "span_token_mask",
+    "token_log_likelihood",
+    "transfer_influence",
+]

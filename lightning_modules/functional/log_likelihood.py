@@ -1,0 +1,83 @@
+"""From hidden states to the log-likelihood of each token, without ever holding the logits of a sequence."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from lightning_modules.batch import IGNORE_INDEX
+
+Head = Callable[[Tensor], Tensor]
+"""Maps ``[N, D]`` hidden states to ``[N, V]`` logits. A module or function, not a weight: a LoRA adapter, a bias, a
+soft cap or a logit scale belong to it."""
+
+
+def token_log_likelihood(hidden_states: Tensor, head: Head, labels: Tensor, *, chunk_size: int | None = None) -> Tensor:
+    r"""Log-likelihood of each scored token given the tokens before it.
+
+    .. math:: \ell_t = \log P(x_t \mid x_{<t})
+
+    Equal to ``-F.cross_entropy(head(hidden_states)[:, :-1], labels[:, 1:])`` per token, but logits exist for
+    ``chunk_size`` tokens at a time and only for scored ones; the backward pass recomputes them chunk by chunk.
+
+    Args:
+        hidden_states: ``[B, T, D]`` last hidden states, entry ``t`` having seen tokens ``0 .. t``.
+        head: Maps ``[N, D]`` hidden states to ``[N, V]`` logits.
+        labels: ``[B, T]`` int64 token ids; ``IGNORE_INDEX`` where a token is not scored, column 0 always.
+        chunk_size: Scored tokens whose logits exist at the same time; by default 512, and 2048 on an accelerator.
+
+    Returns:
+        ``[B, T]`` log-likelihoods in nats, 0 where a token is not scored; float32, or float64 for float64 logits.
+        Gradients flow to the hidden states and to what ``head`` holds.
+
+    Raises:
+        ValueError: If shapes disagree, ``chunk_size`` is below 1, or column 0 is scored.
+
+    Example:
+        >>> hidden_states, head = torch.zeros(1, 3, 4), torch.nn.Linear(4, 2, bias=False)
+        >>> token_log_likelihood(hidden_states, head, torch.tensor([[IGNORE_INDEX, 0, 1]])).exp()
+        tensor([[1.0000, 0.5000, 0.5000]], grad_fn=<ExpBackward0>)
+    """
+    _check(hidden_states, labels, chunk_size)
+    chunk_size = chunk_size or (512 if hidden_states.device.type == "cpu" else 2048)
+    scored = labels.ne(IGNORE_INDEX)
+    # The one-token shift of the whole project: what stands at t - 1 predicts token t.
+    predictors = hidden_states[:, :-1][scored[:, 1:]]
+    targets = labels[scored]
+    chunks = [
+        _chunk_log_likelihood(predictors[start : start + chunk_size], head, targets[start : start + chunk_size])
+        for start in range(0, max(targets.numel(), 1), chunk_size)
+    ]
+    scored_log_likelihood = torch.cat(chunks)
+    log_likelihood = scored_log_likelihood.new_zeros(labels.shape)
+    return log_likelihood.masked_scatter(scored, scored_log_likelihood)
+
+
+def _chunk_log_likelihood(predictors: Tensor, head: Head, targets: Tensor) -> Tensor:
+    def forward(predictors: Tensor) -> Tensor:
+        logits = head(predictors)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return -F.cross_entropy(logits, targets, reduction="none")
+
+    if not torch.is_grad_enabled():
+        return forward(predictors)
+    return checkpoint(forward, predictors, use_reentrant=False)
+
+
+def _check(hidden_states: Tensor, labels: Tensor, chunk_size: int | None) -> None:
+    if labels.ndim != 2 or hidden_states.shape[:2] != labels.shape:
+        raise ValueError(
+            "`hidden_states` must be [B, T, D] and `labels` [B, T],"
+            f" got {list(hidden_states.shape)} and {list(labels.shape)}."
+        )
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"`chunk_size` counts tokens and must be 1 or more, got {chunk_size}.")
+    first = labels[:, 0]
+    if (first != IGNORE_INDEX).any():
+        row = int((first != IGNORE_INDEX).nonzero()[0])
+        raise ValueError(
+            f"Token 0 has no context to be scored in: set `labels[:, 0]` to {IGNORE_INDEX}"
+            f" (row {row} has {int(first[row])})."
+        )

@@ -1,0 +1,40 @@
+"""The training loss."""
+
+from torch import Tensor
+
+from lightning_modules.batch import IGNORE_INDEX
+
+
+def long_cross_entropy(log_likelihood: Tensor, influence: Tensor, labels: Tensor) -> Tensor:
+    r"""LongCE: the mean over scored tokens of their negative log-likelihood times their influence.
+
+    .. math:: \mathrm{LongCE} = -\frac{1}{n} \sum_{t=1}^{n} I_t \, \ell_t
+
+    Equation 6 of Fang et al. (2025), https://arxiv.org/abs/2410.23771. The mean divides by the number of scored
+    tokens, not by the sum of the weights. With an influence of 1 it is the ordinary cross entropy (Equation 5).
+
+    Args:
+        log_likelihood: ``[B, T]`` log-likelihoods in nats; gradients flow through these.
+        influence: ``[B, T]`` weights; gradients do not flow through these.
+        labels: ``[B, T]`` int64, ``IGNORE_INDEX`` where a token is not scored.
+
+    Returns:
+        Scalar loss in nats per scored token; 0 when no token is scored.
+
+    Raises:
+        ValueError: If shapes disagree.
+
+    Example:
+        >>> import torch
+        >>> log_likelihood, labels = torch.tensor([[0.0, -1.0, -2.0]]), torch.tensor([[IGNORE_INDEX, 7, 8]])
+        >>> long_cross_entropy(log_likelihood, torch.tensor([[1.0, 1.0, 5.0]]), labels)
+        tensor(5.5000)
+    """
+    if not log_likelihood.shape == influence.shape == labels.shape:
+        raise ValueError(
+            "`log_likelihood`, `influence` and `labels` must have one shape [B, T],"
+            f" got {list(log_likelihood.shape)}, {list(influence.shape)} and {list(labels.shape)}."
+        )
+    scored = labels.ne(IGNORE_INDEX)
+    weighted = (log_likelihood * influence.detach()).masked_fill(~scored, 0.0)
+    return -weighted.sum() / scored.sum().clamp(min=1)

@@ -1,0 +1,96 @@
+"""The sliding windows that give every token a short context."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+
+from lightning_modules.batch import IGNORE_INDEX, PackedBatch
+
+
+class Window(NamedTuple):
+    """Feed the tokens ``start .. stop - 1`` and keep the predictions of ``scored .. stop - 1``."""
+
+    start: int
+    scored: int
+    stop: int
+
+
+def short_context_windows(
+    document_borders: Sequence[int], *, context_length: int = 4096, stride: int = 1024
+) -> list[Window]:
+    """Windows in which a token sees at least ``context_length`` and fewer than ``context_length + stride`` tokens.
+
+    Appendix A.1 of Fang et al. (2025), https://arxiv.org/abs/2410.23771, in each document by itself. The first
+    window of a document is left out: it sees the same tokens as the whole document does, so that the long-short
+    difference of its tokens is 0 by definition. The tokens before it have no short context at all.
+
+    Args:
+        document_borders: Ascending token indices ``[0, end of document 1, ..]`` of one row.
+        context_length: Length K of the shortest short context, in tokens.
+        stride: Number d of tokens that share one window.
+
+    Returns:
+        Windows in ascending order; none for documents of ``context_length + stride`` tokens or fewer. Windows are
+        ``context_length + stride`` tokens long, except that the last one of a document may be shorter.
+
+    Raises:
+        ValueError: If ``context_length`` or ``stride`` is below 1.
+
+    Example:
+        >>> short_context_windows([0, 11], context_length=4, stride=3)
+        [Window(start=3, scored=7, stop=10), Window(start=6, scored=10, stop=11)]
+        >>> short_context_windows([0, 6, 15], context_length=4, stride=3)
+        [Window(start=9, scored=13, stop=15)]
+    """
+    check_context(context_length, stride)
+    return [
+        Window(start, start + context_length, min(start + context_length + stride, end))
+        for begin, end in pairwise(document_borders)
+        for start in range(begin + stride, end - context_length, stride)
+    ]
+
+
+def check_context(context_length: int, stride: int, sequence_length: int | None = None) -> None:
+    """Refuse a short context that would silently make every long-short difference 0.
+
+    Raises:
+        ValueError: If ``context_length`` or ``stride`` is below 1, or no token of a sequence of ``sequence_length``
+            tokens has more context than the short one.
+    """
+    if context_length < 1:
+        raise ValueError(f"`context_length` (K) counts tokens and must be 1 or more, got {context_length}.")
+    if stride < 1:
+        raise ValueError(f"`stride` (d) counts tokens and must be 1 or more, got {stride}.")
+    if sequence_length is not None and context_length + stride >= sequence_length:
+        raise ValueError(
+            f"No token of a sequence of {sequence_length} tokens has a longer context than the short one: "
+            f"`context_length` + `stride` is {context_length} + {stride} = {context_length + stride}. "
+            "Lower them or use longer sequences."
+        )
+
+
+def window_batch(batch: PackedBatch, windows: Sequence[tuple[int, Window]]) -> PackedBatch:
+    """Windows of a batch's rows as the rows of a batch of their own, in which only the windows' tokens are scored.
+
+    Args:
+        batch: The rows.
+        windows: Pairs of a row's index and a window of that row.
+
+    Returns:
+        ``[W, longest window]`` rows. Shorter windows are padded on the right, where causal attention never looks.
+    """
+    device = batch["input_ids"].device
+    table = torch.tensor([(row, *window) for row, window in windows])
+    width = int((table[:, 3] - table[:, 1]).max())
+    row, start, scored, stop = table.to(device, non_blocking=True).unsqueeze(-1).unbind(1)
+    position = torch.arange(width, device=device).expand(len(windows), width)
+    token = (start + position).clamp(max=batch["input_ids"].shape[1] - 1)
+    labels = batch["labels"][row, token]
+    return PackedBatch(
+        input_ids=batch["input_ids"][row, token],
+        labels=labels.masked_fill((token < scored) | (start + position >= stop), IGNORE_INDEX),
+        position_ids=position,
+        document_borders=[[0, window.stop - window.start] for _, window in windows],
+    )

@@ -1,0 +1,175 @@
+"""Load a causal LM from a hub id, a local folder or a bare config, and say which one it is."""
+
+import hashlib
+import importlib.util
+import json
+import logging
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from lightning_modules.attention import register_document_attention
+from lightning_modules.backbone import Backbone
+from lightning_modules.tokenization import check_exists, not_loaded
+
+log = logging.getLogger(__name__)
+
+DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
+"""Of the weights; ``auto`` keeps the stored one."""
+
+
+def load_backbone(
+    pretrained_model_name_or_path: str | None = None,
+    *,
+    model_config: dict[str, Any] | None = None,
+    revision: str | None = None,
+    dtype: DType = "auto",
+    attn_implementation: str = "auto",
+    gradient_checkpointing: bool = False,
+    lora: dict[str, Any] | None = None,
+    trust_remote_code: bool = False,
+) -> Backbone:
+    """Load a causal LM, ready to be scored or trained.
+
+    Args:
+        pretrained_model_name_or_path: A hub id or a local folder with weights; a ``config.json`` file, or None with a
+            `model_config` that names a ``model_type``, for random weights.
+        model_config: Values that replace those of the model's config; dictionaries in it (``rope_parameters``) are
+            merged key by key.
+        revision: Branch, tag or commit on the hub.
+        dtype: Of the weights.
+        attn_implementation: As in transformers; ``auto`` is ``flash_attention_2`` where it is installed and a GPU is
+            present, else torch's scaled dot product attention.
+        gradient_checkpointing: Recompute the activations of each layer in the backward pass.
+        lora: Arguments of ``peft.LoraConfig``; the other weights are frozen.
+        trust_remote_code: Run code from the model's repository; off unless you trust it.
+
+    Raises:
+        ValueError: If the model cannot be found or built, or lacks weights.
+    """
+    config = load_config(
+        pretrained_model_name_or_path,
+        model_config=model_config,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+    )
+    settings: dict[str, Any] = {
+        "dtype": dtype if dtype == "auto" else getattr(torch, dtype),
+        "attn_implementation": resolve_attention(attn_implementation),
+        "trust_remote_code": trust_remote_code,
+    }
+    if pretrained_model_name_or_path is None or pretrained_model_name_or_path.endswith(".json"):
+        if dtype == "auto":
+            settings["dtype"] = config.dtype or torch.float32
+        model = AutoModelForCausalLM.from_config(config, **settings)
+    else:
+        model = _load_weights(pretrained_model_name_or_path, config, revision, settings)
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if lora is not None:
+        model = get_peft_model(model, LoraConfig(**{"task_type": "CAUSAL_LM", **lora}))
+    return Backbone(model)
+
+
+def load_config(
+    pretrained_model_name_or_path: str | None,
+    *,
+    model_config: dict[str, Any] | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> PreTrainedConfig:
+    """The model's config with the values of `model_config` in place, checked by transformers.
+
+    Raises:
+        ValueError: If it cannot be found, or neither a path nor a ``model_type`` is given.
+    """
+    overrides = dict(model_config or {})
+    if pretrained_model_name_or_path is None:
+        if "model_type" not in overrides:
+            raise ValueError(
+                "Name a model by `pretrained_model_name_or_path`, or by the `model_type` of a `model_config`."
+            )
+        config = AutoConfig.for_model(**overrides)
+    else:
+        check_exists(pretrained_model_name_or_path, "model")
+        try:
+            config = AutoConfig.from_pretrained(
+                pretrained_model_name_or_path, revision=revision, trust_remote_code=trust_remote_code
+            )
+        except (OSError, ValueError) as error:
+            raise ValueError(not_loaded("model", pretrained_model_name_or_path, error)) from error
+        for name, value in overrides.items():
+            if not hasattr(config, name):
+                raise ValueError(f"`model_config` has '{name}', which {type(config).__name__} does not know.")
+            setattr(config, name, {**getattr(config, name), **value} if isinstance(value, dict) else value)
+    config.validate()
+    return config
+
+
+def resolve_attention(implementation: str) -> str:
+    """Choose and log the attention implementation; ``sdpa`` is replaced by ours, which keeps packed documents apart."""
+    if implementation == "auto":
+        flash = importlib.util.find_spec("flash_attn") is not None and torch.cuda.is_available()
+        implementation = "flash_attention_2" if flash else "sdpa"
+    log.info("Attention: %s.", implementation)
+    return register_document_attention() if implementation == "sdpa" else implementation
+
+
+def model_identity(pretrained_model_name_or_path: str, revision: str | None = None) -> str:
+    """A name for exactly these weights and tokenizer, found without loading them.
+
+    Args:
+        pretrained_model_name_or_path: Hub id or local folder.
+        revision: Branch, tag or commit on the hub.
+
+    Returns:
+        ``id@commit`` for a hub id; for a folder a SHA-256 over its config, tokenizer and weight files, of which large
+        ones are sampled at evenly spaced blocks.
+    """
+    folder = Path(pretrained_model_name_or_path)
+    if not folder.is_dir():
+        config = load_config(pretrained_model_name_or_path, revision=revision)
+        return f"{pretrained_model_name_or_path}@{getattr(config, '_commit_hash', None) or revision or 'main'}"
+    digest = hashlib.sha256()
+    for file in sorted(folder.iterdir()):
+        if file.suffix in {".json", ".safetensors", ".model", ".bin", ".txt", ".tiktoken"}:
+            digest.update(json.dumps([file.name, file.stat().st_size]).encode())
+            digest.update(_sample(file))
+    return f"sha256:{digest.hexdigest()}"
+
+
+def _load_weights(
+    path: str, config: PreTrainedConfig, revision: str | None, settings: dict[str, Any]
+) -> PreTrainedModel:
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path, config=config, revision=revision, output_loading_info=True, **settings
+        )
+    except OSError as error:
+        raise ValueError(not_loaded("model", path, error)) from error
+    if missing := sorted(report["missing_keys"]):
+        raise ValueError(
+            f"The weights of '{path}' lack {len(missing)} tensors ({', '.join(missing[:3])}, ..), which would stay"
+            " random: the folder is incomplete or is no causal LM."
+        )
+    return model
+
+
+def _sample(file: Path, block: int = 65_536, blocks: int = 64) -> bytes:
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        if size <= block * blocks:
+            return stream.read()
+        parts = []
+        for index in range(blocks):
+            stream.seek(index * (size - block) // (blocks - 1))
+            parts.append(stream.read(block))
+        return b"".join(parts)

@@ -1,0 +1,233 @@
+"""The LightningModule: a causal LM, an objective, and nothing that judges it."""
+
+from typing import Any
+
+import torch
+from jsonargparse.typing import PositiveInt
+from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_modules.backbone import Backbone
+from lightning_modules.batch import IGNORE_INDEX, PackedBatch
+from lightning_modules.functional import long_cross_entropy
+from lightning_modules.functional.windows import check_context
+from lightning_modules.loading import DType, load_backbone
+from lightning_modules.metrics import LongPerplexity
+from lightning_modules.objectives import LongCE, Objective
+from lightning_modules.statistics import TrainingStatistics
+from lightning_modules.token_scores import TokenScores, text_sha256
+
+
+class LongContextLM(LightningModule):
+    """Fine-tunes a Hugging Face causal LM on packed rows and scores documents with it.
+
+    The defaults are those of the paper (Appendix A.2 of Fang et al., 2025, https://arxiv.org/abs/2410.23771).
+
+    Args:
+        pretrained_model_name_or_path: A hub id or a local folder with weights; a ``config.json`` file, or null with a
+            `model_config` that names a ``model_type``, for random weights.
+        objective: How much each token counts in the loss.
+        context_length: Length K of the shortest short context, in tokens.
+        stride: Number d of tokens that share one short window.
+        model_config: Values that replace those of the model's config; dictionaries in it (``rope_parameters``) are
+            merged key by key.
+        revision: Branch, tag or commit on the hub.
+        dtype: Of the weights: float32 for training in mixed precision, ``auto`` for the stored one.
+        attn_implementation: As in transformers; ``auto`` is ``flash_attention_2`` where it is installed and a GPU is
+            present, else torch's scaled dot product attention.
+        gradient_checkpointing: Recompute the activations of each layer in the backward pass.
+        lora: Arguments of ``peft.LoraConfig``; the other weights are frozen.
+        trust_remote_code: Run code from the model's repository; off unless you trust it.
+        optimizer: Takes the trainable parameters.
+        lr_scheduler: Takes the optimizer and steps once per optimizer step; the default warms up over 20 steps.
+
+    Raises:
+        ValueError: If ``context_length`` or ``stride`` is below 1.
+    """
+
+    def __init__(
+        self,
+        pretrained_model_name_or_path: str | None = None,
+        objective: Objective = LongCE(),  # noqa: B008, it holds one number and is never changed
+        context_length: PositiveInt = 4096,
+        stride: PositiveInt = 1024,
+        model_config: dict[str, Any] | None = None,
+        revision: str | None = None,
+        dtype: DType = "float32",
+        attn_implementation: str = "auto",
+        gradient_checkpointing: bool = False,
+        lora: dict[str, Any] | None = None,
+        trust_remote_code: bool = False,
+        optimizer: OptimizerCallable = lambda parameters: torch.optim.AdamW(
+            parameters, lr=2e-5, betas=(0.9, 0.95), weight_decay=0.0
+        ),
+        lr_scheduler: LRSchedulerCallable = lambda optimizer: torch.optim.lr_scheduler.LinearLR(
+            optimizer, start_factor=0.05, total_iters=19
+        ),
+    ) -> None:
+        super().__init__()
+        check_context(context_length, stride)
+        self.save_hyperparameters(ignore=["objective", "optimizer", "lr_scheduler"])
+        self.objective = objective
+        self.context_length = context_length
+        self.stride = stride
+        self._loading: dict[str, Any] = {
+            "pretrained_model_name_or_path": pretrained_model_name_or_path,
+            "model_config": model_config,
+            "revision": revision,
+            "dtype": dtype,
+            "attn_implementation": attn_implementation,
+            "gradient_checkpointing": gradient_checkpointing,
+            "lora": lora,
+            "trust_remote_code": trust_remote_code,
+        }
+        self._make_optimizer = optimizer
+        self._make_lr_scheduler = lr_scheduler
+        self._perplexity = LongPerplexity()
+        self._statistics = TrainingStatistics(objective)
+
+    @override
+    def configure_model(self) -> None:
+        if "backbone" not in self._modules:
+            self.backbone: Backbone = load_backbone(**self._loading)
+
+    @override
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        optimizer = self._make_optimizer(trainable)
+        scheduler = self._make_lr_scheduler(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    # ------------------------------------------------------------------------------------------------------ training
+
+    @override
+    def training_step(self, batch: PackedBatch, batch_idx: int) -> Tensor:
+        if self.objective.uses_short_context:
+            # Before the long pass, so that its buffers never meet the activations kept for the backward pass.
+            short, differs = self.backbone.short_log_likelihood(
+                batch, context_length=self.context_length, stride=self.stride
+            )
+            long = self.backbone(batch)
+            short = torch.where(differs, short, long.detach())
+        else:
+            long = self.backbone(batch)
+            short = long.detach()
+        influence = self.objective.influence(long.detach(), short)
+        loss = long_cross_entropy(long, influence, batch["labels"])
+        self._check_finite(loss, batch_idx)
+        self._statistics.update(long.detach(), influence, batch["labels"])
+        return loss
+
+    @override
+    def on_fit_start(self) -> None:
+        # Hugging Face models arrive in eval mode and Lightning keeps it: dropout and checkpointing would be off.
+        self.backbone.train()
+        self._check_backbone()
+
+    @override
+    def on_fit_end(self) -> None:
+        if self.trainer.num_training_batches == 0:
+            raise ValueError("There is nothing to train on: the training set has no batch. Check `data` and its paths.")
+
+    @override
+    def on_train_batch_start(self, batch: PackedBatch, batch_idx: int) -> None:
+        if not self.backbone.training:
+            raise RuntimeError("The model is in eval mode, so dropout and gradient checkpointing are off.")
+        self._statistics.start_clock()
+
+    @override
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Log the means over all tokens of this optimizer step, of all micro-batches and processes."""
+        values = self._statistics.compute(self.trainer.strategy)
+        self._statistics.reset()
+        self.log_dict({f"train/{name}": value for name, value in values.items()}, batch_size=1)
+        self.log("loss", values["loss"], prog_bar=True, logger=False, batch_size=1)
+
+    def _check_finite(self, loss: Tensor, batch_idx: int) -> None:
+        if not torch.isfinite(loss):
+            raise FloatingPointError(
+                f"The loss is {loss.item()} at step {self.global_step}, batch {batch_idx} of epoch"
+                f" {self.current_epoch} (process {self.global_rank}). Training stops before the weights are spoilt:"
+                " lower the learning rate, clip gradients (`trainer.gradient_clip_val`) or check the data of the batch."
+            )
+
+    # ---------------------------------------------------------------------------------------------------- evaluation
+
+    @override
+    def validation_step(self, batch: PackedBatch, batch_idx: int) -> dict[str, Tensor]:
+        """Log-likelihoods ``[B, T]`` under ``"log_likelihood"``, for the callbacks that judge the model."""
+        log_likelihood = self.backbone(batch)
+        self._perplexity.update(log_likelihood, batch["labels"].ne(IGNORE_INDEX))
+        return {"log_likelihood": log_likelihood}
+
+    @override
+    def test_step(self, batch: PackedBatch, batch_idx: int) -> dict[str, Tensor]:
+        return self.validation_step(batch, batch_idx)
+
+    @override
+    def predict_step(self, batch: PackedBatch, batch_idx: int) -> list[TokenScores]:
+        """Long and short log-likelihoods of each document under this model itself."""
+        long, short = self.backbone.long_and_short(batch, context_length=self.context_length, stride=self.stride)
+        return [
+            TokenScores(
+                text_sha256=text_sha256(batch["text"][row]),
+                evaluator=str(self._loading["pretrained_model_name_or_path"]),
+                context_length=self.context_length,
+                stride=self.stride,
+                offsets=batch["offsets"][row, : borders[-1]].cpu(),
+                long=long[row, : borders[-1]].float().cpu(),
+                short=short[row, : borders[-1]].float().cpu(),
+            )
+            for row, borders in enumerate(batch["document_borders"])
+        ]
+
+    @override
+    def on_validation_start(self) -> None:
+        self._check_backbone()
+
+    @override
+    def on_test_start(self) -> None:
+        self._check_backbone()
+
+    @override
+    def on_predict_start(self) -> None:
+        self._check_backbone()
+
+    @override
+    def on_validation_epoch_start(self) -> None:
+        self._statistics.stop_clock()
+        self._perplexity.reset()
+
+    @override
+    def on_test_epoch_start(self) -> None:
+        self._perplexity.reset()
+
+    @override
+    def on_validation_epoch_end(self) -> None:
+        self.log("val/perplexity", self._perplexity.compute().float(), prog_bar=True, sync_dist=True)
+
+    @override
+    def on_test_epoch_end(self) -> None:
+        self.log("test/perplexity", self._perplexity.compute().float(), sync_dist=True)
+
+    # -------------------------------------------------------------------------------------------------------- checks
+
+    @override
+    def on_before_batch_transfer(self, batch: PackedBatch, dataloader_idx: int) -> PackedBatch:
+        """Refuse what would fail obscurely later; here the batch is still in main memory."""
+        largest = int(batch["input_ids"].max())
+        if largest >= self.backbone.vocabulary_size:
+            raise ValueError(
+                f"Token id {largest} is beyond the model's embedding of {self.backbone.vocabulary_size} tokens: the"
+                " tokenizer (`data.tokenizer`) is not the one of this model."
+            )
+        if self.trainer.training and self.objective.uses_short_context:
+            check_context(self.context_length, self.stride, batch["input_ids"].shape[1])
+        return batch
+
+    def _check_backbone(self) -> None:
+        self.backbone.check_rotary_dtype()
+        self.backbone.check_head()

@@ -1,0 +1,5 @@
+"""torchmetrics classes over the functional core."""
+
+from lightning_modules.metrics.long_perplexity import LongPerplexity
+
+__all__ = ["LongPerplexity"]

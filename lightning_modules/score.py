@@ -1,0 +1,188 @@
+"""LongPPL and perplexity of text files: the one-line use for people who do not train."""
+
+import json
+import logging
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from lightning_modules.batch import IGNORE_INDEX, PackedBatch, batch_to
+from lightning_modules.evaluator import Evaluator
+from lightning_modules.functional import key_token_mask, span_token_mask
+from lightning_modules.loading import DType, load_backbone
+from lightning_modules.metrics import LongPerplexity
+from lightning_modules.token_scores import write_atomically
+from lightning_modules.tokenization import encode_document, load_tokenizer
+
+log = logging.getLogger(__name__)
+
+
+def score(
+    files: Sequence[str],
+    model: str,
+    evaluator: str,
+    *,
+    context_length: int = 4096,
+    stride: int = 1024,
+    alpha: float = 2.0,
+    beta: float = -2.0,
+    output: str | None = None,
+    max_tokens: int | None = None,
+    add_special_tokens: bool = False,
+    evaluator_add_special_tokens: bool = True,
+    dtype: DType = "auto",
+    attn_implementation: str = "auto",
+    device: str = "auto",
+    cache_dir: str | None = None,
+    trust_remote_code: bool = False,
+) -> dict[str, Any]:
+    """LongPPL and perplexity of a model on text files, with the key tokens of an evaluator.
+
+    The evaluator goes first and is freed before the model is loaded: both never share the accelerator.
+
+    Args:
+        files: UTF-8 text files, one document each.
+        model: Hub id or local folder of the model to be judged.
+        evaluator: Hub id or local folder of the model that picks the key tokens; any tokenizer.
+        context_length: Length K of the shortest short context, in the evaluator's tokens.
+        stride: Number d of tokens that share one short window.
+        alpha: A key token's long-short difference exceeds it, in nats.
+        beta: A key token's long log-likelihood exceeds it, in nats.
+        output: JSON file to write the result to.
+        max_tokens: Tokens of each document to keep, as the model counts them; all by default.
+        add_special_tokens: Whether the model's tokenizer adds its own; off, as in the code of the paper's authors.
+        evaluator_add_special_tokens: Whether the evaluator's tokenizer adds its own; on, as in their code.
+        dtype: Of the weights of both; ``auto`` keeps the stored one.
+        attn_implementation: Of both, as in transformers; ``auto`` is flash attention where it is installed.
+        device: Such as ``cuda:0`` or ``cpu``; ``auto`` is the first GPU, if there is one.
+        cache_dir: Folder of the evaluator's stored scores; by default in ``$LONGCE_CACHE`` or ``~/.cache/longce``.
+        trust_remote_code: Run code from the models' repositories; off unless you trust it.
+
+    Returns:
+        ``longppl``, ``perplexity``, ``key_tokens`` and ``tokens`` of the corpus (averages over tokens, not documents)
+        and under ``documents`` the same for each file, in order, with its name under ``file``. ``longppl`` is NaN
+        where there is no key token, ``perplexity`` where a document has a single token.
+
+    Raises:
+        ValueError: If a file, a model or a number cannot be used; before any model is loaded, where that can be known.
+    """
+    key_token_mask(torch.zeros(1), torch.zeros(1), alpha=alpha, beta=beta)  # refuses thresholds without a meaning
+    texts = [read_text(file) for file in files]
+    if output is not None:
+        _check_output(output)
+    place = torch.device("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else torch.device(device)
+    settings: dict[str, Any] = {"dtype": dtype, "attn_implementation": attn_implementation}
+    settings["trust_remote_code"] = trust_remote_code
+    judge = Evaluator(
+        evaluator,
+        context_length=context_length,
+        stride=stride,
+        add_special_tokens=evaluator_add_special_tokens,
+        cache_dir=cache_dir,
+        **settings,
+    )
+    tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
+    documents = [
+        encode_document(text, tokenizer, name=file, add_special_tokens=add_special_tokens, max_tokens=max_tokens)
+        for file, text in zip(files, texts, strict=True)
+    ]
+    masks = []
+    for document in tqdm(documents, desc="evaluator", unit="document", disable=None):
+        spans = judge.scores(document["text"][0], device=place, name=document["names"][0])
+        masks.append(span_token_mask(document["offsets"], spans.key_spans(alpha=alpha, beta=beta)))
+    judge.release()
+    result = _evaluate(model, documents, masks, place, settings)
+    if output is not None:
+        write_atomically(Path(output), (json.dumps(_without_nan(result), indent=2) + "\n").encode())
+    return result
+
+
+def read_text(file: str) -> str:
+    """The text of a UTF-8 file.
+
+    Raises:
+        ValueError: If there is no such file, it is no UTF-8, or it holds no text.
+    """
+    path = Path(file)
+    if not path.is_file():
+        raise ValueError(f"No file '{file}': give UTF-8 text files, one document each.")
+    content = path.read_bytes()
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ValueError(
+            f"'{file}', line {line}: byte {content[error.start]:#04x} at offset {error.start} is no UTF-8."
+            " Convert the file, for example with `iconv -f latin1 -t utf-8`."
+        ) from error
+    if not text.strip():
+        raise ValueError(f"'{file}' is empty or white space only: there is nothing to score. Leave it out.")
+    return text
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result of `score` as text: a row per document and one for the corpus."""
+    rows = [*result["documents"], {**result, "file": f"corpus of {len(result['documents'])}"}]
+    width = max(len("document"), *(len(row["file"]) for row in rows))
+    lines = [f"{'document':<{width}} {'tokens':>10} {'key tokens':>10} {'LongPPL':>12} {'perplexity':>12}"]
+    lines += [
+        f"{row['file']:<{width}} {row['tokens']:>10,} {row['key_tokens']:>10,}"
+        f" {row['longppl']:>12.4f} {row['perplexity']:>12.4f}"
+        for row in rows
+    ]
+    lines.insert(1, "-" * len(lines[0]))
+    lines.insert(-1, "-" * len(lines[0]))
+    return "\n".join(lines)
+
+
+def _evaluate(
+    model: str,
+    documents: list[PackedBatch],
+    masks: list[torch.Tensor],
+    device: torch.device,
+    settings: dict[str, Any],
+) -> dict[str, Any]:
+    backbone = load_backbone(model, **settings).eval().requires_grad_(False).to(device)
+    backbone.check_head()
+    corpus = {"longppl": LongPerplexity(), "perplexity": LongPerplexity()}
+    rows = []
+    for document, mask in zip(tqdm(documents, desc="model", unit="document", disable=None), masks, strict=True):
+        with torch.no_grad():
+            log_likelihood = backbone(batch_to(document, device)).cpu()
+        scored = document["labels"].ne(IGNORE_INDEX)
+        key = mask & scored
+        row: dict[str, Any] = {"file": document["names"][0]}
+        for name, influence in (("longppl", key), ("perplexity", scored)):
+            row[name] = float(corpus[name](log_likelihood, influence))
+        row |= {"key_tokens": int(key.sum()), "tokens": scored.numel()}
+        rows.append(row)
+    without = sum(row["key_tokens"] == 0 for row in rows)
+    if without:
+        log.warning(
+            "%d of %d documents have no key token: they may be too short for `context_length`, or the evaluator may"
+            " not use the long context.",
+            without,
+            len(rows),
+        )
+    totals: dict[str, Any] = {name: float(metric.compute()) for name, metric in corpus.items()}
+    totals |= {name: sum(row[name] for row in rows) for name in ("key_tokens", "tokens")}
+    return {**totals, "documents": rows}
+
+
+def _check_output(output: str) -> None:
+    folder = Path(output).absolute().parent
+    if Path(output).is_dir() or not folder.is_dir():
+        raise ValueError(f"`output` must be a file in a folder that exists, got '{output}'.")
+
+
+def _without_nan(value: Any) -> Any:
+    """NaN is no JSON: null stands for it."""
+    if isinstance(value, dict):
+        return {key: _without_nan(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_without_nan(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

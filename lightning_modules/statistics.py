@@ -1,0 +1,73 @@
+"""Sums over the tokens of one optimizer step, from which its logged means come."""
+
+import time
+
+import torch
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor
+
+from lightning_modules.batch import IGNORE_INDEX
+from lightning_modules.objectives import Objective
+
+
+class TrainingStatistics:
+    """Means over all tokens of one optimizer step: of all its micro-batches and of all processes.
+
+    Args:
+        objective: Decides which statistics of the weights exist.
+    """
+
+    def __init__(self, objective: Objective) -> None:
+        self.objective = objective
+        self._sums: Tensor | None = None
+        self._seconds = 0.0
+        self._started: float | None = None
+
+    def start_clock(self) -> None:
+        """Training goes on; the time since the last batch counts unless `stop_clock` came between."""
+        if self._started is None:
+            self._started = time.perf_counter()
+
+    def stop_clock(self) -> None:
+        """What follows (an evaluation) is not training time."""
+        if self._started is not None:
+            self._seconds += time.perf_counter() - self._started
+            self._started = None
+
+    def update(self, long: Tensor, influence: Tensor, labels: Tensor) -> None:
+        """Add a batch of ``[B, T]`` log-likelihoods (nats), weights and labels; nothing waits for the accelerator."""
+        scored = labels.ne(IGNORE_INDEX)
+        weight = influence.double() * scored
+        cap = self.objective.largest_weight
+        sums = [
+            -(long.double() * weight).sum(),
+            -long.double().sum(),
+            scored.sum(),
+            weight.sum(),
+            (weight > 1).sum(),
+            (weight >= cap).sum() if cap is not None else scored.new_zeros(()),
+        ]
+        batch = torch.stack([value.double() for value in sums])
+        self._sums = batch if self._sums is None else self._sums + batch
+
+    def compute(self, strategy: Strategy) -> dict[str, Tensor]:
+        """Float32 scalars by name; every process must call it."""
+        if self._sums is None:
+            raise RuntimeError("An optimizer step without a training batch before it has no statistics.")
+        loss, nll, tokens, weights, above, capped = strategy.reduce(self._sums, reduce_op="sum").unbind()
+        self.stop_clock()
+        values = {
+            "loss": loss / tokens,
+            "perplexity": torch.exp(nll / tokens),
+            "tokens_per_second": tokens / self._seconds,
+        }
+        if self.objective.uses_short_context:
+            values |= {"weight_mean": weights / tokens, "weight_above_1": above / tokens}
+        if self.objective.largest_weight is not None:
+            values["weight_at_cap"] = capped / tokens
+        return {name: value.float() for name, value in values.items()}
+
+    def reset(self) -> None:
+        """Begin the next optimizer step."""
+        self._sums, self._seconds = None, 0.0
+        self.start_clock()

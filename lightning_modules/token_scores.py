@@ -1,0 +1,158 @@
+"""The stored pair: what an evaluator says of every token of one document, in one safe file."""
+
+import hashlib
+import json
+import os
+import re
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from lightning_modules.functional import key_token_mask, merge_spans, soft_influence
+
+FORMAT = "longce-token-scores-1"
+_SPAN = re.compile(r"\[\s*(\d+)\s*,\s*(\d+)\s*\]")
+
+
+@dataclass  # not frozen: Lightning walks through predictions and refuses frozen ones
+class TokenScores:
+    """Long and short log-likelihoods of the tokens of one document; thresholds are applied afterwards.
+
+    Attributes:
+        text_sha256: Hash of the document's UTF-8 text.
+        evaluator: Identity of the model that scored it (`lightning_modules.loading.model_identity`).
+        context_length: Length K of the shortest short context, in tokens.
+        stride: Number d of tokens that shared one window.
+        offsets: ``[N, 2]`` int64 character span of each token.
+        long: ``[N]`` float32 log-likelihoods given everything before the token, in nats.
+        short: ``[N]`` float32 log-likelihoods given the short context, equal to ``long`` where there is none.
+    """
+
+    text_sha256: str
+    evaluator: str
+    context_length: int
+    stride: int
+    offsets: Tensor
+    long: Tensor
+    short: Tensor
+
+    def key_spans(self, *, alpha: float = 2.0, beta: float = -2.0) -> Tensor:
+        """``[M, 2]`` character spans of the key tokens, those that touch merged."""
+        return merge_spans(self.offsets[key_token_mask(self.long, self.short, alpha=alpha, beta=beta)])
+
+    def soft_influence(self, *, gamma: float = 5.0) -> Tensor:
+        """``[N]`` soft influence of each token."""
+        return soft_influence(self.long, self.short, gamma=gamma)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the file in one step: a reader sees all of it or none, also after a kill.
+
+        Raises:
+            OSError: If the folder cannot be written to.
+        """
+        tensors = {"offsets": self.offsets, "long": self.long, "short": self.short}
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        header = {
+            "format": FORMAT,
+            "text_sha256": self.text_sha256,
+            "evaluator": self.evaluator,
+            "context_length": str(self.context_length),
+            "stride": str(self.stride),
+        }
+        header["checksum"] = _checksum(header, tensors)
+        write_atomically(Path(path), save(tensors, metadata=header))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "TokenScores":
+        """Read a file and verify its checksum.
+
+        Raises:
+            ValueError: If the file is torn, was changed, or is no file of token scores.
+            FileNotFoundError: If there is none.
+        """
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"No token scores at '{path}'.")
+        try:
+            with safe_open(path, framework="pt") as file:
+                header = dict(file.metadata() or {})
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"'{path}' cannot be read as token scores ({error}). Delete it to score again.") from error
+        if header.get("format") != FORMAT or header.pop("checksum", None) != _checksum(header, tensors):
+            raise ValueError(f"'{path}' is damaged or no file of token scores ({FORMAT}). Delete it to score again.")
+        return cls(
+            text_sha256=header["text_sha256"],
+            evaluator=header["evaluator"],
+            context_length=int(header["context_length"]),
+            stride=int(header["stride"]),
+            **tensors,
+        )
+
+
+def text_sha256(text: str) -> str:
+    """Hash that names a document in caches and result files."""
+    return hashlib.sha256(text.encode("utf-8", errors="surrogatepass")).hexdigest()
+
+
+def read_key_spans(path: str | os.PathLike[str]) -> Tensor:
+    """Key spans in the text format of the paper's authors: ``[start, end];[start, end];..``.
+
+    Args:
+        path: A text file of character spans; an empty file holds none.
+
+    Returns:
+        ``[M, 2]`` int64 disjoint ascending spans.
+
+    Raises:
+        ValueError: If anything but ascending spans stands in the file; it is parsed, never evaluated.
+    """
+    text = Path(path).read_text(encoding="utf-8").strip()
+    spans = []
+    for number, entry in enumerate(text.split(";") if text else []):
+        match = _SPAN.fullmatch(entry.strip())
+        if match is None:
+            raise ValueError(f"'{path}', span {number}: expected '[start, end]', got '{entry.strip()[:40]}'.")
+        spans.append([int(match[1]), int(match[2])])
+    try:
+        return merge_spans(torch.tensor(spans, dtype=torch.int64).reshape(-1, 2))
+    except ValueError as error:
+        raise ValueError(f"'{path}': {error}") from error
+
+
+def write_key_spans(path: str | os.PathLike[str], spans: Tensor) -> None:
+    """Write ``[M, 2]`` spans in the text format of the paper's authors."""
+    text = ";".join(f"[{start}, {end}]" for start, end in spans.tolist())
+    write_atomically(Path(path), text.encode())
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file beside its target, flush it to disk and put it in place in one step.
+
+    Raises:
+        OSError: If the folder cannot be written to.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _checksum(header: dict[str, str], tensors: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
+    for name in sorted(tensors):
+        digest.update(f"{name}{list(tensors[name].shape)}{tensors[name].dtype}".encode())
+        digest.update(tensors[name].numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,107 @@
+"""Text to tokens that remember which characters they stand for."""
+
+import re
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from lightning_modules.batch import IGNORE_INDEX, PackedBatch
+
+
+def load_tokenizer(
+    pretrained_model_name_or_path: str, *, revision: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
+    """A tokenizer that tells which characters each token stands for.
+
+    Args:
+        pretrained_model_name_or_path: A hub id or a local folder.
+        revision: Branch, tag or commit on the hub.
+        trust_remote_code: Run code from the tokenizer's repository; off unless you trust it.
+
+    Raises:
+        ValueError: If it cannot be found or gives no offsets.
+    """
+    check_exists(pretrained_model_name_or_path, "tokenizer")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            pretrained_model_name_or_path, revision=revision, trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(not_loaded("tokenizer", pretrained_model_name_or_path, error)) from error
+    check_offsets(tokenizer)
+    # Whole documents are what we tokenise: the warning about the model's length would be shown for each.
+    tokenizer.model_max_length = int(1e30)
+    return tokenizer
+
+
+def check_offsets(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise a ``ValueError`` for a tokenizer that does not tell which characters a token stands for."""
+    if not tokenizer.is_fast:
+        raise ValueError(
+            f"The tokenizer '{tokenizer.name_or_path}' ({type(tokenizer).__name__}) gives no character offsets, which"
+            " key tokens need: use its fast version (a folder with tokenizer.json)."
+        )
+
+
+def encode_document(
+    text: str,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    name: str = "document",
+    add_special_tokens: bool = False,
+    max_tokens: int | None = None,
+) -> PackedBatch:
+    """One document as a batch of one row.
+
+    Args:
+        text: The document.
+        tokenizer: A fast tokenizer.
+        name: How messages and results cite the document.
+        add_special_tokens: Whether the tokenizer adds its own, such as a first ``<s>``; they have empty offsets.
+        max_tokens: Tokens to keep; the text is cut behind the last one kept.
+
+    Returns:
+        ``[1, T]`` row with ``text``, ``offsets`` and ``names``. All tokens but the first are scored.
+
+    Raises:
+        ValueError: If the text is empty or white space only, or has no token.
+    """
+    if not text.strip():
+        raise ValueError(f"Document '{name}' is empty: there is nothing to score. Remove it or check its path.")
+    encoding = tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=True)
+    input_ids = torch.tensor([encoding["input_ids"][:max_tokens]], dtype=torch.int64)
+    offsets = torch.tensor([encoding["offset_mapping"][:max_tokens]], dtype=torch.int64)
+    length = input_ids.shape[1]
+    if length == 0:
+        raise ValueError(f"The tokenizer '{tokenizer.name_or_path}' finds no token in document '{name}'.")
+    if length < len(encoding["input_ids"]):
+        text = text[: int(offsets[..., 1].max())]
+    labels = input_ids.clone()
+    labels[:, 0] = IGNORE_INDEX
+    return PackedBatch(
+        input_ids=input_ids,
+        labels=labels,
+        position_ids=torch.arange(length).unsqueeze(0),
+        document_borders=[[0, length]],
+        text=[text],
+        offsets=offsets,
+        names=[name],
+    )
+
+
+def check_exists(path_or_id: str, kind: str) -> None:
+    """Raise a ``ValueError`` for what can be neither a local path that exists nor a hub id."""
+    if Path(path_or_id).expanduser().exists():
+        return
+    if path_or_id.startswith((".", "/", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path_or_id):
+        raise ValueError(f"No {kind} at '{path_or_id}': there is no such file or folder. Check the path.")
+
+
+def not_loaded(kind: str, path: str, error: Exception) -> str:
+    """Message for a model or tokenizer that transformers could not load."""
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return (
+        f"The {kind} '{path}' could not be loaded: {reason}"
+        " Give a local folder, or a hub id that exists and that this machine can reach or has in its cache."
+    )

@@ -1,0 +1,169 @@
+import math
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+from torch.utils.data import DataLoader
+
+from callbacks import ExternalEvaluator
+from lightning_modules import evaluator as evaluator_module
+from lightning_modules.batch import IGNORE_INDEX
+from lightning_modules.evaluator import Evaluator, score_text
+from lightning_modules.functional import long_perplexity, span_token_mask, transfer_influence
+from lightning_modules.loading import load_backbone
+from lightning_modules.long_context_lm import LongContextLM
+from lightning_modules.token_scores import write_key_spans
+from lightning_modules.tokenization import encode_document, load_tokenizer
+from tests.conftest import make_text
+
+SETTINGS = {"context_length": 48, "stride": 16, "alpha": 0.5, "beta": -6.0}
+TEXTS = [make_text(70, seed=1), make_text(90, seed=2), "too short", make_text(80, seed=3)]
+
+
+@pytest.fixture
+def documents(tokenizer):
+    return [encode_document(text, tokenizer, name=f"doc{number}") for number, text in enumerate(TEXTS)]
+
+
+def run(model_dir, callback, documents, tmp_path, stage="validate", logger=False):
+    trainer = Trainer(
+        accelerator="cpu",
+        logger=logger,
+        callbacks=[callback],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        default_root_dir=tmp_path,
+    )
+    loader = DataLoader(documents, batch_size=None)
+    module = LongContextLM(str(model_dir), context_length=48, stride=16)
+    (result,) = getattr(trainer, stage)(module, loader, verbose=False)
+    return result
+
+
+def expected(model_dir, evaluator_dir, documents):
+    """The same numbers from the functions alone."""
+    model = load_backbone(str(model_dir))
+    judge, tokenizer = load_backbone(str(evaluator_dir)), load_tokenizer(str(evaluator_dir))
+    parts = []
+    for document in documents:
+        scores = score_text(document["text"][0], judge, tokenizer, context_length=48, stride=16)
+        scored = document["labels"].ne(IGNORE_INDEX)
+        hard = span_token_mask(document["offsets"], scores.key_spans(alpha=0.5, beta=-6.0)) & scored
+        soft = transfer_influence(scores.soft_influence(), scores.offsets, document["offsets"]) * scored
+        with torch.no_grad():
+            parts.append([part[0] for part in (model(document), hard, soft, scored)])
+    return [torch.cat(part) for part in zip(*parts, strict=True)]
+
+
+@pytest.mark.parametrize("stage", ["validate", "test"])
+def test_logs_what_the_functions_give(model_dir, evaluator_dir, documents, tmp_path, stage):
+    prefix = {"validate": "val", "test": "test"}[stage]
+    with pytest.warns(UserWarning, match="1 of 4 .* documents have no key token and do not count"):
+        result = run(model_dir, ExternalEvaluator(str(evaluator_dir), **SETTINGS), documents, tmp_path, stage)
+    log_likelihood, hard, soft, scored = expected(model_dir, evaluator_dir, documents)
+    assert hard.sum() > 5
+    assert result[f"{prefix}/longppl"] == pytest.approx(float(long_perplexity(log_likelihood, hard)), rel=1e-5)
+    assert result[f"{prefix}/longppl_soft"] == pytest.approx(float(long_perplexity(log_likelihood, soft)), rel=1e-5)
+    assert result[f"{prefix}/perplexity"] == pytest.approx(float(long_perplexity(log_likelihood, scored)), rel=1e-5)
+    assert result[f"{prefix}/key_tokens"] == hard.sum()
+    assert result[f"{prefix}/key_token_share"] == pytest.approx(float(hard.sum() / scored.sum()))
+    assert result[f"{prefix}/documents_without_key_tokens"] == 1
+
+
+def test_no_key_token_at_all_is_nan_and_a_counted_warning(model_dir, evaluator_dir, documents, tmp_path):
+    callback = ExternalEvaluator(str(evaluator_dir), **{**SETTINGS, "alpha": 1000.0})
+    with pytest.warns(UserWarning, match="4 of 4 val documents have no key token: LongPPL is not a number"):
+        result = run(model_dir, callback, documents, tmp_path)
+    assert math.isnan(result["val/longppl"])
+    assert math.isfinite(result["val/perplexity"])
+    assert result["val/key_tokens"] == 0
+
+
+def test_the_evaluator_scores_once_and_is_freed(model_dir, evaluator_dir, documents, tmp_path, monkeypatch):
+    calls = []
+    original = evaluator_module.score_text
+    monkeypatch.setattr(evaluator_module, "score_text", lambda *a, **k: calls.append(a[0]) or original(*a, **k))
+    callback = ExternalEvaluator(str(evaluator_dir), **SETTINGS)
+    first = run(model_dir, callback, documents, tmp_path)
+    assert callback.evaluator._backbone is None
+    assert run(model_dir, callback, documents, tmp_path) == first
+    again = ExternalEvaluator(str(evaluator_dir), **{**SETTINGS, "alpha": 1.0})
+    assert run(model_dir, again, documents, tmp_path)["val/key_tokens"] < first["val/key_tokens"]
+    assert calls == TEXTS, "other thresholds, other epochs and other processes need no second pass"
+
+
+def test_the_evaluator_is_neither_optimised_nor_checkpointed(model_dir, evaluator_dir, documents, tmp_path):
+    module = LongContextLM(str(model_dir), context_length=48, stride=16)
+    trainer = Trainer(
+        accelerator="cpu",
+        max_steps=2,
+        logger=False,
+        callbacks=[ExternalEvaluator(str(evaluator_dir), **SETTINGS)],
+        enable_progress_bar=False,
+        enable_checkpointing=False,
+        default_root_dir=tmp_path,
+    )
+    trainer.fit(module, DataLoader(documents[:2], batch_size=None), DataLoader(documents, batch_size=None))
+    assert math.isfinite(trainer.callback_metrics["val/longppl"])
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    keys = torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"].keys()
+    assert set(keys) == {f"backbone.{name}" for name in load_backbone(str(model_dir)).state_dict()}
+
+
+def test_precomputed_spans_of_the_authors(model_dir, evaluator_dir, documents, tmp_path):
+    judge = Evaluator(str(evaluator_dir), context_length=48, stride=16)
+    folder = tmp_path / "spans"
+    for number, text in enumerate(TEXTS):
+        write_key_spans(folder / f"doc{number}.txt", judge.scores(text).key_spans(alpha=0.5, beta=-6.0))
+    result = run(model_dir, ExternalEvaluator(key_spans=str(folder)), documents, tmp_path)
+    online = run(model_dir, ExternalEvaluator(str(evaluator_dir), **SETTINGS), documents, tmp_path)
+    assert result["val/longppl"] == online["val/longppl"]
+    assert "val/longppl_soft" not in result
+    (folder / "doc1.txt").unlink()
+    with pytest.raises(FileNotFoundError, match=r"'doc1'.*doc1\.txt"):
+        run(model_dir, ExternalEvaluator(key_spans=str(folder)), documents, tmp_path)
+
+
+def test_histograms_once(model_dir, evaluator_dir, documents, tmp_path):
+    logger = TensorBoardLogger(tmp_path)
+    logger._experiment = MagicMock()
+    callback = ExternalEvaluator(str(evaluator_dir), **SETTINGS)
+    for _ in range(2):
+        run(model_dir, callback, documents, tmp_path, logger=logger)
+    calls = logger.experiment.add_histogram.call_args_list
+    assert [call.args[0] for call in calls] == ["val/evaluator_lsd_nats", "val/evaluator_lcl_nats"]
+    assert (calls[0].args[1] != 0).all()
+    assert (calls[1].args[1] < 0).all()
+
+
+def test_rows_without_text_only_keep_processes_in_step(model_dir, evaluator_dir, documents, tmp_path):
+    filler = {**documents[2], "text": [""], "names": [""], "labels": torch.full_like(documents[2]["labels"], -100)}
+    plain = run(model_dir, ExternalEvaluator(str(evaluator_dir), **SETTINGS), documents, tmp_path)
+    filled = run(model_dir, ExternalEvaluator(str(evaluator_dir), **SETTINGS), [filler, *documents], tmp_path)
+    assert filled == plain
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({}, "Give an `evaluator` or `key_spans`"),
+        ({"evaluator": "./nowhere"}, "nowhere"),
+        ({"key_spans": "./nowhere"}, "nowhere"),
+        ({"evaluator": "x", "alpha": -1.0}, "alpha"),
+        ({"evaluator": "x", "beta": 1.0}, "beta"),
+        ({"evaluator": "x", "gamma": 0.5}, "gamma"),
+        ({"evaluator": "x", "stride": 0}, "stride"),
+    ],
+)
+def test_bad_settings_are_refused_at_once(settings, match):
+    with pytest.raises(ValueError, match=match):
+        ExternalEvaluator(**settings)
+
+
+def test_rows_without_offsets_are_refused(model_dir, evaluator_dir, documents, tmp_path):
+    bare = {key: documents[0][key] for key in ("input_ids", "labels", "position_ids", "document_borders")}
+    with pytest.raises(ValueError, match="offsets"):
+        run(model_dir, ExternalEvaluator(str(evaluator_dir), **SETTINGS), [bare], tmp_path)

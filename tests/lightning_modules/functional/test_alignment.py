@@ -1,0 +1,53 @@
+import random
+
+import pytest
+import torch
+
+from lightning_modules.functional import merge_spans, span_token_mask, transfer_influence
+from tests import reference
+
+
+def random_offsets(generator, length=60):
+    """Tokens as real tokenizers make them: mostly adjacent, some gaps, bytes of one character, empty ones."""
+    offsets, end = [[0, 0]] if generator.random() < 0.5 else [], 0
+    while end < length:
+        start = end + generator.choice([0, 0, 0, 1])
+        end = start + generator.randint(1, 5)
+        offsets += [[start, end]] * generator.choice([1, 1, 1, 1, 3])
+    return offsets
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_spans_masks_and_weights_match_loops(seed):
+    generator = random.Random(seed)
+    offsets, target = random_offsets(generator), random_offsets(generator)
+    chosen = [span for span in offsets if generator.random() < 0.5]
+    spans = merge_spans(torch.tensor(chosen, dtype=torch.int64).reshape(-1, 2))
+    assert spans.tolist() == reference.merge_spans(chosen)
+    mask = span_token_mask(torch.tensor(target), spans)
+    assert mask.tolist() == reference.span_token_mask(target, spans.tolist())
+    influence = [5 * generator.random() for _ in offsets]
+    moved = transfer_influence(torch.tensor(influence), torch.tensor(offsets), torch.tensor(target))
+    expected = reference.transfer_influence(influence, offsets, target)
+    torch.testing.assert_close(moved, torch.tensor(expected, dtype=torch.float64), rtol=1e-6, atol=1e-6)
+
+
+def test_the_same_tokenizer_moves_weights_to_themselves():
+    offsets = torch.tensor([[0, 2], [2, 3], [3, 9]])
+    influence = torch.tensor([1.0, 5.0, 0.25])
+    torch.testing.assert_close(transfer_influence(influence, offsets, offsets), influence.double())
+
+
+def test_no_spans_and_batches():
+    offsets = torch.tensor([[[0, 2], [2, 4]], [[0, 1], [1, 4]]])
+    assert span_token_mask(offsets, torch.zeros(0, 2, dtype=torch.int64)).tolist() == [[False] * 2] * 2
+    assert span_token_mask(offsets, torch.tensor([[1, 4]])).tolist() == [[False, True], [False, True]]
+    assert merge_spans(torch.zeros(0, 2, dtype=torch.int64)).shape == (0, 2)
+
+
+@pytest.mark.parametrize("spans", [[[3, 1]], [[4, 5], [0, 1]], [[1, 2, 3]]])
+def test_bad_spans_are_refused(spans):
+    with pytest.raises(ValueError, match=r"[Ss]pans"):
+        merge_spans(torch.tensor(spans))
+    with pytest.raises(ValueError, match=r"[Ss]pans"):
+        span_token_mask(torch.zeros(1, 2, dtype=torch.int64), torch.tensor(spans))

@@ -1,0 +1,90 @@
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_modules.batch import IGNORE_INDEX
+from lightning_modules.functional import token_log_likelihood
+from tests import reference
+
+VOCABULARY = 29
+
+
+@pytest.fixture
+def problem():
+    torch.manual_seed(0)
+    hidden = torch.randn(2, 17, 8, dtype=torch.float64, requires_grad=True)
+    head = nn.Linear(8, VOCABULARY, dtype=torch.float64)
+    labels = torch.randint(VOCABULARY, (2, 17))
+    labels[:, 0] = IGNORE_INDEX
+    labels[0, 5] = labels[1, 9:] = IGNORE_INDEX  # a document border, and padding
+    return hidden, head, labels
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3, 16, 1000, None])
+def test_matches_one_token_at_a_time_in_float64(problem, chunk_size):
+    hidden, head, labels = problem
+    actual = token_log_likelihood(hidden, head, labels, chunk_size=chunk_size)
+    expected = reference.token_log_likelihood(hidden, head, labels)
+    torch.testing.assert_close(actual, expected)
+    upstream = torch.randn_like(actual)
+    gradients = [
+        torch.autograd.grad((ll * upstream).sum(), (hidden, head.weight, head.bias)) for ll in (actual, expected)
+    ]
+    torch.testing.assert_close(*gradients)
+
+
+def test_half_precision_logits_give_float32(problem):
+    hidden, head, labels = problem
+    expected = reference.token_log_likelihood(hidden, head, labels)
+    actual = token_log_likelihood(hidden.bfloat16(), head.bfloat16(), labels)
+    assert actual.dtype == torch.float32
+    torch.testing.assert_close(actual.double(), expected, atol=0.1, rtol=0.02)  # bfloat16 logits
+
+
+def test_unscored_tokens_are_zero_and_cost_no_logits(problem):
+    hidden, head, labels = problem
+    rows = []
+    token_log_likelihood(hidden, lambda h: rows.append(len(h)) or head(h), labels, chunk_size=4)
+    assert max(rows) == 4
+    assert sum(rows) == int(labels.ne(IGNORE_INDEX).sum())
+    assert (token_log_likelihood(hidden, head, labels)[labels == IGNORE_INDEX] == 0).all()
+
+
+def test_nothing_scored_gives_zeros_that_gradients_pass(problem):
+    hidden, head, labels = problem
+    log_likelihood = token_log_likelihood(hidden, head, torch.full_like(labels, IGNORE_INDEX))
+    assert (log_likelihood == 0).all()
+    log_likelihood.sum().backward()
+    assert (head.weight.grad == 0).all()
+
+
+def test_no_tensor_is_as_large_as_the_logits_of_the_row(problem):
+    hidden, head, labels = problem
+    sizes = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor):
+                sizes.append(out.numel())
+            return out
+
+    with Watch():
+        token_log_likelihood(hidden, head, labels, chunk_size=2).sum().backward()
+    assert max(sizes) < labels.numel() * VOCABULARY / 2
+
+
+def test_first_column_cannot_be_scored(problem):
+    hidden, head, labels = problem
+    labels[1, 0] = 7
+    with pytest.raises(ValueError, match=r"row 1 has 7"):
+        token_log_likelihood(hidden, head, labels)
+
+
+def test_shapes_and_chunk_size_are_checked(problem):
+    hidden, head, labels = problem
+    with pytest.raises(ValueError, match=r"\[2, 17, 8\] and \[2, 16\]"):
+        token_log_likelihood(hidden, head, labels[:, :-1])
+    with pytest.raises(ValueError, match="got 0"):
+        token_log_likelihood(hidden, head, labels, chunk_size=0)

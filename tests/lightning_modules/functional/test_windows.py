@@ -1,0 +1,66 @@
+import itertools
+
+import pytest
+import torch
+
+from lightning_modules.batch import IGNORE_INDEX, PackedBatch
+from lightning_modules.functional import Window, short_context_windows
+from lightning_modules.functional.windows import check_context, window_batch
+
+
+@pytest.mark.parametrize("n", range(1, 40))
+@pytest.mark.parametrize(("context_length", "stride"), [(1, 1), (4, 3), (3, 4), (8, 8), (5, 30)])
+def test_every_token_behind_the_first_window_is_scored_once_with_a_short_context(n, context_length, stride):
+    windows = short_context_windows([0, n], context_length=context_length, stride=stride)
+    scored = [t for window in windows for t in range(window.scored, window.stop)]
+    assert scored == list(range(context_length + stride, n))
+    for window in windows:
+        for t in range(window.scored, window.stop):
+            assert context_length <= t - window.start < context_length + stride
+
+
+def test_windows_stay_inside_documents():
+    borders = [0, 10, 11, 30]
+    windows = short_context_windows(borders, context_length=4, stride=2)
+    assert windows == [
+        Window(2, 6, 8),
+        Window(4, 8, 10),
+        *(Window(s, s + 4, min(s + 6, 30)) for s in range(13, 26, 2)),
+    ]
+    for window in windows:
+        assert any(a <= window.start and window.stop <= b for a, b in itertools.pairwise(borders))
+
+
+@pytest.mark.parametrize(
+    ("context_length", "stride", "name"), [(0, 1, "context_length"), (4, 0, "stride"), (4, -8, "stride")]
+)
+def test_lengths_are_checked(context_length, stride, name):
+    with pytest.raises(ValueError, match=name):
+        short_context_windows([0, 9], context_length=context_length, stride=stride)
+
+
+def test_a_context_that_is_never_short_is_refused():
+    check_context(4, 3, 8)
+    with pytest.raises(ValueError, match=r"4 \+ 3 = 7"):
+        check_context(4, 3, 7)
+
+
+def test_window_batch():
+    tokens = torch.arange(100, 122).reshape(2, 11)
+    labels = tokens.clone()
+    labels[:, 0] = labels[1, 8] = IGNORE_INDEX
+    rows = PackedBatch(
+        input_ids=tokens,
+        labels=labels,
+        position_ids=torch.arange(11).expand(2, 11),
+        document_borders=[[0, 11], [0, 11]],
+    )
+    batch = window_batch(rows, [(0, Window(3, 7, 10)), (1, Window(6, 8, 11)), (1, Window(8, 10, 11))])
+    ignore = IGNORE_INDEX
+    assert batch["input_ids"][0].tolist() == [103, 104, 105, 106, 107, 108, 109]
+    assert batch["labels"][0].tolist() == [ignore] * 4 + [107, 108, 109]
+    assert batch["input_ids"][1, :5].tolist() == [117, 118, 119, 120, 121]
+    assert batch["labels"][1].tolist() == [ignore, ignore, ignore, 120, 121, ignore, ignore]
+    assert batch["labels"][2].tolist() == [ignore, ignore, 121, ignore, ignore, ignore, ignore]
+    assert batch["position_ids"].tolist() == [list(range(7))] * 3
+    assert batch["document_borders"] == [[0, 7], [0, 5], [0, 3]]

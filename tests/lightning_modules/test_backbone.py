@@ -1,0 +1,215 @@
+import warnings
+
+import pytest
+import torch
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from transformers import AutoModelForCausalLM, GPT2Config
+
+from lightning_modules import backbone as backbone_module
+from lightning_modules.attention import isolation_arguments, register_document_attention
+from lightning_modules.backbone import Backbone
+from lightning_modules.batch import IGNORE_INDEX, PackedBatch
+from tests import reference
+from tests.conftest import tiny_config, tiny_model
+
+VOCABULARY = 120
+
+
+def packed(*rows, length=None):
+    """Rows of documents (lists of token ids) as a batch, padded on the right."""
+    length = length or max(sum(map(len, row)) for row in rows)
+    batch = PackedBatch(
+        input_ids=torch.zeros(len(rows), length, dtype=torch.int64),
+        labels=torch.full((len(rows), length), IGNORE_INDEX),
+        position_ids=torch.zeros(len(rows), length, dtype=torch.int64),
+        document_borders=[],
+    )
+    for index, row in enumerate(rows):
+        borders = [0]
+        for document in row:
+            start, stop = borders[-1], borders[-1] + len(document)
+            batch["input_ids"][index, start:stop] = batch["labels"][index, start:stop] = document
+            batch["labels"][index, start] = IGNORE_INDEX
+            batch["position_ids"][index, start:stop] = torch.arange(len(document))
+            borders.append(stop)
+        batch["document_borders"].append(borders)
+    return batch
+
+
+def documents(*lengths, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(VOCABULARY, (length,), generator=generator) for length in lengths]
+
+
+def build(architecture, attention="document_sdpa", **overrides):
+    if attention == "document_sdpa":
+        register_document_attention()
+    torch.manual_seed(0)
+    config = tiny_config(architecture, VOCABULARY, **overrides)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32).eval()
+
+
+# Logit scale, soft cap, division, bias; learned positions; tied and fused weights; sliding windows.
+ARCHITECTURES = [
+    ("llama", {}),
+    ("mistral", {}),
+    ("mistral", {"sliding_window": 9}),
+    ("qwen2", {"tie_word_embeddings": True}),
+    ("qwen3", {"head_dim": 8}),
+    ("phi", {"partial_rotary_factor": 0.5}),
+    ("phi3", {}),
+    ("gpt_neox", {}),
+    ("cohere", {"logit_scale": 0.25}),
+    ("granite", {"logits_scaling": 3.0}),
+    ("gemma2", {"attention": "eager", "final_logit_softcapping": 2.0, "head_dim": 8}),
+    ("gemma3_text", {"head_dim": 8, "sliding_window": 9}),
+    ("olmo2", {}),
+]
+
+
+@pytest.mark.parametrize(("architecture", "overrides"), ARCHITECTURES)
+def test_packed_documents_score_as_if_alone(architecture, overrides):
+    model = build(architecture, **overrides)
+    rows = [documents(11, 1, 14), documents(20), documents(2, 7, seed=1)]
+    batch = packed(*rows)
+    scorer = Backbone(model)
+    scorer.check_head()
+    with torch.no_grad():
+        actual = scorer(batch)
+        for index, row in enumerate(rows):
+            alone = torch.cat([reference.document_log_likelihood(model, document) for document in row])
+            torch.testing.assert_close(actual[index, : len(alone)].double(), alone, atol=2e-5, rtol=1e-4)
+
+
+def test_a_document_cannot_change_the_one_behind_it_not_even_by_gradient():
+    scorer = Backbone(build("llama").train())
+    scorer.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    gradients = []
+    for first in documents(9, 9, seed=3):
+        batch = packed([first, documents(12)[0]])
+        scorer.zero_grad()
+        scorer(batch)[:, 9:].sum().backward()
+        gradients.append([p.grad.clone() for n, p in scorer.named_parameters() if "embed" not in n])
+    torch.testing.assert_close(gradients[0], gradients[1])
+
+
+@pytest.mark.parametrize(("context_length", "stride"), [(6, 3), (4, 9), (8, 8)])
+@pytest.mark.parametrize("windows_together", [True, False])
+def test_long_and_short_match_one_window_at_a_time(context_length, stride, windows_together, monkeypatch):
+    if windows_together:  # as on an accelerator
+        monkeypatch.setattr(Backbone, "_windows_per_pass", lambda *_: 5)
+    model = build("llama")
+    rows = [documents(30, 8, 17), documents(40)]
+    long, short = Backbone(model).long_and_short(packed(*rows), context_length=context_length, stride=stride)
+    with torch.no_grad():
+        for index, row in enumerate(rows):
+            pairs = [reference.long_and_short(model, document, context_length, stride) for document in row]
+            for actual, expected in zip((long, short), zip(*pairs, strict=True), strict=True):
+                expected = torch.cat(expected)
+                torch.testing.assert_close(actual[index, : len(expected)].double(), expected, atol=2e-5, rtol=1e-4)
+    assert (long != short).any()
+
+
+def test_short_pass_leaves_modes_and_gradients_alone():
+    scorer = Backbone(build("llama", attention_dropout=0.5).train())
+    scorer.model.model.layers[0].eval()
+    batch = packed(documents(40))
+    first, _ = scorer.short_log_likelihood(batch, context_length=6, stride=3)
+    again, differs = scorer.short_log_likelihood(batch, context_length=6, stride=3)
+    torch.testing.assert_close(first, again, msg="dropout was on")
+    assert not first.requires_grad
+    assert differs[0].tolist() == [t >= 9 for t in range(40)]
+    assert scorer.model.model.layers[1].training
+    assert not scorer.model.model.layers[0].training
+
+
+def test_autocast_weights_cached_by_the_short_pass_do_not_rob_the_long_pass_of_gradients():
+    scorer = Backbone(build("llama").train())
+    batch = packed(documents(40))
+    gradients = []
+    for with_short_pass in (False, True):
+        scorer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            if with_short_pass:
+                scorer.short_log_likelihood(batch, context_length=6, stride=3)
+            scorer(batch).sum().backward()
+        gradients.append({name: p.grad for name, p in scorer.named_parameters()})
+    for name, gradient in gradients[0].items():
+        assert gradients[1][name] is not None, name
+        torch.testing.assert_close(gradients[1][name], gradient)
+
+
+def test_lora_on_the_head_counts():
+    base = build("llama")
+    scorer = Backbone(get_peft_model(base, LoraConfig(target_modules=["q_proj", "lm_head"], init_lora_weights=False)))
+    scorer.check_head()
+    batch = packed(documents(12, 5))
+    with torch.no_grad():
+        adapted = scorer(batch)
+        with scorer.model.disable_adapter():
+            plain = scorer(batch)
+    assert (adapted - plain).abs().max() > 0.1
+
+
+def test_prompt_learning_is_refused():
+    peft_model = get_peft_model(build("llama"), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    with pytest.raises(ValueError, match="LoRA"):
+        Backbone(peft_model)
+
+
+def test_a_model_that_does_something_unknown_to_its_logits_is_refused():
+    model = build("llama")
+    forward = model.forward
+    model.forward = lambda *args, **kwargs: _scaled(forward(*args, **kwargs))
+    with pytest.raises(ValueError, match=r"off by .* nats"):
+        Backbone(model).check_head()
+
+
+def _scaled(output):
+    output.logits = output.logits * 0.7
+    return output
+
+
+def test_attention_that_leaks_between_documents_is_refused(monkeypatch):
+    monkeypatch.setattr(backbone_module, "isolation_arguments", lambda *_: {})
+    with pytest.raises(ValueError, match="attention"):
+        Backbone(build("llama")).check_head()
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
+def test_rotary_frequencies_survive_casts(architecture):
+    scorer = Backbone(build(architecture, head_dim=8))
+    before = {name: b.clone() for name, b in scorer.named_buffers() if name.endswith("inv_freq")}
+    assert before
+    torch.nn.ModuleList([scorer]).to(torch.bfloat16)
+    assert next(scorer.parameters()).dtype == torch.bfloat16
+    for name, buffer in scorer.named_buffers():
+        if name in before:
+            assert torch.equal(buffer, before[name])
+    scorer.check_rotary_dtype()
+    scorer.model.to(torch.bfloat16)  # past our guard
+    with pytest.raises(RuntimeError, match="inv_freq"):
+        scorer.check_rotary_dtype()
+
+
+def test_too_long_documents():
+    batch = packed(documents(30))
+    with pytest.warns(UserWarning, match=r"30 tokens is longer than the 16"):
+        Backbone(build("llama", max_position_embeddings=16))(batch)
+    torch.manual_seed(0)
+    config = GPT2Config(n_embd=16, n_layer=1, n_head=2, n_positions=16, vocab_size=VOCABULARY)
+    scorer = Backbone(AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval())
+    with pytest.raises(ValueError, match="16 learned positions"):
+        scorer(batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scorer(packed(documents(16)))
+
+
+def test_flash_arguments_are_cumulative_lengths_over_all_rows():
+    arguments = isolation_arguments("flash_attention_2", [[0, 4, 9], [0, 10]], 10, torch.device("cpu"))
+    assert arguments["cu_seq_lens_q"].tolist() == [0, 4, 9, 10, 20]
+    assert arguments["cu_seq_lens_q"].dtype == torch.int32
+    assert arguments["max_length_q"] == arguments["max_length_k"] == 10
+    assert isolation_arguments("flash_attention_2", [[0, 10], [0, 7]], 10, torch.device("cpu")) == {}
+    assert isolation_arguments("eager", [[0, 4, 9]], 10, torch.device("cpu")) == {}

@@ -1,0 +1,94 @@
+import pytest
+import torch
+
+from lightning_modules import evaluator as evaluator_module
+from lightning_modules.evaluator import Evaluator, score_text
+from lightning_modules.loading import load_backbone
+from lightning_modules.tokenization import encode_document, load_tokenizer
+from tests import reference
+from tests.conftest import make_text, tiny_model
+
+SETTINGS = {"context_length": 32, "stride": 16}
+
+
+def test_scores_match_one_window_at_a_time(model_dir):
+    text, tokenizer = make_text(60, seed=5), load_tokenizer(str(model_dir))
+    backbone = load_backbone(str(model_dir))
+    scores = score_text(text, backbone, tokenizer, **SETTINGS)
+    ids = torch.tensor(tokenizer(text)["input_ids"])
+    with torch.no_grad():
+        long, short = reference.long_and_short(backbone.model, ids, 32, 16)
+    torch.testing.assert_close(scores.long.double(), long, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(scores.short.double(), short, atol=2e-5, rtol=1e-4)
+    assert scores.offsets[0].tolist() == [0, 0], "the evaluator's tokenizer adds its first token"
+    assert "".join(text[a:b] for a, b in scores.offsets.tolist()) == text
+
+
+def test_a_text_is_scored_once_per_process_and_per_disk(model_dir, tmp_path, monkeypatch):
+    calls = []
+    original = evaluator_module.score_text
+    monkeypatch.setattr(evaluator_module, "score_text", lambda *a, **k: calls.append(a[0]) or original(*a, **k))
+    judge = Evaluator(str(model_dir), cache_dir=str(tmp_path), **SETTINGS)
+    first = judge.scores(make_text(60))
+    judge.release()
+    assert judge.scores(make_text(60)) is first
+    stored = Evaluator(str(model_dir), cache_dir=str(tmp_path), **SETTINGS).scores(make_text(60))
+    assert torch.equal(stored.long, first.long)
+    assert len(calls) == 1
+    for other in ({"context_length": 40}, {"stride": 8}, {"add_special_tokens": False}, {"dtype": "bfloat16"}):
+        Evaluator(str(model_dir), cache_dir=str(tmp_path), **{**SETTINGS, **other}).scores(make_text(60))
+    assert len(calls) == 5
+    Evaluator(str(model_dir), cache_dir=str(tmp_path), **SETTINGS).scores(make_text(61))
+    assert len(calls) == 6
+
+
+def test_a_damaged_cache_file_is_scored_again(model_dir, tmp_path, caplog):
+    judge = Evaluator(str(model_dir), cache_dir=str(tmp_path), **SETTINGS)
+    first = judge.scores(make_text(60))
+    path = judge.path(first.text_sha256)
+    path.write_bytes(path.read_bytes()[:-3])
+    again = Evaluator(str(model_dir), cache_dir=str(tmp_path), **SETTINGS).scores(make_text(60))
+    assert torch.equal(first.long, again.long)
+    assert "scored again" in caplog.text
+
+
+def test_cache_that_cannot_be_written(model_dir, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"file.*LONGCE_CACHE"):
+        Evaluator(str(model_dir), cache_dir=str(tmp_path / "file" / "cache"))
+
+
+def test_tokenizer_of_another_model(model_dir, tmp_path, other_tokenizer):
+    tiny_model("llama", 100).save_pretrained(tmp_path)
+    judge = Evaluator(str(tmp_path), tokenizer=str(model_dir), **SETTINGS)
+    with pytest.raises(ValueError, match=r"token id \d+, beyond the embedding of 100 tokens"):
+        judge.scores(make_text(60))
+
+
+@pytest.mark.parametrize("text", ["", " \n\t "])
+def test_empty_document(text, tokenizer):
+    with pytest.raises(ValueError, match="'empty.txt' is empty"):
+        encode_document(text, tokenizer, name="empty.txt")
+
+
+def test_a_document_of_one_token_and_one_too_short_for_a_short_context(model_dir):
+    judge = Evaluator(str(model_dir), add_special_tokens=False, **SETTINGS)
+    for text in ("b", "bace di"):
+        scores = judge.scores(text)
+        assert torch.equal(scores.long, scores.short)
+        assert len(scores.key_spans()) == 0
+
+
+def test_cut_documents_keep_the_text_of_their_tokens(tokenizer):
+    text = make_text(60)
+    document = encode_document(text, tokenizer, max_tokens=20)
+    assert document["input_ids"].shape == (1, 20)
+    assert text.startswith(document["text"][0])
+    assert len(document["text"][0]) == document["offsets"][0, -1, 1]
+
+
+def test_slow_tokenizers_are_refused(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "t5"}')
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "ByT5Tokenizer"}')
+    with pytest.raises(ValueError, match="offsets"):
+        load_tokenizer(str(tmp_path))

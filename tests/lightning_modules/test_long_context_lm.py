@@ -1,0 +1,232 @@
+import copy
+import math
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from torch.utils.data import DataLoader
+
+from lightning_modules.batch import IGNORE_INDEX, PackedBatch
+from lightning_modules.functional import long_perplexity
+from lightning_modules.long_context_lm import LongContextLM
+from lightning_modules.objectives import CrossEntropy, LongCE
+from lightning_modules.tokenization import encode_document
+from tests import reference
+from tests.conftest import make_text, tiny_model
+
+VOCABULARY = 90
+LENGTH = 40
+
+
+def row(seed, borders=(0, LENGTH), vocabulary=VOCABULARY):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(vocabulary, (1, borders[-1]), generator=generator)
+    labels, positions = ids.clone(), torch.arange(borders[-1]).unsqueeze(0).clone()
+    for start in borders[:-1]:
+        labels[0, start] = IGNORE_INDEX
+        positions[0, start:] -= positions[0, start].clone()
+    return PackedBatch(input_ids=ids, labels=labels, position_ids=positions, document_borders=[list(borders)])
+
+
+def loader(*rows):
+    return DataLoader(list(rows), batch_size=None)
+
+
+@pytest.fixture(params=["llama", "mistral", "qwen2"])
+def model_folder(request, tmp_path):
+    tiny_model(request.param, VOCABULARY, seed=6).save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    tiny_model("llama", VOCABULARY, seed=6).save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+def trainer(tmp_path, **settings):
+    defaults = {
+        "accelerator": "cpu",
+        "max_steps": 2,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "log_every_n_steps": 1,
+        "default_root_dir": tmp_path,
+    }
+    return Trainer(**{**defaults, **settings})
+
+
+def lm(folder, **settings):
+    return LongContextLM(folder, **{"context_length": 8, "stride": 4, **settings})
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("gamma", [5.0, 1.5])
+def test_longce_loss_and_gradients_match_a_float64_reference(model_folder, gamma, checkpointing, tmp_path):
+    module = lm(model_folder, objective=LongCE(gamma), gradient_checkpointing=checkpointing)
+    module.configure_model()
+    batch = row(0, borders=(0, 23, LENGTH))
+    module.backbone.train()
+    loss = module.training_step(batch, 0)
+    loss.backward()
+
+    model = copy.deepcopy(module.backbone.model).double().eval()
+    model.zero_grad()
+    documents = [batch["input_ids"][0, :23], batch["input_ids"][0, 23:]]
+    losses = [reference.longce(model, document, 8, 4, gamma) * (len(document) - 1) for document in documents]
+    expected = sum(losses) / (LENGTH - 2)
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    for (name, actual), wanted in zip(module.backbone.model.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad.double(), wanted.grad, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_cross_entropy_is_that_of_transformers_and_costs_no_short_pass(folder, monkeypatch):
+    module = lm(folder, objective=CrossEntropy())
+    module.configure_model()
+    monkeypatch.setattr(type(module.backbone), "short_log_likelihood", None)
+    batch = row(1)
+    expected = module.backbone.model(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss
+    torch.testing.assert_close(module.training_step(batch, 0), expected)
+
+
+def test_fit_logs_means_over_all_micro_batches_and_lowers_the_loss(folder, tmp_path):
+    module = lm(folder, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2))
+    runner = trainer(tmp_path, max_steps=8, accumulate_grad_batches=2)
+    logged = []
+    module.log_dict = lambda values, **_: logged.append({name: float(value) for name, value in values.items()})
+    module.log = lambda *_, **__: None
+    first = copy.deepcopy(module)
+    first.configure_model()
+    first.backbone.train()
+    rows = [row(0), row(1, borders=(0, 14))]
+    runner.fit(module, loader(*(rows * 8)))
+
+    assert len(logged) == 8
+    assert set(logged[0]) == {
+        f"train/{name}"
+        for name in ("loss", "perplexity", "weight_mean", "weight_above_1", "weight_at_cap", "tokens_per_second")
+    }
+    with torch.no_grad():
+        pairs = [first.backbone.long_and_short(batch, context_length=8, stride=4) for batch in rows]
+    long, short = (torch.cat([part[0][1:] for part in parts]) for parts in zip(*pairs, strict=True))
+    weight = (long - short).exp().clamp(max=5)
+    assert logged[0]["train/loss"] == pytest.approx(float(-(weight * long).mean()), rel=1e-4)
+    assert logged[0]["train/perplexity"] == pytest.approx(float(torch.exp(-long.mean())), rel=1e-4)
+    assert logged[0]["train/weight_mean"] == pytest.approx(float(weight.mean()), rel=1e-4)
+    assert logged[0]["train/weight_above_1"] == pytest.approx(float((weight > 1).float().mean()))
+    assert logged[0]["train/weight_at_cap"] == pytest.approx(float((weight == 5).float().mean()))
+    assert logged[0]["train/weight_at_cap"] > 0
+    assert logged[0]["train/tokens_per_second"] > 0
+    assert logged[-1]["train/loss"] < 0.9 * logged[0]["train/loss"]
+
+
+def test_validation_gives_log_likelihoods_and_logs_perplexity(folder, tmp_path):
+    module = lm(folder)
+    rows = [row(0), row(1, borders=(0, 17)), row(2, borders=(0, 1))]
+    result = trainer(tmp_path).validate(module, loader(*rows), verbose=False)
+    with torch.no_grad():
+        scores = [module.backbone(batch) for batch in rows]
+    everything = torch.cat([part[0, 1:] for part in scores])
+    expected = float(long_perplexity(everything, torch.ones_like(everything)))
+    assert result[0]["val/perplexity"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_predict_gives_the_pair_of_each_document(model_dir, tokenizer, tmp_path):
+    text = make_text(30)
+    document = encode_document(text, tokenizer)
+    (scores,) = trainer(tmp_path).predict(lm(str(model_dir)), loader(document))[0]
+    assert scores.offsets.tolist() == document["offsets"][0].tolist()
+    assert (scores.context_length, scores.stride) == (8, 4)
+    assert (scores.long != scores.short)[12:].any()
+    assert torch.equal(scores.long[:12], scores.short[:12])
+
+
+def test_paper_defaults(folder, tmp_path):
+    module = lm(folder)
+    runner = trainer(tmp_path, max_steps=22)
+    rates = []
+    module.on_before_zero_grad = lambda optimizer: rates.append(optimizer.param_groups[0]["lr"])
+    runner.fit(module, loader(*(row(seed) for seed in range(22))))
+    settings = module.optimizers().param_groups[0]
+    assert settings["betas"] == (0.9, 0.95)
+    assert settings["weight_decay"] == 0
+    assert rates[0] == pytest.approx(2e-5 / 20)
+    assert rates[9] == pytest.approx(2e-5 / 2)
+    assert rates[19:] == pytest.approx([2e-5] * 3)
+
+
+def test_dropout_and_checkpointing_are_on_in_training(folder, tmp_path, monkeypatch):
+    module = lm(folder, gradient_checkpointing=True)
+    modes = []
+    original = module.training_step
+    monkeypatch.setattr(
+        module,
+        "training_step",
+        lambda *a: modes.append(all(m.training for m in module.backbone.modules())) or original(*a),
+    )
+    trainer(tmp_path).fit(module, loader(row(0), row(1)), loader(row(2)))
+    assert modes == [True, True]
+    module.backbone.eval()
+    with pytest.raises(RuntimeError, match="eval mode"):
+        module.on_train_batch_start(row(0), 0)
+
+
+def test_nan_loss_stops_and_says_where(folder, tmp_path):
+    module = lm(
+        folder,
+        optimizer=lambda p: torch.optim.SGD(p, lr=1e30),
+        lr_scheduler=lambda o: torch.optim.lr_scheduler.ConstantLR(o, 1.0),
+    )
+    with pytest.raises(FloatingPointError, match=r"at step 1, batch 1 of epoch 0 .*learning rate"):
+        trainer(tmp_path, max_steps=5).fit(module, loader(*(row(seed) for seed in range(5))))
+
+
+def test_token_ids_beyond_the_embedding(folder, tmp_path):
+    with pytest.raises(ValueError, match=r"beyond the model's embedding of 90 tokens"):
+        trainer(tmp_path).fit(lm(folder), loader(row(0, vocabulary=5000)))
+
+
+def test_a_short_context_as_long_as_the_rows(folder, tmp_path):
+    with pytest.raises(ValueError, match=r"36 \+ 4 = 40"):
+        trainer(tmp_path).fit(lm(folder, context_length=36), loader(row(0)))
+    trainer(tmp_path).fit(lm(folder, context_length=36, objective=CrossEntropy()), loader(row(0)))
+
+
+@pytest.mark.parametrize(("settings", "name"), [({"context_length": 0}, "context_length"), ({"stride": -1}, "stride")])
+def test_lengths_are_checked_before_anything_is_loaded(settings, name):
+    with pytest.raises(ValueError, match=name):
+        lm("no/such", **settings)
+
+
+def test_an_empty_training_set_is_no_success(folder, tmp_path):
+    with pytest.raises(ValueError, match="nothing to train on"):
+        trainer(tmp_path).fit(lm(folder), DataLoader([], batch_size=None))
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed", "32-true"])
+def test_precisions_leave_positions_and_sums_alone(folder, tmp_path, precision):
+    module = lm(folder)
+    runner = trainer(tmp_path, precision=precision)
+    runner.fit(module, loader(row(0), row(1)), loader(row(2)))
+    rotary = module.backbone.model.model.rotary_emb.inv_freq
+    assert rotary.dtype == torch.float32
+    dimension = 8
+    expected = 1.0 / 10000.0 ** (torch.arange(0, dimension, 2) / dimension)
+    torch.testing.assert_close(rotary, expected)
+    assert module._perplexity.log_likelihood.dtype == torch.float64
+    assert math.isfinite(runner.callback_metrics["val/perplexity"])
+    expected_dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
+    assert next(module.backbone.parameters()).dtype == expected_dtype
+
+
+def test_checkpoint_loads_without_pickle_and_scores_the_same(folder, tmp_path):
+    module = lm(folder, lora={"r": 2, "target_modules": ["q_proj"]}, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2))
+    runner = trainer(tmp_path)
+    runner.fit(module, loader(row(0), row(1)))
+    runner.save_checkpoint(tmp_path / "last.ckpt")
+    loaded = LongContextLM.load_from_checkpoint(tmp_path / "last.ckpt", weights_only=True)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded.backbone.eval()(row(3)), module.backbone.eval()(row(3)))
