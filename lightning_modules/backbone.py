@@ -133,6 +133,15 @@ class Backbone(nn.Module):
         long = self(batch)
         return long, torch.where(differs, short, long)
 
+    def check_token_ids(self, batch: PackedBatch) -> None:
+        """Raise a ``ValueError`` for ids beyond the embedding; cheap while the batch is still in main memory."""
+        largest = int(batch["input_ids"].max())
+        if largest >= self.vocabulary_size:
+            raise ValueError(
+                f"Token id {largest} is beyond the embedding of {self.vocabulary_size} tokens of"
+                f" '{self.base_model.name_or_path}': the tokenizer is not the one of this model."
+            )
+
     def check_head(self) -> None:
         """Compare our scores of a dozen tokens in two packed documents with the model's own logits.
 

@@ -1,4 +1,4 @@
-"""The command line: ``longce fit | validate | test | predict`` by LightningCLI, and the commands that are no training."""
+"""The command line: LightningCLI for ``fit``, ``validate``, ``test`` and ``predict``, and the commands beside it."""
 
 import logging
 import os
@@ -64,7 +64,7 @@ def score_command(arguments: Sequence[str]) -> None:
     """Run ``longce score`` and print its table."""
     from lightning_modules.score import score, table  # a heavy import that the other commands do without
 
-    parser = jsonargparse.ArgumentParser(prog="longce score", description=score.__doc__.partition("\n\n")[0])
+    parser = jsonargparse.ArgumentParser(prog="longce score", description=_summary(score))
     parser.add_argument("-c", "--config", action="config", help="YAML file with options of this command.")
     parser.add_argument("files", nargs="+", type=str, help="UTF-8 text files, one document each.")
     parser.add_function_arguments(score, skip={"files"}, as_positional=False)
@@ -77,7 +77,7 @@ def quickstart_command(arguments: Sequence[str]) -> None:
     """Run ``longce quickstart``: a few ``longce fit``, each of which is printed first."""
     from lightning_modules.quickstart import quickstart
 
-    parser = jsonargparse.ArgumentParser(prog="longce quickstart", description=quickstart.__doc__.partition("\n\n")[0])
+    parser = jsonargparse.ArgumentParser(prog="longce quickstart", description=_summary(quickstart))
     parser.add_function_arguments(quickstart, skip={"run"})
     quickstart(run=_lightning_command, **parser.parse_args(list(arguments)).as_dict())
 
@@ -85,6 +85,10 @@ def quickstart_command(arguments: Sequence[str]) -> None:
 def _lightning_command(arguments: Sequence[str]) -> None:
     sys.argv[1:] = arguments
     LongceCLI()
+
+
+def _summary(function: Callable[..., object]) -> str:
+    return (function.__doc__ or "").partition("\n\n")[0]
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"score": score_command, "quickstart": quickstart_command}

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerFast
 
 from lightning_modules.backbone import Backbone
 from lightning_modules.batch import batch_to
 from lightning_modules.functional.windows import check_context
 from lightning_modules.loading import DType, load_backbone, model_identity
 from lightning_modules.token_scores import TokenScores, text_sha256
-from lightning_modules.tokenization import encode_document, load_tokenizer
+from lightning_modules.tokenization import encode_document, load_tokenizer, tokenizer_hash
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 def score_text(
     text: str,
     backbone: Backbone,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerFast,
     *,
     context_length: int = 4096,
     stride: int = 1024,
@@ -49,12 +49,7 @@ def score_text(
         ValueError: If the text is empty, or the tokenizer is not the one of the model.
     """
     batch = encode_document(text, tokenizer, name=name, add_special_tokens=add_special_tokens)
-    largest = int(batch["input_ids"].max())
-    if largest >= backbone.vocabulary_size:
-        raise ValueError(
-            f"The tokenizer '{tokenizer.name_or_path}' gives token id {largest}, beyond the embedding of"
-            f" {backbone.vocabulary_size} tokens of the model '{evaluator}': it is not the tokenizer of this model."
-        )
+    backbone.check_token_ids(batch)
     on_device = batch_to(batch, backbone.device)
     long, short = backbone.long_and_short(on_device, context_length=context_length, stride=stride)
     return TokenScores(
@@ -142,7 +137,7 @@ class Evaluator:
 
     def path(self, sha256: str) -> Path:
         """The file that holds the scores of the text with this hash."""
-        tokenizer = hashlib.sha256(self.tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
+        tokenizer = tokenizer_hash(self.tokenizer)
         settings = (self.identity, tokenizer, self._settings["dtype"], self.context_length, self.stride)
         key = hashlib.sha256(repr((sha256, *settings, self.add_special_tokens)).encode()).hexdigest()
         return self.cache_dir / key[:2] / f"{key}.safetensors"

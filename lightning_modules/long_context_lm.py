@@ -218,12 +218,7 @@ class LongContextLM(LightningModule):
     @override
     def on_before_batch_transfer(self, batch: PackedBatch, dataloader_idx: int) -> PackedBatch:
         """Refuse what would fail obscurely later; here the batch is still in main memory."""
-        largest = int(batch["input_ids"].max())
-        if largest >= self.backbone.vocabulary_size:
-            raise ValueError(
-                f"Token id {largest} is beyond the model's embedding of {self.backbone.vocabulary_size} tokens: the"
-                " tokenizer (`data.tokenizer`) is not the one of this model."
-            )
+        self.backbone.check_token_ids(batch)
         if self.trainer.training and self.objective.uses_short_context:
             check_context(self.context_length, self.stride, batch["input_ids"].shape[1])
         return batch

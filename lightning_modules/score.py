@@ -151,6 +151,7 @@ def _evaluate(
     corpus = {"longppl": LongPerplexity(), "perplexity": LongPerplexity()}
     rows = []
     for document, mask in zip(tqdm(documents, desc="model", unit="document", disable=None), masks, strict=True):
+        backbone.check_token_ids(document)
         with torch.no_grad():
             log_likelihood = backbone(batch_to(document, device)).cpu()
         scored = document["labels"].ne(IGNORE_INDEX)

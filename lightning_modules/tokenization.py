@@ -1,17 +1,18 @@
 """Text to tokens that remember which characters they stand for."""
 
+import hashlib
 import re
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 
 
 def load_tokenizer(
     pretrained_model_name_or_path: str, *, revision: str | None = None, trust_remote_code: bool = False
-) -> PreTrainedTokenizerBase:
+) -> PreTrainedTokenizerFast:
     """A tokenizer that tells which characters each token stands for.
 
     Args:
@@ -29,24 +30,31 @@ def load_tokenizer(
         )
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(not_loaded("tokenizer", pretrained_model_name_or_path, error)) from error
-    check_offsets(tokenizer)
-    # Whole documents are what we tokenise: the warning about the model's length would be shown for each.
-    tokenizer.model_max_length = int(1e30)
+    if not tokenizer.is_fast:
+        raise ValueError(
+            f"The tokenizer '{pretrained_model_name_or_path}' ({type(tokenizer).__name__}) gives no character offsets,"
+            " which key tokens need: use its fast version (a folder with tokenizer.json)."
+        )
+    # A stored truncation would cut documents, and the first call would change what `tokenizer_hash` sees.
+    tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.backend_tokenizer.no_padding()
+    _check_offsets(tokenizer, pretrained_model_name_or_path)
     return tokenizer
 
 
-def check_offsets(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise a ``ValueError`` for a tokenizer that does not tell which characters a token stands for."""
-    if not tokenizer.is_fast:
-        raise ValueError(
-            f"The tokenizer '{tokenizer.name_or_path}' ({type(tokenizer).__name__}) gives no character offsets, which"
-            " key tokens need: use its fast version (a folder with tokenizer.json)."
-        )
+def tokenizer_hash(tokenizer: PreTrainedTokenizerFast) -> str:
+    """SHA-256 of all that decides which tokens a text becomes."""
+    return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
+
+
+def vocabulary_size(tokenizer: PreTrainedTokenizerFast) -> int:
+    """One more than the largest token id; ``len(tokenizer)`` is less where ids are left out."""
+    return max(tokenizer.get_vocab().values()) + 1
 
 
 def encode_document(
     text: str,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerFast,
     *,
     name: str = "document",
     add_special_tokens: bool = False,
@@ -69,13 +77,14 @@ def encode_document(
     """
     if not text.strip():
         raise ValueError(f"Document '{name}' is empty: there is nothing to score. Remove it or check its path.")
-    encoding = tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=True)
-    input_ids = torch.tensor([encoding["input_ids"][:max_tokens]], dtype=torch.int64)
-    offsets = torch.tensor([encoding["offset_mapping"][:max_tokens]], dtype=torch.int64)
+    # The backend itself: it does not warn of a "maximum sequence length" before the row is cut.
+    encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    input_ids = torch.tensor([encoding.ids[:max_tokens]], dtype=torch.int64)
+    offsets = torch.tensor([encoding.offsets[:max_tokens]], dtype=torch.int64)
     length = input_ids.shape[1]
     if length == 0:
         raise ValueError(f"The tokenizer '{tokenizer.name_or_path}' finds no token in document '{name}'.")
-    if length < len(encoding["input_ids"]):
+    if length < len(encoding.ids):
         text = text[: int(offsets[..., 1].max())]
     labels = input_ids.clone()
     labels[:, 0] = IGNORE_INDEX
@@ -96,6 +105,13 @@ def check_exists(path_or_id: str, kind: str) -> None:
         return
     if path_or_id.startswith((".", "/", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path_or_id):
         raise ValueError(f"No {kind} at '{path_or_id}': there is no such file or folder. Check the path.")
+
+
+def _check_offsets(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
+    """Some versions of `tokenizers` give every token of byte-level vocabularies a span of no characters."""
+    offsets = tokenizer.backend_tokenizer.encode("The cat sat on the mat.", add_special_tokens=False).offsets
+    if offsets and not any(end > start for start, end in offsets):
+        raise ValueError(f"The tokenizer '{name}' gives no character offsets: update the package `tokenizers`.")
 
 
 def not_loaded(kind: str, path: str, error: Exception) -> str:

@@ -1,4 +1,7 @@
+import os
 import random
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # read once, when transformers is imported: a hub id must fail, not wait
 
 import pytest
 import torch

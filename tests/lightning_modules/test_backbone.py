@@ -10,7 +10,7 @@ from lightning_modules.attention import isolation_arguments, register_document_a
 from lightning_modules.backbone import Backbone
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from tests import reference
-from tests.conftest import tiny_config, tiny_model
+from tests.conftest import tiny_config
 
 VOCABULARY = 120
 

@@ -185,7 +185,7 @@ def test_nan_loss_stops_and_says_where(folder, tmp_path):
 
 
 def test_token_ids_beyond_the_embedding(folder, tmp_path):
-    with pytest.raises(ValueError, match=r"beyond the model's embedding of 90 tokens"):
+    with pytest.raises(ValueError, match=r"beyond the embedding of 90 tokens"):
         trainer(tmp_path).fit(lm(folder), loader(row(0, vocabulary=5000)))
 
 

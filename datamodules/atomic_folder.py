@@ -1,0 +1,71 @@
+"""Folders that appear whole or not at all."""
+
+import errno
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def default_cache_dir() -> Path:
+    """``$LONGCE_CACHE``, or ``~/.cache/longce``."""
+    return Path(os.environ.get("LONGCE_CACHE") or "~/.cache/longce").expanduser()
+
+
+def writable_folder(folder: Path) -> Path:
+    """Make the folder if need be, and try it out: better now than after an hour of tokenising.
+
+    Raises:
+        ValueError: If nothing can be written there.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ValueError(
+            f"Cannot write to the cache folder {folder} ({error.strerror})."
+            " Set `cache_dir`, or $LONGCE_CACHE, to a folder that you can write to."
+        ) from error
+    return folder
+
+
+@contextmanager
+def atomic_folder(target: Path) -> Iterator[Path]:
+    """A temporary folder beside ``target`` to be filled; it takes the target's name when the block ends.
+
+    A failure leaves nothing, a killed process a folder ``.building-*`` that nobody reads. If somebody else was first
+    to publish ``target``, theirs stays: equal names promise equal content.
+    """
+    temporary = Path(tempfile.mkdtemp(prefix=".building-", dir=target.parent))
+    try:
+        yield temporary
+        temporary.chmod(0o755)  # `mkdtemp` lets nobody else in, but a cache may be shared
+        for path in (*temporary.iterdir(), temporary):
+            _to_disk(path)
+        _publish(temporary, target)
+        _to_disk(target.parent)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            error.add_note(f"No room for {target}. Free some, or set `cache_dir` or $LONGCE_CACHE to another disk.")
+        raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _publish(temporary: Path, target: Path) -> None:
+    try:
+        temporary.rename(target)
+    except OSError:
+        if not target.is_dir():
+            raise
+
+
+def _to_disk(path: Path) -> None:
+    """Wait until the file or folder would survive a power cut: a rename may otherwise outrun the content."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

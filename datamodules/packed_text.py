@@ -1,0 +1,182 @@
+"""Base of the data modules: documents in, packed training rows and whole evaluation documents out."""
+
+import os
+from abc import ABC, abstractmethod
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from jsonargparse.typing import NonNegativeInt, PositiveInt
+from lightning import LightningDataModule
+from torch.utils.data import DataLoader
+from transformers import PreTrainedTokenizerFast
+from typing_extensions import override
+
+from datamodules.atomic_folder import default_cache_dir
+from datamodules.documents import DocumentDataset
+from datamodules.loader import ResumableLoader
+from datamodules.packing import pack_documents
+from datamodules.rows import PackedRowDataset, Row, collate_rows
+from datamodules.samplers import DocumentSampler, RowSampler
+from datamodules.sources import Source
+from datamodules.token_store import TokenStore, build_token_store
+from lightning_modules.tokenization import load_tokenizer, vocabulary_size
+
+
+class PackedTextDataModule(LightningDataModule, ABC):
+    """Packed rows of text for training, whole documents for evaluation.
+
+    The training text is tokenised once, into a cache that later runs share; evaluation documents are tokenised as they
+    come. Rows are shared out here, so run the trainer with ``use_distributed_sampler=False``.
+
+    A subclass says where the documents are: ``train_source``, ``validation_source`` and ``test_source``.
+
+    Args:
+        tokenizer: Tokenizer of the model: hub id or local folder.
+        sequence_length: Tokens per training row.
+        batch_size: Training rows per batch and process.
+        validation_batch_size: Documents per batch and process in validation, test and prediction.
+        num_workers: Processes that read rows ahead; 0 reads them in the training process, which is fast enough.
+        cache_dir: Folder for tokenised text; ``$LONGCE_CACHE`` or ``~/.cache/longce`` if not given.
+        isolate_documents: Whether contexts end at document borders. If not, a row counts as one document.
+        add_special_tokens: Whether the tokenizer puts its special tokens around each document. Training documents end
+            with the end-of-text token either way.
+        validation_documents: Documents to validate on, the first of the split; null for all.
+        validation_length: Tokens kept of each evaluation document: a number, ``whole`` for all, or null for
+            ``sequence_length``.
+        test_documents: Documents to test on and predict for, the first of the split; null for all.
+        seed: Seed of the order of the training rows, which depends on it and the epoch only.
+    """
+
+    def __init__(
+        self,
+        tokenizer: str,
+        *,
+        sequence_length: PositiveInt = 32768,
+        batch_size: PositiveInt = 1,
+        validation_batch_size: PositiveInt = 1,
+        num_workers: NonNegativeInt = 0,
+        cache_dir: str | None = None,
+        isolate_documents: bool = True,
+        add_special_tokens: bool = False,
+        validation_documents: PositiveInt | None = 50,
+        validation_length: PositiveInt | Literal["whole"] | None = None,
+        test_documents: PositiveInt | None = None,
+        seed: NonNegativeInt = 0,
+    ) -> None:
+        super().__init__()
+        self.tokenizer_name = tokenizer
+        self.sequence_length = sequence_length
+        self.batch_size = batch_size
+        self.validation_batch_size = validation_batch_size
+        self.num_workers = num_workers
+        self.cache_dir = Path(cache_dir).expanduser() if cache_dir else default_cache_dir()
+        self.isolate_documents = isolate_documents
+        self.add_special_tokens = add_special_tokens
+        self.validation_documents = validation_documents
+        self.validation_length = validation_length
+        self.test_documents = test_documents
+        self.seed = seed
+        self.rows: PackedRowDataset | None = None
+        self.validation: DocumentDataset | None = None
+        self.test: DocumentDataset | None = None
+
+    @abstractmethod
+    def train_source(self) -> Source | None:
+        """Documents to train on, if there are any."""
+
+    @abstractmethod
+    def validation_source(self) -> Source:
+        """Documents to validate on."""
+
+    @abstractmethod
+    def test_source(self) -> Source:
+        """Documents to test on and to predict for."""
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        """The tokenizer, loaded once."""
+        return load_tokenizer(self.tokenizer_name)
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """One more than the largest token id: the least number of embeddings a model must have."""
+        return vocabulary_size(self.tokenizer)
+
+    @override
+    def prepare_data(self) -> None:
+        stage = self.trainer.state.fn if self.trainer else "fit"
+        source = self.test_source() if stage in ("test", "predict") else self.validation_source()
+        source.fingerprint()  # fetches what is on the hub, and finds a wrong path before an hour of tokenising
+        if stage == "fit":
+            self._token_store()
+
+    @override
+    def setup(self, stage: str) -> None:
+        if stage == "fit" and (store := self._token_store()) is not None:
+            rows = pack_documents(store.document_borders, self.sequence_length)
+            self.rows = PackedRowDataset(store, rows, isolate_documents=self.isolate_documents)
+        if stage in ("fit", "validate"):
+            self.validation = self._documents(self.validation_source(), self.validation_documents)
+        if stage in ("test", "predict"):
+            self.test = self._documents(self.test_source(), self.test_documents)
+
+    @override
+    def train_dataloader(self) -> DataLoader[Row]:
+        if self.rows is None:
+            name = type(self).__name__
+            raise RuntimeError(f"{name} has no training rows: it only evaluates, or `setup('fit')` was not called.")
+        rank, world_size = self._process()
+        sampler = RowSampler(len(self.rows), seed=self.seed, rank=rank, world_size=world_size)
+        return ResumableLoader(self.rows, batch_size=self.batch_size, sampler=sampler, **self._loader_options())
+
+    @override
+    def val_dataloader(self) -> DataLoader[Row]:
+        return self._evaluation_loader(self.validation, "validate")
+
+    @override
+    def test_dataloader(self) -> DataLoader[Row]:
+        return self._evaluation_loader(self.test, "test")
+
+    @override
+    def predict_dataloader(self) -> DataLoader[Row]:
+        return self._evaluation_loader(self.test, "predict")
+
+    def _token_store(self) -> TokenStore | None:
+        """The tokenised training text, made on the first call and only opened afterwards."""
+        source = self.train_source()
+        if source is None:
+            return None
+        return build_token_store(
+            source, self.tokenizer, cache_dir=self.cache_dir, add_special_tokens=self.add_special_tokens
+        )
+
+    def _documents(self, source: Source, count: int | None) -> DocumentDataset:
+        length = None if self.validation_length == "whole" else self.validation_length or self.sequence_length
+        return DocumentDataset(
+            islice(source, count), self.tokenizer, length=length, add_special_tokens=self.add_special_tokens
+        )
+
+    def _evaluation_loader(self, documents: DocumentDataset | None, stage: str) -> DataLoader[Row]:
+        if documents is None:
+            raise RuntimeError(f"{type(self).__name__} has read no documents yet: call `setup({stage!r})` first.")
+        rank, world_size = self._process()
+        sampler = DocumentSampler(len(documents), rank=rank, world_size=world_size)
+        batch_size = self.validation_batch_size
+        return DataLoader(documents, batch_size=batch_size, sampler=sampler, **self._loader_options())
+
+    def _loader_options(self) -> dict[str, Any]:
+        if self.num_workers:  # forked workers cannot use the tokenizer's threads, and warn of it unless told
+            os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        return {
+            "collate_fn": collate_rows,
+            "num_workers": self.num_workers,
+            "persistent_workers": self.num_workers > 0,
+            "pin_memory": torch.cuda.is_available(),
+        }
+
+    def _process(self) -> tuple[int, int]:
+        """Rank of this process and number of processes."""
+        return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)

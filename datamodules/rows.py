@@ -1,0 +1,86 @@
+"""Rows of tokens: packed ones for training, and how rows become a batch."""
+
+from typing import NotRequired, TypedDict
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from datamodules.packing import PackedRows
+from datamodules.token_store import TokenStore
+from lightning_modules.batch import IGNORE_INDEX, PackedBatch
+
+
+class Row(TypedDict):
+    """One row of a :class:`PackedBatch`: the same keys without the batch dimension."""
+
+    input_ids: Tensor
+    labels: Tensor
+    position_ids: Tensor
+    document_borders: list[int]
+    text: NotRequired[str]
+    offsets: NotRequired[Tensor]
+    name: NotRequired[str]
+
+
+class PackedRowDataset(Dataset[Row]):
+    """Training rows, read from the token store when they are asked for.
+
+    Args:
+        store: The tokens.
+        rows: Which of them make up each row.
+        isolate_documents: Whether contexts end at document borders; otherwise a row counts as one document.
+    """
+
+    def __init__(self, store: TokenStore, rows: PackedRows, *, isolate_documents: bool = True) -> None:
+        self.store = store
+        self.rows = rows
+        self.isolate_documents = isolate_documents
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Row:
+        segments = self.rows.row(index)
+        tokens = np.concatenate([self.store.tokens[start:stop] for start, stop in segments])
+        ends = np.cumsum(segments[:, 1] - segments[:, 0]) if self.isolate_documents else np.array([len(tokens)])
+        return make_row(tokens.astype(np.int64), ends)
+
+
+def make_row(tokens: NDArray[np.int64], document_ends: NDArray[np.int64]) -> Row:
+    """A row whose documents end at the given token indices; the last one is the length of the row."""
+    starts = np.concatenate([[0], document_ends[:-1]])
+    input_ids = torch.from_numpy(tokens)
+    labels = input_ids.clone()
+    labels[torch.from_numpy(starts)] = IGNORE_INDEX
+    positions = np.arange(len(tokens)) - np.repeat(starts, document_ends - starts)
+    return Row(
+        input_ids=input_ids,
+        labels=labels,
+        position_ids=torch.from_numpy(positions),
+        document_borders=[0, *document_ends.tolist()],
+    )
+
+
+def collate_rows(rows: list[Row]) -> PackedBatch:
+    """Stack rows of one kind; shorter ones are padded on the right, behind their last border."""
+    batch = PackedBatch(
+        input_ids=_stack([row["input_ids"] for row in rows], 0),
+        labels=_stack([row["labels"] for row in rows], IGNORE_INDEX),
+        position_ids=_stack([row["position_ids"] for row in rows], 0),
+        document_borders=[row["document_borders"] for row in rows],
+    )
+    if "text" in rows[0]:
+        batch["text"] = [row["text"] for row in rows]
+        batch["offsets"] = _stack([row["offsets"] for row in rows], 0)
+        batch["names"] = [row["name"] for row in rows]
+    return batch
+
+
+def _stack(tensors: list[Tensor], padding: int) -> Tensor:
+    length = max(len(tensor) for tensor in tensors)
+    # `F.pad` counts dimensions from the last one, so name the first one's two ends after all others'.
+    return torch.stack([F.pad(t, (0, 0) * (t.ndim - 1) + (0, length - len(t)), value=padding) for t in tensors])

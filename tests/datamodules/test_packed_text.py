@@ -1,0 +1,164 @@
+import logging
+import pickle
+from types import SimpleNamespace
+
+import jsonargparse
+import pytest
+import torch
+import yaml
+from lightning import LightningDataModule
+
+import datamodules
+from datamodules import PackedTextDataModule
+from datamodules.sources import TextFolder
+from lightning_modules.batch import IGNORE_INDEX
+
+
+class Folders(PackedTextDataModule):
+    """A folder for each split."""
+
+    def __init__(self, tokenizer, root, **kwargs):
+        super().__init__(tokenizer, cache_dir=str(root / "cache"), **kwargs)
+        self.root = root
+
+    def train_source(self):
+        return TextFolder(self.root / "train")
+
+    def validation_source(self):
+        return TextFolder(self.root / "validation")
+
+    def test_source(self):
+        return TextFolder(self.root / "test")
+
+
+@pytest.fixture
+def root(tmp_path):
+    for split, texts in {
+        "train": ["a b c d", "e f g", "h"],
+        "validation": ["a b c d", "e", "f g"],
+        "test": ["h"],
+    }.items():
+        (tmp_path / split).mkdir()
+        for number, text in enumerate(texts):
+            (tmp_path / split / f"{number}.txt").write_text(text)
+    return tmp_path
+
+
+def ready(tokenizer, root, stage="fit", rank=0, world_size=1, **kwargs):
+    module = Folders(tokenizer, root, **{"sequence_length": 3, **kwargs})
+    module.trainer = SimpleNamespace(global_rank=rank, world_size=world_size, state=SimpleNamespace(fn=stage))
+    module.prepare_data()
+    module.setup(stage)
+    return module
+
+
+def test_training_rows_of_one_epoch(word_tokenizer, root):
+    loader = ready(word_tokenizer, root, batch_size=2).train_dataloader()
+    batches = list(loader)  # a b c | d <eos> e | f g <eos> | the rest, h <eos>, is dropped
+    assert len(loader) == len(batches) == 2
+    rows = sorted(zip(*(torch.cat([b[key] for b in batches]).tolist() for key in ("input_ids", "labels")), strict=True))
+    assert rows == [
+        ([1, 2, 3], [IGNORE_INDEX, 2, 3]),
+        ([4, 0, 5], [IGNORE_INDEX, 0, IGNORE_INDEX]),
+        ([6, 7, 0], [IGNORE_INDEX, 7, 0]),
+    ]
+
+
+def test_validation_documents_are_cut_and_named(word_tokenizer, root):
+    module = ready(word_tokenizer, root, validation_batch_size=2, validation_length=2)
+    first, second = module.val_dataloader()
+    assert first["input_ids"].tolist() == [[1, 2], [5, 0]]  # no end-of-text token: the second row is padded
+    assert first["document_borders"] == [[0, 2], [0, 1]]
+    assert (first["text"], first["names"]) == (["a b", "e"], ["0", "1"])
+    assert second["text"] == ["f g"]
+
+
+@pytest.mark.parametrize(("length", "text"), [(None, "a b c"), ("whole", "a b c d"), (1, "a")])
+def test_validation_length(word_tokenizer, root, length, text):
+    module = ready(word_tokenizer, root, validation_length=length, validation_documents=1)
+    assert [batch["text"] for batch in module.val_dataloader()] == [[text]]
+
+
+def test_number_of_documents(word_tokenizer, root):
+    module = ready(word_tokenizer, root, "validate", validation_documents=2)
+    assert len(module.val_dataloader()) == 2
+    assert len(ready(word_tokenizer, root, validation_documents=None).val_dataloader()) == 3
+
+
+@pytest.mark.parametrize("stage", ["test", "predict"])
+def test_test_split_needs_no_training_text(word_tokenizer, root, stage):
+    (root / "train" / "0.txt").write_bytes(b"\xff")
+    module = ready(word_tokenizer, root, stage)
+    loader = module.test_dataloader() if stage == "test" else module.predict_dataloader()
+    assert [batch["text"] for batch in loader] == [["h"]]
+    assert not (root / "cache").exists()
+
+
+def test_two_processes_share_the_rows_and_documents(word_tokenizer, root):
+    modules = [ready(word_tokenizer, root, rank=rank, world_size=2, sequence_length=2) for rank in range(2)]
+    rows = [[tuple(batch["input_ids"][0].tolist()) for batch in module.train_dataloader()] for module in modules]
+    assert [len(each) for each in rows] == [2, 2]
+    assert len(set(rows[0]) | set(rows[1])) == 4
+    documents = [[batch["names"][0] for batch in module.val_dataloader()] for module in modules]
+    assert documents == [["0", "2"], ["1", ""]]
+    empty = list(modules[1].val_dataloader())[1]
+    assert (empty["labels"] == IGNORE_INDEX).all()
+
+
+def test_workers_read_the_same_rows(word_tokenizer, root):
+    plain, workers = (ready(word_tokenizer, root, num_workers=count) for count in (0, 2))
+    for loader in ("train_dataloader", "val_dataloader"):
+        pairs = zip(getattr(plain, loader)(), getattr(workers, loader)(), strict=True)
+        assert all(torch.equal(one["labels"], other["labels"]) for one, other in pairs)
+
+
+def test_spawned_workers_can_have_the_rows(word_tokenizer, root):
+    module = ready(word_tokenizer, root)
+    for dataset in (module.rows, module.validation):
+        copy = pickle.loads(pickle.dumps(dataset))
+        assert len(copy) == len(dataset)
+        assert torch.equal(copy[1]["labels"], dataset[1]["labels"])
+
+
+def test_tokenizer_is_loaded_once_and_gives_the_vocabulary_size(word_tokenizer, root):
+    module = ready(word_tokenizer, root)
+    assert module.tokenizer is module.tokenizer
+    assert module.vocab_size == 9
+
+
+@pytest.mark.parametrize("loader", ["train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader"])
+def test_loaders_ask_for_setup(word_tokenizer, root, loader):
+    with pytest.raises(RuntimeError, match=r"`setup\('\w+'\)`"):
+        getattr(Folders(word_tokenizer, root), loader)()
+
+
+def test_missing_validation_split_is_found_before_tokenising(word_tokenizer, root):
+    for file in (root / "validation").iterdir():
+        file.unlink()
+    with pytest.raises(FileNotFoundError, match="validation"):
+        ready(word_tokenizer, root)
+    assert not (root / "cache").exists()
+
+
+def test_second_run_tokenises_nothing(word_tokenizer, root, caplog):
+    caplog.set_level(logging.INFO)
+    ready(word_tokenizer, root)
+    ready(word_tokenizer, root)
+    assert caplog.text.count("Tokenised 3 documents into 11 tokens") == 1
+
+
+@pytest.mark.parametrize("name", ["PG19DataModule", "PileArxivDataModule", "GovReportDataModule"])
+def test_yaml(name):
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(LightningDataModule, "data")
+
+    def parse(**init_args):
+        config = {"data": {"class_path": f"datamodules.{name}", "init_args": {"tokenizer": "owner/model", **init_args}}}
+        return parser.instantiate(parser.parse_string(yaml.safe_dump(config))).data
+
+    module = parse(path="here", sequence_length=8192, validation_length="whole", validation_documents=None)
+    assert isinstance(module, getattr(datamodules, name))
+    assert (module.path, module.sequence_length, module.validation_length) == ("here", 8192, "whole")
+    for wrong in ({"sequence_length": 0}, {"validation_length": "half"}, {"seed": -1}, {"sequence_lenght": 8}):
+        with pytest.raises(jsonargparse.ArgumentError):
+            parse(**wrong)

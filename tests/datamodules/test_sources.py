@@ -1,0 +1,115 @@
+import gzip
+import json
+import os
+from itertools import islice
+
+import pytest
+import zstandard
+
+from datamodules.sources import Document, JsonLines, TextFolder
+
+ARXIV = ("meta.pile_set_name", "ArXiv")
+
+
+def write_lines(file, *lines):
+    file.write_bytes(
+        b"".join((line if isinstance(line, bytes) else json.dumps(line).encode()) + b"\n" for line in lines)
+    )
+    return JsonLines((file,))
+
+
+def test_text_folder_in_order_with_titles(tmp_path):
+    (tmp_path / "b.txt").write_bytes(b"two\r\n")
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone")  # byte-order mark
+    (tmp_path / "notes.md").write_text("not a document")
+    assert list(TextFolder(tmp_path, {"b": "The B"})) == [Document("a", "one"), Document("b The B", "two\r\n")]
+
+
+def test_folder_without_text_files_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=str(tmp_path)):
+        list(TextFolder(tmp_path))
+
+
+@pytest.mark.parametrize("content", [b"", b" \n\t\n"])
+def test_empty_text_file_is_named(tmp_path, content):
+    (tmp_path / "hollow.txt").write_bytes(content)
+    with pytest.raises(ValueError, match=r"hollow\.txt: the document is empty. Remove it"):
+        list(TextFolder(tmp_path))
+
+
+def test_invalid_utf8_in_a_text_file_is_named_with_its_place(tmp_path):
+    (tmp_path / "latin.txt").write_bytes("café".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"latin\.txt: byte 3 is not UTF-8"):
+        list(TextFolder(tmp_path))
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+def test_json_lines_plain_and_compressed(tmp_path, suffix):
+    content = b'{"text": "one"}\n\n{"text": "two", "id": 7, "title": "Two"}\n'
+    pack = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.ZstdCompressor().compress}[suffix]
+    file = tmp_path / f"data.jsonl{suffix}"
+    file.write_bytes(pack(content[:17]) + pack(content[17:]))  # several frames, as the Pile's files have
+    expected = [Document(f"data.jsonl{suffix}:1", "one"), Document("7 Two", "two")]
+    assert list(JsonLines((file,), name_fields=("id", "title"))) == expected
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_damaged_archive_is_named(tmp_path, suffix):
+    file = tmp_path / f"data.jsonl{suffix}"
+    file.write_bytes(b"not an archive")
+    with pytest.raises(ValueError, match=f"data.jsonl{suffix}: the compressed file is damaged"):
+        list(JsonLines((file,)))
+
+
+def test_filter_on_a_nested_field(tmp_path):
+    lines = [{"text": "a", "meta": {"pile_set_name": "ArXiv"}}, {"text": "b", "meta": {"pile_set_name": "Books"}}]
+    write_lines(tmp_path / "pile.jsonl", *lines, {"text": 3})
+    assert [text for _, text in JsonLines((tmp_path / "pile.jsonl",), where=ARXIV)] == ["a"]
+
+
+def test_nothing_left_by_the_filter_is_an_error(tmp_path):
+    write_lines(tmp_path / "pile.jsonl", {"text": "b", "meta": "ArXiv"})
+    with pytest.raises(ValueError, match=r"No document with meta\.pile_set_name == 'ArXiv' in .*pile\.jsonl"):
+        list(JsonLines((tmp_path / "pile.jsonl",), where=ARXIV))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"text": "cut', "malformed JSON"),
+        (b'["text"]', "expected a JSON object, got list"),
+        (b'{"text": "\xe9"}', "byte 10 is not UTF-8"),
+        ({"body": "x"}, r"no field 'text' for the text, only \['body'\]"),
+        ({"text": None}, "the text must be a string, got NoneType"),
+        ({"text": " \n"}, "the document is empty"),
+        ({"text": "half \ud83d pair"}, "character 5 is half a surrogate pair"),
+    ],
+)
+def test_bad_line_is_named_by_file_and_number(tmp_path, line, message):
+    source = write_lines(tmp_path / "data.jsonl", {"text": "fine"}, line)
+    with pytest.raises(ValueError, match=rf"data\.jsonl:2: {message}"):
+        list(source)
+
+
+def test_json_lines_are_read_one_by_one(tmp_path):
+    source = write_lines(tmp_path / "data.jsonl", {"text": "one"}, {"text": "two"}, b"broken, but never reached")
+    assert [text for _, text in islice(source, 2)] == ["one", "two"]
+
+
+def test_fingerprint_sees_edits_but_not_the_folder(tmp_path):
+    def folder(name, text, mtime):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").write_text(text)
+        os.utime(tmp_path / name / "a.txt", (mtime, mtime))
+        return TextFolder(tmp_path / name).fingerprint()
+
+    first = folder("one", "text", 1)
+    assert folder("moved", "text", 1) == first
+    assert folder("touched", "text", 2) != first
+    assert folder("longer", "texts", 1) != first
+
+
+def test_fingerprint_sees_what_is_taken(tmp_path):
+    write_lines(tmp_path / "data.jsonl", {"text": "one"})
+    files = (tmp_path / "data.jsonl",)
+    assert JsonLines(files).fingerprint() != JsonLines(files, where=ARXIV).fingerprint()
