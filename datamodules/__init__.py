@@ -1,8 +1,9 @@
-"""Text to packed rows."""
+"""Text in, packed rows out: the data modules that a YAML names."""
 
 from datamodules.gov_report import GovReportDataModule
 from datamodules.packed_text import PackedTextDataModule
 from datamodules.pg19 import PG19DataModule
 from datamodules.pile_arxiv import PileArxivDataModule
+from datamodules.recall import RecallDataModule
 
-__all__ = ["GovReportDataModule", "PG19DataModule", "PackedTextDataModule", "PileArxivDataModule"]
+__all__ = ["GovReportDataModule", "PG19DataModule", "PackedTextDataModule", "PileArxivDataModule", "RecallDataModule"]

@@ -50,9 +50,11 @@ class ResumableLoader(DataLoader[Row]):
 
     def _order(self) -> dict[str, int]:
         sampler = self.sampler
-        return {
+        order = {
             "rows": sampler.rows,
             "seed": sampler.seed,
             "world_size": sampler.world_size,
             "batch_size": self.batch_size,
         }
+        # The command line's numbers are of classes of their own, which a checkpoint loaded without pickle refuses.
+        return {name: int(value) for name, value in order.items()}

@@ -1,57 +1,33 @@
 """A made-up language whose documents need their far past: for a quickstart and tests without network or data."""
 
 from collections.abc import Iterator
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any
 
 import numpy as np
+from jsonargparse.typing import NonNegativeInt, PositiveInt
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
+from typing_extensions import override
+
+from datamodules.packed_text import PackedTextDataModule
+from datamodules.sources import Document
 
 SET, GET, ABOUT = "let", "recall", "about"
 """What stands before a field and its value, before a field whose value is repeated, and before a genre word."""
 
-FIELDS = tuple(
-    [
-        "animal",
-        "bread",
-        "city",
-        "dance",
-        "fruit",
-        "garment",
-        "island",
-        "jewel",
-        "king",
-        "metal",
-        "number",
-        "planet",
-        "river",
-        "stone",
-        "tree",
-        "village",
-    ]
-)
-GENRES = tuple(
-    [
-        "ballad",
-        "comedy",
-        "diary",
-        "elegy",
-        "fable",
-        "hymn",
-        "joke",
-        "letter",
-        "memoir",
-        "novel",
-        "ode",
-        "psalm",
-        "report",
-        "satire",
-        "tale",
-        "verse",
-    ]
-)
+FIELDS = (
+    "animal", "bread", "city", "dance", "fruit", "garment", "island", "jewel",
+    "king", "metal", "number", "planet", "river", "stone", "tree", "village",
+)  # fmt: skip
+GENRES = (
+    "ballad", "comedy", "diary", "elegy", "fable", "hymn", "joke", "letter",
+    "memoir", "novel", "ode", "psalm", "report", "satire", "tale", "verse",
+)  # fmt: skip
 
 _SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
 _VALUES_PER_FIELD = 16
@@ -67,16 +43,20 @@ def recall_documents(count: int, *, length: int, slot: int = 16, seed: int = 0) 
     A document opens with its genre. Then local words follow one another as a Markov chain: each is one of 24 that may
     follow the one before. About every ``slot`` words an event interrupts the chain:
 
-    - ``let city citdo`` (30 %) gives a field its value, at most once in a document;
-    - ``recall city citdo`` (60 %) repeats the value of a field that has one; all such fields are equally likely,
-      however far back they were set. Who sees that far knows the value, who does not has 16 to choose from. These
-      are the key tokens;
-    - ``about fablza`` (10 %) is one of the 12 words of the genre. A long context raises its likelihood much
+    - ``let city citla`` (30 %) gives a field its value, at most once in a document;
+    - ``recall city citla`` (50 %) repeats the value of a field that has one, all such fields being equally likely
+      however far back they were set. Who sees that far knows the value, who does not has 16 to choose from
+      (LSD 2.8). These are the key tokens;
+    - ``about fablla`` (20 %) is one of the 12 words of the genre. A long context raises its likelihood much
       (LSD 2.8) and yet leaves it low (LCL -2.5): it is why key tokens need a threshold on the LCL too.
 
     This models one property of text, that a few of its tokens depend on the far past, and nothing else: a value is
     looked up by its field, never inferred, and it is one token. A recipe that works here is shown to work as
     machinery; how much it helps on natural language is not shown.
+
+    A short window begins in the middle of a document, so an evaluator should be trained on rows some of which do,
+    for instance on documents twice as long as its rows. One that has seen beginnings only is confidently wrong in short
+    windows, and takes local words for key tokens.
 
     Args:
         count: How many documents.
@@ -91,8 +71,8 @@ def recall_documents(count: int, *, length: int, slot: int = 16, seed: int = 0) 
         ValueError: If ``slot`` leaves no room between two events.
 
     Example:
-        >>> next(recall_documents(1, length=12, slot=5, seed=1))
-        ''
+        >>> next(recall_documents(1, length=12, slot=4, seed=2))
+        'satire let king kinma kase about satila danu zafa about satila date'
     """
     if slot < _SHORTEST_SLOT:
         raise ValueError(f"An event has up to 3 words: `slot` must be at least {_SHORTEST_SLOT}, got {slot}.")
@@ -107,12 +87,13 @@ def recall_tokenizer() -> PreTrainedTokenizerFast:
 
     Example:
         >>> tokenizer = recall_tokenizer()
-        >>> tokenizer.convert_ids_to_tokens(tokenizer("let city citdo").input_ids)
-        ['<bos>', 'let', 'city', 'citdo']
+        >>> tokenizer.convert_ids_to_tokens(tokenizer("let city citla").input_ids)
+        ['<bos>', 'let', 'city', 'citla']
     """
     vocabulary = {word: index for index, word in enumerate(_vocabulary())}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", vocabulary["<bos>"])])
     names = {f"{token.strip('<>')}_token": token for token in _SPECIAL_TOKENS}
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
 
@@ -146,7 +127,7 @@ def _document(rng: np.random.Generator, length: int, slot: int) -> list[str]:
         field: field_values()[field][rng.integers(_VALUES_PER_FIELD)] for field in rng.permutation(FIELDS).tolist()
     }
     unset, known = list(values), []
-    words = [next(local) for _ in range(rng.integers(slot))] + [genre]
+    words = [genre]
     while len(words) < length:
         kind, event = rng.random(), []
         if kind < 0.3 and unset:
@@ -194,8 +175,89 @@ def _local_words() -> tuple[str, ...]:
 
 
 def _vocabulary() -> list[str]:
-    """Every word once: 4 special tokens, 3 markers, 256 local words, 24 fields of 20 values, 16 genres of 12 words."""
+    """Every word once: 4 special tokens, 3 markers, 256 local words, 16 fields of 16 values, 16 genres of 12 words."""
     typed = [
         word for table in (field_values(), genre_words()) for name, words in table.items() for word in (name, *words)
     ]
     return [*_SPECIAL_TOKENS, SET, GET, ABOUT, *_local_words(), *typed]
+
+
+@dataclass(frozen=True)
+class RecallSource:
+    """Documents of the made-up language as a source of a data module; arguments as those of `recall_documents`."""
+
+    count: int
+    length: int
+    slot: int
+    seed: int
+
+    def __iter__(self) -> Iterator[Document]:
+        """Stream the documents."""
+        texts = recall_documents(self.count, length=self.length, slot=self.slot, seed=self.seed)
+        yield from (Document(f"recall-{self.seed}-{index}", text) for index, text in enumerate(texts))
+
+    def fingerprint(self) -> str:
+        """What the documents are made from, and the first of them in case the language changes."""
+        return f"{self} {next(iter(self)).text}"
+
+
+class RecallDataModule(PackedTextDataModule):
+    """Made-up text in which some words can only be known from far back; see `recall_documents`.
+
+    Training, validation and test documents are different ones of the same language. The tokenizer comes with it.
+
+    Args:
+        train_documents: How many documents to train on.
+        document_length: Words of each document, in training and evaluation; by default as many as fill a row.
+        slot: Words from one event to the next, on average: fewer make it easier to learn.
+        sequence_length: Tokens per training row.
+        validation_documents: How many documents to validate on.
+        test_documents: How many documents to test on.
+        seed: Seed of the documents and of the order of the training rows.
+        **kwargs: See :class:`PackedTextDataModule`.
+    """
+
+    def __init__(
+        self,
+        *,
+        train_documents: PositiveInt = 1000,
+        document_length: PositiveInt | None = None,
+        slot: PositiveInt = 16,
+        sequence_length: PositiveInt = 512,
+        validation_documents: PositiveInt = 32,
+        test_documents: PositiveInt = 32,
+        seed: NonNegativeInt = 0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            "recall",
+            sequence_length=sequence_length,
+            add_special_tokens=True,
+            validation_documents=validation_documents,
+            test_documents=test_documents,
+            seed=seed,
+            **kwargs,
+        )
+        self.train_documents = train_documents
+        self.document_length = document_length or sequence_length - 2  # <bos> and <eos> fill the row up
+        self.slot = slot
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        """The tokenizer of the language."""
+        return recall_tokenizer()
+
+    @override
+    def train_source(self) -> RecallSource:
+        return self._source(self.train_documents, 0)
+
+    @override
+    def validation_source(self) -> RecallSource:
+        return self._source(int(self.validation_documents or 0), 1)
+
+    @override
+    def test_source(self) -> RecallSource:
+        return self._source(int(self.test_documents or 0), 2)
+
+    def _source(self, count: int, split: int) -> RecallSource:
+        return RecallSource(count, length=self.document_length, slot=self.slot, seed=3 * self.seed + split)

@@ -134,12 +134,12 @@ class Backbone(nn.Module):
         return long, torch.where(differs, short, long)
 
     def check_token_ids(self, batch: PackedBatch) -> None:
-        """Raise a ``ValueError`` for ids beyond the embedding; cheap while the batch is still in main memory."""
+        """Raise a ``ValueError`` for ids beyond the embedding, which an accelerator reports obscurely."""
         largest = int(batch["input_ids"].max())
         if largest >= self.vocabulary_size:
             raise ValueError(
                 f"Token id {largest} is beyond the embedding of {self.vocabulary_size} tokens of"
-                f" '{self.base_model.name_or_path}': the tokenizer is not the one of this model."
+                f" `{type(self.base_model).__name__}`: the tokenizer is not the one of this model."
             )
 
     def check_head(self) -> None:

@@ -52,12 +52,11 @@ class LongceCLI(LightningCLI):
         """
 
     @override
-    def before_instantiate_classes(self) -> None:
-        config = self.config.get(self.subcommand, self.config) if self.subcommand else self.config
-        data = config.get("data") or {}
-        sequence_length = (data.get("init_args") or {}).get("sequence_length")
-        if self.subcommand == "fit" and sequence_length is not None:
-            check_context(config.model.context_length, config.model.stride, sequence_length)
+    def after_instantiate_classes(self) -> None:
+        """Refuse a short context as long as the rows now: nothing is tokenised or loaded yet."""
+        sequence_length = getattr(self.datamodule, "sequence_length", None)
+        if self.subcommand == "fit" and self.model.objective.uses_short_context and sequence_length is not None:
+            check_context(self.model.context_length, self.model.stride, sequence_length)
 
 
 def score_command(arguments: Sequence[str]) -> None:
@@ -74,24 +73,25 @@ def score_command(arguments: Sequence[str]) -> None:
 
 
 def quickstart_command(arguments: Sequence[str]) -> None:
-    """Run ``longce quickstart``: a few ``longce fit``, each of which is printed first."""
+    """Run ``longce quickstart``; further options go to each of its runs."""
     from lightning_modules.quickstart import quickstart
 
-    parser = jsonargparse.ArgumentParser(prog="longce quickstart", description=_summary(quickstart))
-    parser.add_function_arguments(quickstart, skip={"run"})
-    quickstart(run=_lightning_command, **parser.parse_args(list(arguments)).as_dict())
+    if "-h" in arguments or "--help" in arguments:
+        sys.stdout.write(f"usage: longce quickstart [OPTIONS of longce fit]\n\n{_summary(quickstart)}\n")
+    else:
+        quickstart(_lightning_command, arguments)
 
 
-def _lightning_command(arguments: Sequence[str]) -> None:
+def _lightning_command(arguments: Sequence[str]) -> LongceCLI:
     sys.argv[1:] = arguments
-    LongceCLI()
+    return LongceCLI()
 
 
 def _summary(function: Callable[..., object]) -> str:
     return (function.__doc__ or "").partition("\n\n")[0]
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"score": score_command, "quickstart": quickstart_command}
+COMMANDS: dict[str, Callable[[Sequence[str]], object]] = {"score": score_command, "quickstart": quickstart_command}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -102,8 +102,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    for noisy in ("httpx", "httpx2", "datasets", "fsspec"):
+    for noisy in ("httpx", "httpx2", "datasets", "fsspec", "tensorboard"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    # Lightning advertises other products at every start.
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
+        lambda record: "Tip:" not in record.getMessage()
+    )
     if not arguments or arguments[0] in ("-h", "--help"):
         sys.stdout.write(USAGE + "\n")
         sys.exit(0 if arguments else 2)

@@ -105,7 +105,9 @@ class LongContextLM(LightningModule):
 
     @override
     def training_step(self, batch: PackedBatch, batch_idx: int) -> Tensor:
+        self.backbone.check_token_ids(batch)
         if self.objective.uses_short_context:
+            check_context(self.context_length, self.stride, batch["input_ids"].shape[1])
             # Before the long pass, so that its buffers never meet the activations kept for the backward pass.
             short, differs = self.backbone.short_log_likelihood(
                 batch, context_length=self.context_length, stride=self.stride
@@ -159,6 +161,7 @@ class LongContextLM(LightningModule):
     @override
     def validation_step(self, batch: PackedBatch, batch_idx: int) -> dict[str, Tensor]:
         """Log-likelihoods ``[B, T]`` under ``"log_likelihood"``, for the callbacks that judge the model."""
+        self.backbone.check_token_ids(batch)
         log_likelihood = self.backbone(batch)
         self._perplexity.update(log_likelihood, batch["labels"].ne(IGNORE_INDEX))
         return {"log_likelihood": log_likelihood}
@@ -170,6 +173,7 @@ class LongContextLM(LightningModule):
     @override
     def predict_step(self, batch: PackedBatch, batch_idx: int) -> list[TokenScores]:
         """Long and short log-likelihoods of each document under this model itself."""
+        self.backbone.check_token_ids(batch)
         long, short = self.backbone.long_and_short(batch, context_length=self.context_length, stride=self.stride)
         return [
             TokenScores(
@@ -214,14 +218,6 @@ class LongContextLM(LightningModule):
         self.log("test/perplexity", self._perplexity.compute().float(), sync_dist=True)
 
     # -------------------------------------------------------------------------------------------------------- checks
-
-    @override
-    def on_before_batch_transfer(self, batch: PackedBatch, dataloader_idx: int) -> PackedBatch:
-        """Refuse what would fail obscurely later; here the batch is still in main memory."""
-        self.backbone.check_token_ids(batch)
-        if self.trainer.training and self.objective.uses_short_context:
-            check_context(self.context_length, self.stride, batch["input_ids"].shape[1])
-        return batch
 
     def _check_backbone(self) -> None:
         self.backbone.check_rotary_dtype()

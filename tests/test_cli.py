@@ -1,0 +1,232 @@
+"""`longce fit` and its kin as a user runs them, the shipped configs, and what bad input says."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from lightning_modules.cli import LongceCLI, main
+from tests.conftest import make_text, tiny_config
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+BASE, DEBUG = str(CONFIGS / "base.yaml"), str(CONFIGS / "debug.yaml")
+EXPERIMENTS = sorted(path for path in CONFIGS.glob("*.yaml") if path.name not in ("base.yaml", "debug.yaml"))
+
+
+def longce(*arguments, monkeypatch, folder):
+    """Run a command in a folder of its own, in this process."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", ["longce", *arguments])
+    main()
+
+
+def refused(*arguments, monkeypatch, folder, capsys):
+    """What the command prints when it refuses."""
+    with pytest.raises(SystemExit) as stopped:
+        longce(*arguments, monkeypatch=monkeypatch, folder=folder)
+    assert stopped.value.code not in (0, None)
+    return capsys.readouterr().err
+
+
+@pytest.fixture
+def books(tmp_path, corpus):
+    """PG-19 in its original layout, in miniature."""
+    folder = tmp_path / "pg19"
+    for split, numbers in (("train", range(4)), ("validation", range(4, 6)), ("test", range(6, 7))):
+        (folder / split).mkdir(parents=True)
+        for number in numbers:
+            (folder / split / f"{number}.txt").write_text(corpus[number])
+    rows = [f"{number},Book {number},1900,http://example.org" for number in range(7)]
+    (folder / "metadata.csv").write_text("\n".join(rows) + "\n")
+    return folder
+
+
+@pytest.fixture
+def experiment(tmp_path, books, model_dir, evaluator_dir):
+    """A small, complete experiment on the base config."""
+    config = {
+        "model": {
+            "pretrained_model_name_or_path": str(model_dir),
+            "context_length": 32,
+            "stride": 16,
+            "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.01}},
+        },
+        "data": {
+            "class_path": "datamodules.PG19DataModule",
+            "init_args": {"path": str(books), "tokenizer": str(model_dir), "sequence_length": 128},
+        },
+        "trainer": {
+            "accelerator": "cpu",
+            "devices": 1,
+            "precision": "32-true",
+            "max_steps": 4,
+            "val_check_interval": 2,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "callbacks+": [
+                {
+                    "class_path": "callbacks.ExternalEvaluator",
+                    "init_args": {
+                        "evaluator": str(evaluator_dir),
+                        "context_length": 32,
+                        "stride": 16,
+                        "alpha": 0.5,
+                        "beta": -6.0,
+                    },
+                }
+            ],
+        },
+    }
+    path = tmp_path / "experiment.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return str(path)
+
+
+def test_fit_trains_evaluates_logs_and_its_saved_config_gives_equal_losses(experiment, tmp_path, monkeypatch):
+    curves = []
+    configs = ["-c", BASE, "-c", experiment]
+    for run in range(2):
+        folder = tmp_path / f"run{run}"
+        folder.mkdir()
+        longce("fit", *configs, monkeypatch=monkeypatch, folder=folder)
+        (log_dir,) = (folder / "runs" / "longce").iterdir()
+        events = EventAccumulator(str(log_dir))
+        events.Reload()
+        curves.append({tag: [event.value for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]})
+        configs = ["-c", str(log_dir / "config.yaml")]
+    assert set(curves[0]) >= {
+        "train/loss",
+        "train/perplexity",
+        "train/weight_mean",
+        "train/weight_above_1",
+        "train/weight_at_cap",
+        "train/tokens_per_second",
+        "val/longppl",
+        "val/longppl_soft",
+        "val/perplexity",
+        "val/key_tokens",
+        "val/key_token_share",
+    }
+    assert "hp_metric" not in curves[0]
+    assert len(curves[0]["train/loss"]) == 4
+    assert len(curves[0]["val/longppl"]) == 2
+    assert set(events.Tags()["histograms"]) == {"val/evaluator_lsd_nats", "val/evaluator_lcl_nats"}
+    for tag in set(curves[0]) - {"train/tokens_per_second"}:
+        assert curves[0][tag] == curves[1][tag], tag
+    assert (log_dir / "checkpoints" / "last.ckpt").is_file()
+
+
+def test_validate_test_and_predict(experiment, tmp_path, monkeypatch, capsys):
+    longce("fit", "-c", BASE, "-c", experiment, monkeypatch=monkeypatch, folder=tmp_path)
+    checkpoint = next(tmp_path.glob("runs/longce/*/checkpoints/last.ckpt"))
+    for command, key in (("validate", "val/longppl"), ("test", "test/longppl")):
+        arguments = [command, "-c", BASE, "-c", experiment, "--ckpt_path", str(checkpoint)]
+        longce(*arguments, monkeypatch=monkeypatch, folder=tmp_path)
+        assert key in capsys.readouterr().out
+    writer = tmp_path / "writer.yaml"
+    callbacks = [{"class_path": "callbacks.TokenScoresWriter", "init_args": {"output_dir": "scores"}}]
+    writer.write_text(yaml.safe_dump({"trainer": {"callbacks+": callbacks}}))
+    longce("predict", "-c", BASE, "-c", experiment, "-c", str(writer), monkeypatch=monkeypatch, folder=tmp_path)
+    assert len(list((tmp_path / "scores").glob("*.safetensors"))) == 1
+
+
+def test_the_command_line_wins_over_a_checkpoint(experiment, tmp_path, monkeypatch):
+    longce("fit", "-c", BASE, "-c", experiment, monkeypatch=monkeypatch, folder=tmp_path)
+    checkpoint = next(tmp_path.glob("runs/longce/*/checkpoints/last.ckpt"))
+    arguments = ["fit", "-c", BASE, "-c", experiment, "--ckpt_path", str(checkpoint), "--model.stride", "8"]
+    monkeypatch.setattr(sys, "argv", ["longce", *arguments, "--trainer.max_steps", "5"])
+    cli = LongceCLI()
+    assert cli.model.stride == 8
+    assert cli.trainer.global_step == 5
+
+
+@pytest.mark.parametrize("config", EXPERIMENTS, ids=lambda path: path.stem)
+def test_every_shipped_config_runs_under_the_debug_overlay(config, tmp_path, monkeypatch):
+    longce("fit", "-c", BASE, "-c", str(config), "-c", DEBUG, monkeypatch=monkeypatch, folder=tmp_path)
+    (saved,) = (tmp_path / "runs").rglob("config.yaml")
+    assert yaml.safe_load(saved.read_text())["trainer"]["max_steps"] == 2
+    events = EventAccumulator(str(saved.parent))
+    events.Reload()
+    assert len(events.Scalars("lr-AdamW")) == 2
+
+
+def test_objective_and_optimizer_by_short_flags(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    flags = ["--model.objective", "CrossEntropy", "--model.optimizer", "SGD", "--model.optimizer.lr", "0.5"]
+    monkeypatch.setattr(sys, "argv", ["longce", "fit", "-c", BASE, "-c", DEBUG, *flags])
+    cli = LongceCLI()
+    assert type(cli.model.objective).__name__ == "CrossEntropy"
+    assert type(cli.model.optimizers().optimizer).__name__ == "SGD"
+
+
+def test_success_exits_with_0_and_help_names_every_command():
+    command = [sys.executable, "-c", "from lightning_modules.cli import main; main()", "--help"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0
+    for name in ("fit", "validate", "test", "predict", "score", "quickstart"):
+        assert f"\n  {name} " in result.stdout
+
+
+def test_bad_settings(experiment, tmp_path, monkeypatch, capsys):
+    cases = {
+        "context_length": ["--model.context_length", "0"],
+        "`context_length` + `stride` is 120 + 16 = 136": ["--model.context_length", "120"],
+        "--model.stride": ["--model.stride", "-4"],
+        "`gamma`": ["--model.objective", "LongCE", "--model.objective.gamma", "0.5"],
+        "gamm": ["--model.objective", "LongCE", "--model.objective.gamm", "2"],
+        "./nowhere": ["--model.pretrained_model_name_or_path", "./nowhere"],
+        "no/tokenizer/here": ["--data.tokenizer", "no/tokenizer/here"],
+        "/no/such/books": ["--data.path", "/no/such/books"],
+    }
+    for expected, arguments in cases.items():
+        settings = ["fit", "-c", BASE, "-c", experiment, *arguments]
+        assert expected in refused(*settings, monkeypatch=monkeypatch, folder=tmp_path, capsys=capsys)
+
+
+def test_a_misspelt_key_in_a_yaml_is_named(experiment, tmp_path, monkeypatch, capsys):
+    (tmp_path / "typo.yaml").write_text("model:\n  contxt_length: 8\n")
+    arguments = ["fit", "-c", BASE, "-c", experiment, "-c", str(tmp_path / "typo.yaml")]
+    assert "contxt_length" in refused(*arguments, monkeypatch=monkeypatch, folder=tmp_path, capsys=capsys)
+
+
+def test_bad_data(experiment, books, tmp_path, monkeypatch, capsys, model_dir):
+    def run(*arguments):
+        settings = ["fit", "-c", BASE, "-c", experiment, *arguments]
+        return refused(*settings, monkeypatch=monkeypatch, folder=tmp_path, capsys=capsys)
+
+    (books / "train" / "9.txt").write_text("  \n")
+    assert "9.txt" in run()
+    (books / "train" / "9.txt").write_bytes(b"caf\xe9")
+    message = run()
+    assert "9.txt" in message
+    assert "UTF-8" in message
+    (tmp_path / "papers.jsonl").write_text('{"text": "a", "meta": {"pile_set_name": "ArXiv"}}\n{"text": \n')
+    arxiv = ["--data", "PileArxivDataModule", "--data.path", str(tmp_path / "papers.jsonl")]
+    assert "papers.jsonl:2" in run(*arxiv, "--data.tokenizer", str(model_dir))
+    (tmp_path / "file").touch()
+    (books / "train" / "9.txt").unlink()
+    message = run("--data.cache_dir", str(tmp_path / "file" / "cache"))
+    assert "cache" in message
+    assert "LONGCE_CACHE" in message
+    tiny_config("llama", 100).save_pretrained(tmp_path / "small")
+    assert "embedding of 100 tokens" in run(
+        "--model.pretrained_model_name_or_path", str(tmp_path / "small/config.json")
+    )
+
+
+def test_nan_loss_stops_with_its_step(experiment, tmp_path, monkeypatch, capsys):
+    arguments = ["fit", "-c", BASE, "-c", experiment, "--model.optimizer", "SGD", "--model.optimizer.lr", "1e30"]
+    arguments += ["--trainer.gradient_clip_val", "null"]
+    message = refused(*arguments, monkeypatch=monkeypatch, folder=tmp_path, capsys=capsys)
+    assert "The loss is nan at step" in message
+    assert "batch" in message
+
+
+def test_documents_too_short_for_key_tokens_do_not_crash(experiment, books, tmp_path, monkeypatch):
+    for file in (books / "validation").iterdir():
+        file.write_text(make_text(4, seed=1))
+    with pytest.warns(UserWarning, match="2 of 2 val documents have no key token"):
+        longce("validate", "-c", BASE, "-c", experiment, monkeypatch=monkeypatch, folder=tmp_path)
