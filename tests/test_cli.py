@@ -230,3 +230,24 @@ def test_documents_too_short_for_key_tokens_do_not_crash(experiment, books, tmp_
         file.write_text(make_text(4, seed=1))
     with pytest.warns(UserWarning, match="2 of 2 val documents have no key token"):
         longce("validate", "-c", BASE, "-c", experiment, monkeypatch=monkeypatch, folder=tmp_path)
+
+
+def test_two_processes_train_and_evaluate_like_one(experiment, books, tmp_path):
+    """Three validation documents on two processes: none is dropped, none is counted twice."""
+    (books / "validation" / "8.txt").write_text(make_text(150, seed=8))
+    curves = []
+    for processes, rows in ((1, 4), (2, 2)):
+        folder = tmp_path / f"processes{processes}"
+        folder.mkdir()
+        options = ["--data.batch_size", str(rows), "--trainer.devices", str(processes), "--trainer.max_steps", "2"]
+        options += ["--trainer.strategy", "ddp"] if processes == 2 else []
+        command = [str(Path(sys.executable).parent / "longce"), "fit", "-c", BASE, "-c", experiment, *options]
+        result = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stderr[-3000:]
+        events = EventAccumulator(str(next((folder / "runs").rglob("config.yaml")).parent))
+        events.Reload()
+        tags = set(events.Tags()["scalars"]) - {"train/tokens_per_second"}
+        curves.append({tag: [event.value for event in events.Scalars(tag)] for tag in tags})
+    assert curves[0].keys() == curves[1].keys() >= {"train/loss", "val/longppl"}
+    for tag, values in curves[0].items():
+        assert curves[1][tag] == pytest.approx(values, rel=1e-5), tag
