@@ -105,7 +105,7 @@ class Evaluator:
         self.tokenizer = load_tokenizer(
             tokenizer or pretrained_model_name_or_path, revision=revision, trust_remote_code=trust_remote_code
         )
-        self.identity = model_identity(pretrained_model_name_or_path, revision)
+        self.identity = model_identity(pretrained_model_name_or_path, revision, trust_remote_code=trust_remote_code)
         self._settings: dict[str, Any] = {
             "revision": revision,
             "dtype": dtype,
@@ -156,7 +156,7 @@ class Evaluator:
         if self._backbone is None:
             log.info("Loading the evaluator '%s'.", self.name)
             self._backbone = load_backbone(self.name, **self._settings).eval().requires_grad_(False).to(device)
-            self._backbone.check_head()
+            self._backbone.check_scoring()
         scores = score_text(
             text,
             self._backbone,

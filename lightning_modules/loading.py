@@ -63,7 +63,7 @@ def load_backbone(
     )
     settings: dict[str, Any] = {
         "dtype": dtype if dtype == "auto" else getattr(torch, dtype),
-        "attn_implementation": resolve_attention(attn_implementation),
+        "attn_implementation": resolve_attention(attn_implementation, config),
         "trust_remote_code": trust_remote_code,
     }
     if pretrained_model_name_or_path is None or pretrained_model_name_or_path.endswith(".json"):
@@ -114,21 +114,32 @@ def load_config(
     return config
 
 
-def resolve_attention(implementation: str) -> str:
-    """Choose and log the attention implementation; ``sdpa`` is replaced by ours, which keeps packed documents apart."""
+def resolve_attention(implementation: str, config: PreTrainedConfig) -> str:
+    """Choose and log the attention implementation.
+
+    ``sdpa`` is replaced by ours, which keeps packed documents apart without a mask, where the model lets it.
+    """
+    model_class = AutoModelForCausalLM._model_mapping.get(type(config), PreTrainedModel)
     if implementation == "auto":
-        flash = importlib.util.find_spec("flash_attn") is not None and torch.cuda.is_available()
-        implementation = "flash_attention_2" if flash else "sdpa"
-    log.info("Attention: %s.", implementation)
-    return register_document_attention() if implementation == "sdpa" else implementation
+        implementation = "sdpa" if model_class._supports_sdpa else "eager"
+        flash_is_here = importlib.util.find_spec("flash_attn") is not None and torch.cuda.is_available()
+        if flash_is_here and model_class._supports_flash_attn:
+            implementation = "flash_attention_2"
+    log.info("Attention of %s: %s.", config.model_type, implementation)
+    if implementation == "sdpa" and model_class._supports_attention_backend:
+        return register_document_attention()
+    return implementation
 
 
-def model_identity(pretrained_model_name_or_path: str, revision: str | None = None) -> str:
+def model_identity(
+    pretrained_model_name_or_path: str, revision: str | None = None, *, trust_remote_code: bool = False
+) -> str:
     """A name for exactly these weights and tokenizer, found without loading them.
 
     Args:
         pretrained_model_name_or_path: Hub id or local folder.
         revision: Branch, tag or commit on the hub.
+        trust_remote_code: Run code from the model's repository; off unless you trust it.
 
     Returns:
         ``id@commit`` for a hub id; for a folder a SHA-256 over its config, tokenizer and weight files, of which large
@@ -136,7 +147,7 @@ def model_identity(pretrained_model_name_or_path: str, revision: str | None = No
     """
     folder = Path(pretrained_model_name_or_path)
     if not folder.is_dir():
-        config = load_config(pretrained_model_name_or_path, revision=revision)
+        config = load_config(pretrained_model_name_or_path, revision=revision, trust_remote_code=trust_remote_code)
         return f"{pretrained_model_name_or_path}@{getattr(config, '_commit_hash', None) or revision or 'main'}"
     digest = hashlib.sha256()
     for file in sorted(folder.iterdir()):

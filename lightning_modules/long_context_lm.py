@@ -221,4 +221,5 @@ class LongContextLM(LightningModule):
 
     def _check_backbone(self) -> None:
         self.backbone.check_rotary_dtype()
-        self.backbone.check_head()
+        with self.trainer.precision_plugin.forward_context():  # flash attention takes no float32
+            self.backbone.check_scoring()

@@ -147,7 +147,7 @@ def _evaluate(
     settings: dict[str, Any],
 ) -> dict[str, Any]:
     backbone = load_backbone(model, **settings).eval().requires_grad_(False).to(device)
-    backbone.check_head()
+    backbone.check_scoring()
     corpus = {"longppl": LongPerplexity(), "perplexity": LongPerplexity()}
     rows = []
     for document, mask in zip(tqdm(documents, desc="model", unit="document", disable=None), masks, strict=True):

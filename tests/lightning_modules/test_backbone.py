@@ -73,7 +73,7 @@ def test_packed_documents_score_as_if_alone(architecture, overrides):
     rows = [documents(11, 1, 14), documents(20), documents(2, 7, seed=1)]
     batch = packed(*rows)
     scorer = Backbone(model)
-    scorer.check_head()
+    scorer.check_scoring()
     with torch.no_grad():
         actual = scorer(batch)
         for index, row in enumerate(rows):
@@ -142,7 +142,7 @@ def test_autocast_weights_cached_by_the_short_pass_do_not_rob_the_long_pass_of_g
 def test_lora_on_the_head_counts():
     base = build("llama")
     scorer = Backbone(get_peft_model(base, LoraConfig(target_modules=["q_proj", "lm_head"], init_lora_weights=False)))
-    scorer.check_head()
+    scorer.check_scoring()
     batch = packed(documents(12, 5))
     with torch.no_grad():
         adapted = scorer(batch)
@@ -162,7 +162,7 @@ def test_a_model_that_does_something_unknown_to_its_logits_is_refused():
     forward = model.forward
     model.forward = lambda *args, **kwargs: _scaled(forward(*args, **kwargs))
     with pytest.raises(ValueError, match=r"off by .* nats"):
-        Backbone(model).check_head()
+        Backbone(model).check_scoring()
 
 
 def _scaled(output):
@@ -170,10 +170,38 @@ def _scaled(output):
     return output
 
 
-def test_attention_that_leaks_between_documents_is_refused(monkeypatch):
-    monkeypatch.setattr(backbone_module, "isolation_arguments", lambda *_: {})
-    with pytest.raises(ValueError, match="attention"):
-        Backbone(build("llama")).check_head()
+def test_a_model_that_our_attention_cannot_split_gets_masks(monkeypatch):
+    scorer = Backbone(build("llama"))
+    original = backbone_module.isolation_arguments
+
+    def lost(implementation, *rest):
+        return {} if implementation == "document_sdpa" else original(implementation, *rest)
+
+    monkeypatch.setattr(backbone_module, "isolation_arguments", lost)
+    batch = packed(documents(9, 12))
+    with torch.no_grad():
+        leaking = scorer(batch)
+        scorer.check_scoring()
+        masked = scorer(batch)
+    assert scorer.base_model.config._attn_implementation == "sdpa"
+    expected = torch.cat([reference.document_log_likelihood(scorer.model, part) for part in documents(9, 12)])
+    torch.testing.assert_close(masked[0].double(), expected, atol=2e-5, rtol=1e-4)
+    assert (leaking - masked).abs().max() > 0.01
+
+
+def test_a_model_that_leaks_all_the_same_is_refused_packed_rows_only(monkeypatch):
+    scorer = Backbone(build("llama"))
+    decoder = scorer.base_model.get_decoder()
+    forward = decoder.forward
+
+    def without_borders(input_ids, attention_mask=None, document_borders=None, **kwargs):
+        return forward(input_ids, attention_mask=torch.ones_like(input_ids), **kwargs)
+
+    monkeypatch.setattr(decoder, "forward", without_borders)
+    scorer.check_scoring()
+    scorer(packed(documents(9)))
+    with pytest.raises(ValueError, match="cannot keep the documents of a row apart"):
+        scorer(packed(documents(9, 12)))
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])

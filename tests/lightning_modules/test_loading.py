@@ -22,7 +22,7 @@ def test_folder_with_weights(model_dir):
     backbone = load_backbone(str(model_dir))
     expected = load_file(model_dir / "model.safetensors")
     torch.testing.assert_close(backbone.model.lm_head.weight.data, expected["lm_head.weight"])
-    backbone.check_head()
+    backbone.check_scoring()
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float64"])
@@ -67,7 +67,7 @@ def test_gradient_checkpointing_and_lora(model_dir):
 def test_attention_is_said_in_the_log(model_dir, caplog):
     with caplog.at_level(logging.INFO):
         backbone = load_backbone(str(model_dir))
-    assert "Attention: sdpa" in caplog.text
+    assert "Attention of llama: sdpa" in caplog.text
     assert backbone.base_model.config._attn_implementation == "document_sdpa"
     assert load_backbone(str(model_dir), attn_implementation="eager").base_model.config._attn_implementation == "eager"
 
