@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
+from typing import overload
 
 import torch
 from peft import PeftModel
@@ -14,7 +15,14 @@ from transformers import PreTrainedModel
 
 from lightning_modules.attention import DOCUMENT_SDPA, isolation_arguments
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
-from lightning_modules.functional import Window, short_context_windows, token_log_likelihood
+from lightning_modules.functional import (
+    Weighing,
+    WeightedLoss,
+    Window,
+    fused_long_cross_entropy,
+    short_context_windows,
+    token_log_likelihood,
+)
 from lightning_modules.functional.windows import window_batch
 
 log = logging.getLogger(__name__)
@@ -60,18 +68,33 @@ class Backbone(nn.Module):
         """Where the model takes its input."""
         return self.base_model.get_input_embeddings().weight.device
 
-    def forward(self, batch: PackedBatch) -> Tensor:
-        """Log-likelihood of each scored token given everything before it in its document.
+    @overload
+    def forward(self, batch: PackedBatch, weighing: None = None) -> Tensor: ...
+
+    @overload
+    def forward(self, batch: PackedBatch, weighing: Weighing) -> WeightedLoss: ...
+
+    def forward(self, batch: PackedBatch, weighing: Weighing | None = None) -> Tensor | WeightedLoss:
+        """Log-likelihood of each scored token given everything before it in its document, or the loss made of them.
 
         Args:
             batch: ``[B, T]`` packed rows.
+            weighing: How the tokens make up a loss, for training.
 
         Returns:
-            ``[B, T]`` log-likelihoods in nats, float32; 0 where a token is not scored.
+            ``[B, T]`` log-likelihoods in nats, float32; 0 where a token is not scored. With ``weighing``, the loss,
+            whose gradients are formed already, and what it was made of.
 
         Raises:
             ValueError: If a document is longer than learned positions allow, or the model cannot keep documents apart.
         """
+        hidden_states = self._hidden_states(batch)
+        if weighing is None:
+            return token_log_likelihood(hidden_states, self.logits, batch["labels"])
+        parameters = self.base_model.get_output_embeddings().parameters()
+        return fused_long_cross_entropy(hidden_states, self.logits, parameters, batch["labels"], weighing)
+
+    def _hidden_states(self, batch: PackedBatch) -> Tensor:
         self._check_length(max(stop - start for row in batch["document_borders"] for start, stop in pairwise(row)))
         if not self.isolates_documents and any(len(borders) > 2 for borders in batch["document_borders"]):
             raise ValueError(
@@ -79,7 +102,7 @@ class Backbone(nn.Module):
                 " attention): try `attn_implementation: eager`, or `isolate_documents: false` for plain concatenation."
             )
         base = self.base_model
-        hidden_states = base.get_decoder()(
+        return base.get_decoder()(
             input_ids=batch["input_ids"],
             position_ids=batch["position_ids"],
             use_cache=False,  # a cache object silently switches document isolation off
@@ -90,7 +113,6 @@ class Backbone(nn.Module):
                 batch["input_ids"].device,
             ),
         ).last_hidden_state
-        return token_log_likelihood(hidden_states, self.logits, batch["labels"])
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """``[.., V]`` logits of ``[.., D]`` hidden states, with the scale and soft cap that the model applies."""

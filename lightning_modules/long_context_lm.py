@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from lightning_modules.backbone import Backbone
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
-from lightning_modules.functional import long_cross_entropy
+from lightning_modules.functional import Weighing
 from lightning_modules.functional.windows import check_context
 from lightning_modules.loading import DType, load_backbone
 from lightning_modules.metrics import LongPerplexity
@@ -106,21 +106,17 @@ class LongContextLM(LightningModule):
     @override
     def training_step(self, batch: PackedBatch, batch_idx: int) -> Tensor:
         self.backbone.check_token_ids(batch)
+        weighing = Weighing(self.objective.influence)
         if self.objective.uses_short_context:
             check_context(self.context_length, self.stride, batch["input_ids"].shape[1])
             # Before the long pass, so that its buffers never meet the activations kept for the backward pass.
             short, differs = self.backbone.short_log_likelihood(
                 batch, context_length=self.context_length, stride=self.stride
             )
-            long = self.backbone(batch)
-            short = torch.where(differs, short, long.detach())
-        else:
-            long = self.backbone(batch)
-            short = long.detach()
-        influence = self.objective.influence(long.detach(), short)
-        loss = long_cross_entropy(long, influence, batch["labels"])
+            weighing = Weighing(self.objective.influence, short, differs)
+        loss, log_likelihood, influence = self.backbone(batch, weighing)
         self._check_finite(loss, batch_idx)
-        self._statistics.update(long.detach(), influence, batch["labels"])
+        self._statistics.update(log_likelihood, influence, batch["labels"])
         return loss
 
     @override

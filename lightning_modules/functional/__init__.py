@@ -1,6 +1,7 @@
 """Pure torch: windows, influence, loss and metric as functions of the log-likelihoods of tokens."""
 
 from lightning_modules.functional.alignment import merge_spans, span_token_mask, transfer_influence
+from lightning_modules.functional.fused_long_cross_entropy import Weighing, WeightedLoss, fused_long_cross_entropy
 from lightning_modules.functional.influence import key_token_mask, long_short_difference, soft_influence
 from lightning_modules.functional.log_likelihood import token_log_likelihood
 from lightning_modules.functional.long_cross_entropy import long_cross_entropy
@@ -8,7 +9,10 @@ from lightning_modules.functional.long_perplexity import long_perplexity
 from lightning_modules.functional.windows import Window, short_context_windows
 
 __all__ = [
+    "Weighing",
+    "WeightedLoss",
     "Window",
+    "fused_long_cross_entropy",
     "key_token_mask",
     "long_cross_entropy",
     "long_perplexity",

@@ -40,8 +40,8 @@ def token_log_likelihood(hidden_states: Tensor, head: Head, labels: Tensor, *, c
         >>> token_log_likelihood(hidden_states, head, torch.tensor([[IGNORE_INDEX, 0, 1]])).exp()
         tensor([[1.0000, 0.5000, 0.5000]], grad_fn=<ExpBackward0>)
     """
-    _check(hidden_states, labels, chunk_size)
-    chunk_size = chunk_size or (512 if hidden_states.device.type == "cpu" else 2048)
+    check_inputs(hidden_states, labels, chunk_size)
+    chunk_size = chunk_size or default_chunk_size(hidden_states)
     scored = labels.ne(IGNORE_INDEX)
     # The one-token shift of the whole project: what stands at t - 1 predicts token t.
     predictors = hidden_states[:, :-1][scored[:, 1:]]
@@ -66,7 +66,13 @@ def _chunk_log_likelihood(predictors: Tensor, head: Head, targets: Tensor) -> Te
     return checkpoint(forward, predictors, use_reentrant=False)
 
 
-def _check(hidden_states: Tensor, labels: Tensor, chunk_size: int | None) -> None:
+def default_chunk_size(hidden_states: Tensor) -> int:
+    """Enough rows for fast matrix products, few enough that their logits take little memory."""
+    return 512 if hidden_states.device.type == "cpu" else 2048
+
+
+def check_inputs(hidden_states: Tensor, labels: Tensor, chunk_size: int | None) -> None:
+    """Raise a ``ValueError`` for shapes that disagree, a chunk without tokens, or a scored column 0."""
     if labels.ndim != 2 or hidden_states.shape[:2] != labels.shape:
         raise ValueError(
             "`hidden_states` must be [B, T, D] and `labels` [B, T],"

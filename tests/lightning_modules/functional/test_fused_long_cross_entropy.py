@@ -1,0 +1,124 @@
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_modules.batch import IGNORE_INDEX
+from lightning_modules.functional import (
+    Weighing,
+    fused_long_cross_entropy,
+    long_cross_entropy,
+    soft_influence,
+    token_log_likelihood,
+)
+
+VOCABULARY = 29
+
+
+class Capped(nn.Module):
+    """A head with a bias, a soft cap and a low-rank adapter."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, VOCABULARY)
+        self.down, self.up = nn.Linear(8, 2, bias=False), nn.Linear(2, VOCABULARY, bias=False)
+
+    def forward(self, hidden):
+        return 4 * torch.tanh((self.linear(hidden) + self.up(self.down(hidden))) / 4)
+
+
+@pytest.fixture(params=["linear", "capped", "frozen"])
+def problem(request):
+    torch.manual_seed(0)
+    hidden = torch.randn(2, 17, 8, dtype=torch.float64, requires_grad=True)
+    head = (Capped() if request.param == "capped" else nn.Linear(8, VOCABULARY, bias=False)).double()
+    head.requires_grad_(request.param != "frozen")
+    labels = torch.randint(VOCABULARY, (2, 17))
+    labels[:, 0] = labels[0, 5] = IGNORE_INDEX
+    labels[1, 9:] = IGNORE_INDEX
+    short, differs = -4 * torch.rand(2, 17, dtype=torch.float64), torch.rand(2, 17) > 0.4
+    return hidden, head, labels, Weighing(soft_influence, short, differs)
+
+
+def unfused(hidden, head, labels, weighing):
+    log_likelihood = token_log_likelihood(hidden, head, labels)
+    short = torch.where(weighing.differs, weighing.short, log_likelihood.detach())
+    influence = weighing.influence(log_likelihood, short)
+    return long_cross_entropy(log_likelihood, influence, labels), log_likelihood, influence
+
+
+def gradients(loss, hidden, head):
+    return torch.autograd.grad(3 * loss, [hidden, *(p for p in head.parameters() if p.requires_grad)])
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3, 16, 1000, None])
+def test_equals_loss_of_log_likelihoods_in_value_and_gradient(problem, chunk_size):
+    hidden, head, labels, weighing = problem
+    fused = fused_long_cross_entropy(hidden, head, head.parameters(), labels, weighing, chunk_size=chunk_size)
+    loss, log_likelihood, influence = unfused(*problem)
+    torch.testing.assert_close(fused.loss, loss)
+    torch.testing.assert_close(fused.log_likelihood, log_likelihood.detach())
+    torch.testing.assert_close(fused.influence, influence * labels.ne(IGNORE_INDEX))
+    assert not fused.log_likelihood.requires_grad
+    torch.testing.assert_close(gradients(fused.loss, hidden, head), gradients(loss, hidden, head))
+
+
+def test_without_a_short_context(problem):
+    hidden, head, labels, _ = problem
+    fused = fused_long_cross_entropy(hidden, head, head.parameters(), labels, Weighing(lambda long, _: long.exp()))
+    log_likelihood = token_log_likelihood(hidden, head, labels)
+    loss = long_cross_entropy(log_likelihood, log_likelihood.detach().exp(), labels)
+    torch.testing.assert_close(gradients(fused.loss, hidden, head), gradients(loss, hidden, head))
+
+
+def test_half_precision_sums_gradients_of_many_chunks_in_float32(problem):
+    hidden, head, labels, weighing = problem
+    expected = gradients(unfused(*problem)[0], hidden, head)
+    half, head = hidden.detach().bfloat16().requires_grad_(), head.bfloat16()
+    fused = fused_long_cross_entropy(half, head, head.parameters(), labels, weighing, chunk_size=1)
+    assert fused.log_likelihood.dtype == torch.float32
+    for actual, wanted in zip(gradients(fused.loss, half, head), expected, strict=True):
+        assert actual.dtype == torch.bfloat16
+        torch.testing.assert_close(actual.double(), wanted, atol=0.03 * wanted.abs().max().item(), rtol=0.05)
+
+
+def test_under_autocast(problem):
+    hidden, head, labels, weighing = problem
+    hidden, head = hidden.detach().float().requires_grad_(), head.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        fused = fused_long_cross_entropy(hidden, head, head.parameters(), labels, weighing, chunk_size=4)
+        loss, *_ = unfused(hidden, head, labels, weighing)
+        torch.testing.assert_close(fused.loss, loss.float(), atol=1e-3, rtol=1e-3)
+        for actual, wanted in zip(gradients(fused.loss, hidden, head), gradients(loss, hidden, head), strict=True):
+            assert actual.dtype == torch.float32
+            torch.testing.assert_close(actual, wanted, atol=0.02 * wanted.abs().max().item(), rtol=0.02)
+
+
+def test_nothing_scored(problem):
+    hidden, head, labels, weighing = problem
+    fused = fused_long_cross_entropy(hidden, head, head.parameters(), torch.full_like(labels, IGNORE_INDEX), weighing)
+    assert fused.loss == 0
+    for gradient in gradients(fused.loss, hidden, head):
+        assert (gradient == 0).all()
+
+
+def test_logits_exist_once_and_a_chunk_at_a_time(problem):
+    hidden, head, labels, weighing = problem
+    products, sizes = [], []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor):
+                sizes.append(out.numel())
+                if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+                    products.append(out.numel())
+            return out
+
+    with Watch():
+        fused = fused_long_cross_entropy(hidden, head, head.parameters(), labels, weighing, chunk_size=2)
+        fused.loss.backward()
+    assert max(sizes) < labels.numel() * VOCABULARY / 2
+    if isinstance(head, nn.Linear):
+        chunks = -(-int(labels.ne(IGNORE_INDEX).sum()) // 2)
+        assert len(products) == chunks * (3 if head.weight.requires_grad else 2)
