@@ -17,7 +17,7 @@ from lightning_modules.functional import key_token_mask, span_token_mask, transf
 from lightning_modules.functional.influence import check_gamma
 from lightning_modules.loading import DType
 from lightning_modules.metrics import LongPerplexity
-from lightning_modules.token_scores import TokenScores, read_key_spans
+from lightning_modules.token_scores import TokenScores, read_key_spans, text_sha256
 
 
 class ExternalEvaluator(Callback):
@@ -32,8 +32,9 @@ class ExternalEvaluator(Callback):
     Args:
         evaluator: Hub id or local folder of a model with a long context; its tokenizer may be another one than that
             of the model in training.
-        key_spans: Instead of an evaluator, a folder of precomputed character spans, ``<document name>.txt`` each, in
-            the format of the paper's authors: ``[start, end];[start, end];..``.
+        key_spans: Instead of an evaluator, a folder of precomputed character spans of the validation texts, in the
+            format of the paper's authors: ``[start, end];[start, end];..``. A document's file is named by its name, by
+            its id (the first word of the name) or by the SHA-256 of its text, and ends in ``.txt``.
         context_length: Length K of the shortest short context, in the evaluator's tokens.
         stride: Number d of tokens that share one short window.
         alpha: A key token's long-short difference exceeds it, in nats.
@@ -111,18 +112,24 @@ class ExternalEvaluator(Callback):
         offsets, name = batch["offsets"][row].cpu(), batch["names"][row]
         scored = batch["labels"][row].ne(IGNORE_INDEX).cpu()
         if self.evaluator is None:
-            return span_token_mask(offsets, self._precomputed_spans(name)) & scored, None
+            return span_token_mask(offsets, self._precomputed_spans(batch["text"][row], name)) & scored, None
         scores = self.evaluator.scores(batch["text"][row], device=device, name=name)
         self._evaluated[scores.text_sha256] = scores
         hard = span_token_mask(offsets, scores.key_spans(alpha=self.alpha, beta=self.beta))
         soft = transfer_influence(scores.soft_influence(gamma=self.gamma), scores.offsets, offsets)
         return hard & scored, soft * scored
 
-    def _precomputed_spans(self, name: str) -> Tensor:
-        path = Path(str(self.key_spans)) / f"{name}.txt"
-        if not path.is_file():
-            raise FileNotFoundError(f"Document '{name}' has no precomputed key spans: expected a file '{path}'.")
-        return read_key_spans(path)
+    def _precomputed_spans(self, text: str, name: str) -> Tensor:
+        """By the document's name, its id (the first word of the name), or the hash of its text."""
+        stems = [name.replace("/", "_"), *name.replace("/", "_").split()[:1], text_sha256(text)]
+        paths = [Path(str(self.key_spans)) / f"{stem}.txt" for stem in stems if len(stem) < 200]
+        found = next((path for path in paths if path.is_file()), None)
+        if found is None:
+            names = " or ".join(f"'{path.name}'" for path in dict.fromkeys(paths))
+            raise FileNotFoundError(
+                f"Document '{name}' has no precomputed key spans in '{self.key_spans}': expected {names}."
+            )
+        return read_key_spans(found)
 
     def _begin(self, pl_module: LightningModule) -> None:
         for metric in (self.longppl, self.longppl_soft):

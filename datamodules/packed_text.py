@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerFast
 from typing_extensions import override
 
-from datamodules.atomic_folder import default_cache_dir
 from datamodules.documents import DocumentDataset
 from datamodules.loader import ResumableLoader
 from datamodules.packing import pack_documents
@@ -22,6 +21,7 @@ from datamodules.rows import PackedRowDataset, Row, collate_rows
 from datamodules.samplers import DocumentSampler, RowSampler
 from datamodules.sources import Source
 from datamodules.token_store import TokenStore, build_token_store
+from lightning_modules.files import default_cache_dir
 from lightning_modules.tokenization import load_tokenizer, vocabulary_size
 
 
@@ -48,6 +48,7 @@ class PackedTextDataModule(LightningDataModule, ABC):
             ``sequence_length``.
         test_documents: Documents to test on and predict for, the first of the split; null for all.
         seed: Seed of the order of the training rows, which depends on it and the epoch only.
+        tokenizer_revision: Branch, tag or commit of a tokenizer on the hub.
     """
 
     def __init__(
@@ -65,9 +66,11 @@ class PackedTextDataModule(LightningDataModule, ABC):
         validation_length: PositiveInt | Literal["whole"] | None = None,
         test_documents: PositiveInt | None = None,
         seed: NonNegativeInt = 0,
+        tokenizer_revision: str | None = None,
     ) -> None:
         super().__init__()
         self.tokenizer_name = tokenizer
+        self.tokenizer_revision = tokenizer_revision
         self.sequence_length = sequence_length
         self.batch_size = batch_size
         self.validation_batch_size = validation_batch_size
@@ -98,7 +101,7 @@ class PackedTextDataModule(LightningDataModule, ABC):
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerFast:
         """The tokenizer, loaded once."""
-        return load_tokenizer(self.tokenizer_name)
+        return load_tokenizer(self.tokenizer_name, revision=self.tokenizer_revision)
 
     @cached_property
     def vocab_size(self) -> int:
@@ -127,7 +130,7 @@ class PackedTextDataModule(LightningDataModule, ABC):
     def train_dataloader(self) -> DataLoader[Row]:
         if self.rows is None:
             name = type(self).__name__
-            raise RuntimeError(f"{name} has no training rows: it only evaluates, or `setup('fit')` was not called.")
+            raise ValueError(f"{name} has no training rows: it only evaluates, or `setup('fit')` was not called.")
         rank, world_size = self._process()
         sampler = RowSampler(len(self.rows), seed=self.seed, rank=rank, world_size=world_size)
         return ResumableLoader(self.rows, batch_size=self.batch_size, sampler=sampler, **self._loader_options())

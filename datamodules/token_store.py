@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
-from datamodules.atomic_folder import atomic_folder, writable_folder
 from datamodules.sources import Source
+from lightning_modules.files import atomic_folder, writable_folder
 from lightning_modules.tokenization import tokenizer_hash, vocabulary_size
 
 FORMAT = 1

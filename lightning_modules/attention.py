@@ -71,8 +71,8 @@ def isolation_arguments(
 ) -> dict[str, Any]:
     """Keyword arguments for a decoder that keep the documents of a row apart.
 
-    ``eager`` and ``flex_attention`` need none: transformers reads the borders from positions that restart, as long as
-    neither a mask nor a cache is given.
+    Others than ours and flash attention need none: transformers reads the borders from positions that restart, as long
+    as neither a mask nor a cache is given and the model follows its masks, which `Backbone.check_scoring` tries out.
 
     Args:
         implementation: The model's attention implementation.

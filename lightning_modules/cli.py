@@ -4,13 +4,14 @@ import logging
 import os
 import sys
 import traceback
+import zipfile
 from collections.abc import Callable, Sequence
 
 import jsonargparse
 from lightning.pytorch.cli import ArgsType, LightningCLI
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
-from lightning_modules.functional.windows import check_context
 from lightning_modules.long_context_lm import LongContextLM
 
 USAGE = """\
@@ -53,10 +54,23 @@ class LongceCLI(LightningCLI):
 
     @override
     def after_instantiate_classes(self) -> None:
-        """Refuse a short context as long as the rows now: nothing is tokenised or loaded yet."""
-        sequence_length = getattr(self.datamodule, "sequence_length", None)
-        if self.subcommand == "fit" and self.model.objective.uses_short_context and sequence_length is not None:
-            check_context(self.model.context_length, self.model.stride, sequence_length)
+        """Refuse what cannot work now: nothing is tokenised or loaded yet."""
+        if self.subcommand is not None:
+            _check_checkpoint(self.config[self.subcommand].get("ckpt_path"))
+            rows = getattr(self.datamodule, "sequence_length", None) if self.subcommand == "fit" else None
+            self.model.check_early(rows)
+
+
+def _check_checkpoint(path: str | None) -> None:
+    """Raise a ``ValueError`` for a checkpoint that is torn, missing or on the web; names such as ``last`` pass."""
+    if path is None or path in ("best", "last", "hpc"):
+        return
+    if "://" in str(path):
+        raise ValueError(f"`ckpt_path` '{path}': checkpoints are not loaded from the web. Download it first.")
+    # A folder is a sharded checkpoint; a file is a zip archive, as torch writes it.
+    if not os.path.isdir(path) and not zipfile.is_zipfile(path):
+        state = "is torn or no checkpoint" if os.path.exists(path) else "does not exist"
+        raise ValueError(f"`ckpt_path` '{path}' {state}. Name another one, or leave it out to start afresh.")
 
 
 def score_command(arguments: Sequence[str]) -> None:
@@ -117,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             command(arguments[1:])
         else:
             _lightning_command(arguments)
-    except (ValueError, FileNotFoundError, FloatingPointError) as error:
+    except (ValueError, FileNotFoundError, FloatingPointError, MisconfigurationException) as error:
         if os.environ.get("LONGCE_TRACEBACK"):
             traceback.print_exc()
         sys.stderr.write(f"longce: error: {error}\n(Set LONGCE_TRACEBACK=1 to see where.)\n")

@@ -2,7 +2,6 @@
 
 import hashlib
 import logging
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lightning_modules.backbone import Backbone
 from lightning_modules.batch import batch_to
+from lightning_modules.files import default_cache_dir, writable_folder
 from lightning_modules.functional.windows import check_context
 from lightning_modules.loading import DType, load_backbone, model_identity
 from lightning_modules.token_scores import TokenScores, text_sha256
@@ -101,7 +101,9 @@ class Evaluator:
         self.context_length = context_length
         self.stride = stride
         self.add_special_tokens = add_special_tokens
-        self.cache_dir = _writable(cache_dir)
+        self.cache_dir = writable_folder(
+            Path(cache_dir).expanduser() if cache_dir else default_cache_dir() / "token_scores"
+        )
         self.tokenizer = load_tokenizer(
             tokenizer or pretrained_model_name_or_path, revision=revision, trust_remote_code=trust_remote_code
         )
@@ -138,8 +140,9 @@ class Evaluator:
     def path(self, sha256: str) -> Path:
         """The file that holds the scores of the text with this hash."""
         tokenizer = tokenizer_hash(self.tokenizer)
-        settings = (self.identity, tokenizer, self._settings["dtype"], self.context_length, self.stride)
-        key = hashlib.sha256(repr((sha256, *settings, self.add_special_tokens)).encode()).hexdigest()
+        numerics = (self._settings["dtype"], self._settings["attn_implementation"])
+        settings = (self.identity, tokenizer, numerics, self.context_length, self.stride, self.add_special_tokens)
+        key = hashlib.sha256(repr((sha256, settings)).encode()).hexdigest()
         return self.cache_dir / key[:2] / f"{key}.safetensors"
 
     def _stored(self, sha256: str) -> TokenScores | None:
@@ -155,7 +158,9 @@ class Evaluator:
     def _score(self, text: str, device: torch.device | str, name: str) -> TokenScores:
         if self._backbone is None:
             log.info("Loading the evaluator '%s'.", self.name)
-            self._backbone = load_backbone(self.name, **self._settings).eval().requires_grad_(False).to(device)
+            self._backbone = (
+                load_backbone(self.name, device=device, **self._settings).eval().requires_grad_(False).to(device)
+            )
             self._backbone.check_scoring()
         scores = score_text(
             text,
@@ -169,20 +174,3 @@ class Evaluator:
         )
         scores.save(self.path(scores.text_sha256))
         return scores
-
-
-def _writable(cache_dir: str | None) -> Path:
-    """The cache folder, made and tried out before any expensive work."""
-    default = Path(os.environ.get("LONGCE_CACHE", "~/.cache/longce")) / "token_scores"
-    folder = Path(cache_dir or default).expanduser()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".probe-{os.getpid()}"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise ValueError(
-            f"The cache folder '{folder}' cannot be written to ({error.strerror}): name another one by `cache_dir`"
-            " or the environment variable LONGCE_CACHE."
-        ) from error
-    return folder

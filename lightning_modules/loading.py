@@ -2,7 +2,6 @@
 
 import hashlib
 import importlib.util
-import json
 import logging
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +17,7 @@ from transformers import (
 
 from lightning_modules.attention import register_document_attention
 from lightning_modules.backbone import Backbone
-from lightning_modules.tokenization import check_exists, not_loaded
+from lightning_modules.tokenization import local_or_hub, not_loaded
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +35,10 @@ def load_backbone(
     gradient_checkpointing: bool = False,
     lora: dict[str, Any] | None = None,
     trust_remote_code: bool = False,
+    device: torch.device | str = "cpu",
+    autocast: bool = False,
 ) -> Backbone:
-    """Load a causal LM, ready to be scored or trained.
+    """Load a causal LM into main memory, ready to be moved, and then scored or trained.
 
     Args:
         pretrained_model_name_or_path: A hub id or a local folder with weights; a ``config.json`` file, or None with a
@@ -46,11 +47,13 @@ def load_backbone(
             merged key by key.
         revision: Branch, tag or commit on the hub.
         dtype: Of the weights.
-        attn_implementation: As in transformers; ``auto`` is ``flash_attention_2`` where it is installed and a GPU is
-            present, else torch's scaled dot product attention.
+        attn_implementation: As in transformers; ``auto`` is ``flash_attention_2`` where it is installed and the model
+            runs on a GPU in half precision, else torch's scaled dot product attention.
         gradient_checkpointing: Recompute the activations of each layer in the backward pass.
         lora: Arguments of ``peft.LoraConfig``; the other weights are frozen.
         trust_remote_code: Run code from the model's repository; off unless you trust it.
+        device: Where the model will run, which decides its attention.
+        autocast: Whether it will run under half-precision autocast, which decides it, too.
 
     Raises:
         ValueError: If the model cannot be found or built, or lacks weights.
@@ -61,15 +64,16 @@ def load_backbone(
         revision=revision,
         trust_remote_code=trust_remote_code,
     )
+    weights_dtype = (config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
+    half = autocast or weights_dtype in (torch.bfloat16, torch.float16)
+    flash = half and torch.device(device).type == "cuda"
     settings: dict[str, Any] = {
-        "dtype": dtype if dtype == "auto" else getattr(torch, dtype),
-        "attn_implementation": resolve_attention(attn_implementation, config),
+        "dtype": dtype if dtype == "auto" else weights_dtype,
+        "attn_implementation": resolve_attention(attn_implementation, config, flash=flash),
         "trust_remote_code": trust_remote_code,
     }
     if pretrained_model_name_or_path is None or pretrained_model_name_or_path.endswith(".json"):
-        if dtype == "auto":
-            settings["dtype"] = config.dtype or torch.float32
-        model = AutoModelForCausalLM.from_config(config, **settings)
+        model = AutoModelForCausalLM.from_config(config, **{**settings, "dtype": weights_dtype})
     else:
         model = _load_weights(pretrained_model_name_or_path, config, revision, settings)
     if gradient_checkpointing:
@@ -99,7 +103,7 @@ def load_config(
             )
         config = AutoConfig.for_model(**overrides)
     else:
-        check_exists(pretrained_model_name_or_path, "model")
+        pretrained_model_name_or_path = local_or_hub(pretrained_model_name_or_path, "model")
         try:
             config = AutoConfig.from_pretrained(
                 pretrained_model_name_or_path, revision=revision, trust_remote_code=trust_remote_code
@@ -114,16 +118,15 @@ def load_config(
     return config
 
 
-def resolve_attention(implementation: str, config: PreTrainedConfig) -> str:
-    """Choose and log the attention implementation.
+def resolve_attention(implementation: str, config: PreTrainedConfig, *, flash: bool = False) -> str:
+    """Choose and log the attention implementation; ``flash`` says whether flash attention could run.
 
     ``sdpa`` is replaced by ours, which keeps packed documents apart without a mask, where the model lets it.
     """
     model_class = AutoModelForCausalLM._model_mapping.get(type(config), PreTrainedModel)
     if implementation == "auto":
         implementation = "sdpa" if model_class._supports_sdpa else "eager"
-        flash_is_here = importlib.util.find_spec("flash_attn") is not None and torch.cuda.is_available()
-        if flash_is_here and model_class._supports_flash_attn:
+        if flash and model_class._supports_flash_attn and importlib.util.find_spec("flash_attn") is not None:
             implementation = "flash_attention_2"
     log.info("Attention of %s: %s.", config.model_type, implementation)
     if implementation == "sdpa" and model_class._supports_attention_backend:
@@ -142,24 +145,25 @@ def model_identity(
         trust_remote_code: Run code from the model's repository; off unless you trust it.
 
     Returns:
-        ``id@commit`` for a hub id; for a folder a SHA-256 over its config, tokenizer and weight files, of which large
-        ones are sampled at evenly spaced blocks.
+        ``id@commit`` for a hub id; for a folder a SHA-256 over its files. Of one larger than 64 MiB (hashing all of a
+        70B model would take minutes) it covers size, time of change and samples: a copy counts as another model.
     """
-    folder = Path(pretrained_model_name_or_path)
+    folder = Path(pretrained_model_name_or_path).expanduser()
     if not folder.is_dir():
         config = load_config(pretrained_model_name_or_path, revision=revision, trust_remote_code=trust_remote_code)
         return f"{pretrained_model_name_or_path}@{getattr(config, '_commit_hash', None) or revision or 'main'}"
     digest = hashlib.sha256()
     for file in sorted(folder.iterdir()):
-        if file.suffix in {".json", ".safetensors", ".model", ".bin", ".txt", ".tiktoken"}:
-            digest.update(json.dumps([file.name, file.stat().st_size]).encode())
-            digest.update(_sample(file))
+        if file.suffix in {".json", ".safetensors", ".model", ".bin", ".txt", ".tiktoken", ".py"}:
+            digest.update(file.name.encode())
+            digest.update(_content(file))
     return f"sha256:{digest.hexdigest()}"
 
 
 def _load_weights(
     path: str, config: PreTrainedConfig, revision: str | None, settings: dict[str, Any]
 ) -> PreTrainedModel:
+    path = local_or_hub(path, "model")
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             path, config=config, revision=revision, output_loading_info=True, **settings
@@ -174,13 +178,14 @@ def _load_weights(
     return model
 
 
-def _sample(file: Path, block: int = 65_536, blocks: int = 64) -> bytes:
-    size = file.stat().st_size
+def _content(file: Path, whole: int = 64 << 20, block: int = 65_536, blocks: int = 64) -> bytes:
+    """What stands for a file in a hash: its SHA-256, or of a large one its size, time of change and some blocks."""
+    stat = file.stat()
     with file.open("rb") as stream:
-        if size <= block * blocks:
-            return stream.read()
-        parts = []
+        if stat.st_size <= whole:
+            return hashlib.file_digest(stream, "sha256").digest()
+        parts = [repr((stat.st_size, stat.st_mtime_ns)).encode()]
         for index in range(blocks):
-            stream.seek(index * (size - block) // (blocks - 1))
+            stream.seek(index * (stat.st_size - block) // (blocks - 1))
             parts.append(stream.read(block))
         return b"".join(parts)

@@ -6,6 +6,7 @@ import torch
 from jsonargparse.typing import PositiveInt
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from typing_extensions import override
@@ -14,7 +15,7 @@ from lightning_modules.backbone import Backbone
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional import Weighing
 from lightning_modules.functional.windows import check_context
-from lightning_modules.loading import DType, load_backbone
+from lightning_modules.loading import DType, load_backbone, load_config
 from lightning_modules.metrics import LongPerplexity
 from lightning_modules.objectives import LongCE, Objective
 from lightning_modules.statistics import TrainingStatistics
@@ -36,8 +37,8 @@ class LongContextLM(LightningModule):
             merged key by key.
         revision: Branch, tag or commit on the hub.
         dtype: Of the weights: float32 for training in mixed precision, ``auto`` for the stored one.
-        attn_implementation: As in transformers; ``auto`` is ``flash_attention_2`` where it is installed and a GPU is
-            present, else torch's scaled dot product attention.
+        attn_implementation: As in transformers; ``auto`` is ``flash_attention_2`` where it is installed and the model
+            runs on a GPU in half precision, else torch's scaled dot product attention.
         gradient_checkpointing: Recompute the activations of each layer in the backward pass.
         lora: Arguments of ``peft.LoraConfig``; the other weights are frozen.
         trust_remote_code: Run code from the model's repository; off unless you trust it.
@@ -89,10 +90,26 @@ class LongContextLM(LightningModule):
         self._perplexity = LongPerplexity()
         self._statistics = TrainingStatistics(objective)
 
+    def check_early(self, sequence_length: int | None) -> None:
+        """Refuse what can be known to fail before any text is tokenised or any weight is loaded.
+
+        Args:
+            sequence_length: Tokens per training row, if there is training.
+
+        Raises:
+            ValueError: If the model cannot be found or built, or no token of a row would have a short context.
+        """
+        if sequence_length is not None and self.objective.uses_short_context:
+            check_context(self.context_length, self.stride, sequence_length)
+        names = ("pretrained_model_name_or_path", "model_config", "revision", "trust_remote_code")
+        load_config(**{name: self._loading[name] for name in names})
+
     @override
     def configure_model(self) -> None:
         if "backbone" not in self._modules:
-            self.backbone: Backbone = load_backbone(**self._loading)
+            autocast = str(self.trainer.precision).endswith("-mixed") if self._trainer else False
+            device = self.trainer.strategy.root_device if self._trainer else "cpu"
+            self.backbone: Backbone = load_backbone(**self._loading, device=device, autocast=autocast)
 
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:
@@ -124,6 +141,11 @@ class LongContextLM(LightningModule):
         # Hugging Face models arrive in eval mode and Lightning keeps it: dropout and checkpointing would be off.
         self.backbone.train()
         self._check_backbone()
+        if self.objective.uses_short_context and self.backbone.has_dropout:
+            rank_zero_warn(
+                "The model has dropout: it is on where the loss is computed and off in the short context, so that part"
+                " of every token weight is noise. Set `attention_dropout` and `lora_dropout` to 0."
+            )
 
     @override
     def on_fit_end(self) -> None:
@@ -148,7 +170,7 @@ class LongContextLM(LightningModule):
         if not torch.isfinite(loss):
             raise FloatingPointError(
                 f"The loss is {loss.item()} at step {self.global_step}, batch {batch_idx} of epoch"
-                f" {self.current_epoch} (process {self.global_rank}). Training stops before the weights are spoilt:"
+                f" {self.current_epoch} (process {self.global_rank}). Training stops here:"
                 " lower the learning rate, clip gradients (`trainer.gradient_clip_val`) or check the data of the batch."
             )
 

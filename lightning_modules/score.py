@@ -12,10 +12,10 @@ from tqdm import tqdm
 
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch, batch_to
 from lightning_modules.evaluator import Evaluator
+from lightning_modules.files import write_atomically
 from lightning_modules.functional import key_token_mask, span_token_mask
 from lightning_modules.loading import DType, load_backbone
 from lightning_modules.metrics import LongPerplexity
-from lightning_modules.token_scores import write_atomically
 from lightning_modules.tokenization import encode_document, load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -146,7 +146,7 @@ def _evaluate(
     device: torch.device,
     settings: dict[str, Any],
 ) -> dict[str, Any]:
-    backbone = load_backbone(model, **settings).eval().requires_grad_(False).to(device)
+    backbone = load_backbone(model, device=device, **settings).eval().requires_grad_(False).to(device)
     backbone.check_scoring()
     corpus = {"longppl": LongPerplexity(), "perplexity": LongPerplexity()}
     rows = []

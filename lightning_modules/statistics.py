@@ -1,5 +1,6 @@
 """Sums over the tokens of one optimizer step, from which its logged means come."""
 
+import math
 import time
 
 import torch
@@ -39,13 +40,15 @@ class TrainingStatistics:
         scored = labels.ne(IGNORE_INDEX)
         weight = influence.double() * scored
         cap = self.objective.largest_weight
+        # In the weights' own precision: in float32 the weight at a cap of 1.3 is a little below 1.3.
+        at_cap = influence >= torch.tensor(math.inf if cap is None else cap, dtype=influence.dtype)
         sums = [
             -(long.double() * weight).sum(),
             -long.double().sum(),
             scored.sum(),
             weight.sum(),
             (weight > 1).sum(),
-            (weight >= cap).sum() if cap is not None else scored.new_zeros(()),
+            (at_cap & scored).sum(),
         ]
         batch = torch.stack([value.double() for value in sums])
         self._sums = batch if self._sums is None else self._sums + batch

@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import re
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from lightning_modules.files import write_atomically
 from lightning_modules.functional import key_token_mask, merge_spans, soft_influence
 
 FORMAT = "longce-token-scores-1"
@@ -128,26 +128,6 @@ def write_key_spans(path: str | os.PathLike[str], spans: Tensor) -> None:
     """Write ``[M, 2]`` spans in the text format of the paper's authors."""
     text = ";".join(f"[{start}, {end}]" for start, end in spans.tolist())
     write_atomically(Path(path), text.encode())
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file beside its target, flush it to disk and put it in place in one step.
-
-    Raises:
-        OSError: If the folder cannot be written to.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def _checksum(header: dict[str, str], tensors: dict[str, Tensor]) -> str:

@@ -23,7 +23,7 @@ def load_tokenizer(
     Raises:
         ValueError: If it cannot be found or gives no offsets.
     """
-    check_exists(pretrained_model_name_or_path, "tokenizer")
+    pretrained_model_name_or_path = local_or_hub(pretrained_model_name_or_path, "tokenizer")
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             pretrained_model_name_or_path, revision=revision, trust_remote_code=trust_remote_code
@@ -99,12 +99,14 @@ def encode_document(
     )
 
 
-def check_exists(path_or_id: str, kind: str) -> None:
-    """Raise a ``ValueError`` for what can be neither a local path that exists nor a hub id."""
-    if Path(path_or_id).expanduser().exists():
-        return
+def local_or_hub(path_or_id: str, kind: str) -> str:
+    """A local path, with its ``~`` expanded, or a hub id; a ``ValueError`` for what can be neither."""
+    local = Path(path_or_id).expanduser()
+    if local.exists():
+        return str(local)
     if path_or_id.startswith((".", "/", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path_or_id):
         raise ValueError(f"No {kind} at '{path_or_id}': there is no such file or folder. Check the path.")
+    return path_or_id
 
 
 def _check_offsets(tokenizer: PreTrainedTokenizerFast, name: str) -> None:

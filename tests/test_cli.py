@@ -177,6 +177,7 @@ def test_bad_settings(experiment, tmp_path, monkeypatch, capsys):
         "--model.stride": ["--model.stride", "-4"],
         "`gamma`": ["--model.objective", "LongCE", "--model.objective.gamma", "0.5"],
         "gamm": ["--model.objective", "LongCE", "--model.objective.gamm", "2"],
+        "does not know": ["--model.model_config", "{hiden_size: 3}"],
         "./nowhere": ["--model.pretrained_model_name_or_path", "./nowhere"],
         "no/tokenizer/here": ["--data.tokenizer", "no/tokenizer/here"],
         "/no/such/books": ["--data.path", "/no/such/books"],
@@ -184,6 +185,15 @@ def test_bad_settings(experiment, tmp_path, monkeypatch, capsys):
     for expected, arguments in cases.items():
         settings = ["fit", "-c", BASE, "-c", experiment, *arguments]
         assert expected in refused(*settings, monkeypatch=monkeypatch, folder=tmp_path, capsys=capsys)
+
+
+def test_bad_checkpoints(experiment, tmp_path, monkeypatch, capsys):
+    (tmp_path / "torn.ckpt").write_bytes(b"PK")
+    for path, expected in (("torn.ckpt", "is torn"), ("none.ckpt", "does not exist"), ("http://x/y", "from the web")):
+        arguments = ["validate", "-c", BASE, "-c", experiment, "--ckpt_path", path]
+        message = refused(*arguments, monkeypatch=monkeypatch, folder=tmp_path, capsys=capsys)
+        assert path in message
+        assert expected in message
 
 
 def test_a_misspelt_key_in_a_yaml_is_named(experiment, tmp_path, monkeypatch, capsys):

@@ -8,7 +8,8 @@ def merge_spans(spans: Tensor) -> Tensor:
     """Join character spans that touch or overlap.
 
     Args:
-        spans: ``[N, 2]`` integer spans ``[start, end)`` in ascending order of their starts; empty ones are dropped.
+        spans: ``[N, 2]`` integer spans ``[start, end)`` in ascending order of their starts; empty ones, wherever they
+            stand, are dropped.
 
     Returns:
         ``[M, 2]`` disjoint ascending spans with at least one character between them.
@@ -20,8 +21,9 @@ def merge_spans(spans: Tensor) -> Tensor:
         >>> merge_spans(torch.tensor([[0, 3], [3, 7], [8, 9]])).tolist()
         [[0, 7], [8, 9]]
     """
+    if spans.ndim == 2 and spans.shape[1] == 2:  # special tokens have [0, 0], wherever they stand
+        spans = spans[spans[:, 1] != spans[:, 0]]
     _check_spans(spans)
-    spans = spans[spans[:, 1] > spans[:, 0]]
     if len(spans) == 0:
         return spans
     reach = spans[:, 1].cummax(0).values

@@ -80,9 +80,9 @@ def soft_influence(long: Tensor, short: Tensor, *, gamma: float = 5.0) -> Tensor
         tensor([1., 5.])
     """
     check_gamma(gamma)
-    # Capped before the exponential: 100 nats of difference overflow float32, log(gamma) does not.
-    capped = long_short_difference(long.detach(), short.detach()).clamp(max=math.log(gamma))
-    return torch.exp(capped).clamp(max=gamma)
+    difference = long_short_difference(long.detach(), short.detach())
+    # Not `exp(difference).clamp(max=gamma)`: it says the same, but lets rounding decide what is at the cap.
+    return torch.where(difference >= math.log(gamma), gamma, difference.exp())
 
 
 def check_gamma(gamma: float) -> None:

@@ -54,3 +54,10 @@ def test_predictions_become_files(model_dir, documents, tmp_path):
     for document in documents:
         scores = TokenScores.load(tmp_path / "scores" / f"{text_sha256(document['text'][0])}.safetensors")
         assert torch.equal(scores.offsets, document["offsets"][0])
+
+
+def test_export_refuses_a_folder_of_something_else(tmp_path):
+    (tmp_path / "thesis.tex").write_text("keep")
+    with pytest.raises(ValueError, match="no earlier export"):
+        HuggingFaceExport(str(tmp_path))
+    assert (tmp_path / "thesis.tex").read_text() == "keep"

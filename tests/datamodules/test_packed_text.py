@@ -128,7 +128,7 @@ def test_tokenizer_is_loaded_once_and_gives_the_vocabulary_size(word_tokenizer, 
 
 @pytest.mark.parametrize("loader", ["train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader"])
 def test_loaders_ask_for_setup(word_tokenizer, root, loader):
-    with pytest.raises(RuntimeError, match=r"`setup\('\w+'\)`"):
+    with pytest.raises((RuntimeError, ValueError), match=r"`setup\('\w+'\)`"):
         getattr(Folders(word_tokenizer, root), loader)()
 
 

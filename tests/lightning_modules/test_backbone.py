@@ -161,7 +161,7 @@ def test_a_model_that_does_something_unknown_to_its_logits_is_refused():
     model = build("llama")
     forward = model.forward
     model.forward = lambda *args, **kwargs: _scaled(forward(*args, **kwargs))
-    with pytest.raises(ValueError, match=r"off by .* nats"):
+    with pytest.raises(ValueError, match=r"off by .* of their spread"):
         Backbone(model).check_scoring()
 
 
@@ -241,3 +241,30 @@ def test_flash_arguments_are_cumulative_lengths_over_all_rows():
     assert arguments["max_length_q"] == arguments["max_length_k"] == 10
     assert isolation_arguments("flash_attention_2", [[0, 10], [0, 7]], 10, torch.device("cpu")) == {}
     assert isolation_arguments("eager", [[0, 4, 9]], 10, torch.device("cpu")) == {}
+
+
+@pytest.mark.parametrize("change", [{"final_logit_softcapping": 30.0}, {"logits_scaling": 1.1}])
+def test_a_forgotten_transform_is_noticed_in_half_precision_too(change):
+    model = build("llama").to(torch.bfloat16)
+    Backbone(model).check_scoring()
+    for name, value in change.items():  # ours applies what the model does not know
+        setattr(model.config, name, value)
+    with pytest.raises(ValueError, match="of their spread"):
+        Backbone(model).check_scoring()
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_rotation_that_depends_on_the_length_is_refused_for_short_contexts(rope_type):
+    parameters = {"rope_type": rope_type, "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+    parameters |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4} if rope_type == "longrope" else {}
+    scorer = Backbone(build("llama", rope_parameters=parameters))
+    scorer(packed(documents(40)))
+    with pytest.raises(ValueError, match=f"'{rope_type}' rotates by the length"):
+        scorer.long_and_short(packed(documents(40)), context_length=6, stride=3)
+
+
+def test_dropout_is_noticed():
+    assert Backbone(build("llama", attention_dropout=0.1)).has_dropout
+    assert not Backbone(build("llama")).has_dropout
+    lora = LoraConfig(target_modules=["q_proj"], lora_dropout=0.2)
+    assert Backbone(get_peft_model(build("llama"), lora)).has_dropout

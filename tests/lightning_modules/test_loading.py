@@ -106,3 +106,26 @@ def test_identity_follows_the_weights_and_not_the_path(tmp_path):
     config = json.loads((tmp_path / "b" / "config.json").read_text())
     (tmp_path / "b" / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.1}))
     assert model_identity(str(tmp_path / "b")) != a
+
+
+@pytest.mark.parametrize(
+    ("settings", "flash"),
+    [
+        ({"device": "cuda", "dtype": "bfloat16"}, True),
+        ({"device": "cuda", "dtype": "float32", "autocast": True}, True),
+        ({"device": "cuda", "dtype": "float32"}, False),
+        ({"device": "cuda"}, False),  # stored in float32
+        ({"device": "cpu", "dtype": "bfloat16"}, False),
+    ],
+)
+def test_flash_attention_only_where_it_runs(model_dir, monkeypatch, settings, flash):
+    chosen = []
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "flash_attn")
+    monkeypatch.setattr("lightning_modules.loading._load_weights", lambda *a: chosen.append(a[-1]) or tiny_model())
+    load_backbone(str(model_dir), **settings)
+    assert (chosen[0]["attn_implementation"] == "flash_attention_2") == flash
+
+
+def test_home_is_expanded(model_dir, monkeypatch):
+    monkeypatch.setenv("HOME", str(model_dir.parent))
+    assert load_backbone(f"~/{model_dir.name}").vocabulary_size == 400

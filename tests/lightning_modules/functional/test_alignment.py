@@ -51,3 +51,7 @@ def test_bad_spans_are_refused(spans):
         merge_spans(torch.tensor(spans))
     with pytest.raises(ValueError, match=r"[Ss]pans"):
         span_token_mask(torch.zeros(1, 2, dtype=torch.int64), torch.tensor(spans))
+
+
+def test_special_tokens_may_stand_at_the_end():
+    assert merge_spans(torch.tensor([[0, 0], [0, 3], [3, 5], [0, 0]])).tolist() == [[0, 5]]

@@ -48,3 +48,9 @@ def test_long_short_difference_is_differentiable():
     long = torch.tensor([-1.0], requires_grad=True)
     long_short_difference(long, torch.tensor([-2.0])).backward()
     assert long.grad.tolist() == [1.0]
+
+
+@pytest.mark.parametrize("gamma", [1.0, 1.3, 2.1, 5.0, 9.7])
+def test_weights_at_the_cap_are_the_cap(gamma):
+    weights = soft_influence(torch.tensor([-0.1]), torch.tensor([-100.0]), gamma=gamma)
+    assert weights.item() == torch.tensor(gamma).item()

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from datamodules.atomic_folder import atomic_folder, default_cache_dir, writable_folder
+from lightning_modules.files import atomic_folder, default_cache_dir, writable_folder
 
 
 def test_the_folder_appears_whole(tmp_path):

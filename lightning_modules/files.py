@@ -1,4 +1,4 @@
-"""Folders that appear whole or not at all."""
+"""Files and folders that appear whole or not at all, and the cache they live in."""
 
 import errno
 import os
@@ -29,6 +29,26 @@ def writable_folder(folder: Path) -> Path:
             " Set `cache_dir`, or $LONGCE_CACHE, to a folder that you can write to."
         ) from error
     return folder
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file beside its target, flush it to disk and put it in place in one step.
+
+    Raises:
+        OSError: If the folder cannot be written to.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
 
 
 @contextmanager
