@@ -91,7 +91,8 @@ def _check_path(path: str, local: Path) -> None:
             f"`path` = {path!r} is here, but neither in a layout that this data module knows nor a folder of parquet"
             " files. See the module's description for the layouts."
         )
-    if not local.exists() and not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", path):
+    looks_like_a_file = path.endswith((".jsonl", ".json", ".zst", ".gz", ".txt", ".parquet"))
+    if not local.exists() and (looks_like_a_file or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", path)):
         raise FileNotFoundError(
             f"`path` = {path!r} is no local file or folder, and not of the form `owner/name` of a hub dataset."
             " Correct the path."

@@ -208,6 +208,11 @@ class Backbone(nn.Module):
         documents = tokens.split([7, 5])
         with torch.no_grad(), _eval_mode(self):
             logits = [self.model(input_ids=part.unsqueeze(0), use_cache=False).logits[0, :-1] for part in documents]
+            if not all(torch.isfinite(part).all() for part in logits):
+                raise ValueError(
+                    f"`{type(self.base_model).__name__}` gives logits that are not finite for a few plain tokens: its"
+                    f" weights are damaged, or {self.base_model.dtype} is too narrow for it."
+                )
             expected = torch.cat(
                 [
                     part.float().log_softmax(-1).gather(-1, document[1:, None]).squeeze(-1)

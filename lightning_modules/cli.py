@@ -4,15 +4,16 @@ import logging
 import os
 import sys
 import traceback
+import warnings
 import zipfile
 from collections.abc import Callable, Sequence
 
 import jsonargparse
-from lightning.pytorch.cli import ArgsType, LightningCLI
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
-from lightning_modules.long_context_lm import LongContextLM
+from lightning_modules.long_context_lm import LR_SCHEDULER, OPTIMIZER, LongContextLM
 
 USAGE = """\
 usage: longce COMMAND [OPTIONS]
@@ -46,6 +47,11 @@ class LongceCLI(LightningCLI):
         )
 
     @override
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Name the default optimizer and schedule by their classes: a saved config cannot hold the functions."""
+        parser.set_defaults({"model.optimizer": OPTIMIZER, "model.lr_scheduler": LR_SCHEDULER})
+
+    @override
     def _parse_ckpt_path(self) -> None:
         """Leave the configuration as it was given.
 
@@ -67,8 +73,9 @@ def _check_checkpoint(path: str | None) -> None:
         return
     if "://" in str(path):
         raise ValueError(f"`ckpt_path` '{path}': checkpoints are not loaded from the web. Download it first.")
-    # A folder is a sharded checkpoint; a file is a zip archive, as torch writes it.
-    if not os.path.isdir(path) and not zipfile.is_zipfile(path):
+    # A file is a zip archive, as torch writes it; a sharded checkpoint is a folder with one of these.
+    sharded = any(os.path.exists(os.path.join(path, name)) for name in (".metadata", "latest"))
+    if not sharded and not zipfile.is_zipfile(path):
         state = "is torn or no checkpoint" if os.path.exists(path) else "does not exist"
         raise ValueError(f"`ckpt_path` '{path}' {state}. Name another one, or leave it out to start afresh.")
 
@@ -81,7 +88,7 @@ def score_command(arguments: Sequence[str]) -> None:
     parser.add_argument("-c", "--config", action="config", help="YAML file with options of this command.")
     parser.add_argument("files", nargs="+", type=str, help="UTF-8 text files, one document each.")
     parser.add_function_arguments(score, skip={"files"}, as_positional=False)
-    options = parser.parse_args(list(arguments)).as_dict()
+    options = parser.parse_args(list(arguments[1:])).as_dict()
     options.pop("config", None)
     sys.stdout.write(table(score(**options)) + "\n")
 
@@ -93,7 +100,7 @@ def quickstart_command(arguments: Sequence[str]) -> None:
     if "-h" in arguments or "--help" in arguments:
         sys.stdout.write(f"usage: longce quickstart [OPTIONS of longce fit]\n\n{_summary(quickstart)}\n")
     else:
-        quickstart(_lightning_command, arguments)
+        quickstart(_lightning_command, arguments[1:])
 
 
 def _lightning_command(arguments: Sequence[str]) -> LongceCLI:
@@ -105,7 +112,11 @@ def _summary(function: Callable[..., object]) -> str:
     return (function.__doc__ or "").partition("\n\n")[0]
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], object]] = {"score": score_command, "quickstart": quickstart_command}
+COMMANDS: dict[str, Callable[[Sequence[str]], object]] = {
+    "score": score_command,
+    "quickstart": quickstart_command,
+    **dict.fromkeys(("fit", "validate", "test", "predict"), _lightning_command),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -115,6 +126,35 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments: Words behind ``longce``; by default those of the command line.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    sys.path.append(os.getcwd())  # for an objective or data module of the user's own
+    _set_up_messages()
+    if not arguments or arguments[0] in ("-h", "--help"):
+        sys.stdout.write(USAGE + "\n")
+        sys.exit(0 if arguments else 2)
+    if arguments[0] not in COMMANDS and not arguments[0].startswith("-"):
+        sys.stderr.write(f"longce: error: no command '{arguments[0]}'.\n\n{USAGE}\n")
+        sys.exit(2)
+    try:
+        COMMANDS.get(arguments[0], _lightning_command)(arguments)
+    except KeyboardInterrupt:
+        sys.stderr.write("\nlongce: interrupted\n")
+        sys.exit(130)
+    except (ValueError, FileNotFoundError, FloatingPointError, MisconfigurationException) as error:
+        if os.environ.get("LONGCE_TRACEBACK"):
+            traceback.print_exc()
+        sys.stderr.write(f"longce: error: {_root_cause(error)}\n(Set LONGCE_TRACEBACK=1 to see where.)\n")
+        sys.exit(2)
+
+
+def _root_cause(error: BaseException) -> BaseException:
+    """What a class named in a config complained of, without the parser's list of all it tried."""
+    while str(error).startswith("Does not validate") and (cause := error.__cause__ or error.__context__) is not None:
+        error = cause
+    return error
+
+
+def _set_up_messages() -> None:
+    """Plain lines for people: ours, and of others what concerns them."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     for noisy in ("httpx", "httpx2", "datasets", "fsspec", "tensorboard"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
@@ -122,17 +162,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
         lambda record: "Tip:" not in record.getMessage()
     )
-    if not arguments or arguments[0] in ("-h", "--help"):
-        sys.stdout.write(USAGE + "\n")
-        sys.exit(0 if arguments else 2)
-    command = COMMANDS.get(arguments[0])
-    try:
-        if command is not None:
-            command(arguments[1:])
-        else:
-            _lightning_command(arguments)
-    except (ValueError, FileNotFoundError, FloatingPointError, MisconfigurationException) as error:
-        if os.environ.get("LONGCE_TRACEBACK"):
-            traceback.print_exc()
-        sys.stderr.write(f"longce: error: {error}\n(Set LONGCE_TRACEBACK=1 to see where.)\n")
-        sys.exit(2)
+    warnings.formatwarning = lambda message, category, *_, **__: f"{category.__name__}: {message}\n"
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # Lightning's use of torch

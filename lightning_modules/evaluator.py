@@ -12,7 +12,7 @@ from lightning_modules.backbone import Backbone
 from lightning_modules.batch import batch_to
 from lightning_modules.files import default_cache_dir, writable_folder
 from lightning_modules.functional.windows import check_context
-from lightning_modules.loading import DType, load_backbone, model_identity
+from lightning_modules.loading import DType, load_backbone, load_config, model_identity
 from lightning_modules.token_scores import TokenScores, text_sha256
 from lightning_modules.tokenization import encode_document, load_tokenizer, tokenizer_hash
 
@@ -104,6 +104,7 @@ class Evaluator:
         self.cache_dir = writable_folder(
             Path(cache_dir).expanduser() if cache_dir else default_cache_dir() / "token_scores"
         )
+        load_config(pretrained_model_name_or_path, revision=revision, trust_remote_code=trust_remote_code)
         self.tokenizer = load_tokenizer(
             tokenizer or pretrained_model_name_or_path, revision=revision, trust_remote_code=trust_remote_code
         )

@@ -1,5 +1,6 @@
 """Load a causal LM from a hub id, a local folder or a bare config, and say which one it is."""
 
+import difflib
 import hashlib
 import importlib.util
 import logging
@@ -8,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -101,6 +103,7 @@ def load_config(
             raise ValueError(
                 "Name a model by `pretrained_model_name_or_path`, or by the `model_type` of a `model_config`."
             )
+        _check_keys(overrides, AutoConfig.for_model(overrides["model_type"]))
         config = AutoConfig.for_model(**overrides)
     else:
         pretrained_model_name_or_path = local_or_hub(pretrained_model_name_or_path, "model")
@@ -110,9 +113,8 @@ def load_config(
             )
         except (OSError, ValueError) as error:
             raise ValueError(not_loaded("model", pretrained_model_name_or_path, error)) from error
+        _check_keys(overrides, config)
         for name, value in overrides.items():
-            if not hasattr(config, name):
-                raise ValueError(f"`model_config` has '{name}', which {type(config).__name__} does not know.")
             setattr(config, name, {**getattr(config, name), **value} if isinstance(value, dict) else value)
     config.validate()
     return config
@@ -160,6 +162,14 @@ def model_identity(
     return f"sha256:{digest.hexdigest()}"
 
 
+def _check_keys(overrides: dict[str, Any], config: PreTrainedConfig) -> None:
+    for name in overrides:
+        if not hasattr(config, name):
+            near = difflib.get_close_matches(name, config.to_dict(), n=1)
+            hint = f" Did you mean '{near[0]}'?" if near else ""
+            raise ValueError(f"`model_config` has '{name}', which {type(config).__name__} does not know.{hint}")
+
+
 def _load_weights(
     path: str, config: PreTrainedConfig, revision: str | None, settings: dict[str, Any]
 ) -> PreTrainedModel:
@@ -168,7 +178,7 @@ def _load_weights(
         model, report = AutoModelForCausalLM.from_pretrained(
             path, config=config, revision=revision, output_loading_info=True, **settings
         )
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise ValueError(not_loaded("model", path, error)) from error
     if missing := sorted(report["missing_keys"]):
         raise ValueError(

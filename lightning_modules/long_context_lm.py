@@ -21,6 +21,16 @@ from lightning_modules.objectives import LongCE, Objective
 from lightning_modules.statistics import TrainingStatistics
 from lightning_modules.token_scores import TokenScores, text_sha256
 
+# The paper's (Appendix A.2); as class and arguments, so that a saved config can hold them.
+OPTIMIZER: dict[str, Any] = {
+    "class_path": "torch.optim.AdamW",
+    "init_args": {"lr": 2e-5, "betas": (0.9, 0.95), "weight_decay": 0.0},
+}
+LR_SCHEDULER: dict[str, Any] = {
+    "class_path": "torch.optim.lr_scheduler.LinearLR",
+    "init_args": {"start_factor": 0.05, "total_iters": 19},
+}
+
 
 class LongContextLM(LightningModule):
     """Fine-tunes a Hugging Face causal LM on packed rows and scores documents with it.
@@ -62,11 +72,9 @@ class LongContextLM(LightningModule):
         gradient_checkpointing: bool = False,
         lora: dict[str, Any] | None = None,
         trust_remote_code: bool = False,
-        optimizer: OptimizerCallable = lambda parameters: torch.optim.AdamW(
-            parameters, lr=2e-5, betas=(0.9, 0.95), weight_decay=0.0
-        ),
+        optimizer: OptimizerCallable = lambda parameters: torch.optim.AdamW(parameters, **OPTIMIZER["init_args"]),
         lr_scheduler: LRSchedulerCallable = lambda optimizer: torch.optim.lr_scheduler.LinearLR(
-            optimizer, start_factor=0.05, total_iters=19
+            optimizer, **LR_SCHEDULER["init_args"]
         ),
     ) -> None:
         super().__init__()

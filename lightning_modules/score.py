@@ -14,7 +14,7 @@ from lightning_modules.batch import IGNORE_INDEX, PackedBatch, batch_to
 from lightning_modules.evaluator import Evaluator
 from lightning_modules.files import write_atomically
 from lightning_modules.functional import key_token_mask, span_token_mask
-from lightning_modules.loading import DType, load_backbone
+from lightning_modules.loading import DType, load_backbone, load_config
 from lightning_modules.metrics import LongPerplexity
 from lightning_modules.tokenization import encode_document, load_tokenizer
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 def score(
-    files: Sequence[str],
+    files: str | Sequence[str],
     model: str,
     evaluator: str,
     *,
@@ -71,10 +71,14 @@ def score(
         ValueError: If a file, a model or a number cannot be used; before any model is loaded, where that can be known.
     """
     key_token_mask(torch.zeros(1), torch.zeros(1), alpha=alpha, beta=beta)  # refuses thresholds without a meaning
+    files = [files] if isinstance(files, str) else files
+    if max_tokens is not None and max_tokens < 1:
+        raise ValueError(f"`max_tokens` must be 1 or more, got {max_tokens}.")
     texts = [read_text(file) for file in files]
     if output is not None:
         _check_output(output)
-    place = torch.device("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else torch.device(device)
+    place = _device(device)
+    load_config(model, trust_remote_code=trust_remote_code)
     settings: dict[str, Any] = {"dtype": dtype, "attn_implementation": attn_implementation}
     settings["trust_remote_code"] = trust_remote_code
     judge = Evaluator(
@@ -172,6 +176,15 @@ def _evaluate(
     totals: dict[str, Any] = {name: float(metric.compute()) for name, metric in corpus.items()}
     totals |= {name: sum(row[name] for row in rows) for name in ("key_tokens", "tokens")}
     return {**totals, "documents": rows}
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"`device` '{name}' is not to be had here: {str(error).splitlines()[0]}") from error
 
 
 def _check_output(output: str) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import re
+import warnings
 from pathlib import Path
 
 import torch
@@ -84,6 +85,13 @@ def encode_document(
     length = input_ids.shape[1]
     if length == 0:
         raise ValueError(f"The tokenizer '{tokenizer.name_or_path}' finds no token in document '{name}'.")
+    unknown = 0.0 if tokenizer.unk_token_id is None else input_ids.eq(tokenizer.unk_token_id).float().mean().item()
+    if unknown > 0.1:
+        warnings.warn(
+            f"{unknown:.0%} of the tokens of document '{name}' are unknown to the tokenizer '{tokenizer.name_or_path}':"
+            " it is made for other text, and scores mean little.",
+            stacklevel=2,
+        )
     if length < len(encoding.ids):
         text = text[: int(offsets[..., 1].max())]
     labels = input_ids.clone()

@@ -119,6 +119,29 @@ def test_fit_trains_evaluates_logs_and_its_saved_config_gives_equal_losses(exper
     assert (log_dir / "checkpoints" / "last.ckpt").is_file()
 
 
+def test_a_saved_config_with_the_default_optimizer_can_be_read_again(experiment, tmp_path, monkeypatch, capsys):
+    config = yaml.safe_load(Path(experiment).read_text())
+    del config["model"]["optimizer"]
+    Path(experiment).write_text(yaml.safe_dump(config))
+    longce("fit", "-c", BASE, "-c", experiment, monkeypatch=monkeypatch, folder=tmp_path)
+    (saved,) = (tmp_path / "runs").rglob("config.yaml")
+    assert yaml.safe_load(saved.read_text())["model"]["optimizer"]["init_args"]["betas"] == [0.9, 0.95]
+    checkpoint = str(next(tmp_path.glob("runs/longce/*/checkpoints/last.ckpt")))
+    longce("validate", "-c", str(saved), "--ckpt_path", checkpoint, monkeypatch=monkeypatch, folder=tmp_path)
+    assert "val/longppl" in capsys.readouterr().out
+
+
+def test_an_objective_of_the_users_own(experiment, tmp_path, monkeypatch):
+    readme = (CONFIGS.parent / "README.md").read_text()
+    (tmp_path / "my_objective.py").write_text(readme[readme.index("# my_objective.py") :].partition("```")[0])
+    arguments = ["fit", "-c", BASE, "-c", experiment, "--model.objective", "my_objective.Threshold"]
+    longce(*arguments, monkeypatch=monkeypatch, folder=tmp_path)
+
+
+def test_unknown_command(tmp_path, monkeypatch, capsys):
+    assert "no command 'fiit'" in refused("fiit", monkeypatch=monkeypatch, folder=tmp_path, capsys=capsys)
+
+
 def test_validate_test_and_predict(experiment, tmp_path, monkeypatch, capsys):
     longce("fit", "-c", BASE, "-c", experiment, monkeypatch=monkeypatch, folder=tmp_path)
     checkpoint = next(tmp_path.glob("runs/longce/*/checkpoints/last.ckpt"))
@@ -170,14 +193,21 @@ def test_success_exits_with_0_and_help_names_every_command():
         assert f"\n  {name} " in result.stdout
 
 
+def _alpha(folder):
+    callback = {"class_path": "callbacks.ExternalEvaluator", "init_args": {"evaluator": "x", "alpha": -1.0}}
+    (folder / "alpha.yaml").write_text(yaml.safe_dump({"trainer": {"callbacks+": [callback]}}))
+    return str(folder / "alpha.yaml")
+
+
 def test_bad_settings(experiment, tmp_path, monkeypatch, capsys):
     cases = {
         "context_length": ["--model.context_length", "0"],
         "`context_length` + `stride` is 120 + 16 = 136": ["--model.context_length", "120"],
         "--model.stride": ["--model.stride", "-4"],
         "`gamma`": ["--model.objective", "LongCE", "--model.objective.gamma", "0.5"],
+        "longce: error: `alpha` must be 0 or more": ["-c", _alpha(tmp_path)],
         "gamm": ["--model.objective", "LongCE", "--model.objective.gamm", "2"],
-        "does not know": ["--model.model_config", "{hiden_size: 3}"],
+        "Did you mean 'hidden_size'?": ["--model.model_config", "{hiden_size: 3}"],
         "./nowhere": ["--model.pretrained_model_name_or_path", "./nowhere"],
         "no/tokenizer/here": ["--data.tokenizer", "no/tokenizer/here"],
         "/no/such/books": ["--data.path", "/no/such/books"],
