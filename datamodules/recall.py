@@ -239,13 +239,18 @@ class RecallDataModule(PackedTextDataModule):
             **kwargs,
         )
         self.train_documents = train_documents
-        self.document_length = document_length or sequence_length - 2  # <bos> and <eos> fill the row up
+        self.document_length = document_length or sequence_length - 1  # <bos> fills the row up
         self.slot = slot
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerFast:
-        """The tokenizer of the language."""
-        return recall_tokenizer()
+        """The tokenizer of the language, which ends no document: all are equally long.
+
+        A model would learn at which position the end comes, and expect it there in longer documents, too.
+        """
+        tokenizer = recall_tokenizer()
+        tokenizer.eos_token = None
+        return tokenizer
 
     @override
     def train_source(self) -> RecallSource:

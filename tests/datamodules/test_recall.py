@@ -9,6 +9,7 @@ from datamodules.recall import (
     GENRES,
     GET,
     SET,
+    RecallDataModule,
     field_values,
     genre_words,
     recall_documents,
@@ -125,3 +126,16 @@ def test_the_saved_tokenizer_opens_with_auto_tokenizer(tmp_path):
     assert opened(text).input_ids == tokenizer(text).input_ids
     for name in ("bos", "eos", "unk", "pad"):
         assert getattr(opened, f"{name}_token_id") == getattr(tokenizer, f"{name}_token_id") is not None
+
+
+def test_rows_of_the_data_module_are_one_document_each(tmp_path):
+    module = RecallDataModule(sequence_length=40, train_documents=6, validation_documents=2, cache_dir=str(tmp_path))
+    module.setup("fit")
+    rows = [module.rows[index] for index in range(len(module.rows))]
+    assert len(rows) == 6
+    texts = recall_documents(6, length=39, seed=0)
+    for row, text in zip(rows, texts, strict=True):
+        assert row["document_borders"] == [0, 40]
+        assert row["input_ids"].tolist() == recall_tokenizer()(text)["input_ids"]
+    (document,) = islice(module.val_dataloader(), 1)
+    assert document["text"] == [next(recall_documents(1, length=39, seed=1))]
