@@ -38,18 +38,9 @@ class GovReportDataModule(PackedTextDataModule):
         self.revision = revision
 
     @override
-    def train_source(self) -> None:
-        return None
-
-    @override
-    def validation_source(self) -> Source:
-        return self._source("validation")
-
-    @override
-    def test_source(self) -> Source:
-        return self._source("test")
-
-    def _source(self, split: Split) -> Source:
+    def source(self, split: Split) -> Source | None:
+        if split == "train":
+            return None
         path = Path(self.path).expanduser()
         if path.exists() and not holds_parquet(path):
             files = (path,) if path.is_file() else json_lines_files(path, split)

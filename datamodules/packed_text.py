@@ -20,9 +20,10 @@ from datamodules.packing import pack_documents
 from datamodules.rows import PackedRowDataset, Row, collate_rows
 from datamodules.samplers import DocumentSampler, RowSampler
 from datamodules.sources import Source
+from datamodules.splits import Split
 from datamodules.token_store import TokenStore, build_token_store
 from lightning_modules.files import default_cache_dir
-from lightning_modules.tokenization import load_tokenizer, vocabulary_size
+from lightning_modules.tokenization import load_tokenizer
 
 
 class PackedTextDataModule(LightningDataModule, ABC):
@@ -31,7 +32,7 @@ class PackedTextDataModule(LightningDataModule, ABC):
     The training text is tokenised once, into a cache that later runs share; evaluation documents are tokenised as they
     come. Rows are shared out here, so run the trainer with ``use_distributed_sampler=False``.
 
-    A subclass says where the documents are: ``train_source``, ``validation_source`` and ``test_source``.
+    A subclass says by ``source`` where the documents of each split are.
 
     Args:
         tokenizer: Tokenizer of the model: hub id or local folder.
@@ -87,32 +88,19 @@ class PackedTextDataModule(LightningDataModule, ABC):
         self.test: DocumentDataset | None = None
 
     @abstractmethod
-    def train_source(self) -> Source | None:
-        """Documents to train on, if there are any."""
-
-    @abstractmethod
-    def validation_source(self) -> Source:
-        """Documents to validate on."""
-
-    @abstractmethod
-    def test_source(self) -> Source:
-        """Documents to test on and to predict for."""
+    def source(self, split: Split) -> Source | None:
+        """The documents of a split; None for a training split that does not exist."""
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerFast:
         """The tokenizer, loaded once."""
         return load_tokenizer(self.tokenizer_name, revision=self.tokenizer_revision)
 
-    @cached_property
-    def vocab_size(self) -> int:
-        """One more than the largest token id: the least number of embeddings a model must have."""
-        return vocabulary_size(self.tokenizer)
-
     @override
     def prepare_data(self) -> None:
         stage = self.trainer.state.fn if self.trainer else "fit"
-        source = self.test_source() if stage in ("test", "predict") else self.validation_source()
-        source.fingerprint()  # fetches what is on the hub, and finds a wrong path before an hour of tokenising
+        # Fetches what is on the hub, and finds a wrong path before an hour of tokenising.
+        self._evaluation_source("test" if stage in ("test", "predict") else "validation").fingerprint()
         if stage == "fit":
             self._token_store()
 
@@ -122,9 +110,9 @@ class PackedTextDataModule(LightningDataModule, ABC):
             rows = pack_documents(store.document_borders, self.sequence_length)
             self.rows = PackedRowDataset(store, rows, isolate_documents=self.isolate_documents)
         if stage in ("fit", "validate"):
-            self.validation = self._documents(self.validation_source(), self.validation_documents)
+            self.validation = self._documents("validation", self.validation_documents)
         if stage in ("test", "predict"):
-            self.test = self._documents(self.test_source(), self.test_documents)
+            self.test = self._documents("test", self.test_documents)
 
     @override
     def train_dataloader(self) -> DataLoader[Row]:
@@ -149,17 +137,26 @@ class PackedTextDataModule(LightningDataModule, ABC):
 
     def _token_store(self) -> TokenStore | None:
         """The tokenised training text, made on the first call and only opened afterwards."""
-        source = self.train_source()
+        source = self.source("train")
         if source is None:
             return None
         return build_token_store(
             source, self.tokenizer, cache_dir=self.cache_dir, add_special_tokens=self.add_special_tokens
         )
 
-    def _documents(self, source: Source, count: int | None) -> DocumentDataset:
+    def _evaluation_source(self, split: Split) -> Source:
+        source = self.source(split)
+        if source is None:
+            raise ValueError(f"{type(self).__name__} has no {split} documents.")
+        return source
+
+    def _documents(self, split: Split, count: int | None) -> DocumentDataset:
         length = None if self.validation_length == "whole" else self.validation_length or self.sequence_length
         return DocumentDataset(
-            islice(source, count), self.tokenizer, length=length, add_special_tokens=self.add_special_tokens
+            islice(self._evaluation_source(split), count),
+            self.tokenizer,
+            length=length,
+            add_special_tokens=self.add_special_tokens,
         )
 
     def _evaluation_loader(self, documents: DocumentDataset | None, stage: str) -> DataLoader[Row]:

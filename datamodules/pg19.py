@@ -32,18 +32,7 @@ class PG19DataModule(PackedTextDataModule):
         self.revision = revision
 
     @override
-    def train_source(self) -> Source:
-        return self._source("train")
-
-    @override
-    def validation_source(self) -> Source:
-        return self._source("validation")
-
-    @override
-    def test_source(self) -> Source:
-        return self._source("test")
-
-    def _source(self, split: Split) -> Source:
+    def source(self, split: Split) -> Source:
         folder = Path(self.path).expanduser()
         if any((folder / name).is_dir() and next((folder / name).glob("*.txt"), None) for name in ("train", split)):
             return TextFolder(folder / split, _titles(folder / "metadata.csv"))

@@ -47,18 +47,7 @@ class PileArxivDataModule(PackedTextDataModule):
         self.revision = revision
 
     @override
-    def train_source(self) -> Source:
-        return self._source("train")
-
-    @override
-    def validation_source(self) -> Source:
-        return self._source("validation")
-
-    @override
-    def test_source(self) -> Source:
-        return self._source("test")
-
-    def _source(self, split: Split) -> Source:
+    def source(self, split: Split) -> Source:
         path = Path(self.path).expanduser()
         if path.is_file():
             return HashSplit(JsonLines((path,), where=ARXIV), split, self.holdout)

@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from datamodules.packed_text import PackedTextDataModule
 from datamodules.sources import Document
+from datamodules.splits import Split
 
 SET, GET, ABOUT = "let", "recall", "about"
 """What stands before a field and its value, before a field whose value is repeated, and before a genre word."""
@@ -253,16 +254,11 @@ class RecallDataModule(PackedTextDataModule):
         return tokenizer
 
     @override
-    def train_source(self) -> RecallSource:
-        return self._source(self.train_documents, 0)
-
-    @override
-    def validation_source(self) -> RecallSource:
-        return self._source(int(self.validation_documents or 0), 1)
-
-    @override
-    def test_source(self) -> RecallSource:
-        return self._source(int(self.test_documents or 0), 2)
-
-    def _source(self, count: int, split: int) -> RecallSource:
-        return RecallSource(count, length=self.document_length, slot=self.slot, seed=3 * self.seed + split)
+    def source(self, split: Split) -> RecallSource:
+        counts = {
+            "train": self.train_documents,
+            "validation": self.validation_documents or 0,
+            "test": self.test_documents or 0,
+        }
+        seed = 3 * self.seed + list(counts).index(split)
+        return RecallSource(int(counts[split]), length=self.document_length, slot=self.slot, seed=int(seed))
