@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lightning_modules.batch import IGNORE_INDEX
-from lightning_modules.functional.log_likelihood import Head, check_inputs, default_chunk_size
+from lightning_modules.functional.log_likelihood import Head, check_inputs, consume_logits, default_chunk_size
 
 
 class WeightedLoss(NamedTuple):
@@ -128,12 +128,8 @@ class _FusedLoss(torch.autograd.Function):
 
 def _weigh(logits: Tensor, tokens: _Tokens, piece: slice, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Log-likelihoods and weights ``[n]`` of a chunk, and the loss's slope ``[n, V]`` in its logits, made in place."""
-    labels = tokens.labels[piece].unsqueeze(-1)
-    slope = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    slope.sub_(slope.amax(-1, keepdim=True))
-    log_likelihood = slope.gather(-1, labels)
-    normaliser = slope.exp_().sum(-1, keepdim=True)
-    log_likelihood = (log_likelihood - normaliser.log()).squeeze(-1)
+    labels = tokens.labels[piece]
+    log_likelihood, slope, denominators = consume_logits(logits, labels)
     influence, short, differs = tokens.weighing
     if short is None or differs is None:
         weight = influence(log_likelihood, log_likelihood)
@@ -142,5 +138,5 @@ def _weigh(logits: Tensor, tokens: _Tokens, piece: slice, count: int) -> tuple[T
         weight = influence(log_likelihood, short)
     weight = weight.to(log_likelihood.dtype)
     share = (weight / count).unsqueeze(-1)
-    slope.mul_(share / normaliser).scatter_add_(-1, labels, -share)
+    slope.mul_(share / denominators).scatter_add_(-1, labels.unsqueeze(-1), -share)
     return log_likelihood, weight, slope.to(logits.dtype)

@@ -62,8 +62,26 @@ def _chunk_log_likelihood(predictors: Tensor, head: Head, targets: Tensor) -> Te
         return -F.cross_entropy(logits, targets, reduction="none")
 
     if not torch.is_grad_enabled():
-        return forward(predictors)
+        return consume_logits(head(predictors), targets)[0]
     return checkpoint(forward, predictors, use_reentrant=False)
+
+
+def consume_logits(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-likelihoods of ``[n]`` targets without a second tensor of the logits' size, which are used up.
+
+    Args:
+        logits: ``[n, V]``, of which nobody needs the values any more; those of half precision are widened first.
+        targets: ``[n]`` int64.
+
+    Returns:
+        ``[n]`` log-likelihoods in nats, and of each token's softmax the ``[n, V]`` numerators and ``[n, 1]``
+        denominators; float32, or float64 for float64 logits.
+    """
+    numerators = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    numerators.sub_(numerators.amax(-1, keepdim=True))
+    log_numerators = numerators.gather(-1, targets.unsqueeze(-1))
+    denominators = numerators.exp_().sum(-1, keepdim=True)
+    return (log_numerators - denominators.log()).squeeze(-1), numerators, denominators
 
 
 def default_chunk_size(hidden_states: Tensor) -> int:

@@ -88,3 +88,14 @@ def test_shapes_and_chunk_size_are_checked(problem):
         token_log_likelihood(hidden, head, labels[:, :-1])
     with pytest.raises(ValueError, match="got 0"):
         token_log_likelihood(hidden, head, labels, chunk_size=0)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 16, None])
+@pytest.mark.parametrize("spread", [1.0, 300.0])
+def test_without_gradient_too(problem, chunk_size, spread):
+    hidden, head, labels = problem
+    with torch.no_grad():
+        head.weight *= spread  # logits whose exponentials overflow
+        actual = token_log_likelihood(hidden, head, labels, chunk_size=chunk_size)
+    expected = reference.token_log_likelihood(hidden, head, labels).detach()
+    torch.testing.assert_close(actual, expected)
