@@ -136,6 +136,12 @@ def test_an_objective_of_the_users_own(experiment, tmp_path, monkeypatch):
     (tmp_path / "my_objective.py").write_text(readme[readme.index("# my_objective.py") :].partition("```")[0])
     arguments = ["fit", "-c", BASE, "-c", experiment, "--model.objective", "my_objective.Threshold"]
     longce(*arguments, monkeypatch=monkeypatch, folder=tmp_path)
+    (saved,) = (tmp_path / "runs").rglob("config.yaml")
+    events = EventAccumulator(str(saved.parent))
+    events.Reload()
+    share = events.Scalars("train/weight_above_1")[0].value
+    assert 0 < share < 1
+    assert events.Scalars("train/weight_mean")[0].value == pytest.approx(1 + share)  # weights of 1 and 2 only
 
 
 def test_unknown_command(tmp_path, monkeypatch, capsys):
