@@ -86,8 +86,8 @@ def plain_longce_step(model: transformers.PreTrainedModel, ids: Tensor, context_
 
 def longce_step(backbone: Backbone, batch: PackedBatch, context_length: int, stride: int) -> None:
     """The step as `LongContextLM` makes it."""
-    short, differs = backbone.short_log_likelihood(batch, context_length=context_length, stride=stride)
-    backbone(batch, Weighing(LongCE().influence, short, differs)).loss.backward()
+    short = backbone.short_log_likelihood(batch, context_length=context_length, stride=stride)
+    backbone(batch, Weighing(LongCE().influence, *short)).loss.backward()
     backbone.zero_grad()
 
 

@@ -16,14 +16,16 @@ from transformers import PreTrainedModel
 from lightning_modules.attention import DOCUMENT_SDPA, isolation_arguments
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional import (
+    ShortContext,
     Weighing,
     WeightedLoss,
-    Window,
     fused_long_cross_entropy,
-    short_context_windows,
     token_log_likelihood,
 )
-from lightning_modules.functional.windows import window_batch
+from lightning_modules.functional.linear_head import LinearHead
+from lightning_modules.functional.log_likelihood import Head
+from lightning_modules.functional.windows import draw_windows, row_windows, trim_windows, window_batch
+from lightning_modules.last_layer import last_layer_reads_from
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +51,7 @@ class Backbone(nn.Module):
             raise ValueError("Prompt learning adds tokens that nobody scores: use LoRA or another weight adapter.")
         self.model = model
         self.isolates_documents = True
+        self.trims_last_layer = True
         if self.base_model.get_output_embeddings() is None or self.decoder is None:
             raise ValueError(f"`{type(self.base_model).__name__}` is no causal LM with a decoder and an output head.")
 
@@ -83,17 +86,20 @@ class Backbone(nn.Module):
         return self.base_model.get_input_embeddings().weight.device
 
     @overload
-    def forward(self, batch: PackedBatch, weighing: None = None) -> Tensor: ...
+    def forward(self, batch: PackedBatch, weighing: None = None, *, first_scored: int = 1) -> Tensor: ...
 
     @overload
     def forward(self, batch: PackedBatch, weighing: Weighing) -> WeightedLoss: ...
 
-    def forward(self, batch: PackedBatch, weighing: Weighing | None = None) -> Tensor | WeightedLoss:
+    def forward(
+        self, batch: PackedBatch, weighing: Weighing | None = None, *, first_scored: int = 1
+    ) -> Tensor | WeightedLoss:
         """Log-likelihood of each scored token given everything before it in its document, or the loss made of them.
 
         Args:
             batch: ``[B, T]`` packed rows.
             weighing: How the tokens make up a loss, for training.
+            first_scored: No token before this one is scored in any row, which saves work in the last layer.
 
         Returns:
             ``[B, T]`` log-likelihoods in nats, float32; 0 where a token is not scored. With ``weighing``, the loss,
@@ -102,11 +108,14 @@ class Backbone(nn.Module):
         Raises:
             ValueError: If a document is longer than learned positions allow, or the model cannot keep documents apart.
         """
-        hidden_states = self._hidden_states(batch)
         if weighing is None:
-            return token_log_likelihood(hidden_states, self.logits, batch["labels"])
+            start = first_scored - 1 if self.trims_last_layer else 0
+            with last_layer_reads_from(self.decoder, start):
+                hidden_states = self._hidden_states(batch)
+            return token_log_likelihood(hidden_states, self.head, batch["labels"])
+        hidden_states = self._hidden_states(batch)
         parameters = self.base_model.get_output_embeddings().parameters()
-        return fused_long_cross_entropy(hidden_states, self.logits, parameters, batch["labels"], weighing)
+        return fused_long_cross_entropy(hidden_states, self.head, parameters, batch["labels"], weighing)
 
     def _hidden_states(self, batch: PackedBatch) -> Tensor:
         self._check_length(max(stop - start for row in batch["document_borders"] for start, stop in pairwise(row)))
@@ -127,31 +136,57 @@ class Backbone(nn.Module):
             ),
         ).last_hidden_state
 
+    @property
+    def head(self) -> Head:
+        """Maps hidden states to logits, with the scale and soft cap that the model applies: the fastest way to do so."""
+        head = self.base_model.get_output_embeddings()
+        hooks = (head._forward_pre_hooks, head._forward_hooks, head._backward_pre_hooks, head._backward_hooks)
+        # Anything else (an adapter, a quantised or sharded weight) has to be asked for its logits.
+        if type(head) is not nn.Linear or any(hooks) or "forward" in vars(head):
+            return self.logits
+        return LinearHead(head.weight, head.bias, *self._logit_transform())
+
     def logits(self, hidden_states: Tensor) -> Tensor:
         """``[.., V]`` logits of ``[.., D]`` hidden states, with the scale and soft cap that the model applies."""
-        base = self.base_model
-        logits = base.get_output_embeddings()(hidden_states)
-        config = base.config.get_text_config(decoder=True)
-        if (scale := getattr(config, "logit_scale", None)) is not None:  # Cohere
+        scale, soft_cap = self._logit_transform()
+        logits = self.base_model.get_output_embeddings()(hidden_states)
+        if scale != 1.0:
             logits = logits * scale
+        return logits if soft_cap is None else torch.tanh(logits / soft_cap) * soft_cap
+
+    def _logit_transform(self) -> tuple[float, float | None]:
+        """What the model multiplies its logits by, and the soft cap that it puts on them then."""
+        config = self.base_model.config.get_text_config(decoder=True)
+        scale = 1.0
+        if (factor := getattr(config, "logit_scale", None)) is not None:  # Cohere
+            scale *= factor
         if (divisor := getattr(config, "logits_scaling", None)) is not None:  # Granite
-            logits = logits / divisor
-        if (cap := getattr(config, "final_logit_softcapping", None)) is not None:  # Gemma 2 and 3
-            logits = torch.tanh(logits / cap) * cap
-        return logits
+            scale /= divisor
+        return scale, getattr(config, "final_logit_softcapping", None)  # Gemma 2 and 3
 
     @torch.no_grad()
-    def short_log_likelihood(self, batch: PackedBatch, *, context_length: int, stride: int) -> tuple[Tensor, Tensor]:
+    def short_log_likelihood(
+        self,
+        batch: PackedBatch,
+        *,
+        context_length: int,
+        stride: int,
+        wanted: Tensor | None = None,
+        window_share: float = 1.0,
+        seed: int = 0,
+    ) -> ShortContext:
         """Log-likelihood of each token given a short context, in eval mode and without gradient.
 
         Args:
             batch: ``[B, T]`` packed rows.
             context_length: Length K of the shortest short context, in tokens.
             stride: Number d of tokens that share one window.
+            wanted: ``[B, T]`` bool, the tokens to be scored; windows without any are skipped. All by default.
+            window_share: Share of the windows to be scored, drawn at random without replacement.
+            seed: Of that draw.
 
         Returns:
-            ``[B, T]`` log-likelihoods in nats and ``[B, T]`` bool: where a short context differs from the long one.
-            Elsewhere the log-likelihood is 0 and the caller puts the long one in its place.
+            The log-likelihoods and where there are any.
 
         Raises:
             ValueError: If the rotation of a position depends on the length of the text.
@@ -159,30 +194,49 @@ class Backbone(nn.Module):
         self._check_rope()
         short = torch.zeros_like(batch["labels"], dtype=torch.float32)
         differs = torch.zeros_like(batch["labels"], dtype=torch.bool)
+        windows = row_windows(batch["document_borders"], context_length=context_length, stride=stride)
+        windows, share = draw_windows(windows, window_share, seed=seed)
+        if wanted is not None:
+            windows = trim_windows(windows, wanted)
+            batch = batch.copy()
+            batch["labels"] = batch["labels"].masked_fill(~wanted, IGNORE_INDEX)
+        size = self._windows_per_pass(context_length + stride)
         with _eval_mode(self):
-            for windows in self._window_passes(batch, context_length, stride):
-                log_likelihood = self(window_batch(batch, windows))
+            for first in range(0, len(windows), size):
+                group = windows[first : first + size]
+                log_likelihood = self(window_batch(batch, group), first_scored=context_length)
                 short = short.to(log_likelihood.dtype)
-                for scores, (row, (start, scored, stop)) in zip(log_likelihood, windows, strict=True):
+                for scores, (row, (start, scored, stop)) in zip(log_likelihood, group, strict=True):
                     short[row, scored:stop] = scores[scored - start : stop - start]
                     differs[row, scored:stop] = True
-        return short, differs & batch["labels"].ne(IGNORE_INDEX)
+        return ShortContext(short, differs & batch["labels"].ne(IGNORE_INDEX), share)
 
     @torch.no_grad()
-    def long_and_short(self, batch: PackedBatch, *, context_length: int, stride: int) -> tuple[Tensor, Tensor]:
+    def long_and_short(
+        self, batch: PackedBatch, *, context_length: int, stride: int, beta: float | None = None
+    ) -> tuple[Tensor, Tensor]:
         """The pair everything else is a function of.
 
         Args:
             batch: ``[B, T]`` packed rows.
             context_length: Length K of the shortest short context, in tokens.
             stride: Number d of tokens that share one window.
+            beta: Spare the short pass tokens that are not likelier than this in the long context, in nats: they cannot
+                be key tokens for this threshold, and their short log-likelihood is NaN.
 
         Returns:
             ``[B, T]`` long and ``[B, T]`` short log-likelihoods in nats, equal where a token has no short context.
         """
-        short, differs = self.short_log_likelihood(batch, context_length=context_length, stride=stride)
+        sizes: dict[str, Any] = {"context_length": context_length, "stride": stride}
+        if beta is None:
+            # The short pass first: its buffers never meet what the long one leaves behind.
+            short = self.short_log_likelihood(batch, **sizes)
+            long = self(batch)
+            return long, torch.where(short.differs, short.log_likelihood, long)
         long = self(batch)
-        return long, torch.where(differs, short, long)
+        short = self.short_log_likelihood(batch, **sizes, wanted=long > beta)
+        spared = (long <= beta) & (batch["position_ids"] >= context_length + stride)
+        return long, torch.where(short.differs, short.log_likelihood, long).masked_fill(spared, torch.nan)
 
     def check_token_ids(self, batch: PackedBatch) -> None:
         """Raise a ``ValueError`` for ids beyond the embedding, which an accelerator reports obscurely."""
@@ -258,19 +312,6 @@ class Backbone(nn.Module):
     @property
     def _attention(self) -> str:
         return self.base_model.config._attn_implementation
-
-    def _window_passes(
-        self, batch: PackedBatch, context_length: int, stride: int
-    ) -> Iterator[list[tuple[int, Window]]]:
-        """Windows of all rows, grouped by forward pass."""
-        windows = [
-            (row, window)
-            for row, borders in enumerate(batch["document_borders"])
-            for window in short_context_windows(borders, context_length=context_length, stride=stride)
-        ]
-        size = self._windows_per_pass(context_length + stride)
-        for start in range(0, len(windows), size):
-            yield windows[start : start + size]
 
     def _windows_per_pass(self, window_length: int) -> int:
         return 1 if self.device.type == "cpu" else max(1, WINDOW_TOKENS_PER_PASS // window_length)

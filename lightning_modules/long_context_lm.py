@@ -135,10 +135,8 @@ class LongContextLM(LightningModule):
         if self.objective.uses_short_context:
             check_context(self.context_length, self.stride, batch["input_ids"].shape[1])
             # Before the long pass, so that its buffers never meet the activations kept for the backward pass.
-            short, differs = self.backbone.short_log_likelihood(
-                batch, context_length=self.context_length, stride=self.stride
-            )
-            weighing = Weighing(self.objective.influence, short, differs)
+            short = self.backbone.short_log_likelihood(batch, context_length=self.context_length, stride=self.stride)
+            weighing = Weighing(self.objective.influence, *short)
         loss, log_likelihood, influence = self.backbone(batch, weighing)
         self._check_finite(loss, batch_idx)
         self._statistics.update(log_likelihood, influence, batch["labels"])

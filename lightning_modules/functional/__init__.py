@@ -6,9 +6,10 @@ from lightning_modules.functional.influence import key_token_mask, long_short_di
 from lightning_modules.functional.log_likelihood import token_log_likelihood
 from lightning_modules.functional.long_cross_entropy import long_cross_entropy
 from lightning_modules.functional.long_perplexity import long_perplexity
-from lightning_modules.functional.windows import Window, short_context_windows
+from lightning_modules.functional.windows import ShortContext, Window, short_context_windows
 
 __all__ = [
+    "ShortContext",
     "Weighing",
     "WeightedLoss",
     "Window",

@@ -1,6 +1,6 @@
 """LongCE from hidden states in one pass over chunks: loss, token weights and gradients together."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lightning_modules.batch import IGNORE_INDEX
-from lightning_modules.functional.log_likelihood import Head, check_inputs, consume_logits, default_chunk_size
+from lightning_modules.functional.linear_head import LinearHead, logits_dtype, wide_linear
+from lightning_modules.functional.log_likelihood import Head, check_inputs, default_chunk_size, log_softmax_blocks
 
 
 class WeightedLoss(NamedTuple):
@@ -32,11 +33,15 @@ class Weighing(NamedTuple):
         influence: Weights ``[..]`` from long and short log-likelihoods ``[..]`` in nats, pointwise.
         short: ``[B, T]`` log-likelihoods given the short context, in nats; None if ``influence`` looks at none.
         differs: ``[B, T]`` bool, where there is a short context; elsewhere the long log-likelihood stands for it.
+        share: Probability that a token's window was scored. Influence is measured against that of a token without a
+            short context and divided by it, so that weights are right on average: ``1 + (I - 1) / share`` for LongCE.
+            They can be below 0.
     """
 
     influence: Callable[[Tensor, Tensor], Tensor]
     short: Tensor | None = None
     differs: Tensor | None = None
+    share: float = 1.0
 
 
 def fused_long_cross_entropy(
@@ -73,7 +78,7 @@ def fused_long_cross_entropy(
     # The same shift as in `token_log_likelihood`: what stands at t - 1 predicts token t.
     predictors = hidden_states[:, :-1][scored[:, 1:]]
     pair = [part if part is None else part[scored] for part in (weighing.short, weighing.differs)]
-    tokens = _Tokens(labels[scored], head, Weighing(weighing.influence, *pair))
+    tokens = _Tokens(labels[scored], head, Weighing(weighing.influence, *pair, weighing.share))
     size = chunk_size or default_chunk_size(hidden_states)
     loss, log_likelihood, weight = _FusedLoss.apply(predictors, tokens, size, *parameters)
     empty = log_likelihood.new_zeros(labels.shape)
@@ -93,50 +98,122 @@ class _FusedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, predictors: Tensor, tokens: _Tokens, size: int, *parameters: Tensor) -> tuple[Tensor, ...]:
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
-        # Many small contributions: in bfloat16 the sum would stop growing.
-        sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in trained]
+        head = tokens.head
+        linear = isinstance(head, LinearHead) and head.soft_cap is None
+        chunks = _LinearChunks(predictors, head, size) if linear else _AnyChunks(predictors, head, parameters)
         hidden_gradient = torch.empty_like(predictors)
         log_likelihoods, weights = [], []
         for start in range(0, len(predictors), size):
             piece = slice(start, start + size)
-            with torch.enable_grad():
-                chunk = predictors[piece].detach().requires_grad_()
-                logits = tokens.head(chunk)
-            log_likelihood, weight, slope = _weigh(logits.detach(), tokens, piece, len(predictors))
-            hidden_gradient[piece], *contributions = torch.autograd.grad(
-                logits, [chunk, *trained], slope, allow_unused=True
-            )
-            for total, contribution in zip(sums, contributions, strict=True):
-                if contribution is not None:
-                    total += contribution
+            logits = chunks.logits(piece)
+            log_likelihood, weight = _weigh_and_differentiate(logits, tokens, piece, len(predictors))
+            hidden_gradient[piece] = chunks.backward(piece, logits)
             log_likelihoods.append(log_likelihood)
             weights.append(weight)
         nothing = predictors.new_zeros(0, dtype=torch.promote_types(predictors.dtype, torch.float32))
         log_likelihood, weight = (torch.cat([nothing, *parts]) for parts in (log_likelihoods, weights))
-        gradients = iter(total.to(p.dtype) for total, p in zip(sums, trained, strict=True))
-        ctx.save_for_backward(hidden_gradient, *(next(gradients) if p.requires_grad else None for p in parameters))
+        sums = chunks.parameter_gradients()
+        ctx.gradients = [hidden_gradient, None, None, *(sums.get(p) for p in parameters)]
         ctx.mark_non_differentiable(log_likelihood, weight)
         return -(log_likelihood * weight).sum() / max(len(predictors), 1), log_likelihood, weight
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        hidden, *parameters = (part if part is None else part * upstream.to(part.dtype) for part in ctx.saved_tensors)
-        return hidden, None, None, *parameters
+        if ctx.gradients is None:
+            raise RuntimeError("The gradients of this loss were given away: compute it again for another backward pass.")
+        gradients, ctx.gradients = ctx.gradients, None
+        # In place: a second copy of the head's gradient would meet all activations of the decoder.
+        return tuple(part if part is None else part.mul_(upstream.to(part.dtype)) for part in gradients)
 
 
-def _weigh(logits: Tensor, tokens: _Tokens, piece: slice, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-likelihoods and weights ``[n]`` of a chunk, and the loss's slope ``[n, V]`` in its logits, made in place."""
-    labels = tokens.labels[piece]
-    log_likelihood, slope, denominators = consume_logits(logits, labels)
-    influence, short, differs = tokens.weighing
+class _AnyChunks:
+    """Logits of chunks of tokens and their gradients, by autograd through the head."""
+
+    def __init__(self, predictors: Tensor, head: Head, parameters: Sequence[Tensor]) -> None:
+        self.predictors, self.head = predictors, head
+        self.trained = [parameter for parameter in parameters if parameter.requires_grad]
+        self.sums = [_zeros(parameter) for parameter in self.trained]
+
+    def logits(self, piece: slice) -> Tensor:
+        """``[n, V]``, to be overwritten by the slope in them."""
+        with torch.enable_grad():
+            self.chunk = self.predictors[piece].detach().requires_grad_()
+            self.output = self.head(self.chunk)
+        return self.output.detach()
+
+    def backward(self, piece: slice, slope: Tensor) -> Tensor:
+        """``[n, D]`` gradient of the chunk; that of the parameters is added up."""
+        inputs = [self.chunk, *self.trained]
+        gradient, *contributions = torch.autograd.grad(self.output, inputs, slope, allow_unused=True)
+        for total, contribution in zip(self.sums, contributions, strict=True):
+            if contribution is not None:
+                total += contribution
+        return gradient
+
+    def parameter_gradients(self) -> dict[Tensor, Tensor]:
+        """Sums over all chunks, in the parameters' own type."""
+        return {p: total.to(p.dtype) for p, total in zip(self.trained, self.sums, strict=True)}
+
+
+class _LinearChunks:
+    """The same for a linear head: one buffer for the logits of all chunks, and no second gradient of the weight."""
+
+    def __init__(self, predictors: Tensor, head: LinearHead, size: int) -> None:
+        self.head = head
+        self.rows, self.weight, self.bias = head.operands(predictors)
+        self.buffer = self.rows.new_empty(min(size, len(predictors)), len(self.weight), dtype=logits_dtype(self.rows))
+        self.sums = {p: _zeros(p) for p in (head.weight, head.bias) if p is not None and p.requires_grad}
+
+    def logits(self, piece: slice) -> Tensor:
+        """``[n, V]``, to be overwritten by the slope in them."""
+        return wide_linear(self.rows[piece], self.weight, self.bias, self.buffer)
+
+    def backward(self, piece: slice, slope: Tensor) -> Tensor:
+        """``[n, D]`` gradient of the chunk; that of weight and bias is added up."""
+        rows, slope = self.rows[piece], slope.to(self.rows.dtype)
+        if (total := self.sums.get(self.head.weight)) is not None:
+            if total.dtype == rows.dtype:
+                total.addmm_(slope.T, rows)
+            else:
+                total += slope.T @ rows
+        if self.head.bias is not None and self.head.bias in self.sums:
+            self.sums[self.head.bias] += slope.sum(0) * self.head.scale
+        gradient = slope @ self.weight
+        return gradient if self.head.scale == 1.0 else gradient * self.head.scale
+
+    def parameter_gradients(self) -> dict[Tensor, Tensor]:
+        """Sums over all chunks, in the parameters' own type."""
+        return {p: total.to(p.dtype) for p, total in self.sums.items()}
+
+
+def _zeros(parameter: Tensor) -> Tensor:
+    # Many small contributions: in bfloat16 the sum would stop growing.
+    return torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
+
+
+def _weigh_and_differentiate(logits: Tensor, tokens: _Tokens, piece: slice, count: int) -> tuple[Tensor, Tensor]:
+    """Log-likelihoods and weights ``[n]`` of a chunk; its logits are overwritten by the loss's slope in them."""
+    results = []
+    for rows, block in log_softmax_blocks(logits):
+        scored = slice(piece.start + rows.start, piece.start + rows.stop)
+        target = tokens.labels[scored].unsqueeze(-1)
+        log_likelihood = block.gather(-1, target).squeeze(-1)
+        weight = _weights(log_likelihood, tokens.weighing, scored).to(log_likelihood.dtype)
+        share = (weight / count).unsqueeze(-1)
+        logits[rows] = block.exp_().mul_(share).scatter_add_(-1, target, -share)
+        results.append((log_likelihood, weight))
+    log_likelihoods, weights = zip(*results, strict=True)
+    return torch.cat(log_likelihoods), torch.cat(weights)
+
+
+def _weights(long: Tensor, weighing: Weighing, scored: slice) -> Tensor:
+    """``[n]`` weights of some of the tokens."""
+    influence, short, differs, share = weighing
     if short is None or differs is None:
-        weight = influence(log_likelihood, log_likelihood)
-    else:
-        short = torch.where(differs[piece], short[piece].to(log_likelihood.dtype), log_likelihood)
-        weight = influence(log_likelihood, short)
-    weight = weight.to(log_likelihood.dtype)
-    share = (weight / count).unsqueeze(-1)
-    slope.mul_(share / denominators).scatter_add_(-1, labels.unsqueeze(-1), -share)
-    return log_likelihood, weight, slope.to(logits.dtype)
+        return influence(long, long)
+    weight = influence(long, torch.where(differs[scored], short[scored].to(long.dtype), long))
+    if share < 1:
+        unhelped = influence(long, long)
+        weight = unhelped + (weight - unhelped) / share
+    return weight

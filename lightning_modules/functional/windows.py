@@ -5,6 +5,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 
@@ -15,6 +16,20 @@ class Window(NamedTuple):
     start: int
     scored: int
     stop: int
+
+
+class ShortContext(NamedTuple):
+    """What the short context says of the tokens of a batch.
+
+    Attributes:
+        log_likelihood: ``[B, T]`` in nats, 0 where there is none.
+        differs: ``[B, T]`` bool, where there is one; elsewhere the long log-likelihood stands for it.
+        share: Of the windows that were scored, if they were drawn at random.
+    """
+
+    log_likelihood: Tensor
+    differs: Tensor
+    share: float = 1.0
 
 
 def short_context_windows(
@@ -69,6 +84,58 @@ def check_context(context_length: int, stride: int, sequence_length: int | None 
             f"`context_length` + `stride` is {context_length} + {stride} = {context_length + stride}. "
             "Lower them or use longer sequences."
         )
+
+
+def row_windows(
+    document_borders: Sequence[Sequence[int]], *, context_length: int, stride: int
+) -> list[tuple[int, Window]]:
+    """The windows of all rows of a batch, each with the index of its row."""
+    return [
+        (row, window)
+        for row, borders in enumerate(document_borders)
+        for window in short_context_windows(borders, context_length=context_length, stride=stride)
+    ]
+
+
+def draw_windows(
+    windows: Sequence[tuple[int, Window]], share: float, *, seed: int
+) -> tuple[list[tuple[int, Window]], float]:
+    """Some of the windows, drawn without replacement, each as likely as any other.
+
+    Args:
+        windows: Pairs of a row's index and a window of that row.
+        share: About how much of them to draw, at least one; above 0, at most 1.
+        seed: Of the draw, which depends on nothing else.
+
+    Returns:
+        The windows, in their order, and the share of them that was drawn, which is each one's probability.
+
+    Raises:
+        ValueError: If ``share`` is not in (0, 1].
+    """
+    if not 0 < share <= 1:
+        raise ValueError(f"The share of windows to score must be above 0 and at most 1, got {share}.")
+    count = max(1, round(share * len(windows)))
+    if count >= len(windows):
+        return list(windows), 1.0
+    order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed))
+    return [windows[index] for index in order[:count].sort().values.tolist()], count / len(windows)
+
+
+def trim_windows(windows: Sequence[tuple[int, Window]], wanted: Tensor) -> list[tuple[int, Window]]:
+    """Windows that end at the last wanted token they score; those that score none are left out.
+
+    Args:
+        windows: Pairs of a row's index and a window of that row.
+        wanted: ``[B, T]`` bool.
+    """
+    wanted = wanted.cpu()  # the shape of the work: one look at the accelerator for all windows
+    trimmed = []
+    for row, (start, scored, stop) in windows:
+        tokens = wanted[row, scored:stop].nonzero()
+        if len(tokens):
+            trimmed.append((row, Window(start, scored, scored + int(tokens[-1]) + 1)))
+    return trimmed
 
 
 def window_batch(batch: PackedBatch, windows: Sequence[tuple[int, Window]]) -> PackedBatch:
