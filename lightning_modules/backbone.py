@@ -23,6 +23,13 @@ from lightning_modules.functional import (
     short_context_windows,
     token_log_likelihood,
 )
+from lightning_modules.functional.head_kernels import (
+    HeadKernel,
+    LinearHead,
+    check_kernel,
+    kernel_long_cross_entropy,
+    kernel_token_log_likelihood,
+)
 from lightning_modules.functional.windows import window_batch
 
 log = logging.getLogger(__name__)
@@ -38,16 +45,19 @@ class Backbone(nn.Module):
 
     Args:
         model: A Hugging Face causal LM, or a peft model around one (prompt learning is refused).
+        head_kernel: What computes the loss from hidden states where gradients are wanted. Without gradients it is
+            always our own chunks: they hold as little then, and round nothing but the logits.
 
     Raises:
         ValueError: If the model is no causal LM with a decoder and an output head, or uses prompt learning.
     """
 
-    def __init__(self, model: PreTrainedModel | PeftModel) -> None:
+    def __init__(self, model: PreTrainedModel | PeftModel, head_kernel: HeadKernel = "chunked") -> None:
         super().__init__()
         if isinstance(model, PeftModel) and model.peft_config[model.active_adapter].is_prompt_learning:
             raise ValueError("Prompt learning adds tokens that nobody scores: use LoRA or another weight adapter.")
         self.model = model
+        self.head_kernel: HeadKernel = head_kernel
         self.isolates_documents = True
         if self.base_model.get_output_embeddings() is None or self.decoder is None:
             raise ValueError(f"`{type(self.base_model).__name__}` is no causal LM with a decoder and an output head.")
@@ -103,6 +113,11 @@ class Backbone(nn.Module):
             ValueError: If a document is longer than learned positions allow, or the model cannot keep documents apart.
         """
         hidden_states = self._hidden_states(batch)
+        if self.head_kernel != "chunked" and torch.is_grad_enabled():
+            arguments = (self.head_kernel, hidden_states, self.linear_head(), batch["labels"])
+            if weighing is None:
+                return kernel_token_log_likelihood(*arguments)
+            return kernel_long_cross_entropy(*arguments, weighing)
         if weighing is None:
             return token_log_likelihood(hidden_states, self.logits, batch["labels"])
         parameters = self.base_model.get_output_embeddings().parameters()
@@ -129,16 +144,39 @@ class Backbone(nn.Module):
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """``[.., V]`` logits of ``[.., D]`` hidden states, with the scale and soft cap that the model applies."""
-        base = self.base_model
-        logits = base.get_output_embeddings()(hidden_states)
-        config = base.config.get_text_config(decoder=True)
-        if (scale := getattr(config, "logit_scale", None)) is not None:  # Cohere
+        scale, soft_cap = self._logit_transform()
+        logits = self.base_model.get_output_embeddings()(hidden_states)
+        if scale != 1.0:
             logits = logits * scale
-        if (divisor := getattr(config, "logits_scaling", None)) is not None:  # Granite
-            logits = logits / divisor
-        if (cap := getattr(config, "final_logit_softcapping", None)) is not None:  # Gemma 2 and 3
-            logits = torch.tanh(logits / cap) * cap
+        if soft_cap is not None:
+            logits = torch.tanh(logits / soft_cap) * soft_cap
         return logits
+
+    def linear_head(self) -> LinearHead:
+        """What `logits` computes, for kernels that take the weight instead of calling a module.
+
+        Raises:
+            ValueError: If the head is more than a plain linear layer: an adapter, quantised, sharded, or hooked.
+        """
+        head = self.base_model.get_output_embeddings()
+        hooks = (head._forward_pre_hooks, head._forward_hooks, head._backward_pre_hooks, head._backward_hooks)
+        if type(head) is not nn.Linear or any(hooks) or "forward" in vars(head):
+            kind = f"{type(head).__module__}.{type(head).__qualname__}"
+            raise ValueError(
+                f"The head of `{type(self.base_model).__name__}` is a `{kind}`{' with hooks' * any(hooks)}, and"
+                f" `head_kernel: {self.head_kernel}` computes plain linear layers only: set `head_kernel: chunked`."
+            )
+        return LinearHead(head.weight, head.bias, *self._logit_transform())
+
+    def _logit_transform(self) -> tuple[float, float | None]:
+        """What the model multiplies its logits by, and the soft cap that it puts on them then."""
+        config = self.base_model.config.get_text_config(decoder=True)
+        scale = 1.0
+        if (factor := getattr(config, "logit_scale", None)) is not None:  # Cohere
+            scale *= factor
+        if (divisor := getattr(config, "logits_scaling", None)) is not None:  # Granite
+            scale /= divisor
+        return scale, getattr(config, "final_logit_softcapping", None)  # Gemma 2 and 3
 
     @torch.no_grad()
     def short_log_likelihood(self, batch: PackedBatch, *, context_length: int, stride: int) -> tuple[Tensor, Tensor]:
@@ -201,8 +239,10 @@ class Backbone(nn.Module):
 
         Raises:
             ValueError: If they disagree: the model does something to its logits or positions that is not known here,
-                and every number would be wrong.
+                and every number would be wrong. If the head kernel is missing, wrong, or unfit for the head.
         """
+        if self.head_kernel != "chunked":
+            check_kernel(self.head_kernel, self.linear_head())
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(self.vocabulary_size, (12,), generator=generator).to(self.device)
         documents = tokens.split([7, 5])

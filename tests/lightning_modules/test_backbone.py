@@ -2,6 +2,7 @@ import warnings
 
 import pytest
 import torch
+import torch.nn.functional as F
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM, GPT2Config
 
@@ -9,6 +10,7 @@ from lightning_modules import backbone as backbone_module
 from lightning_modules.attention import isolation_arguments, register_document_attention
 from lightning_modules.backbone import Backbone
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
+from lightning_modules.functional import Weighing, soft_influence
 from tests import reference
 from tests.conftest import tiny_config
 
@@ -268,3 +270,119 @@ def test_dropout_is_noticed():
     assert not Backbone(build("llama")).has_dropout
     lora = LoraConfig(target_modules=["q_proj"], lora_dropout=0.2)
     assert Backbone(get_peft_model(build("llama"), lora)).has_dropout
+
+
+has_torch_kernel = pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch < 2.13")
+
+
+def training_step(scorer, batch):
+    """Loss, what it was made of, and the gradients of all weights."""
+    scorer.zero_grad()
+    short, differs = scorer.short_log_likelihood(batch, context_length=6, stride=3)
+    result = scorer(batch, Weighing(soft_influence, short, differs))
+    result.loss.backward()
+    return result, {name: p.grad for name, p in scorer.named_parameters()}
+
+
+@has_torch_kernel
+@pytest.mark.parametrize(
+    ("architecture", "overrides"),
+    [
+        ("llama", {}),
+        ("qwen2", {"tie_word_embeddings": True}),
+        ("phi", {"partial_rotary_factor": 0.5}),  # bias
+        ("cohere", {"logit_scale": 0.25}),
+        ("granite", {"logits_scaling": 3.0}),
+    ],
+)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_training_step_with_another_head_kernel_equals_ours(architecture, overrides, autocast):
+    model = build(architecture, **overrides).train()
+    batch = packed(documents(30, 8), documents(40), documents(5, 1))
+    scorers = [Backbone(model), Backbone(model, head_kernel="torch")]
+    tolerance = {"atol": 0.05, "rtol": 0.05} if autocast else {"atol": 1e-5, "rtol": 1e-4}
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        for scorer in scorers:
+            scorer.check_scoring()
+        (expected, gradients), (actual, others) = (training_step(scorer, batch) for scorer in scorers)
+        assert expected.influence.unique().numel() > 10
+        torch.testing.assert_close(actual, expected, **tolerance)
+        assert others.keys() == gradients.keys()
+        for name, gradient in gradients.items():
+            difference = (others[name] - gradient).norm() / gradient.norm()
+            assert difference < (0.05 if autocast else 1e-5), name
+        plain = [scorer(batch) for scorer in scorers]
+        torch.testing.assert_close(*plain, **tolerance)
+
+
+@has_torch_kernel
+def test_the_head_kernel_is_used_where_gradients_are_wanted(monkeypatch):
+    scorer = Backbone(build("llama"), head_kernel="torch")
+    monkeypatch.setattr(F, "linear_cross_entropy", lambda *_, **__: 1 / 0)
+    batch = packed(documents(30))
+    with torch.no_grad():
+        scorer(batch)
+    for weighing in (None, Weighing(soft_influence)):
+        with pytest.raises(ZeroDivisionError):
+            scorer(batch, weighing)
+
+
+def lora_on_the_head():
+    return get_peft_model(build("llama"), LoraConfig(target_modules=["q_proj", "lm_head"]))
+
+
+def hooked():
+    model = build("llama")
+    model.lm_head.register_forward_pre_hook(lambda *_: None)
+    return model
+
+
+def patched():
+    model = build("llama")
+    model.lm_head.forward = lambda hidden: hidden @ model.lm_head.weight.T * 2
+    return model
+
+
+class Quantised(torch.nn.Linear):
+    """Stands for any subclass."""
+
+
+def quantised():
+    model = build("llama")
+    model.lm_head = Quantised(32, VOCABULARY)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lora_on_the_head, "peft.tuners.lora.layer.Linear"),
+        (hooked, "torch.nn.modules.linear.Linear` with hooks"),
+        (patched, "torch.nn.modules.linear.Linear`,"),
+        (quantised, "Quantised"),
+    ],
+)
+def test_a_head_that_is_more_than_a_linear_layer_is_refused_by_its_type(make, name):
+    scorer = Backbone(make(), head_kernel="torch")
+    for use in (scorer.check_scoring, lambda: scorer(packed(documents(9)))):
+        with pytest.raises(ValueError, match=f"{name}.*`head_kernel: torch`.*set `head_kernel: chunked`"):
+            use()
+
+
+@has_torch_kernel
+def test_a_soft_cap_is_refused_before_training_by_a_kernel_that_knows_none():
+    model = build("gemma2", attention="eager", final_logit_softcapping=2.0, head_dim=8)
+    assert Backbone(model).linear_head().soft_cap == 2.0
+    with pytest.raises(ValueError, match="torch` knows no soft cap"):
+        Backbone(model, head_kernel="torch").check_scoring()
+
+
+@has_torch_kernel
+def test_lora_elsewhere_leaves_the_head_to_the_kernel():
+    torch.manual_seed(0)
+    model = get_peft_model(build("llama"), LoraConfig(target_modules=["q_proj"], init_lora_weights=False)).train()
+    batch = packed(documents(30, 8))
+    gradients = [training_step(Backbone(model, head_kernel=kernel), batch)[1] for kernel in ("chunked", "torch")]
+    kept = [{name: g.clone() for name, g in part.items() if g is not None} for part in gradients]
+    assert len(kept[0]) == 4
+    torch.testing.assert_close(*kept, atol=1e-6, rtol=1e-4)
