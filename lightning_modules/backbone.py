@@ -107,7 +107,7 @@ class Backbone(nn.Module):
 
         Returns:
             ``[B, T]`` log-likelihoods in nats, float32; 0 where a token is not scored. With ``weighing``, the loss,
-            whose gradients are formed already, and what it was made of.
+            whose gradients our own kernel has formed already, and what it was made of.
 
         Raises:
             ValueError: If a document is longer than learned positions allow, or the model cannot keep documents apart.
@@ -160,10 +160,11 @@ class Backbone(nn.Module):
         """
         head = self.base_model.get_output_embeddings()
         hooks = (head._forward_pre_hooks, head._forward_hooks, head._backward_pre_hooks, head._backward_hooks)
-        if type(head) is not nn.Linear or any(hooks) or "forward" in vars(head):
+        altered = any(hooks) or "forward" in vars(head)
+        if type(head) is not nn.Linear or altered:
             kind = f"{type(head).__module__}.{type(head).__qualname__}"
             raise ValueError(
-                f"The head of `{type(self.base_model).__name__}` is a `{kind}`{' with hooks' * any(hooks)}, and"
+                f"The head of `{type(self.base_model).__name__}` is a `{kind}`{' with hooks' * altered}, and"
                 f" `head_kernel: {self.head_kernel}` computes plain linear layers only: set `head_kernel: chunked`."
             )
         return LinearHead(head.weight, head.bias, *self._logit_transform())

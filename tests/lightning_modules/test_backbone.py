@@ -358,7 +358,7 @@ def quantised():
     [
         (lora_on_the_head, "peft.tuners.lora.layer.Linear"),
         (hooked, "torch.nn.modules.linear.Linear` with hooks"),
-        (patched, "torch.nn.modules.linear.Linear`,"),
+        (patched, "torch.nn.modules.linear.Linear` with hooks"),
         (quantised, "Quantised"),
     ],
 )
