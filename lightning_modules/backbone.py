@@ -1,10 +1,8 @@
 """A Hugging Face causal LM reduced to its one product: the log-likelihood of tokens, in long and in short contexts."""
 
 import contextlib
-import itertools
-import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any, overload
 
@@ -13,7 +11,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lightning_modules.attention import DOCUMENT_SDPA, isolation_arguments
+from lightning_modules.attention import isolation_arguments
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional import (
     ShortContext,
@@ -22,12 +20,15 @@ from lightning_modules.functional import (
     fused_long_cross_entropy,
     token_log_likelihood,
 )
+from lightning_modules.functional.head_kernels import (
+    HeadKernel,
+    kernel_long_cross_entropy,
+    kernel_token_log_likelihood,
+)
 from lightning_modules.functional.linear_head import LinearHead
 from lightning_modules.functional.log_likelihood import Head
 from lightning_modules.functional.windows import draw_windows, row_windows, trim_windows, window_batch
 from lightning_modules.last_layer import last_layer_reads_from
-
-log = logging.getLogger(__name__)
 
 WINDOW_TOKENS_PER_PASS = 32_768
 """Tokens of short windows that share a forward pass on an accelerator; on CPU each window has its own."""
@@ -40,16 +41,19 @@ class Backbone(nn.Module):
 
     Args:
         model: A Hugging Face causal LM, or a peft model around one (prompt learning is refused).
+        head_kernel: What computes the loss from hidden states where gradients are wanted. Without gradients it is
+            always our own chunks: they hold as little then, and round nothing but the logits.
 
     Raises:
         ValueError: If the model is no causal LM with a decoder and an output head, or uses prompt learning.
     """
 
-    def __init__(self, model: PreTrainedModel | PeftModel) -> None:
+    def __init__(self, model: PreTrainedModel | PeftModel, head_kernel: HeadKernel = "chunked") -> None:
         super().__init__()
         if isinstance(model, PeftModel) and model.peft_config[model.active_adapter].is_prompt_learning:
             raise ValueError("Prompt learning adds tokens that nobody scores: use LoRA or another weight adapter.")
         self.model = model
+        self.head_kernel: HeadKernel = head_kernel
         self.isolates_documents = True
         self.trims_last_layer = True
         if self.base_model.get_output_embeddings() is None or self.decoder is None:
@@ -103,25 +107,30 @@ class Backbone(nn.Module):
 
         Returns:
             ``[B, T]`` log-likelihoods in nats, float32; 0 where a token is not scored. With ``weighing``, the loss,
-            whose gradients are formed already, and what it was made of.
+            whose gradients our own kernel has formed already, and what it was made of.
 
         Raises:
             ValueError: If a document is longer than learned positions allow, or the model cannot keep documents apart.
         """
+        trims = weighing is None and self.trims_last_layer and not torch.is_grad_enabled()
+        with last_layer_reads_from(self.decoder, first_scored - 1 if trims else 0):
+            hidden_states = self._hidden_states(batch)
+        labels = batch["labels"]
+        kernel = self.head_kernel if torch.is_grad_enabled() else "chunked"
+        if weighing is None and kernel == "chunked":
+            return token_log_likelihood(hidden_states, self.head, labels)
         if weighing is None:
-            start = first_scored - 1 if self.trims_last_layer else 0
-            with last_layer_reads_from(self.decoder, start):
-                hidden_states = self._hidden_states(batch)
-            return token_log_likelihood(hidden_states, self.head, batch["labels"])
-        hidden_states = self._hidden_states(batch)
-        parameters = self.base_model.get_output_embeddings().parameters()
-        return fused_long_cross_entropy(hidden_states, self.head, parameters, batch["labels"], weighing)
+            return kernel_token_log_likelihood(kernel, hidden_states, self.linear_head(), labels)
+        if kernel == "chunked":
+            parameters = self.base_model.get_output_embeddings().parameters()
+            return fused_long_cross_entropy(hidden_states, self.head, parameters, labels, weighing)
+        return kernel_long_cross_entropy(kernel, hidden_states, self.linear_head(), labels, weighing)
 
     def _hidden_states(self, batch: PackedBatch) -> Tensor:
         self._check_length(max(stop - start for row in batch["document_borders"] for start, stop in pairwise(row)))
         if not self.isolates_documents and any(len(borders) > 2 for borders in batch["document_borders"]):
             raise ValueError(
-                f"`{type(self.base_model).__name__}` cannot keep the documents of a row apart ('{self._attention}'"
+                f"`{type(self.base_model).__name__}` cannot keep the documents of a row apart ('{self.attention}'"
                 " attention): give it rows of one document, or `isolate_documents: false` for plain concatenation."
             )
         return self.decoder(
@@ -129,7 +138,7 @@ class Backbone(nn.Module):
             position_ids=batch["position_ids"],
             use_cache=False,  # a cache object silently switches document isolation off
             **isolation_arguments(
-                self._attention,
+                self.attention,
                 batch["document_borders"],
                 batch["input_ids"].shape[1],
                 batch["input_ids"].device,
@@ -138,7 +147,7 @@ class Backbone(nn.Module):
 
     @property
     def head(self) -> Head:
-        """Maps hidden states to logits, with the scale and soft cap that the model applies: the fastest way to do so."""
+        """Maps hidden states to logits, with the scale and soft cap that the model applies, in the fastest way."""
         head = self.base_model.get_output_embeddings()
         hooks = (head._forward_pre_hooks, head._forward_hooks, head._backward_pre_hooks, head._backward_hooks)
         # Anything else (an adapter, a quantised or sharded weight) has to be asked for its logits.
@@ -153,6 +162,22 @@ class Backbone(nn.Module):
         if scale != 1.0:
             logits = logits * scale
         return logits if soft_cap is None else torch.tanh(logits / soft_cap) * soft_cap
+
+    def linear_head(self) -> LinearHead:
+        """What `logits` computes, for kernels that take the weight instead of calling a module.
+
+        Raises:
+            ValueError: If the head is more than a plain linear layer: an adapter, quantised, sharded, or hooked.
+        """
+        head = self.head
+        if not isinstance(head, LinearHead):
+            module = self.base_model.get_output_embeddings()
+            kind = f"{type(module).__module__}.{type(module).__qualname__}"
+            raise ValueError(
+                f"The head of `{type(self.base_model).__name__}` is a `{kind}` that is no plain linear layer or has"
+                f" hooks, and `head_kernel: {self.head_kernel}` computes nothing else: set `head_kernel: chunked`."
+            )
+        return head
 
     def _logit_transform(self) -> tuple[float, float | None]:
         """What the model multiplies its logits by, and the soft cap that it puts on them then."""
@@ -201,7 +226,7 @@ class Backbone(nn.Module):
             batch = batch.copy()
             batch["labels"] = batch["labels"].masked_fill(~wanted, IGNORE_INDEX)
         size = self._windows_per_pass(context_length + stride)
-        with _eval_mode(self):
+        with eval_mode(self):
             for first in range(0, len(windows), size):
                 group = windows[first : first + size]
                 log_likelihood = self(window_batch(batch, group), first_scored=context_length)
@@ -247,70 +272,9 @@ class Backbone(nn.Module):
                 f" `{type(self.base_model).__name__}`: the tokenizer is not the one of this model."
             )
 
-    def check_scoring(self) -> None:
-        """Compare our scores of a dozen tokens with the model's own logits, document by document and packed in a row.
-
-        A model that cannot keep our documents apart gets transformers' own masks, and if those do not help either, it
-        is only refused rows that hold several.
-
-        Raises:
-            ValueError: If they disagree: the model does something to its logits or positions that is not known here,
-                and every number would be wrong.
-        """
-        generator = torch.Generator().manual_seed(0)
-        tokens = torch.randint(self.vocabulary_size, (12,), generator=generator).to(self.device)
-        documents = tokens.split([7, 5])
-        with torch.no_grad(), _eval_mode(self):
-            logits = [self.model(input_ids=part.unsqueeze(0), use_cache=False).logits[0, :-1] for part in documents]
-            if not all(torch.isfinite(part).all() for part in logits):
-                raise ValueError(
-                    f"`{type(self.base_model).__name__}` gives logits that are not finite for a few plain tokens: its"
-                    f" weights are damaged, or {self.base_model.dtype} is too narrow for it."
-                )
-            expected = torch.cat(
-                [
-                    part.float().log_softmax(-1).gather(-1, document[1:, None]).squeeze(-1)
-                    for part, document in zip(logits, documents, strict=True)
-                ]
-            )
-            # Half precision rounds differently for other matrix shapes; a forgotten scale or a leak is far above that.
-            exact = logits[0].dtype in (torch.float32, torch.float64)
-            tolerance = (0.01 if exact else 0.5) * max(1.0, logits[0].float().std().item())
-            error = max(self._head_error(*pair) for pair in zip(documents, logits, strict=True))
-            if not error <= (1e-3 if exact else 0.03):
-                raise ValueError(
-                    f"`{type(self.base_model).__name__}` cannot be scored from its hidden states: its logits are off"
-                    f" by {error:.2g} of their spread. It does something to them that is not known here."
-                )
-            if not self._keeps_apart(documents, expected, tolerance) and self._attention == DOCUMENT_SDPA:
-                log.warning("Packed documents need a mask of the whole row: %s", type(self.base_model).__name__)
-                self.base_model.set_attn_implementation("sdpa")
-            self.isolates_documents = self._keeps_apart(documents, expected, tolerance)
-
-    def _head_error(self, document: Tensor, logits: Tensor) -> float:
-        """Largest difference of our logits to the model's own, as a share of their standard deviation.
-
-        Both come from hidden states of the same shape, so that even half precision hardly differs.
-        """
-        hidden_states = self.decoder(input_ids=document.unsqueeze(0), use_cache=False).last_hidden_state
-        difference = self.logits(hidden_states)[0, :-1].float() - logits.float()
-        return (difference.abs().max() / logits.float().std().clamp(min=1e-6)).item()
-
-    def _keeps_apart(self, documents: Sequence[Tensor], expected: Tensor, tolerance: float) -> bool:
-        return bool((self._score_packed(*documents) - expected).abs().max() <= tolerance)
-
-    def _score_packed(self, *documents: Tensor) -> Tensor:
-        """Log-likelihoods of all tokens but the first of each document, packed into one row."""
-        tokens = torch.cat(documents).unsqueeze(0)
-        borders = [0, *itertools.accumulate(map(len, documents))]
-        labels = tokens.clone()
-        labels[:, borders[:-1]] = IGNORE_INDEX
-        positions = torch.cat([torch.arange(len(document)) for document in documents]).unsqueeze(0).to(tokens.device)
-        row = PackedBatch(input_ids=tokens, labels=labels, position_ids=positions, document_borders=[borders])
-        return self(row)[labels != IGNORE_INDEX]
-
     @property
-    def _attention(self) -> str:
+    def attention(self) -> str:
+        """Name of the attention implementation in transformers."""
         return self.base_model.config._attn_implementation
 
     def _windows_per_pass(self, window_length: int) -> int:
@@ -368,7 +332,7 @@ class Backbone(nn.Module):
 
 
 @contextlib.contextmanager
-def _eval_mode(module: nn.Module) -> Iterator[None]:
+def eval_mode(module: nn.Module) -> Iterator[None]:
     """Switch dropout off, and afterwards put each submodule back into the mode it was in."""
     training = [part for part in module.modules() if part.training]
     module.eval()

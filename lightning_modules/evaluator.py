@@ -13,6 +13,7 @@ from lightning_modules.batch import batch_to
 from lightning_modules.files import default_cache_dir, writable_folder
 from lightning_modules.functional.windows import check_context
 from lightning_modules.loading import DType, load_backbone, load_config, model_identity
+from lightning_modules.probe import check_scoring
 from lightning_modules.token_scores import TokenScores, text_sha256
 from lightning_modules.tokenization import encode_document, load_tokenizer, tokenizer_hash
 
@@ -162,7 +163,7 @@ class Evaluator:
             self._backbone = (
                 load_backbone(self.name, device=device, **self._settings).eval().requires_grad_(False).to(device)
             )
-            self._backbone.check_scoring()
+            check_scoring(self._backbone)
         scores = score_text(
             text,
             self._backbone,

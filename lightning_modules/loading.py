@@ -19,6 +19,7 @@ from transformers import (
 
 from lightning_modules.attention import register_document_attention
 from lightning_modules.backbone import Backbone
+from lightning_modules.functional.head_kernels import HeadKernel, check_installed
 from lightning_modules.tokenization import local_or_hub, not_loaded
 
 log = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ def load_backbone(
     trust_remote_code: bool = False,
     device: torch.device | str = "cpu",
     autocast: bool = False,
+    head_kernel: HeadKernel = "chunked",
 ) -> Backbone:
     """Load a causal LM into main memory, ready to be moved, and then scored or trained.
 
@@ -56,10 +58,12 @@ def load_backbone(
         trust_remote_code: Run code from the model's repository; off unless you trust it.
         device: Where the model will run, which decides its attention.
         autocast: Whether it will run under half-precision autocast, which decides it, too.
+        head_kernel: What computes the loss from hidden states in training.
 
     Raises:
-        ValueError: If the model cannot be found or built, or lacks weights.
+        ValueError: If the model cannot be found or built, or lacks weights, or the head kernel's package is missing.
     """
+    check_installed(head_kernel)
     config = load_config(
         pretrained_model_name_or_path,
         model_config=model_config,
@@ -82,7 +86,7 @@ def load_backbone(
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if lora is not None:
         model = get_peft_model(model, LoraConfig(**{"task_type": "CAUSAL_LM", **lora}))
-    return Backbone(model)
+    return Backbone(model, head_kernel)
 
 
 def load_config(

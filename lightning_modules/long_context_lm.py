@@ -14,10 +14,12 @@ from typing_extensions import override
 from lightning_modules.backbone import Backbone
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional import Weighing
+from lightning_modules.functional.head_kernels import HeadKernel, check_installed
 from lightning_modules.functional.windows import check_context
 from lightning_modules.loading import DType, load_backbone, load_config
 from lightning_modules.metrics import LongPerplexity
 from lightning_modules.objectives import LongCE, Objective
+from lightning_modules.probe import check_scoring
 from lightning_modules.statistics import TrainingStatistics
 from lightning_modules.token_scores import TokenScores, text_sha256
 
@@ -52,6 +54,9 @@ class LongContextLM(LightningModule):
         gradient_checkpointing: Recompute the activations of each layer in the backward pass.
         lora: Arguments of ``peft.LoraConfig``; the other weights are frozen.
         trust_remote_code: Run code from the model's repository; off unless you trust it.
+        head_kernel: What computes the loss from hidden states in training: ``chunked``, our own, which is exact and
+            fits every model, or ``torch`` (torch >= 2.13), ``liger`` (liger-kernel >= 0.8.5, GPU) or ``cce``
+            (cut-cross-entropy, GPU in half precision), which are compared with exact gradients before training.
         optimizer: Takes the trainable parameters.
         lr_scheduler: Takes the optimizer and steps once per optimizer step; the default warms up over 20 steps.
 
@@ -72,6 +77,7 @@ class LongContextLM(LightningModule):
         gradient_checkpointing: bool = False,
         lora: dict[str, Any] | None = None,
         trust_remote_code: bool = False,
+        head_kernel: HeadKernel = "chunked",
         optimizer: OptimizerCallable = lambda parameters: torch.optim.AdamW(parameters, **OPTIMIZER["init_args"]),
         lr_scheduler: LRSchedulerCallable = lambda optimizer: torch.optim.lr_scheduler.LinearLR(
             optimizer, **LR_SCHEDULER["init_args"]
@@ -92,6 +98,7 @@ class LongContextLM(LightningModule):
             "gradient_checkpointing": gradient_checkpointing,
             "lora": lora,
             "trust_remote_code": trust_remote_code,
+            "head_kernel": head_kernel,
         }
         self._make_optimizer = optimizer
         self._make_lr_scheduler = lr_scheduler
@@ -105,8 +112,10 @@ class LongContextLM(LightningModule):
             sequence_length: Tokens per training row, if there is training.
 
         Raises:
-            ValueError: If the model cannot be found or built, or no token of a row would have a short context.
+            ValueError: If the model cannot be found or built, no token of a row would have a short context, or the
+                package of the head kernel is missing.
         """
+        check_installed(self._loading["head_kernel"])
         if sequence_length is not None and self.objective.uses_short_context:
             check_context(self.context_length, self.stride, sequence_length)
         names = ("pretrained_model_name_or_path", "model_config", "revision", "trust_remote_code")
@@ -246,4 +255,4 @@ class LongContextLM(LightningModule):
     def _check_backbone(self) -> None:
         self.backbone.check_rotary_dtype()
         with self.trainer.precision_plugin.forward_context():  # flash attention takes no float32
-            self.backbone.check_scoring()
+            check_scoring(self.backbone)

@@ -16,6 +16,7 @@ from lightning_modules.files import write_atomically
 from lightning_modules.functional import key_token_mask, span_token_mask
 from lightning_modules.loading import DType, load_backbone, load_config
 from lightning_modules.metrics import LongPerplexity
+from lightning_modules.probe import check_scoring
 from lightning_modules.tokenization import encode_document, load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -151,7 +152,7 @@ def _evaluate(
     settings: dict[str, Any],
 ) -> dict[str, Any]:
     backbone = load_backbone(model, device=device, **settings).eval().requires_grad_(False).to(device)
-    backbone.check_scoring()
+    check_scoring(backbone)
     corpus = {"longppl": LongPerplexity(), "perplexity": LongPerplexity()}
     rows = []
     for document, mask in zip(tqdm(documents, desc="model", unit="document", disable=None), masks, strict=True):

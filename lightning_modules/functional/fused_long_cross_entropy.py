@@ -7,9 +7,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lightning_modules.batch import IGNORE_INDEX
 from lightning_modules.functional.linear_head import LinearHead, logits_dtype, wide_linear
-from lightning_modules.functional.log_likelihood import Head, check_inputs, default_chunk_size, log_softmax_blocks
+from lightning_modules.functional.log_likelihood import (
+    Head,
+    check_chunk_size,
+    default_chunk_size,
+    log_softmax_blocks,
+    scored_tokens,
+)
 
 
 class WeightedLoss(NamedTuple):
@@ -73,12 +78,10 @@ def fused_long_cross_entropy(
     Raises:
         ValueError: If shapes disagree, ``chunk_size`` is below 1, or column 0 is scored.
     """
-    check_inputs(hidden_states, labels, chunk_size)
-    scored = labels.ne(IGNORE_INDEX)
-    # The same shift as in `token_log_likelihood`: what stands at t - 1 predicts token t.
-    predictors = hidden_states[:, :-1][scored[:, 1:]]
-    pair = [part if part is None else part[scored] for part in (weighing.short, weighing.differs)]
-    tokens = _Tokens(labels[scored], head, Weighing(weighing.influence, *pair, weighing.share))
+    check_chunk_size(chunk_size)
+    predictors, targets, scored = scored_tokens(hidden_states, labels)
+    short, differs = (part if part is None else part[scored] for part in (weighing.short, weighing.differs))
+    tokens = _Tokens(targets, head, weighing._replace(short=short, differs=differs))
     size = chunk_size or default_chunk_size(hidden_states)
     loss, log_likelihood, weight = _FusedLoss.apply(predictors, tokens, size, *parameters)
     empty = log_likelihood.new_zeros(labels.shape)
@@ -99,8 +102,11 @@ class _FusedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, predictors: Tensor, tokens: _Tokens, size: int, *parameters: Tensor) -> tuple[Tensor, ...]:
         head = tokens.head
-        linear = isinstance(head, LinearHead) and head.soft_cap is None
-        chunks = _LinearChunks(predictors, head, size) if linear else _AnyChunks(predictors, head, parameters)
+        chunks: _LinearChunks | _AnyChunks
+        if isinstance(head, LinearHead) and head.soft_cap is None:
+            chunks = _LinearChunks(predictors, head, size)
+        else:
+            chunks = _AnyChunks(predictors, head, parameters)
         hidden_gradient = torch.empty_like(predictors)
         log_likelihoods, weights = [], []
         for start in range(0, len(predictors), size):
@@ -121,7 +127,7 @@ class _FusedLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
-            raise RuntimeError("The gradients of this loss were given away: compute it again for another backward pass.")
+            raise RuntimeError("The gradients of this loss were given away: compute it again for a second backward.")
         gradients, ctx.gradients = ctx.gradients, None
         # In place: a second copy of the head's gradient would meet all activations of the decoder.
         return tuple(part if part is None else part.mul_(upstream.to(part.dtype)) for part in gradients)
@@ -199,7 +205,7 @@ def _weigh_and_differentiate(logits: Tensor, tokens: _Tokens, piece: slice, coun
         scored = slice(piece.start + rows.start, piece.start + rows.stop)
         target = tokens.labels[scored].unsqueeze(-1)
         log_likelihood = block.gather(-1, target).squeeze(-1)
-        weight = _weights(log_likelihood, tokens.weighing, scored).to(log_likelihood.dtype)
+        weight = token_weights(log_likelihood, tokens.weighing, scored).to(log_likelihood.dtype)
         share = (weight / count).unsqueeze(-1)
         logits[rows] = block.exp_().mul_(share).scatter_add_(-1, target, -share)
         results.append((log_likelihood, weight))
@@ -207,12 +213,12 @@ def _weigh_and_differentiate(logits: Tensor, tokens: _Tokens, piece: slice, coun
     return torch.cat(log_likelihoods), torch.cat(weights)
 
 
-def _weights(long: Tensor, weighing: Weighing, scored: slice) -> Tensor:
-    """``[n]`` weights of some of the tokens."""
+def token_weights(long: Tensor, weighing: Weighing, piece: slice | Tensor) -> Tensor:
+    """``[n]`` weights of those tokens of the weighing that a slice or mask names, from their long log-likelihoods."""
     influence, short, differs, share = weighing
     if short is None or differs is None:
         return influence(long, long)
-    weight = influence(long, torch.where(differs[scored], short[scored].to(long.dtype), long))
+    weight = influence(long, torch.where(differs[piece], short[piece].to(long.dtype), long))
     if share < 1:
         unhelped = influence(long, long)
         weight = unhelped + (weight - unhelped) / share

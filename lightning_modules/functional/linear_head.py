@@ -105,5 +105,5 @@ def _tile_elements(operand: Tensor) -> int:
 
 
 def _log_sum_exp(logits: Tensor, dtype: torch.dtype) -> Tensor:
-    """``[n, 1]``, of finite logits: the kernel of log-softmax reads them once, and is off by the same for all columns."""
+    """``[n, 1]``, of finite logits: log-softmax reads them once, and takes the same from all columns."""
     return logits[:, :1].to(dtype) - logits.log_softmax(-1, dtype=dtype)[:, :1]

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_modules.batch import IGNORE_INDEX
 from lightning_modules.functional.linear_head import LinearHead, tiled_log_likelihood
 
-Head = Callable[[Tensor], Tensor]
+Head = Callable[[Tensor], Tensor] | LinearHead
 """Maps ``[N, D]`` hidden states to ``[N, V]`` logits. A module or function, not a weight: a LoRA adapter, a bias, a
 soft cap or a logit scale belong to it. A `LinearHead` is the fastest."""
 
@@ -41,12 +41,9 @@ def token_log_likelihood(hidden_states: Tensor, head: Head, labels: Tensor, *, c
         >>> token_log_likelihood(hidden_states, head, torch.tensor([[IGNORE_INDEX, 0, 1]])).exp()
         tensor([[1.0000, 0.5000, 0.5000]], grad_fn=<ExpBackward0>)
     """
-    check_inputs(hidden_states, labels, chunk_size)
+    check_chunk_size(chunk_size)
+    predictors, targets, scored = scored_tokens(hidden_states, labels)
     chunk_size = chunk_size or default_chunk_size(hidden_states)
-    scored = labels.ne(IGNORE_INDEX)
-    # The one-token shift of the whole project: what stands at t - 1 predicts token t.
-    predictors = hidden_states[:, :-1][scored[:, 1:]]
-    targets = labels[scored]
     chunks = [
         _chunk_log_likelihood(predictors[start : start + chunk_size], head, targets[start : start + chunk_size])
         for start in range(0, max(targets.numel(), 1), chunk_size)
@@ -92,19 +89,36 @@ def default_chunk_size(hidden_states: Tensor) -> int:
     return 512 if hidden_states.device.type == "cpu" else 2048
 
 
-def check_inputs(hidden_states: Tensor, labels: Tensor, chunk_size: int | None) -> None:
-    """Raise a ``ValueError`` for shapes that disagree, a chunk without tokens, or a scored column 0."""
+def scored_tokens(hidden_states: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What predicts each scored token, and where these tokens are.
+
+    Args:
+        hidden_states: ``[B, T, D]`` last hidden states, entry ``t`` having seen tokens ``0 .. t``.
+        labels: ``[B, T]`` int64 token ids; ``IGNORE_INDEX`` where a token is not scored, column 0 always.
+
+    Returns:
+        ``[N, D]`` hidden states, ``[N]`` token ids, and ``[B, T]`` bool with N times True.
+
+    Raises:
+        ValueError: If shapes disagree, or column 0 is scored.
+    """
     if labels.ndim != 2 or hidden_states.shape[:2] != labels.shape:
         raise ValueError(
             "`hidden_states` must be [B, T, D] and `labels` [B, T],"
             f" got {list(hidden_states.shape)} and {list(labels.shape)}."
         )
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"`chunk_size` counts tokens and must be 1 or more, got {chunk_size}.")
-    first = labels[:, 0]
-    if (first != IGNORE_INDEX).any():
-        row = int((first != IGNORE_INDEX).nonzero()[0])
+    scored = labels.ne(IGNORE_INDEX)
+    if scored[:, 0].any():
+        row = int(scored[:, 0].nonzero()[0])
         raise ValueError(
             f"Token 0 has no context to be scored in: set `labels[:, 0]` to {IGNORE_INDEX}"
-            f" (row {row} has {int(first[row])})."
+            f" (row {row} has {int(labels[row, 0])})."
         )
+    # The one-token shift of the whole project: what stands at t - 1 predicts token t.
+    return hidden_states[:, :-1][scored[:, 1:]], labels[scored], scored
+
+
+def check_chunk_size(chunk_size: int | None) -> None:
+    """Raise a ``ValueError`` for a chunk without tokens."""
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"`chunk_size` counts tokens and must be 1 or more, got {chunk_size}.")

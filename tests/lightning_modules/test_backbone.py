@@ -2,6 +2,7 @@ import warnings
 
 import pytest
 import torch
+import torch.nn.functional as F
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM, GPT2Config
 
@@ -9,6 +10,8 @@ from lightning_modules import backbone as backbone_module
 from lightning_modules.attention import isolation_arguments, register_document_attention
 from lightning_modules.backbone import Backbone
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
+from lightning_modules.functional import Weighing, soft_influence
+from lightning_modules.probe import check_scoring
 from tests import reference
 from tests.conftest import tiny_config
 
@@ -73,7 +76,7 @@ def test_packed_documents_score_as_if_alone(architecture, overrides):
     rows = [documents(11, 1, 14), documents(20), documents(2, 7, seed=1)]
     batch = packed(*rows)
     scorer = Backbone(model)
-    scorer.check_scoring()
+    check_scoring(scorer)
     with torch.no_grad():
         actual = scorer(batch)
         for index, row in enumerate(rows):
@@ -142,7 +145,7 @@ def test_autocast_weights_cached_by_the_short_pass_do_not_rob_the_long_pass_of_g
 def test_lora_on_the_head_counts():
     base = build("llama")
     scorer = Backbone(get_peft_model(base, LoraConfig(target_modules=["q_proj", "lm_head"], init_lora_weights=False)))
-    scorer.check_scoring()
+    check_scoring(scorer)
     batch = packed(documents(12, 5))
     with torch.no_grad():
         adapted = scorer(batch)
@@ -162,7 +165,7 @@ def test_a_model_that_does_something_unknown_to_its_logits_is_refused():
     forward = model.forward
     model.forward = lambda *args, **kwargs: _scaled(forward(*args, **kwargs))
     with pytest.raises(ValueError, match=r"off by .* of their spread"):
-        Backbone(model).check_scoring()
+        check_scoring(Backbone(model))
 
 
 def _scaled(output):
@@ -181,7 +184,7 @@ def test_a_model_that_our_attention_cannot_split_gets_masks(monkeypatch):
     batch = packed(documents(9, 12))
     with torch.no_grad():
         leaking = scorer(batch)
-        scorer.check_scoring()
+        check_scoring(scorer)
         masked = scorer(batch)
     assert scorer.base_model.config._attn_implementation == "sdpa"
     expected = torch.cat([reference.document_log_likelihood(scorer.model, part) for part in documents(9, 12)])
@@ -198,7 +201,7 @@ def test_a_model_that_leaks_all_the_same_is_refused_packed_rows_only(monkeypatch
         return forward(input_ids, attention_mask=torch.ones_like(input_ids), **kwargs)
 
     monkeypatch.setattr(decoder, "forward", without_borders)
-    scorer.check_scoring()
+    check_scoring(scorer)
     scorer(packed(documents(9)))
     with pytest.raises(ValueError, match="cannot keep the documents of a row apart"):
         scorer(packed(documents(9, 12)))
@@ -246,11 +249,11 @@ def test_flash_arguments_are_cumulative_lengths_over_all_rows():
 @pytest.mark.parametrize("change", [{"final_logit_softcapping": 30.0}, {"logits_scaling": 1.1}])
 def test_a_forgotten_transform_is_noticed_in_half_precision_too(change):
     model = build("llama").to(torch.bfloat16)
-    Backbone(model).check_scoring()
+    check_scoring(Backbone(model))
     for name, value in change.items():  # ours applies what the model does not know
         setattr(model.config, name, value)
     with pytest.raises(ValueError, match="of their spread"):
-        Backbone(model).check_scoring()
+        check_scoring(Backbone(model))
 
 
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
@@ -268,3 +271,119 @@ def test_dropout_is_noticed():
     assert not Backbone(build("llama")).has_dropout
     lora = LoraConfig(target_modules=["q_proj"], lora_dropout=0.2)
     assert Backbone(get_peft_model(build("llama"), lora)).has_dropout
+
+
+has_torch_kernel = pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch < 2.13")
+
+
+def training_step(scorer, batch):
+    """Loss, what it was made of, and the gradients of all weights."""
+    scorer.zero_grad()
+    short = scorer.short_log_likelihood(batch, context_length=6, stride=3)
+    result = scorer(batch, Weighing(soft_influence, *short))
+    result.loss.backward()
+    return result, {name: p.grad for name, p in scorer.named_parameters()}
+
+
+@has_torch_kernel
+@pytest.mark.parametrize(
+    ("architecture", "overrides"),
+    [
+        ("llama", {}),
+        ("qwen2", {"tie_word_embeddings": True}),
+        ("phi", {"partial_rotary_factor": 0.5}),  # bias
+        ("cohere", {"logit_scale": 0.25}),
+        ("granite", {"logits_scaling": 3.0}),
+    ],
+)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_training_step_with_another_head_kernel_equals_ours(architecture, overrides, autocast):
+    model = build(architecture, **overrides).train()
+    batch = packed(documents(30, 8), documents(40), documents(5, 1))
+    scorers = [Backbone(model), Backbone(model, head_kernel="torch")]
+    tolerance = {"atol": 0.05, "rtol": 0.05} if autocast else {"atol": 1e-5, "rtol": 1e-4}
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        for scorer in scorers:
+            check_scoring(scorer)
+        (expected, gradients), (actual, others) = (training_step(scorer, batch) for scorer in scorers)
+        assert expected.influence.unique().numel() > 10
+        torch.testing.assert_close(actual, expected, **tolerance)
+        assert others.keys() == gradients.keys()
+        for name, gradient in gradients.items():
+            difference = (others[name] - gradient).norm() / gradient.norm()
+            assert difference < (0.05 if autocast else 1e-5), name
+        plain = [scorer(batch) for scorer in scorers]
+        torch.testing.assert_close(*plain, **tolerance)
+
+
+@has_torch_kernel
+def test_the_head_kernel_is_used_where_gradients_are_wanted(monkeypatch):
+    scorer = Backbone(build("llama"), head_kernel="torch")
+    monkeypatch.setattr(F, "linear_cross_entropy", lambda *_, **__: 1 / 0)
+    batch = packed(documents(30))
+    with torch.no_grad():
+        scorer(batch)
+    for weighing in (None, Weighing(soft_influence)):
+        with pytest.raises(ZeroDivisionError):
+            scorer(batch, weighing)
+
+
+def lora_on_the_head():
+    return get_peft_model(build("llama"), LoraConfig(target_modules=["q_proj", "lm_head"]))
+
+
+def hooked():
+    model = build("llama")
+    model.lm_head.register_forward_pre_hook(lambda *_: None)
+    return model
+
+
+def patched():
+    model = build("llama")
+    model.lm_head.forward = lambda hidden: hidden @ model.lm_head.weight.T * 2
+    return model
+
+
+class Quantised(torch.nn.Linear):
+    """Stands for any subclass."""
+
+
+def quantised():
+    model = build("llama")
+    model.lm_head = Quantised(32, VOCABULARY)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lora_on_the_head, "peft.tuners.lora.layer.Linear"),
+        (hooked, "torch.nn.modules.linear.Linear` that is no plain linear layer or has hooks"),
+        (patched, "torch.nn.modules.linear.Linear` that is no plain linear layer or has hooks"),
+        (quantised, "Quantised"),
+    ],
+)
+def test_a_head_that_is_more_than_a_linear_layer_is_refused_by_its_type(make, name):
+    scorer = Backbone(make(), head_kernel="torch")
+    for use in (lambda: check_scoring(scorer), lambda: scorer(packed(documents(9)))):
+        with pytest.raises(ValueError, match=f"{name}.*`head_kernel: torch`.*set `head_kernel: chunked`"):
+            use()
+
+
+@has_torch_kernel
+def test_a_soft_cap_is_refused_before_training_by_a_kernel_that_knows_none():
+    model = build("gemma2", attention="eager", final_logit_softcapping=2.0, head_dim=8)
+    assert Backbone(model).linear_head().soft_cap == 2.0
+    with pytest.raises(ValueError, match="torch` knows no soft cap"):
+        check_scoring(Backbone(model, head_kernel="torch"))
+
+
+@has_torch_kernel
+def test_lora_elsewhere_leaves_the_head_to_the_kernel():
+    torch.manual_seed(0)
+    model = get_peft_model(build("llama"), LoraConfig(target_modules=["q_proj"], init_lora_weights=False)).train()
+    batch = packed(documents(30, 8))
+    gradients = [training_step(Backbone(model, head_kernel=kernel), batch)[1] for kernel in ("chunked", "torch")]
+    kept = [{name: g.clone() for name, g in part.items() if g is not None} for part in gradients]
+    assert len(kept[0]) == 4
+    torch.testing.assert_close(*kept, atol=1e-6, rtol=1e-4)

@@ -6,6 +6,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lightning_modules.loading import load_backbone, load_config, model_identity
+from lightning_modules.probe import check_scoring
 from tests.conftest import tiny_config, tiny_model
 
 BARE = {
@@ -22,7 +23,7 @@ def test_folder_with_weights(model_dir):
     backbone = load_backbone(str(model_dir))
     expected = load_file(model_dir / "model.safetensors")
     torch.testing.assert_close(backbone.model.lm_head.weight.data, expected["lm_head.weight"])
-    backbone.check_scoring()
+    check_scoring(backbone)
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float64"])

@@ -230,3 +230,25 @@ def test_checkpoint_loads_without_pickle_and_scores_the_same(folder, tmp_path):
     loaded = LongContextLM.load_from_checkpoint(tmp_path / "last.ckpt", weights_only=True)
     with torch.no_grad():
         torch.testing.assert_close(loaded.backbone.eval()(row(3)), module.backbone.eval()(row(3)))
+
+
+def test_the_head_kernel_is_an_option_that_is_checked_before_anything_is_loaded(folder, monkeypatch):
+    module = lm(folder, head_kernel="torch")
+    monkeypatch.delattr("torch.nn.functional.linear_cross_entropy", raising=False)
+    for load in (lambda: module.check_early(40), module.configure_model):
+        with pytest.raises(ValueError, match=r"`head_kernel: torch` needs torch >= 2\.13"):
+            load()
+
+
+@pytest.mark.skipif(not hasattr(torch.nn.functional, "linear_cross_entropy"), reason="torch < 2.13")
+def test_training_with_another_head_kernel_learns_the_same(folder, tmp_path):
+    changes = []
+    for kernel in ("chunked", "torch"):
+        module = lm(folder, head_kernel=kernel, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1.0))
+        module.configure_model()
+        before = {name: p.detach().clone() for name, p in module.named_parameters()}
+        trainer(tmp_path).fit(module, loader(row(0), row(1)), loader(row(2)))
+        assert module.backbone.head_kernel == kernel
+        changes.append({name: p.detach() - before[name] for name, p in module.named_parameters()})
+    for name, change in changes[0].items():
+        assert 0 < (changes[1][name] - change).norm() + 1e-9 < 1e-3 * change.norm(), name
