@@ -19,6 +19,7 @@ from transformers import (
 
 from lightning_modules.attention import register_document_attention
 from lightning_modules.backbone import Backbone
+from lightning_modules.checkpointing import Checkpointing, enable_checkpointing
 from lightning_modules.functional.head_kernels import HeadKernel, check_installed
 from lightning_modules.tokenization import local_or_hub, not_loaded
 
@@ -35,7 +36,7 @@ def load_backbone(
     revision: str | None = None,
     dtype: DType = "auto",
     attn_implementation: str = "auto",
-    gradient_checkpointing: bool = False,
+    gradient_checkpointing: Checkpointing = False,
     lora: dict[str, Any] | None = None,
     trust_remote_code: bool = False,
     device: torch.device | str = "cpu",
@@ -53,7 +54,8 @@ def load_backbone(
         dtype: Of the weights.
         attn_implementation: As in transformers; ``auto`` is ``flash_attention_2`` where it is installed and the model
             runs on a GPU in half precision, else torch's scaled dot product attention.
-        gradient_checkpointing: Recompute the activations of each layer in the backward pass.
+        gradient_checkpointing: Recompute the activations of each layer in the backward pass; with ``selective`` all but
+            the outputs of attention.
         lora: Arguments of ``peft.LoraConfig``; the other weights are frozen.
         trust_remote_code: Run code from the model's repository; off unless you trust it.
         device: Where the model will run, which decides its attention.
@@ -82,8 +84,7 @@ def load_backbone(
         model = AutoModelForCausalLM.from_config(config, **{**settings, "dtype": weights_dtype})
     else:
         model = _load_weights(pretrained_model_name_or_path, config, revision, settings)
-    if gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    enable_checkpointing(model, gradient_checkpointing)
     if lora is not None:
         model = get_peft_model(model, LoraConfig(**{"task_type": "CAUSAL_LM", **lora}))
     return Backbone(model, head_kernel)

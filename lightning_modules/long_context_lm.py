@@ -13,10 +13,12 @@ from typing_extensions import override
 
 from lightning_modules.backbone import Backbone
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
-from lightning_modules.functional import Weighing
+from lightning_modules.checkpointing import Checkpointing
+from lightning_modules.functional import ShortContext, Weighing
 from lightning_modules.functional.head_kernels import HeadKernel, check_installed
-from lightning_modules.functional.windows import check_context
+from lightning_modules.functional.windows import check_context, check_window_share
 from lightning_modules.loading import DType, load_backbone, load_config
+from lightning_modules.low_precision import ShortDType, check_short_dtype, short_precision
 from lightning_modules.metrics import LongPerplexity
 from lightning_modules.objectives import LongCE, Objective
 from lightning_modules.probe import check_scoring
@@ -45,13 +47,18 @@ class LongContextLM(LightningModule):
         objective: How much each token counts in the loss.
         context_length: Length K of the shortest short context, in tokens.
         stride: Number d of tokens that share one short window.
+        short_dtype: Compute the short pass in fewer bits than the long one: ``bfloat16``, or ``float8`` on GPUs that
+            have it. By default as the long one.
+        short_window_share: Share of the short windows that is computed, drawn at random for each batch. The influence
+            of their tokens is scaled up so that weights are right on average (and may be below 0).
         model_config: Values that replace those of the model's config; dictionaries in it (``rope_parameters``) are
             merged key by key.
         revision: Branch, tag or commit on the hub.
         dtype: Of the weights: float32 for training in mixed precision, ``auto`` for the stored one.
         attn_implementation: As in transformers; ``auto`` is ``flash_attention_2`` where it is installed and the model
             runs on a GPU in half precision, else torch's scaled dot product attention.
-        gradient_checkpointing: Recompute the activations of each layer in the backward pass.
+        gradient_checkpointing: Recompute the activations of each layer in the backward pass; with ``selective`` all but
+            the outputs of attention, which is faster and takes ``tokens * hidden size`` numbers per layer more.
         lora: Arguments of ``peft.LoraConfig``; the other weights are frozen.
         trust_remote_code: Run code from the model's repository; off unless you trust it.
         head_kernel: What computes the loss from hidden states in training: ``chunked``, our own, which is exact and
@@ -61,7 +68,7 @@ class LongContextLM(LightningModule):
         lr_scheduler: Takes the optimizer and steps once per optimizer step; the default warms up over 20 steps.
 
     Raises:
-        ValueError: If ``context_length`` or ``stride`` is below 1.
+        ValueError: If ``context_length`` or ``stride`` is below 1, or ``short_window_share`` is not in (0, 1].
     """
 
     def __init__(
@@ -70,11 +77,13 @@ class LongContextLM(LightningModule):
         objective: Objective = LongCE(),  # noqa: B008, it holds one number and is never changed
         context_length: PositiveInt = 4096,
         stride: PositiveInt = 1024,
+        short_dtype: ShortDType | None = None,
+        short_window_share: float = 1.0,
         model_config: dict[str, Any] | None = None,
         revision: str | None = None,
         dtype: DType = "float32",
         attn_implementation: str = "auto",
-        gradient_checkpointing: bool = False,
+        gradient_checkpointing: Checkpointing = False,
         lora: dict[str, Any] | None = None,
         trust_remote_code: bool = False,
         head_kernel: HeadKernel = "chunked",
@@ -85,10 +94,13 @@ class LongContextLM(LightningModule):
     ) -> None:
         super().__init__()
         check_context(context_length, stride)
+        check_window_share(short_window_share)
         self.save_hyperparameters(ignore=["objective", "optimizer", "lr_scheduler"])
         self.objective = objective
         self.context_length = context_length
         self.stride = stride
+        self.short_dtype: ShortDType | None = short_dtype
+        self.short_window_share = short_window_share
         self._loading: dict[str, Any] = {
             "pretrained_model_name_or_path": pretrained_model_name_or_path,
             "model_config": model_config,
@@ -103,7 +115,7 @@ class LongContextLM(LightningModule):
         self._make_optimizer = optimizer
         self._make_lr_scheduler = lr_scheduler
         self._perplexity = LongPerplexity()
-        self._statistics = TrainingStatistics(objective)
+        self._statistics = TrainingStatistics(objective, drawn=short_window_share < 1)
 
     def check_early(self, sequence_length: int | None) -> None:
         """Refuse what can be known to fail before any text is tokenised or any weight is loaded.
@@ -144,15 +156,27 @@ class LongContextLM(LightningModule):
         if self.objective.uses_short_context:
             check_context(self.context_length, self.stride, batch["input_ids"].shape[1])
             # Before the long pass, so that its buffers never meet the activations kept for the backward pass.
-            short = self.backbone.short_log_likelihood(batch, context_length=self.context_length, stride=self.stride)
-            weighing = Weighing(self.objective.influence, *short)
+            weighing = Weighing(self.objective.influence, *self._short_pass(batch, batch_idx))
         loss, log_likelihood, influence = self.backbone(batch, weighing)
         self._check_finite(loss, batch_idx)
         self._statistics.update(log_likelihood, influence, batch["labels"])
         return loss
 
+    def _short_pass(self, batch: PackedBatch, batch_idx: int) -> ShortContext:
+        # Batches of all epochs: a resumed run goes on counting.
+        seed = self.trainer.fit_loop.epoch_loop.total_batch_idx if self._trainer else batch_idx
+        with short_precision(self.backbone.decoder, self.device, self.short_dtype):
+            return self.backbone.short_log_likelihood(
+                batch,
+                context_length=self.context_length,
+                stride=self.stride,
+                window_share=self.short_window_share,
+                seed=seed,
+            )
+
     @override
     def on_fit_start(self) -> None:
+        check_short_dtype(self.short_dtype, self.device)
         # Hugging Face models arrive in eval mode and Lightning keeps it: dropout and checkpointing would be off.
         self.backbone.train()
         self._check_backbone()

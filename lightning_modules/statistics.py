@@ -16,10 +16,12 @@ class TrainingStatistics:
 
     Args:
         objective: Decides which statistics of the weights exist.
+        drawn: Whether only some windows are scored, so that single weights mean nothing, but their mean does.
     """
 
-    def __init__(self, objective: Objective) -> None:
+    def __init__(self, objective: Objective, *, drawn: bool = False) -> None:
         self.objective = objective
+        self.drawn = drawn
         self._sums: Tensor | None = None
         self._seconds = 0.0
         self._started: float | None = None
@@ -65,8 +67,10 @@ class TrainingStatistics:
             "tokens_per_second": tokens / self._seconds,
         }
         if self.objective.uses_short_context:
-            values |= {"weight_mean": weights / tokens, "weight_above_1": above / tokens}
-        if self.objective.largest_weight is not None:
+            values["weight_mean"] = weights / tokens
+        if self.objective.uses_short_context and not self.drawn:
+            values["weight_above_1"] = above / tokens
+        if self.objective.largest_weight is not None and not self.drawn:
             values["weight_at_cap"] = capped / tokens
         return {name: value.float() for name, value in values.items()}
 

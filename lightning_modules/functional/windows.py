@@ -113,13 +113,18 @@ def draw_windows(
     Raises:
         ValueError: If ``share`` is not in (0, 1].
     """
-    if not 0 < share <= 1:
-        raise ValueError(f"The share of windows to score must be above 0 and at most 1, got {share}.")
+    check_window_share(share)
     count = max(1, round(share * len(windows)))
     if count >= len(windows):
         return list(windows), 1.0
     order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed))
     return [windows[index] for index in order[:count].sort().values.tolist()], count / len(windows)
+
+
+def check_window_share(share: float) -> None:
+    """Raise a ``ValueError`` for a share of windows that is not in (0, 1]."""
+    if not 0 < share <= 1:
+        raise ValueError(f"`short_window_share` must be above 0 and at most 1, which is all windows, got {share}.")
 
 
 def trim_windows(windows: Sequence[tuple[int, Window]], wanted: Tensor) -> list[tuple[int, Window]]:
