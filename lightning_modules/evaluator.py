@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ def score_text(
     add_special_tokens: bool = True,
     name: str = "document",
     evaluator: str = "",
+    beta: float | None = None,
 ) -> TokenScores:
     """Long and short log-likelihoods of every token of a text.
 
@@ -42,6 +44,7 @@ def score_text(
         add_special_tokens: Whether the tokenizer adds its own, as the authors of the paper do for evaluators.
         name: How messages cite the document.
         evaluator: How the scores cite the model.
+        beta: Leave out the short log-likelihoods that key tokens at this threshold or above do not need.
 
     Returns:
         The pair, in main memory. Tokens without a short context have equal likelihoods.
@@ -52,7 +55,7 @@ def score_text(
     batch = encode_document(text, tokenizer, name=name, add_special_tokens=add_special_tokens)
     backbone.check_token_ids(batch)
     on_device = batch_to(batch, backbone.device)
-    long, short = backbone.long_and_short(on_device, context_length=context_length, stride=stride)
+    long, short = backbone.long_and_short(on_device, context_length=context_length, stride=stride, beta=beta)
     return TokenScores(
         text_sha256=text_sha256(text),
         evaluator=evaluator,
@@ -61,6 +64,7 @@ def score_text(
         offsets=batch["offsets"][0],
         long=long[0].float().cpu(),
         short=short[0].float().cpu(),
+        floor=-math.inf if beta is None else beta,
     )
 
 
@@ -119,17 +123,23 @@ class Evaluator:
         self._scores: dict[str, TokenScores] = {}
         self._backbone: Backbone | None = None
 
-    def scores(self, text: str, *, device: torch.device | str = "cpu", name: str = "document") -> TokenScores:
+    def scores(
+        self, text: str, *, device: torch.device | str = "cpu", name: str = "document", beta: float | None = None
+    ) -> TokenScores:
         """Scores of a text: from memory, from disk, or from the model, which is loaded if need be.
 
         Args:
             text: The document.
             device: Where the model shall run.
             name: How messages cite the document.
+            beta: Key tokens at this threshold or above are all that is asked for, which saves some work. By default
+                the scores serve any threshold and soft influence.
         """
         sha256 = text_sha256(text)
-        if sha256 not in self._scores:
-            self._scores[sha256] = self._stored(sha256) or self._score(text, device, name)
+        known = self._scores.get(sha256)
+        if known is None or known.floor > (-math.inf if beta is None else beta):
+            known = self._stored(sha256) or (None if beta is None else self._stored(sha256, beta))
+        self._scores[sha256] = known or self._score(text, device, name, beta)
         return self._scores[sha256]
 
     def release(self) -> None:
@@ -139,17 +149,18 @@ class Evaluator:
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
 
-    def path(self, sha256: str) -> Path:
-        """The file that holds the scores of the text with this hash."""
+    def path(self, sha256: str, beta: float | None = None) -> Path:
+        """The file that holds the scores of the text with this hash, if need be only those for key tokens."""
         tokenizer = tokenizer_hash(self.tokenizer)
         numerics = (self._settings["dtype"], self._settings["attn_implementation"])
         settings = (self.identity, tokenizer, numerics, self.context_length, self.stride, self.add_special_tokens)
-        key = hashlib.sha256(repr((sha256, settings)).encode()).hexdigest()
+        name = (sha256, settings) if beta is None else (sha256, settings, beta)
+        key = hashlib.sha256(repr(name).encode()).hexdigest()
         return self.cache_dir / key[:2] / f"{key}.safetensors"
 
-    def _stored(self, sha256: str) -> TokenScores | None:
+    def _stored(self, sha256: str, beta: float | None = None) -> TokenScores | None:
         try:
-            scores = TokenScores.load(self.path(sha256))
+            scores = TokenScores.load(self.path(sha256, beta))
         except FileNotFoundError:
             return None
         except ValueError as error:
@@ -157,7 +168,7 @@ class Evaluator:
             return None
         return scores if scores.text_sha256 == sha256 else None
 
-    def _score(self, text: str, device: torch.device | str, name: str) -> TokenScores:
+    def _score(self, text: str, device: torch.device | str, name: str, beta: float | None) -> TokenScores:
         if self._backbone is None:
             log.info("Loading the evaluator '%s'.", self.name)
             self._backbone = (
@@ -173,6 +184,7 @@ class Evaluator:
             add_special_tokens=self.add_special_tokens,
             name=name,
             evaluator=self.identity,
+            beta=beta,
         )
-        scores.save(self.path(scores.text_sha256))
+        scores.save(self.path(scores.text_sha256, beta))
         return scores

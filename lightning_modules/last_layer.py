@@ -21,7 +21,9 @@ def last_layer_reads_from(decoder: nn.Module, start: int) -> Iterator[None]:
     """
     handles = []
     for part in _parts(decoder) if start > 0 else ():
-        handles.append(part.register_forward_pre_hook(lambda _, inputs: (inputs[0][:, start:], *inputs[1:])))
+        handles.append(
+            part.register_forward_pre_hook(lambda _, inputs: (inputs[0][:, start:].contiguous(), *inputs[1:]))
+        )
         handles.append(part.register_forward_hook(lambda _, __, output: _put_back(output, start)))
     try:
         yield
@@ -38,6 +40,10 @@ def _parts(decoder: nn.Module) -> list[nn.Module]:
     attention, mlp = (getattr(layers[-1], name, None) for name in ("self_attn", "mlp"))
     parts = [getattr(attention, "q_proj", None), getattr(attention, "o_proj", None), mlp]
     return [part for part in parts if isinstance(part, nn.Module)] if None not in parts else []
+
+
+def _cut(hidden_states: Tensor, start: int) -> Tensor:
+    return hidden_states[:, start:].contiguous()  # experts take all tokens of a batch for one list
 
 
 def _put_back(output: Any, start: int) -> Any:

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -38,9 +38,7 @@ def short_precision(decoder: nn.Module, device: torch.device, dtype: ShortDType 
     if dtype is None:
         yield
         return
-    linears = (
-        [m for m in decoder.modules() if isinstance(m, nn.Linear) and _fits_float8(m)] if dtype == "float8" else []
-    )
+    linears = [module for module in decoder.modules() if dtype == "float8" and _fits_float8(module)]
     for linear in linears:
         linear.forward = partial(_float8_linear, linear)
     try:
@@ -51,12 +49,12 @@ def short_precision(decoder: nn.Module, device: torch.device, dtype: ShortDType 
             del linear.forward
 
 
-def _fits_float8(module: nn.Linear) -> bool:
+def _fits_float8(module: nn.Module) -> bool:
     """Plain linear layers whose sides the GPU's 8-bit units divide; adapters inside a layer keep their own type."""
     return type(module) is nn.Linear and module.in_features % 16 == 0 and module.out_features % 16 == 0
 
 
-def _float8_linear(linear: nn.Linear, inputs: Tensor) -> Tensor:
+def _float8_linear(linear: Any, inputs: Tensor) -> Tensor:
     """``[.., out]`` in bfloat16; each token and each output feature has a scale of its own."""
     rows, row_scale = _quantise(inputs.flatten(0, -2))
     weight, weight_scale = _quantise(linear.weight)

@@ -5,18 +5,20 @@ import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tqdm import tqdm
 
+from lightning_modules.backbone import Backbone
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch, batch_to
 from lightning_modules.evaluator import Evaluator
 from lightning_modules.files import write_atomically
 from lightning_modules.functional import key_token_mask, span_token_mask
-from lightning_modules.loading import DType, load_backbone, load_config
+from lightning_modules.loading import DType, load_backbone, load_config, model_identity
 from lightning_modules.metrics import LongPerplexity
 from lightning_modules.probe import check_scoring
+from lightning_modules.token_scores import TokenScores
 from lightning_modules.tokenization import encode_document, load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -43,7 +45,8 @@ def score(
 ) -> dict[str, Any]:
     """LongPPL and perplexity of a model on text files, with the key tokens of an evaluator.
 
-    The evaluator goes first and is freed before the model is loaded: both never share the accelerator.
+    The evaluator goes first and is freed before the model is loaded: both never share the accelerator. If both are the
+    same and read the same tokens, one long pass serves both.
 
     Args:
         files: UTF-8 text files, one document each.
@@ -95,12 +98,14 @@ def score(
         encode_document(text, tokenizer, name=file, add_special_tokens=add_special_tokens, max_tokens=max_tokens)
         for file, text in zip(files, texts, strict=True)
     ]
-    masks = []
+    same = model_identity(model, trust_remote_code=trust_remote_code) == judge.identity
+    judged = []
     for document in tqdm(documents, desc="evaluator", unit="document", disable=None):
-        spans = judge.scores(document["text"][0], device=place, name=document["names"][0])
-        masks.append(span_token_mask(document["offsets"], spans.key_spans(alpha=alpha, beta=beta)))
+        scores = judge.scores(document["text"][0], device=place, name=document["names"][0], beta=beta)
+        key = span_token_mask(document["offsets"], scores.key_spans(alpha=alpha, beta=beta))
+        judged.append(_Judged(document, key, _shared_pass(document, scores) if same else None))
     judge.release()
-    result = _evaluate(model, documents, masks, place, settings)
+    result = _evaluate(judged, _Model(model, place, settings))
     if output is not None:
         write_atomically(Path(output), (json.dumps(_without_nan(result), indent=2) + "\n").encode())
     return result
@@ -144,21 +149,50 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _evaluate(
-    model: str,
-    documents: list[PackedBatch],
-    masks: list[torch.Tensor],
-    device: torch.device,
-    settings: dict[str, Any],
-) -> dict[str, Any]:
-    backbone = load_backbone(model, device=device, **settings).eval().requires_grad_(False).to(device)
-    check_scoring(backbone)
+class _Judged(NamedTuple):
+    """A document, its key tokens ``[1, T]``, and the model's log-likelihoods ``[1, T]`` if the evaluator's serve."""
+
+    document: PackedBatch
+    key: torch.Tensor
+    log_likelihood: torch.Tensor | None
+
+
+def _shared_pass(document: PackedBatch, scores: TokenScores) -> torch.Tensor | None:
+    """The long log-likelihoods of an evaluator that is the model itself, if both read the same tokens."""
+    offsets = document["offsets"]
+    if torch.equal(scores.offsets[: offsets.shape[1]], offsets[0]):
+        return scores.long[: offsets.shape[1]].unsqueeze(0)
+    log.info(
+        "%s: evaluator and model are the same, but not their special tokens. Make `add_special_tokens` and"
+        " `evaluator_add_special_tokens` equal to save a pass over the text.",
+        document["names"][0],
+    )
+    return None
+
+
+class _Model:
+    """The model to be judged, loaded when a document appears that it has not scored as the evaluator."""
+
+    def __init__(self, name: str, device: torch.device, settings: dict[str, Any]) -> None:
+        self.name, self.device, self.settings = name, device, settings
+        self.backbone: Backbone | None = None
+
+    def log_likelihood(self, document: PackedBatch) -> torch.Tensor:
+        """``[1, T]`` in main memory."""
+        if self.backbone is None:
+            backbone = load_backbone(self.name, device=self.device, **self.settings).eval().requires_grad_(False)
+            self.backbone = backbone.to(self.device)
+            check_scoring(self.backbone)
+        self.backbone.check_token_ids(document)
+        with torch.no_grad():
+            return self.backbone(batch_to(document, self.device)).cpu()
+
+
+def _evaluate(judged: list[_Judged], model: _Model) -> dict[str, Any]:
     corpus = {"longppl": LongPerplexity(), "perplexity": LongPerplexity()}
     rows = []
-    for document, mask in zip(tqdm(documents, desc="model", unit="document", disable=None), masks, strict=True):
-        backbone.check_token_ids(document)
-        with torch.no_grad():
-            log_likelihood = backbone(batch_to(document, device)).cpu()
+    for document, mask, known in tqdm(judged, desc="model", unit="document", disable=None):
+        log_likelihood = model.log_likelihood(document) if known is None else known
         scored = document["labels"].ne(IGNORE_INDEX)
         key = mask & scored
         row: dict[str, Any] = {"file": document["names"][0]}

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 import re
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ class TokenScores:
         offsets: ``[N, 2]`` int64 character span of each token.
         long: ``[N]`` float32 log-likelihoods given everything before the token, in nats.
         short: ``[N]`` float32 log-likelihoods given the short context, equal to ``long`` where there is none.
+        floor: Only of tokens likelier than this in the long context, in nats, is the short log-likelihood known; of
+            others it is NaN. Key tokens need no more for a ``beta`` of this or above.
     """
 
     text_sha256: str
@@ -40,13 +43,26 @@ class TokenScores:
     offsets: Tensor
     long: Tensor
     short: Tensor
+    floor: float = -math.inf
 
     def key_spans(self, *, alpha: float = 2.0, beta: float = -2.0) -> Tensor:
-        """``[M, 2]`` character spans of the key tokens, those that touch merged."""
+        """``[M, 2]`` character spans of the key tokens, those that touch merged.
+
+        Raises:
+            ValueError: If ``beta`` is below the floor.
+        """
+        if beta < self.floor:
+            raise ValueError(f"These scores know key tokens for a `beta` of {self.floor} or above, got {beta}.")
         return merge_spans(self.offsets[key_token_mask(self.long, self.short, alpha=alpha, beta=beta)])
 
     def soft_influence(self, *, gamma: float = 5.0) -> Tensor:
-        """``[N]`` soft influence of each token."""
+        """``[N]`` soft influence of each token.
+
+        Raises:
+            ValueError: If the short log-likelihood of some tokens is not known.
+        """
+        if self.floor > -math.inf:
+            raise ValueError(f"The short log-likelihoods below a long one of {self.floor} nats were not computed.")
         return soft_influence(self.long, self.short, gamma=gamma)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -64,6 +80,8 @@ class TokenScores:
             "context_length": str(self.context_length),
             "stride": str(self.stride),
         }
+        if self.floor > -math.inf:
+            header["floor"] = repr(self.floor)
         header["checksum"] = _checksum(header, tensors)
         write_atomically(Path(path), save(tensors, metadata=header))
 
@@ -90,6 +108,7 @@ class TokenScores:
             evaluator=header["evaluator"],
             context_length=int(header["context_length"]),
             stride=int(header["stride"]),
+            floor=float(header.get("floor", -math.inf)),
             **tensors,
         )
 

@@ -10,7 +10,7 @@ from lightning_modules import backbone as backbone_module
 from lightning_modules.attention import isolation_arguments, register_document_attention
 from lightning_modules.backbone import Backbone
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
-from lightning_modules.functional import Weighing, soft_influence
+from lightning_modules.functional import Weighing, key_token_mask, log_likelihood, soft_influence
 from lightning_modules.probe import check_scoring
 from tests import reference
 from tests.conftest import tiny_config
@@ -111,6 +111,78 @@ def test_long_and_short_match_one_window_at_a_time(context_length, stride, windo
                 expected = torch.cat(expected)
                 torch.testing.assert_close(actual[index, : len(expected)].double(), expected, atol=2e-5, rtol=1e-4)
     assert (long != short).any()
+
+
+@pytest.mark.parametrize("beta", [-4.0, -5.5, -99.0, 0.0])
+def test_tokens_that_cannot_be_key_are_spared(beta, monkeypatch):
+    scorer = Backbone(build("llama"))
+    batch = packed(documents(60, 8, 30), documents(70))
+    sizes = {"context_length": 6, "stride": 3}
+    long, short = scorer.long_and_short(batch, **sizes)
+    scored = []
+    original = backbone_module.window_batch
+    monkeypatch.setattr(
+        backbone_module, "window_batch", lambda *a: scored.append(int((w := original(*a))["labels"].ge(0).sum())) or w
+    )
+    same, some = scorer.long_and_short(batch, **sizes, beta=beta)
+    torch.testing.assert_close(same, long)
+    spared = (long <= beta) & (batch["position_ids"] >= 9)
+    assert torch.equal(some.isnan(), spared)
+    torch.testing.assert_close(some[~spared], short[~spared])
+    assert sum(scored) == int(((long > beta) & (batch["position_ids"] >= 9) & batch["labels"].ge(0)).sum())
+    for alpha in (0.0, 0.5, 2.0):
+        if beta < 0:
+            masks = [key_token_mask(*pair, alpha=alpha, beta=beta) for pair in ((long, short), (same, some))]
+            assert torch.equal(*masks)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt_neox"])
+def test_chunks_windows_per_pass_and_trimming_change_nothing_that_matters(architecture, monkeypatch):
+    scorer = Backbone(build(architecture))
+    batch = packed(documents(90, 8, 33), documents(131))
+    results = []
+    for windows in (1, 2, 5, 100):
+        for rows in (1, 7, 512):
+            for trims in (True, False):
+                monkeypatch.setattr(Backbone, "_windows_per_pass", lambda *_, windows=windows: windows)
+                monkeypatch.setattr(log_likelihood, "default_chunk_size", lambda _, rows=rows: rows)
+                scorer.trims_last_layer = trims
+                results.append(scorer.long_and_short(batch, context_length=20, stride=7))
+    for long, short in results[1:]:
+        torch.testing.assert_close(long, results[0][0], atol=1e-5, rtol=0)
+        torch.testing.assert_close(short, results[0][1], atol=1e-5, rtol=0)
+        masks = [key_token_mask(*pair, alpha=0.5, beta=-6.0) for pair in ((long, short), results[0])]
+        assert torch.equal(*masks)
+        assert masks[0].sum() > 20
+
+
+def test_a_last_layer_that_needs_all_tokens_gets_them():
+    model = build("llama")
+    mlp = model.model.layers[-1].mlp
+    forward = mlp.forward
+    mlp.forward = lambda hidden: forward(hidden + hidden.cumsum(1))  # no work on each token by itself
+    scorer = Backbone(model)
+    check_scoring(scorer)
+    assert not scorer.trims_last_layer
+    scorer = Backbone(build("llama"))
+    check_scoring(scorer)
+    assert scorer.trims_last_layer
+
+
+def test_a_share_of_the_windows_is_drawn_by_the_seed():
+    scorer = Backbone(build("llama"))
+    batch = packed(documents(60, 8, 30), documents(70))
+    sizes = {"context_length": 6, "stride": 3}
+    whole = scorer.short_log_likelihood(batch, **sizes)
+    part = scorer.short_log_likelihood(batch, **sizes, window_share=0.4, seed=3)
+    again = scorer.short_log_likelihood(batch, **sizes, window_share=0.4, seed=3)
+    other = scorer.short_log_likelihood(batch, **sizes, window_share=0.4, seed=4)
+    assert torch.equal(part.differs, again.differs)
+    assert not torch.equal(part.differs, other.differs)
+    assert not (part.differs & ~whole.differs).any()
+    assert 0.3 < part.differs.sum() / whole.differs.sum() < 0.5
+    assert part.share == pytest.approx(0.4, abs=0.03)
+    torch.testing.assert_close(part.log_likelihood[part.differs], whole.log_likelihood[part.differs])
 
 
 def test_short_pass_leaves_modes_and_gradients_alone():

@@ -92,3 +92,33 @@ def test_slow_tokenizers_are_refused(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "ByT5Tokenizer"}')
     with pytest.raises(ValueError, match="offsets"):
         load_tokenizer(str(tmp_path))
+
+
+def test_key_tokens_only_cost_less_and_never_pass_for_more(model_dir, tmp_path, monkeypatch):
+    calls = []
+    original = evaluator_module.score_text
+    monkeypatch.setattr(evaluator_module, "score_text", lambda *a, **k: calls.append(k["beta"]) or original(*a, **k))
+
+    def judge():
+        return Evaluator(str(model_dir), cache_dir=str(tmp_path), **SETTINGS)
+
+    text = make_text(60)
+    first = judge()
+    some = first.scores(text, beta=-5.0)
+    assert some.short.isnan().any()
+    assert torch.equal(judge().scores(text, beta=-5.0).long, some.long), "read from disk"
+    with pytest.raises(ValueError, match="beta"):
+        some.key_spans(beta=-6.0)
+    with pytest.raises(ValueError, match="not computed"):
+        some.soft_influence()
+    assert calls == [-5.0]
+    lower = first.scores(text, beta=-6.0)
+    whole = first.scores(text)
+    assert calls == [-5.0, -6.0, None]
+    assert first.scores(text, beta=-5.0) is whole, "all there is to know"
+    assert judge().scores(text, beta=-7.0).floor == float("-inf"), "from the whole file on disk"
+    assert len(calls) == 3
+    for scores, beta in ((some, -5.0), (lower, -6.0), (lower, -5.0)):
+        spans = [each.key_spans(alpha=0.3, beta=beta).tolist() for each in (scores, whole)]
+        assert spans[0] == spans[1]
+        assert len(spans[0]) > 2

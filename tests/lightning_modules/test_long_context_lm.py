@@ -7,7 +7,7 @@ from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
-from lightning_modules.functional import long_perplexity
+from lightning_modules.functional import Weighing, long_perplexity
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.objectives import CrossEntropy, LongCE
 from lightning_modules.tokenization import encode_document
@@ -252,3 +252,48 @@ def test_training_with_another_head_kernel_learns_the_same(folder, tmp_path):
         changes.append({name: p.detach() - before[name] for name, p in module.named_parameters()})
     for name, change in changes[0].items():
         assert 0 < (changes[1][name] - change).norm() + 1e-9 < 1e-3 * change.norm(), name
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8"])
+def test_a_short_pass_in_fewer_bits_weighs_about_the_same_and_leaves_the_long_pass_exact(folder, dtype):
+    modules = [LongContextLM(folder, context_length=8, stride=4, short_dtype=d) for d in (None, dtype)]
+    results = []
+    for module in modules:
+        module.configure_model()
+        module.backbone.train()
+        weighing = Weighing(module.objective.influence, *module._short_pass(row(0), 0))
+        results.append(module.backbone(row(0), weighing))
+    exact, rough = results
+    assert torch.equal(exact.log_likelihood, rough.log_likelihood)
+    assert not torch.equal(exact.influence, rough.influence)
+    similarity = torch.nn.functional.cosine_similarity(exact.influence, rough.influence)
+    assert similarity > (0.98 if dtype == "bfloat16" else 0.9)
+
+
+def test_gradients_of_drawn_windows_are_those_of_longce_on_average(folder):
+    def gradient(share, seed):
+        module = LongContextLM(folder, context_length=8, stride=4, short_window_share=share)
+        module.configure_model()
+        module.backbone.train()
+        module.training_step(row(0), seed).backward()
+        return torch.cat([p.grad.flatten() for p in module.parameters()])
+
+    exact = gradient(1.0, 0)
+    draws = torch.stack([gradient(0.5, seed) for seed in range(150)])
+    noise = (draws.std(0) / len(draws) ** 0.5).norm()
+    assert (draws[0] - exact).norm() > 4 * noise
+    assert (draws.mean(0) - exact).norm() < 2 * noise
+
+
+def test_statistics_of_drawn_windows_are_means_only(folder, tmp_path):
+    module = LongContextLM(folder, context_length=8, stride=4, short_window_share=0.5)
+    fit = trainer(tmp_path)
+    fit.fit(module, loader(row(0), row(1)))
+    assert "train/weight_mean" in fit.callback_metrics
+    assert not {"train/weight_above_1", "train/weight_at_cap"} & set(fit.callback_metrics)
+
+
+@pytest.mark.parametrize("share", [0.0, 1.5])
+def test_a_share_of_windows_without_a_meaning_is_refused(folder, share):
+    with pytest.raises(ValueError, match=f"short_window_share.*{share}"):
+        LongContextLM(folder, short_window_share=share)

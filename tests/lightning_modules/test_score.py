@@ -6,6 +6,8 @@ import pytest
 from longppl.longppl import compute_longppl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from lightning_modules import score as score_module
+from lightning_modules.backbone import Backbone
 from lightning_modules.cli import main
 from lightning_modules.score import score
 from tests.conftest import make_text, tiny_model
@@ -107,3 +109,34 @@ def test_tokenizer_that_is_not_the_models(files, evaluator_dir, tmp_path, tokeni
     tokenizer.save_pretrained(tmp_path / "model")
     message = fails(["score", *files, "--model", str(tmp_path / "model"), "--evaluator", str(evaluator_dir)], capsys)
     assert "embedding of 100 tokens" in message
+
+
+@pytest.mark.parametrize("max_tokens", [None, 90])
+def test_evaluator_and_model_in_one_share_the_long_pass(files, model_dir, tmp_path, monkeypatch, caplog, max_tokens):
+    passes = []
+    original = Backbone.forward
+    monkeypatch.setattr(
+        Backbone,
+        "forward",
+        lambda self, batch, *a, **k: passes.append(batch["labels"].shape[1]) or original(self, batch, *a, **k),
+    )
+
+    def run(**options):
+        passes.clear()
+        cache = str(tmp_path / str(len(list(tmp_path.iterdir()))))
+        return score(
+            files[:2], str(model_dir), str(model_dir), cache_dir=cache, max_tokens=max_tokens, **SETTINGS, **options
+        )
+
+    with caplog.at_level("INFO"):
+        apart = run()
+    assert "special tokens" in caplog.text
+    long_passes = sum(length > 64 for length in passes)
+    shared = run(evaluator_add_special_tokens=False)
+    assert sum(length > 64 for length in passes) == long_passes - 2
+    monkeypatch.setattr(score_module, "_shared_pass", lambda *_: None)
+    expected = run(evaluator_add_special_tokens=False)
+    for name in ("longppl", "perplexity"):
+        assert shared[name] == pytest.approx(expected[name], rel=1e-6)
+        assert shared[name] != pytest.approx(apart[name], rel=1e-6) or name == "perplexity"
+    assert shared["key_tokens"] == expected["key_tokens"] > 3

@@ -99,3 +99,12 @@ def test_what_is_no_span_is_refused_and_never_run(text, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"spans\.txt"):
         read_key_spans(tmp_path / "spans.txt")
     assert not (tmp_path / "hacked").exists()
+
+
+def test_a_floor_survives_the_file(tmp_path):
+    scores = TokenScores("0" * 64, "model", 4, 2, torch.zeros(3, 2, dtype=torch.int64), *torch.randn(2, 3), floor=-2.5)
+    scores.short[1] = torch.nan
+    scores.save(tmp_path / "scores")
+    loaded = TokenScores.load(tmp_path / "scores")
+    assert loaded.floor == -2.5
+    assert loaded.short[1].isnan()

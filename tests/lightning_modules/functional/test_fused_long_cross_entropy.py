@@ -11,6 +11,7 @@ from lightning_modules.functional import (
     soft_influence,
     token_log_likelihood,
 )
+from lightning_modules.functional.linear_head import LinearHead
 
 VOCABULARY = 29
 
@@ -27,17 +28,46 @@ class Capped(nn.Module):
         return 4 * torch.tanh((self.linear(hidden) + self.up(self.down(hidden))) / 4)
 
 
-@pytest.fixture(params=["linear", "capped", "frozen"])
+class Named(nn.Linear):
+    """A linear layer that is known to be one: the fused loss is given its `LinearHead`."""
+
+    def __init__(self, bias=False, scale=1.0, soft_cap=None):
+        super().__init__(8, VOCABULARY, bias=bias)
+        self.scale, self.soft_cap = scale, soft_cap
+
+    def forward(self, hidden):
+        return self.linear_head()(hidden)
+
+    def linear_head(self):
+        return LinearHead(self.weight, self.bias, self.scale, self.soft_cap)
+
+
+HEADS = {
+    "linear": lambda: nn.Linear(8, VOCABULARY, bias=False),
+    "capped": Capped,
+    "frozen": lambda: nn.Linear(8, VOCABULARY, bias=False).requires_grad_(False),
+    "named": Named,
+    "named frozen": lambda: Named(bias=True).requires_grad_(False),
+    "named scaled": lambda: Named(bias=True, scale=0.3),
+    "named capped": lambda: Named(soft_cap=2.0, scale=3.0),
+}
+
+
+@pytest.fixture(params=HEADS)
 def problem(request):
     torch.manual_seed(0)
     hidden = torch.randn(2, 17, 8, dtype=torch.float64, requires_grad=True)
-    head = (Capped() if request.param == "capped" else nn.Linear(8, VOCABULARY, bias=False)).double()
-    head.requires_grad_(request.param != "frozen")
+    head = HEADS[request.param]().double()
     labels = torch.randint(VOCABULARY, (2, 17))
     labels[:, 0] = labels[0, 5] = IGNORE_INDEX
     labels[1, 9:] = IGNORE_INDEX
     short, differs = -4 * torch.rand(2, 17, dtype=torch.float64), torch.rand(2, 17) > 0.4
     return hidden, head, labels, Weighing(soft_influence, short, differs)
+
+
+def fuse(hidden, head, *rest, **options):
+    known = head.linear_head() if isinstance(head, Named) else head
+    return fused_long_cross_entropy(hidden, known, head.parameters(), *rest, **options)
 
 
 def unfused(hidden, head, labels, weighing):
@@ -54,7 +84,7 @@ def gradients(loss, hidden, head):
 @pytest.mark.parametrize("chunk_size", [1, 3, 16, 1000, None])
 def test_equals_loss_of_log_likelihoods_in_value_and_gradient(problem, chunk_size):
     hidden, head, labels, weighing = problem
-    fused = fused_long_cross_entropy(hidden, head, head.parameters(), labels, weighing, chunk_size=chunk_size)
+    fused = fuse(hidden, head, labels, weighing, chunk_size=chunk_size)
     loss, log_likelihood, influence = unfused(*problem)
     torch.testing.assert_close(fused.loss, loss)
     torch.testing.assert_close(fused.log_likelihood, log_likelihood.detach())
@@ -65,7 +95,7 @@ def test_equals_loss_of_log_likelihoods_in_value_and_gradient(problem, chunk_siz
 
 def test_without_a_short_context(problem):
     hidden, head, labels, _ = problem
-    fused = fused_long_cross_entropy(hidden, head, head.parameters(), labels, Weighing(lambda long, _: long.exp()))
+    fused = fuse(hidden, head, labels, Weighing(lambda long, _: long.exp()))
     log_likelihood = token_log_likelihood(hidden, head, labels)
     loss = long_cross_entropy(log_likelihood, log_likelihood.detach().exp(), labels)
     torch.testing.assert_close(gradients(fused.loss, hidden, head), gradients(loss, hidden, head))
@@ -75,7 +105,7 @@ def test_half_precision_sums_gradients_of_many_chunks_in_float32(problem):
     hidden, head, labels, weighing = problem
     expected = gradients(unfused(*problem)[0], hidden, head)
     half, head = hidden.detach().bfloat16().requires_grad_(), head.bfloat16()
-    fused = fused_long_cross_entropy(half, head, head.parameters(), labels, weighing, chunk_size=1)
+    fused = fuse(half, head, labels, weighing, chunk_size=1)
     assert fused.log_likelihood.dtype == torch.float32
     for actual, wanted in zip(gradients(fused.loss, half, head), expected, strict=True):
         assert actual.dtype == torch.bfloat16
@@ -86,7 +116,7 @@ def test_under_autocast(problem):
     hidden, head, labels, weighing = problem
     hidden, head = hidden.detach().float().requires_grad_(), head.float()
     with torch.autocast("cpu", torch.bfloat16):
-        fused = fused_long_cross_entropy(hidden, head, head.parameters(), labels, weighing, chunk_size=4)
+        fused = fuse(hidden, head, labels, weighing, chunk_size=4)
         loss, *_ = unfused(hidden, head, labels, weighing)
         torch.testing.assert_close(fused.loss, loss.float(), atol=1e-3, rtol=1e-3)
         for actual, wanted in zip(gradients(fused.loss, hidden, head), gradients(loss, hidden, head), strict=True):
@@ -96,7 +126,7 @@ def test_under_autocast(problem):
 
 def test_nothing_scored(problem):
     hidden, head, labels, weighing = problem
-    fused = fused_long_cross_entropy(hidden, head, head.parameters(), torch.full_like(labels, IGNORE_INDEX), weighing)
+    fused = fuse(hidden, head, torch.full_like(labels, IGNORE_INDEX), weighing)
     assert fused.loss == 0
     for gradient in gradients(fused.loss, hidden, head):
         assert (gradient == 0).all()
@@ -111,14 +141,34 @@ def test_logits_exist_once_and_a_chunk_at_a_time(problem):
             out = func(*args, **(kwargs or {}))
             if isinstance(out, torch.Tensor):
                 sizes.append(out.numel())
-                if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+                if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_):
                     products.append(out.numel())
             return out
 
     with Watch():
-        fused = fused_long_cross_entropy(hidden, head, head.parameters(), labels, weighing, chunk_size=2)
+        fused = fuse(hidden, head, labels, weighing, chunk_size=2)
         fused.loss.backward()
     assert max(sizes) < labels.numel() * VOCABULARY / 2
     if isinstance(head, nn.Linear):
         chunks = -(-int(labels.ne(IGNORE_INDEX).sum()) // 2)
         assert len(products) == chunks * (3 if head.weight.requires_grad else 2)
+
+
+@pytest.mark.parametrize("share", [0.25, 0.7])
+def test_weights_of_drawn_windows_are_scaled_up_around_those_without_a_short_context(problem, share):
+    hidden, head, labels, weighing = problem
+    fused = fuse(hidden, head, labels, weighing._replace(share=share), chunk_size=4)
+    loss, log_likelihood, influence = unfused(*problem)
+    expected = torch.where(weighing.differs, 1 + (influence - 1) / share, 1.0) * labels.ne(IGNORE_INDEX)
+    torch.testing.assert_close(fused.influence, expected)
+    assert (expected < 0).any(), "an unhelpful context can cost more than a token's weight"
+    loss = long_cross_entropy(log_likelihood, expected, labels)
+    torch.testing.assert_close(gradients(fused.loss, hidden, head), gradients(loss, hidden, head))
+
+
+def test_gradients_are_given_once(problem):
+    hidden, head, labels, weighing = problem
+    loss = fuse(hidden, head, labels, weighing).loss
+    torch.autograd.grad(loss, hidden, retain_graph=True)
+    with pytest.raises(RuntimeError, match="second backward"):
+        torch.autograd.grad(loss, hidden)

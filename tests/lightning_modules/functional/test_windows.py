@@ -5,7 +5,7 @@ import torch
 
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional import Window, short_context_windows
-from lightning_modules.functional.windows import check_context, window_batch
+from lightning_modules.functional.windows import check_context, draw_windows, row_windows, trim_windows, window_batch
 
 
 @pytest.mark.parametrize("n", range(1, 40))
@@ -64,3 +64,52 @@ def test_window_batch():
     assert batch["labels"][2].tolist() == [ignore, ignore, 121, ignore, ignore, ignore, ignore]
     assert batch["position_ids"].tolist() == [list(range(7))] * 3
     assert batch["document_borders"] == [[0, 7], [0, 5], [0, 3]]
+
+
+WINDOWS = row_windows([[0, 9, 40], [0, 30]], context_length=4, stride=2)
+
+
+def test_windows_of_a_batch_name_their_rows():
+    assert WINDOWS[0] == (0, Window(2, 6, 8))
+    assert [window for row, window in WINDOWS if row == 1] == short_context_windows([0, 30], context_length=4, stride=2)
+
+
+@pytest.mark.parametrize("share", [0.01, 0.3, 0.5, 0.9])
+def test_each_window_is_drawn_with_the_probability_that_is_reported(share):
+    counts, draws = dict.fromkeys(WINDOWS, 0), 3000
+    for seed in range(draws):
+        drawn, probability = draw_windows(WINDOWS, share, seed=seed)
+        assert drawn == sorted(set(drawn), key=WINDOWS.index)
+        assert len(drawn) == max(1, round(share * len(WINDOWS)))
+        for window in drawn:
+            counts[window] += 1
+    assert probability == len(drawn) / len(WINDOWS)
+    spread = (probability * (1 - probability) / draws) ** 0.5
+    for count in counts.values():
+        assert abs(count / draws - probability) < 4.5 * spread
+
+
+def test_all_windows_or_none_need_no_draw():
+    assert draw_windows(WINDOWS, 1.0, seed=0) == (WINDOWS, 1.0)
+    assert draw_windows([], 0.5, seed=0) == ([], 1.0)
+    assert draw_windows(WINDOWS, 0.5, seed=1)[0] != draw_windows(WINDOWS, 0.5, seed=2)[0]
+
+
+@pytest.mark.parametrize("share", [0.0, -0.1, 1.01, float("nan")])
+def test_a_share_without_a_meaning_is_refused(share):
+    with pytest.raises(ValueError, match="short_window_share"):
+        draw_windows(WINDOWS, share, seed=0)
+
+
+def test_trimmed_windows_score_every_wanted_token_and_end_at_the_last():
+    wanted = torch.rand(2, 40, generator=torch.Generator().manual_seed(0)) > 0.8
+    trimmed = trim_windows(WINDOWS, wanted)
+    before, after = (
+        {(row, t) for row, window in windows for t in range(window.scored, window.stop) if wanted[row, t]}
+        for windows in (WINDOWS, trimmed)
+    )
+    assert before == after
+    assert len(trimmed) < len(WINDOWS)
+    for row, window in trimmed:
+        assert wanted[row, window.stop - 1]
+        assert (row, window.start, window.scored) in {(r, w.start, w.scored) for r, w in WINDOWS}

@@ -1,0 +1,112 @@
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_modules.batch import IGNORE_INDEX
+from lightning_modules.functional import linear_head, token_log_likelihood
+from lightning_modules.functional.linear_head import LinearHead
+from tests import reference
+
+VOCABULARY = 57
+
+
+def problem(dtype=torch.float64, bias=True, **transform):
+    torch.manual_seed(0)
+    hidden = torch.randn(2, 17, 8, dtype=dtype)
+    layer = nn.Linear(8, VOCABULARY, bias=bias, dtype=dtype).requires_grad_(False)
+    labels = torch.randint(VOCABULARY, (2, 17))
+    labels[:, 0] = labels[1, 9:] = IGNORE_INDEX
+    return hidden, LinearHead(layer.weight, layer.bias, **transform), labels
+
+
+@pytest.fixture(params=[1, 7, 57, 10_000])
+def tile(request, monkeypatch):
+    """Tokens of the vocabulary in a tile, for chunks of 4 rows."""
+    monkeypatch.setattr(linear_head, "_tile_elements", lambda _: 4 * request.param)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("transform", [{}, {"scale": 0.25}, {"soft_cap": 2.0}, {"scale": 3.0, "soft_cap": 2.0}])
+def test_tiles_of_the_vocabulary_match_one_token_at_a_time(tile, bias, transform):
+    hidden, head, labels = problem(bias=bias, **transform)
+    with torch.no_grad():
+        actual = token_log_likelihood(hidden, head, labels, chunk_size=4)
+    torch.testing.assert_close(actual, reference.token_log_likelihood(hidden, head, labels))
+
+
+def test_call_gives_the_logits():
+    hidden, head, _ = problem(scale=3.0, soft_cap=2.0)
+    logits = 3.0 * (hidden @ head.weight.T + head.bias)
+    torch.testing.assert_close(head(hidden), 2.0 * torch.tanh(logits / 2.0))
+
+
+def test_gradients_flow_where_they_are_wanted():
+    hidden, head, labels = problem(bias=False)
+    hidden.requires_grad_()
+    upstream = torch.randn(2, 17, dtype=torch.float64)
+    actual, expected = (
+        torch.autograd.grad((function(hidden, head, labels) * upstream).sum(), hidden)[0]
+        for function in (token_log_likelihood, reference.token_log_likelihood)
+    )
+    torch.testing.assert_close(actual, expected)
+
+
+def test_tokens_that_do_not_exist_have_no_likelihood(tile):
+    hidden, head, labels = problem()
+    head.bias[:40] = -torch.inf  # whole tiles of them
+    labels = labels.clamp(min=40).masked_fill(labels == IGNORE_INDEX, IGNORE_INDEX)
+    with torch.no_grad():
+        actual = token_log_likelihood(hidden, head, labels, chunk_size=4)
+    torch.testing.assert_close(actual, reference.token_log_likelihood(hidden, head, labels))
+
+
+def test_large_logits_neither_overflow_nor_drown(tile):
+    hidden, head, labels = problem(torch.float32, bias=False, scale=300.0)
+    expected = reference.token_log_likelihood(hidden.double(), head._replace(weight=head.weight.double()), labels)
+    actual = token_log_likelihood(hidden, head, labels, chunk_size=4)
+    assert expected.min() < -500
+    torch.testing.assert_close(actual.double(), expected, atol=1e-3, rtol=1e-5)
+
+
+def test_half_precision_and_autocast_give_float32():
+    hidden, head, labels = problem(torch.float32, scale=0.5)
+    expected = reference.token_log_likelihood(hidden, head, labels)
+    half = LinearHead(head.weight.bfloat16(), head.bias.bfloat16(), 0.5)
+    with torch.no_grad():
+        plain = token_log_likelihood(hidden.bfloat16(), half, labels)
+        with torch.autocast("cpu", torch.bfloat16):
+            mixed = token_log_likelihood(hidden, head, labels)
+    for actual in (plain, mixed):
+        assert actual.dtype == torch.float32
+        torch.testing.assert_close(actual.double(), expected, atol=0.05, rtol=0.02)
+    assert not torch.equal(mixed, token_log_likelihood(hidden, head, labels)), "autocast rounds"
+
+
+def test_nothing_is_as_large_as_the_logits_of_a_chunk(monkeypatch):
+    monkeypatch.setattr(linear_head, "_tile_elements", lambda _: 16 * 4)
+    hidden, head, labels = problem()
+    sizes = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor):
+                sizes.append(out.numel() if func is not torch.ops.aten.t.default else 0)
+            return out
+
+    with Watch(), torch.no_grad():
+        token_log_likelihood(hidden, head, labels, chunk_size=16)
+    assert max(sizes) < 16 * VOCABULARY
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_on_a_gpu_half_precision_operands_give_logits_of_float32(dtype):
+    hidden, head, labels = problem(torch.float32, scale=8.0)
+    hidden, head = hidden.to("cuda", dtype), LinearHead(head.weight.to("cuda", dtype), head.bias.to("cuda", dtype), 8.0)
+    exact = LinearHead(head.weight.double().cpu(), head.bias.double().cpu(), 8.0)
+    expected = reference.token_log_likelihood((hidden * 8.0).double().cpu() / 8.0, exact, labels)
+    actual = token_log_likelihood(hidden, head, labels.cuda()).double().cpu()
+    torch.testing.assert_close(actual, expected, atol=1e-3, rtol=1e-3)
