@@ -106,5 +106,10 @@ class _Run:
 
     def _forward(self, backbone: Backbone) -> torch.Tensor:
         tokens = torch.zeros(1, TOKENS, dtype=torch.long)
-        with torch.autocast("cpu", self.autocast or torch.bfloat16, enabled=self.autocast is not None):
-            return backbone.decoder(input_ids=tokens, use_cache=False).last_hidden_state
+        try:
+            with torch.autocast("cpu", self.autocast or torch.bfloat16, enabled=self.autocast is not None):
+                return backbone.decoder(input_ids=tokens, use_cache=False).last_hidden_state
+        except RuntimeError as error:  # torch refuses what depends on the values of tensors
+            name = type(backbone.base_model).__name__
+            message = f"`{name}` cannot run on tensors without values, so it cannot be planned: {error}"
+            raise ValueError(message) from error

@@ -1,5 +1,6 @@
 """FLOPs, time, memory and cost of an experiment on given GPUs, before anybody rents one."""
 
+import math
 from dataclasses import asdict, replace
 from functools import cached_property
 from itertools import combinations
@@ -242,7 +243,7 @@ class Planner:
             (judge.context_length, judge.stride) if judge else (self.training.context_length, self.training.stride)
         )
         base = ModelShape.of(self.experiment.config)
-        result = {
+        result: dict[str, Any] = {
             "document_tokens": tokens,
             "context_length": context_length,
             "stride": stride,
@@ -257,8 +258,19 @@ class Planner:
             result["evaluator"] = self._model(judge.name, evaluator)
             result["with_evaluator"] = self._judged(evaluator, base, context_length, stride, shared_pass=False)
             result["evaluator_memory"] = self._scoring_memory(judge.config, evaluator, windows)
+            result["validation"] = self._validation(
+                result["with_evaluator"]["seconds"], result["plain_pass"]["seconds"]
+            )
             result["validation_memory"] = self._validation_memory(judge.config, evaluator, windows)
         return result
+
+    def _validation(self, first: float, later: float) -> dict[str, Any] | None:
+        """Time of a validation: with the evaluator once, and then with its stored scores."""
+        documents = self.experiment.validation_documents
+        if not documents:
+            return None
+        rounds = math.ceil(documents / self.training.gpus)
+        return {"documents": documents, "first_seconds": rounds * first, "later_seconds": rounds * later}
 
     def _judged(
         self, evaluator: ModelShape, model: ModelShape, context_length: int, stride: int, *, shared_pass: bool

@@ -151,6 +151,11 @@ def _scoring(plan: dict[str, Any]) -> Iterator[str]:
         rows.append(_scored(f"evaluator {scoring['evaluator']['name']}", scoring["with_evaluator"]))
     rows.append(_scored("evaluator == model", scoring["evaluator_is_model"]))
     yield from _table(rows)
+    if validation := scoring.get("validation"):
+        yield (
+            f"  a validation of {validation['documents']} such documents on {gpu['count']} GPU(s):"
+            f" {_time(validation['first_seconds'])} the first time, {_time(validation['later_seconds'])} later"
+        )
     if "with_evaluator" in scoring:
         yield f"  memory: evaluator {_verdict(scoring['evaluator_memory'], gpu)}; then it is freed"
         yield f"  memory: model {_verdict(scoring['model_memory'], gpu)}"

@@ -56,6 +56,7 @@ class Experiment:
         optimizer: Name of its class.
         precision: As Lightning calls it.
         judge: The evaluator, if there is one.
+        validation_documents: How many each validation scores; None if the config does not say.
         notes: What was assumed because the config does not say it.
     """
 
@@ -71,6 +72,7 @@ class Experiment:
     optimizer: str
     precision: str
     judge: Judge | None
+    validation_documents: int | None
     notes: tuple[str, ...]
 
 
@@ -131,6 +133,7 @@ def read_experiment(options: Any, *, gpus: int | None = None, evaluator: str | N
         optimizer=optimizer,
         precision=str(trainer.get("precision") or "32-true"),
         judge=_judge(evaluator, trainer.get("callbacks"), model),
+        validation_documents=data.get("validation_documents"),
         notes=tuple(notes),
     )
 

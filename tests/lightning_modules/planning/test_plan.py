@@ -69,6 +69,9 @@ def test_the_papers_run(plan, paper, tmp_path):
     assert scoring["with_evaluator"]["authors_overhead"] == pytest.approx(4.36, abs=0.01)
     assert scoring["evaluator_is_model"]["tflop"] < scoring["with_evaluator"]["tflop"]
     assert scoring["with_evaluator"]["floor_tflop"] < scoring["with_evaluator"]["tflop"]
+    validation = scoring["validation"]  # 50 documents on 8 GPUs: 7 rounds
+    assert validation["first_seconds"] == pytest.approx(7 * scoring["with_evaluator"]["seconds"])
+    assert validation["later_seconds"] == pytest.approx(7 * scoring["plain_pass"]["seconds"])
     assert max(map(len, text.splitlines())) <= 125
     assert len(text.splitlines()) < 80
 
@@ -115,7 +118,7 @@ def test_the_config_that_a_run_saves_can_be_planned(plan, tmp_path):
 
 def experiment(config, **training):
     settings = Training(32768, checkpointing="full", **training)
-    return Experiment("m", config, None, "LongCE", settings, 1.0, False, 1, None, "AdamW", "bf16-mixed", None, ())
+    return Experiment("m", config, None, "LongCE", settings, 1.0, False, 1, None, "AdamW", "bf16-mixed", None, None, ())
 
 
 def test_remedies_fit_and_are_needed(llamas):

@@ -19,7 +19,7 @@ def read(tmp_path, model_dir, evaluator_dir, monkeypatch):
         "model": {"pretrained_model_name_or_path": str(model_dir), "context_length": 32, "stride": 16},
         "data": {
             "class_path": "datamodules.RecallDataModule",
-            "init_args": {"sequence_length": 256, "batch_size": 2},
+            "init_args": {"sequence_length": 256, "batch_size": 2, "validation_documents": 5},
         },
         "trainer": {
             "devices": 4,
@@ -53,6 +53,7 @@ def test_everything_is_found(read, model_dir, evaluator_dir):
     assert (judge.name, judge.config.model_type) == (str(evaluator_dir), "qwen2")
     assert (judge.context_length, judge.stride) == (24, 12)
     assert (experiment.window_share, experiment.stored_influence, experiment.notes) == (1.0, False, ())
+    assert experiment.validation_documents == 5
 
 
 def test_command_line_over_config(read, model_dir):
