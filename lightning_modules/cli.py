@@ -1,5 +1,6 @@
 """The command line: LightningCLI for ``fit``, ``validate``, ``test`` and ``predict``, and the commands beside it."""
 
+import json
 import logging
 import os
 import sys
@@ -7,12 +8,15 @@ import traceback
 import warnings
 import zipfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import jsonargparse
+from jsonargparse.typing import NonNegativeFloat, PositiveFloat, PositiveInt
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
+from lightning_modules.files import writable_folder, write_atomically
 from lightning_modules.long_context_lm import LR_SCHEDULER, OPTIMIZER, LongContextLM
 
 USAGE = """\
@@ -27,6 +31,7 @@ commands:
   validate    evaluate a model on the validation documents
   test        evaluate a model on the test documents
   predict     long and short log-likelihoods of every token of the test documents
+  plan        FLOPs, time, memory and cost of `fit` and of scoring on given GPUs, without weights or a GPU
 
 `longce COMMAND --help` explains the options of each."""
 
@@ -67,6 +72,39 @@ class LongceCLI(LightningCLI):
             self.model.check_early(rows)
 
 
+class PlanCLI(LongceCLI):
+    """The options of ``longce fit``, read and not acted upon, with those of ``longce plan``."""
+
+    def __init__(self) -> None:
+        super().__init__(run=False)
+
+    @override
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        super().add_arguments_to_parser(parser)
+        parser.prog = "longce plan"
+        parser.description = "What a run of `longce fit` with these options, and scoring, would take on given GPUs."
+        parser.add_argument("--gpu", type=str | None, help="Name of the card, such as H200 or A100-80.")
+        parser.add_argument("--gpus", type=PositiveInt | None, help="How many; by default trainer.devices x num_nodes.")
+        parser.add_argument("--gpu_tflops", type=PositiveFloat | None, help="Peak dense bfloat16 rate of another card.")
+        parser.add_argument("--gpu_memory", type=PositiveFloat | None, help="Memory of another card, GiB.")
+        parser.add_argument(
+            "--evaluator",
+            type=str | None,
+            help="Hub id, folder or config.json of the evaluator; by default that of the callback ExternalEvaluator.",
+        )
+        parser.add_argument("--price_per_gpu_hour", type=NonNegativeFloat | None, help="In any currency.")
+        parser.add_argument("--output", type=str | None, help="JSON file to write the numbers to.")
+        parser.add_argument("--ckpt_path", type=str | None, help="Ignored: a run's own config.yaml has it.")
+
+    @override
+    def _set_seed(self) -> None:
+        """Nothing is random here."""
+
+    @override
+    def instantiate_classes(self) -> None:
+        """Neither model nor data module nor trainer is made."""
+
+
 def _check_checkpoint(path: str | None) -> None:
     """Raise a ``ValueError`` for a checkpoint that is torn, missing or on the web; names such as ``last`` pass."""
     if path is None or path in ("best", "last", "hpc"):
@@ -93,6 +131,25 @@ def score_command(arguments: Sequence[str]) -> None:
     sys.stdout.write(table(score(**options)) + "\n")
 
 
+def plan_command(arguments: Sequence[str]) -> None:
+    """Run ``longce plan`` and print its report."""
+    from lightning_modules.planning.hardware import find_gpu
+    from lightning_modules.planning.plan import Planner
+    from lightning_modules.planning.report import report
+    from lightning_modules.planning.settings import read_experiment
+
+    sys.argv[1:] = arguments[1:]
+    options = PlanCLI().config
+    gpu = find_gpu(options.gpu, tflops=options.gpu_tflops, memory=options.gpu_memory)
+    if options.output is not None:
+        writable_folder(Path(options.output).parent)
+    experiment = read_experiment(options, gpus=options.gpus, evaluator=options.evaluator)
+    plan = Planner(experiment, gpu, options.price_per_gpu_hour).plan()
+    sys.stdout.write(report(plan) + "\n")
+    if options.output is not None:
+        write_atomically(Path(options.output), (json.dumps(plan, indent=2) + "\n").encode())
+
+
 def quickstart_command(arguments: Sequence[str]) -> None:
     """Run ``longce quickstart``; further options go to each of its runs."""
     from lightning_modules.quickstart import quickstart
@@ -113,6 +170,7 @@ def _summary(function: Callable[..., object]) -> str:
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], object]] = {
+    "plan": plan_command,
     "score": score_command,
     "quickstart": quickstart_command,
     **dict.fromkeys(("fit", "validate", "test", "predict"), _lightning_command),

@@ -1,0 +1,32 @@
+"""FLOPs, time, memory and cost of training and scoring, computed from a config without weights."""
+
+from lightning_modules.planning.activations import ActivationBytes, activation_bytes
+from lightning_modules.planning.flops import (
+    Flops,
+    authors_longce_step_flops,
+    authors_scoring_flops,
+    authors_short_pass_flops,
+    ce_step_flops,
+    forward_flops,
+    longce_step_flops,
+    scoring_floor_flops,
+    scoring_flops,
+    short_pass_flops,
+)
+from lightning_modules.planning.shapes import ModelShape
+
+__all__ = [
+    "ActivationBytes",
+    "Flops",
+    "ModelShape",
+    "activation_bytes",
+    "authors_longce_step_flops",
+    "authors_scoring_flops",
+    "authors_short_pass_flops",
+    "ce_step_flops",
+    "forward_flops",
+    "longce_step_flops",
+    "scoring_floor_flops",
+    "scoring_flops",
+    "short_pass_flops",
+]

@@ -1,0 +1,261 @@
+"""What a plan needs of an experiment: its layered config, parsed and not instantiated."""
+
+import importlib
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from lightning_modules.functional.windows import check_context
+from lightning_modules.loading import load_config
+from lightning_modules.planning.flops import Checkpointing
+from lightning_modules.planning.memory import FULLY_SHARDED, Sharding, Training
+
+_AUTOCAST = {"bf16-mixed": "bfloat16", "bf16": "bfloat16", "16-mixed": "float16", "16": "float16"}
+_CAST = {"bf16-true": "bfloat16", "16-true": "float16", "64-true": "float64", "64": "float64"}
+_MOMENTS = {"Adagrad": 1, "RMSprop": 1, "Lion": 1, "Rprop": 2, "Adafactor": 0}
+_DEEPSPEED = {
+    1: Sharding("DeepSpeed stage 1: optimizer divided", optimizer=True),
+    2: Sharding("DeepSpeed stage 2: gradients and optimizer divided", gradients=True, optimizer=True),
+    3: replace(FULLY_SHARDED, name="DeepSpeed stage 3: weights, gradients and optimizer divided"),
+}
+
+
+@dataclass(frozen=True)
+class Judge:
+    """The evaluator.
+
+    Attributes:
+        name: Hub id, folder or config file.
+        config: Its config.
+        context_length: Length K of the shortest short context, in tokens.
+        stride: Number d of tokens that share one window.
+    """
+
+    name: str
+    config: PreTrainedConfig
+    context_length: int
+    stride: int
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A training run.
+
+    Attributes:
+        name: Of the model.
+        config: Of the model.
+        lora: Arguments of ``peft.LoraConfig``, if only adapters are trained.
+        objective: Name of the loss.
+        training: What memory depends on.
+        window_share: Share of the short windows that are computed.
+        stored_influence: Whether the weights of the tokens come with the rows.
+        accumulated: Micro-batches of an optimizer step.
+        max_steps: Optimizer steps; None if the run is limited otherwise.
+        optimizer: Name of its class.
+        precision: As Lightning calls it.
+        judge: The evaluator, if there is one.
+        validation_documents: How many each validation scores; None if the config does not say.
+        notes: What was assumed because the config does not say it.
+    """
+
+    name: str
+    config: PreTrainedConfig
+    lora: dict[str, Any] | None
+    objective: str
+    training: Training
+    window_share: float
+    stored_influence: bool
+    accumulated: int
+    max_steps: int | None
+    optimizer: str
+    precision: str
+    judge: Judge | None
+    validation_documents: int | None
+    notes: tuple[str, ...]
+
+
+def read_experiment(options: Any, *, gpus: int | None = None, evaluator: str | None = None) -> Experiment:
+    """Read the options of ``longce fit``.
+
+    Args:
+        options: Parsed namespace with ``model``, ``data`` and ``trainer``.
+        gpus: Number of GPUs; by default ``trainer.devices`` times ``trainer.num_nodes``, where those are numbers.
+        evaluator: Hub id, folder or config file of the evaluator; by default that of the callback ExternalEvaluator.
+
+    Raises:
+        ValueError: If a model cannot be found, a setting is unknown here, or rows are too short for the short context.
+    """
+    model, data, trainer = options.model, _arguments(options.get("data")), options.trainer
+    tokens = data.get("sequence_length")
+    if tokens is None:
+        raise ValueError("The plan needs the length of the rows: give `data` with a `sequence_length`.")
+    names = ("pretrained_model_name_or_path", "model_config", "revision", "trust_remote_code")
+    config = load_config(**{name: _plain(model.get(name)) for name in names})
+    count, notes = (gpus, []) if gpus is not None else _gpus(trainer)
+    if count < 1:
+        raise ValueError(f"`gpus` must be 1 or more, got {count}.")
+    objective, uses_short = _objective(model.get("objective"))
+    stored = bool(data.get("influence"))
+    if uses_short and not stored:
+        check_context(model.context_length, model.stride, tokens)
+    dtype, autocast = _precision(str(trainer.get("precision") or "32-true"), model.get("dtype"), config)
+    sharding = _sharding(trainer.get("strategy") or "auto", count)
+    if sharding.name.startswith("DeepSpeed") and autocast is not None:
+        dtype, autocast, sharding = autocast, None, replace(sharding, master_weights=True)
+    optimizer, moments = _optimizer(model.get("optimizer"), notes)
+    arguments = _arguments(model.get("optimizer"))
+    training = Training(
+        tokens=tokens,
+        rows=data.get("batch_size") or 1,
+        context_length=model.context_length,
+        stride=model.stride,
+        short_pass=uses_short and not stored,
+        dtype=dtype,
+        autocast=autocast,
+        checkpointing=_checkpointing(model.get("gradient_checkpointing")),
+        moments=moments,
+        step_copy=moments > 0 and not arguments.get("fused") and arguments.get("foreach") is not False,
+        sharding=sharding,
+        gpus=count,
+    )
+    return Experiment(
+        name=model.get("pretrained_model_name_or_path") or f"new {config.model_type}",
+        config=config,
+        lora=_plain(model.get("lora")),
+        objective=objective,
+        training=training,
+        window_share=_share(model.get("short_window_share")),
+        stored_influence=stored,
+        accumulated=trainer.get("accumulate_grad_batches") or 1,
+        max_steps=steps if (steps := trainer.get("max_steps") or -1) > 0 else None,
+        optimizer=optimizer,
+        precision=str(trainer.get("precision") or "32-true"),
+        judge=_judge(evaluator, trainer.get("callbacks"), model),
+        validation_documents=data.get("validation_documents"),
+        notes=tuple(notes),
+    )
+
+
+def _plain(value: Any) -> Any:
+    return value.as_dict() if callable(getattr(value, "as_dict", None)) else value
+
+
+def _arguments(component: Any) -> dict[str, Any]:
+    """Constructor arguments of a class named in a config."""
+    component = _plain(component) or {}
+    return dict(component.get("init_args") or {}) if isinstance(component, dict) else {}
+
+
+def _class(component: Any) -> str:
+    component = _plain(component)
+    return str(component.get("class_path")) if isinstance(component, dict) else str(component)
+
+
+def _gpus(trainer: Any) -> tuple[int, list[str]]:
+    devices = trainer.get("devices")
+    if isinstance(devices, str) and devices.isdecimal():
+        devices = int(devices)
+    if isinstance(devices, list):
+        devices = len(devices)
+    if isinstance(devices, int) and devices > 0:
+        return devices * (trainer.get("num_nodes") or 1), []
+    return 1, [f"`trainer.devices` is {devices!r}, so one GPU is assumed; --gpus says otherwise"]
+
+
+def _objective(objective: Any) -> tuple[str, bool]:
+    """Name of the loss, and whether it looks at short contexts."""
+    if isinstance(_plain(objective), dict):
+        module, _, name = _class(objective).rpartition(".")
+        return name, bool(getattr(importlib.import_module(module), name).uses_short_context)
+    return type(objective).__name__, bool(objective.uses_short_context)
+
+
+def _precision(precision: str, dtype: Any, config: PreTrainedConfig) -> tuple[torch.dtype, torch.dtype | None]:
+    """Types of the weights, and of the matrix products in mixed precision."""
+    weights = stored_dtype(config) if dtype in (None, "auto") else getattr(torch, dtype)
+    if precision in _AUTOCAST:
+        return weights, getattr(torch, _AUTOCAST[precision])
+    if precision in _CAST:
+        return getattr(torch, _CAST[precision]), None
+    if precision in ("32-true", "32"):
+        return weights, None
+    raise ValueError(
+        f"`trainer.precision` '{precision}' cannot be planned: known are {[*_AUTOCAST, *_CAST, '32-true']}."
+    )
+
+
+def stored_dtype(config: PreTrainedConfig) -> torch.dtype:
+    """Type that a config says its weights are stored in."""
+    dtype = config.dtype or torch.float32
+    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
+
+
+def _sharding(strategy: Any, gpus: int) -> Sharding:
+    name, arguments = _class(strategy).rpartition(".")[2], _arguments(strategy)
+    plain = name.lower().removesuffix("strategy").removesuffix("_find_unused_parameters_true")
+    if plain in ("auto", "ddp", "singledevice", "single_device"):
+        if gpus == 1:
+            return Sharding()
+        view = bool(arguments.get("gradient_as_bucket_view"))
+        return Sharding("DDP: everything on each GPU", gradient_copy=not view)
+    if plain.startswith(("fsdp", "modelparallel")):
+        return _fully_sharded(plain, arguments)
+    if plain.startswith("deepspeed"):
+        stage = next((int(letter) for letter in plain if letter.isdecimal()), arguments.get("stage") or 2)
+        offload = "offload" in plain or bool(arguments.get("offload_optimizer"))
+        if stage in _DEEPSPEED:
+            return replace(_DEEPSPEED[stage], offload=offload)
+    raise ValueError(
+        f"`trainer.strategy` '{name}' cannot be planned: known are auto, ddp, fsdp, ModelParallelStrategy and"
+        " deepspeed_stage_1 to 3."
+    )
+
+
+def _fully_sharded(name: str, arguments: dict[str, Any]) -> Sharding:
+    kind = str(arguments.get("sharding_strategy") or "FULL_SHARD").rpartition(".")[2]
+    if kind not in ("FULL_SHARD", "SHARD_GRAD_OP"):
+        raise ValueError(f"`sharding_strategy` '{kind}' cannot be planned: known are FULL_SHARD and SHARD_GRAD_OP.")
+    if arguments.get("tensor_parallel_size") not in (None, "auto", 1):
+        raise ValueError("Tensor parallelism cannot be planned: leave `tensor_parallel_size` at 1.")
+    offload = "offload" in name or bool(arguments.get("cpu_offload"))
+    return replace(FULLY_SHARDED, weights=kind == "FULL_SHARD", offload=offload)
+
+
+def _optimizer(optimizer: Any, notes: list[str]) -> tuple[str, float]:
+    """Class of the optimizer, and the numbers it keeps per trained weight."""
+    if not isinstance(_plain(optimizer), dict):
+        return "AdamW", 2.0
+    name = _class(optimizer).rpartition(".")[2]
+    if name == "SGD":
+        return name, 1.0 if _arguments(optimizer).get("momentum") else 0.0
+    if "adam" in name.lower():
+        return name, 2.0
+    if name not in _MOMENTS:
+        notes.append(f"the optimizer {name} is unknown here: two numbers per trained weight are assumed, as for AdamW")
+    return name, float(_MOMENTS.get(name, 2))
+
+
+def _checkpointing(value: Any) -> Checkpointing:
+    return "selective" if value == "selective" else "full" if value else "none"
+
+
+def _share(value: Any) -> float:
+    share = 1.0 if value is None else float(value)
+    if not 0 < share <= 1:
+        raise ValueError(f"`short_window_share` must lie above 0 and at most at 1, got {share}.")
+    return share
+
+
+def _judge(evaluator: str | None, callbacks: Any, model: Any) -> Judge | None:
+    """The evaluator of the command line, else that of the callback."""
+    found = [_arguments(part) for part in callbacks or [] if _class(part).endswith("ExternalEvaluator")]
+    settings = found[0] if found else {}
+    name = evaluator or settings.get("evaluator")
+    if name is None:
+        return None
+    names = {"revision": settings.get("revision")} if evaluator is None else {}
+    config = load_config(name, trust_remote_code=bool(settings.get("trust_remote_code")), **names)
+    lengths = [settings.get(key) or model.get(key) for key in ("context_length", "stride")]
+    return Judge(name, config, *lengths)

@@ -1,0 +1,120 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lightning_modules.planning import ModelShape, activation_bytes
+from lightning_modules.planning.memory import (
+    FULLY_SHARDED,
+    GIB,
+    Sharding,
+    Training,
+    lasting_memory,
+    scoring_memory,
+    training_memory,
+    window_tokens,
+)
+
+LORA = {"r": 8, "target_modules": "all-linear"}
+BF16 = Training(32768, dtype=torch.bfloat16, autocast=None, checkpointing="full")
+
+
+@pytest.fixture(scope="module")
+def eight(llamas):
+    """Shape and activations of Llama-3.1-8B in bfloat16."""
+    config = llamas["llama-3.1-8b"]
+    return ModelShape.of(config), activation_bytes(config, dtype=torch.bfloat16)
+
+
+# GiB of the project's own study for an 8B model in bfloat16 with checkpointing and AdamW.
+@pytest.mark.parametrize(("tokens", "expected"), [(32768, 79), (131072, 129)])
+def test_full_fine_tuning_of_the_study(eight, tokens, expected):
+    assert training_memory(*eight, replace(BF16, tokens=tokens)).peak / GIB == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize(("tokens", "expected", "more"), [(32768, 34, 0.10), (131072, 84, 0.20)])
+def test_lora_of_the_study(llamas, tokens, expected, more):
+    """The study left out that peft keeps adapters in float32, and a float32 copy of the input of each."""
+    config = llamas["llama-3.1-8b"]
+    shape, activations = ModelShape.of(config, LORA), activation_bytes(config, dtype=torch.bfloat16, lora=LORA)
+    peak = training_memory(shape, activations, replace(BF16, tokens=tokens)).peak / GIB
+    assert expected <= peak <= expected * (1 + more)
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(32768, 3.6), (131072, 14.5)])
+def test_scoring_of_the_study(eight, tokens, expected):
+    memory = scoring_memory(*eight, tokens, torch.bfloat16, windows=(4096, 1024))
+    assert (memory.peak - memory.lasting["weights"]) / GIB == pytest.approx(expected, rel=0.15)
+    assert memory.lasting["weights"] == eight[0].parameters * 2
+
+
+def test_head_of_the_study(eight):
+    """1.5 to 2 GiB of logits, and the float32 sum of the gradient of 2 GiB."""
+    head = training_memory(*eight, BF16).phases["head"]
+    assert head["head: sum of its gradient"] == 128256 * 4096 * (4 + 2)
+    assert head["head: a chunk of logits"] == 2048 * 128256 * (2 + 4 + 2)
+
+
+def test_what_lasts_with_one_gpu_and_with_several(eight):
+    shape = eight[0]
+    size = shape.parameters * 4
+    training = Training(32768, gpus=8)
+    alone = lasting_memory(shape, training)
+    assert alone == {"weights": size, "gradients": size, "optimizer": 2 * size}
+    ddp = lasting_memory(shape, replace(training, sharding=Sharding(gradient_copy=True)))
+    assert ddp == {**alone, "gradient buckets of DDP": size}
+    fsdp = lasting_memory(shape, replace(training, sharding=FULLY_SHARDED))
+    gathered = fsdp.pop("gathered weights (two layers, head, embedding)")
+    assert fsdp == {name: part / 8 for name, part in alone.items()}
+    assert gathered == 2 * (2 * 218_112_000 + 2 * 128256 * 4096)
+    stage_2 = Sharding(gradients=True, optimizer=True, master_weights=True)
+    deepspeed = lasting_memory(shape, replace(BF16, sharding=stage_2, gpus=8))
+    assert deepspeed["weights"] == size / 2
+    assert deepspeed["gradients"] == size / 2 / 8
+    assert deepspeed["optimizer"] == 2 * deepspeed["float32 weights of the optimizer"] == 2 * size / 8
+    assert lasting_memory(shape, replace(BF16, sharding=replace(stage_2, offload=True), gpus=8))["optimizer"] == 0
+
+
+def test_checkpointing_decides_what_is_kept(eight):
+    shape, activations = eight
+    kept = [
+        training_memory(shape, activations, replace(BF16, checkpointing=kind)).phases["backward pass"][
+            "activations kept for the backward pass"
+        ]
+        for kind in ("none", "full", "selective")
+    ]
+    per_layer = 32768 * 32
+    assert kept[1] == per_layer * 4096 * 2
+    assert kept[2] - kept[1] == per_layer * 4096 * 2  # the attention outputs
+    assert kept[0] == per_layer * activations.layer
+
+
+def test_copies_for_autocast_last_as_long_as_the_forward_pass(eight):
+    shape, activations = eight
+    mixed = replace(BF16, dtype=torch.float32, autocast=torch.bfloat16)
+    name = "copies of the weights for autocast"
+    phases = training_memory(shape, activations, mixed).phases
+    assert phases["head"][name] == phases["short windows"][name] == (shape.parameters - 128256 * 4096) * 2
+    assert phases["backward pass"][name] == shape.largest_layer * 2
+    without = training_memory(shape, activations, replace(mixed, checkpointing="none")).phases
+    assert without["backward pass"][name] == phases["head"][name]
+    assert name not in training_memory(shape, activations, replace(mixed, sharding=FULLY_SHARDED)).phases["head"]
+
+
+def test_phases_follow_one_another(eight):
+    memory = training_memory(*eight, BF16)
+    assert memory.largest_phase == "backward pass"
+    phases = {name: sum(parts.values()) for name, parts in memory.phases.items()}
+    assert memory.peak == pytest.approx(sum(memory.lasting.values()) + phases["backward pass"])
+    assert memory.needed == pytest.approx(1.05 * memory.peak + GIB)
+    assert training_memory(*eight, replace(BF16, tokens=4096, context_length=512)).largest_phase == "optimizer step"
+    quiet = training_memory(*eight, replace(BF16, step_copy=False, short_pass=False)).phases
+    assert set(quiet) == {"head", "backward pass"}
+
+
+def test_windows_of_a_pass():
+    assert window_tokens(32768, 1, 4096, 1024) == 6 * 5120
+    assert window_tokens(6000, 1, 4096, 1024) == 5120  # there is one only
+    assert window_tokens(6000, 4, 4096, 1024) == 4 * 5120
+    assert window_tokens(131072, 1, 65536, 1024) == 66560
+    assert window_tokens(4000, 1, 4096, 1024) == 0

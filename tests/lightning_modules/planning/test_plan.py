@@ -1,0 +1,172 @@
+"""`longce plan` as a user runs it."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lightning_modules.cli import main
+from lightning_modules.planning.hardware import GPU, GPUS
+from lightning_modules.planning.memory import Training
+from lightning_modules.planning.plan import PAPER_OVERHEAD, Planner
+from lightning_modules.planning.remedies import possible_changes
+from lightning_modules.planning.report import report
+from lightning_modules.planning.settings import Experiment, Judge
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+LAYERS = ["-c", str(CONFIGS / "base.yaml"), "-c", str(CONFIGS / "longce_pg19.yaml")]
+
+
+@pytest.fixture
+def plan(monkeypatch, capsys, tmp_path):
+    def run(*options, refused=False):
+        monkeypatch.setattr(sys, "argv", ["longce"])
+        if not refused:
+            main(["plan", *options])
+            return capsys.readouterr().out
+        with pytest.raises(SystemExit) as stopped:
+            main(["plan", *options])
+        assert stopped.value.code == 2
+        return capsys.readouterr().err
+
+    return run
+
+
+@pytest.fixture
+def paper(tmp_path, llamas):
+    """The shipped experiment at full size, without the hub."""
+    for name, config in llamas.items():
+        (tmp_path / name).mkdir()
+        config.save_pretrained(tmp_path / name)
+    model, evaluator = (str(tmp_path / name / "config.json") for name in llamas)
+    return [*LAYERS, "--model.pretrained_model_name_or_path", model, "--evaluator", evaluator]
+
+
+def test_the_papers_run(plan, paper, tmp_path):
+    output = tmp_path / "plan.json"
+    options = ["--gpu", "H200", "--gpus", "8", "--price_per_gpu_hour", "2", "--output", str(output)]
+    text, numbers = plan(*paper, *options), json.loads(output.read_text())
+    configured = numbers["training"][0]
+    assert {(pair["context_length"], pair["stride"]) for pair in numbers["training"]} == set(PAPER_OVERHEAD)
+    assert (configured["context_length"], configured["stride"]) == (4096, 1024)
+    assert configured["authors_overhead"] == pytest.approx(0.70, abs=0.01)
+    assert configured["overhead"] == pytest.approx(0.66, abs=0.01)
+    assert "+79%" in text
+    assert "+66%" in text
+    assert numbers["run"]["rows_per_step"] == 64
+    bill = numbers["cost"]["LongCE"]
+    assert bill["step_seconds"] == configured["longce_step_seconds"]
+    assert bill["gpu_hours"] == pytest.approx(8 * 200 * bill["step_seconds"] / 3600)
+    assert bill["price"] == pytest.approx(2 * bill["gpu_hours"])
+    assert bill["tokens_per_second"] == pytest.approx(64 * 32768 / bill["step_seconds"])
+    assert not numbers["memory"]["fits"]  # AdamW in float32 under DDP
+    assert "DOES NOT FIT" in text
+    assert all(remedy["needed"] <= 180 for remedy in numbers["memory"]["remedies"])
+    assert "gradient_as_bucket_view" in text
+    scoring = numbers["scoring"]
+    assert scoring["with_evaluator"]["authors_overhead"] == pytest.approx(4.36, abs=0.01)
+    assert scoring["evaluator_is_model"]["tflop"] < scoring["with_evaluator"]["tflop"]
+    assert scoring["with_evaluator"]["floor_tflop"] < scoring["with_evaluator"]["tflop"]
+    validation = scoring["validation"]  # 50 documents on 8 GPUs: 7 rounds
+    assert validation["first_seconds"] == pytest.approx(7 * scoring["with_evaluator"]["seconds"])
+    assert validation["later_seconds"] == pytest.approx(7 * scoring["plain_pass"]["seconds"])
+    assert max(map(len, text.splitlines())) <= 125
+    assert len(text.splitlines()) < 80
+
+
+def test_the_same_run_where_it_fits(plan, paper):
+    text = plan(*paper, "--gpu", "H200", "--model.lora", "{r: 8, target_modules: all-linear}")
+    assert "DOES NOT FIT" not in text
+    assert "What would make it fit" not in text
+    assert "trained)" in text
+    assert "`trainer.devices` is 'auto'" in text
+
+
+def test_a_run_without_short_contexts_or_steps(plan, tmp_path):
+    debug = [*LAYERS, "-c", str(CONFIGS / "debug.yaml"), "--gpu_tflops", "10", "--gpu_memory", "8"]
+    text = plan(*debug, "--model.objective", "CrossEntropy", "--trainer.max_steps", "-1", "--price_per_gpu_hour", "1")
+    assert "CrossEntropy, rows of 128" in text
+    assert "no number of steps" in text
+    assert "GPU-hours" not in text
+    assert "a step" in text
+    assert "short windows" not in text
+    assert "float32 ones run at a fraction" in text
+
+
+def test_bad_input(plan, paper, tmp_path):
+    (tmp_path / "file").touch()
+    cases = {
+        "known cards: A40": [*paper, "--gpu", "H300"],
+        "known cards": paper,
+        "price_per_gpu_hour": [*paper, "--gpu", "H200", "--price_per_gpu_hour", "-1"],
+        "gpus": [*paper, "--gpu", "H200", "--gpus", "0"],
+        "`sequence_length`": [*LAYERS[:2], "--model.model_config", "{model_type: gpt2}", "--gpu", "H200"],
+        "Cannot write": [*paper, "--gpu", "H200", "--output", str(tmp_path / "file" / "plan.json")],
+    }
+    for message, options in cases.items():
+        assert message in plan(*options, refused=True)
+
+
+def test_the_config_that_a_run_saves_can_be_planned(plan, tmp_path):
+    saved = tmp_path / "config.yaml"
+    layers = [(CONFIGS / "debug.yaml").read_text(), "ckpt_path: null\nseed_everything: 0\n"]
+    saved.write_text("\n".join(layers))
+    assert "Plan for new llama" in plan("-c", str(saved), "--gpu", "L4")
+
+
+def experiment(config, **training):
+    settings = Training(32768, checkpointing="full", **training)
+    return Experiment("m", config, None, "LongCE", settings, 1.0, False, 1, None, "AdamW", "bf16-mixed", None, None, ())
+
+
+def test_remedies_fit_and_are_needed(llamas):
+    planner = Planner(experiment(llamas["llama-3.1-8b"], gpus=2), GPUS["H100"])
+    memory = planner.plan()["memory"]
+    assert not memory["fits"]
+    kinds = [tuple(remedy["changes"]) for remedy in memory["remedies"]]
+    assert len(set(kinds)) == len(kinds)
+    singles = {changes[0] for changes in kinds if len(changes) == 1}
+    for remedy in memory["remedies"]:
+        if not remedy["changes"][0].startswith("a card"):
+            assert remedy["needed"] <= 80
+        if len(remedy["changes"]) == 2:
+            assert not singles & set(remedy["changes"])
+    assert "model.lora: {r: 8, target_modules: all-linear}" in singles
+
+
+def test_changes_exclude_each_other_where_they_must():
+    training = Training(32768, gpus=2, sharding=replace(Training(1).sharding, gradient_copy=True))
+    changes = {change.text: change for change in possible_changes(training, None, GPU("", 1, 150))}
+    view = changes["trainer.strategy: DDPStrategy with gradient_as_bucket_view: true"]
+    fsdp = changes["trainer.strategy: fsdp over 2 GPUs (not tried with longce yet)"]
+    assert not view.goes_with(fsdp)
+    assert view.goes_with(changes["trainer.precision: bf16-true"])
+    assert [text for text in changes if text.startswith("a card")] == [
+        "a card with 180 GiB: B200",
+        "a card with 192 GiB: MI300X",
+    ]
+
+
+def test_fewer_windows_or_stored_weights_cost_less(llamas):
+    whole = experiment(llamas["llama-2-7b"])
+    half = replace(whole, window_share=0.5)
+    stored = replace(whole, stored_influence=True, training=replace(whole.training, short_pass=False))
+    plans = [Planner(run, GPUS["H200"]).plan() for run in (whole, half, stored)]
+    steps = [plan["cost"]["LongCE"]["step_seconds"] for plan in plans]
+    ce = plans[0]["cost"]["cross entropy"]["step_seconds"]
+    assert steps[1] - ce == pytest.approx((steps[0] - ce) / 2)
+    assert steps[2] == ce
+    assert "50% of the windows" in report(plans[1])
+    assert "stored weights" in report(plans[2])
+
+
+def test_an_evaluator_with_windows_of_its_own(llamas):
+    seven, eight = llamas.values()
+    run = replace(experiment(seven), judge=Judge("e", eight, 1024, 1024))
+    scoring = Planner(run, GPUS["H200"]).plan()["scoring"]
+    assert (scoring["context_length"], scoring["stride"]) == (1024, 1024)
+    beside = scoring["validation_memory"]
+    assert beside["lasting"]["evaluator"] == pytest.approx(8_030_261_248 * 2 / 2**30)
+    assert beside["peak"] > scoring["evaluator_memory"]["peak"] + 4 * 25  # the training's weights, moments, gradients

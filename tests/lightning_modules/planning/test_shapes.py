@@ -1,0 +1,65 @@
+import pytest
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, GPT2LMHeadModel
+
+from lightning_modules.planning import ModelShape
+from tests.conftest import tiny_config, tiny_model
+
+ADAPTERS = {"r": 4, "target_modules": "all-linear"}
+
+
+def gpt2(**overrides):
+    return AutoConfig.for_model("gpt2", vocab_size=400, n_embd=32, n_layer=3, n_head=4, n_positions=512, **overrides)
+
+
+def test_published_sizes(llamas):
+    seven, eight = (ModelShape.of(config) for config in llamas.values())
+    assert (seven.parameters, eight.parameters) == (6_738_415_616, 8_030_261_248)  # as their model cards say
+    per_layer = 4096 * (4096 + 1024 + 1024 + 4096 + 3 * 14336)
+    assert eight.layer_weights == eight.trained_layer_weights == 32 * per_layer
+    assert eight.tail_weights == per_layer - 4096 * 2048
+    assert eight.head_weights == 4096 * 128256
+    assert (eight.layers, eight.heads, eight.query_size, eight.value_size) == (32, 32, 128, 128)
+    assert not eight.tied
+
+
+def test_only_chosen_experts_count():
+    sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+    shape = ModelShape.of(tiny_config("qwen3_moe", **sizes))
+    attention = 32 * (32 + 16 + 16 + 32)
+    assert shape.layer_weights == 2 * (attention + 8 * 32 + 2 * 3 * 32 * 16)
+    assert shape.largest_layer > attention + 8 * 3 * 32 * 16
+
+
+def test_tied_head_counts_once_and_conv1d_counts():
+    shape = ModelShape.of(gpt2())
+    assert shape.tied
+    assert shape.layer_weights == 3 * 12 * 32 * 32
+    assert shape.parameters == sum(p.numel() for p in GPT2LMHeadModel(gpt2()).parameters())
+
+
+def test_lora_counts_what_peft_trains():
+    shape = ModelShape.of(tiny_config(), ADAPTERS)
+    model = get_peft_model(tiny_model(), LoraConfig(task_type="CAUSAL_LM", **ADAPTERS))
+    assert (shape.trained, shape.parameters) == model.get_nb_trainable_parameters()
+    assert shape.trained_layer_weights == shape.trained
+    assert not shape.head_trained
+
+
+def test_windows_of_each_layer():
+    alternating = tiny_config("gemma2", sliding_window=16, head_dim=8, num_hidden_layers=4)
+    assert ModelShape.of(alternating).windows == (16, None, 16, None)
+    assert ModelShape.of(tiny_config("mistral", sliding_window=8)).windows == (8, 8)
+    assert ModelShape.of(tiny_config("qwen2", sliding_window=8)).windows == (None, None)  # needs `use_sliding_window`
+
+
+@pytest.mark.parametrize(("name", "message"), [("qwen3_next", "linear_attention"), ("mamba", "no attention heads")])
+def test_other_layers_are_refused(name, message):
+    with pytest.raises(ValueError, match=message):
+        ModelShape.of(AutoConfig.for_model(name))
+
+
+def test_the_config_is_left_alone(llamas):
+    before = llamas["llama-2-7b"].to_dict()
+    ModelShape.of(llamas["llama-2-7b"])
+    assert llamas["llama-2-7b"].to_dict() == before
