@@ -84,9 +84,10 @@ def short_pass_flops(
     stride: int,
     *,
     candidate_share: float = 1.0,
-    tail_trick: bool = False,
 ) -> Flops:
     """Short contexts of one document as `short_context_windows` cuts them: the first window is left out.
+
+    The last layer makes keys and values of all tokens, and does the rest of its products for those that are read.
 
     Args:
         shape: The model.
@@ -94,7 +95,6 @@ def short_pass_flops(
         context_length: Length K of the shortest short context, in tokens.
         stride: Number d of tokens that share one window, and the only ones of it whose logits are computed.
         candidate_share: Share of those tokens whose logits are needed.
-        tail_trick: Whether query, output and feed-forward part of the last layer run for those tokens only.
 
     Raises:
         ValueError: If ``context_length`` or ``stride`` is below 1.
@@ -103,9 +103,8 @@ def short_pass_flops(
     for start, first, stop in short_context_windows([0, tokens], context_length=context_length, stride=stride):
         length, scored = stop - start, (stop - first) * candidate_share
         total += forward_flops(shape, length, scored)
-        if tail_trick:
-            skipped = attention_pairs(length - (stop - first), shape.windows[-1])
-            total += Flops(-2.0 * (length - scored) * shape.tail_weights, -_per_pair(shape) * skipped)
+        unread = length - (stop - first) - 1
+        total += Flops(-2.0 * unread * shape.tail_weights)
     return total
 
 
@@ -177,11 +176,13 @@ def scoring_floor_flops(
     *,
     shared_pass: bool = False,
 ) -> Flops:
-    """The least that an exact LongPPL takes: no logits of the evaluator before K, and its last layer on read tokens."""
-    long = forward_flops(model, tokens, tokens - 1)
+    """The least that an exact LongPPL takes: no logits of the evaluator and no attention of its last layer unread."""
+    total = forward_flops(model, tokens, tokens - 1) + short_pass_flops(evaluator, tokens, context_length, stride)
     if not shared_pass:
-        long += forward_flops(evaluator, tokens, tokens - context_length)
-    return long + short_pass_flops(evaluator, tokens, context_length, stride, tail_trick=True)
+        total += forward_flops(evaluator, tokens, tokens - context_length - stride)
+    for start, first, _ in short_context_windows([0, tokens], context_length=context_length, stride=stride):
+        total += Flops(attention=-_per_pair(evaluator) * attention_pairs(first - start - 1, evaluator.windows[-1]))
+    return total
 
 
 # ---------------------------------------------------------------------------------------------------- the authors' code

@@ -51,7 +51,7 @@ def possible_changes(training: Training, lora: dict[str, Any] | None, gpu: GPU) 
 def _free_changes(training: Training) -> Iterator[Change]:
     """Changes that cost time at most, and train the same."""
     if training.step_copy:
-        yield Change("optimizer", "model.optimizer.init_args.fused: true", {"step_copy": False})
+        yield Change("optimizer", "model.optimizer.init_args.foreach: false", {"step_copy": False})
     if training.sharding.gradient_copy:
         text = "trainer.strategy: DDPStrategy with gradient_as_bucket_view: true"
         yield Change("buckets", text, {"sharding": replace(training.sharding, gradient_copy=False)})

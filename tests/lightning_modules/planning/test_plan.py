@@ -54,7 +54,7 @@ def test_the_papers_run(plan, paper, tmp_path):
     assert configured["authors_overhead"] == pytest.approx(0.70, abs=0.01)
     assert configured["overhead"] == pytest.approx(0.66, abs=0.01)
     assert "+79%" in text
-    assert "+66%" in text
+    assert "+65%" in text
     assert numbers["run"]["rows_per_step"] == 64
     bill = numbers["cost"]["LongCE"]
     assert bill["step_seconds"] == configured["longce_step_seconds"]
