@@ -64,7 +64,7 @@ class TrainingStatistics:
             "perplexity": torch.exp(nll / tokens),
             "tokens_per_second": tokens / self._seconds,
         }
-        if self.objective.uses_short_context:
+        if self.objective.uses_short_context or self.objective.uses_stored_influence:
             values |= {"weight_mean": weights / tokens, "weight_above_1": above / tokens}
         if self.objective.largest_weight is not None:
             values["weight_at_cap"] = capped / tokens
