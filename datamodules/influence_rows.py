@@ -47,6 +47,7 @@ class InfluenceRows(LightningDataModule):
         folder: Where to keep the weights; by default in the cache of ``data``, named by all they depend on.
 
     Attributes:
+        remaining: Rows without weights when the run began, of all processes.
         allow_zero_length_dataloader_with_multiple_devices: The last rows need not suffice for all processes.
     """
 
@@ -84,11 +85,6 @@ class InfluenceRows(LightningDataModule):
         assert self._missing is not None
         options = {**self.data.loader_options(), "collate_fn": collate_numbered}
         return DataLoader(self._missing, batch_size=self.data.batch_size, **options)
-
-    @property
-    def share(self) -> int:
-        """Rows of this process."""
-        return len(self._missing) if self._missing is not None else 0
 
     def write(self, numbers: list[int], weights: Tensor) -> None:
         """Keep ``[B, T]`` weights of the rows with these numbers."""

@@ -51,7 +51,8 @@ class InfluenceScorer(LightningModule):
 
     @override
     def configure_model(self) -> None:
-        if "backbone" in self._modules or self._rows.share == 0:
+        # With nothing left for anybody the model is spared; if there is, all processes need it: DDP compares weights.
+        if "backbone" in self._modules or self._rows.remaining == 0:
             return
         autocast = str(self.trainer.precision).endswith("-mixed")
         device = self.trainer.strategy.root_device
