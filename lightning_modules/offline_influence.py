@@ -84,7 +84,6 @@ class Transfer:
                 )
                 weights = transfer_influence(scores.soft_influence(gamma=gamma), scores.offsets, offsets)
                 weights[offsets[:, 0] == offsets[:, 1]] = 1.0
-                weights[0] = 1.0  # not scored
                 influence[row, start:stop] = weights
         return influence
 
