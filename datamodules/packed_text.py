@@ -15,6 +15,8 @@ from transformers import PreTrainedTokenizerFast
 from typing_extensions import override
 
 from datamodules.documents import DocumentDataset
+from datamodules.influence_rows import InfluenceRows
+from datamodules.influence_store import InfluenceStore, rows_identity
 from datamodules.loader import ResumableLoader
 from datamodules.packing import pack_documents
 from datamodules.rows import PackedRowDataset, Row, collate_rows
@@ -50,6 +52,7 @@ class PackedTextDataModule(LightningDataModule, ABC):
         test_documents: Documents to test on and predict for, the first of the split; null for all.
         seed: Seed of the order of the training rows, which depends on it and the epoch only.
         tokenizer_revision: Branch, tag or commit of a tokenizer on the hub.
+        influence: Folder of token weights that ``longce influence`` has made of these rows; they come with each batch.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class PackedTextDataModule(LightningDataModule, ABC):
         test_documents: PositiveInt | None = None,
         seed: NonNegativeInt = 0,
         tokenizer_revision: str | None = None,
+        influence: str | None = None,
     ) -> None:
         super().__init__()
         self.tokenizer_name = tokenizer
@@ -83,6 +87,7 @@ class PackedTextDataModule(LightningDataModule, ABC):
         self.validation_length = validation_length
         self.test_documents = test_documents
         self.seed = seed
+        self.influence = influence
         self.rows: PackedRowDataset | None = None
         self.validation: DocumentDataset | None = None
         self.test: DocumentDataset | None = None
@@ -102,13 +107,17 @@ class PackedTextDataModule(LightningDataModule, ABC):
         # Fetches what is on the hub, and finds a wrong path before an hour of tokenising.
         self._evaluation_source("test" if stage in ("test", "predict") else "validation").fingerprint()
         if stage == "fit":
+            if self.influence:  # what can be refused before an hour of tokenising
+                known = {"sequence_length": self.sequence_length, "isolate_documents": self.isolate_documents}
+                self._open_influence(self.influence, known)
             self._token_store()
 
     @override
     def setup(self, stage: str) -> None:
-        if stage == "fit" and (store := self._token_store()) is not None:
-            rows = pack_documents(store.document_borders, self.sequence_length)
-            self.rows = PackedRowDataset(store, rows, isolate_documents=self.isolate_documents)
+        if stage == "fit" and (rows := self.training_rows()) is not None:
+            if self.influence:
+                rows.influence = self._open_influence(self.influence, self.identity(rows))
+            self.rows = rows
         if stage in ("fit", "validate"):
             self.validation = self._documents("validation", self.validation_documents)
         if stage in ("test", "predict"):
@@ -121,7 +130,7 @@ class PackedTextDataModule(LightningDataModule, ABC):
             raise ValueError(f"{name} has no training rows: it only evaluates, or `setup('fit')` was not called.")
         rank, world_size = self._process()
         sampler = RowSampler(len(self.rows), seed=self.seed, rank=rank, world_size=world_size)
-        return ResumableLoader(self.rows, batch_size=self.batch_size, sampler=sampler, **self._loader_options())
+        return ResumableLoader(self.rows, batch_size=self.batch_size, sampler=sampler, **self.loader_options())
 
     @override
     def val_dataloader(self) -> DataLoader[Row]:
@@ -134,6 +143,36 @@ class PackedTextDataModule(LightningDataModule, ABC):
     @override
     def predict_dataloader(self) -> DataLoader[Row]:
         return self._evaluation_loader(self.test, "predict")
+
+    def training_rows(self) -> PackedRowDataset | None:
+        """The packed rows, tokenised on the first call; None without a training split."""
+        store = self._token_store()
+        if store is None:
+            return None
+        rows = pack_documents(store.document_borders, self.sequence_length)
+        return PackedRowDataset(store, rows, isolate_documents=self.isolate_documents)
+
+    def influence_rows(self, made_from: dict[str, Any], folder: str | None = None) -> InfluenceRows:
+        """The training rows as ``longce influence`` goes through them.
+
+        Args:
+            made_from: What the weights depend on besides the rows: their cap ``gamma``, the evaluator, ..
+            folder: Where to keep the weights; by default `influence`, or a folder in the cache.
+        """
+        place = folder or self.influence
+        return InfluenceRows(self, made_from, Path(place).expanduser() if place else None)
+
+    def identity(self, rows: PackedRowDataset) -> dict[str, Any]:
+        """What `rows_identity` says of the training rows."""
+        return rows_identity(
+            rows.store, rows.rows, sequence_length=self.sequence_length, isolate_documents=self.isolate_documents
+        )
+
+    def _open_influence(self, folder: str, expected: dict[str, Any]) -> InfluenceStore:
+        """The stored weights, if they are those of such rows."""
+        store = InfluenceStore(Path(folder).expanduser())
+        store.check(expected)
+        return store
 
     def _token_store(self) -> TokenStore | None:
         """The tokenised training text, made on the first call and only opened afterwards."""
@@ -165,9 +204,10 @@ class PackedTextDataModule(LightningDataModule, ABC):
         rank, world_size = self._process()
         sampler = DocumentSampler(len(documents), rank=rank, world_size=world_size)
         batch_size = self.validation_batch_size
-        return DataLoader(documents, batch_size=batch_size, sampler=sampler, **self._loader_options())
+        return DataLoader(documents, batch_size=batch_size, sampler=sampler, **self.loader_options())
 
-    def _loader_options(self) -> dict[str, Any]:
+    def loader_options(self) -> dict[str, Any]:
+        """What all loaders have in common."""
         if self.num_workers:  # forked workers cannot use the tokenizer's threads, and warn of it unless told
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         return {

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from datamodules.influence_store import InfluenceStore
 from datamodules.packing import PackedRows
 from datamodules.token_store import TokenStore
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
@@ -24,6 +25,7 @@ class Row(TypedDict):
     text: NotRequired[str]
     offsets: NotRequired[Tensor]
     name: NotRequired[str]
+    influence: NotRequired[Tensor]
 
 
 class PackedRowDataset(Dataset[Row]):
@@ -33,12 +35,21 @@ class PackedRowDataset(Dataset[Row]):
         store: The tokens.
         rows: Which of them make up each row.
         isolate_documents: Whether contexts end at document borders; otherwise a row counts as one document.
+        influence: Weights of the store's tokens, if rows shall come with theirs.
     """
 
-    def __init__(self, store: TokenStore, rows: PackedRows, *, isolate_documents: bool = True) -> None:
+    def __init__(
+        self,
+        store: TokenStore,
+        rows: PackedRows,
+        *,
+        isolate_documents: bool = True,
+        influence: InfluenceStore | None = None,
+    ) -> None:
         self.store = store
         self.rows = rows
         self.isolate_documents = isolate_documents
+        self.influence = influence
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -47,7 +58,11 @@ class PackedRowDataset(Dataset[Row]):
         segments = self.rows.row(index)
         tokens = np.concatenate([self.store.tokens[start:stop] for start, stop in segments])
         ends = np.cumsum(segments[:, 1] - segments[:, 0]) if self.isolate_documents else np.array([len(tokens)])
-        return make_row(tokens.astype(np.int64), ends)
+        row = make_row(tokens.astype(np.int64), ends)
+        if self.influence is not None:
+            weights = np.concatenate([self.influence.values[start:stop] for start, stop in segments])
+            row["influence"] = torch.from_numpy(weights.astype(np.float32))
+        return row
 
 
 def make_row(tokens: NDArray[np.int64], document_ends: NDArray[np.int64]) -> Row:
@@ -73,6 +88,8 @@ def collate_rows(rows: list[Row]) -> PackedBatch:
         position_ids=_stack([row["position_ids"] for row in rows], 0),
         document_borders=[row["document_borders"] for row in rows],
     )
+    if "influence" in rows[0]:
+        batch["influence"] = _stack([row["influence"] for row in rows], 0)
     if "text" in rows[0]:
         batch["text"] = [row["text"] for row in rows]
         batch["offsets"] = _stack([row["offsets"] for row in rows], 0)

@@ -23,6 +23,7 @@ class PackedBatch(TypedDict):
         text: For each row the text of its one document (evaluation only).
         offsets: ``[B, T, 2]`` int64 character span ``[start, end)`` of each token in ``text`` (evaluation only).
         names: For each row the name of its one document, as messages and result files cite it (evaluation only).
+        influence: ``[B, T]`` float32 token weights that were computed beforehand (training with stored weights only).
     """
 
     input_ids: Tensor
@@ -32,6 +33,7 @@ class PackedBatch(TypedDict):
     text: NotRequired[list[str]]
     offsets: NotRequired[Tensor]
     names: NotRequired[list[str]]
+    influence: NotRequired[Tensor]
 
 
 def batch_to(batch: PackedBatch, device: torch.device) -> PackedBatch:
@@ -40,4 +42,6 @@ def batch_to(batch: PackedBatch, device: torch.device) -> PackedBatch:
     moved["input_ids"] = batch["input_ids"].to(device, non_blocking=True)
     moved["labels"] = batch["labels"].to(device, non_blocking=True)
     moved["position_ids"] = batch["position_ids"].to(device, non_blocking=True)
+    if "influence" in batch:
+        moved["influence"] = batch["influence"].to(device, non_blocking=True)
     return moved

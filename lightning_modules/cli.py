@@ -1,5 +1,6 @@
 """The command line: LightningCLI for ``fit``, ``validate``, ``test`` and ``predict``, and the commands beside it."""
 
+import argparse
 import json
 import logging
 import os
@@ -9,15 +10,19 @@ import warnings
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jsonargparse
 from jsonargparse.typing import NonNegativeFloat, PositiveFloat, PositiveInt
+from lightning.pytorch import Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
 from lightning_modules.files import writable_folder, write_atomically
+from lightning_modules.influence_trainer import InfluenceTrainer
 from lightning_modules.long_context_lm import LR_SCHEDULER, OPTIMIZER, LongContextLM
+from lightning_modules.objectives import check_influence
 
 USAGE = """\
 usage: longce COMMAND [OPTIONS]
@@ -31,6 +36,7 @@ commands:
   validate    evaluate a model on the validation documents
   test        evaluate a model on the test documents
   predict     long and short log-likelihoods of every token of the test documents
+  influence   LongCE weights of the training rows by an evaluator, so that training makes no short pass
   plan        FLOPs, time, memory and cost of `fit` and of scoring on given GPUs, without weights or a GPU
 
 `longce COMMAND --help` explains the options of each."""
@@ -39,7 +45,7 @@ commands:
 class LongceCLI(LightningCLI):
     """LightningCLI in which the command line has the last word, also over a checkpoint."""
 
-    def __init__(self, args: ArgsType = None, run: bool = True) -> None:
+    def __init__(self, args: ArgsType = None, run: bool = True, **settings: Any) -> None:
         super().__init__(
             LongContextLM,
             args=args,
@@ -49,6 +55,7 @@ class LongceCLI(LightningCLI):
             # The data modules share documents and rows out themselves: without repeating any.
             trainer_defaults={"use_distributed_sampler": False},
             parser_kwargs={"prog": "longce"},
+            **settings,
         )
 
     @override
@@ -70,6 +77,38 @@ class LongceCLI(LightningCLI):
             _check_checkpoint(self.config[self.subcommand].get("ckpt_path"))
             rows = getattr(self.datamodule, "sequence_length", None) if self.subcommand == "fit" else None
             self.model.check_early(rows)
+            if self.subcommand == "fit":
+                stored = getattr(self.datamodule, "influence", None)
+                check_influence(self.model.objective, stored and f"in '{stored}'")
+
+
+class InfluenceCLI(LongceCLI):
+    """The same configs for ``longce influence``; logger, callbacks and checkpoints of a training take no part."""
+
+    def __init__(self) -> None:
+        super().__init__(trainer_class=InfluenceTrainer, save_config_callback=None)
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """The one command, and what of its arguments is no option."""
+        return {"influence": {"model", "datamodule"}}
+
+    @override
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Accept what a saved config of ``longce fit`` holds besides."""
+        super().add_arguments_to_parser(parser)
+        for name in ("ckpt_path", "weights_only"):
+            parser.add_argument(f"--{name}", type=Any, default=None, help=argparse.SUPPRESS)
+
+    @override
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        return super().instantiate_trainer(
+            logger=False, callbacks=[], enable_checkpointing=False, use_distributed_sampler=False, **kwargs
+        )
+
+    @override
+    def after_instantiate_classes(self) -> None:
+        """The model in training is not loaded, and the command checks the rest itself."""
 
 
 class PlanCLI(LongceCLI):
@@ -169,9 +208,16 @@ def _summary(function: Callable[..., object]) -> str:
     return (function.__doc__ or "").partition("\n\n")[0]
 
 
+def influence_command(arguments: Sequence[str]) -> None:
+    """Run ``longce influence``."""
+    sys.argv[1:] = arguments
+    InfluenceCLI()
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], object]] = {
     "plan": plan_command,
     "score": score_command,
+    "influence": influence_command,
     "quickstart": quickstart_command,
     **dict.fromkeys(("fit", "validate", "test", "predict"), _lightning_command),
 }

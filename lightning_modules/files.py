@@ -63,9 +63,9 @@ def atomic_folder(target: Path) -> Iterator[Path]:
         yield temporary
         temporary.chmod(0o755)  # `mkdtemp` lets nobody else in, but a cache may be shared
         for path in (*temporary.iterdir(), temporary):
-            _to_disk(path)
+            to_disk(path)
         _publish(temporary, target)
-        _to_disk(target.parent)
+        to_disk(target.parent)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             error.add_note(f"No room for {target}. Free some, or set `cache_dir` or $LONGCE_CACHE to another disk.")
@@ -82,7 +82,7 @@ def _publish(temporary: Path, target: Path) -> None:
             raise
 
 
-def _to_disk(path: Path) -> None:
+def to_disk(path: Path) -> None:
     """Wait until the file or folder would survive a power cut: a rename may otherwise outrun the content."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

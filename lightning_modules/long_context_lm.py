@@ -20,7 +20,7 @@ from lightning_modules.functional.windows import check_context, check_window_sha
 from lightning_modules.loading import DType, load_backbone, load_config
 from lightning_modules.low_precision import ShortDType, check_short_dtype, short_precision
 from lightning_modules.metrics import LongPerplexity
-from lightning_modules.objectives import LongCE, Objective
+from lightning_modules.objectives import LongCE, Objective, check_influence
 from lightning_modules.probe import check_scoring
 from lightning_modules.statistics import TrainingStatistics
 from lightning_modules.token_scores import TokenScores, text_sha256
@@ -152,7 +152,7 @@ class LongContextLM(LightningModule):
     @override
     def training_step(self, batch: PackedBatch, batch_idx: int) -> Tensor:
         self.backbone.check_token_ids(batch)
-        weighing = Weighing(self.objective.influence)
+        weighing = Weighing(self.objective.influence, *self._stored_influence(batch))
         if self.objective.uses_short_context:
             check_context(self.context_length, self.stride, batch["input_ids"].shape[1])
             # Before the long pass, so that its buffers never meet the activations kept for the backward pass.
@@ -204,6 +204,12 @@ class LongContextLM(LightningModule):
         self._statistics.reset()
         self.log_dict({f"train/{name}": value for name, value in values.items()}, batch_size=1)
         self.log("loss", values["loss"], prog_bar=True, logger=False, batch_size=1)
+
+    def _stored_influence(self, batch: PackedBatch) -> tuple[Tensor | None, Tensor | None]:
+        """Weights that come with the rows, in the place of short log-likelihoods that are there for every token."""
+        stored = batch.get("influence")
+        check_influence(self.objective, None if stored is None else "that come with the rows")
+        return stored, None if stored is None else torch.ones_like(stored, dtype=torch.bool)
 
     def _check_finite(self, loss: Tensor, batch_idx: int) -> None:
         if not torch.isfinite(loss):

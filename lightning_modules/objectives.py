@@ -20,6 +20,9 @@ class Objective(ABC):
     uses_short_context: ClassVar[bool]
     """Whether `influence` looks at ``short``; if not, the passes over short windows are saved."""
 
+    uses_stored_influence: ClassVar[bool] = False
+    """Whether weights come with the rows (`data.influence`); `influence` then gets them in the place of ``short``."""
+
     largest_weight: float | None = None
     """Cap of the weights, whose share at the cap is logged; None without one."""
 
@@ -57,3 +60,52 @@ class LongCE(Objective):
     def influence(self, long: Tensor, short: Tensor) -> Tensor:
         """`soft_influence`, capped at ``gamma``."""
         return soft_influence(long, short, gamma=self.gamma)
+
+
+def check_influence(objective: Objective, influence: str | None) -> None:
+    """Refuse stored weights that nobody would look at, and an objective that has none to look at.
+
+    Args:
+        objective: Of the training.
+        influence: Where the stored weights are, if the data module has some (`data.influence`).
+
+    Raises:
+        ValueError: If only one of both is there.
+    """
+    name = type(objective).__name__
+    if objective.uses_stored_influence and influence is None:
+        raise ValueError(
+            f"The objective {name} takes stored token weights, and the data module gives none: make them with"
+            " `longce influence` and set `data.influence` to their folder, or choose another `model.objective`."
+        )
+    if influence is not None and not objective.uses_stored_influence:
+        raise ValueError(
+            f"The objective {name} would ignore the stored token weights {influence}: set `model.objective` to"
+            " StoredInfluence, or leave `data.influence` out."
+        )
+
+
+class StoredInfluence(Objective):
+    """LongCE with weights that ``longce influence`` computed beforehand: a step costs what cross entropy costs.
+
+    They are those of a fixed evaluator, where LongCE asks the model itself at every step. That is an approximation:
+    with an evaluator of another training the gradient had a cosine of 0.75 to that of LongCE, in a toy experiment.
+
+    Args:
+        gamma: Largest token weight, 1 or more. The stored weights were capped when they were made, and are capped
+            again at a smaller value.
+
+    Raises:
+        ValueError: If ``gamma`` is below 1, infinite or not a number.
+    """
+
+    uses_short_context = False
+    uses_stored_influence = True
+
+    def __init__(self, gamma: float = 5.0) -> None:
+        check_gamma(gamma)
+        self.gamma = self.largest_weight = gamma
+
+    def influence(self, long: Tensor, short: Tensor) -> Tensor:
+        """The stored weights, which stand in the place of ``short``, capped at ``gamma``."""
+        return short.clamp(max=self.gamma)

@@ -66,9 +66,10 @@ class TrainingStatistics:
             "perplexity": torch.exp(nll / tokens),
             "tokens_per_second": tokens / self._seconds,
         }
-        if self.objective.uses_short_context:
+        weighs = self.objective.uses_short_context or self.objective.uses_stored_influence
+        if weighs:
             values["weight_mean"] = weights / tokens
-        if self.objective.uses_short_context and not self.drawn:
+        if weighs and not self.drawn:
             values["weight_above_1"] = above / tokens
         if self.objective.largest_weight is not None and not self.drawn:
             values["weight_at_cap"] = capped / tokens

@@ -1,5 +1,7 @@
 """`longce fit` and its kin as a user runs them, the shipped configs, and what bad input says."""
 
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +10,9 @@ import pytest
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from datamodules.influence_store import InfluenceStore
+from datamodules.influence_writer import InfluenceWriter
+from lightning_modules.backbone import Backbone
 from lightning_modules.cli import LongceCLI, main
 from tests.conftest import make_text, tiny_config
 
@@ -144,6 +149,80 @@ def test_an_objective_of_the_users_own(experiment, tmp_path, monkeypatch):
     assert events.Scalars("train/weight_mean")[0].value == pytest.approx(1 + share)  # weights of 1 and 2 only
 
 
+KILLED = """
+import os, signal
+from datamodules.influence_writer import InfluenceWriter
+from lightning_modules.cli import main
+original = InfluenceWriter.write
+def write(self, *arguments):
+    original(self, *arguments)
+    if len(self.rows) - len(self.remaining()) == 3:
+        self._journal.write(b"half a row")
+        self._journal.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+InfluenceWriter.write = write
+main()
+"""
+
+
+def test_stored_influence_survives_a_kill_and_trains_like_longce_without_short_passes(
+    experiment, model_dir, tmp_path, monkeypatch, capsys
+):
+    configs = ["-c", BASE, "-c", experiment]
+    command = ["influence", *configs, "--evaluator", str(model_dir), "--output", str(tmp_path / "weights")]
+    killed = subprocess.run([sys.executable, "-c", KILLED, *command], cwd=CONFIGS.parent, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    stored = ["--data.influence", str(tmp_path / "weights"), "--model.objective", "StoredInfluence"]
+    fit = ["fit", *configs, "--trainer.limit_val_batches", "0"]
+    refusal = {"monkeypatch": monkeypatch, "folder": tmp_path, "capsys": capsys}
+    assert "not complete" in refused(*fit, *stored, **refusal)
+
+    computed, write = [], InfluenceWriter.write
+    monkeypatch.setattr(InfluenceWriter, "write", lambda self, n, w: computed.extend(n) or write(self, n, w))
+    longce(*command, monkeypatch=monkeypatch, folder=tmp_path)
+    printed = capsys.readouterr().out
+    count = int(re.search(r"Weights of (\d+) rows of 128 tokens", printed)[1])
+    assert sorted(computed) == list(range(count))[-len(computed) :]
+    assert len(computed) == count - 3
+    advice = printed.split("Train with: ")[1].split()
+    assert advice == [*stored, "--model.objective.gamma", "5"]
+
+    losses = []
+    short_pass = Backbone.short_log_likelihood
+    for name, options in (("online", []), ("stored", advice)):
+        passes = []
+        monkeypatch.setattr(
+            Backbone, "short_log_likelihood", lambda *a, p=passes, **k: p.append(1) or short_pass(*a, **k)
+        )
+        (tmp_path / name).mkdir()
+        longce(*fit, *options, monkeypatch=monkeypatch, folder=tmp_path / name)
+        assert len(passes) == (4 if name == "online" else 0)
+        events = EventAccumulator(str(next((tmp_path / name / "runs").rglob("config.yaml")).parent))
+        events.Reload()
+        losses.append([events.Scalars(f"train/{key}")[0].value for key in ("loss", "weight_mean", "weight_at_cap")])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+    assert losses[0][2] > 0
+
+
+def test_influence_takes_a_saved_config_and_its_folder(experiment, model_dir, evaluator_dir, tmp_path, monkeypatch):
+    options = ["fit", "-c", BASE, "-c", experiment, "--trainer.limit_val_batches", "0", "--trainer.max_steps", "1"]
+    longce(*options, monkeypatch=monkeypatch, folder=tmp_path)
+    (saved,) = (tmp_path / "runs").rglob("config.yaml")
+    command = ["influence", "-c", str(saved), "--evaluator", str(evaluator_dir), "--data.influence", "weights"]
+    longce(*command, monkeypatch=monkeypatch, folder=tmp_path)
+    assert InfluenceStore(tmp_path / "weights").header["made_from"]["sequence_length"] == 128
+    assert len(list((tmp_path / "runs").rglob("config.yaml"))) == 1, "no logs of a run that trains nothing"
+
+
+def test_stored_influence_that_nobody_uses_or_has(experiment, tmp_path, monkeypatch, capsys):
+    fit = ["fit", "-c", BASE, "-c", experiment]
+    for options, message in (
+        (["--data.influence", "weights"], "LongCE would ignore the stored token weights in 'weights'"),
+        (["--model.objective", "StoredInfluence"], "the data module gives none"),
+    ):
+        assert message in refused(*fit, *options, monkeypatch=monkeypatch, folder=tmp_path, capsys=capsys)
+
+
 def test_unknown_command(tmp_path, monkeypatch, capsys):
     assert "no command 'fiit'" in refused("fiit", monkeypatch=monkeypatch, folder=tmp_path, capsys=capsys)
 
@@ -195,7 +274,7 @@ def test_success_exits_with_0_and_help_names_every_command():
     command = [sys.executable, "-c", "from lightning_modules.cli import main; main()", "--help"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0
-    for name in ("fit", "validate", "test", "predict", "plan", "score", "quickstart"):
+    for name in ("fit", "validate", "test", "predict", "influence", "plan", "score", "quickstart"):
         assert f"\n  {name} " in result.stdout
 
 

@@ -3,6 +3,7 @@ import pickle
 from types import SimpleNamespace
 
 import jsonargparse
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -10,8 +11,9 @@ from lightning import LightningDataModule
 
 import datamodules
 from datamodules import PackedTextDataModule
+from datamodules.influence_writer import InfluenceWriter
 from datamodules.sources import TextFolder
-from lightning_modules.batch import IGNORE_INDEX
+from lightning_modules.batch import IGNORE_INDEX, batch_to
 
 
 class Folders(PackedTextDataModule):
@@ -56,6 +58,47 @@ def test_training_rows_of_one_epoch(word_tokenizer, root):
         ([4, 0, 5], [IGNORE_INDEX, 0, IGNORE_INDEX]),
         ([6, 7, 0], [IGNORE_INDEX, 7, 0]),
     ]
+
+
+def stored(tokenizer, root, **kwargs):
+    """Weights of the rows of `root`: a tenth of the token's place in the stream."""
+    module = ready(tokenizer, root, **kwargs)
+    writer = InfluenceWriter(root / "w", {**module.identity(module.rows), "gamma": 5.0}, module.rows.rows, tokens=11)
+    writer.write(range(3), np.arange(9, dtype=np.float32).reshape(3, 3) / 10)
+    writer.finish()
+    return str(root / "w")
+
+
+def test_rows_come_with_their_stored_weights(word_tokenizer, root):
+    folder = stored(word_tokenizer, root)
+    assert "influence" not in next(iter(ready(word_tokenizer, root).train_dataloader()))
+    module = ready(word_tokenizer, root, batch_size=3, influence=folder)
+    assert "influence" not in next(iter(module.val_dataloader()))
+    (batch,) = module.train_dataloader()
+    order = batch["input_ids"][:, 0].argsort()
+    assert batch["input_ids"][order].flatten().tolist() == [1, 2, 3, 4, 0, 5, 6, 7, 0]
+    torch.testing.assert_close(batch["influence"][order].flatten(), torch.arange(9) / 10, rtol=1e-3, atol=1e-6)
+    copy = pickle.loads(pickle.dumps(module.rows))
+    assert torch.equal(copy[1]["influence"], module.rows[1]["influence"])
+    assert copy[1]["influence"].dtype == torch.float32
+    moved = batch_to(batch, torch.device("meta"))
+    assert moved["influence"].device.type == "meta"
+
+
+def test_weights_of_other_rows_are_refused(word_tokenizer, root, monkeypatch):
+    folder = stored(word_tokenizer, root)
+    with monkeypatch.context() as patch:
+        patch.setattr(Folders, "_token_store", None)  # found before anything is tokenised
+        with pytest.raises(ValueError, match="`sequence_length` 3, not 2"):
+            ready(word_tokenizer, root, sequence_length=2, influence=folder)
+    with pytest.raises(ValueError, match="`isolate_documents` True, not False"):
+        ready(word_tokenizer, root, isolate_documents=False, influence=folder)
+    (root / "train" / "0.txt").write_text("a b c d e f g")
+    with pytest.raises(ValueError, match="other training text"):
+        ready(word_tokenizer, root, influence=folder)
+    with pytest.raises(ValueError, match="no token weights in"):
+        ready(word_tokenizer, root, influence=str(root / "none"))
+    assert len(ready(word_tokenizer, root, "validate", influence=str(root / "none")).val_dataloader()) == 3
 
 
 def test_validation_documents_are_cut_and_named(word_tokenizer, root):

@@ -4,12 +4,14 @@ import math
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import DataLoader
 
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional import Weighing, long_perplexity
+from lightning_modules.loading import load_backbone
 from lightning_modules.long_context_lm import LongContextLM
-from lightning_modules.objectives import CrossEntropy, LongCE
+from lightning_modules.objectives import CrossEntropy, LongCE, StoredInfluence
 from lightning_modules.tokenization import encode_document
 from tests import reference
 from tests.conftest import make_text, tiny_model
@@ -90,6 +92,39 @@ def test_cross_entropy_is_that_of_transformers_and_costs_no_short_pass(folder, m
     batch = row(1)
     expected = module.backbone.model(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss
     torch.testing.assert_close(module.training_step(batch, 0), expected)
+
+
+def test_stored_weights_give_the_loss_and_gradients_of_longce_without_a_short_pass(folder, monkeypatch):
+    batch = row(0, borders=(0, 23, LENGTH))
+    long, short = load_backbone(folder).long_and_short(batch, context_length=8, stride=4)
+    weights = (long - short).exp()
+    assert (weights > 4).any()
+    results = []
+    for objective in (LongCE(4.0), StoredInfluence(4.0)):
+        module = lm(folder, objective=objective)
+        module.configure_model()
+        if objective.uses_stored_influence:
+            monkeypatch.setattr(type(module.backbone), "short_log_likelihood", None)
+            batch["influence"] = weights
+        loss = module.training_step(batch, 0)
+        loss.backward()
+        sums = module._statistics.compute(SingleDeviceStrategy())
+        del sums["tokens_per_second"]
+        results.append([loss, sums, [parameter.grad for parameter in module.parameters()]])
+    torch.testing.assert_close(*results)
+    assert set(sums) == {"loss", "perplexity", "weight_mean", "weight_above_1", "weight_at_cap"}
+
+
+def test_stored_weights_and_objective_must_agree(folder):
+    batch = row(0)
+    module = lm(folder, objective=StoredInfluence())
+    module.configure_model()
+    with pytest.raises(ValueError, match="the data module gives none"):
+        module.training_step(batch, 0)
+    module.objective = CrossEntropy()
+    batch["influence"] = torch.ones(1, LENGTH)
+    with pytest.raises(ValueError, match="CrossEntropy would ignore"):
+        module.training_step(batch, 0)
 
 
 def test_fit_logs_means_over_all_micro_batches_and_lowers_the_loss(folder, tmp_path):

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from lightning_modules.functional import soft_influence
-from lightning_modules.objectives import CrossEntropy, LongCE
+from lightning_modules.objectives import CrossEntropy, LongCE, StoredInfluence, check_influence
 
 
 def test_influences():
@@ -15,3 +15,19 @@ def test_influences():
 def test_gamma_is_checked_when_the_objective_is_made(gamma):
     with pytest.raises(ValueError, match="gamma"):
         LongCE(gamma)
+
+
+def test_stored_influence_is_taken_as_it_is_and_capped():
+    stored = torch.tensor([0.5, 1.0, 3.0, 5.0])
+    assert StoredInfluence(3.0).influence(-torch.rand(4), stored).tolist() == [0.5, 1.0, 3.0, 3.0]
+    with pytest.raises(ValueError, match="gamma"):
+        StoredInfluence(0.5)
+
+
+def test_stored_influence_and_its_objective_belong_together():
+    check_influence(StoredInfluence(), "in 'x'")
+    check_influence(LongCE(), None)
+    with pytest.raises(ValueError, match=r"StoredInfluence takes stored.*`longce influence`.*`data.influence`"):
+        check_influence(StoredInfluence(), None)
+    with pytest.raises(ValueError, match=r"LongCE would ignore the stored token weights in 'x'"):
+        check_influence(LongCE(), "in 'x'")

@@ -1,0 +1,125 @@
+"""Tokens back to text, with the characters that each of them stands for."""
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+_SAMPLE = "The cat sat on the mat, naïve café; 日本 and 🙂.\n\t12 of 345"
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class TokenCharacters:
+    """Text and character spans of token ids, also where a row was cut in the middle of a word or of a character.
+
+    The bytes of each token are taken from the vocabulary, so that nothing depends on what stands around a token.
+    Byte-level vocabularies (GPT-2, Llama 3, Qwen) and those of sentencepiece (Llama 2, Mistral, Gemma) are known.
+
+    Args:
+        tokenizer: A fast tokenizer.
+
+    Raises:
+        ValueError: If the tokenizer turns tokens into text in a way that is not known here.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        specification = json.loads(tokenizer.backend_tokenizer.to_str())
+        convert = _converter(specification.get("decoder"))
+        vocabulary = tokenizer.get_vocab()
+        self._bytes = [b""] * (max(vocabulary.values()) + 1)
+        for token, index in vocabulary.items():
+            self._bytes[index] = convert(token)
+        for token in specification["added_tokens"]:
+            if token["special"]:
+                self._bytes[token["id"]] = b""
+        self._check(tokenizer)
+
+    def __call__(self, ids: Tensor) -> tuple[str, Tensor]:
+        """The text of a stretch of tokens.
+
+        Args:
+            ids: ``[N]`` token ids.
+
+        Returns:
+            The text, and the ``[N, 2]`` int64 character span of each token in it. A character whose bytes are those of
+            several tokens belongs to all of them. Special tokens, and the bytes of a character that was cut in two,
+            stand for no character: their spans are empty.
+        """
+        pieces = [self._bytes[index] for index in ids.tolist()]
+        # Each byte that belongs to no whole character becomes a lone surrogate, which no text holds.
+        decoded = b"".join(pieces).decode("utf-8", errors="surrogateescape")
+        code = np.frombuffer(decoded.encode("utf-32-le", errors="surrogatepass"), dtype="<u4")
+        whole = (code < 0xDC80) | (code > 0xDCFF)
+        width = np.where(whole, 1 + (code >= 0x80) + (code >= 0x800) + (code >= 0x10000), 1)
+        before = np.concatenate([[0], np.cumsum(whole)])  # whole characters before each
+        of_byte = np.append(np.repeat(np.arange(len(code)), width), len(code))
+        lengths = np.array([len(piece) for piece in pieces], dtype=np.int64)
+        ends = np.cumsum(lengths)
+        start = before[of_byte[ends - lengths]]
+        last = of_byte[np.maximum(ends, 1) - 1]
+        stop = np.where(lengths > 0, before[np.minimum(last + 1, len(code))], start)
+        return code[whole].tobytes().decode("utf-32-le"), torch.from_numpy(np.stack([start, stop], axis=1))
+
+    def _check(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        """Compare with the tokenizer's own decoder, which may drop a space at the start."""
+        ids = tokenizer.backend_tokenizer.encode(_SAMPLE, add_special_tokens=False).ids
+        expected = tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=True)
+        found, _ = self(torch.tensor(ids, dtype=torch.int64))
+        if found.lstrip() != expected.lstrip():
+            raise ValueError(
+                f"The tokens of '{tokenizer.name_or_path}' cannot be turned back into text here (for '{expected}' this"
+                f" gives '{found}'), so that an evaluator with another tokenizer cannot weigh them: choose one with"
+                " the same tokenizer."
+            )
+
+
+def _converter(decoder: dict[str, Any] | None) -> Callable[[str], bytes]:
+    """A token of the vocabulary to the bytes it adds to a text."""
+    parts = [] if decoder is None else decoder.get("decoders", [decoder])
+    kinds = {part["type"] for part in parts}
+    if unknown := kinds - {"ByteLevel", "ByteFallback", "Replace", "Metaspace", "Fuse", "Strip"}:
+        raise ValueError(
+            f"Tokenizers with a decoder of type {unknown.pop()} cannot be turned back into text token by token here:"
+            " choose an evaluator with the same tokenizer."
+        )
+    if "ByteLevel" in kinds:
+        byte_of = _byte_alphabet()
+        return lambda token: _byte_level(token, byte_of)
+    if not kinds:
+        return lambda token: f" {token}".encode()
+    replaced = [_replacement(part) for part in parts if part["type"] in ("Replace", "Metaspace")]
+    return lambda token: _sentencepiece(token, replaced, bytes_too="ByteFallback" in kinds)
+
+
+def _replacement(part: dict[str, Any]) -> tuple[str, str]:
+    if part["type"] == "Metaspace":
+        return part["replacement"], " "
+    if "String" not in part["pattern"]:
+        raise ValueError(f"Tokenizers that replace by a pattern ({part['pattern']}) cannot be turned back into text.")
+    return part["pattern"]["String"], part["content"]
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The letter that stands for each byte in byte-level vocabularies: itself if printable, else one from 256 on."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+def _byte_level(token: str, byte_of: dict[str, int]) -> bytes:
+    if all(character in byte_of for character in token):
+        return bytes(byte_of[character] for character in token)
+    return token.encode()  # an added token
+
+
+def _sentencepiece(token: str, replaced: list[tuple[str, str]], *, bytes_too: bool) -> bytes:
+    if bytes_too and (match := _BYTE.fullmatch(token)):
+        return bytes([int(match[1], 16)])
+    for old, new in replaced:
+        token = token.replace(old, new)
+    return token.encode()
