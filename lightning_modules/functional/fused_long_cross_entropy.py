@@ -12,8 +12,8 @@ from lightning_modules.functional.log_likelihood import (
     Head,
     check_chunk_size,
     default_chunk_size,
-    log_softmax_blocks,
     scored_tokens,
+    softmax_blocks,
 )
 
 
@@ -201,13 +201,13 @@ def _zeros(parameter: Tensor) -> Tensor:
 def _weigh_and_differentiate(logits: Tensor, tokens: _Tokens, piece: slice, count: int) -> tuple[Tensor, Tensor]:
     """Log-likelihoods and weights ``[n]`` of a chunk; its logits are overwritten by the loss's slope in them."""
     results = []
-    for rows, block in log_softmax_blocks(logits):
+    for rows, slope, log_likelihood in softmax_blocks(logits, tokens.labels[piece]):
         scored = slice(piece.start + rows.start, piece.start + rows.stop)
-        target = tokens.labels[scored].unsqueeze(-1)
-        log_likelihood = block.gather(-1, target).squeeze(-1)
         weight = token_weights(log_likelihood, tokens.weighing, scored).to(log_likelihood.dtype)
         share = (weight / count).unsqueeze(-1)
-        logits[rows] = block.exp_().mul_(share).scatter_add_(-1, target, -share)
+        slope.mul_(share).scatter_add_(-1, tokens.labels[scored].unsqueeze(-1), -share)
+        if slope.dtype != logits.dtype:  # else it is a view of them
+            logits[rows] = slope
         results.append((log_likelihood, weight))
     log_likelihoods, weights = zip(*results, strict=True)
     return torch.cat(log_likelihoods), torch.cat(weights)

@@ -90,13 +90,14 @@ def tiled_log_likelihood(predictors: Tensor, head: LinearHead, targets: Tensor) 
         logits = wide_linear(rows, weight[piece], None if bias is None else bias[piece], buffer)
         if head.soft_cap is not None:
             logits.div_(head.soft_cap).tanh_().mul_(head.soft_cap)
-        # A bias may be -inf, for tokens that do not exist.
-        tile_total = _log_sum_exp(logits, wide) if bias is None else logits.to(wide).logsumexp(-1, keepdim=True)
-        total = torch.logaddexp(total, tile_total)
         column = targets.unsqueeze(-1) - start
         inside = (column >= 0) & (column < logits.shape[1])
         logit = logits.gather(-1, column.clamp(0, logits.shape[1] - 1)).to(wide)
         target_logit = torch.where(inside, logit, target_logit)
+        # A bias may be -inf, for tokens that do not exist, and a whole tile of them has no softmax.
+        parts = logits.to(wide)
+        tile_total = log_sum_exp_and_softmax(parts) if bias is None else parts.logsumexp(-1, keepdim=True)
+        total = torch.logaddexp(total, tile_total)
     return (target_logit - total).squeeze(-1)
 
 
@@ -104,6 +105,15 @@ def _tile_elements(operand: Tensor) -> int:
     return 2**21 if operand.device.type == "cpu" else 2**27
 
 
-def _log_sum_exp(logits: Tensor, dtype: torch.dtype) -> Tensor:
-    """``[n, 1]``, of finite logits: log-softmax reads them once, and takes the same from all columns."""
-    return logits[:, :1].to(dtype) - logits.log_softmax(-1, dtype=dtype)[:, :1]
+def log_sum_exp_and_softmax(logits: Tensor) -> Tensor:
+    """``[n, 1]`` log-sum-exp of ``[n, V]`` logits of float32 or float64, which their softmax replaces.
+
+    The kernel of softmax reads the logits once, where log-sum-exp and exponential take several passes. It keeps the
+    sum to itself, but the largest probability tells it.
+    """
+    largest = logits.amax(-1, keepdim=True)
+    if logits.device.type == "cpu":
+        torch.softmax(logits, -1, out=logits)
+    else:
+        logits.copy_(logits.softmax(-1))
+    return largest - logits.amax(-1, keepdim=True).log()

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lightning_modules.batch import IGNORE_INDEX
-from lightning_modules.functional.linear_head import LinearHead, tiled_log_likelihood
+from lightning_modules.functional.linear_head import LinearHead, log_sum_exp_and_softmax, tiled_log_likelihood
 
 Head = Callable[[Tensor], Tensor] | LinearHead
 """Maps ``[N, D]`` hidden states to ``[N, V]`` logits. A module or function, not a weight: a LoRA adapter, a bias, a
@@ -64,24 +64,29 @@ def _chunk_log_likelihood(predictors: Tensor, head: Head, targets: Tensor) -> Te
     if isinstance(head, LinearHead) and len(targets):
         return tiled_log_likelihood(predictors, head, targets)
     logits = head(predictors)
-    blocks = [block.gather(-1, targets[rows, None]).squeeze(-1) for rows, block in log_softmax_blocks(logits)]
+    blocks = [log_likelihood for _, _, log_likelihood in softmax_blocks(logits, targets)]
     return torch.cat(blocks) if blocks else logits.new_zeros(0, dtype=torch.promote_types(logits.dtype, torch.float32))
 
 
-def log_softmax_blocks(logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Log-softmax of a few rows at a time: few enough to stay in a processor's cache, and no second chunk of logits.
+def softmax_blocks(logits: Tensor, targets: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Softmax of a few rows at a time: few enough to stay in a processor's cache, and no second chunk of logits.
 
     Args:
-        logits: ``[n, V]``, without gradient.
+        logits: ``[n, V]``, without gradient, of which nobody needs the values any more.
+        targets: ``[n]`` int64.
 
     Yields:
-        Which rows, and their ``[rows, V]`` log-probabilities; float32, or float64 for float64 logits.
+        Which rows, their ``[rows, V]`` probabilities and ``[rows]`` log-likelihoods in nats; float32, or float64 for
+        float64 logits.
     """
-    elements = 2**22 if logits.device.type == "cpu" else 2**26
+    elements = 2**21 if logits.device.type == "cpu" else 2**26
     size = max(1, elements // logits.shape[-1])
     for start in range(0, len(logits), size):
         rows = slice(start, min(start + size, len(logits)))
-        yield rows, logits[rows].log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+        block = logits[rows].to(torch.promote_types(logits.dtype, torch.float32))
+        target = block.gather(-1, targets[rows, None])
+        total = log_sum_exp_and_softmax(block)
+        yield rows, block, (target - total).squeeze(-1)
 
 
 def default_chunk_size(hidden_states: Tensor) -> int:
