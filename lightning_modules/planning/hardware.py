@@ -21,22 +21,23 @@ class GPU:
     memory: float
 
 
-# From the vendors' data sheets: dense rates (often printed as half of the sparse one), nominal memory.
+# Rates from the vendors' data sheets: dense ones (often printed as half of the sparse). Of the nominal memory what a
+# program finds: error correction and the driver take their share.
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        GPU("A40", 149.7, 48.0),
-        GPU("A100-40", 312.0, 40.0),
-        GPU("A100-80", 312.0, 80.0),
-        GPU("RTX4090", 165.2, 24.0),
-        GPU("RTX6000-Ada", 364.2, 48.0),
-        GPU("L4", 121.0, 24.0),
-        GPU("L40S", 362.0, 48.0),
-        GPU("H100", 989.4, 80.0),
-        GPU("H100-PCIe", 756.0, 80.0),
-        GPU("H200", 989.4, 141.0),
-        GPU("B200", 2250.0, 180.0),
-        GPU("MI300X", 1307.4, 192.0),
+        GPU("A40", 149.7, 44.4),
+        GPU("A100-40", 312.0, 39.4),
+        GPU("A100-80", 312.0, 79.1),
+        GPU("RTX4090", 165.2, 23.5),
+        GPU("RTX6000-Ada", 364.2, 47.3),
+        GPU("L4", 121.0, 22.0),
+        GPU("L40S", 362.0, 44.4),
+        GPU("H100", 989.4, 79.1),
+        GPU("H100-PCIe", 756.0, 79.1),
+        GPU("H200", 989.4, 139.0),
+        GPU("B200", 2250.0, 178.0),
+        GPU("MI300X", 1307.4, 191.0),
     )
 }
 

@@ -1,0 +1,159 @@
+"""What the options that make LongCE's weights cheaper do to its gradient, on a model and texts of your own.
+
+Each option is compared with exact LongCE on the same rows: cosine of the gradients, precision and recall of the key
+tokens (LSD > alpha and LCL > beta), and time of the short pass. For windows drawn at random also the size of the
+gradient's noise over several draws, relative to the exact gradient, and of what is left of it in their mean.
+
+    python benchmarks/cheaper_weights.py --model MODEL_FOLDER --files TEXT.. --context_length 64 --stride 16
+"""
+
+import argparse
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_modules.backbone import Backbone
+from lightning_modules.batch import PackedBatch
+from lightning_modules.functional import ShortContext, Weighing, key_token_mask, soft_influence
+from lightning_modules.loading import load_backbone
+from lightning_modules.low_precision import short_precision
+from lightning_modules.offline_influence import make_transfer, row_influence
+from lightning_modules.probe import check_scoring
+from lightning_modules.tokenization import encode_document, load_tokenizer
+
+
+@dataclass
+class Outcome:
+    """Gradient ``[P]``, key tokens ``[B, T]`` of each batch, and seconds of the short passes."""
+
+    gradient: Tensor
+    keys: list[Tensor]
+    seconds: float
+
+
+class Comparison:
+    """One model on some rows."""
+
+    def __init__(self, backbone: Backbone, rows: list[PackedBatch], options: argparse.Namespace) -> None:
+        self.backbone, self.rows, self.options = backbone, rows, options
+
+    def outcome(self, *, stride: int | None = None, dtype: Any = None, share: float = 1.0, seed: int = 0) -> Outcome:
+        """Of all rows with one setting of the short pass."""
+        short, seconds = [], 0.0
+        for number, batch in enumerate(self.rows):
+            started = time.process_time()
+            with short_precision(self.backbone.decoder, self.backbone.device, dtype):
+                short.append(
+                    self.backbone.short_log_likelihood(
+                        batch,
+                        context_length=self.options.context_length,
+                        stride=stride or self.options.stride,
+                        window_share=share,
+                        seed=seed * len(self.rows) + number,
+                    )
+                )
+            seconds += time.process_time() - started
+        return self._outcome([Weighing(soft_influence, *context) for context in short], short, seconds)
+
+    def stored(self, weights: list[Tensor]) -> Outcome:
+        """With weights from elsewhere."""
+        weighings = [
+            Weighing(lambda _, stored: stored, weight, torch.ones_like(weight, dtype=torch.bool)) for weight in weights
+        ]
+        return self._outcome(weighings, None, 0.0)
+
+    def _outcome(self, weighings: list[Weighing], short: list[ShortContext] | None, seconds: float) -> Outcome:
+        self.backbone.zero_grad()
+        keys = []
+        for number, (batch, weighing) in enumerate(zip(self.rows, weighings, strict=True)):
+            result = self.backbone(batch, weighing)
+            (result.loss / len(self.rows)).backward()
+            if short is not None:
+                pair = torch.where(short[number].differs, short[number].log_likelihood, result.log_likelihood)
+                thresholds = {"alpha": self.options.alpha, "beta": self.options.beta}
+                keys.append(key_token_mask(result.log_likelihood, pair, **thresholds))
+        parts = [p.grad.flatten() for p in self.backbone.parameters() if p.grad is not None]
+        return Outcome(torch.cat(parts).clone(), keys, seconds)
+
+
+def compare(comparison: Comparison, evaluator: str | None) -> Iterator[str]:
+    """Rows of the table."""
+    options = comparison.options
+    exact = comparison.outcome()
+    settings: dict[str, dict[str, Any]] = {
+        f"stride = context_length = {options.context_length}": {"stride": options.context_length},
+        "short_dtype: bfloat16": {"dtype": "bfloat16"},
+        "short_dtype: float8": {"dtype": "float8"},
+    }
+    for name, setting in settings.items():
+        outcome = comparison.outcome(**setting)
+        hits = sum(int((a & b).sum()) for a, b in zip(exact.keys, outcome.keys, strict=True))
+        found, wanted = (sum(int(mask.sum()) for mask in each.keys) for each in (outcome, exact))
+        yield (
+            f"| {name} | {F.cosine_similarity(outcome.gradient, exact.gradient, dim=0):.4f}"
+            f" | {hits / max(found, 1):.3f} / {hits / max(wanted, 1):.3f} | {outcome.seconds / exact.seconds:.2f} |"
+        )
+    for share in (0.5, 0.25):
+        draws = [comparison.outcome(share=share, seed=seed) for seed in range(options.draws)]
+        gradients = torch.stack([draw.gradient for draw in draws])
+        noise = (gradients - exact.gradient).norm(dim=1).square().mean().sqrt() / exact.gradient.norm()
+        left = (gradients.mean(0) - exact.gradient).norm() / exact.gradient.norm()
+        cosine = torch.stack([F.cosine_similarity(each, exact.gradient, dim=0) for each in gradients]).mean()
+        seconds = sum(draw.seconds for draw in draws) / len(draws)
+        yield (
+            f"| short_window_share: {share}, {len(draws)} draws: noise {noise:.3f}, of which {left:.3f} is left in the"
+            f" mean ({noise / len(draws) ** 0.5:.3f} expected without bias) | {cosine:.4f} | |"
+            f" {seconds / exact.seconds:.2f} |"
+        )
+    plain = comparison.stored([torch.ones_like(batch["labels"], dtype=torch.float32) for batch in comparison.rows])
+    yield f"| cross entropy | {F.cosine_similarity(plain.gradient, exact.gradient, dim=0):.4f} | | 0 |"
+    if evaluator is not None:
+        weights = stored_weights(evaluator, comparison)
+        other = comparison.stored(weights)
+        cosine = F.cosine_similarity(other.gradient, exact.gradient, dim=0)
+        yield f"| weights stored by {Path(evaluator).name} (`longce influence`) | {cosine:.4f} | | 0 |"
+
+
+def stored_weights(evaluator: str, comparison: Comparison) -> list[Tensor]:
+    """Weights of the rows as ``longce influence`` finds them."""
+    options = comparison.options
+    judge = load_backbone(evaluator).eval().requires_grad_(False)
+    check_scoring(judge)
+    transfer = make_transfer(load_tokenizer(options.model), load_tokenizer(evaluator), add_special_tokens=True)
+    weigh = row_influence if transfer is None else transfer.row_influence
+    sizes = {"context_length": options.context_length, "stride": options.stride}
+    return [weigh(batch, judge, **sizes, gamma=5.0) for batch in comparison.rows]
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--model", required=True, help="hub id or folder")
+    parser.add_argument("--files", nargs="+", required=True, help="UTF-8 texts, a row each")
+    parser.add_argument("--evaluator", help="hub id or folder of a model that could store its weights")
+    parser.add_argument("--tokens", type=int, default=512, help="of each text, at most")
+    parser.add_argument("--context_length", type=int, default=64)
+    parser.add_argument("--stride", type=int, default=16)
+    parser.add_argument("--alpha", type=float, default=2.0)
+    parser.add_argument("--beta", type=float, default=-2.0)
+    parser.add_argument("--draws", type=int, default=40)
+    options = parser.parse_args()
+    backbone = load_backbone(options.model, dtype="float32").train()
+    check_scoring(backbone)
+    tokenizer = load_tokenizer(options.model)
+    rows = [encode_document(Path(file).read_text(), tokenizer, max_tokens=options.tokens) for file in options.files]
+    print(f"{len(rows)} rows of up to {options.tokens} tokens, K={options.context_length}, d={options.stride}\n")
+    print("| option | cosine of gradients | key tokens: precision / recall | time of the short pass |")
+    print("|---|---|---|---|")
+    for line in compare(Comparison(backbone, rows, options), options.evaluator):
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

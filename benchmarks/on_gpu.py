@@ -1,0 +1,219 @@
+"""Scoring and a LongCE step of an 8B-shaped random model on one GPU, at 32k and 128k tokens.
+
+Prints seconds, tokens/s, peak memory beside the plan's, and the share of the card's bf16 peak (MFU) for each attention
+implementation; then, at the shortest length, what a LongCE step spends its time on. No weights, data or network are
+needed. About 8 minutes on an H200. A case that the plan says does not fit is left out and named.
+
+    python benchmarks/on_gpu.py
+    python benchmarks/on_gpu.py --layers 2 --vocabulary 1000 --lengths 512 --context_length 64 --stride 32 --device cpu
+"""
+
+import argparse
+import gc
+import importlib.util
+import platform
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+import transformers
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lightning_modules.attention import register_document_attention
+from lightning_modules.backbone import Backbone
+from lightning_modules.batch import IGNORE_INDEX, PackedBatch, batch_to
+from lightning_modules.checkpointing import Checkpointing, enable_checkpointing
+from lightning_modules.functional import Weighing
+from lightning_modules.objectives import CrossEntropy, LongCE
+from lightning_modules.planning import (
+    Flops,
+    ModelShape,
+    activation_bytes,
+    ce_step_flops,
+    forward_flops,
+    longce_step_flops,
+    scoring_flops,
+)
+from lightning_modules.planning.memory import GIB, Training, scoring_memory, training_memory
+from lightning_modules.probe import check_scoring
+
+
+class Case(NamedTuple):
+    """One thing to time: what it runs, its operations, and the bytes that the plan expects."""
+
+    name: str
+    run: Callable[[], object]
+    flops: Flops
+    planned: float
+
+
+def config_of(options: argparse.Namespace) -> transformers.PreTrainedConfig:
+    """The proportions of Llama-3.1-8B."""
+    return AutoConfig.for_model(
+        "llama",
+        hidden_size=4096 if options.device == "cuda" else 64,
+        intermediate_size=14336 if options.device == "cuda" else 128,
+        num_hidden_layers=options.layers,
+        num_attention_heads=32 if options.device == "cuda" else 4,
+        num_key_value_heads=8 if options.device == "cuda" else 2,
+        vocab_size=options.vocabulary,
+        max_position_embeddings=131072,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+    )
+
+
+def build(config: transformers.PreTrainedConfig, attention: str, device: str) -> Backbone:
+    """A random model in bfloat16, made where it runs."""
+    with torch.device(device):
+        name = register_document_attention() if attention == "sdpa" else attention
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=name, dtype=torch.bfloat16)
+    backbone = Backbone(model).to(device)
+    backbone.check_rotary_dtype()
+    check_scoring(backbone)
+    return backbone
+
+
+def make_row(length: int, vocabulary: int, device: str) -> PackedBatch:
+    """One document of random tokens."""
+    ids = torch.randint(vocabulary, (1, length), generator=torch.Generator().manual_seed(0))
+    labels = ids.clone()
+    labels[:, 0] = IGNORE_INDEX
+    row = PackedBatch(
+        input_ids=ids, labels=labels, position_ids=torch.arange(length)[None], document_borders=[[0, length]]
+    )
+    return batch_to(row, torch.device(device))
+
+
+def cases(
+    backbone: Backbone, config: transformers.PreTrainedConfig, length: int, options: argparse.Namespace
+) -> Iterator[Case]:
+    """All that is timed at one length."""
+    shape, row = ModelShape.of(config), make_row(length, options.vocabulary, options.device)
+    pair = (options.context_length, options.stride)
+    sizes = {"context_length": pair[0], "stride": pair[1]}
+    bytes_ = activation_bytes(config, dtype=torch.bfloat16)
+
+    def training(kind: Checkpointing, *, short_pass: bool) -> Callable[[], object]:
+        def step() -> None:
+            enable_checkpointing(backbone.base_model, kind)
+            backbone.train()
+            weighing = Weighing(CrossEntropy().influence)
+            if short_pass:
+                weighing = Weighing(LongCE().influence, *backbone.short_log_likelihood(row, **sizes))
+            backbone(row, weighing).loss.backward()
+            backbone.zero_grad()
+
+        return step
+
+    def scoring(function: Callable[[], object]) -> Callable[[], object]:
+        def run() -> None:
+            backbone.eval()
+            with torch.no_grad():
+                function()
+
+        return run
+
+    memory = scoring_memory(shape, bytes_, length, torch.bfloat16, windows=pair).peak
+    yield Case("perplexity: one pass", scoring(lambda: backbone(row)), forward_flops(shape, length, length - 1), memory)
+    both = scoring_flops(shape, shape, length, *pair, shared_pass=True)
+    yield Case("LongPPL, evaluator = model", scoring(lambda: backbone.long_and_short(row, **sizes)), both, memory)
+    for kind, name in ((True, "full"), ("selective", "selective")):
+        plan = Training(
+            tokens=length,
+            context_length=pair[0],
+            stride=pair[1],
+            dtype=torch.bfloat16,
+            autocast=None,
+            checkpointing=name,
+            moments=0.0,
+            step_copy=False,
+        )
+        planned = training_memory(shape, bytes_, plan).peak
+        yield Case(f"CE step, {name}", training(kind, short_pass=False), ce_step_flops(shape, length, name), planned)
+        flops = longce_step_flops(shape, length, *pair, name)
+        yield Case(f"LongCE step, {name}", training(kind, short_pass=True), flops, planned)
+
+
+def timed(run: Callable[[], object], device: str, rounds: int) -> tuple[float, float]:
+    """Fewest seconds of some rounds, and GiB at the peak."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    best = float("inf")
+    for _ in range(rounds):
+        _wait(device)
+        started = time.perf_counter()
+        run()
+        _wait(device)
+        best = min(best, time.perf_counter() - started)
+    return best, torch.cuda.max_memory_allocated() / GIB if device == "cuda" else float("nan")
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def profiled(run: Callable[[], object], device: str) -> str:
+    """The kernels that take most of the time."""
+    activity = ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU
+    with profile(activities=[activity]) as profiler:
+        run()
+        _wait(device)
+    key = "self_cuda_time_total" if device == "cuda" else "self_cpu_time_total"
+    return profiler.key_averages().table(sort_by=key, row_limit=12, max_name_column_width=70)
+
+
+def main() -> None:
+    """Print the table and the profile."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[32768, 131072])
+    parser.add_argument("--context_length", type=int, default=4096)
+    parser.add_argument("--stride", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--vocabulary", type=int, default=128256)
+    parser.add_argument("--attention", nargs="+", default=["sdpa", "flash_attention_2"])
+    parser.add_argument("--peak_tflops", type=float, default=989.4, help="of the card, dense bf16: an H200's")
+    parser.add_argument(
+        "--device", choices=["cuda", "cpu"], default="cuda", help="cpu makes the model tiny: a rehearsal"
+    )
+    options = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    card = torch.cuda.get_device_name() if options.device == "cuda" else platform.machine()
+    free = torch.cuda.mem_get_info()[0] if options.device == "cuda" else float("inf")
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    print(f"{card}, {versions}, bfloat16, {options.layers} layers\n")
+    print("| attention | tokens | what | s | tokens/s | peak GiB / planned | TFLOP | MFU |")
+    print("|---|---|---|---|---|---|---|---|")
+    config = config_of(options)
+    for attention in options.attention:
+        if attention == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
+            print("| flash_attention_2 | | not installed | | | | | |")
+            continue
+        backbone = build(config, attention, options.device)
+        step = None
+        for length in options.lengths:
+            for case in cases(backbone, config, length, options):
+                if case.planned > free:
+                    print(
+                        f"| {attention} | {length} | {case.name}: {case.planned / GIB:.0f} GiB do not fit | | | | | |"
+                    )
+                    continue
+                seconds, peak = timed(case.run, options.device, rounds=3 if length == min(options.lengths) else 1)
+                share = case.flops.total / seconds / (options.peak_tflops * 1e12)
+                print(
+                    f"| {attention} | {length} | {case.name} | {seconds:.2f} | {length / seconds:,.0f}"
+                    f" | {peak:.1f} / {case.planned / GIB:.1f} | {case.flops.total / 1e12:,.0f} | {share:.0%} |",
+                    flush=True,
+                )
+                step = case.run if case.name == "LongCE step, full" and step is None else step
+        if step is not None:
+            print(f"\nA LongCE step with {attention} at {options.lengths[0]} tokens:\n{profiled(step, options.device)}")
+        del backbone, step
+
+
+if __name__ == "__main__":
+    main()
