@@ -33,6 +33,7 @@ def score(
     stride: int = 1024,
     alpha: float = 2.0,
     beta: float = -2.0,
+    key_tokens_only: bool = False,
     output: str | None = None,
     max_tokens: int | None = None,
     add_special_tokens: bool = False,
@@ -56,6 +57,8 @@ def score(
         stride: Number d of tokens that share one short window.
         alpha: A key token's long-short difference exceeds it, in nats.
         beta: A key token's long log-likelihood exceeds it, in nats.
+        key_tokens_only: Spare the evaluator's short pass tokens that cannot be key because their long log-likelihood is
+            at most ``beta``. Its stored scores then serve no lower ``beta``, and no soft influence, later.
         output: JSON file to write the result to.
         max_tokens: Tokens of each document to keep, as the model counts them; all by default.
         add_special_tokens: Whether the model's tokenizer adds its own; off, as in the code of the paper's authors.
@@ -100,8 +103,9 @@ def score(
     ]
     same = model_identity(model, trust_remote_code=trust_remote_code) == judge.identity
     judged = []
+    floor = beta if key_tokens_only else None
     for document in tqdm(documents, desc="evaluator", unit="document", disable=None):
-        scores = judge.scores(document["text"][0], device=place, name=document["names"][0], beta=beta)
+        scores = judge.scores(document["text"][0], device=place, name=document["names"][0], beta=floor)
         key = span_token_mask(document["offsets"], scores.key_spans(alpha=alpha, beta=beta))
         judged.append(_Judged(document, key, _shared_pass(document, scores) if same else None))
     judge.release()

@@ -10,6 +10,7 @@ from lightning_modules import score as score_module
 from lightning_modules.backbone import Backbone
 from lightning_modules.cli import main
 from lightning_modules.score import score
+from lightning_modules.token_scores import TokenScores
 from tests.conftest import make_text, tiny_model
 
 SETTINGS = {"context_length": 48, "stride": 16, "alpha": 0.5, "beta": -6.0}
@@ -140,3 +141,14 @@ def test_evaluator_and_model_in_one_share_the_long_pass(files, model_dir, tmp_pa
         assert shared[name] == pytest.approx(expected[name], rel=1e-6)
         assert shared[name] != pytest.approx(apart[name], rel=1e-6) or name == "perplexity"
     assert shared["key_tokens"] == expected["key_tokens"] > 3
+
+
+def test_key_tokens_only_gives_the_same_numbers_and_scores_fewer_tokens(files, model_dir, evaluator_dir, tmp_path):
+    results, known = [], []
+    for only in (False, True):
+        options = {"cache_dir": str(tmp_path / str(only)), "key_tokens_only": only, **SETTINGS}
+        results.append(score(files, str(model_dir), str(evaluator_dir), **options))
+        stored = [TokenScores.load(path) for path in (tmp_path / str(only)).rglob("*.safetensors")]
+        known.append(sum(int(scores.short.isfinite().sum()) for scores in stored))
+    assert json.dumps(results[0]) == json.dumps(results[1])
+    assert known[1] < known[0]

@@ -1,0 +1,74 @@
+"""What stays small at any length and vocabulary, by the bytes of living tensors."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_modules.backbone import Backbone
+from lightning_modules.checkpointing import enable_checkpointing
+from lightning_modules.functional import Weighing, fused_long_cross_entropy, soft_influence, token_log_likelihood
+from lightning_modules.functional.linear_head import LinearHead
+from lightning_modules.objectives import CrossEntropy, LongCE
+from tests.conftest import tiny_model
+from tests.lightning_modules.test_backbone import packed
+from tests.memory import LiveBytes
+
+HIDDEN, VOCABULARY = 16, 3000
+
+
+def head_bytes(tokens, *, training, linear):
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(VOCABULARY, HIDDEN))
+    head = LinearHead(weight) if linear else lambda hidden: hidden @ weight.T
+    hidden = torch.randn(1, tokens, HIDDEN, requires_grad=training)
+    labels = torch.randint(VOCABULARY, (1, tokens))
+    labels[:, 0] = -100
+    with LiveBytes() as memory:
+        if training:
+            fused_long_cross_entropy(hidden, head, [weight], labels, Weighing(soft_influence)).loss.backward()
+        else:
+            with torch.no_grad():
+                token_log_likelihood(hidden, head, labels)
+    return memory.peak
+
+
+@pytest.mark.parametrize("linear", [True, False])
+@pytest.mark.parametrize("training", [True, False])
+def test_the_head_needs_a_chunk_of_logits_whatever_the_length(training, linear):
+    short, long = (head_bytes(tokens, training=training, linear=linear) for tokens in (1024, 8192))
+    per_token = 4 * HIDDEN * (3 if training else 1) + 64  # hidden states, their gradient, a few numbers
+    assert long - short < 7168 * per_token
+    chunk = 512 * VOCABULARY * 4
+    weights = 4 * VOCABULARY * HIDDEN * (3 if training else 0)
+    assert short < (1.2 if linear else 2.4) * chunk + weights + 1024 * per_token
+    assert long < 0.25 * 8192 * VOCABULARY * 4, "full logits are far away"
+
+
+@pytest.mark.parametrize("checkpointing", [False, True, "selective"])
+def test_a_longce_step_needs_no_more_than_a_ce_step(checkpointing):
+    backbone = Backbone(tiny_model("llama", 400, num_hidden_layers=4).train())
+    enable_checkpointing(backbone.base_model, checkpointing)
+    batch = packed([torch.arange(1500) % 400])
+
+    def peak(objective):
+        with LiveBytes() as memory:
+            weighing = Weighing(objective.influence)
+            if objective.uses_short_context:
+                short = backbone.short_log_likelihood(batch, context_length=128, stride=64)
+                weighing = Weighing(objective.influence, *short)
+            backbone(batch, weighing).loss.backward()
+        backbone.zero_grad()
+        return memory.peak
+
+    assert peak(LongCE()) < 1.02 * peak(CrossEntropy())
+
+
+def test_scoring_grows_by_one_layer_of_one_pass():
+    def peak(tokens, layers):
+        backbone = Backbone(tiny_model("llama", 400, num_hidden_layers=layers).eval())
+        with LiveBytes() as memory:
+            backbone.long_and_short(packed([torch.arange(tokens) % 400]), context_length=128, stride=64)
+        return memory.peak
+
+    assert peak(2048, 6) < 1.05 * peak(2048, 2)
+    assert peak(4096, 2) < 2.1 * peak(2048, 2)
