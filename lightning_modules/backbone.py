@@ -113,7 +113,7 @@ class Backbone(nn.Module):
             ValueError: If a document is longer than learned positions allow, or the model cannot keep documents apart.
         """
         trims = weighing is None and self.trims_last_layer and not torch.is_grad_enabled()
-        with last_layer_reads_from(self.decoder, first_scored - 1 if trims else 0):
+        with _no_autocast_cache(), last_layer_reads_from(self.decoder, first_scored - 1 if trims else 0):
             hidden_states = self._hidden_states(batch)
         labels = batch["labels"]
         kernel = self.head_kernel if torch.is_grad_enabled() else "chunked"
@@ -329,6 +329,17 @@ class Backbone(nn.Module):
                     f"The rotary frequencies `{name}` were cast to {buffer.dtype}, which makes long positions wrong."
                     " Use a mixed precision (`bf16-mixed`) or a strategy that leaves buffers in float32."
                 )
+
+
+@contextlib.contextmanager
+def _no_autocast_cache() -> Iterator[None]:
+    """Let go of each weight's half-precision copy after its use; each is used once, and together they are the model."""
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
 
 
 @contextlib.contextmanager

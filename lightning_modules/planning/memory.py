@@ -141,7 +141,7 @@ def training_memory(shape: ModelShape, activations: ActivationBytes, training: T
     if training.step_copy and not training.sharding.offload:
         phases["optimizer step"] = {"temporary of the optimizer": _optimizer(shape, training, 1.0)}
     if training.short_pass:
-        phases["short windows"] = {**every, **_short_windows(shape, activations, training)}
+        phases["short windows"] = {**one, **_short_windows(shape, activations, training)}
     return Memory(lasting_memory(shape, training), phases)
 
 
@@ -206,16 +206,16 @@ def window_tokens(tokens: int, rows: int, context_length: int, stride: int) -> i
 
 
 def _autocast_copies(shape: ModelShape, training: Training) -> tuple[dict[str, float], dict[str, float]]:
-    """Weights in the type of matrix products: all of a forward pass, and of one layer.
+    """Weights in the type of matrix products: what the forward pass keeps of them, and those of one layer.
 
-    Autocast keeps the copies of trained weights until the forward pass ends; the backward pass holds what the
-    operations saved, with checkpointing of one layer at a time. Divided weights are gathered in that type instead.
+    Copies are let go after their use, unless the backward pass needs them: without checkpointing it needs all. Divided
+    weights are gathered in that type instead.
     """
     if training.autocast is None or training.sharding.weights:
         return {}, {}
     name, size = "copies of the weights for autocast", float(training.autocast.itemsize)
-    one = {name: shape.largest_layer * size}
-    if not shape.head_trained and training.checkpointing != "none":
+    one = {name: max(shape.largest_layer, shape.head_weights) * size}
+    if training.checkpointing != "none":
         return one, one
     embedding = 0 if shape.tied else shape.head_weights
     return {name: (shape.parameters - embedding) * size}, one

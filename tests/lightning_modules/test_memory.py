@@ -72,3 +72,18 @@ def test_scoring_grows_by_one_layer_of_one_pass():
 
     assert peak(2048, 6) < 1.05 * peak(2048, 2)
     assert peak(4096, 2) < 2.1 * peak(2048, 2)
+
+
+def test_under_autocast_the_copies_of_the_weights_do_not_add_up():
+    def peak(layers, checkpointing):
+        backbone = Backbone(tiny_model("llama", 400, hidden_size=128, num_hidden_layers=layers).train())
+        enable_checkpointing(backbone.base_model, checkpointing)
+        weights = sum(p.numel() for p in backbone.decoder.layers.parameters())
+        with LiveBytes() as memory, torch.autocast("cpu", torch.bfloat16):
+            backbone(packed([torch.arange(20)]), Weighing(soft_influence))
+        return memory.peak, 2 * weights
+
+    (few, few_copies), (many, many_copies) = peak(2, True), peak(8, True)
+    assert many - few < 0.3 * (many_copies - few_copies)
+    (few, _), (many, _) = peak(2, False), peak(8, False)
+    assert many - few > many_copies - few_copies, "the backward pass needs them"

@@ -144,8 +144,8 @@ def test_changes_exclude_each_other_where_they_must():
     assert not view.goes_with(fsdp)
     assert view.goes_with(changes["trainer.precision: bf16-true"])
     assert [text for text in changes if text.startswith("a card")] == [
-        "a card with 180 GiB: B200",
-        "a card with 192 GiB: MI300X",
+        "a card with 178 GiB: B200",
+        "a card with 191 GiB: MI300X",
     ]
 
 
