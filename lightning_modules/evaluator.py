@@ -55,15 +55,17 @@ def score_text(
     batch = encode_document(text, tokenizer, name=name, add_special_tokens=add_special_tokens)
     backbone.check_token_ids(batch)
     on_device = batch_to(batch, backbone.device)
-    long, short = backbone.long_and_short(on_device, context_length=context_length, stride=stride, beta=beta)
+    with torch.inference_mode():
+        long, short = backbone.long_and_short(on_device, context_length=context_length, stride=stride, beta=beta)
     return TokenScores(
         text_sha256=text_sha256(text),
         evaluator=evaluator,
         context_length=context_length,
         stride=stride,
         offsets=batch["offsets"][0],
-        long=long[0].float().cpu(),
-        short=short[0].float().cpu(),
+        # Copies: a tensor of inference mode cannot be changed outside of it.
+        long=long[0].float().cpu().clone(),
+        short=short[0].float().cpu().clone(),
         floor=-math.inf if beta is None else beta,
     )
 
