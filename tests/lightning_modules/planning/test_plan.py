@@ -170,3 +170,17 @@ def test_an_evaluator_with_windows_of_its_own(llamas):
     beside = scoring["validation_memory"]
     assert beside["lasting"]["evaluator"] == pytest.approx(8_030_261_248 * 2 / 2**30)
     assert beside["peak"] > scoring["evaluator_memory"]["peak"] + 4 * 25  # the training's weights, moments, gradients
+
+
+def test_the_shipped_run_fits_its_card_and_the_cheaper_one_costs_less(plan, paper, tmp_path):
+    numbers = []
+    for layers in ([], ["-c", str(CONFIGS / "cheaper_longce.yaml")]):
+        output = tmp_path / "plan.json"
+        plan(*paper[:4], *layers, *paper[4:], "--gpu", "H200", "--gpus", "8", "--output", str(output))
+        numbers.append(json.loads(output.read_text()))
+    shipped, cheaper = numbers
+    assert shipped["memory"]["fits"]
+    assert shipped["memory"]["needed"] == pytest.approx(134, abs=1), "what the config says"
+    assert (cheaper["run"]["stride"], cheaper["run"]["checkpointing"]) == (4096, "selective")
+    shares = [each["training"][0]["short_pass_tflop"] for each in numbers]
+    assert shares[1] / shares[0] == pytest.approx(0.4, abs=0.03), "what the config and the README say"
