@@ -168,6 +168,37 @@ def profiled(run: Callable[[], object], device: str) -> str:
     return profiler.key_averages().table(sort_by=key, row_limit=12, max_name_column_width=70)
 
 
+def time_attention(attention: str, options: argparse.Namespace) -> str:
+    """Print the rows of one attention implementation; its model is gone afterwards. Returns the profile of a step."""
+    if attention == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
+        print("| flash_attention_2 | | not installed | | | | | |")
+        return ""
+    gc.collect()
+    free = torch.cuda.mem_get_info()[0] if options.device == "cuda" else float("inf")
+    config = config_of(options)
+    backbone = build(config, attention, options.device)
+    table = ""
+    for length in sorted(options.lengths):
+        shortest = length == min(options.lengths)
+        for case in cases(backbone, config, length, options):
+            if not shortest and case.name not in ("perplexity: one pass", "LongCE step, full"):
+                continue  # minutes each
+            if case.planned > free:
+                print(f"| {attention} | {length} | {case.name} | needs {case.planned / GIB:.0f} GiB | | | | |")
+                continue
+            seconds, peak = timed(case.run, options.device, rounds=2 if shortest else 1)
+            share = case.flops.total / seconds / (options.peak_tflops * 1e12)
+            print(
+                f"| {attention} | {length} | {case.name} | {seconds:.2f} | {length / seconds:,.0f}"
+                f" | {peak:.1f} / {case.planned / GIB:.1f} | {case.flops.total / 1e12:,.0f} | {share:.0%} |",
+                flush=True,
+            )
+            if shortest and case.name == "LongCE step, full":
+                title = f"A LongCE step with {attention} at {length} tokens:"
+                table = f"{title}\n{profiled(case.run, options.device)}"
+    return table
+
+
 def main() -> None:
     """Print the table and the profile."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
@@ -184,39 +215,12 @@ def main() -> None:
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
     card = torch.cuda.get_device_name() if options.device == "cuda" else platform.machine()
-    free = torch.cuda.mem_get_info()[0] if options.device == "cuda" else float("inf")
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     print(f"{card}, {versions}, bfloat16, {options.layers} layers\n")
     print("| attention | tokens | what | s | tokens/s | peak GiB / planned | TFLOP | MFU |")
     print("|---|---|---|---|---|---|---|---|")
-    config = config_of(options)
-    for attention in options.attention:
-        if attention == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
-            print("| flash_attention_2 | | not installed | | | | | |")
-            continue
-        backbone = build(config, attention, options.device)
-        step = None
-        for length in options.lengths:
-            shortest = length == min(options.lengths)
-            for case in cases(backbone, config, length, options):
-                if not shortest and case.name not in ("perplexity: one pass", "LongCE step, full"):
-                    continue  # minutes each
-                if case.planned > free:
-                    print(
-                        f"| {attention} | {length} | {case.name}: {case.planned / GIB:.0f} GiB do not fit | | | | | |"
-                    )
-                    continue
-                seconds, peak = timed(case.run, options.device, rounds=2 if shortest else 1)
-                share = case.flops.total / seconds / (options.peak_tflops * 1e12)
-                print(
-                    f"| {attention} | {length} | {case.name} | {seconds:.2f} | {length / seconds:,.0f}"
-                    f" | {peak:.1f} / {case.planned / GIB:.1f} | {case.flops.total / 1e12:,.0f} | {share:.0%} |",
-                    flush=True,
-                )
-                step = case.run if case.name == "LongCE step, full" and step is None else step
-        if step is not None:
-            print(f"\nA LongCE step with {attention} at {options.lengths[0]} tokens:\n{profiled(step, options.device)}")
-        del backbone, step
+    profiles = [time_attention(attention, options) for attention in options.attention]
+    print("\n".join(["", *filter(None, profiles)]))
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ def read_header(folder: Path) -> dict[str, Any] | None:
     return header
 
 
-def check_identity(folder: Path, found: dict[str, Any], expected: dict[str, Any]) -> None:
+def check_identity(folder: Path, found: dict[str, Any], expected: dict[str, Any], *, remedy: str = _AGAIN) -> None:
     """Raise a ``ValueError`` that names the first value of ``found`` that is not the expected one."""
     reasons = {
         "token_store": "other training text, or another tokenizer",
@@ -70,7 +70,7 @@ def check_identity(folder: Path, found: dict[str, Any], expected: dict[str, Any]
     for name, value in expected.items():
         if found.get(name) != value:
             difference = reasons.get(name, f"`{name}` {found.get(name)}, not {value}")
-            raise ValueError(f"The token weights in '{folder}' were made for {difference}. {_AGAIN}")
+            raise ValueError(f"The token weights in '{folder}' were made for {difference}. {remedy}")
 
 
 @dataclass(frozen=True)

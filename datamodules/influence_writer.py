@@ -97,9 +97,11 @@ class InfluenceWriter:
             Whether the store is complete.
         """
         if self.complete:
+            self._sweep()
             return True
         if len(self.remaining()):
             return False
+        self._sweep(torn_only=True)
         descriptor, temporary = tempfile.mkstemp(dir=self.folder, prefix=f".{WEIGHTS}.")
         try:
             with os.fdopen(descriptor, "wb") as file:
@@ -114,9 +116,14 @@ class InfluenceWriter:
             Path(temporary).unlink(missing_ok=True)
         self._write_header(complete=True, statistics=statistics)
         to_disk(self.folder)  # the header first: without the journals nothing else says what is done
-        for journal in self.folder.glob(JOURNALS):
-            journal.unlink(missing_ok=True)
+        self._sweep()
         return True
+
+    def _sweep(self, *, torn_only: bool = False) -> None:
+        """Remove what a kill in the middle of `finish` has left, and the journals when nobody needs them any more."""
+        for pattern in (f".{WEIGHTS}.*", *(() if torn_only else (JOURNALS,))):
+            for path in self.folder.glob(pattern):
+                path.unlink(missing_ok=True)
 
     def _merge(self, file: BinaryIO) -> dict[str, float] | None:
         """Put every row's weights where its tokens are in the stream.
@@ -137,17 +144,15 @@ class InfluenceWriter:
                 file.seek(int(start) * DTYPE.itemsize)
                 file.write(piece.tobytes())
             # The first token of a document is not scored; it has weight 1, which is neither above 1 nor, mostly, a cap.
-            unscored = len(segments) if self.made_from["isolate_documents"] else 1
+            firsts = len(segments) if self.made_from["isolate_documents"] else 1
             wide = weights.astype(np.float64)
-            sums += [wide.sum() - unscored, (wide > 1).sum(), (wide >= self.made_from["gamma"]).sum()]
+            sums += [wide.sum() - firsts, (wide > 1).sum(), (wide >= self.made_from["gamma"]).sum()]
         if not done.all():
             return None
-        scored = len(self.rows) * self.made_from["sequence_length"] - self._unscored()
+        unscored = len(self.rows.segments) if self.made_from["isolate_documents"] else len(self.rows)
+        scored = len(self.rows) * self.made_from["sequence_length"] - unscored
         names = ("weight_mean", "weight_above_1", "weight_at_cap")
         return dict(zip(names, (sums / max(scored, 1)).tolist(), strict=True))
-
-    def _unscored(self) -> int:
-        return len(self.rows.segments) if self.made_from["isolate_documents"] else len(self.rows)
 
     def _stored(self) -> Iterator[tuple[int, NDArray[np.float16]]]:
         """Number and weights of each whole row in the journals."""
@@ -166,11 +171,15 @@ class InfluenceWriter:
 
     def _prepare_folder(self) -> None:
         if not self.folder.is_dir():
-            writable_folder(self.folder)
+            writable_folder(self.folder, remedy="Name another one by `--output`.")
+        # The folder first: another process may write the header between these two looks.
+        strangers = [path.name for path in self.folder.iterdir() if not path.name.startswith(".")]
         header = read_header(self.folder)
         if header is not None:
-            check_identity(self.folder, header["made_from"], self.made_from)
-        elif strangers := [path.name for path in self.folder.iterdir() if not path.name.startswith(".")]:
+            check_identity(
+                self.folder, header["made_from"], self.made_from, remedy="Name another folder by `--output`."
+            )
+        elif strangers:
             raise ValueError(f"'{self.folder}' holds no token weights but '{strangers[0]}': name a new folder.")
         else:
             self._write_header(complete=False, statistics={})

@@ -162,6 +162,12 @@ class PackedTextDataModule(LightningDataModule, ABC):
         place = folder or self.influence
         return InfluenceRows(self, made_from, Path(place).expanduser() if place else None)
 
+    @property
+    def influence_cap(self) -> float | None:
+        """What the stored weights were capped at; None without any."""
+        stored = None if self.rows is None else self.rows.influence
+        return None if stored is None else float(stored.header["made_from"]["gamma"])
+
     def identity(self, rows: PackedRowDataset) -> dict[str, Any]:
         """What `rows_identity` says of the training rows."""
         return rows_identity(

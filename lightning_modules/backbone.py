@@ -127,7 +127,8 @@ class Backbone(nn.Module):
         return kernel_long_cross_entropy(kernel, hidden_states, self.linear_head(), labels, weighing)
 
     def _hidden_states(self, batch: PackedBatch) -> Tensor:
-        self._check_length(max(stop - start for row in batch["document_borders"] for start, stop in pairwise(row)))
+        lengths = [stop - start for row in batch["document_borders"] for start, stop in pairwise(row)]
+        self._check_length(max(lengths, default=0))
         if not self.isolates_documents and any(len(borders) > 2 for borders in batch["document_borders"]):
             raise ValueError(
                 f"`{type(self.base_model).__name__}` cannot keep the documents of a row apart ('{self.attention}'"

@@ -31,9 +31,20 @@ def enable_checkpointing(model: PreTrainedModel, kind: Checkpointing) -> None:
     Args:
         model: A Hugging Face model.
         kind: What is kept; ``false`` changes nothing.
+
+    Raises:
+        ValueError: If ``kind`` is another word, or the outputs of the model's attention cannot be told from others.
     """
     if not kind:
         return
+    attention = model.config._attn_implementation
+    if kind not in (True, "selective"):
+        raise ValueError(f"`gradient_checkpointing` must be true, false or 'selective', got {kind!r}.")
+    if kind == "selective" and not attention.startswith(("sdpa", "document_sdpa", "flash_attention_2")):
+        raise ValueError(
+            "`gradient_checkpointing: selective` keeps the outputs of sdpa and flash_attention_2, and this model has"
+            f" '{attention}': set `attn_implementation` to one of them, or `gradient_checkpointing: true`."
+        )
     arguments: dict[str, Any] = {"use_reentrant": False}
     if kind == "selective":
         arguments["context_fn"] = _keep_attention

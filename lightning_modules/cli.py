@@ -82,6 +82,12 @@ class LongceCLI(LightningCLI):
                 check_influence(self.model.objective, stored and f"in '{stored}'")
 
 
+def accept_saved_config(parser: LightningArgumentParser) -> None:
+    """Take what the saved config of a run of ``longce fit`` holds besides model, data and trainer, and ignore it."""
+    for name in ("ckpt_path", "weights_only"):
+        parser.add_argument(f"--{name}", type=Any, default=None, help=argparse.SUPPRESS)
+
+
 class InfluenceCLI(LongceCLI):
     """The same configs for ``longce influence``; logger, callbacks and checkpoints of a training take no part."""
 
@@ -97,8 +103,7 @@ class InfluenceCLI(LongceCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Accept what a saved config of ``longce fit`` holds besides."""
         super().add_arguments_to_parser(parser)
-        for name in ("ckpt_path", "weights_only"):
-            parser.add_argument(f"--{name}", type=Any, default=None, help=argparse.SUPPRESS)
+        accept_saved_config(parser)
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
@@ -133,7 +138,7 @@ class PlanCLI(LongceCLI):
         )
         parser.add_argument("--price_per_gpu_hour", type=NonNegativeFloat | None, help="In any currency.")
         parser.add_argument("--output", type=str | None, help="JSON file to write the numbers to.")
-        parser.add_argument("--ckpt_path", type=str | None, help="Ignored: a run's own config.yaml has it.")
+        accept_saved_config(parser)
 
     @override
     def _set_seed(self) -> None:
@@ -181,7 +186,9 @@ def plan_command(arguments: Sequence[str]) -> None:
     options = PlanCLI().config
     gpu = find_gpu(options.gpu, tflops=options.gpu_tflops, memory=options.gpu_memory)
     if options.output is not None:
-        writable_folder(Path(options.output).parent)
+        if Path(options.output).is_dir():
+            raise ValueError(f"`output` must be a file, and '{options.output}' is a folder.")
+        writable_folder(Path(options.output).parent, remedy="Name another file by `--output`.")
     experiment = read_experiment(options, gpus=options.gpus, evaluator=options.evaluator)
     plan = Planner(experiment, gpu, options.price_per_gpu_hour).plan()
     sys.stdout.write(report(plan) + "\n")

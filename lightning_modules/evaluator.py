@@ -151,24 +151,25 @@ class Evaluator:
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
 
-    def path(self, sha256: str, beta: float | None = None) -> Path:
+    def path(self, sha256: str, *, partial: bool = False) -> Path:
         """The file that holds the scores of the text with this hash, if need be only those for key tokens."""
         tokenizer = tokenizer_hash(self.tokenizer)
         numerics = (self._settings["dtype"], self._settings["attn_implementation"])
         settings = (self.identity, tokenizer, numerics, self.context_length, self.stride, self.add_special_tokens)
-        name = (sha256, settings) if beta is None else (sha256, settings, beta)
+        name = (sha256, settings, "key tokens only") if partial else (sha256, settings)
         key = hashlib.sha256(repr(name).encode()).hexdigest()
         return self.cache_dir / key[:2] / f"{key}.safetensors"
 
     def _stored(self, sha256: str, beta: float | None = None) -> TokenScores | None:
         try:
-            scores = TokenScores.load(self.path(sha256, beta))
+            scores = TokenScores.load(self.path(sha256, partial=beta is not None))
         except FileNotFoundError:
             return None
         except ValueError as error:
             log.warning("%s It is scored again.", error)
             return None
-        return scores if scores.text_sha256 == sha256 else None
+        enough = scores.floor <= (-math.inf if beta is None else beta)
+        return scores if scores.text_sha256 == sha256 and enough else None
 
     def _score(self, text: str, device: torch.device | str, name: str, beta: float | None) -> TokenScores:
         if self._backbone is None:
@@ -188,5 +189,5 @@ class Evaluator:
             evaluator=self.identity,
             beta=beta,
         )
-        scores.save(self.path(scores.text_sha256, beta))
+        scores.save(self.path(scores.text_sha256, partial=beta is not None))
         return scores

@@ -14,8 +14,15 @@ def default_cache_dir() -> Path:
     return Path(os.environ.get("LONGCE_CACHE") or "~/.cache/longce").expanduser()
 
 
-def writable_folder(folder: Path) -> Path:
+CACHE_REMEDY = "Set `cache_dir`, or $LONGCE_CACHE, to a folder that you can write to."
+
+
+def writable_folder(folder: Path, *, remedy: str = CACHE_REMEDY) -> Path:
     """Make the folder if need be, and try it out: better now than after an hour of tokenising.
+
+    Args:
+        folder: The folder.
+        remedy: What to do if it cannot be written to.
 
     Raises:
         ValueError: If nothing can be written there.
@@ -24,10 +31,7 @@ def writable_folder(folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise ValueError(
-            f"Cannot write to the cache folder {folder} ({error.strerror})."
-            " Set `cache_dir`, or $LONGCE_CACHE, to a folder that you can write to."
-        ) from error
+        raise ValueError(f"Cannot write to the folder {folder} ({error.strerror}). {remedy}") from error
     return folder
 
 

@@ -21,9 +21,7 @@ def last_layer_reads_from(decoder: nn.Module, start: int) -> Iterator[None]:
     """
     handles = []
     for part in _parts(decoder) if start > 0 else ():
-        handles.append(
-            part.register_forward_pre_hook(lambda _, inputs: (inputs[0][:, start:].contiguous(), *inputs[1:]))
-        )
+        handles.append(part.register_forward_pre_hook(lambda _, inputs: (_cut(inputs[0], start), *inputs[1:])))
         handles.append(part.register_forward_hook(lambda _, __, output: _put_back(output, start)))
     try:
         yield

@@ -86,8 +86,22 @@ def load_backbone(
         model = _load_weights(pretrained_model_name_or_path, config, revision, settings)
     enable_checkpointing(model, gradient_checkpointing)
     if lora is not None:
-        model = get_peft_model(model, LoraConfig(**{"task_type": "CAUSAL_LM", **lora}))
+        model = get_peft_model(model, lora_config(lora))
     return Backbone(model, head_kernel)
+
+
+def lora_config(arguments: dict[str, Any]) -> LoraConfig:
+    """The adapters that `model.lora` asks for.
+
+    Raises:
+        ValueError: If ``peft.LoraConfig`` knows one of the arguments not.
+    """
+    known = LoraConfig.__dataclass_fields__
+    for name in arguments:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            raise ValueError(f"`lora` has no '{name}'." + (f" Did you mean '{near[0]}'?" if near else ""))
+    return LoraConfig(**{"task_type": "CAUSAL_LM", **arguments})
 
 
 def load_config(

@@ -1,5 +1,6 @@
 """The LightningModule: a causal LM, an objective, and nothing that judges it."""
 
+import zlib
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from lightning_modules.functional.windows import check_context, check_window_sha
 from lightning_modules.loading import DType, load_backbone, load_config
 from lightning_modules.low_precision import ShortDType, check_short_dtype, short_precision
 from lightning_modules.metrics import LongPerplexity
-from lightning_modules.objectives import LongCE, Objective, check_influence
+from lightning_modules.objectives import LongCE, Objective, check_cap, check_influence
 from lightning_modules.probe import check_scoring
 from lightning_modules.statistics import TrainingStatistics
 from lightning_modules.token_scores import TokenScores, text_sha256
@@ -115,7 +116,7 @@ class LongContextLM(LightningModule):
         self._make_optimizer = optimizer
         self._make_lr_scheduler = lr_scheduler
         self._perplexity = LongPerplexity()
-        self._statistics = TrainingStatistics(objective, drawn=short_window_share < 1)
+        self._statistics = TrainingStatistics(objective, drawn=objective.uses_short_context and short_window_share < 1)
 
     def check_early(self, sequence_length: int | None) -> None:
         """Refuse what can be known to fail before any text is tokenised or any weight is loaded.
@@ -128,6 +129,11 @@ class LongContextLM(LightningModule):
                 package of the head kernel is missing.
         """
         check_installed(self._loading["head_kernel"])
+        if not self.objective.uses_short_context and (self.short_dtype is not None or self.short_window_share < 1):
+            rank_zero_warn(
+                f"`short_dtype` and `short_window_share` have no effect: {type(self.objective).__name__} looks at no"
+                " short context."
+            )
         if sequence_length is not None and self.objective.uses_short_context:
             check_context(self.context_length, self.stride, sequence_length)
         names = ("pretrained_model_name_or_path", "model_config", "revision", "trust_remote_code")
@@ -163,8 +169,9 @@ class LongContextLM(LightningModule):
         return loss
 
     def _short_pass(self, batch: PackedBatch, batch_idx: int) -> ShortContext:
-        # Batches of all epochs: a resumed run goes on counting.
-        seed = self.trainer.fit_loop.epoch_loop.total_batch_idx if self._trainer else batch_idx
+        # Batches of all epochs: a resumed run goes on counting. Each process draws for itself.
+        batches = self.trainer.fit_loop.epoch_loop.total_batch_idx if self._trainer else batch_idx
+        seed = zlib.crc32(f"{torch.initial_seed()} {batches} {self.global_rank}".encode())
         with short_precision(self.backbone.decoder, self.device, self.short_dtype):
             return self.backbone.short_log_likelihood(
                 batch,
@@ -177,6 +184,7 @@ class LongContextLM(LightningModule):
     @override
     def on_fit_start(self) -> None:
         check_short_dtype(self.short_dtype, self.device)
+        check_cap(self.objective, getattr(self.trainer.datamodule, "influence_cap", None))  # type: ignore[attr-defined]
         # Hugging Face models arrive in eval mode and Lightning keeps it: dropout and checkpointing would be off.
         self.backbone.train()
         self._check_backbone()

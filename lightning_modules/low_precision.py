@@ -51,7 +51,9 @@ def short_precision(decoder: nn.Module, device: torch.device, dtype: ShortDType 
 
 def _fits_float8(module: nn.Module) -> bool:
     """Plain linear layers whose sides the GPU's 8-bit units divide; adapters inside a layer keep their own type."""
-    return type(module) is nn.Linear and module.in_features % 16 == 0 and module.out_features % 16 == 0
+    if type(module) is not nn.Linear or "forward" in vars(module):
+        return False
+    return module.in_features % 16 == 0 and module.out_features % 16 == 0
 
 
 def _float8_linear(linear: Any, inputs: Tensor) -> Tensor:

@@ -85,11 +85,30 @@ def check_influence(objective: Objective, influence: str | None) -> None:
         )
 
 
+def check_cap(objective: Objective, stored: float | None) -> None:
+    """Refuse stored weights that were capped at a smaller value than the objective says.
+
+    Args:
+        objective: Of the training.
+        stored: What the stored weights were capped at; None if there are none, or it is not known.
+
+    Raises:
+        ValueError: If the objective's cap would have no effect.
+    """
+    cap = objective.largest_weight
+    if objective.uses_stored_influence and stored is not None and cap is not None and stored < cap:
+        raise ValueError(
+            f"The stored token weights were capped at {stored:g}, below the `gamma` {cap:g} of the objective: set"
+            f" `model.objective.gamma` to {stored:g}, or run `longce influence` again with the larger one."
+        )
+
+
 class StoredInfluence(Objective):
     """LongCE with weights that ``longce influence`` computed beforehand: a step costs what cross entropy costs.
 
     They are those of a fixed evaluator, where LongCE asks the model itself at every step. That is an approximation:
-    with an evaluator of another training the gradient had a cosine of 0.75 to that of LongCE, in a toy experiment.
+    on the quickstart's models the gradient with another model's weights had a cosine of 0.85 to that of LongCE, and
+    plain cross entropy's 0.89.
 
     Args:
         gamma: Largest token weight, 1 or more. The stored weights were capped when they were made, and are capped

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lightning_modules.functional.linear_head import LinearHead, logits_dtype, wide_linear
+from lightning_modules.functional.linear_head import LinearHead, logits_buffer, wide_linear
 from lightning_modules.functional.log_likelihood import (
     Head,
     check_chunk_size,
@@ -112,25 +112,30 @@ class _FusedLoss(torch.autograd.Function):
         for start in range(0, len(predictors), size):
             piece = slice(start, start + size)
             logits = chunks.logits(piece)
-            log_likelihood, weight = _weigh_and_differentiate(logits, tokens, piece, len(predictors))
+            log_likelihood, weight = _weigh_and_differentiate(logits, tokens, piece)
             hidden_gradient[piece] = chunks.backward(piece, logits)
+            del logits  # or the next chunk's meet them
             log_likelihoods.append(log_likelihood)
             weights.append(weight)
         nothing = predictors.new_zeros(0, dtype=torch.promote_types(predictors.dtype, torch.float32))
         log_likelihood, weight = (torch.cat([nothing, *parts]) for parts in (log_likelihoods, weights))
-        sums = chunks.parameter_gradients()
-        ctx.gradients = [hidden_gradient, None, None, *(sums.get(p) for p in parameters)]
+        ctx.count = max(len(predictors), 1)
+        means = {p: total.div_(ctx.count).to(p.dtype) for p, total in chunks.sums.items()}
+        ctx.gradients = [hidden_gradient, None, None, *(means.get(p) for p in parameters)]
         ctx.mark_non_differentiable(log_likelihood, weight)
-        return -(log_likelihood * weight).sum() / max(len(predictors), 1), log_likelihood, weight
+        return -(log_likelihood * weight).sum() / ctx.count, log_likelihood, weight
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
             raise RuntimeError("The gradients of this loss were given away: compute it again for a second backward.")
-        gradients, ctx.gradients = ctx.gradients, None
+        (hidden, *parameters), ctx.gradients = ctx.gradients, None
+        # A token's share is a small number, which float16 cannot hold: only with the upstream gradient, in which a
+        # scaled loss has its scale, it is divided by the number of tokens.
+        hidden.mul_(upstream / ctx.count)
         # In place: a second copy of the head's gradient would meet all activations of the decoder.
-        return tuple(part if part is None else part.mul_(upstream.to(part.dtype)) for part in gradients)
+        return hidden, *(part if part is None else part.mul_(upstream) for part in parameters)
 
 
 class _AnyChunks:
@@ -138,8 +143,7 @@ class _AnyChunks:
 
     def __init__(self, predictors: Tensor, head: Head, parameters: Sequence[Tensor]) -> None:
         self.predictors, self.head = predictors, head
-        self.trained = [parameter for parameter in parameters if parameter.requires_grad]
-        self.sums = [_zeros(parameter) for parameter in self.trained]
+        self.sums = {parameter: _zeros(parameter) for parameter in parameters if parameter.requires_grad}
 
     def logits(self, piece: slice) -> Tensor:
         """``[n, V]``, to be overwritten by the slope in them."""
@@ -150,16 +154,13 @@ class _AnyChunks:
 
     def backward(self, piece: slice, slope: Tensor) -> Tensor:
         """``[n, D]`` gradient of the chunk; that of the parameters is added up."""
-        inputs = [self.chunk, *self.trained]
+        inputs = [self.chunk, *self.sums]
         gradient, *contributions = torch.autograd.grad(self.output, inputs, slope, allow_unused=True)
-        for total, contribution in zip(self.sums, contributions, strict=True):
+        del self.output
+        for total, contribution in zip(self.sums.values(), contributions, strict=True):
             if contribution is not None:
                 total += contribution
         return gradient
-
-    def parameter_gradients(self) -> dict[Tensor, Tensor]:
-        """Sums over all chunks, in the parameters' own type."""
-        return {p: total.to(p.dtype) for p, total in zip(self.trained, self.sums, strict=True)}
 
 
 class _LinearChunks:
@@ -168,7 +169,7 @@ class _LinearChunks:
     def __init__(self, predictors: Tensor, head: LinearHead, size: int) -> None:
         self.head = head
         self.rows, self.weight, self.bias = head.operands(predictors)
-        self.buffer = self.rows.new_empty(min(size, len(predictors)), len(self.weight), dtype=logits_dtype(self.rows))
+        self.buffer = logits_buffer(self.rows, min(size, len(predictors)), len(self.weight))
         self.sums = {p: _zeros(p) for p in (head.weight, head.bias) if p is not None and p.requires_grad}
 
     def logits(self, piece: slice) -> Tensor:
@@ -188,24 +189,20 @@ class _LinearChunks:
         gradient = slope @ self.weight
         return gradient if self.head.scale == 1.0 else gradient * self.head.scale
 
-    def parameter_gradients(self) -> dict[Tensor, Tensor]:
-        """Sums over all chunks, in the parameters' own type."""
-        return {p: total.to(p.dtype) for p, total in self.sums.items()}
-
 
 def _zeros(parameter: Tensor) -> Tensor:
     # Many small contributions: in bfloat16 the sum would stop growing.
     return torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
 
 
-def _weigh_and_differentiate(logits: Tensor, tokens: _Tokens, piece: slice, count: int) -> tuple[Tensor, Tensor]:
-    """Log-likelihoods and weights ``[n]`` of a chunk; its logits are overwritten by the loss's slope in them."""
+def _weigh_and_differentiate(logits: Tensor, tokens: _Tokens, piece: slice) -> tuple[Tensor, Tensor]:
+    """Log-likelihoods and weights ``[n]`` of a chunk; its logits are overwritten by the slope of the losses' sum."""
     results = []
     for rows, slope, log_likelihood in softmax_blocks(logits, tokens.labels[piece]):
         scored = slice(piece.start + rows.start, piece.start + rows.stop)
         weight = token_weights(log_likelihood, tokens.weighing, scored).to(log_likelihood.dtype)
-        share = (weight / count).unsqueeze(-1)
-        slope.mul_(share).scatter_add_(-1, tokens.labels[scored].unsqueeze(-1), -share)
+        column = weight.unsqueeze(-1)
+        slope.mul_(column).scatter_add_(-1, tokens.labels[scored].unsqueeze(-1), -column)
         if slope.dtype != logits.dtype:  # else it is a view of them
             logits[rows] = slope
         results.append((log_likelihood, weight))

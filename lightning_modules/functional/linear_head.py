@@ -44,26 +44,35 @@ class LinearHead(NamedTuple):
         return hidden_states.to(dtype), self.weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
-def wide_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-    """``rows @ weight.T + bias``, written to the first rows and columns of a buffer that is used again and again.
+def logits_buffer(operand: Tensor, rows: int, columns: int) -> Tensor | None:
+    """``[rows, columns]`` memory for logits that is used again and again; None where `wide_linear` makes its own."""
+    return None if _widens(operand) else operand.new_empty(rows, columns)
+
+
+def wide_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tensor | None) -> Tensor:
+    """``[n, V]`` logits ``rows @ weight.T + bias``.
+
+    Float32 where the device multiplies half-precision operands into it: a logit of 20 in bfloat16 is off by 0.06.
 
     Args:
         rows: ``[n, D]``.
         weight: ``[V, D]``, of the same type.
         bias: ``[V]``, or None.
-        out: At least ``[n, V]``, of `logits_dtype`.
+        buffer: Of `logits_buffer`, at least ``[n, V]``: its first rows and columns are the result.
     """
-    if out.dtype == rows.dtype:
-        logits = torch.mm(rows, weight.T, out=out[: len(rows), : len(weight)])
+    if buffer is None:
+        logits = _widening_product(rows, weight)
     else:
-        logits = torch.mm(rows, weight.T, out_dtype=out.dtype)
+        logits = torch.mm(rows, weight.T, out=buffer[: len(rows), : len(weight)])
     return logits if bias is None else logits.add_(bias)
 
 
-def logits_dtype(operand: Tensor) -> torch.dtype:
-    """Float32 where the device multiplies half-precision operands into it: a logit of 20 in bfloat16 is off by 0.06."""
-    half = operand.dtype in (torch.bfloat16, torch.float16)
-    return torch.float32 if half and operand.device.type == "cuda" else operand.dtype
+def _widens(operand: Tensor) -> bool:
+    return operand.device.type == "cuda" and operand.dtype in (torch.bfloat16, torch.float16)
+
+
+def _widening_product(rows: Tensor, weight: Tensor) -> Tensor:
+    return torch.mm(rows, weight.T, out_dtype=torch.float32)
 
 
 def tiled_log_likelihood(predictors: Tensor, head: LinearHead, targets: Tensor) -> Tensor:
@@ -81,9 +90,9 @@ def tiled_log_likelihood(predictors: Tensor, head: LinearHead, targets: Tensor) 
     """
     rows, weight, bias = head.operands(predictors)
     tile = max(1, _tile_elements(rows) // len(rows))
-    buffer = rows.new_empty(len(rows), min(tile, len(weight)), dtype=logits_dtype(rows))
-    wide = torch.promote_types(buffer.dtype, torch.float32)
-    total = buffer.new_full((len(rows), 1), -torch.inf, dtype=wide)
+    buffer = logits_buffer(rows, len(rows), min(tile, len(weight)))
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    total = rows.new_full((len(rows), 1), -torch.inf, dtype=wide)
     target_logit = torch.zeros_like(total)
     for start in range(0, len(weight), tile):
         piece = slice(start, start + tile)
@@ -98,6 +107,7 @@ def tiled_log_likelihood(predictors: Tensor, head: LinearHead, targets: Tensor) 
         parts = logits.to(wide)
         tile_total = log_sum_exp_and_softmax(parts) if bias is None else parts.logsumexp(-1, keepdim=True)
         total = torch.logaddexp(total, tile_total)
+        del logits, parts  # or the next tile's meet them
     return (target_logit - total).squeeze(-1)
 
 

@@ -12,7 +12,8 @@ from lightning_modules.functional.linear_head import LinearHead, log_sum_exp_and
 
 Head = Callable[[Tensor], Tensor] | LinearHead
 """Maps ``[N, D]`` hidden states to ``[N, V]`` logits. A module or function, not a weight: a LoRA adapter, a bias, a
-soft cap or a logit scale belong to it. A `LinearHead` is the fastest."""
+soft cap or a logit scale belong to it. Its last operation must not need its own result for its gradient (as tanh and
+softmax do): in training the logits are overwritten. A `LinearHead` is the fastest."""
 
 
 def token_log_likelihood(hidden_states: Tensor, head: Head, labels: Tensor, *, chunk_size: int | None = None) -> Tensor:
@@ -119,8 +120,10 @@ def scored_tokens(hidden_states: Tensor, labels: Tensor) -> tuple[Tensor, Tensor
             f"Token 0 has no context to be scored in: set `labels[:, 0]` to {IGNORE_INDEX}"
             f" (row {row} has {int(labels[row, 0])})."
         )
+    # One look at the accelerator for all tokens: how many there are.
+    index = scored.flatten().nonzero().squeeze(-1)
     # The one-token shift of the whole project: what stands at t - 1 predicts token t.
-    return hidden_states[:, :-1][scored[:, 1:]], labels[scored], scored
+    return hidden_states.flatten(0, 1).index_select(0, index - 1), labels.flatten().index_select(0, index), scored
 
 
 def check_chunk_size(chunk_size: int | None) -> None:

@@ -3,7 +3,6 @@
 from lightning_modules.planning.activations import ActivationBytes, activation_bytes
 from lightning_modules.planning.flops import (
     Flops,
-    authors_longce_step_flops,
     authors_scoring_flops,
     authors_short_pass_flops,
     ce_step_flops,
@@ -20,7 +19,6 @@ __all__ = [
     "Flops",
     "ModelShape",
     "activation_bytes",
-    "authors_longce_step_flops",
     "authors_scoring_flops",
     "authors_short_pass_flops",
     "ce_step_flops",

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from peft import LoraConfig, get_peft_model
+from peft import get_peft_model
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from lightning_modules.backbone import Backbone
+from lightning_modules.loading import lora_config
 
 PLANNED_ATTENTION = "planned_attention"
 """Our name for a stand-in of flash attention: it computes nothing and holds what flash attention holds."""
@@ -53,7 +54,7 @@ def meta_backbone(
             _keep_last_layers(Backbone(model), layers)
         if lora is not None:
             with warnings.catch_warnings(action="ignore"):
-                model = get_peft_model(model, LoraConfig(**{"task_type": "CAUSAL_LM", **lora}))
+                model = get_peft_model(model, lora_config(lora))
     return Backbone(model).train()
 
 

@@ -198,14 +198,6 @@ def authors_short_pass_flops(shape: ModelShape, tokens: int, context_length: int
     return total
 
 
-def authors_longce_step_flops(
-    shape: ModelShape, tokens: int, context_length: int, stride: int, checkpointing: Checkpointing
-) -> Flops:
-    """LongCE of one document as in the authors' package; cross entropy takes the same as here."""
-    short = authors_short_pass_flops(shape, tokens, context_length, stride)
-    return ce_step_flops(shape, tokens, checkpointing) + short
-
-
 def authors_scoring_flops(
     evaluator: ModelShape, model: ModelShape, tokens: int, context_length: int, stride: int
 ) -> Flops:

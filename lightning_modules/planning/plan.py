@@ -15,6 +15,7 @@ from lightning_modules.planning.flops import (
     authors_short_pass_flops,
     ce_step_flops,
     forward_flops,
+    longce_step_flops,
     scoring_floor_flops,
     scoring_flops,
     short_pass_flops,
@@ -130,6 +131,7 @@ class Planner:
         return {
             "context_length": context_length,
             "stride": stride,
+            "configured": (context_length, stride) == (self.training.context_length, self.training.stride),
             "ce_tflop": ce.total / 1e12,
             "short_pass_tflop": short.total / 1e12,
             "overhead": short.total / ce.total,
@@ -154,8 +156,8 @@ class Planner:
         flops = ce_step_flops(self.shape, training.tokens, training.checkpointing)
         result = {"cross entropy": self._rows_per_gpu * self._seconds(flops)}
         if training.short_pass:
-            short = short_pass_flops(self.shape, training.tokens, training.context_length, training.stride)
-            flops += short * self.experiment.window_share
+            sizes = (training.tokens, training.context_length, training.stride, training.checkpointing)
+            flops = longce_step_flops(self.shape, *sizes, window_share=self.experiment.window_share)
         result[self.experiment.objective] = self._rows_per_gpu * self._seconds(flops)
         tokens = training.gpus * self._rows_per_gpu * training.tokens
         return {name: self._bill(step, tokens, steps) for name, step in result.items() if name != "CrossEntropy"}
@@ -291,13 +293,18 @@ class Planner:
         return {"tflop": flops.total / 1e12, "seconds": self._seconds(flops)}
 
     def _scoring_memory(self, config: Any, shape: ModelShape, windows: tuple[int, int] | None = None) -> dict[str, Any]:
-        dtype = stored_dtype(config)
+        dtype = self._judge_dtype if windows else stored_dtype(config)
         activations = self._activation_bytes(config, dtype)
         return self._described(scoring_memory(shape, activations, self.training.tokens, dtype, windows=windows))
 
+    @property
+    def _judge_dtype(self) -> torch.dtype:
+        assert self.experiment.judge is not None
+        return self.experiment.judge.dtype
+
     def _validation_memory(self, config: Any, evaluator: ModelShape, windows: tuple[int, int]) -> dict[str, Any]:
         """While the evaluator scores during a fit: what lasts of the training is there, too."""
-        dtype = stored_dtype(config)
+        dtype = self._judge_dtype
         lasting = lasting_memory(self.shape, self.training)
         lasting["evaluator"] = float(evaluator.parameters * dtype.itemsize)
         activations = self._activation_bytes(config, dtype)

@@ -60,29 +60,30 @@ def _training(plan: dict[str, Any]) -> Iterator[str]:
             "short pass",
             "LongCE",
             "authors' code",
-            "paper",
+            "paper, 7B",
             "step ours/authors'",
             "CE step",
             "LongCE step",
         ),
         ("", "TFLOP", "TFLOP", "over CE", "over CE", "measured", "by FLOPs", "", ""),
     ]
-    for index, pair in enumerate(plan["training"]):
-        rows.append(
-            (
-                f"{pair['context_length']} / {pair['stride']}{' *' if index == 0 else ''}",
-                f"{pair['ce_tflop']:,.4g}",
-                f"{pair['short_pass_tflop']:,.4g}",
-                _percent(pair["overhead"]),
-                _percent(pair["authors_overhead"]),
-                _percent(pair["paper_overhead"]),
-                f"{pair['step_to_authors']:.2f}",
-                _time(pair["ce_step_seconds"]),
-                _time(pair["longce_step_seconds"]),
-            )
+    rows += [
+        (
+            f"{pair['context_length']} / {pair['stride']}{' *' if pair['configured'] else ''}",
+            f"{pair['ce_tflop']:,.4g}",
+            f"{pair['short_pass_tflop']:,.4g}",
+            _percent(pair["overhead"]),
+            _percent(pair["authors_overhead"]),
+            _percent(pair["paper_overhead"]),
+            f"{pair['step_to_authors']:.2f}",
+            _time(pair["ce_step_seconds"]),
+            _time(pair["longce_step_seconds"]),
         )
+        for pair in plan["training"]
+    ]
     yield from _table(rows)
-    yield "  * as configured"
+    if any(pair["configured"] for pair in plan["training"]):
+        yield "  * as configured"
     for name, bill in plan["cost"].items():
         yield f"  {name:<14}{_bill(bill, plan)}"
     if any(pair["paper_overhead"] for pair in plan["training"]):
@@ -160,7 +161,9 @@ def _scoring(plan: dict[str, Any]) -> Iterator[str]:
         yield f"  memory: evaluator {_verdict(scoring['evaluator_memory'], gpu)}; then it is freed"
         yield f"  memory: model {_verdict(scoring['model_memory'], gpu)}"
         yield f"  memory: evaluator within a fit, beside the training {_verdict(scoring['validation_memory'], gpu)}"
-        if not scoring["validation_memory"]["fits"]:
+        if not scoring["evaluator_memory"]["fits"]:
+            yield "    a smaller evaluator, its `dtype: bfloat16`, shorter documents or a larger card would help."
+        elif not scoring["validation_memory"]["fits"]:
             yield "    `longce validate` with this config first stores the evaluator's scores, so that fit loads none."
         yield from _wrapped(
             "The evaluator's scores are stored: later validations, thresholds and models cost the one pass. For a"
@@ -196,7 +199,7 @@ def _basis(plan: dict[str, Any]) -> Iterator[str]:
         f" attention forward and {assumed['attention_backward']:.0%} backward; no time for anything else (norms,"
         " optimizer, data, communication, validation), so that real steps are slower; data-parallel scaling without"
         f" loss; one document per row; {assumed['context_gib']:g} GiB for the CUDA context and"
-        f" {assumed['fragmentation']:.0%} of the peak for fragmentation; the card's memory as on its data sheet."
+        f" {assumed['fragmentation']:.0%} of the peak for fragmentation; the card's memory as programs find it."
     )
 
 

@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 
 from lightning_modules.functional.windows import check_context
 from lightning_modules.loading import load_config
+from lightning_modules.objectives import Objective, check_influence
 from lightning_modules.planning.flops import Checkpointing
 from lightning_modules.planning.memory import FULLY_SHARDED, Sharding, Training
 
@@ -31,12 +32,14 @@ class Judge:
         config: Its config.
         context_length: Length K of the shortest short context, in tokens.
         stride: Number d of tokens that share one window.
+        dtype: Of its weights.
     """
 
     name: str
     config: PreTrainedConfig
     context_length: int
     stride: int
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -96,12 +99,16 @@ def read_experiment(options: Any, *, gpus: int | None = None, evaluator: str | N
     count, notes = (gpus, []) if gpus is not None else _gpus(trainer)
     if count < 1:
         raise ValueError(f"`gpus` must be 1 or more, got {count}.")
-    objective, uses_short = _objective(model.get("objective"))
+    objective = _objective(model.get("objective"))
     stored = bool(data.get("influence"))
-    if uses_short and not stored:
+    check_influence(objective, f"in '{data['influence']}'" if stored else None)
+    if objective.uses_short_context:
         check_context(model.context_length, model.stride, tokens)
+    notes += _not_planned(model, config, tokens)
     dtype, autocast = _precision(str(trainer.get("precision") or "32-true"), model.get("dtype"), config)
     sharding = _sharding(trainer.get("strategy") or "auto", count)
+    if sharding.weights or sharding.gradients or sharding.optimizer:
+        notes.append("strategies that divide the model have not been tried with longce yet")
     if sharding.name.startswith("DeepSpeed") and autocast is not None:
         dtype, autocast, sharding = autocast, None, replace(sharding, master_weights=True)
     optimizer, moments = _optimizer(model.get("optimizer"), notes)
@@ -111,7 +118,7 @@ def read_experiment(options: Any, *, gpus: int | None = None, evaluator: str | N
         rows=data.get("batch_size") or 1,
         context_length=model.context_length,
         stride=model.stride,
-        short_pass=uses_short and not stored,
+        short_pass=objective.uses_short_context,
         dtype=dtype,
         autocast=autocast,
         checkpointing=_checkpointing(model.get("gradient_checkpointing")),
@@ -124,7 +131,7 @@ def read_experiment(options: Any, *, gpus: int | None = None, evaluator: str | N
         name=model.get("pretrained_model_name_or_path") or f"new {config.model_type}",
         config=config,
         lora=_plain(model.get("lora")),
-        objective=objective,
+        objective=type(objective).__name__,
         training=training,
         window_share=_share(model.get("short_window_share")),
         stored_influence=stored,
@@ -164,12 +171,26 @@ def _gpus(trainer: Any) -> tuple[int, list[str]]:
     return 1, [f"`trainer.devices` is {devices!r}, so one GPU is assumed; --gpus says otherwise"]
 
 
-def _objective(objective: Any) -> tuple[str, bool]:
-    """Name of the loss, and whether it looks at short contexts."""
-    if isinstance(_plain(objective), dict):
-        module, _, name = _class(objective).rpartition(".")
-        return name, bool(getattr(importlib.import_module(module), name).uses_short_context)
-    return type(objective).__name__, bool(objective.uses_short_context)
+def _objective(objective: Any) -> Objective:
+    """The loss itself: it is nothing but a few numbers."""
+    if not isinstance(_plain(objective), dict):
+        return objective
+    module, _, name = _class(objective).rpartition(".")
+    return getattr(importlib.import_module(module), name)(**_arguments(objective))
+
+
+def _not_planned(model: Any, config: PreTrainedConfig, tokens: int) -> list[str]:
+    """What the figures leave out of account."""
+    notes = []
+    if model.get("short_dtype") is not None:
+        notes.append(f"`short_dtype: {model.short_dtype}` makes the short pass cheaper than it is planned here")
+    if model.get("head_kernel") not in (None, "chunked"):
+        notes.append(f"the head is planned as `chunked`, not as `{model.head_kernel}`")
+    text = config.get_text_config(decoder=True)
+    positions = getattr(text, "max_position_embeddings", None)
+    if positions is not None and positions < tokens and getattr(text, "rope_parameters", None) is None:
+        notes.append(f"the model has {positions:,} learned positions and cannot read rows of {tokens:,} tokens")
+    return notes
 
 
 def _precision(precision: str, dtype: Any, config: PreTrainedConfig) -> tuple[torch.dtype, torch.dtype | None]:
@@ -257,5 +278,7 @@ def _judge(evaluator: str | None, callbacks: Any, model: Any) -> Judge | None:
         return None
     names = {"revision": settings.get("revision")} if evaluator is None else {}
     config = load_config(name, trust_remote_code=bool(settings.get("trust_remote_code")), **names)
-    lengths = [settings.get(key) or model.get(key) for key in ("context_length", "stride")]
-    return Judge(name, config, *lengths)
+    context_length, stride = (settings.get(key) or model.get(key) for key in ("context_length", "stride"))
+    asked = settings.get("dtype") if evaluator is None else None
+    dtype = stored_dtype(config) if asked in (None, "auto") else getattr(torch, asked)
+    return Judge(name, config, context_length, stride, dtype)

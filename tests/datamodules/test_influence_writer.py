@@ -5,6 +5,7 @@ import pickle
 import numpy as np
 import pytest
 
+from datamodules import influence_writer
 from datamodules.influence_store import HEADER, WEIGHTS, InfluenceStore
 from datamodules.influence_writer import InfluenceWriter, influence_folder, narrow
 from datamodules.packing import PackedRows, pack_documents
@@ -106,7 +107,7 @@ def test_float16_keeps_what_is_at_the_cap_and_rounds_the_rest(cap):
 
 def test_other_weights_are_not_mixed_in(tmp_path, rows):
     writer(tmp_path / "w", rows)
-    with pytest.raises(ValueError, match=r"made for `evaluator` a, not b\. Run `longce influence`"):
+    with pytest.raises(ValueError, match=r"made for `evaluator` a, not b\. Name another folder"):
         writer(tmp_path / "w", rows, evaluator="b")
     assert influence_folder(tmp_path, MADE_FROM) != influence_folder(tmp_path, {**MADE_FROM, "evaluator": "b"})
     (tmp_path / "thesis").mkdir()
@@ -126,3 +127,30 @@ def test_two_processes_that_finish_at_the_same_time(tmp_path, rows):
     assert slow.finish()
     assert InfluenceStore(tmp_path / "w").values[4] == weights(1)[0, 0]
     assert len(list((tmp_path / "w").iterdir())) == 2
+
+
+def test_another_process_may_make_the_folder_at_the_same_moment(tmp_path, rows, monkeypatch):
+    real, others = influence_writer.read_header, []
+
+    def read_header(folder):
+        header = real(folder)
+        if not others:  # it comes between our two looks
+            others.append(None)
+            others.append(writer(folder, rows))
+        return header
+
+    monkeypatch.setattr(influence_writer, "read_header", read_header)
+    mine = writer(tmp_path / "w", rows)
+    assert mine.header == others[1].header
+
+
+def test_what_a_kill_while_finishing_left_is_swept(tmp_path, rows):
+    last = writer(tmp_path / "w", rows)
+    last.write(range(4), np.concatenate([weights(number) for number in range(4)]))
+    (tmp_path / "w" / f".{WEIGHTS}.torn").write_bytes(b"half")
+    journal = journals(tmp_path / "w")[0]
+    content = journal.read_bytes()
+    assert last.finish()
+    journal.write_bytes(content)  # killed behind the header, before the journals went
+    assert writer(tmp_path / "w", rows).finish()
+    assert sorted(path.name for path in (tmp_path / "w").iterdir()) == [HEADER, WEIGHTS]

@@ -98,7 +98,7 @@ def test_interrupted_build_leaves_no_store(word_tokenizer, tmp_path, monkeypatch
 def test_unwritable_cache_is_found_before_anything_is_read(word_tokenizer, tmp_path):
     (tmp_path / "file").touch()
     source = Texts(["a"])
-    with pytest.raises(ValueError, match="Cannot write to the cache folder"):
+    with pytest.raises(ValueError, match="Cannot write to the folder"):
         build(source, word_tokenizer, tmp_path / "file")
     assert source.reads == []
 

@@ -169,6 +169,48 @@ def test_a_last_layer_that_needs_all_tokens_gets_them():
     assert scorer.trims_last_layer
 
 
+@pytest.mark.parametrize("error", [RuntimeError, ValueError, AttributeError, AssertionError])
+def test_a_last_layer_that_cannot_be_cut_works_on_all_tokens(error, caplog):
+    model = build("llama")
+    mlp = model.model.layers[-1].mlp
+    forward = mlp.forward
+
+    def whole_documents_only(hidden):
+        if hidden.shape[1] not in (5, 7, 12):
+            raise error("too short for me")
+        return forward(hidden)
+
+    mlp.forward = whole_documents_only
+    scorer = Backbone(model)
+    with caplog.at_level("INFO"):
+        check_scoring(scorer)
+    assert not scorer.trims_last_layer
+    assert "too short for me" in caplog.text
+
+
+def test_the_autocast_cache_is_as_it_was_afterwards():
+    scorer = Backbone(build("llama").train())
+    for cached in (True, False):
+        torch.set_autocast_cache_enabled(cached)
+        try:
+            with torch.autocast("cpu", torch.bfloat16, cache_enabled=cached):
+                scorer(packed(documents(9)))
+                assert torch.is_autocast_cache_enabled() == cached
+                with pytest.raises(IndexError):
+                    scorer(packed([torch.tensor([0, VOCABULARY + 5])]))
+                assert torch.is_autocast_cache_enabled() == cached
+        finally:
+            torch.set_autocast_cache_enabled(True)
+
+
+def test_windows_share_a_pass_on_an_accelerator(monkeypatch):
+    scorer = Backbone(build("llama"))
+    assert scorer._windows_per_pass(5120) == 1
+    monkeypatch.setattr(Backbone, "device", torch.device("meta"))
+    assert scorer._windows_per_pass(5120) == 6
+    assert scorer._windows_per_pass(40_000) == 1
+
+
 def test_a_share_of_the_windows_is_drawn_by_the_seed():
     scorer = Backbone(build("llama"))
     batch = packed(documents(60, 8, 30), documents(70))

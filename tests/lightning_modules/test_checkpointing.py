@@ -3,7 +3,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_modules.backbone import Backbone
-from lightning_modules.checkpointing import enable_checkpointing
+from lightning_modules.checkpointing import ATTENTION, enable_checkpointing
 from lightning_modules.functional import Weighing, soft_influence
 from tests.conftest import tiny_model
 from tests.lightning_modules.test_backbone import build, documents, packed
@@ -64,3 +64,19 @@ def test_loaded_by_name(tmp_path):
     with Count() as count:
         backbone(packed([torch.arange(30)]), Weighing(soft_influence)).loss.backward()
     assert count.attention == 2
+
+
+def test_attention_that_cannot_be_kept_and_other_words_are_refused():
+    with pytest.raises(ValueError, match=r"has 'eager'.*attn_implementation"):
+        enable_checkpointing(build("llama", attention="eager"), "selective")
+    with pytest.raises(ValueError, match="got 'selectivee'"):
+        enable_checkpointing(build("llama"), "selectivee")
+    enable_checkpointing(build("llama", attention="eager"), True)
+
+
+def test_the_operators_that_are_kept_exist():
+    for name in ATTENTION:
+        library, _, operator = name.partition("::")
+        if library == "aten":
+            assert hasattr(torch.ops.aten, operator), name
+    assert len([name for name in ATTENTION if name.startswith("aten")]) == 4

@@ -117,6 +117,8 @@ def test_key_tokens_only_cost_less_and_never_pass_for_more(model_dir, tmp_path, 
     assert calls == [-5.0, -6.0, None]
     assert first.scores(text, beta=-5.0) is whole, "all there is to know"
     assert judge().scores(text, beta=-7.0).floor == float("-inf"), "from the whole file on disk"
+    judge().path(whole.text_sha256).unlink()
+    assert judge().scores(text, beta=-5.5).floor == -6.0, "a lower floor on disk serves"
     assert len(calls) == 3
     for scores, beta in ((some, -5.0), (lower, -6.0), (lower, -5.0)):
         spans = [each.key_spans(alpha=0.3, beta=beta).tolist() for each in (scores, whole)]

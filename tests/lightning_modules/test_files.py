@@ -61,7 +61,7 @@ def test_a_full_disk_names_the_remedy(tmp_path):
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"Cannot write to the cache folder .*/file/cache .* Set `cache_dir`"):
+    with pytest.raises(ValueError, match=r"Cannot write to the folder .*/file/cache .* Set `cache_dir`"):
         writable_folder(tmp_path / "file" / "cache")
 
 

@@ -7,6 +7,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import DataLoader
 
+from lightning_modules import long_context_lm
+from lightning_modules.backbone import Backbone
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional import Weighing, long_perplexity
 from lightning_modules.loading import load_backbone
@@ -332,3 +334,42 @@ def test_statistics_of_drawn_windows_are_means_only(folder, tmp_path):
 def test_a_share_of_windows_without_a_meaning_is_refused(folder, share):
     with pytest.raises(ValueError, match=f"short_window_share.*{share}"):
         LongContextLM(folder, short_window_share=share)
+
+
+def test_windows_are_drawn_anew_for_each_batch_epoch_process_and_seed(folder, tmp_path, monkeypatch):
+    seeds = []
+    original = Backbone.short_log_likelihood
+
+    def spy(self, batch, **options):
+        seeds.append(options["seed"])
+        return original(self, batch, **options)
+
+    monkeypatch.setattr(Backbone, "short_log_likelihood", spy)
+
+    def run(seed, rank=0, **settings):
+        seeds.clear()
+        torch.manual_seed(seed)
+        module = LongContextLM(folder, context_length=8, stride=4, short_window_share=0.5)
+        monkeypatch.setattr(LongContextLM, "global_rank", rank)
+        trainer(tmp_path, **{"max_steps": -1, "max_epochs": 2, **settings}).fit(module, loader(row(0), row(1)))
+        return list(seeds)
+
+    first = run(0)
+    assert len(set(first)) == 4, "two epochs of two batches"
+    assert run(0) == first
+    assert not set(run(1)) & set(first)
+    assert not set(run(0, rank=1)) & set(first)
+
+
+def test_options_of_the_short_pass_without_one_are_pointed_out(folder):
+    with pytest.warns(UserWarning, match="no effect: CrossEntropy"):
+        LongContextLM(folder, CrossEntropy(), short_dtype="bfloat16").check_early(None)
+
+
+def test_a_card_that_cannot_is_refused_when_the_fit_starts(folder, tmp_path, monkeypatch):
+    def refuse(dtype, device):
+        raise ValueError(f"{dtype} on {device}")
+
+    monkeypatch.setattr(long_context_lm, "check_short_dtype", refuse)
+    with pytest.raises(ValueError, match="float8 on cpu"):
+        trainer(tmp_path).fit(LongContextLM(folder, context_length=8, stride=4, short_dtype="float8"), loader(row(0)))

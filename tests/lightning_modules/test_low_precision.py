@@ -3,7 +3,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from lightning_modules.low_precision import short_precision
+from lightning_modules.low_precision import check_short_dtype, short_precision
 from tests.conftest import tiny_model
 
 CPU = torch.device("cpu")
@@ -72,3 +72,21 @@ def test_adapters_and_sides_that_do_not_fit_stay_as_they_are():
         replaced = [name for name, module in peft_model.named_modules() if "forward" in vars(module)]
     assert any(name.endswith("q_proj.base_layer") for name in replaced)
     assert not any("lora" in name.rpartition(".")[2] for name in replaced)
+
+
+@torch.no_grad()
+def test_a_layer_with_a_forward_of_its_own_keeps_it():
+    decoder = nn.Sequential(nn.Linear(16, 16))
+    decoder[0].forward = lambda inputs: inputs + 7
+    with short_precision(decoder, CPU, "float8"):
+        assert decoder(torch.zeros(1, 16)).eq(7).all()
+    assert decoder(torch.zeros(1, 16)).eq(7).all()
+
+
+def test_a_card_without_8_bit_units_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "A100")
+    check_short_dtype("float8", CPU)
+    check_short_dtype("bfloat16", torch.device("cuda"))
+    with pytest.raises(ValueError, match=r"capability 8\.9.*A100 has 8\.0.*bfloat16"):
+        check_short_dtype("float8", torch.device("cuda"))

@@ -6,7 +6,13 @@ from torch import nn
 
 from lightning_modules.backbone import Backbone
 from lightning_modules.checkpointing import enable_checkpointing
-from lightning_modules.functional import Weighing, fused_long_cross_entropy, soft_influence, token_log_likelihood
+from lightning_modules.functional import (
+    Weighing,
+    fused_long_cross_entropy,
+    linear_head,
+    soft_influence,
+    token_log_likelihood,
+)
 from lightning_modules.functional.linear_head import LinearHead
 from lightning_modules.objectives import CrossEntropy, LongCE
 from tests.conftest import tiny_model
@@ -87,3 +93,24 @@ def test_under_autocast_the_copies_of_the_weights_do_not_add_up():
     assert many - few < 0.3 * (many_copies - few_copies)
     (few, _), (many, _) = peak(2, False), peak(8, False)
     assert many - few > many_copies - few_copies, "the backward pass needs them"
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_where_half_precision_is_multiplied_into_float32_there_is_one_chunk_as_well(training, monkeypatch):
+    """As on a GPU, with a stand-in for its product."""
+    monkeypatch.setattr(linear_head, "_widens", lambda operand: operand.dtype == torch.bfloat16)
+    monkeypatch.setattr(linear_head, "_widening_product", lambda rows, weight: rows.float() @ weight.float().T)
+    monkeypatch.setattr(linear_head, "_tile_elements", lambda _: 512 * VOCABULARY)
+    weight = nn.Parameter(torch.randn(VOCABULARY, HIDDEN).bfloat16())
+    hidden = torch.randn(1, 4096, HIDDEN).bfloat16().requires_grad_(training)
+    labels = torch.randint(VOCABULARY, (1, 4096))
+    labels[:, 0] = -100
+    with LiveBytes() as memory:
+        if training:
+            fused_long_cross_entropy(hidden, LinearHead(weight), [weight], labels, Weighing(soft_influence))
+        else:
+            with torch.no_grad():
+                token_log_likelihood(hidden, LinearHead(weight), labels)
+    chunk = 512 * VOCABULARY * 4
+    slope = chunk / 2 if training else 0  # in half precision, for the products
+    assert memory.peak < 1.25 * chunk + slope + 4096 * HIDDEN * 8

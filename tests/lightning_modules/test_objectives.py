@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from lightning_modules.functional import soft_influence
-from lightning_modules.objectives import CrossEntropy, LongCE, StoredInfluence, check_influence
+from lightning_modules.objectives import CrossEntropy, LongCE, StoredInfluence, check_cap, check_influence
 
 
 def test_influences():
@@ -31,3 +31,11 @@ def test_stored_influence_and_its_objective_belong_together():
         check_influence(StoredInfluence(), None)
     with pytest.raises(ValueError, match=r"LongCE would ignore the stored token weights in 'x'"):
         check_influence(LongCE(), "in 'x'")
+
+
+def test_stored_weights_capped_lower_than_the_objective_says_are_refused():
+    check_cap(StoredInfluence(gamma=5.0), 5.0)
+    check_cap(StoredInfluence(gamma=2.0), 5.0)
+    check_cap(LongCE(gamma=5.0), None)
+    with pytest.raises(ValueError, match=r"capped at 2, below the `gamma` 5"):
+        check_cap(StoredInfluence(gamma=5.0), 2.0)

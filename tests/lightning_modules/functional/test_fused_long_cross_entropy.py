@@ -172,3 +172,38 @@ def test_gradients_are_given_once(problem):
     torch.autograd.grad(loss, hidden, retain_graph=True)
     with pytest.raises(RuntimeError, match="second backward"):
         torch.autograd.grad(loss, hidden)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_float16_with_a_scaled_loss_loses_no_small_gradients(known):
+    torch.manual_seed(0)
+    vocabulary, tokens, scale = 2000, 6000, 2.0**16
+    hidden, weight = torch.randn(1, tokens, 16), nn.Parameter(torch.randn(vocabulary, 16) * 0.2)
+    labels = torch.randint(vocabulary, (1, tokens))
+    labels[:, 0] = IGNORE_INDEX
+
+    def solve(dtype, scale):
+        inputs = hidden.to(dtype or torch.float32).requires_grad_()
+        head = LinearHead(weight) if known else lambda rows: nn.functional.linear(rows, weight)
+        with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+            loss = fused_long_cross_entropy(inputs, head, [weight], labels, Weighing(soft_influence)).loss
+        return [part.float() / scale for part in torch.autograd.grad(loss * scale, [inputs, weight])]
+
+    for actual, expected in zip(solve(torch.float16, scale), solve(None, 1.0), strict=True):
+        assert torch.isfinite(actual).all()
+        assert (actual - expected).norm() / expected.norm() < 0.005
+
+
+def test_the_gradient_of_a_bfloat16_weight_is_summed_in_float32():
+    torch.manual_seed(0)
+    weight = nn.Parameter((torch.randn(8, 4) * 0.1).bfloat16())
+    hidden = (torch.ones(1, 4001, 4) + 0.1 * torch.randn(1, 4001, 4)).bfloat16()
+    labels = torch.zeros(1, 4001, dtype=torch.int64)
+    labels[:, 0] = IGNORE_INDEX
+    exact = weight.detach().double().requires_grad_()
+    reference = nn.functional.cross_entropy(hidden[0, :-1].double() @ exact.T, labels[0, 1:])
+    (expected,) = torch.autograd.grad(reference, exact)
+    for head in (LinearHead(weight), lambda rows: rows @ weight.T):
+        fused = fused_long_cross_entropy(hidden, head, [weight], labels, Weighing(soft_influence), chunk_size=2)
+        (actual,) = torch.autograd.grad(fused.loss, weight)
+        assert (actual.double() - expected).norm() / expected.norm() < 0.01
