@@ -1,5 +1,7 @@
 """`longce fit` and its kin as a user runs them, the shipped configs, and what bad input says."""
 
+import contextlib
+import io
 import re
 import signal
 import subprocess
@@ -259,6 +261,39 @@ def test_every_shipped_config_runs_under_the_debug_overlay(config, tmp_path, mon
     events = EventAccumulator(str(saved.parent))
     events.Reload()
     assert len(events.Scalars("lr-AdamW")) == 2
+
+
+LAYERED = {
+    "longce_pg19": ("eabf", "PG19DataModule", 2e-5, False, 8),
+    "longce_pg19_pi": ("pi", "PG19DataModule", 2e-5, False, 8),
+    "longce_arxiv": ("eabf", "PileArxivDataModule", 2e-5, False, 1),
+    "longce_mistral": ("eabf", "PileArxivDataModule", 1e-6, True, 1),
+}
+
+
+@pytest.mark.parametrize("name", LAYERED)
+def test_the_settings_of_the_paper_in_layers(name, tmp_path, monkeypatch):
+    method, data, rate, full_attention, accumulation = LAYERED[name]
+    first_line = re.search(r"longce fit (.*)", (CONFIGS / f"{name}.yaml").read_text())[1]
+    configs = first_line.replace("configs/", f"{CONFIGS}/").split()
+    monkeypatch.setattr(sys, "argv", ["longce", "fit", *configs, "--print_config"])
+    with pytest.raises(SystemExit), contextlib.redirect_stdout(io.StringIO()) as printed:
+        main()
+    config = yaml.safe_load(printed.getvalue())
+    model = config["model"]
+    expected = {"method": method, "original_length": 4096, "target_length": 32768}
+    assert model["context_extension"] == expected | ({"full_attention": True} if full_attention else {})
+    assert model["optimizer"]["init_args"]["lr"] == rate
+    assert config["data"]["class_path"].endswith(data)
+    assert config["data"]["init_args"]["tokenizer"] == model["pretrained_model_name_or_path"]
+    assert config["data"]["init_args"]["sequence_length"] == 32768
+    assert ("pg19" in config["data"]["init_args"]["path"]) == (data == "PG19DataModule")
+    trainer = config["trainer"]
+    assert trainer["max_steps"] == 200
+    assert trainer["accumulate_grad_batches"] == accumulation
+    assert trainer["val_check_interval"] == 50 * accumulation
+    longce("fit", *configs, "-c", DEBUG, monkeypatch=monkeypatch, folder=tmp_path)
+    assert len(list((tmp_path / "runs").rglob("config.yaml"))) == 1
 
 
 def test_objective_and_optimizer_by_short_flags(tmp_path, monkeypatch):
