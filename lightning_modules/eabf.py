@@ -2,9 +2,9 @@
 
 The method of Zhang et al. (2024, https://arxiv.org/abs/2401.07004), by which the LongCE paper extends its models. Its
 scaling depends on layer and position, so that neither cos and sin (one pair for all layers, for queries and keys) nor a
-hook on a projection (fused, normalised or adapted in some models) can express it. Here it is a RoPE type ``eabf``, which a
-saved config carries, and a wrapper around the attention functions of transformers, which does nothing for models of
-other RoPE types. Where `register_eabf` was not called, such a model does not load: ``KeyError: 'eabf'``.
+hook on a projection (fused, normalised or adapted in some models) can express it. Here it is a RoPE type, ``eabf``,
+which a saved config carries, and a wrapper around the attention functions of transformers, which does nothing for
+models of other RoPE types. Where `register_eabf` was not called, such a model does not load: ``KeyError: 'eabf'``.
 """
 
 import math
