@@ -127,6 +127,8 @@ class ContextExtension:
             ValueError: If the method does not fit the model, or the model is extended already.
         """
         self._check_fits(config)
+        if getattr(config, "head_dim", 0) is None:  # Mixtral: transformers' YaRN and LongRoPE would fail
+            config.head_dim = config.hidden_size // config.num_attention_heads
         config.rope_parameters = {**config.rope_parameters, **METHODS[self.method].rope(self, config)}
         # Dynamic NTK measures the length of a text against this value.
         config.max_position_embeddings = self.original_length if self.method == "dynamic_ntk" else self.target_length
@@ -336,6 +338,7 @@ def check_rotary(model: PreTrainedModel) -> None:
         RuntimeError: If frequencies were cast to fewer than 32 bits, frequencies or attention factor are not those of
             the config, or the attention of a model extended by EABF is not scaled.
     """
+    check_eabf(model)
     for name, buffer in model.named_buffers():
         if name.endswith("inv_freq") and torch.finfo(buffer.dtype).bits < 32:
             raise RuntimeError(
@@ -345,7 +348,6 @@ def check_rotary(model: PreTrainedModel) -> None:
     for name, module in model.named_modules():
         if _has_fixed_frequencies(module):
             _check_frequencies(name, module)
-    check_eabf(model)
 
 
 def _has_fixed_frequencies(module: nn.Module) -> bool:

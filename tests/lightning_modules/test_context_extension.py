@@ -208,7 +208,9 @@ def test_other_architectures(architecture):
         ContextExtension("abf", 64, 512).apply(config)
 
 
-@pytest.mark.parametrize(("architecture", "method"), [("phi3", "eabf"), ("qwen2", "eabf_authors"), ("gemma", "pi_authors")])
+@pytest.mark.parametrize(
+    ("architecture", "method"), [("phi3", "eabf"), ("qwen2", "eabf_authors"), ("gemma", "pi_authors")]
+)
 def test_methods_that_do_not_fit(architecture, method):
     with pytest.raises(ValueError, match=f"'{method}' is for llama, mistral.* not for '{architecture}'"):
         ContextExtension.parse(extension(method)).apply(tiny_config(architecture, 50))
@@ -281,10 +283,15 @@ def folder(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("precision", "strategy"),
-    [("32-true", "auto"), ("bf16-mixed", "auto"), ("bf16-true", "auto"), ("bf16-true", "ddp"), ("32-true", "ddp")],
+    ("method", "precision", "strategy"),
+    [
+        ("eabf", "32-true", "auto"),
+        ("yarn", "bf16-mixed", "auto"),
+        ("eabf", "bf16-true", "auto"),
+        ("yarn", "bf16-true", "ddp"),
+        ("eabf", "32-true", "ddp"),
+    ],
 )
-@pytest.mark.parametrize("method", ["eabf", "yarn"])
 def test_frequencies_in_every_stage_precision_and_strategy(method, precision, strategy, folder, tmp_path, monkeypatch):
     for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK", "NODE_RANK"):
         monkeypatch.delenv(name, raising=False)

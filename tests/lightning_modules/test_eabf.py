@@ -14,13 +14,11 @@ from lightning_modules.backbone import Backbone
 from lightning_modules.context_extension import check_rotary
 from lightning_modules.eabf import BACKENDS, EABF_ARCHITECTURES, EntropyAwareAttention, entropy_scale, register_eabf
 from lightning_modules.loading import load_backbone
-from lightning_modules.low_precision import short_precision
 from tests.conftest import tiny_model
 from tests.lightning_modules.test_context_extension import EXTRA
 from tests.lightning_modules.test_long_context_lm import row
 
 VOCABULARY, ORIGINAL, TARGET, LENGTH = 50, 16, 64, 60
-UNSCALED = {"eabf": 2, "eabf_authors": 0}
 
 
 def settings_of(method="eabf"):
@@ -271,16 +269,6 @@ def test_short_pass_and_trimmed_last_layer(folder):
     with torch.no_grad():
         alone = backbone({**window, "labels": labels})
     torch.testing.assert_close(short.log_likelihood[:, 48:], alone[:, 24:], rtol=1e-4, atol=1e-4)
-
-
-def test_short_pass_in_bfloat16_is_scaled(folder):
-    backbone = load_backbone(folder(), context_extension=settings_of()).eval()
-    batch = row(8, (0, LENGTH), VOCABULARY)
-    with torch.no_grad(), short_precision(backbone.decoder, torch.device("cpu"), "bfloat16"):
-        low = backbone(batch)
-    with torch.no_grad():
-        eabf, abf = backbone(batch), abf_of(backbone)(batch)
-    assert (low - eabf)[:, 40:].abs().mean() < 0.5 * (abf - eabf)[:, 40:].abs().mean()
 
 
 def test_eager_attention_is_refused_at_load_and_noticed_later(folder):
