@@ -318,7 +318,7 @@ class CastsBlindly(Callback):
 @pytest.mark.parametrize("stage", STAGES)
 def test_cast_frequencies_are_noticed_at_the_start_of_every_stage(stage, folder, tmp_path):
     module = LongContextLM(folder, context_length=8, stride=4, context_extension=extension("eabf"))
-    with pytest.raises(RuntimeError, match="were cast to torch.bfloat16"):
+    with pytest.raises(RuntimeError, match=r"were cast to torch\.bfloat16"):
         STAGES[stage](trainer(tmp_path, callbacks=[CastsBlindly()]), module)
 
 

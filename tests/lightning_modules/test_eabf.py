@@ -2,6 +2,7 @@ import copy
 import math
 import subprocess
 import sys
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -106,7 +107,7 @@ def check_every_layer(backbone, borders, *, unscaled_layers, theta=500000.0):
         backbone(batch)
     for handle in handles:
         handle.remove()
-    document = torch.cat([torch.full((b - a,), n) for n, (a, b) in enumerate(zip(borders, borders[1:], strict=False))])
+    document = torch.cat([torch.full((b - a,), n) for n, (a, b) in enumerate(pairwise(borders))])
     positions = batch["position_ids"][0]
     assert len(seen) == 4
     for number, (layer, hidden_states, actual) in enumerate(seen):
