@@ -328,6 +328,10 @@ def test_bad_settings(experiment, tmp_path, monkeypatch, capsys):
         "longce: error: `alpha` must be 0 or more": ["-c", _alpha(tmp_path)],
         "gamm": ["--model.objective", "LongCE", "--model.objective.gamm", "2"],
         "Did you mean 'hidden_size'?": ["--model.model_config", "{hiden_size: 3}"],
+        "`context_extension` lacks `target_length`": ["--model.context_extension", "{method: pi, original_length: 64}"],
+        "'dynamic' rotates by the length": [
+            "--model.context_extension={method: dynamic_ntk, original_length: 64, target_length: 128}"
+        ],
         "./nowhere": ["--model.pretrained_model_name_or_path", "./nowhere"],
         "no/tokenizer/here": ["--data.tokenizer", "no/tokenizer/here"],
         "/no/such/books": ["--data.path", "/no/such/books"],

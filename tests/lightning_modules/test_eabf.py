@@ -133,7 +133,7 @@ def test_scales_equal_the_formula():
         expected = [max(1.0, math.log(position + 1) / math.log(4096)) for position in positions[0].tolist()]
         assert actual.dtype == torch.float32
         torch.testing.assert_close(actual[0].double(), torch.tensor(expected).double(), rtol=1e-6, atol=0)
-    for original in range(2, 3000, 7):
+    for original in range(2, 500):  # among them 7, 47, 49 and 402, whose rounded quotient is above 1
         assert (entropy_scale(torch.arange(original), original) == 1).all()
 
 
