@@ -61,7 +61,8 @@ def document_mask(**kwargs: Any) -> Tensor | None:
 
 def register_document_attention() -> str:
     """Make ``document_sdpa`` known to transformers and return that name."""
-    AttentionInterface.register(DOCUMENT_SDPA, document_attention)
+    if DOCUMENT_SDPA not in AttentionInterface():  # or a wrapper around it would be lost
+        AttentionInterface.register(DOCUMENT_SDPA, document_attention)
     AttentionMaskInterface.register(DOCUMENT_SDPA, document_mask)
     return DOCUMENT_SDPA
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from lightning_modules.attention import isolation_arguments
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
+from lightning_modules.context_extension import check_rotary, check_static
 from lightning_modules.functional import (
     ShortContext,
     Weighing,
@@ -283,14 +284,7 @@ class Backbone(nn.Module):
 
     def _check_rope(self) -> None:
         """Raise a ``ValueError`` for RoPE types by which the same window rotates differently alone and in its text."""
-        parameters = getattr(self.base_model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
-        types = {parameters.get("rope_type"), *(p.get("rope_type") for p in parameters.values() if isinstance(p, dict))}
-        if unfit := types & {"dynamic", "longrope"}:
-            raise ValueError(
-                f"RoPE of type '{unfit.pop()}' rotates by the length of the text, so that a long and a short context"
-                " cannot be compared. Set `rope_parameters.rope_type` (with its parameters) to a type that does not,"
-                " such as 'yarn', 'linear' or 'default'."
-            )
+        check_static(self.base_model.config, compares=True)
 
     def _check_length(self, longest: int) -> None:
         config = self.base_model.config.get_text_config(decoder=True)
@@ -323,13 +317,8 @@ class Backbone(nn.Module):
         return self
 
     def check_rotary_dtype(self) -> None:
-        """Raise a ``RuntimeError`` unless all rotary frequencies are float32 or wider."""
-        for name, buffer in self.named_buffers():
-            if name.endswith("inv_freq") and torch.finfo(buffer.dtype).bits < 32:
-                raise RuntimeError(
-                    f"The rotary frequencies `{name}` were cast to {buffer.dtype}, which makes long positions wrong."
-                    " Use a mixed precision (`bf16-mixed`) or a strategy that leaves buffers in float32."
-                )
+        """Raise a ``RuntimeError`` unless rotary frequencies are float32 or wider, and what the config asks for."""
+        check_rotary(self.base_model)
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from transformers import (
 from lightning_modules.attention import register_document_attention
 from lightning_modules.backbone import Backbone
 from lightning_modules.checkpointing import Checkpointing, enable_checkpointing
+from lightning_modules.context_extension import ContextExtension, check_rotary, extend_config
 from lightning_modules.functional.head_kernels import HeadKernel, check_installed
 from lightning_modules.tokenization import local_or_hub, not_loaded
 
@@ -33,6 +34,7 @@ def load_backbone(
     pretrained_model_name_or_path: str | None = None,
     *,
     model_config: dict[str, Any] | None = None,
+    context_extension: dict[str, Any] | ContextExtension | None = None,
     revision: str | None = None,
     dtype: DType = "auto",
     attn_implementation: str = "auto",
@@ -50,6 +52,7 @@ def load_backbone(
             `model_config` that names a ``model_type``, for random weights.
         model_config: Values that replace those of the model's config; dictionaries in it (``rope_parameters``) are
             merged key by key.
+        context_extension: How the model's context is extended: a `ContextExtension` or its arguments.
         revision: Branch, tag or commit on the hub.
         dtype: Of the weights.
         attn_implementation: As in transformers; ``auto`` is ``flash_attention_2`` where it is installed and the model
@@ -63,12 +66,14 @@ def load_backbone(
         head_kernel: What computes the loss from hidden states in training.
 
     Raises:
-        ValueError: If the model cannot be found or built, or lacks weights, or the head kernel's package is missing.
+        ValueError: If the model cannot be found, built or extended, or lacks weights, or the head kernel's package is
+            missing.
     """
     check_installed(head_kernel)
     config = load_config(
         pretrained_model_name_or_path,
         model_config=model_config,
+        context_extension=context_extension,
         revision=revision,
         trust_remote_code=trust_remote_code,
     )
@@ -84,6 +89,7 @@ def load_backbone(
         model = AutoModelForCausalLM.from_config(config, **{**settings, "dtype": weights_dtype})
     else:
         model = _load_weights(pretrained_model_name_or_path, config, revision, settings)
+    check_rotary(model)
     enable_checkpointing(model, gradient_checkpointing)
     if lora is not None:
         model = get_peft_model(model, lora_config(lora))
@@ -108,13 +114,14 @@ def load_config(
     pretrained_model_name_or_path: str | None,
     *,
     model_config: dict[str, Any] | None = None,
+    context_extension: dict[str, Any] | ContextExtension | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedConfig:
-    """The model's config with the values of `model_config` in place, checked by transformers.
+    """The model's config with the values of `model_config` in place, then extended, checked by transformers.
 
     Raises:
-        ValueError: If it cannot be found, or neither a path nor a ``model_type`` is given.
+        ValueError: If it cannot be found or extended, or neither a path nor a ``model_type`` is given.
     """
     overrides = dict(model_config or {})
     if pretrained_model_name_or_path is None:
@@ -135,6 +142,7 @@ def load_config(
         _check_keys(overrides, config)
         for name, value in overrides.items():
             setattr(config, name, {**getattr(config, name), **value} if isinstance(value, dict) else value)
+    extend_config(config, context_extension)
     config.validate()
     return config
 

@@ -15,6 +15,7 @@ from typing_extensions import override
 from lightning_modules.backbone import Backbone
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.checkpointing import Checkpointing
+from lightning_modules.context_extension import check_static
 from lightning_modules.functional import ShortContext, Weighing
 from lightning_modules.functional.head_kernels import HeadKernel, check_installed
 from lightning_modules.functional.windows import check_context, check_window_share
@@ -54,6 +55,8 @@ class LongContextLM(LightningModule):
             of their tokens is scaled up so that weights are right on average (and may be below 0).
         model_config: Values that replace those of the model's config; dictionaries in it (``rope_parameters``) are
             merged key by key.
+        context_extension: How the model's context is extended: arguments of
+            `lightning_modules.context_extension.ContextExtension`.
         revision: Branch, tag or commit on the hub.
         dtype: Of the weights: float32 for training in mixed precision, ``auto`` for the stored one.
         attn_implementation: As in transformers; ``auto`` is ``flash_attention_2`` where it is installed and the model
@@ -81,6 +84,7 @@ class LongContextLM(LightningModule):
         short_dtype: ShortDType | None = None,
         short_window_share: float = 1.0,
         model_config: dict[str, Any] | None = None,
+        context_extension: dict[str, Any] | None = None,
         revision: str | None = None,
         dtype: DType = "float32",
         attn_implementation: str = "auto",
@@ -105,6 +109,7 @@ class LongContextLM(LightningModule):
         self._loading: dict[str, Any] = {
             "pretrained_model_name_or_path": pretrained_model_name_or_path,
             "model_config": model_config,
+            "context_extension": context_extension,
             "revision": revision,
             "dtype": dtype,
             "attn_implementation": attn_implementation,
@@ -125,8 +130,8 @@ class LongContextLM(LightningModule):
             sequence_length: Tokens per training row, if there is training.
 
         Raises:
-            ValueError: If the model cannot be found or built, no token of a row would have a short context, or the
-                package of the head kernel is missing.
+            ValueError: If the model cannot be found, built or extended, it rotates by the length of the text, no token
+                of a row would have a short context, or the package of the head kernel is missing.
         """
         check_installed(self._loading["head_kernel"])
         if not self.objective.uses_short_context and (self.short_dtype is not None or self.short_window_share < 1):
@@ -136,8 +141,10 @@ class LongContextLM(LightningModule):
             )
         if sequence_length is not None and self.objective.uses_short_context:
             check_context(self.context_length, self.stride, sequence_length)
-        names = ("pretrained_model_name_or_path", "model_config", "revision", "trust_remote_code")
-        load_config(**{name: self._loading[name] for name in names})
+        names = ("pretrained_model_name_or_path", "model_config", "context_extension", "revision", "trust_remote_code")
+        config = load_config(**{name: self._loading[name] for name in names})
+        if sequence_length is not None:
+            check_static(config, compares=self.objective.uses_short_context)
 
     @override
     def configure_model(self) -> None:
@@ -185,6 +192,7 @@ class LongContextLM(LightningModule):
     def on_fit_start(self) -> None:
         check_short_dtype(self.short_dtype, self.device)
         check_cap(self.objective, getattr(self.trainer.datamodule, "influence_cap", None))  # type: ignore[attr-defined]
+        check_static(self.backbone.base_model.config, compares=self.objective.uses_short_context)
         # Hugging Face models arrive in eval mode and Lightning keeps it: dropout and checkpointing would be off.
         self.backbone.train()
         self._check_backbone()

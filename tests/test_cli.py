@@ -1,5 +1,7 @@
 """`longce fit` and its kin as a user runs them, the shipped configs, and what bad input says."""
 
+import contextlib
+import io
 import re
 import signal
 import subprocess
@@ -261,6 +263,39 @@ def test_every_shipped_config_runs_under_the_debug_overlay(config, tmp_path, mon
     assert len(events.Scalars("lr-AdamW")) == 2
 
 
+LAYERED = {
+    "longce_pg19": ("eabf", "PG19DataModule", 2e-5, False, 8),
+    "longce_pg19_pi": ("pi", "PG19DataModule", 2e-5, False, 8),
+    "longce_arxiv": ("eabf", "PileArxivDataModule", 2e-5, False, 1),
+    "longce_mistral": ("eabf", "PileArxivDataModule", 1e-6, True, 1),
+}
+
+
+@pytest.mark.parametrize("name", LAYERED)
+def test_the_settings_of_the_paper_in_layers(name, tmp_path, monkeypatch):
+    method, data, rate, full_attention, accumulation = LAYERED[name]
+    first_line = re.search(r"longce fit (.*)", (CONFIGS / f"{name}.yaml").read_text())[1]
+    configs = first_line.replace("configs/", f"{CONFIGS}/").split()
+    monkeypatch.setattr(sys, "argv", ["longce", "fit", *configs, "--print_config"])
+    with pytest.raises(SystemExit), contextlib.redirect_stdout(io.StringIO()) as printed:
+        main()
+    config = yaml.safe_load(printed.getvalue())
+    model = config["model"]
+    expected = {"method": method, "original_length": 4096, "target_length": 32768}
+    assert model["context_extension"] == expected | ({"full_attention": True} if full_attention else {})
+    assert model["optimizer"]["init_args"]["lr"] == rate
+    assert config["data"]["class_path"].endswith(data)
+    assert config["data"]["init_args"]["tokenizer"] == model["pretrained_model_name_or_path"]
+    assert config["data"]["init_args"]["sequence_length"] == 32768
+    assert ("pg19" in config["data"]["init_args"]["path"]) == (data == "PG19DataModule")
+    trainer = config["trainer"]
+    assert trainer["max_steps"] == 200
+    assert trainer["accumulate_grad_batches"] == accumulation
+    assert trainer["val_check_interval"] == 50 * accumulation
+    longce("fit", *configs, "-c", DEBUG, monkeypatch=monkeypatch, folder=tmp_path)
+    assert len(list((tmp_path / "runs").rglob("config.yaml"))) == 1
+
+
 def test_objective_and_optimizer_by_short_flags(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     flags = ["--model.objective", "CrossEntropy", "--model.optimizer", "SGD", "--model.optimizer.lr", "0.5"]
@@ -293,6 +328,10 @@ def test_bad_settings(experiment, tmp_path, monkeypatch, capsys):
         "longce: error: `alpha` must be 0 or more": ["-c", _alpha(tmp_path)],
         "gamm": ["--model.objective", "LongCE", "--model.objective.gamm", "2"],
         "Did you mean 'hidden_size'?": ["--model.model_config", "{hiden_size: 3}"],
+        "`context_extension` lacks `target_length`": ["--model.context_extension", "{method: pi, original_length: 64}"],
+        "'dynamic' rotates by the length": [
+            "--model.context_extension={method: dynamic_ntk, original_length: 64, target_length: 128}"
+        ],
         "./nowhere": ["--model.pretrained_model_name_or_path", "./nowhere"],
         "no/tokenizer/here": ["--data.tokenizer", "no/tokenizer/here"],
         "/no/such/books": ["--data.path", "/no/such/books"],

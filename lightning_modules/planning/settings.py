@@ -94,7 +94,7 @@ def read_experiment(options: Any, *, gpus: int | None = None, evaluator: str | N
     tokens = data.get("sequence_length")
     if tokens is None:
         raise ValueError("The plan needs the length of the rows: give `data` with a `sequence_length`.")
-    names = ("pretrained_model_name_or_path", "model_config", "revision", "trust_remote_code")
+    names = ("pretrained_model_name_or_path", "model_config", "context_extension", "revision", "trust_remote_code")
     config = load_config(**{name: _plain(model.get(name)) for name in names})
     count, notes = (gpus, []) if gpus is not None else _gpus(trainer)
     if count < 1:
