@@ -331,7 +331,7 @@ def test_rotation_by_the_length_of_the_text(folder, tmp_path):
     module.check_early(None)  # evaluation
     trainer(tmp_path).validate(module, batches(), verbose=False)
     with pytest.raises(ValueError, match="a long and a short context cannot be compared"):
-        trainer(tmp_path).predict(LongContextLM(folder, 8, 4, context_extension=extension("dynamic_ntk")), batches())
+        trainer(tmp_path).predict(LongContextLM(folder, context_length=8, stride=4, context_extension=extension("dynamic_ntk")), batches())
 
 
 def test_longrope_is_compared_only_if_it_does_not_switch(tmp_path):
