@@ -330,8 +330,9 @@ def test_rotation_by_the_length_of_the_text(folder, tmp_path):
         trainer(tmp_path).fit(module, batches())
     module.check_early(None)  # evaluation
     trainer(tmp_path).validate(module, batches(), verbose=False)
+    module = LongContextLM(folder, context_length=8, stride=4, context_extension=extension("dynamic_ntk"))
     with pytest.raises(ValueError, match="a long and a short context cannot be compared"):
-        trainer(tmp_path).predict(LongContextLM(folder, context_length=8, stride=4, context_extension=extension("dynamic_ntk")), batches())
+        trainer(tmp_path).predict(module, batches())
 
 
 def test_longrope_is_compared_only_if_it_does_not_switch(tmp_path):
