@@ -37,7 +37,7 @@ from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.checkpointing import enable_checkpointing
 from lightning_modules.evaluator import score_text
 from lightning_modules.functional import Weighing, long_perplexity, span_token_mask
-from lightning_modules.objectives import CrossEntropy, LongCE
+from lightning_modules.objectives import CrossEntropy, LongCE, StoredInfluence
 from lightning_modules.planning import Flops, ModelShape, longce_step_flops, scoring_floor_flops
 from lightning_modules.tokenization import encode_document
 
@@ -150,6 +150,13 @@ def cross_entropy_step(backbone: Backbone, batch: PackedBatch) -> float:
     return _step(backbone, batch, Weighing(CrossEntropy().influence))
 
 
+def stored_step(backbone: Backbone, batch: PackedBatch, stored: Tensor) -> float:
+    """The same with weights that come with the row."""
+    backbone.train()
+    everywhere = torch.ones_like(stored, dtype=torch.bool)
+    return _step(backbone, batch, Weighing(StoredInfluence().influence, stored, everywhere))
+
+
 def _step(backbone: Backbone, batch: PackedBatch, weighing: Weighing) -> float:
     loss = backbone(batch, weighing).loss
     loss.backward()
@@ -224,8 +231,16 @@ def compare(setting: Setting, rounds: int, chosen: list[str]) -> dict[str, dict[
                 step, "selective", partial(longce_step, ours, batch, setting.sizes)
             ),
             "our CE step": partial(step, True, partial(cross_entropy_step, ours, batch)),
+            "our step with stored weights": partial(
+                step, True, partial(stored_step, ours, batch, torch.ones(1, setting.length))
+            ),
         },
     }
+    if hasattr(F, "linear_cross_entropy"):
+        other = Backbone(model, head_kernel="torch")
+        work["LongCE step"]["ours, head_kernel torch"] = partial(
+            step, True, partial(longce_step, other, batch, setting.sizes)
+        )
     results = {}
     for name in chosen:
         functions = dict(work[name])
@@ -268,7 +283,7 @@ def _rows(setting: Setting, results: dict[str, dict[str, Run]]) -> list[str]:
                 numbers = (
                     f"{baseline.seconds:.2f} / {run.seconds:.2f} | {run.seconds / baseline.seconds:.2f}"
                     f" | {baseline.memory:.0f} / {run.memory:.0f} | {run.memory / max(baseline.memory, 1):.2f}"
-                    f" | {_agreement(baseline.result, run.result) if side != 'our CE step' else ''}"
+                    f" | {_agreement(baseline.result, run.result) if side.startswith('ours') else ''}"
                 )
             lines.append(f"| {setting} | {what} | {numbers} |")
     return lines

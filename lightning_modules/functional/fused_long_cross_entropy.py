@@ -133,9 +133,8 @@ class _FusedLoss(torch.autograd.Function):
         (hidden, *parameters), ctx.gradients = ctx.gradients, None
         # A token's share is a small number, which float16 cannot hold: only with the upstream gradient, in which a
         # scaled loss has its scale, it is divided by the number of tokens.
-        hidden.mul_(upstream / ctx.count)
-        # In place: a second copy of the head's gradient would meet all activations of the decoder.
-        return hidden, *(part if part is None else part.mul_(upstream) for part in parameters)
+        _scale(hidden, upstream / ctx.count)
+        return hidden, None, None, *(part if part is None else _scale(part, upstream) for part in parameters[2:])
 
 
 class _AnyChunks:
@@ -188,6 +187,16 @@ class _LinearChunks:
             self.sums[self.head.bias] += slope.sum(0) * self.head.scale
         gradient = slope @ self.weight
         return gradient if self.head.scale == 1.0 else gradient * self.head.scale
+
+
+def _scale(gradient: Tensor, factor: Tensor) -> Tensor:
+    """Multiply in place, for a second copy of the head's gradient would meet all activations of the decoder.
+
+    A few rows at a time in the factor's own precision: in half precision the factor itself would be rounded.
+    """
+    for rows in gradient.split(4096):
+        rows.copy_(rows * factor if rows.dtype == factor.dtype else rows.to(factor.dtype).mul_(factor))
+    return gradient
 
 
 def _zeros(parameter: Tensor) -> Tensor:

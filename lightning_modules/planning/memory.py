@@ -229,7 +229,7 @@ def _kept(activations: ActivationBytes, checkpointing: Checkpointing) -> float:
 
 
 def _logit_bytes(compute: int, *, backward: bool) -> float:
-    """Bytes per logit: as computed, widened to float32, and as its gradient; float32 logits are used up in place."""
+    """Bytes per logit, with some room: in float32 used up in place, in half precision widened, and their gradient."""
     return float(compute) if compute >= 4 else compute + 4.0 + (compute if backward else 0.0)
 
 

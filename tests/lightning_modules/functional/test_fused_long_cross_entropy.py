@@ -207,3 +207,17 @@ def test_the_gradient_of_a_bfloat16_weight_is_summed_in_float32():
         fused = fused_long_cross_entropy(hidden, head, [weight], labels, Weighing(soft_influence), chunk_size=2)
         (actual,) = torch.autograd.grad(fused.loss, weight)
         assert (actual.double() - expected).norm() / expected.norm() < 0.01
+
+
+def test_the_upstream_gradient_is_not_rounded_to_half_precision():
+    hidden = torch.randn(1, 3, 4, dtype=torch.bfloat16, requires_grad=True)
+    weight = nn.Parameter(torch.randn(5, 4, dtype=torch.bfloat16))
+    labels = torch.tensor([[IGNORE_INDEX, 1, 2]])
+    factor = 1.0 + 2.0**-9 + 2.0**-12  # bfloat16 makes it 1
+
+    def solve(factor):
+        loss = fused_long_cross_entropy(hidden, LinearHead(weight), [weight], labels, Weighing(soft_influence)).loss
+        return torch.autograd.grad(loss * factor, [hidden, weight])
+
+    for scaled, plain in zip(solve(256 * factor), solve(256.0), strict=True):
+        assert not torch.equal(scaled, plain)
