@@ -11,6 +11,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lightning_modules.adapters import active_module
 from lightning_modules.attention import isolation_arguments
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.context_extension import check_rotary, check_static
@@ -150,7 +151,7 @@ class Backbone(nn.Module):
     @property
     def head(self) -> Head:
         """Maps hidden states to logits, with the scale and soft cap that the model applies, in the fastest way."""
-        head = self.base_model.get_output_embeddings()
+        head = active_module(self.base_model.get_output_embeddings())
         hooks = (head._forward_pre_hooks, head._forward_hooks, head._backward_pre_hooks, head._backward_hooks)
         # Anything else (an adapter, a quantised or sharded weight) has to be asked for its logits.
         if type(head) is not nn.Linear or any(hooks) or "forward" in vars(head):

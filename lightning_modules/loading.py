@@ -5,10 +5,9 @@ import hashlib
 import importlib.util
 import logging
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import torch
-from peft import LoraConfig, get_peft_model
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -17,6 +16,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from lightning_modules.adapters import add_adapters, quantization_config
 from lightning_modules.attention import register_document_attention
 from lightning_modules.backbone import Backbone
 from lightning_modules.checkpointing import Checkpointing, enable_checkpointing
@@ -40,6 +40,7 @@ def load_backbone(
     attn_implementation: str = "auto",
     gradient_checkpointing: Checkpointing = False,
     lora: dict[str, Any] | None = None,
+    quantization: dict[str, Any] | None = None,
     trust_remote_code: bool = False,
     device: torch.device | str = "cpu",
     autocast: bool = False,
@@ -59,7 +60,8 @@ def load_backbone(
             runs on a GPU in half precision, else torch's scaled dot product attention.
         gradient_checkpointing: Recompute the activations of each layer in the backward pass; with ``selective`` all but
             the outputs of attention.
-        lora: Arguments of ``peft.LoraConfig``; the other weights are frozen.
+        lora: Arguments of `add_adapters`; the other weights are frozen.
+        quantization: Arguments of `quantization_config`: the frozen weights are held in 4 or 8 bits.
         trust_remote_code: Run code from the model's repository; off unless you trust it.
         device: Where the model will run, which decides its attention.
         autocast: Whether it will run under half-precision autocast, which decides it, too.
@@ -85,29 +87,35 @@ def load_backbone(
         "attn_implementation": resolve_attention(attn_implementation, config, flash=flash),
         "trust_remote_code": trust_remote_code,
     }
-    if pretrained_model_name_or_path is None or pretrained_model_name_or_path.endswith(".json"):
+    if quantization is not None:
+        check_quantization(pretrained_model_name_or_path, config)
+        compute_dtype = torch.bfloat16 if autocast else weights_dtype
+        settings["quantization_config"] = quantization_config(quantization, compute_dtype=compute_dtype)
+        settings["device_map"] = {"": torch.device(device)}  # or transformers takes the first GPU
+    if not has_weights(pretrained_model_name_or_path):
         model = AutoModelForCausalLM.from_config(config, **{**settings, "dtype": weights_dtype})
     else:
         model = _load_weights(pretrained_model_name_or_path, config, revision, settings)
     check_rotary(model)
     enable_checkpointing(model, gradient_checkpointing)
     if lora is not None:
-        model = get_peft_model(model, lora_config(lora))
+        model = add_adapters(model, lora, autocast=autocast)
     return Backbone(model, head_kernel)
 
 
-def lora_config(arguments: dict[str, Any]) -> LoraConfig:
-    """The adapters that `model.lora` asks for.
+def has_weights(pretrained_model_name_or_path: str | None) -> TypeGuard[str]:
+    """Whether a model has stored weights; one that is only described by its config gets random ones."""
+    return pretrained_model_name_or_path is not None and not pretrained_model_name_or_path.endswith(".json")
 
-    Raises:
-        ValueError: If ``peft.LoraConfig`` knows one of the arguments not.
-    """
-    known = LoraConfig.__dataclass_fields__
-    for name in arguments:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            raise ValueError(f"`lora` has no '{name}'." + (f" Did you mean '{near[0]}'?" if near else ""))
-    return LoraConfig(**{"task_type": "CAUSAL_LM", **arguments})
+
+def check_quantization(pretrained_model_name_or_path: str | None, config: PreTrainedConfig) -> None:
+    """Raise a ``ValueError`` if there are no weights to quantise, or they are quantised already."""
+    if not has_weights(pretrained_model_name_or_path):
+        raise ValueError("`quantization` needs stored weights: name a hub id or a folder, or leave it out.")
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(
+            f"'{pretrained_model_name_or_path}' is stored with quantised weights: leave `quantization` out."
+        )
 
 
 def load_config(

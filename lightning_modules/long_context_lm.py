@@ -10,8 +10,10 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
+from transformers import PreTrainedConfig
 from typing_extensions import override
 
+from lightning_modules.adapters import frozen_fingerprint, quantization_config, trained_state
 from lightning_modules.backbone import Backbone
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.checkpointing import Checkpointing
@@ -19,7 +21,7 @@ from lightning_modules.context_extension import check_static
 from lightning_modules.functional import ShortContext, Weighing
 from lightning_modules.functional.head_kernels import HeadKernel, check_installed
 from lightning_modules.functional.windows import check_context, check_window_share
-from lightning_modules.loading import DType, load_backbone, load_config
+from lightning_modules.loading import DType, check_quantization, has_weights, load_backbone, load_config
 from lightning_modules.low_precision import ShortDType, check_short_dtype, short_precision
 from lightning_modules.metrics import LongPerplexity
 from lightning_modules.objectives import LongCE, Objective, check_cap, check_influence
@@ -63,7 +65,10 @@ class LongContextLM(LightningModule):
             runs on a GPU in half precision, else torch's scaled dot product attention.
         gradient_checkpointing: Recompute the activations of each layer in the backward pass; with ``selective`` all but
             the outputs of attention, which is faster and takes ``tokens * hidden size`` numbers per layer more.
-        lora: Arguments of ``peft.LoraConfig``; the other weights are frozen.
+        lora: Arguments of ``peft.LoraConfig``; the other weights are frozen. ``modules_to_save: embeddings-and-norms``
+            trains those in full besides, as LongLoRA does.
+        quantization: Arguments of ``transformers.BitsAndBytesConfig``: the frozen weights are held in 4 or 8 bits, as
+            in QLoRA. Needs bitsandbytes.
         trust_remote_code: Run code from the model's repository; off unless you trust it.
         head_kernel: What computes the loss from hidden states in training: ``chunked``, our own, which is exact and
             fits every model, or ``torch`` (torch >= 2.13), ``liger`` (liger-kernel >= 0.8.5, GPU) or ``cce``
@@ -90,6 +95,7 @@ class LongContextLM(LightningModule):
         attn_implementation: str = "auto",
         gradient_checkpointing: Checkpointing = False,
         lora: dict[str, Any] | None = None,
+        quantization: dict[str, Any] | None = None,
         trust_remote_code: bool = False,
         head_kernel: HeadKernel = "chunked",
         optimizer: OptimizerCallable = lambda parameters: torch.optim.AdamW(parameters, **OPTIMIZER["init_args"]),
@@ -115,9 +121,13 @@ class LongContextLM(LightningModule):
             "attn_implementation": attn_implementation,
             "gradient_checkpointing": gradient_checkpointing,
             "lora": lora,
+            "quantization": quantization,
             "trust_remote_code": trust_remote_code,
             "head_kernel": head_kernel,
         }
+        # Of stored weights that stay as they are no checkpoint needs a copy; `on_load_checkpoint` checks what it lacks.
+        self._adapters_only = lora is not None and has_weights(pretrained_model_name_or_path)
+        self.strict_loading = not self._adapters_only
         self._make_optimizer = optimizer
         self._make_lr_scheduler = lr_scheduler
         self._perplexity = LongPerplexity()
@@ -143,8 +153,19 @@ class LongContextLM(LightningModule):
             check_context(self.context_length, self.stride, sequence_length)
         names = ("pretrained_model_name_or_path", "model_config", "context_extension", "revision", "trust_remote_code")
         config = load_config(**{name: self._loading[name] for name in names})
+        self._check_trainable(config, fits=sequence_length is not None)
         if sequence_length is not None:
             check_static(config, compares=self.objective.uses_short_context)
+
+    def _check_trainable(self, config: PreTrainedConfig, *, fits: bool) -> None:
+        """Raise a ``ValueError`` for quantised weights that are missing, or that training would have to change."""
+        path, quantization = self._loading["pretrained_model_name_or_path"], self._loading["quantization"]
+        if quantization is not None:
+            check_quantization(path, config)
+            quantization_config(quantization, compute_dtype=torch.float32)
+        quantized = quantization is not None or getattr(config, "quantization_config", None) is not None
+        if fits and quantized and self._loading["lora"] is None:
+            raise ValueError("Quantised weights cannot be trained: set `model.lora`, which trains adapters over them.")
 
     @override
     def configure_model(self) -> None:
@@ -159,6 +180,31 @@ class LongContextLM(LightningModule):
         optimizer = self._make_optimizer(trainable)
         scheduler = self._make_lr_scheduler(optimizer)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    # --------------------------------------------------------------------------------------------------- checkpoints
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Leave out what adapters leave as it was, for 7B 27 GB in each checkpoint; its fingerprint stands for it."""
+        if self._adapters_only:
+            checkpoint["state_dict"] = trained_state(self, checkpoint["state_dict"])
+            checkpoint["frozen_fingerprint"] = frozen_fingerprint(self)
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if not self._adapters_only:
+            return
+        if missing := trained_state(self, self.state_dict()).keys() - checkpoint["state_dict"].keys():
+            raise ValueError(
+                f"The checkpoint lacks {len(missing)} of the weights that `model.lora` trains ({min(missing)}, ..):"
+                " give the `lora` of the run that wrote it."
+            )
+        if checkpoint.get("frozen_fingerprint") not in (None, frozen_fingerprint(self)):
+            raise ValueError(
+                "The checkpoint's adapters were trained on other weights than those of"
+                f" '{self._loading['pretrained_model_name_or_path']}' (or on the same in another `dtype`): give the"
+                " model, revision and dtype of that run."
+            )
 
     # ------------------------------------------------------------------------------------------------------ training
 

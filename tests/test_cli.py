@@ -16,7 +16,7 @@ from datamodules.influence_store import InfluenceStore
 from datamodules.influence_writer import InfluenceWriter
 from lightning_modules.backbone import Backbone
 from lightning_modules.cli import LongceCLI, main
-from tests.conftest import make_text, tiny_config
+from tests.conftest import make_text, tiny_config, tiny_model
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 BASE, DEBUG = str(CONFIGS / "base.yaml"), str(CONFIGS / "debug.yaml")
@@ -268,6 +268,9 @@ LAYERED = {
     "longce_pg19_pi": ("pi", "PG19DataModule", 2e-5, False, 8),
     "longce_arxiv": ("eabf", "PileArxivDataModule", 2e-5, False, 1),
     "longce_mistral": ("eabf", "PileArxivDataModule", 1e-6, True, 1),
+    "longce_llama2_13b": ("eabf", "PileArxivDataModule", 2e-5, False, 1),
+    "longlora": ("eabf", "PG19DataModule", 2e-5, False, 8),
+    "qlora": ("eabf", "PG19DataModule", 2e-5, False, 8),
 }
 
 
@@ -292,13 +295,43 @@ def test_the_settings_of_the_paper_in_layers(name, tmp_path, monkeypatch):
     assert trainer["max_steps"] == 200
     assert trainer["accumulate_grad_batches"] == accumulation
     assert trainer["val_check_interval"] == 50 * accumulation
+    kept = [callback["init_args"] for callback in trainer["callbacks"] if "filename" in callback.get("init_args", {})]
+    assert [(one["every_n_train_steps"], one["save_top_k"], one["save_weights_only"]) for one in kept] == [
+        (50, 1, False),
+        (50, -1, True),
+    ]
     longce("fit", *configs, "-c", DEBUG, monkeypatch=monkeypatch, folder=tmp_path)
+    assert len(list((tmp_path / "runs").rglob("config.yaml"))) == 1
+
+
+def test_weights_of_the_reported_steps_are_kept(tmp_path, monkeypatch):
+    """The callbacks of setting A, with a save each step for one in 50."""
+    config = yaml.safe_load((CONFIGS / "longce_pg19.yaml").read_text())
+    own = [call for call in config["trainer"]["callbacks+"] if "ModelCheckpoint" in call["class_path"]]
+    own[0]["init_args"]["every_n_train_steps"] = 1
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump({"trainer": {"callbacks+": own}}))
+    base = yaml.safe_load(Path(BASE).read_text())
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump({"trainer": {"callbacks": base["trainer"]["callbacks"]}}))
+    layers = [BASE, DEBUG, str(tmp_path / "base.yaml"), str(tmp_path / "own.yaml")]
+    options = [word for layer in layers for word in ("-c", layer)]
+    longce("fit", *options, "--trainer.max_steps", "3", monkeypatch=monkeypatch, folder=tmp_path)
+    kept = sorted(path.name for path in (tmp_path / "runs").rglob("weights-*.ckpt"))
+    assert kept == ["weights-1.ckpt", "weights-2.ckpt", "weights-3.ckpt"]
+
+
+def test_qlora_over_stored_weights(tmp_path, monkeypatch):
+    pytest.importorskip("bitsandbytes")
+    layers = [word for name in ("base", "longlora", "qlora", "debug") for word in ("-c", str(CONFIGS / f"{name}.yaml"))]
+    stored = ["--model.pretrained_model_name_or_path", str(tmp_path / "model"), "--model.model_config", "null"]
+    tiny_model("llama", 1024, hidden_size=64, intermediate_size=128).save_pretrained(tmp_path / "model")
+    quantized = ["--model.quantization", "{load_in_4bit: true}"]
+    longce("fit", *layers, *stored, *quantized, monkeypatch=monkeypatch, folder=tmp_path)
     assert len(list((tmp_path / "runs").rglob("config.yaml"))) == 1
 
 
 def test_objective_and_optimizer_by_short_flags(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    flags = ["--model.objective", "CrossEntropy", "--model.optimizer", "SGD", "--model.optimizer.lr", "0.5"]
+    flags = ["--model.objective", "CrossEntropy", "--model.optimizer", "torch.optim.SGD", "--model.optimizer.lr", "0.5"]
     monkeypatch.setattr(sys, "argv", ["longce", "fit", "-c", BASE, "-c", DEBUG, *flags])
     cli = LongceCLI()
     assert type(cli.model.objective).__name__ == "CrossEntropy"
@@ -382,7 +415,17 @@ def test_bad_data(experiment, books, tmp_path, monkeypatch, capsys, model_dir):
 
 
 def test_nan_loss_stops_with_its_step(experiment, tmp_path, monkeypatch, capsys):
-    arguments = ["fit", "-c", BASE, "-c", experiment, "--model.optimizer", "SGD", "--model.optimizer.lr", "1e30"]
+    arguments = [
+        "fit",
+        "-c",
+        BASE,
+        "-c",
+        experiment,
+        "--model.optimizer",
+        "torch.optim.SGD",
+        "--model.optimizer.lr",
+        "1e30",
+    ]
     arguments += ["--trainer.gradient_clip_val", "null"]
     message = refused(*arguments, monkeypatch=monkeypatch, folder=tmp_path, capsys=capsys)
     assert "The loss is nan at step" in message

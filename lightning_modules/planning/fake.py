@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from peft import get_peft_model
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,10 +22,10 @@ from transformers import (
     PreTrainedModel,
 )
 
+from lightning_modules.adapters import add_adapters
 from lightning_modules.backbone import Backbone
 from lightning_modules.context_extension import rope_types
 from lightning_modules.eabf import EABF, EntropyAwareAttention
-from lightning_modules.loading import lora_config
 
 PLANNED_ATTENTION = "planned_attention"
 """Our name for a stand-in of flash attention: it computes nothing and holds what flash attention holds."""
@@ -44,7 +43,7 @@ def meta_backbone(
     Args:
         config: Of a causal LM; it is not changed.
         dtype: Of the weights.
-        lora: Arguments of ``peft.LoraConfig``; the other weights are frozen.
+        lora: Arguments of `add_adapters`; the other weights are frozen.
         layers: Keep this many of the last layers; by default all.
 
     Raises:
@@ -57,7 +56,7 @@ def meta_backbone(
             _keep_last_layers(Backbone(model), layers)
         if lora is not None:
             with warnings.catch_warnings(action="ignore"):
-                model = get_peft_model(model, lora_config(lora))
+                model = add_adapters(model, lora)
     return Backbone(model).train()
 
 

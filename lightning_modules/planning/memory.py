@@ -12,6 +12,9 @@ from lightning_modules.planning.flops import Checkpointing
 from lightning_modules.planning.shapes import ModelShape
 
 GIB = 2.0**30
+QUANTIZED_BYTES = {4: 0.5 + 1 / 64 + 4 / (64 * 256), 8: 1.0}
+"""Bytes of a quantised weight: NF4 in blocks of 64 with a byte each, which share a float32 in blocks of 256; and int8,
+whose constants are one per row."""
 HEAD_ROWS = 2048
 """Rows of logits that exist at the same time on an accelerator."""
 CONTEXT_GIB = 1.0
@@ -56,6 +59,7 @@ class Training:
         stride: Number d of tokens that share one window.
         short_pass: Whether short contexts are computed.
         dtype: Of the weights.
+        quantized: Bytes of each weight of a linear layer but the head, if those are quantised.
         autocast: Of the matrix products in mixed precision; None without.
         checkpointing: What the backward pass computes again.
         moments: Numbers that the optimizer keeps for each trained weight, in the weights' dtype.
@@ -70,6 +74,7 @@ class Training:
     stride: int = 1024
     short_pass: bool = True
     dtype: torch.dtype = torch.float32
+    quantized: float | None = None
     autocast: torch.dtype | None = torch.bfloat16
     checkpointing: Checkpointing = "none"
     moments: float = 2.0
@@ -150,6 +155,8 @@ def lasting_memory(shape: ModelShape, training: Training) -> dict[str, float]:
     sharding, size = training.sharding, training.dtype.itemsize
     embedding = 0 if shape.tied else shape.head_weights
     parts = {"weights": float(shape.parameters * size)}
+    if training.quantized is not None:
+        parts["weights"] -= shape.quantizable * (size - training.quantized)
     if sharding.weights:
         parts["weights"] /= training.gpus
         gathered = 2 * shape.largest_layer + shape.head_weights + embedding
@@ -217,8 +224,10 @@ def _autocast_copies(shape: ModelShape, training: Training) -> tuple[dict[str, f
     one = {name: max(shape.largest_layer, shape.head_weights) * size}
     if training.checkpointing != "none":
         return one, one
-    embedding = 0 if shape.tied else shape.head_weights
-    return {name: (shape.parameters - embedding) * size}, one
+    copied = shape.parameters - (0 if shape.tied else shape.head_weights)
+    if training.quantized is not None:  # these are converted again in the backward pass
+        copied -= shape.quantizable
+    return {name: max(copied * size, one[name])}, one
 
 
 def _kept(activations: ActivationBytes, checkpointing: Checkpointing) -> float:

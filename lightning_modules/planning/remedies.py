@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_modules.planning.hardware import GPU, GPUS
-from lightning_modules.planning.memory import FULLY_SHARDED, Training
+from lightning_modules.planning.memory import FULLY_SHARDED, QUANTIZED_BYTES, Training
 
 LORA = {"r": 8, "target_modules": "all-linear"}
 
@@ -43,6 +43,9 @@ def possible_changes(training: Training, lora: dict[str, Any] | None, gpu: GPU) 
     # Weights that are trained stay in float32: in bfloat16 the small steps of fine-tuning round to nothing.
     if lora is not None and training.dtype.itemsize > 2:
         yield Change("dtype", "model.dtype: bfloat16 (of the frozen weights)", {"dtype": torch.bfloat16})
+    if lora is not None and training.quantized is None and not training.sharding.weights:
+        text = "model.quantization: {load_in_4bit: true} (of the frozen weights)"
+        yield Change("quantization", text, {"quantized": QUANTIZED_BYTES[4]})
     yield from _shorter_rows(training)
     for larger in sorted(GPUS.values(), key=lambda card: card.memory):
         if larger.memory > gpu.memory:

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
+from lightning_modules.adapters import quantization_config
 from lightning_modules.functional.windows import check_context
 from lightning_modules.loading import load_config
 from lightning_modules.objectives import Objective, check_influence
 from lightning_modules.planning.flops import Checkpointing
-from lightning_modules.planning.memory import FULLY_SHARDED, Sharding, Training
+from lightning_modules.planning.memory import FULLY_SHARDED, QUANTIZED_BYTES, Sharding, Training
 
 _AUTOCAST = {"bf16-mixed": "bfloat16", "bf16": "bfloat16", "16-mixed": "float16", "16": "float16"}
 _CAST = {"bf16-true": "bfloat16", "16-true": "float16", "64-true": "float64", "64": "float64"}
@@ -120,6 +121,7 @@ def read_experiment(options: Any, *, gpus: int | None = None, evaluator: str | N
         stride=model.stride,
         short_pass=objective.uses_short_context,
         dtype=dtype,
+        quantized=_quantized(_plain(model.get("quantization")), _plain(model.get("lora"))),
         autocast=autocast,
         checkpointing=_checkpointing(model.get("gradient_checkpointing")),
         moments=moments,
@@ -143,6 +145,16 @@ def read_experiment(options: Any, *, gpus: int | None = None, evaluator: str | N
         validation_documents=data.get("validation_documents"),
         notes=tuple(notes),
     )
+
+
+def _quantized(arguments: dict[str, Any] | None, lora: dict[str, Any] | None) -> float | None:
+    """Bytes of a quantised weight."""
+    if arguments is None:
+        return None
+    if lora is None:
+        raise ValueError("Quantised weights cannot be trained: set `model.lora`, which trains adapters over them.")
+    quantization_config(arguments, compute_dtype=torch.bfloat16)
+    return QUANTIZED_BYTES[4 if arguments.get("load_in_4bit") else 8]
 
 
 def _plain(value: Any) -> Any:
@@ -186,6 +198,8 @@ def _not_planned(model: Any, config: PreTrainedConfig, tokens: int) -> list[str]
         notes.append(f"`short_dtype: {model.short_dtype}` makes the short pass cheaper than it is planned here")
     if model.get("head_kernel") not in (None, "chunked"):
         notes.append(f"the head is planned as `chunked`, not as `{model.head_kernel}`")
+    if model.get("quantization") is not None:
+        notes.append("the conversion of quantised weights takes time that is not planned here")
     text = config.get_text_config(decoder=True)
     positions = getattr(text, "max_position_embeddings", None)
     if positions is not None and positions < tokens and getattr(text, "rope_parameters", None) is None:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig
 
+from lightning_modules.adapters import active_module
 from lightning_modules.planning.fake import decoder_layers, meta_backbone
 
 _CHOSEN_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
@@ -22,6 +23,7 @@ class ModelShape:
         name: Its ``model_type``.
         parameters: All, each once.
         trained: Those with a gradient: all, or those of LoRA.
+        quantizable: Those of linear layers but the head, which ``model.quantization`` holds in 4 or 8 bits.
         layer_weights: Weights of the decoder's layers that a token is multiplied with; of experts only the chosen ones.
         trained_layer_weights: Those of them that are trained.
         tail_weights: Those of them in the last layer that only tokens need whose output is read: all but key and value.
@@ -40,6 +42,7 @@ class ModelShape:
     name: str
     parameters: int
     trained: int
+    quantizable: int
     layer_weights: int
     trained_layer_weights: int
     tail_weights: int
@@ -76,13 +79,14 @@ class ModelShape:
         layers = decoder_layers(backbone)[2]
         heads, query_size, value_size = _heads(text)
         weights = [_LayerWeights.of(layer, text) for layer in layers]
-        embedding = backbone.base_model.get_input_embeddings().weight
-        head = next(p for p in backbone.base_model.get_output_embeddings().parameters() if p.ndim == 2)
+        embedding = active_module(backbone.base_model.get_input_embeddings()).weight
+        head = next(p for p in active_module(backbone.base_model.get_output_embeddings()).parameters() if p.ndim == 2)
         key_and_value = text.hidden_size * (query_size + value_size) * _key_value_heads(text)
         return cls(
             name=config.model_type,
             parameters=sum(p.numel() for p in backbone.parameters()),
             trained=sum(p.numel() for p in backbone.parameters() if p.requires_grad),
+            quantizable=_quantizable(backbone.base_model),
             layer_weights=sum(part.active for part in weights),
             trained_layer_weights=sum(part.trained for part in weights),
             tail_weights=max(weights[-1].active - key_and_value, 0),
@@ -97,6 +101,16 @@ class ModelShape:
             value_size=value_size,
             windows=windows,
         )
+
+
+def _quantizable(model: nn.Module) -> int:
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    linear = (
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head and not {"lora_A", "lora_B"} & set(name.split("."))
+    )
+    return sum(module.weight.numel() for module in linear)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from lightning_modules.planning import ModelShape, activation_bytes
 from lightning_modules.planning.memory import (
     FULLY_SHARDED,
     GIB,
+    QUANTIZED_BYTES,
     Sharding,
     Training,
     lasting_memory,
@@ -39,6 +40,18 @@ def test_lora_of_the_study(llamas, tokens, expected, more):
     shape, activations = ModelShape.of(config, LORA), activation_bytes(config, dtype=torch.bfloat16, lora=LORA)
     peak = training_memory(shape, activations, replace(BF16, tokens=tokens)).peak / GIB
     assert expected <= peak <= expected * (1 + more)
+
+
+def test_quantised_weights(llamas):
+    """NF4 with quantised constants: 4.127 bits per weight (Dettmers et al., 2023, section 3)."""
+    config = llamas["llama-3.1-8b"]
+    shape = ModelShape.of(config, LORA)
+    weights = training_memory(
+        shape, activation_bytes(config, dtype=torch.bfloat16, lora=LORA), replace(BF16, quantized=QUANTIZED_BYTES[4])
+    ).lasting["weights"]
+    linear = shape.layer_weights - shape.trained_layer_weights
+    assert shape.quantizable == linear
+    assert weights == pytest.approx((shape.parameters - linear) * 2 + linear * 4.127 / 8, rel=1e-4)
 
 
 @pytest.mark.parametrize(("tokens", "expected"), [(32768, 3.6), (131072, 14.5)])

@@ -83,6 +83,16 @@ def test_the_same_run_where_it_fits(plan, paper):
     assert "`trainer.devices` is 'auto'" in text
 
 
+def test_quantised_weights_are_planned_and_proposed(plan, paper):
+    lora = ["--model.lora", "{r: 8, target_modules: all-linear}"]
+    text = plan(*paper, "--gpu", "A100-40", *lora)
+    assert "model.quantization: {load_in_4bit: true}" in text
+    smaller = plan(*paper, "--gpu", "H200", *lora, "--model.quantization", "{load_in_4bit: true}")
+    assert "the conversion of quantised weights" in smaller
+    alone = plan(*paper, "--gpu", "H200", "--model.quantization", "{load_in_4bit: true}", refused=True)
+    assert "set `model.lora`" in alone
+
+
 def test_a_run_without_short_contexts_or_steps(plan, tmp_path):
     debug = [*LAYERS, "-c", str(CONFIGS / "debug.yaml"), "--gpu_tflops", "10", "--gpu_memory", "8"]
     text = plan(*debug, "--model.objective", "CrossEntropy", "--trainer.max_steps", "-1", "--price_per_gpu_hour", "1")

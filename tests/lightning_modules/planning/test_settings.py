@@ -123,9 +123,9 @@ def test_strategies_with_arguments(read):
 @pytest.mark.parametrize(
     ("options", "moments", "copy"),
     [
-        (["--model.optimizer", "SGD"], 0, False),
-        (["--model.optimizer", "SGD", "--model.optimizer.momentum", "0.9"], 1, True),
-        (["--model.optimizer", "AdamW", "--model.optimizer.fused", "true"], 2, False),
+        (["--model.optimizer", "torch.optim.SGD"], 0, False),
+        (["--model.optimizer", "torch.optim.SGD", "--model.optimizer.momentum", "0.9"], 1, True),
+        (["--model.optimizer", "torch.optim.AdamW", "--model.optimizer.fused", "true"], 2, False),
         (["--model.optimizer", "torch.optim.ASGD"], 2, True),
     ],
 )

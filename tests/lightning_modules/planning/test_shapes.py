@@ -1,7 +1,10 @@
 import pytest
+import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, GPT2LMHeadModel
 
+from lightning_modules.adapters import add_adapters
+from lightning_modules.loading import load_backbone
 from lightning_modules.planning import ModelShape
 from tests.conftest import tiny_config, tiny_model
 
@@ -44,6 +47,25 @@ def test_lora_counts_what_peft_trains():
     assert (shape.trained, shape.parameters) == model.get_nb_trainable_parameters()
     assert shape.trained_layer_weights == shape.trained
     assert not shape.head_trained
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_embeddings_and_norms_trained_in_full(tied):
+    arguments = {**ADAPTERS, "modules_to_save": "embeddings-and-norms"}
+    shape = ModelShape.of(tiny_config(tie_word_embeddings=tied), arguments)
+    model = add_adapters(tiny_model(tie_word_embeddings=tied), arguments)
+    assert (shape.trained, shape.parameters) == model.get_nb_trainable_parameters()
+    assert (shape.tied, shape.head_trained) == (tied, tied)
+    assert shape.head_weights == 400 * 32
+
+
+def test_quantizable_weights_are_those_that_bitsandbytes_takes(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    tiny_model("qwen2", hidden_size=64, intermediate_size=128).save_pretrained(tmp_path)
+    arguments = {"load_in_4bit": True, "bnb_4bit_compute_dtype": "float32"}
+    backbone = load_backbone(str(tmp_path), quantization=arguments, lora=ADAPTERS)
+    weights = [p for p in backbone.parameters() if p.dtype == torch.uint8]
+    assert 2 * sum(p.numel() for p in weights) == ModelShape.of(backbone.base_model.config, ADAPTERS).quantizable
 
 
 def test_windows_of_each_layer():
