@@ -157,11 +157,13 @@ def lasting_memory(shape: ModelShape, training: Training) -> dict[str, float]:
     parts = {"weights": float(shape.parameters * size)}
     if training.quantized is not None:
         parts["weights"] -= shape.quantizable * (size - training.quantized)
+    trained = _trained_bytes(shape, training)
+    parts["weights"] += shape.trained * (trained - size)
     if sharding.weights:
         parts["weights"] /= training.gpus
         gathered = 2 * shape.largest_layer + shape.head_weights + embedding
         parts["gathered weights (two layers, head, embedding)"] = float(gathered * training.compute_bytes)
-    gradients = float(shape.trained * size)
+    gradients = float(shape.trained * trained)
     parts["gradients"] = gradients / (training.gpus if sharding.gradients else 1)
     if sharding.gradient_copy:
         parts["gradient buckets of DDP"] = gradients
@@ -212,6 +214,12 @@ def window_tokens(tokens: int, rows: int, context_length: int, stride: int) -> i
     return min(together, rows * len(windows)) * (context_length + stride)
 
 
+def _trained_bytes(shape: ModelShape, training: Training) -> int:
+    """Of a weight that is trained: what is trained beside frozen weights is float32 in mixed precision."""
+    size = training.dtype.itemsize
+    return size if training.autocast is None or shape.trained == shape.parameters else max(size, 4)
+
+
 def _autocast_copies(shape: ModelShape, training: Training) -> tuple[dict[str, float], dict[str, float]]:
     """Weights in the type of matrix products: what the forward pass keeps of them, and those of one layer.
 
@@ -251,5 +259,5 @@ def _short_windows(shape: ModelShape, activations: ActivationBytes, training: Tr
 
 def _optimizer(shape: ModelShape, training: Training, numbers: float) -> float:
     divided = training.gpus if training.sharding.optimizer else 1
-    size = 4 if training.sharding.master_weights else training.dtype.itemsize
+    size = 4 if training.sharding.master_weights else _trained_bytes(shape, training)
     return math.ceil(shape.trained / divided) * size * numbers

@@ -54,6 +54,15 @@ def test_quantised_weights(llamas):
     assert weights == pytest.approx((shape.parameters - linear) * 2 + linear * 4.127 / 8, rel=1e-4)
 
 
+def test_what_is_trained_beside_frozen_weights_is_float32_in_mixed_precision(llamas):
+    shape = ModelShape.of(llamas["llama-3.1-8b"], LORA)
+    mixed = lasting_memory(shape, replace(BF16, autocast=torch.bfloat16))
+    assert mixed["weights"] == 2 * (shape.parameters - shape.trained) + 4 * shape.trained
+    assert mixed["gradients"] == 4 * shape.trained
+    assert mixed["optimizer"] == 2 * 4 * shape.trained
+    assert lasting_memory(shape, BF16)["optimizer"] == 2 * 2 * shape.trained
+
+
 @pytest.mark.parametrize(("tokens", "expected"), [(32768, 3.6), (131072, 14.5)])
 def test_scoring_of_the_study(eight, tokens, expected):
     memory = scoring_memory(*eight, tokens, torch.bfloat16, windows=(4096, 1024))
