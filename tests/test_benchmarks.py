@@ -68,3 +68,13 @@ def test_cheaper_weights_of_a_model(run, model_dir, evaluator_dir, tmp_path):
     assert float(table["stride = context_length = 32"][1]) > 0.5
     assert float(table["cross entropy"][1]) < float(table["short_dtype: bfloat16"][1])
     assert any("weights stored by evaluator" in name for name in table)
+
+
+def test_extended_contexts(run):
+    options = ("--seeds", 1, "--base_steps", 2, "--steps", 2, "--questions", 3, "--methods", "none", "eabf")
+    rows = [line for line in run("extended_contexts", *options) if line[0] in ("none", "eabf")]
+    assert [row[0] for row in rows] == ["none", "eabf"] * 2
+    for row in rows:
+        shares = [float(cell.split()[0]) for cell in row[1:]]
+        assert len(shares) == 4
+        assert all(0 <= share <= 1 for share in shares)
