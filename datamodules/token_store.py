@@ -111,11 +111,10 @@ class TokenStore:
         Raises:
             ValueError: If the tokens are damaged.
         """
-        state = self._state()
-        with suppress(OSError, ValueError):
-            if json.loads((self.folder / VERIFIED).read_text()) == state:
-                return
         try:
+            state = self._state()
+            if state == self._verified_state():
+                return
             check_file(self.folder / TOKENS, self.folder / CHECKSUMS)
         except (OSError, ValueError) as error:
             raise ValueError(_damaged(self.folder, error)) from error
@@ -129,6 +128,13 @@ class TokenStore:
     @cached_property
     def _tokens(self) -> CheckedFile:
         return CheckedFile(self.folder / TOKENS, self.folder / CHECKSUMS, self.manifest["dtype"])
+
+    def _verified_state(self) -> Any:
+        """What `mark_verified` has noted; None if it can no more be read."""
+        try:
+            return json.loads((self.folder / VERIFIED).read_text())
+        except (OSError, ValueError):
+            return None
 
     def _state(self) -> dict[str, list[int]]:
         stats = {name: (self.folder / name).stat() for name in _CONTENT}
@@ -167,7 +173,7 @@ def build_token_store(
             try:
                 return _verified(folder)
             except ValueError as error:
-                _log.warning("%s This is done now.", error)
+                _log.warning("The token store %s is damaged (%s): building it anew.", folder, error.__cause__)
             remove_folder(folder)
         with atomic_folder(folder) as temporary:
             _write(temporary, source, tokenizer, recipe)
@@ -182,7 +188,7 @@ def _verified(folder: Path) -> TokenStore:
 
 
 def _damaged(folder: Path, reason: Exception) -> str:
-    return f"The token store {folder} is damaged ({reason}). It is built anew when the data are next prepared."
+    return f"The token store {folder} is damaged ({reason}). Prepare the data again: it is then built anew."
 
 
 def _recipe(source: Source, tokenizer: PreTrainedTokenizerFast, add_special_tokens: bool) -> dict[str, Any]:

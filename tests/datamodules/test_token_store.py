@@ -145,8 +145,8 @@ def test_a_damaged_store_is_built_anew_with_a_message(word_tokenizer, tmp_path, 
             TokenStore(store.folder)
     assert content(build(source, word_tokenizer, tmp_path)) == whole
     assert source.reads == [0, 1]
-    assert caplog.text.count("is damaged") == 1
-    assert "This is done now." in caplog.text
+    assert caplog.text.count("building it anew") == 1
+    assert name in caplog.text
     assert [path.name for path in tmp_path.iterdir()] == [store.folder.name]
     build(source, word_tokenizer, tmp_path)
     assert source.reads == [0, 1]
@@ -186,6 +186,9 @@ def test_tokens_are_read_in_full_only_if_files_have_changed(word_tokenizer, tmp_
     build(source, word_tokenizer, tmp_path)
     assert len(full) == 1
     assert source.reads == [0]
+    shutil.rmtree(store.folder)  # by another process, that has found it damaged
+    with pytest.raises(ValueError, match="is damaged"):
+        store.verify()
 
 
 @dataclass
