@@ -56,9 +56,9 @@ class PackedRowDataset(Dataset[Row]):
 
     def __getitem__(self, index: int) -> Row:
         segments = self.rows.row(index)
-        tokens = np.concatenate([self.store.tokens[start:stop] for start, stop in segments])
+        tokens = np.concatenate([self.store.read(start, stop) for start, stop in segments.tolist()], dtype=np.int64)
         ends = np.cumsum(segments[:, 1] - segments[:, 0]) if self.isolate_documents else np.array([len(tokens)])
-        row = make_row(tokens.astype(np.int64), ends)
+        row = make_row(tokens, ends)
         if self.influence is not None:
             weights = np.concatenate([self.influence.values[start:stop] for start, stop in segments])
             row["influence"] = torch.from_numpy(weights.astype(np.float32))
@@ -99,5 +99,7 @@ def collate_rows(rows: list[Row]) -> PackedBatch:
 
 def _stack(tensors: list[Tensor], padding: int) -> Tensor:
     length = max(len(tensor) for tensor in tensors)
+    if all(len(tensor) == length for tensor in tensors):  # packed rows: no need to copy each once more
+        return torch.stack(tensors)
     # `F.pad` counts dimensions from the last one, so name the first one's two ends after all others'.
     return torch.stack([F.pad(t, (0, 0) * (t.ndim - 1) + (0, length - len(t)), value=padding) for t in tensors])

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol, cast
+from typing import Any, BinaryIO, NamedTuple, Protocol, cast, runtime_checkable
 
 import zstandard
 
@@ -36,6 +36,15 @@ class Source(Protocol):
         ...
 
 
+@runtime_checkable
+class SizedSource(Protocol):
+    """A source that may know how much text it has, so that progress can be told."""
+
+    def text_bytes(self) -> int | None:
+        """About how many bytes all its texts have in UTF-8, had without reading them; None if that is not known."""
+        ...
+
+
 @dataclass(frozen=True)
 class TextFolder:
     """Every ``.txt`` file of a folder is a document, in the order of the file names.
@@ -57,6 +66,10 @@ class TextFolder:
     def fingerprint(self) -> str:
         """Names, sizes and modification times of the files."""
         return f"text {files_fingerprint(self._files())}"
+
+    def text_bytes(self) -> int:
+        """Size of the files."""
+        return sum(file.stat().st_size for file in self._files())
 
     def _files(self) -> list[Path]:
         files = sorted(self.folder.glob("*.txt"))
@@ -100,6 +113,12 @@ class JsonLines:
     def fingerprint(self) -> str:
         """Names, sizes and modification times of the files, and which documents are taken."""
         return f"json {files_fingerprint(self.files)} {self.text_fields} {self.where}"
+
+    def text_bytes(self) -> int | None:
+        """Size of the files, if they are plain and all is wanted: a little too much, JSON has quotes and names."""
+        if self.where or any(file.suffix in (".gz", ".zst") for file in self.files):
+            return None
+        return sum(file.stat().st_size for file in self.files)
 
     def _document(self, line: bytes, file: Path, number: int) -> Document | None:
         """The document on a line; none if it is not wanted."""

@@ -2,32 +2,37 @@
 
 import json
 import logging
-import os
-from collections.abc import Iterator
+import zlib
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
-from lightning.pytorch.utilities import rank_zero_only
 from numpy.typing import NDArray
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
-from datamodules.sources import Source
-from lightning_modules.files import atomic_folder, writable_folder
+from datamodules.checksums import CheckedFile, ChecksummedWriter, check_file
+from datamodules.progress import progress_bar
+from datamodules.sources import SizedSource, Source
+from datamodules.tokenising import Encoder, tokenised
+from lightning_modules.files import atomic_folder, remove_folder, writable_folder
+from lightning_modules.locks import exclusive
 from lightning_modules.tokenization import tokenizer_hash, vocabulary_size
 
-FORMAT = 1
+FORMAT = 2
 """Part of every store's address: raise it with any change to what the code below writes."""
 
-MANIFEST, TOKENS, DOCUMENT_BORDERS = "manifest.json", "tokens.bin", "document_borders.npy"
+MANIFEST, TOKENS, DOCUMENT_BORDERS = "manifest.json", "tokens.bin", "document_borders.bin"
+CHECKSUMS = "tokens.crc32"
+"""One ``<u4`` for each block of `TOKENS`."""
 
-# A batch is bounded both ways: a token costs about 260 bytes between the tokenizer and the file, a character about 65.
-BATCH_DOCUMENTS = 1024
-BATCH_CHARACTERS = 1_000_000 * min(max(os.cpu_count() or 1, 4), 32)
+VERIFIED = "verified.json"
+"""Sizes and times of the files when they were last read in full and found whole; no part of the content."""
+
+_CONTENT = (TOKENS, DOCUMENT_BORDERS, CHECKSUMS)
 
 _log = logging.getLogger(__name__)
 
@@ -36,7 +41,8 @@ _log = logging.getLogger(__name__)
 class TokenStore:
     """A tokenised corpus on disk, memory-mapped: a flat stream of tokens and where each document ends in it.
 
-    It pickles as its path, so loader workers may be forked or spawned.
+    Opening it checks all but the tokens, which may be hundreds of gigabytes: `verify` does, and `read` checks what it
+    returns. It pickles as its path, so loader workers may be forked or spawned.
 
     Args:
         folder: A folder written by :func:`build_token_store`.
@@ -49,31 +55,90 @@ class TokenStore:
 
     def __post_init__(self) -> None:
         try:
-            bytes_found, bytes_expected = (self.folder / TOKENS).stat().st_size, self.manifest["bytes"]
-            whole = bytes_found == bytes_expected and len(self.document_borders) == self.manifest["documents"] + 1
-        except (OSError, ValueError, KeyError) as error:
-            raise ValueError(f"{self.folder} is no token store ({error}). Delete it; it is built again.") from error
-        if not whole:
-            raise ValueError(
-                f"The token store {self.folder} is damaged: {TOKENS} has {bytes_found:,} of {bytes_expected:,} bytes,"
-                f" {DOCUMENT_BORDERS} {len(self.document_borders):,} entries for {self.manifest['documents']:,}"
-                " documents. Delete the folder; it is built again."
-            )
+            for name, size in self.manifest["bytes"].items():
+                if (found := (self.folder / name).stat().st_size) != size:
+                    raise ValueError(f"{name} has {found:,} of {size:,} bytes")
+            for name, checksum in self.manifest["crc32"].items():
+                if _checksum(self.folder / name) != checksum:
+                    raise ValueError(f"{name} is not what was written")
+        except (OSError, ValueError) as error:
+            raise ValueError(_damaged(self.folder, error)) from error
 
     @cached_property
     def manifest(self) -> dict[str, Any]:
         """What the store was made from, and its size."""
-        return json.loads((self.folder / MANIFEST).read_text())
+        content = (self.folder / MANIFEST).read_bytes()
+        try:
+            manifest = json.loads(content)
+            whole = content == _manifest_text({name: manifest[name] for name in manifest if name != "checksum"})
+        except (ValueError, TypeError):
+            whole = False
+        if not whole:
+            raise ValueError(f"{MANIFEST} is not what was written")
+        return manifest
 
-    @cached_property
+    @property
     def tokens(self) -> NDArray[np.unsignedinteger]:
-        """Token ids of all documents one after the other."""
-        return np.memmap(self.folder / TOKENS, dtype=self.manifest["dtype"], mode="r")
+        """Token ids of all documents one after the other, as they are on disk now: `read` checks them."""
+        return self._tokens.values
 
     @cached_property
     def document_borders(self) -> NDArray[np.int64]:
         """``[documents + 1]`` ascending indices ``[0, end of document 1, ..]`` into ``tokens``."""
-        return np.load(self.folder / DOCUMENT_BORDERS, mmap_mode="r", allow_pickle=False)
+        return np.memmap(self.folder / DOCUMENT_BORDERS, dtype="<i8", mode="r").view(np.ndarray)
+
+    def read(self, start: int, stop: int) -> NDArray[np.unsignedinteger]:
+        """``tokens[start:stop]``, once they are sure to be what was written.
+
+        Each block of tokens is compared with its checksum when the process first reads it.
+
+        Raises:
+            ValueError: If they are not. The store is then verified in full, and built anew, at the next start.
+        """
+        try:
+            return self._tokens.read(start, stop)
+        except ValueError as error:
+            with suppress(OSError):
+                (self.folder / VERIFIED).unlink()
+            raise ValueError(_damaged(self.folder, error)) from error
+
+    def verify(self) -> None:
+        """Read all tokens and compare them with their checksums, unless the files are those last found whole.
+
+        Files are known by size, inode and times of modification and change. Damage that leaves no trace there, such as
+        a bit flipped by the disk, is found by `read`.
+
+        Raises:
+            ValueError: If the tokens are damaged.
+        """
+        try:
+            state = self._state()
+            if state == self._verified_state():
+                return
+            check_file(self.folder / TOKENS, self.folder / CHECKSUMS)
+        except (OSError, ValueError) as error:
+            raise ValueError(_damaged(self.folder, error)) from error
+        with suppress(OSError):  # another user's
+            self.mark_verified(state)
+
+    def mark_verified(self, state: dict[str, list[int]] | None = None) -> None:
+        """Note that the files, as they are now or were in ``state``, are whole; a torn note costs time only."""
+        (self.folder / VERIFIED).write_text(json.dumps(state or self._state()))
+
+    @cached_property
+    def _tokens(self) -> CheckedFile:
+        return CheckedFile(self.folder / TOKENS, self.folder / CHECKSUMS, self.manifest["dtype"])
+
+    def _verified_state(self) -> Any:
+        """What `mark_verified` has noted; None if it can no more be read."""
+        try:
+            return json.loads((self.folder / VERIFIED).read_text())
+        except (OSError, ValueError):
+            return None
+
+    def _state(self) -> dict[str, list[int]]:
+        stats = {name: (self.folder / name).stat() for name in _CONTENT}
+        return {name: [s.st_size, s.st_ino, s.st_mtime_ns, s.st_ctime_ns] for name, s in stats.items()}
 
     def __reduce__(self) -> tuple[type["TokenStore"], tuple[Path]]:
         return type(self), (self.folder,)
@@ -82,10 +147,11 @@ class TokenStore:
 def build_token_store(
     source: Source, tokenizer: PreTrainedTokenizerFast, *, cache_dir: Path, add_special_tokens: bool = False
 ) -> TokenStore:
-    """Tokenise every document of ``source``, or open the store if that was done before.
+    """Tokenise every document of ``source``, or open the store if that was done before and it is undamaged.
 
     A document is the tokens of its text and, if the tokenizer has one, the end-of-text token. The store's folder is
-    named by a hash of all that decides its content, and appears in one step when it is complete.
+    named by a hash of all that decides its content, and appears in one step when it is complete. Of several processes
+    that ask for the same store one tokenises while the others wait (`exclusive` says where they cannot).
 
     Args:
         source: The documents.
@@ -98,11 +164,31 @@ def build_token_store(
     """
     recipe = _recipe(source, tokenizer, add_special_tokens)
     folder = cache_dir / sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
-    if not folder.exists():
-        writable_folder(cache_dir)
+    if folder.exists():
+        with suppress(ValueError):
+            return _verified(folder)
+    writable_folder(cache_dir)
+    with exclusive(folder):
+        if folder.exists():  # damaged, or made by the process that we have waited for
+            try:
+                return _verified(folder)
+            except ValueError as error:
+                _log.warning("The token store %s is damaged (%s): building it anew.", folder, error.__cause__)
+            remove_folder(folder)
         with atomic_folder(folder) as temporary:
             _write(temporary, source, tokenizer, recipe)
-    return TokenStore(folder)
+        return TokenStore(folder)
+
+
+def _verified(folder: Path) -> TokenStore:
+    """The store in a folder, if it is whole."""
+    store = TokenStore(folder)
+    store.verify()
+    return store
+
+
+def _damaged(folder: Path, reason: Exception) -> str:
+    return f"The token store {folder} is damaged ({reason}). Prepare the data again: it is then built anew."
 
 
 def _recipe(source: Source, tokenizer: PreTrainedTokenizerFast, add_special_tokens: bool) -> dict[str, Any]:
@@ -119,60 +205,49 @@ def _recipe(source: Source, tokenizer: PreTrainedTokenizerFast, add_special_toke
 
 
 def _write(folder: Path, source: Source, tokenizer: PreTrainedTokenizerFast, recipe: dict[str, Any]) -> None:
-    """Write the three files of a store."""
-    lengths: list[int] = []
-    with (folder / TOKENS).open("wb") as file, _progress_bar() as bar:
-        for texts in _batches(source):
-            written = _write_batch(file, texts, tokenizer, recipe)
-            lengths += written
-            bar.set_postfix(documents=f"{len(lengths):,}", refresh=False)
-            bar.update(sum(written))
-    borders = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype("<i8")
-    np.save(folder / DOCUMENT_BORDERS, borders, allow_pickle=False)
-    counts = {"documents": len(lengths), "tokens": int(borders[-1]), "bytes": (folder / TOKENS).stat().st_size}
-    (folder / MANIFEST).write_text(json.dumps(recipe | counts, indent=2) + "\n")
-    _log.info("Tokenised %d documents into %d tokens.", len(lengths), borders[-1])
+    """Write the files of a store."""
+    encoder = Encoder(tokenizer, add_special_tokens=recipe["add_special_tokens"])
+    documents = tokens = 0
+    with ExitStack() as stack:
+        token_file, borders_file, checksums_file = (
+            stack.enter_context((folder / name).open("wb")) for name in _CONTENT
+        )
+        bar = stack.enter_context(_progress_bar(source))
+        writer = ChecksummedWriter(token_file, checksums_file)
+        borders_file.write(bytes(8))
+        for batch in stack.enter_context(closing(tokenised(source, encoder))):
+            writer.write(batch.tokens.astype(recipe["dtype"]).data.cast("B"))
+            borders_file.write((tokens + np.cumsum(batch.lengths)).astype("<i8").tobytes())
+            documents, tokens = documents + len(batch.lengths), tokens + len(batch.tokens)
+            bar.set_postfix(documents=f"{documents:,}", tokens=f"{tokens:,}", refresh=False)
+            bar.update(batch.text_bytes)
+        writer.finish()
+    manifest = recipe | {
+        "documents": documents,
+        "tokens": tokens,
+        "bytes": {name: (folder / name).stat().st_size for name in _CONTENT},
+        "crc32": {name: _checksum(folder / name) for name in (DOCUMENT_BORDERS, CHECKSUMS)},
+    }
+    (folder / MANIFEST).write_bytes(_manifest_text(manifest))
+    TokenStore(folder).mark_verified()
+    _log.info("Tokenised %d documents into %d tokens.", documents, tokens)
 
 
-def _write_batch(
-    file: BinaryIO, texts: list[str], tokenizer: PreTrainedTokenizerFast, recipe: dict[str, Any]
-) -> list[int]:
-    """Append the tokens of some documents and return how many each has."""
-    # The backend itself: it does not warn of a "maximum sequence length", which means nothing for rows cut later.
-    encodings = tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=recipe["add_special_tokens"])
-    lengths = []
-    for encoding in encodings:
-        ids = np.array(_with_end_of_text(encoding.ids, recipe["end_of_text"]), dtype=np.int64)
-        if ids.size and ids.max() >= recipe["vocabulary_size"]:
-            raise ValueError(
-                f"The tokenizer gave token {ids.max()}, beyond its vocabulary of {recipe['vocabulary_size']}."
-                " Its tokenizer.json is inconsistent: fetch it again."
-            )
-        file.write(ids.astype(recipe["dtype"]).tobytes())
-        lengths.append(len(ids))
-    return lengths
+def _manifest_text(manifest: dict[str, Any]) -> bytes:
+    """The manifest with a checksum of itself; one content has one spelling, so that any edit shows."""
+    checksum = zlib.crc32(json.dumps(manifest).encode())
+    return (json.dumps(manifest | {"checksum": checksum}, indent=2) + "\n").encode()
 
 
-def _with_end_of_text(ids: list[int], end_of_text: int | None) -> list[int]:
-    """Mark where the document ends, once: with special tokens some tokenizers already do."""
-    return ids if end_of_text is None or ids[-1:] == [end_of_text] else [*ids, end_of_text]
+def _checksum(path: Path) -> int:
+    """CRC-32 of a file."""
+    checksum = 0
+    with path.open("rb") as file:
+        while content := file.read(1 << 20):
+            checksum = zlib.crc32(content, checksum)
+    return checksum
 
 
-def _batches(source: Source) -> Iterator[list[str]]:
-    """Texts in groups large enough for all the tokenizer's threads and small enough for memory."""
-    texts: list[str] = []
-    characters = 0
-    for document in source:
-        texts.append(document.text)
-        characters += len(document.text)
-        if len(texts) >= BATCH_DOCUMENTS or characters >= BATCH_CHARACTERS:
-            yield texts
-            texts, characters = [], 0
-    if texts:
-        yield texts
-
-
-def _progress_bar() -> tqdm:
-    # `None` hides the bar where nobody watches a terminal.
-    hidden = True if getattr(rank_zero_only, "rank", 0) else None
-    return tqdm(desc="Tokenising", unit=" tokens", unit_scale=True, disable=hidden)
+def _progress_bar(source: Source) -> Any:
+    total = source.text_bytes() if isinstance(source, SizedSource) else None
+    return progress_bar("Tokenising", unit="B", total=total)

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import platform
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -13,6 +14,12 @@ def default_cache_dir() -> Path:
     """``$LONGCE_CACHE``, or ``~/.cache/longce``."""
     return Path(os.environ.get("LONGCE_CACHE") or "~/.cache/longce").expanduser()
 
+
+BUILDING = ".building-"
+"""What the name of every unfinished folder begins with; nobody reads such folders."""
+
+HOST = platform.node().replace(os.sep, "_")
+"""Name of this machine, as unfinished folders carry it."""
 
 CACHE_REMEDY = "Set `cache_dir`, or $LONGCE_CACHE, to a folder that you can write to."
 
@@ -59,10 +66,11 @@ def write_atomically(path: Path, content: bytes) -> None:
 def atomic_folder(target: Path) -> Iterator[Path]:
     """A temporary folder beside ``target`` to be filled; it takes the target's name when the block ends.
 
-    A failure leaves nothing, a killed process a folder ``.building-*`` that nobody reads. If somebody else was first
-    to publish ``target``, theirs stays: equal names promise equal content.
+    A failure leaves nothing, a killed process a folder ``.building-*`` that nobody reads and that goes when the next
+    process holds the lock of ``target`` (see `locks.exclusive`). If somebody else was first to publish ``target``,
+    theirs stays: equal names promise equal content.
     """
-    temporary = Path(tempfile.mkdtemp(prefix=".building-", dir=target.parent))
+    temporary = Path(tempfile.mkdtemp(prefix=building_prefix(target), dir=target.parent))
     try:
         yield temporary
         temporary.chmod(0o755)  # `mkdtemp` lets nobody else in, but a cache may be shared
@@ -84,6 +92,18 @@ def _publish(temporary: Path, target: Path) -> None:
     except OSError:
         if not target.is_dir():
             raise
+
+
+def building_prefix(target: Path) -> str:
+    """What the names of this machine's unfinished folders for ``target`` begin with."""
+    return f"{BUILDING}{target.name}@{HOST}-"
+
+
+def remove_folder(target: Path) -> None:
+    """Remove a folder in one step: a process killed meanwhile leaves an unfinished folder, never half a target."""
+    doomed = Path(tempfile.mkdtemp(prefix=building_prefix(target), dir=target.parent))
+    target.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
 
 
 def to_disk(path: Path) -> None:

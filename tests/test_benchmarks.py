@@ -78,3 +78,14 @@ def test_extended_contexts(run):
         shares = [float(cell.split()[0]) for cell in row[1:]]
         assert len(shares) == 4
         assert all(0 <= share <= 1 for share in shares)
+
+
+def test_data_pipeline(run, model_dir, tmp_path):
+    for number in range(6):
+        (tmp_path / f"{number}.txt").write_text(make_text(300, seed=number))
+    sizes = ("--sequence_length", 64, "--processes", 1, "--rounds", 1, "--workers", 0, "--read_seconds", 0.05)
+    files = ("--texts", tmp_path, "--tokenizer", model_dir)
+    table = {line[0]: line for line in run("data_pipeline", *files, *sizes, "--synthetic_gb", 0.0002)}
+    assert float(table["datasets / ours"][1]) > 0
+    assert float(table["0 workers"][2]) == pytest.approx(4 * float(table["0 workers"][3]), abs=3)
+    assert float(table["0.0002 GB"][1]) > 50

@@ -11,6 +11,9 @@ class Store:
     tokens = np.arange(10, 20, dtype=np.uint16)
     document_borders = np.array([0, 3, 9, 10])
 
+    def read(self, start, stop):
+        return self.tokens[start:stop]
+
 
 def dataset(sequence_length, **kwargs):
     return PackedRowDataset(Store(), pack_documents(Store.document_borders, sequence_length), **kwargs)

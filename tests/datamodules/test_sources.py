@@ -6,7 +6,7 @@ from itertools import islice
 import pytest
 import zstandard
 
-from datamodules.sources import Document, JsonLines, TextFolder
+from datamodules.sources import Document, JsonLines, SizedSource, TextFolder
 
 ARXIV = ("meta.pile_set_name", "ArXiv")
 
@@ -113,3 +113,14 @@ def test_fingerprint_sees_what_is_taken(tmp_path):
     write_lines(tmp_path / "data.jsonl", {"text": "one"})
     files = (tmp_path / "data.jsonl",)
     assert JsonLines(files).fingerprint() != JsonLines(files, where=ARXIV).fingerprint()
+
+
+def test_size_of_the_texts_is_told_where_it_is_known(tmp_path):
+    (tmp_path / "a.txt").write_text("naïve")
+    (tmp_path / "b.txt").write_text("two")
+    assert isinstance(TextFolder(tmp_path), SizedSource)
+    assert TextFolder(tmp_path).text_bytes() == 6 + 3
+    plain = write_lines(tmp_path / "a.jsonl", {"text": "one"})
+    assert plain.text_bytes() == len('{"text": "one"}\n')
+    assert JsonLines(plain.files, where=ARXIV).text_bytes() is None
+    assert JsonLines((tmp_path / "a.jsonl.zst",)).text_bytes() is None

@@ -1,14 +1,22 @@
+import multiprocessing
 import pickle
+import shutil
+import time
 import warnings
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from datamodules import token_store
+from datamodules import checksums, token_store, tokenising
+from datamodules.packing import pack_documents
+from datamodules.rows import PackedRowDataset
 from datamodules.sources import Document
 from datamodules.token_store import TokenStore, build_token_store
 from lightning_modules.tokenization import load_tokenizer
+
+FILES = (token_store.TOKENS, token_store.DOCUMENT_BORDERS, token_store.CHECKSUMS, token_store.MANIFEST)
 
 
 @dataclass
@@ -52,8 +60,8 @@ def test_wide_vocabulary_without_end_of_text(wide_tokenizer, tmp_path):
 def test_batches_do_not_show(byte_tokenizer, tmp_path, monkeypatch, bounds):
     texts = ["the cat sat", "naïve café 🙂", "on the mat"]
     whole = build(Texts(texts), byte_tokenizer, tmp_path / "whole")
-    monkeypatch.setattr(token_store, "BATCH_DOCUMENTS", bounds[0])
-    monkeypatch.setattr(token_store, "BATCH_CHARACTERS", bounds[1])
+    monkeypatch.setattr(tokenising, "BATCH_DOCUMENTS", bounds[0])
+    monkeypatch.setattr(tokenising, "BATCH_CHARACTERS", bounds[1])
     split = build(Texts(texts), byte_tokenizer, tmp_path / "split")
     tokenizer = load_tokenizer(byte_tokenizer)
     expected = [token for text in texts for token in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
@@ -88,7 +96,7 @@ def test_special_tokens_are_optional_and_the_end_is_marked_once(bos_eos_tokenize
 
 
 def test_interrupted_build_leaves_no_store(word_tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(token_store, "BATCH_DOCUMENTS", 1)
+    monkeypatch.setattr(tokenising, "BATCH_DOCUMENTS", 1)
     with pytest.raises(KeyboardInterrupt):
         build(Texts(["a", "b", KeyboardInterrupt()]), word_tokenizer, tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -103,19 +111,150 @@ def test_unwritable_cache_is_found_before_anything_is_read(word_tokenizer, tmp_p
     assert source.reads == []
 
 
-def test_damaged_store_is_refused(word_tokenizer, tmp_path):
-    store = build(Texts(["a b c"]), word_tokenizer, tmp_path)
-    with (store.folder / token_store.TOKENS).open("ab") as file:
-        file.write(b"\0")
-    with pytest.raises(ValueError, match=r"is damaged: tokens.bin has 9 of 8 bytes"):
-        build(Texts(["a b c"]), word_tokenizer, tmp_path)
-    (store.folder / token_store.MANIFEST).unlink()
-    with pytest.raises(ValueError, match=r"is no token store .* Delete it"):
-        TokenStore(store.folder)
+def content(store):
+    return {name: (store.folder / name).read_bytes() for name in FILES}
+
+
+def flip(path):
+    damaged = bytearray(path.read_bytes())
+    damaged[len(damaged) // 2] ^= 4
+    path.write_bytes(damaged)
+
+
+def append(path):
+    path.write_bytes(path.read_bytes() + b"\0")
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def empty(path):
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize("damage", [flip, append, truncate, empty, Path.unlink])
+@pytest.mark.parametrize("name", FILES)
+def test_a_damaged_store_is_built_anew_with_a_message(word_tokenizer, tmp_path, caplog, name, damage):
+    source = Texts(["a b c", "d"])
+    store = build(source, word_tokenizer, tmp_path)
+    whole = content(store)
+    damage(store.folder / name)
+    if name != token_store.TOKENS or damage is not flip:  # tokens are many: opening alone does not read them
+        with pytest.raises(ValueError, match=f"is damaged .*{name}"):
+            TokenStore(store.folder)
+    assert content(build(source, word_tokenizer, tmp_path)) == whole
+    assert source.reads == [0, 1]
+    assert caplog.text.count("building it anew") == 1
+    assert name in caplog.text
+    assert [path.name for path in tmp_path.iterdir()] == [store.folder.name]
+    build(source, word_tokenizer, tmp_path)
+    assert source.reads == [0, 1]
+
+
+def test_silent_damage_is_found_when_it_is_read_and_built_anew_at_the_next_start(
+    word_tokenizer, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(checksums, "BLOCK", 8)
+    source = Texts(["a b c d e f g h"])
+    flip(build(source, word_tokenizer, tmp_path).folder / token_store.TOKENS)
+    store = TokenStore(next(tmp_path.iterdir()))
+    store.mark_verified()  # as if the disk had flipped the bit: no file looks changed
+    store = build(source, word_tokenizer, tmp_path)
+    assert source.reads == [0]
+    rows = PackedRowDataset(store, pack_documents(store.document_borders, 4))
+    assert rows[0]["input_ids"].tolist() == [1, 2, 3, 4]
+    with pytest.raises(ValueError, match=r"is damaged \(tokens.bin is not what was written, .* bytes 8 to 15\)"):
+        rows[1]
+    assert build(source, word_tokenizer, tmp_path).read(0, 9).tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 0]
+    assert source.reads == [0, 1]
+
+
+def test_tokens_are_read_in_full_only_if_files_have_changed(word_tokenizer, tmp_path, monkeypatch):
+    source, full = Texts(["a b c"]), []
+    monkeypatch.setattr(token_store, "check_file", lambda *files: full.append(files))
+    store = build(source, word_tokenizer, tmp_path)
+    build(source, word_tokenizer, tmp_path)
+    assert full == []  # what was just written was checked as it was written
+    for change in (lambda: (store.folder / token_store.TOKENS).touch(), (store.folder / token_store.VERIFIED).unlink):
+        change()
+        build(source, word_tokenizer, tmp_path)
+        build(source, word_tokenizer, tmp_path)
+        assert len(full) == 1
+        full.clear()
+    (store.folder / token_store.VERIFIED).write_text('{"tokens.bin')  # torn by a kill
+    build(source, word_tokenizer, tmp_path)
+    assert len(full) == 1
+    assert source.reads == [0]
+    shutil.rmtree(store.folder)  # by another process, that has found it damaged
+    with pytest.raises(ValueError, match="is damaged"):
+        store.verify()
+
+
+@dataclass
+class Slow:
+    """Documents that take a while; every reading leaves a mark in a file."""
+
+    marks: Path
+
+    def __iter__(self):
+        with self.marks.open("a") as file:
+            file.write("x")
+        for number in range(30):
+            time.sleep(0.002)
+            yield Document(str(number), "abcdefgh"[number % 8] + " b" * number)
+
+    def fingerprint(self):
+        return "slow"
+
+
+def in_background(source, tokenizer, cache_dir):
+    process = multiprocessing.get_context("fork").Process(
+        target=build_token_store, args=(source, tokenizer), kwargs={"cache_dir": cache_dir}
+    )
+    process.start()
+    return process
+
+
+def test_several_processes_at_once_tokenise_once(word_tokenizer, tmp_path):
+    tokenizer, source, cache = load_tokenizer(word_tokenizer), Slow(tmp_path / "marks"), tmp_path / "cache"
+    processes = [in_background(source, tokenizer, cache) for _ in range(3)]
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    assert source.marks.read_text() == "x"
+    (folder,) = cache.iterdir()
+    assert TokenStore(folder).manifest["documents"] == 30
+
+
+def test_kills_at_random_moments_leave_nothing_torn(word_tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenising, "BATCH_DOCUMENTS", 3)
+    tokenizer, source, cache = load_tokenizer(word_tokenizer), Slow(tmp_path / "marks"), tmp_path / "cache"
+    started = time.monotonic()
+    undisturbed = content(build_token_store(source, tokenizer, cache_dir=tmp_path / "undisturbed"))
+    duration = time.monotonic() - started
+    moments, published, torn = np.random.default_rng(0).uniform(0, 1.3 * duration, 10), 0, 0
+    for moment in moments:
+        process = in_background(source, tokenizer, cache)
+        time.sleep(moment)
+        process.kill()
+        process.join()
+        for folder in cache.glob("[!.]*"):
+            published += 1
+            store = TokenStore(folder)
+            (folder / token_store.VERIFIED).unlink()
+            store.verify()
+            assert content(store) == undisturbed
+            shutil.rmtree(folder)
+        torn += any(cache.glob(".building-*"))
+    assert torn >= 3
+    assert published < 10
+    assert content(build_token_store(source, tokenizer, cache_dir=cache)) == undisturbed
+    assert len(list(cache.iterdir())) == 1
 
 
 def test_ids_beyond_the_vocabulary_are_refused(word_tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(token_store, "vocabulary_size", lambda _: 3)
+    monkeypatch.setattr(tokenising, "vocabulary_size", lambda _: 3)
     with pytest.raises(ValueError, match="gave token 3, beyond its vocabulary of 3"):
         build(Texts(["a b c"]), word_tokenizer, tmp_path)
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from lightning_modules.files import atomic_folder, default_cache_dir, writable_folder
+from lightning_modules.files import atomic_folder, default_cache_dir, remove_folder, writable_folder
 
 
 def test_the_folder_appears_whole(tmp_path):
@@ -35,6 +35,15 @@ def test_who_publishes_first_wins(tmp_path):
             (early / "file").write_text("early")
     assert (tmp_path / "target" / "file").read_text() == "early"
     assert [path.name for path in tmp_path.iterdir()] == ["target"]
+
+
+def test_a_folder_is_removed_with_all_that_is_in_it(tmp_path):
+    for content in ([], ["one", "two"]):
+        (tmp_path / "target").mkdir()
+        for name in content:
+            (tmp_path / "target" / name).touch()
+        remove_folder(tmp_path / "target")
+        assert list(tmp_path.iterdir()) == []
 
 
 def _fill_and_wait(target):

@@ -23,7 +23,8 @@ TEXTS = [make_text(90, 1), make_text(4, 2), f"Ünïcode 日本語 🙂 {make_tex
 def packed(tokenizer):
     """Batches of rows that begin and end in the middle of a word or a character, with an end token in each document."""
     documents = [[*tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids, 1] for text in TEXTS]
-    store = SimpleNamespace(tokens=np.concatenate(documents))
+    tokens = np.concatenate(documents)
+    store = SimpleNamespace(tokens=tokens, read=lambda start, stop: tokens[start:stop])
     rows = PackedRowDataset(store, pack_documents(np.cumsum([0, *map(len, documents)]), 97))
     return [collate_rows([rows[index] for index in range(len(rows))[start : start + 2]]) for start in (0, 2, 4)]
 

@@ -1,0 +1,194 @@
+"""How fast text becomes packed rows and rows are read, beside `datasets.map`, and whether memory stays flat.
+
+    python benchmarks/data_pipeline.py --texts FOLDER_OF_TXT --tokenizer TOKENIZER_FOLDER --processes 2
+
+Tokenising and packing: texts in files to packed rows on disk. Against `datasets.Dataset.map(batched=True)` with the
+same tokenizer and the usual grouping into rows, in two sizes of batches of which the faster counts; loading the texts
+into its own format is not timed. Rounds alternate, the best of each counts.
+
+Reading: packed rows in random order through the training loader, from a warm cache. A token is 8 bytes (int64) in a
+batch, beside its label and position, which are not counted, and 2 or 4 in the store.
+
+Memory: the largest resident memory of a process that tokenises a made-up corpus of that many gigabytes as it streams.
+"""
+
+import argparse
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import datasets
+from transformers import PreTrainedTokenizerFast
+
+from datamodules.loader import ResumableLoader
+from datamodules.packing import pack_documents
+from datamodules.rows import PackedRowDataset, collate_rows
+from datamodules.samplers import RowSampler
+from datamodules.sources import Document, TextFolder
+from datamodules.token_store import TokenStore, build_token_store
+from lightning_modules.tokenization import load_tokenizer
+
+THEIR_BATCHES = (1000, 4)  # their default, and one that shares few long books out evenly
+
+
+@dataclass(frozen=True)
+class MadeUp:
+    """Documents of 10 to 500 kB, mostly short, until there are so many bytes."""
+
+    total: float
+
+    def __iter__(self) -> Iterator[Document]:
+        random = Random(0)
+        words = ["".join(random.choices("etaoinshrdlu", k=random.randint(2, 9))) for _ in range(5000)]
+        made = number = 0
+        while made < self.total:
+            text = " ".join(random.choices(words, k=int(random.paretovariate(1) * 1600) % 80_000 + 10))
+            made, number = made + len(text), number + 1
+            yield Document(str(number), text)
+
+    def fingerprint(self) -> str:
+        """Enough to tell two sizes apart."""
+        return f"made up {self.total}"
+
+    def text_bytes(self) -> int:
+        """What was asked for."""
+        return int(self.total)
+
+
+def ours(texts: Path, tokenizer: PreTrainedTokenizerFast, folder: Path, length: int) -> TokenStore:
+    store = build_token_store(TextFolder(texts), tokenizer, cache_dir=folder)
+    pack_documents(store.document_borders, length)
+    return store
+
+
+def theirs(
+    dataset: Any, tokenizer: PreTrainedTokenizerFast, folder: Path, length: int, processes: int, size: int
+) -> Any:
+    def tokenise(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
+        ids = tokenizer(batch["text"], add_special_tokens=False, return_attention_mask=False)["input_ids"]
+        return {"input_ids": [[*each, tokenizer.eos_token_id] for each in ids]}
+
+    def group(batch: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
+        tokens = list(chain(*batch["input_ids"]))
+        return {"input_ids": [tokens[at : at + length] for at in range(0, len(tokens) - length + 1, length)]}
+
+    options = {"batched": True, "batch_size": size, "num_proc": processes, "load_from_cache_file": False}
+    columns = dataset.column_names
+    tokens = dataset.map(tokenise, remove_columns=columns, cache_file_name=str(folder / "tokens.arrow"), **options)
+    return tokens.map(group, cache_file_name=str(folder / "rows.arrow"), **options)
+
+
+def seconds(work: Callable[[Path], Any]) -> float:
+    """Of some work in a folder of its own."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"  # `datasets.map` switches it off, and leaves it so for C and Rust
+    with tempfile.TemporaryDirectory() as folder:
+        started = time.perf_counter()
+        work(Path(folder))
+        return time.perf_counter() - started
+
+
+def compare(options: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> None:
+    texts = [document.text for document in TextFolder(options.texts)]
+    megabytes = sum(len(text.encode()) for text in texts) / 1e6
+    length = options.sequence_length
+    best: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        datasets.Dataset.from_dict({"text": texts}).save_to_disk(folder)
+        dataset = datasets.load_from_disk(folder)
+        works: dict[str, Callable[[Path], Any]] = {"ours": lambda at: ours(options.texts, tokenizer, at, length)}
+        for size in THEIR_BATCHES:
+            works[f"datasets, batches of {size}"] = lambda at, size=size: theirs(  # type: ignore[misc]
+                dataset, tokenizer, at, length, options.processes, size
+            )
+        for _ in range(options.rounds):
+            for name, work in works.items():
+                best[name] = min(best.get(name, float("inf")), seconds(work))
+    print(f"tokenise and pack {len(texts)} texts, {megabytes:.1f} MB | seconds | MB/s of text")
+    for name, value in best.items():
+        print(f"{name} | {value:.2f} | {megabytes / value:.2f}")
+    fastest = min(value for name, value in best.items() if name != "ours")
+    print(f"datasets / ours | {fastest / best['ours']:.2f}")
+
+
+def read(options: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        store = ours(options.texts, tokenizer, Path(folder), options.sequence_length)
+        store.verify()
+        rows = PackedRowDataset(store, pack_documents(store.document_borders, options.sequence_length))
+        width = store.tokens.itemsize
+        print(f"reading rows of {options.sequence_length} | rows/s | MB/s (int64) | MB/s in the store ({width} bytes)")
+        for workers in options.workers:
+            rate = read_rate(rows, workers, options.read_seconds)
+            tokens = rate * options.sequence_length / 1e6
+            print(f"{workers} workers | {rate:.0f} | {tokens * 8:.0f} | {tokens * width:.0f}")
+
+
+def read_rate(rows: PackedRowDataset, workers: int, at_least: float) -> float:
+    """Rows per second, after an epoch that warms caches and starts workers."""
+    loader = ResumableLoader(
+        rows,
+        batch_size=1,
+        sampler=RowSampler(len(rows)),
+        collate_fn=collate_rows,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+    )
+    for _ in loader:
+        pass
+    count, started = 0, time.perf_counter()
+    while (passed := time.perf_counter() - started) < at_least:
+        count += sum(len(batch["input_ids"]) for batch in loader)
+    return count / passed
+
+
+def memory(options: argparse.Namespace) -> None:
+    print("tokenise a made-up corpus | peak resident MB | MB/s of text")
+    for gigabytes in options.synthetic_gb:
+        arguments = ("--tokenizer", options.tokenizer, "--only_synthetic", str(gigabytes))
+        command = [sys.executable, __file__, *map(str, arguments)]
+        result = subprocess.run(command, check=True, capture_output=True, text=True)
+        print(f"{gigabytes} GB | {result.stdout.strip()}")
+
+
+def only_synthetic(gigabytes: float, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Tokenise a made-up corpus and print this process's memory and rate."""
+    taken = seconds(lambda folder: build_token_store(MadeUp(gigabytes * 1e9), tokenizer, cache_dir=folder))
+    unit = 1 if sys.platform == "darwin" else 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    print(f"{peak / 1e6:.0f} | {gigabytes * 1e3 / taken:.2f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--texts", type=Path, help="folder of .txt files; without it only memory is measured")
+    parser.add_argument("--tokenizer", required=True)
+    parser.add_argument("--sequence_length", type=int, default=32768)
+    parser.add_argument("--processes", type=int, default=2, help="of `datasets.map`; ours uses all cores")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--workers", type=int, nargs="*", default=[0, 2])
+    parser.add_argument("--read_seconds", type=float, default=3.0)
+    parser.add_argument("--synthetic_gb", type=float, nargs="*", default=[0.02, 0.2])
+    parser.add_argument("--only_synthetic", type=float, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    tokenizer = load_tokenizer(options.tokenizer)
+    if options.only_synthetic is not None:
+        only_synthetic(options.only_synthetic, tokenizer)
+        return
+    if options.texts is not None:
+        datasets.disable_progress_bars()
+        compare(options, tokenizer)
+        read(options, tokenizer)
+    memory(options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Texts to tokens with all cores: while one batch is read or written, others are tokenised."""
+
+import os
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerFast
+
+from datamodules.sources import Document
+from lightning_modules.tokenization import vocabulary_size
+
+# A batch is bounded both ways: a token costs about 260 bytes between the tokenizer and the file, a character about 65.
+BATCH_DOCUMENTS = 1024
+BATCH_CHARACTERS = 500_000 * min(max(os.cpu_count() or 1, 4), 32)
+
+AHEAD = 2
+"""Batches tokenised at once. They share the tokenizer's threads, so that none idles while the longest text of a batch
+is finished, nor while Python makes arrays of its tokens."""
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class TokenisedBatch:
+    """Some documents.
+
+    Attributes:
+        tokens: ``[t]`` int64, of all documents one after the other.
+        lengths: ``[n]`` int64, tokens of each document.
+        text_bytes: Size of their texts in UTF-8.
+    """
+
+    tokens: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    text_bytes: int
+
+
+class Encoder:
+    """Tokens of a batch of texts, each with the end-of-text token behind it if the tokenizer has one.
+
+    Args:
+        tokenizer: A fast tokenizer.
+        add_special_tokens: Whether the tokenizer puts its special tokens around each document.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, *, add_special_tokens: bool) -> None:
+        # The backend itself: it does not warn of a "maximum sequence length", which means nothing for rows cut later.
+        self._backend = tokenizer.backend_tokenizer
+        self._add_special_tokens = add_special_tokens
+        self._end_of_text: int | None = tokenizer.eos_token_id
+        self._vocabulary_size = vocabulary_size(tokenizer)
+
+    def __call__(self, texts: list[str]) -> TokenisedBatch:
+        """Tokenise one or more texts.
+
+        Raises:
+            ValueError: If a token is beyond the tokenizer's vocabulary.
+        """
+        encodings = self._backend.encode_batch_fast(texts, add_special_tokens=self._add_special_tokens)
+        ids = [np.array(self._with_end_of_text(encoding.ids), dtype=np.int64) for encoding in encodings]
+        tokens = np.concatenate(ids)
+        if tokens.size and tokens.max() >= self._vocabulary_size:
+            raise ValueError(
+                f"The tokenizer gave token {tokens.max()}, beyond its vocabulary of {self._vocabulary_size}."
+                " Its tokenizer.json is inconsistent: fetch it again."
+            )
+        return TokenisedBatch(
+            tokens, np.array([len(each) for each in ids]), text_bytes=sum(len(text.encode()) for text in texts)
+        )
+
+    def _with_end_of_text(self, ids: list[int]) -> list[int]:
+        """Mark where the document ends, once: with special tokens some tokenizers already do."""
+        return ids if self._end_of_text is None or ids[-1:] == [self._end_of_text] else [*ids, self._end_of_text]
+
+
+def tokenised(documents: Iterable[Document], encoder: Encoder) -> Generator[TokenisedBatch]:
+    """The documents in batches, in order; at most `AHEAD` + 2 of them are in memory at a time."""
+    return _in_order(encoder, _batches(documents))
+
+
+def _in_order(function: Callable[[Item], Result], items: Iterable[Item]) -> Generator[Result]:
+    """What ``map`` gives, computed by `AHEAD` threads."""
+    pending: deque[Future[Result]] = deque()
+    with ThreadPoolExecutor(AHEAD) as pool:
+        try:
+            for item in items:
+                pending.append(pool.submit(function, item))
+                if len(pending) > AHEAD:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            for future in pending:
+                future.cancel()
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[str]]:
+    """Texts in groups large enough for all the tokenizer's threads and small enough for memory."""
+    texts: list[str] = []
+    characters = 0
+    for document in documents:
+        texts.append(document.text)
+        characters += len(document.text)
+        if len(texts) >= BATCH_DOCUMENTS or characters >= BATCH_CHARACTERS:
+            yield texts
+            texts, characters = [], 0
+    if texts:
+        yield texts
