@@ -2,8 +2,8 @@
 
 EABF and the attention patterns depend on layer and position, so that neither cos and sin (one pair for all layers, for
 queries and keys) nor a hook on a projection (fused, normalised or adapted in some models) can express them. Here each
-is a value of ``rope_parameters.rope_type``, which a saved config carries, and a wrapper around the attention functions of
-transformers, which does nothing for models of other RoPE types. Where `register_rope_types` was not called, such a
+is a value of ``rope_parameters.rope_type``, which a saved config carries, and a wrapper around the attention functions
+of transformers, which does nothing for models of other RoPE types. Where `register_rope_types` was not called, such a
 model does not load: ``KeyError: 'eabf'``.
 """
 

@@ -68,7 +68,7 @@ def grouped_matmul(left: Tensor, right: Tensor) -> Tensor:
 
 def attention_logits(query: Tensor, key: Tensor, visible: Tensor) -> Tensor:
     """``[B, H, N, M]`` float32 products of scaled queries and keys, and ``-inf`` for pairs that are not ``visible``."""
-    return grouped_matmul(query, key.mT).float().masked_fill(~visible, -torch.inf)
+    return grouped_matmul(query, key.mT).float().masked_fill_(~visible, -torch.inf)
 
 
 def joint_attention(logits: Sequence[Tensor], values: Sequence[Tensor], dropout: float = 0.0) -> Tensor:
@@ -82,7 +82,7 @@ def joint_attention(logits: Sequence[Tensor], values: Sequence[Tensor], dropout:
     Returns:
         ``[B, H, N, D]``.
     """
-    weights = torch.cat(list(logits), dim=-1).softmax(-1)
+    weights = (torch.cat(list(logits), dim=-1) if len(logits) > 1 else logits[0]).softmax(-1)
     if dropout > 0:
         weights = torch.nn.functional.dropout(weights, dropout)
     value = torch.cat(list(values), dim=2)

@@ -58,7 +58,7 @@ def alibi(query: Tensor, key: Tensor, value: Tensor, rotary: Rotary) -> Tensor:
     def attend(start: int, stop: int) -> Tensor:
         distance = positions[start:stop, None] - positions[:stop]
         logits = attention_logits(query[:, :, start - first : stop - first], key[:, :, :stop], distance >= 0)
-        return joint_attention([logits - slopes * distance], [value[:, :, :stop]], rotary.dropout)
+        return joint_attention([logits.sub_(slopes * distance)], [value[:, :, :stop]], rotary.dropout)
 
     return in_blocks(attend, first, length, block_size(query.shape[1], length), dropout=rotary.dropout)
 

@@ -1,19 +1,26 @@
 """What each pattern writes into ``rope_parameters``: its numbers, checked and with their defaults."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from lightning_modules.patterns.dilated import check_dilation
+from lightning_modules.patterns.dilated import check_dilation, longnet_keys
 
 PATTERN_OPTIONS = ("sinks", "window", "group", "chunk", "segment_lengths", "dilation_rates")
 """Counts of tokens, each 1 or more; the last two lists of them."""
 
 
 class PatternSettings(NamedTuple):
-    """From original and target length and the options to the parameters, and which options it takes."""
+    """What a pattern takes and gives.
+
+    Attributes:
+        parameters: From original and target length and the options to the parameters.
+        options: Their names.
+        keys: From the parameters to the largest number of keys of a query, if it does not grow with the text.
+    """
 
     parameters: Callable[..., dict[str, Any]]
     options: tuple[str, ...] = ()
+    keys: Callable[[Mapping[str, Any]], int] | None = None
 
 
 def _streaming_llm(original: int, _: int, sinks: int | None, window: int | None) -> dict[str, Any]:
@@ -79,13 +86,19 @@ def _window(window: int | None, original: int, default: int) -> int:
 
 
 PATTERN_SETTINGS: dict[str, PatternSettings] = {
-    "streaming_llm": PatternSettings(_streaming_llm, ("sinks", "window")),
-    "lm_infinite": PatternSettings(_lm_infinite, ("sinks",)),
+    "streaming_llm": PatternSettings(_streaming_llm, ("sinks", "window"), lambda p: p["sinks"] + p["window"]),
+    "lm_infinite": PatternSettings(
+        _lm_infinite, ("sinks",), lambda p: p["sinks"] + p["original_max_position_embeddings"]
+    ),
     "rerope": PatternSettings(_rerope, ("window",)),
     "self_extend": PatternSettings(_self_extend, ("group", "window")),
     "dual_chunk": PatternSettings(_dual_chunk, ("chunk",)),
     "alibi": PatternSettings(lambda *_: {}),
     "xpos": PatternSettings(lambda *_: {}),
-    "longnet": PatternSettings(_longnet, ("segment_lengths", "dilation_rates")),
+    "longnet": PatternSettings(
+        _longnet,
+        ("segment_lengths", "dilation_rates"),
+        lambda p: longnet_keys(p["segment_lengths"], p["dilation_rates"]),
+    ),
 }
 """By the name of their RoPE type."""

@@ -10,6 +10,8 @@ from transformers import PreTrainedConfig
 from lightning_modules.functional.windows import check_context
 from lightning_modules.loading import load_config
 from lightning_modules.objectives import Objective, check_influence
+from lightning_modules.patterns import PATTERNS
+from lightning_modules.patterns.blocks import BLOCK_LOGITS
 from lightning_modules.planning.flops import Checkpointing
 from lightning_modules.planning.memory import FULLY_SHARDED, Sharding, Training
 
@@ -187,6 +189,12 @@ def _not_planned(model: Any, config: PreTrainedConfig, tokens: int) -> list[str]
     if model.get("head_kernel") not in (None, "chunked"):
         notes.append(f"the head is planned as `chunked`, not as `{model.head_kernel}`")
     text = config.get_text_config(decoder=True)
+    pattern = (getattr(text, "rope_parameters", None) or {}).get("rope_type")
+    if pattern in PATTERNS:
+        notes.append(
+            f"'{pattern}' is planned at the rates of flash attention, and computes the same operations by plain products"
+            f" in blocks: it is slower, and takes up to {5 * 4 * BLOCK_LOGITS >> 30:.0f} GiB more at a time"
+        )
     positions = getattr(text, "max_position_embeddings", None)
     if positions is not None and positions < tokens and getattr(text, "rope_parameters", None) is None:
         notes.append(f"the model has {positions:,} learned positions and cannot read rows of {tokens:,} tokens")
