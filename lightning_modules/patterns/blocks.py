@@ -5,13 +5,12 @@ block again. Logits are rounded to the type of queries and keys, as in transform
 softmax is taken in float32.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 LARGEST_BLOCK, SMALLEST_BLOCK = 256, 64
 """Queries in a block; 256 was the fastest of 256 and 1024 on a CPU."""
@@ -19,8 +18,8 @@ LARGEST_BLOCK, SMALLEST_BLOCK = 256, 64
 BLOCK_LOGITS = 1 << 26
 """Logits of a block that are not exceeded unless the block is the smallest one already."""
 
-Attend = Callable[[int, int], Tensor]
-"""From a range of positions to the ``[B, H, stop - start, D]`` output of attention for the queries there."""
+Take = Callable[[int, int, int], Tensor]
+"""From the number of a tensor and a range of its tokens to that part of it; a block gets at its tensors in this way."""
 
 
 @dataclass(frozen=True)
@@ -71,20 +70,20 @@ def attention_logits(query: Tensor, key: Tensor, visible: Tensor) -> Tensor:
     return grouped_matmul(query, key.mT).float().masked_fill_(~visible, -torch.inf)
 
 
-def joint_attention(logits: Sequence[Tensor], values: Sequence[Tensor], dropout: float = 0.0) -> Tensor:
+def joint_attention(logits: Sequence[Tensor], values: Sequence[Tensor], kept: Tensor | None = None) -> Tensor:
     """One softmax over several sets of keys.
 
     Args:
         logits: For each set ``[B, H, N, M]`` float32; each query sees a key of one of the sets at least.
         values: For each set ``[B, H_kv, M, D]``.
-        dropout: Share of the weights that are dropped.
+        kept: What weights are multiplied by, for dropout.
 
     Returns:
         ``[B, H, N, D]``.
     """
     weights = (torch.cat(list(logits), dim=-1) if len(logits) > 1 else logits[0]).softmax(-1)
-    if dropout > 0:
-        weights = torch.nn.functional.dropout(weights, dropout)
+    if kept is not None:
+        weights = weights * kept
     value = torch.cat(list(values), dim=2)
     return grouped_matmul(weights.to(value.dtype), value)
 
@@ -94,28 +93,84 @@ def block_size(heads: int, keys: int) -> int:
     return max(SMALLEST_BLOCK, min(LARGEST_BLOCK, BLOCK_LOGITS // (heads * keys)))
 
 
-def in_blocks(
-    attend: Attend, start: int, stop: int, size: int, *, align: int = 1 << 62, dropout: float = 0.0
-) -> Tensor:
-    """Attention of the queries at positions ``start`` to ``stop``, whose blocks are computed again for the gradient.
+@dataclass(frozen=True)
+class Blocks:
+    """How attention is cut into blocks.
 
-    Args:
-        attend: Computes one block.
+    Attributes:
+        score: From `Take` and a range of queries to the logits and values of each set of keys.
         start: Position of the first query.
         stop: Position behind the last one.
         size: Queries in a block.
         align: No block holds positions on both sides of a multiple of this.
-        dropout: Whether random numbers must be the same the second time.
-
-    Returns:
-        ``[B, H, stop - start, D]``.
+        dropout: Share of the attention weights that are dropped.
     """
-    outputs = []
-    while start < stop:
-        end = min(start + size, (start // align + 1) * align, stop)
-        if torch.is_grad_enabled():
-            outputs.append(checkpoint(attend, start, end, use_reentrant=False, preserve_rng_state=dropout > 0))
-        else:
-            outputs.append(attend(start, end))
-        start = end
-    return torch.cat(outputs, dim=2)
+
+    score: Callable[[Take, int, int], tuple[list[Tensor], list[Tensor]]]
+    start: int
+    stop: int
+    size: int
+    align: int = 1 << 62
+    dropout: float = 0.0
+
+    def attend(self, *states: Tensor) -> Tensor:
+        """``[B, H, stop - start, D]`` attention with `score` taking parts of the ``[B, .., T, D]`` states."""
+        seed = int(torch.randint(1 << 62, ())) if self.dropout > 0 else 0
+        return _Attention.apply(self, seed, *states)
+
+    def ranges(self) -> Iterator[tuple[int, int]]:
+        """First position of each block and the one behind it."""
+        start = self.start
+        while start < self.stop:
+            stop = min(start + self.size, (start // self.align + 1) * self.align, self.stop)
+            yield start, stop
+            start = stop
+
+    def block(self, take: Take, start: int, stop: int, seed: int) -> Tensor:
+        """``[B, H, stop - start, D]`` attention of one block, the same for the same seed."""
+        logits, values = self.score(take, start, stop)
+        if self.dropout == 0:
+            return joint_attention(logits, values)
+        generator = torch.Generator(logits[0].device).manual_seed(seed + start)
+        shape = (*logits[0].shape[:-1], sum(part.shape[-1] for part in logits))
+        drawn = torch.rand(shape, generator=generator, device=logits[0].device)
+        return joint_attention(logits, values, (drawn >= self.dropout) / (1 - self.dropout))
+
+
+class _Attention(torch.autograd.Function):
+    """All blocks, each computed again for its gradient, which goes right to the part of the states that it used.
+
+    Checkpointing and slices would do the same, but the gradient of each slice would be as large as the whole.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, blocks: Blocks, seed: int, *states: Tensor) -> Tensor:
+        device = states[0].device.type
+        ctx.blocks, ctx.seed = blocks, seed
+        ctx.autocast = {"device_type": device, "dtype": torch.get_autocast_dtype(device)}
+        ctx.autocast["enabled"] = torch.is_autocast_enabled(device)
+        ctx.save_for_backward(*states)
+
+        def take(number: int, start: int, stop: int) -> Tensor:
+            return states[number][:, :, start:stop]
+
+        return torch.cat([blocks.block(take, start, stop, seed) for start, stop in blocks.ranges()], dim=2)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        states, blocks = ctx.saved_tensors, ctx.blocks
+        sums = [torch.zeros_like(state) for state in states]
+        for start, stop in blocks.ranges():
+            taken: list[tuple[int, int, int, Tensor]] = []
+
+            def take(number: int, start: int, stop: int, taken: list[Any] = taken) -> Tensor:
+                taken.append((number, start, stop, states[number][:, :, start:stop].detach().requires_grad_()))
+                return taken[-1][-1]
+
+            with torch.enable_grad(), torch.autocast(**ctx.autocast):
+                output = blocks.block(take, start, stop, ctx.seed)
+            own = gradients[0][:, :, start - blocks.start : stop - blocks.start]
+            parts = torch.autograd.grad(output, [part[-1] for part in taken], own)
+            for (number, first, last, _), part in zip(taken, parts, strict=True):
+                sums[number][:, :, first:last] += part
+        return None, None, *sums

@@ -7,14 +7,7 @@ the longer the less it relied on near tokens; without training it gives nonsense
 import torch
 from torch import Tensor
 
-from lightning_modules.patterns.blocks import (
-    Rotary,
-    attention_logits,
-    block_size,
-    in_blocks,
-    joint_attention,
-    rotate,
-)
+from lightning_modules.patterns.blocks import Blocks, Rotary, Take, attention_logits, block_size, rotate
 
 XPOS_GAMMA, XPOS_SCALE_BASE = 0.4, 512
 """Those of the xPos paper."""
@@ -53,14 +46,14 @@ def alibi(query: Tensor, key: Tensor, value: Tensor, rotary: Rotary) -> Tensor:
     length, first = key.shape[2], key.shape[2] - query.shape[2]
     positions = torch.arange(length, device=query.device)
     slopes = alibi_slopes(query.shape[1]).to(query.device)[:, None, None]
-    query = query * rotary.scaling
 
-    def attend(start: int, stop: int) -> Tensor:
+    def score(take: Take, start: int, stop: int) -> tuple[list[Tensor], list[Tensor]]:
         distance = positions[start:stop, None] - positions[:stop]
-        logits = attention_logits(query[:, :, start - first : stop - first], key[:, :, :stop], distance >= 0)
-        return joint_attention([logits.sub_(slopes * distance)], [value[:, :, :stop]], rotary.dropout)
+        logits = attention_logits(take(0, start - first, stop - first), take(1, 0, stop), distance >= 0)
+        return [logits.sub_(slopes * distance)], [take(2, 0, stop)]
 
-    return in_blocks(attend, first, length, block_size(query.shape[1], length), dropout=rotary.dropout)
+    blocks = Blocks(score, first, length, block_size(query.shape[1], length), dropout=rotary.dropout)
+    return blocks.attend(query * rotary.scaling, key, value)
 
 
 def xpos(query: Tensor, key: Tensor, value: Tensor, rotary: Rotary) -> Tensor:
@@ -87,14 +80,14 @@ def xpos(query: Tensor, key: Tensor, value: Tensor, rotary: Rotary) -> Tensor:
     queries = rotate(query.float(), positions[first:], rotary.frequencies, scale=rotary.scaling)
     keys = rotate(key.float(), positions, rotary.frequencies)
 
-    def attend(start: int, stop: int) -> Tensor:
+    def score(take: Take, start: int, stop: int) -> tuple[list[Tensor], list[Tensor]]:
         i, j = positions[start:stop, None], positions[:stop, None]
-        decayed = (queries[:, :, start - first : stop - first] * (decay * (i - start)).exp()).to(dtype)
-        shrunk = (keys[:, :, :stop] * (decay * (start - j)).exp()).to(dtype)
-        logits = attention_logits(decayed, shrunk, i >= positions[:stop])
-        return joint_attention([logits], [value[:, :, :stop]], rotary.dropout)
+        decayed = (take(0, start - first, stop - first) * (decay * (i - start)).exp()).to(dtype)
+        shrunk = (take(1, 0, stop) * (decay * (start - j)).exp()).to(dtype)
+        return [attention_logits(decayed, shrunk, i >= positions[:stop])], [take(2, 0, stop)]
 
-    return in_blocks(attend, first, length, block_size(query.shape[1], length), dropout=rotary.dropout)
+    blocks = Blocks(score, first, length, block_size(query.shape[1], length), dropout=rotary.dropout)
+    return blocks.attend(queries, keys, value)
 
 
 def xpos_log_decay(frequencies: Tensor, width: int) -> Tensor:

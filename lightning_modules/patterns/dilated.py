@@ -1,19 +1,11 @@
 """Dilated attention of LongNet."""
 
-from collections.abc import Iterator
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from lightning_modules.patterns.blocks import (
-    Rotary,
-    attention_logits,
-    block_size,
-    in_blocks,
-    joint_attention,
-    rotate,
-)
+from lightning_modules.patterns.blocks import Blocks, Rotary, Take, attention_logits, block_size, rotate
 
 
 def longnet(query: Tensor, key: Tensor, value: Tensor, rotary: Rotary) -> Tensor:
@@ -38,26 +30,31 @@ def longnet(query: Tensor, key: Tensor, value: Tensor, rotary: Rotary) -> Tensor
     Returns:
         ``[B, H, T, D]``.
     """
-    length, first = key.shape[2], key.shape[2] - query.shape[2]
-    positions = torch.arange(length, device=query.device)
+    stop, first = key.shape[2], key.shape[2] - query.shape[2]
+    positions = torch.arange(stop, device=query.device)
     query = rotate(query, positions[first:], rotary.frequencies, scale=rotary.scaling)
     key = rotate(key, positions, rotary.frequencies)
     heads, groups = query.shape[1], query.shape[1] // key.shape[1]
     lengths, rates = rotary.parameters["segment_lengths"], rotary.parameters["dilation_rates"]
     sharing = torch.arange(heads, device=query.device)[:, None] // groups
 
-    def attend(start: int, stop: int) -> Tensor:
-        part, i = query[:, :, start - first : stop - first], positions[start:stop, None]
+    def score(take: Take, start: int, stop: int) -> tuple[list[Tensor], list[Tensor]]:
+        part, i = take(0, start - first, stop - first), positions[start:stop]
         logits, values = [], []
-        for chosen, on_grid in _branches(lengths, rates, heads, i, start, stop):
-            near = chosen.clamp(max=length - 1)
-            visible = on_grid & (chosen[:, None] <= i)
-            logits.append(attention_logits(part, key[:, sharing, near], visible))
-            values.append(value[:, sharing, near])
-        return joint_attention(logits, values, rotary.dropout)
+        for length, rate in zip(lengths, rates, strict=True):
+            segment = start // length * length  # the block's only one
+            # Of each head, as places in the segment.
+            chosen = torch.arange(heads, device=i.device)[:, None] % rate + torch.arange(0, stop - segment, rate).to(i)
+            on_grid = (i - segment) % rate == chosen[:, :1]
+            visible = on_grid[..., None] & (segment + chosen[:, None] <= i[:, None])
+            chosen = chosen.clamp(max=stop - segment - 1)
+            logits.append(attention_logits(part, take(1, segment, stop)[:, sharing, chosen], visible))
+            values.append(take(2, segment, stop)[:, sharing, chosen])
+        return logits, values
 
-    size = block_size(heads, min(length, longnet_keys(lengths, rates)))
-    return in_blocks(attend, first, length, size, align=lengths[0], dropout=rotary.dropout)
+    size = block_size(heads, min(stop, longnet_keys(lengths, rates)))
+    blocks = Blocks(score, first, stop, size, align=lengths[0], dropout=rotary.dropout)
+    return blocks.attend(query, key, value)
 
 
 def longnet_keys(segment_lengths: list[int], dilation_rates: list[int]) -> int:
@@ -78,16 +75,3 @@ def check_dilation(segment_lengths: list[int], dilation_rates: list[int]) -> Non
         raise ValueError(f"Each of `segment_lengths` must be a multiple of the one before, got {segment_lengths}.")
     if any(rate > length for length, rate in zip(segment_lengths, dilation_rates, strict=True)):
         raise ValueError(f"No rate can be above its segment's length, got {dilation_rates} for {segment_lengths}.")
-
-
-def _branches(
-    lengths: list[int], rates: list[int], heads: int, i: Tensor, start: int, stop: int
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """For each branch the ``[H, M]`` keys of a block and ``[H, N, 1]``, whether a query is among its tokens."""
-    for length, rate in zip(lengths, rates, strict=True):
-        segment = start // length * length  # the block's only one
-        offset = torch.arange(heads, device=i.device)[:, None] % rate
-        yield (
-            segment + offset + torch.arange(0, stop - segment, rate, device=i.device),
-            ((i.T - segment) % rate == offset)[..., None],
-        )

@@ -12,14 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_modules.patterns.blocks import (
-    Rotary,
-    attention_logits,
-    block_size,
-    in_blocks,
-    joint_attention,
-    rotate,
-)
+from lightning_modules.patterns.blocks import Blocks, Rotary, Take, attention_logits, block_size, rotate
 
 Positions = Callable[[Tensor], Tensor]
 
@@ -181,18 +174,13 @@ def relocated_attention(pattern: Relocation, query: Tensor, key: Tensor, value: 
         return F.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=rotary.scaling, dropout_p=rotary.dropout, enable_gqa=True
         )
-    queries = {
-        branch.query_position: rotate(
-            query, branch.query_position(positions[first:]), rotary.frequencies, scale=rotary.scaling
-        )
-        for branch in pattern.branches
-    }
-    keys = {
-        branch.key_position: rotate(key, branch.key_position(positions), rotary.frequencies)
-        for branch in pattern.branches
-    }
+    # Branches whose queries, or keys, stand at the same positions share them.
+    queries = list(dict.fromkeys(branch.query_position for branch in pattern.branches))
+    keys = list(dict.fromkeys(branch.key_position for branch in pattern.branches))
+    states = [rotate(query, place(positions[first:]), rotary.frequencies, scale=rotary.scaling) for place in queries]
+    states += [rotate(key, place(positions), rotary.frequencies) for place in keys]
 
-    def attend(start: int, stop: int) -> Tensor:
+    def score(take: Take, start: int, stop: int) -> tuple[list[Tensor], list[Tensor]]:
         logits, values = [], []
         i = positions[start:stop, None]
         for branch in pattern.branches:
@@ -200,10 +188,12 @@ def relocated_attention(pattern: Relocation, query: Tensor, key: Tensor, value: 
             if high <= low:
                 continue
             j = positions[low:high]
-            rotated = queries[branch.query_position][:, :, start - first : stop - first]
             visible = (j <= i) & branch.pairs(i, j)
-            logits.append(attention_logits(rotated, keys[branch.key_position][:, :, low:high], visible))
-            values.append(value[:, :, low:high])
-        return joint_attention(logits, values, rotary.dropout)
+            q = take(queries.index(branch.query_position), start - first, stop - first)
+            k = take(len(queries) + keys.index(branch.key_position), low, high)
+            logits.append(attention_logits(q, k, visible))
+            values.append(take(len(queries) + len(keys), low, high))
+        return logits, values
 
-    return in_blocks(attend, first, length, block_size(query.shape[1], length), dropout=rotary.dropout)
+    size = block_size(query.shape[1], length)
+    return Blocks(score, first, length, size, dropout=rotary.dropout).attend(*states, value)

@@ -192,8 +192,8 @@ def _not_planned(model: Any, config: PreTrainedConfig, tokens: int) -> list[str]
     pattern = (getattr(text, "rope_parameters", None) or {}).get("rope_type")
     if pattern in PATTERNS:
         notes.append(
-            f"'{pattern}' is planned at the rates of flash attention, and computes the same operations by plain products"
-            f" in blocks: it is slower, and takes up to {5 * 4 * BLOCK_LOGITS >> 30:.0f} GiB more at a time"
+            f"'{pattern}' is planned at the rates of flash attention, and computes the same operations by plain"
+            f" products in blocks: it is slower, and takes up to {5 * 4 * BLOCK_LOGITS >> 30:.0f} GiB more at a time"
         )
     positions = getattr(text, "max_position_embeddings", None)
     if positions is not None and positions < tokens and getattr(text, "rope_parameters", None) is None:
