@@ -52,7 +52,7 @@ class ContextExtension:
     - ``self_extend``: all tokens, those beyond ``window`` by positions of groups of ``group`` tokens;
     - ``dual_chunk``: all tokens, at distances within a ``chunk``, to the one before, and to all others.
 
-    For training; at once they give nonsense:
+    For training only, for they change what a model sees at every distance:
 
     - ``alibi``: logits that fall linearly with the distance, and no rotation;
     - ``xpos``: RoPE that decays with the distance;

@@ -1,7 +1,7 @@
 """Patterns by which attention decays with the distance: ALiBi and xPos.
 
-They are for models that are trained with them. A model that was pre-trained with RoPE has to be trained further, and
-the longer the less it relied on near tokens; without training it gives nonsense.
+They are for models that are trained with them, and not training-free: a model that was pre-trained with plain RoPE has
+never seen such logits, at no distance.
 """
 
 import torch

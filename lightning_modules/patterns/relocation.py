@@ -1,7 +1,7 @@
 """Patterns that rotate some pairs of a query and a key as if they stood elsewhere, closer to each other.
 
-All of them are sets of pairs, each with its own positions of query and key, under one softmax. They need no training,
-and can be trained: no distance is larger than those of pre-training, however long the text.
+All of them are sets of pairs, each with its own positions of query and key, under one softmax. However long the text,
+no distance is above the original length: they are meant to work without training, and can be trained.
 """
 
 from collections.abc import Callable, Mapping

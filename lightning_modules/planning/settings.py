@@ -11,7 +11,7 @@ from lightning_modules.functional.windows import check_context
 from lightning_modules.loading import load_config
 from lightning_modules.objectives import Objective, check_influence
 from lightning_modules.patterns import PATTERNS
-from lightning_modules.patterns.blocks import BLOCK_LOGITS
+from lightning_modules.patterns.blocks import BLOCK_BYTES, block_size
 from lightning_modules.planning.flops import Checkpointing
 from lightning_modules.planning.memory import FULLY_SHARDED, Sharding, Training
 
@@ -191,9 +191,11 @@ def _not_planned(model: Any, config: PreTrainedConfig, tokens: int) -> list[str]
     text = config.get_text_config(decoder=True)
     pattern = (getattr(text, "rope_parameters", None) or {}).get("rope_type")
     if pattern in PATTERNS:
+        heads = text.num_attention_heads
+        size = BLOCK_BYTES * block_size(heads, tokens) * heads * tokens / 2**30
         notes.append(
             f"'{pattern}' is planned at the rates of flash attention, and computes the same operations by plain"
-            f" products in blocks: it is slower, and takes up to {5 * 4 * BLOCK_LOGITS >> 30:.0f} GiB more at a time"
+            f" products in blocks: it is slower, and needs up to {size:.1f} GiB more at a time"
         )
     positions = getattr(text, "max_position_embeddings", None)
     if positions is not None and positions < tokens and getattr(text, "rope_parameters", None) is None:

@@ -292,6 +292,8 @@ def folder(tmp_path):
         ("eabf", "32-true", "auto"),
         ("yarn", "bf16-mixed", "auto"),
         ("eabf", "bf16-true", "auto"),
+        ("streaming_llm", "bf16-true", "auto"),
+        ("xpos", "bf16-mixed", "auto"),
         ("yarn", "bf16-true", "ddp"),
         ("eabf", "32-true", "ddp"),
     ],

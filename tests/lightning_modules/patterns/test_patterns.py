@@ -169,6 +169,23 @@ def test_dropout_drops_the_same_weights_in_the_backward_pass():
     torch.testing.assert_close((gradient * value).sum(), output.sum(), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+def test_autocast_is_the_same_in_the_backward_pass(enabled):
+    seen = []
+
+    def score(take, start, stop):
+        seen.append((torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()))
+        query, key = take(0, start, stop), take(0, 0, stop)
+        return [(query @ key.mT).float()], [key]
+
+    state = torch.randn(1, 1, 4, 2, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+        output = blocks.Blocks(score, 0, 4, 2).attend(state)
+    with torch.autocast("cpu", torch.bfloat16, enabled=not enabled):
+        output.sum().backward()
+    assert seen == [(enabled, False)] * 2 + [(enabled, True)] * 2
+
+
 def test_slopes_are_those_of_the_paper():
     for heads, expected in dense.PRESS_SLOPES.items():
         assert alibi_slopes(heads).tolist() == expected
