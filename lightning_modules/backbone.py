@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from lightning_modules.adapters import active_module
 from lightning_modules.attention import isolation_arguments
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
-from lightning_modules.context_extension import check_rotary, check_static
 from lightning_modules.functional import (
     ShortContext,
     Weighing,
@@ -31,6 +30,7 @@ from lightning_modules.functional.linear_head import LinearHead
 from lightning_modules.functional.log_likelihood import Head
 from lightning_modules.functional.windows import draw_windows, row_windows, trim_windows, window_batch
 from lightning_modules.last_layer import last_layer_reads_from
+from lightning_modules.rotary_checks import check_rotary, check_static
 
 WINDOW_TOKENS_PER_PASS = 32_768
 """Tokens of short windows that share a forward pass on an accelerator; on CPU each window has its own."""

@@ -6,6 +6,8 @@ from typing import Any, Literal
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
+from lightning_modules.patterns import PATTERNS
+
 Checkpointing = bool | Literal["selective"]
 """``true`` keeps the input of each layer only; ``selective`` the outputs of its attention as well."""
 
@@ -44,6 +46,12 @@ def enable_checkpointing(model: PreTrainedModel, kind: Checkpointing) -> None:
         raise ValueError(
             "`gradient_checkpointing: selective` keeps the outputs of sdpa and flash_attention_2, and this model has"
             f" '{attention}': set `attn_implementation` to one of them, or `gradient_checkpointing: true`."
+        )
+    rope_type = (getattr(model.config, "rope_parameters", None) or {}).get("rope_type")
+    if kind == "selective" and rope_type in PATTERNS:
+        raise ValueError(
+            f"`gradient_checkpointing: selective` keeps the outputs of torch's attention, and the pattern '{rope_type}'"
+            " computes its own: set `gradient_checkpointing: true`."
         )
     arguments: dict[str, Any] = {"use_reentrant": False}
     if kind == "selective":

@@ -10,14 +10,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
-import torch
-from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
-from lightning_modules.eabf import EABF, EABF_ARCHITECTURES, check_eabf, register_eabf, rotary_width
-
-ARCHITECTURES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "phi3", "gemma", "gpt_neox")
-"""Model types with one set of RoPE parameters for all layers, whose frequencies tests compare with the formulas."""
+from lightning_modules.eabf import EABF
+from lightning_modules.patterns.settings import PATTERN_OPTIONS, PATTERN_SETTINGS
+from lightning_modules.rope_types import TYPE_ARCHITECTURES, own_type, register_rope_types, rotary_width
+from lightning_modules.rotary_checks import ARCHITECTURES
 
 ANY_ROPE_TYPE = tuple(name for name in ARCHITECTURES if name != "phi3")
 """Of Phi-3 transformers takes the types ``default`` and ``longrope`` only."""
@@ -45,6 +43,21 @@ class ContextExtension:
     - ``eabf_authors`` and ``pi_authors``: what the code released with LongCE computes for Llama and Mistral. EABF
       leaves no layer unscaled, and for Mistral neither EABF nor PI changes the frequencies.
 
+    Attention patterns, `lightning_modules.patterns`, for the attention ``document_sdpa`` (what ``auto`` and ``sdpa``
+    become) or ``sdpa``. Training-free, at distances that the model knows, and trainable:
+
+    - ``streaming_llm``: the first ``sinks`` tokens and the last ``window``;
+    - ``lm_infinite``: the first ``sinks`` tokens, at distances up to the original length, and as many last ones;
+    - ``rerope``: all tokens, at distances up to ``window``;
+    - ``self_extend``: all tokens, those beyond ``window`` by positions of groups of ``group`` tokens;
+    - ``dual_chunk``: all tokens, at distances within a ``chunk``, to the one before, and to all others.
+
+    For training only, for they change what a model sees at every distance:
+
+    - ``alibi``: logits that fall linearly with the distance, and no rotation;
+    - ``xpos``: RoPE that decays with the distance;
+    - ``longnet``: dilated attention in segments of several lengths.
+
     Args:
         method: One of the above.
         original_length: Length of the rows that the model was pre-trained on, in tokens; configs often say otherwise.
@@ -56,7 +69,14 @@ class ContextExtension:
         high_freq_factor: ``llama3``: components with more turns are kept; 4.
         long_factor: ``longrope``: divisor of each of the d / 2 frequencies.
         attention_factor: ``yarn``, ``longrope``: what cos and sin are multiplied by, instead of the method's own.
-        full_attention: Switch sliding windows off, as the paper does for Mistral.
+        sinks: ``streaming_llm``, ``lm_infinite``: first tokens that all others see; 4 and 10.
+        window: ``streaming_llm``: last tokens that are seen; the original length less ``sinks``. ``rerope``,
+            ``self_extend``: tokens with distances of their own; 1/2 and 1/4 of the original length.
+        group: ``self_extend``: tokens that share a position; the smallest number by which the target length fits.
+        chunk: ``dual_chunk``: tokens in a chunk; 3/4 of the original length.
+        segment_lengths: ``longnet``: each a multiple of the one before; 2048, 4096, 8192, 16384, 32768.
+        dilation_rates: ``longnet``: for each segment length one, the first 1; 1, 2, 4, 6, 12.
+        full_attention: Switch sliding windows off, as the paper does for Mistral; patterns need it where there are any.
 
     Raises:
         ValueError: If a value is missing, out of range or not one of the method's.
@@ -72,6 +92,12 @@ class ContextExtension:
     high_freq_factor: float | None = None
     long_factor: list[float] | None = None
     attention_factor: float | None = None
+    sinks: int | None = None
+    window: int | None = None
+    group: int | None = None
+    chunk: int | None = None
+    segment_lengths: list[int] | None = None
+    dilation_rates: list[int] | None = None
     full_attention: bool = False
 
     def __post_init__(self) -> None:
@@ -86,7 +112,7 @@ class ContextExtension:
                     f"`context_extension.{name}` is nothing that the method '{self.method}' uses: remove it"
                     f"{' (' + takes + ')' if takes else ''}."
                 )
-            _check_positive(name, getattr(self, name))
+            _check_positive(name, getattr(self, name), whole=name in PATTERN_OPTIONS)
         if self.method == "longrope" and self.long_factor is None:
             raise ValueError("The method 'longrope' needs `context_extension.long_factor`, a divisor per frequency.")
         for low, high in (("beta_slow", "beta_fast"), ("low_freq_factor", "high_freq_factor")):
@@ -172,6 +198,11 @@ class ContextExtension:
             raise ValueError(
                 f"The method '{self.method}' is for {', '.join(supported)} and not for '{config.model_type}'{why}:"
                 f" choose one of {', '.join(fit)}."
+            )
+        if self.method in PATTERN_SETTINGS and not self.full_attention and _has_sliding_windows(config):
+            raise ValueError(
+                f"The model has sliding windows of {config.sliding_window} tokens, which the pattern '{self.method}'"
+                " takes the place of: set `context_extension.full_attention: true`."
             )
         present = config.rope_parameters["rope_type"]
         if present != "default" and self.method != "none":
@@ -268,6 +299,13 @@ def _pi_authors(extension: ContextExtension, config: PreTrainedConfig) -> dict[s
     return _pi(extension, config) if config.model_type == "llama" else {}
 
 
+def _pattern(extension: ContextExtension, _: PreTrainedConfig) -> dict[str, Any]:
+    settings = PATTERN_SETTINGS[extension.method]
+    options = {name: getattr(extension, name) for name in settings.options}
+    parameters = settings.parameters(extension.original_length, extension.target_length, **options)
+    return {"rope_type": extension.method, **parameters}
+
+
 AUTHORS_LENGTH = 4096
 DEFAULTS: dict[str, float] = {
     "base": 500_000.0,
@@ -276,13 +314,13 @@ DEFAULTS: dict[str, float] = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
 }
-OPTIONS = (*DEFAULTS, "long_factor", "attention_factor")
+OPTIONS = (*DEFAULTS, "long_factor", "attention_factor", *PATTERN_OPTIONS)
 
 METHODS: dict[str, Method] = {
     "none": Method(lambda *_: {}, (), ARCHITECTURES),
     "pi": Method(_pi),
     "abf": Method(lambda *arguments: {"rope_theta": _higher_base(*arguments)}, ("base",), ARCHITECTURES),
-    "eabf": Method(_paper_eabf, ("base",), EABF_ARCHITECTURES),
+    "eabf": Method(_paper_eabf, ("base",), TYPE_ARCHITECTURES),
     "ntk": Method(_ntk, (), ARCHITECTURES),
     "ntk_by_parts": Method(lambda extension, _: _yarn(extension, 1.0), ("beta_fast", "beta_slow")),
     "yarn": Method(
@@ -294,6 +332,7 @@ METHODS: dict[str, Method] = {
     "longrope": Method(_longrope, ("long_factor", "attention_factor"), ARCHITECTURES),
     "eabf_authors": Method(_eabf_authors, (), ("llama", "mistral")),
     "pi_authors": Method(_pi_authors, (), ("llama", "mistral")),
+    **{name: Method(_pattern, settings.options, TYPE_ARCHITECTURES) for name, settings in PATTERN_SETTINGS.items()},
 }
 
 
@@ -305,77 +344,13 @@ def extend_config(config: PreTrainedConfig, settings: Mapping[str, Any] | Contex
     """
     if settings is not None:
         ContextExtension.parse(settings).apply(config)
-    if EABF in rope_types(config):
-        register_eabf()
+    if own_type(config.get_text_config(decoder=True)) is not None:
+        register_rope_types()
 
 
-def rope_types(config: PreTrainedConfig) -> set[str]:
-    """The RoPE types of a decoder; several if its layers differ."""
-    return {part["rope_type"] for part in _rope_parts(config) if part.get("rope_type")}
-
-
-def check_static(config: PreTrainedConfig, *, compares: bool) -> None:
-    """Raise a ``ValueError`` for RoPE that rotates the same tokens differently alone and in a longer text.
-
-    Args:
-        config: Of the model.
-        compares: Whether long and short contexts are compared. Else only what has no fixed frequencies is refused.
-    """
-    for part in _rope_parts(config):
-        if _follows_length(part) and (compares or part["rope_type"] == "dynamic"):
-            raise ValueError(
-                f"RoPE of type '{part['rope_type']}' rotates by the length of the text, so that"
-                f" {'a long and a short context cannot be compared' if compares else 'training has no fixed rotation'}."
-                " Set `rope_parameters.rope_type` (with its parameters) to a type that does not, such as 'yarn',"
-                " 'linear' or 'default'."
-            )
-
-
-def check_rotary(model: PreTrainedModel) -> None:
-    """Compare what a model rotates by with what its config says, which would be saved with it.
-
-    Raises:
-        RuntimeError: If frequencies were cast to fewer than 32 bits, frequencies or attention factor are not those of
-            the config, or the attention of a model extended by EABF is not scaled.
-    """
-    check_eabf(model)
-    for name, buffer in model.named_buffers():
-        if name.endswith("inv_freq") and torch.finfo(buffer.dtype).bits < 32:
-            raise RuntimeError(
-                f"The rotary frequencies `{name}` were cast to {buffer.dtype}, which makes long positions wrong."
-                " Use a mixed precision (`bf16-mixed`) or a strategy that leaves buffers in float32."
-            )
-    for name, module in model.named_modules():
-        if _has_fixed_frequencies(module):
-            _check_frequencies(name, module)
-
-
-def _has_fixed_frequencies(module: nn.Module) -> bool:
-    config = getattr(module, "config", None)
-    if getattr(config, "model_type", None) not in ARCHITECTURES or "inv_freq" not in module._buffers:
-        return False
-    return not any(_follows_length(part) for part in _rope_parts(config))
-
-
-def _follows_length(part: dict[str, Any]) -> bool:
-    kind = part.get("rope_type")
-    return kind == "dynamic" or (kind == "longrope" and part.get("short_factor") != part.get("long_factor"))
-
-
-def _check_frequencies(name: str, module: Any) -> None:
-    expected = type(module)(module.config)
-    actual = module.inv_freq.detach().cpu().double()
-    wrong = not torch.allclose(actual, expected.inv_freq.double(), rtol=1e-6, atol=0)
-    if wrong or module.attention_scaling != expected.attention_scaling:
-        raise RuntimeError(
-            f"`{name}` does not rotate as the model's config says: the frequencies were rounded, or the config was"
-            " changed after the model was built. Change the config first, by `context_extension` or `model_config`."
-        )
-
-
-def _rope_parts(config: PreTrainedConfig) -> list[dict[str, Any]]:
-    parameters = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
-    return [parameters, *(part for part in parameters.values() if isinstance(part, dict))]
+def _has_sliding_windows(config: PreTrainedConfig) -> bool:
+    window = getattr(config, "sliding_window", None)
+    return window is not None and getattr(config, "use_sliding_window", True)
 
 
 def _switch_sliding_windows_off(config: PreTrainedConfig) -> None:
@@ -387,7 +362,9 @@ def _switch_sliding_windows_off(config: PreTrainedConfig) -> None:
         config.layer_types = ["full_attention"] * config.num_hidden_layers
 
 
-def _check_positive(name: str, value: Any) -> None:
+def _check_positive(name: str, value: Any, *, whole: bool) -> None:
+    kinds: Any = int if whole else int | float
     for number in value if isinstance(value, list) else [] if value is None else [value]:
-        if not isinstance(number, int | float) or isinstance(number, bool) or not 0 < number < math.inf:
-            raise ValueError(f"`context_extension.{name}` must hold numbers above 0, got {number!r}.")
+        if not isinstance(number, kinds) or isinstance(number, bool) or not 0 < number < math.inf:
+            wanted = "whole numbers of 1 or more" if whole else "numbers above 0"
+            raise ValueError(f"`context_extension.{name}` must hold {wanted}, got {number!r}.")

@@ -20,8 +20,10 @@ from lightning_modules.adapters import add_adapters, quantization_config
 from lightning_modules.attention import register_document_attention
 from lightning_modules.backbone import Backbone
 from lightning_modules.checkpointing import Checkpointing, enable_checkpointing
-from lightning_modules.context_extension import ContextExtension, check_rotary, extend_config
+from lightning_modules.context_extension import ContextExtension, extend_config
 from lightning_modules.functional.head_kernels import HeadKernel, check_installed
+from lightning_modules.rope_types import own_type
+from lightning_modules.rotary_checks import check_rotary
 from lightning_modules.tokenization import local_or_hub, not_loaded
 
 log = logging.getLogger(__name__)
@@ -163,6 +165,8 @@ def resolve_attention(implementation: str, config: PreTrainedConfig, *, flash: b
     model_class = AutoModelForCausalLM._model_mapping.get(type(config), PreTrainedModel)
     if implementation == "auto":
         implementation = "sdpa" if model_class._supports_sdpa else "eager"
+        own = own_type(config.get_text_config(decoder=True))
+        flash = flash and (own is None or "flash_attention_2" in own.backends)
         if flash and model_class._supports_flash_attn and importlib.util.find_spec("flash_attn") is not None:
             implementation = "flash_attention_2"
     log.info("Attention of %s: %s.", config.model_type, implementation)

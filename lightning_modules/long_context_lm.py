@@ -17,7 +17,6 @@ from lightning_modules.adapters import frozen_fingerprint, quantization_config, 
 from lightning_modules.backbone import Backbone
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.checkpointing import Checkpointing
-from lightning_modules.context_extension import check_static
 from lightning_modules.functional import ShortContext, Weighing
 from lightning_modules.functional.head_kernels import HeadKernel, check_installed
 from lightning_modules.functional.windows import check_context, check_window_share
@@ -26,6 +25,7 @@ from lightning_modules.low_precision import ShortDType, check_short_dtype, short
 from lightning_modules.metrics import LongPerplexity
 from lightning_modules.objectives import LongCE, Objective, check_cap, check_influence
 from lightning_modules.probe import check_scoring
+from lightning_modules.rotary_checks import check_static
 from lightning_modules.statistics import TrainingStatistics
 from lightning_modules.token_scores import TokenScores, text_sha256
 

@@ -24,8 +24,7 @@ from transformers import (
 
 from lightning_modules.adapters import add_adapters
 from lightning_modules.backbone import Backbone
-from lightning_modules.context_extension import rope_types
-from lightning_modules.eabf import EABF, EntropyAwareAttention
+from lightning_modules.rope_types import RopeTypeAttention, own_type
 
 PLANNED_ATTENTION = "planned_attention"
 """Our name for a stand-in of flash attention: it computes nothing and holds what flash attention holds."""
@@ -49,7 +48,7 @@ def meta_backbone(
     Raises:
         ValueError: If the config belongs to no causal LM, or peft refuses ``lora``.
     """
-    attention = "sdpa" if EABF in rope_types(config) else "eager"  # replaced before anything runs
+    attention = "sdpa" if own_type(config.get_text_config(decoder=True)) else "eager"  # replaced before anything runs
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, attn_implementation=attention)
         if layers is not None:
@@ -63,7 +62,7 @@ def meta_backbone(
 @contextmanager
 def fake_run(backbone: Backbone) -> Iterator[None]:
     """Let a model of the meta device run as if it were on the CPU, computing nothing; it is of no other use then."""
-    AttentionInterface.register(PLANNED_ATTENTION, EntropyAwareAttention(_planned_attention))
+    AttentionInterface.register(PLANNED_ATTENTION, RopeTypeAttention(_planned_attention))
     AttentionMaskInterface.register(PLANNED_ATTENTION, lambda **_: None)
     with FakeTensorMode(allow_non_fake_inputs=True):
         for part in backbone.modules():

@@ -11,6 +11,8 @@ from lightning_modules.adapters import quantization_config
 from lightning_modules.functional.windows import check_context
 from lightning_modules.loading import load_config
 from lightning_modules.objectives import Objective, check_influence
+from lightning_modules.patterns import PATTERNS
+from lightning_modules.patterns.blocks import BLOCK_BYTES, block_size
 from lightning_modules.planning.flops import Checkpointing
 from lightning_modules.planning.memory import FULLY_SHARDED, QUANTIZED_BYTES, Sharding, Training
 
@@ -201,6 +203,14 @@ def _not_planned(model: Any, config: PreTrainedConfig, tokens: int) -> list[str]
     if model.get("quantization") is not None:
         notes.append("the conversion of quantised weights takes time that is not planned here")
     text = config.get_text_config(decoder=True)
+    pattern = (getattr(text, "rope_parameters", None) or {}).get("rope_type")
+    if pattern in PATTERNS:
+        heads = text.num_attention_heads
+        size = BLOCK_BYTES * block_size(heads, tokens) * heads * tokens / 2**30
+        notes.append(
+            f"'{pattern}' is planned at the rates of flash attention, and computes the same operations by plain"
+            f" products in blocks: it is slower, and needs up to {size:.1f} GiB more at a time"
+        )
     positions = getattr(text, "max_position_embeddings", None)
     if positions is not None and positions < tokens and getattr(text, "rope_parameters", None) is None:
         notes.append(f"the model has {positions:,} learned positions and cannot read rows of {tokens:,} tokens")

@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from lightning_modules.adapters import active_module
+from lightning_modules.patterns.settings import PATTERN_SETTINGS
 from lightning_modules.planning.fake import decoder_layers, meta_backbone
 
 _CHOSEN_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
@@ -164,6 +165,9 @@ def _windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
     """How far each layer looks back."""
     if not getattr(config, "num_attention_heads", None):
         raise ValueError(f"A model of type `{config.model_type}` has no attention heads: it cannot be planned.")
+    rope = getattr(config, "rope_parameters", None) or {}
+    if (pattern := PATTERN_SETTINGS.get(rope.get("rope_type", ""))) is not None:
+        return (pattern.keys and pattern.keys(rope),) * config.num_hidden_layers
     window = getattr(config, "sliding_window", None)
     default = ["sliding_attention" if window else "full_attention"] * config.num_hidden_layers
     kinds = getattr(config, "layer_types", None) or default

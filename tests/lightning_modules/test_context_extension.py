@@ -8,11 +8,13 @@ from lightning.pytorch import Callback, Trainer
 from transformers import AutoConfig
 
 from lightning_modules.backbone import Backbone
-from lightning_modules.context_extension import ARCHITECTURES, METHODS, ContextExtension, check_rotary
-from lightning_modules.eabf import EABF_ARCHITECTURES
+from lightning_modules.context_extension import METHODS, ContextExtension
 from lightning_modules.loading import load_backbone, load_config
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.objectives import CrossEntropy
+from lightning_modules.patterns import PATTERNS
+from lightning_modules.rope_types import TYPE_ARCHITECTURES
+from lightning_modules.rotary_checks import ARCHITECTURES, check_rotary
 from tests.conftest import tiny_config, tiny_model
 from tests.lightning_modules.test_long_context_lm import VOCABULARY, loader, row, trainer
 
@@ -85,6 +87,8 @@ def formula(method, width, options, base=10000.0):
 def check_formula(model, method, width, options):
     rotary = next(module for module in model.modules() if hasattr(module, "inv_freq"))
     frequencies, attention = formula(method, width, options)
+    if method in PATTERNS:  # they rotate themselves
+        frequencies = [0.0] * (width // 2)
     assert rotary.inv_freq.dtype == torch.float32
     expected = torch.tensor(frequencies, dtype=torch.float64)
     torch.testing.assert_close(rotary.inv_freq.double(), expected, rtol=1e-6, atol=0)
@@ -288,6 +292,8 @@ def folder(tmp_path):
         ("eabf", "32-true", "auto"),
         ("yarn", "bf16-mixed", "auto"),
         ("eabf", "bf16-true", "auto"),
+        ("streaming_llm", "bf16-true", "auto"),
+        ("xpos", "bf16-mixed", "auto"),
         ("yarn", "bf16-true", "ddp"),
         ("eabf", "32-true", "ddp"),
     ],
@@ -359,6 +365,6 @@ def test_the_extension_is_kept_in_a_checkpoint(folder, tmp_path):
     check_formula(again, "yarn", 8, {})
 
 
-def test_every_eabf_architecture_is_known():
-    assert set(EABF_ARCHITECTURES) < set(ARCHITECTURES)
+def test_every_architecture_of_our_types_is_known():
+    assert set(TYPE_ARCHITECTURES) < set(ARCHITECTURES)
     assert isinstance(load_backbone(model_config=tiny_config("llama", 50).to_dict()), Backbone)

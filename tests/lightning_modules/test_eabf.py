@@ -12,9 +12,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from lightning_modules.backbone import Backbone
-from lightning_modules.context_extension import check_rotary
-from lightning_modules.eabf import BACKENDS, EABF_ARCHITECTURES, EntropyAwareAttention, entropy_scale, register_eabf
+from lightning_modules.eabf import entropy_scale
 from lightning_modules.loading import load_backbone
+from lightning_modules.rope_types import BACKENDS, TYPE_ARCHITECTURES, RopeTypeAttention, register_rope_types
+from lightning_modules.rotary_checks import check_rotary
 from tests.conftest import tiny_model
 from tests.lightning_modules.test_context_extension import EXTRA
 from tests.lightning_modules.test_long_context_lm import row
@@ -76,7 +77,7 @@ def attention_layers(model):
     return [module for module in model.modules() if type(module).__name__.endswith("Attention")]
 
 
-@pytest.mark.parametrize("architecture", EABF_ARCHITECTURES)
+@pytest.mark.parametrize("architecture", TYPE_ARCHITECTURES)
 @pytest.mark.parametrize("borders", [(0, LENGTH), (0, 7, 40, LENGTH)], ids=["plain", "packed"])
 def test_every_layer_equals_dense_attention(architecture, borders, folder):
     check_every_layer(load_backbone(folder(architecture), context_extension=settings_of()), borders, unscaled_layers=2)
@@ -139,7 +140,7 @@ def test_scales_equal_the_formula():
 
 def test_bf16_queries_are_rounded_once():
     given = []
-    attention = EntropyAwareAttention(lambda module, query, *_, **__: given.append(query))
+    attention = RopeTypeAttention(lambda module, query, *_, **__: given.append(query))
     rope = {"rope_type": "eabf", "unscaled_layers": 0, "original_max_position_embeddings": 4096}
     module = SimpleNamespace(config=SimpleNamespace(rope_parameters=rope), layer_idx=0)
     query = torch.randn(1, 2, 3, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -232,10 +233,10 @@ def test_every_backend_is_wrapped_once(name, folder, monkeypatch):
     tokens = row(5, (0, LENGTH), VOCABULARY)["input_ids"]
     with torch.no_grad():
         expected = backbone.model(tokens, use_cache=False).logits
-    register_eabf()
+    register_rope_types()
     wrapper = AttentionInterface()[name]
-    assert isinstance(wrapper, EntropyAwareAttention)
-    assert not isinstance(wrapper.attention, EntropyAwareAttention)
+    assert isinstance(wrapper, RopeTypeAttention)
+    assert not isinstance(wrapper.attention, RopeTypeAttention)
 
     def causal(module, query, key, value, *_, scaling, **__):
         key, value = (part.repeat_interleave(query.shape[1] // part.shape[1], dim=1) for part in (key, value))
@@ -274,17 +275,17 @@ def test_short_pass_and_trimmed_last_layer(folder):
 
 def test_eager_attention_is_refused_at_load_and_noticed_later(folder):
     path = folder()
-    with pytest.raises(ValueError, match="'eager' attention cannot be reached"):
+    with pytest.raises(ValueError, match="cannot be reached from transformers' 'eager' attention"):
         load_backbone(path, context_extension=settings_of(), attn_implementation="eager")
     backbone = load_backbone(path, context_extension=settings_of())
     backbone.check_rotary_dtype()
     backbone.base_model.set_attn_implementation("eager")
-    with pytest.raises(RuntimeError, match="'eager' knows nothing of the scaling"):
+    with pytest.raises(RuntimeError, match="'eager' knows nothing of what"):
         backbone.check_rotary_dtype()
 
 
 def test_an_architecture_that_would_not_be_scaled_is_refused():
-    register_eabf()
+    register_rope_types()
     rope = {"rope_type": "eabf", "rope_theta": 5e5, "original_max_position_embeddings": 16, "unscaled_layers": 2}
     config = AutoConfig.for_model("falcon", hidden_size=64, num_attention_heads=4, rope_parameters=rope)
     with pytest.raises(ValueError, match="not known to work for models of type 'falcon'"):

@@ -56,6 +56,13 @@ def test_everything_is_found(read, model_dir, evaluator_dir):
     assert experiment.validation_documents == 5
 
 
+def test_the_blocks_of_a_pattern_are_noted(read):
+    extension = "{method: rerope, original_length: 128, target_length: 512}"
+    (note,) = read("--model.context_extension", extension).notes
+    assert note.startswith("'rerope' is planned at the rates of flash attention")
+    assert note.endswith("and needs up to 0.0 GiB more at a time")
+
+
 def test_command_line_over_config(read, model_dir):
     experiment = read(
         "--model.objective", "CrossEntropy", "--trainer.max_steps", "-1", gpus=1, evaluator=str(model_dir)

@@ -4,8 +4,10 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, GPT2LMHeadModel
 
 from lightning_modules.adapters import add_adapters
+from lightning_modules.context_extension import ContextExtension
 from lightning_modules.loading import load_backbone
 from lightning_modules.planning import ModelShape
+from lightning_modules.rope_types import register_rope_types
 from tests.conftest import tiny_config, tiny_model
 
 ADAPTERS = {"r": 4, "target_modules": "all-linear"}
@@ -85,3 +87,19 @@ def test_the_config_is_left_alone(llamas):
     before = llamas["llama-2-7b"].to_dict()
     ModelShape.of(llamas["llama-2-7b"])
     assert llamas["llama-2-7b"].to_dict() == before
+
+
+@pytest.mark.parametrize(
+    ("method", "keys"),
+    [
+        ("streaming_llm", 64),
+        ("lm_infinite", 74),
+        ("rerope", None),
+        ("longnet", 2048 * 3 + 16384 // 6 + 1 + 32768 // 12 + 1),
+    ],
+)
+def test_keys_of_an_attention_pattern(method, keys):
+    config = tiny_config()
+    ContextExtension(method, 64, 512).apply(config)
+    register_rope_types()
+    assert ModelShape.of(config).windows == (keys, keys)
