@@ -18,7 +18,7 @@ from lightning_modules.backbone import Backbone
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.checkpointing import Checkpointing
 from lightning_modules.context_extension import check_static
-from lightning_modules.export import KEY, TrainingFacts, loading_facts, objective_facts, run_facts, stored
+from lightning_modules.export import FINGERPRINT, KEY, TrainingFacts, loading_facts, objective_facts, run_facts, stored
 from lightning_modules.functional import ShortContext, Weighing
 from lightning_modules.functional.head_kernels import HeadKernel, check_installed
 from lightning_modules.functional.windows import check_context, check_window_share
@@ -188,9 +188,10 @@ class LongContextLM(LightningModule):
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Leave out what adapters leave as it was, for 7B 27 GB in each checkpoint; its fingerprint stands for it."""
+        checkpoint[KEY] = stored(self.backbone.base_model, self.training_facts())  # for `longce export`
         if self._adapters_only:
             checkpoint["state_dict"] = trained_state(self, checkpoint["state_dict"])
-            checkpoint["frozen_fingerprint"] = frozen_fingerprint(self)
+            checkpoint[FINGERPRINT] = frozen_fingerprint(self)
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -201,7 +202,7 @@ class LongContextLM(LightningModule):
                 f"The checkpoint lacks {len(missing)} of the weights that `model.lora` trains ({min(missing)}, ..):"
                 " give the `lora` of the run that wrote it."
             )
-        if checkpoint.get("frozen_fingerprint") not in (None, frozen_fingerprint(self)):
+        if checkpoint.get(FINGERPRINT) not in (None, frozen_fingerprint(self)):
             raise ValueError(
                 "The checkpoint's adapters were trained on other weights than those of"
                 f" '{self._loading['pretrained_model_name_or_path']}' (or on the same in another `dtype`): give the"
@@ -354,10 +355,6 @@ class LongContextLM(LightningModule):
             **objective_facts(self.objective, self.context_length, self.stride),
             **run_facts(self.trainer, self._evaluated_at),
         )
-
-    @override
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint[KEY] = stored(self.backbone.base_model, self.training_facts())
 
     # -------------------------------------------------------------------------------------------------------- checks
 

@@ -5,10 +5,9 @@ from typing import Any
 
 import yaml
 
-from lightning_modules.eabf import EABF, register_eabf
 from lightning_modules.export.facts import TrainingFacts
 from lightning_modules.export.options import ExportOptions
-from lightning_modules.export.rope import guard_keys
+from lightning_modules.export.rope import REGISTER, guard_keys, own_type
 
 
 def model_card(
@@ -46,32 +45,32 @@ def _loading_code(facts: TrainingFacts, config: Mapping[str, Any], options: Expo
     """The Python lines that load an export, to be run in its folder."""
     auto = ", AutoTokenizer" if has_tokenizer else ""
     lines = []
-    if _is_eabf(config):
-        name = register_eabf.__name__
-        lines += [f"from {register_eabf.__module__} import {name}  # of the package longce", "", f"{name}()"]
+    if own_type(config) is not None:
+        name = REGISTER.__name__
+        lines += [f"from {REGISTER.__module__} import {name}  # of the package longce", "", f"{name}()"]
     folder = 'folder = "."  # where this file is'
     if not options.kept:
         imports = [f"from transformers import AutoModelForCausalLM{auto}"]
         body = [folder, "model = AutoModelForCausalLM.from_pretrained(folder)"]
     else:
+        bits = ", BitsAndBytesConfig" if facts.quantization else ""
         imports = [
             "from peft import PeftModel",
-            f"from transformers import AutoConfig, AutoModelForCausalLM{auto}",
+            f"from transformers import AutoConfig, AutoModelForCausalLM{auto}{bits}",
         ]
-        revision = f', revision="{facts.revision}"' if facts.revision else ""
+        more = f', revision="{facts.revision}"' if facts.revision else ""
+        if facts.quantization:
+            settings = ", ".join(f"{name}={value!r}" for name, value in facts.quantization.items())
+            more += f", quantization_config=BitsAndBytesConfig({settings})"
         body = [
             folder,
             'config = AutoConfig.from_pretrained(f"{folder}/base")  # the base model\'s own config will not do',
-            f'base = AutoModelForCausalLM.from_pretrained("{facts.base_model}"{revision}, config=config)',
+            f'base = AutoModelForCausalLM.from_pretrained("{facts.base_model}", config=config{more})',
             "model = PeftModel.from_pretrained(base, folder)",
         ]
     if has_tokenizer:
         body.append("tokenizer = AutoTokenizer.from_pretrained(folder)")
     return "\n".join([*imports, *lines, "", *body])
-
-
-def _is_eabf(config: Mapping[str, Any]) -> bool:
-    return (config.get("rope_parameters") or {}).get("rope_type") == EABF
 
 
 def _front_matter(facts: TrainingFacts, options: ExportOptions) -> dict[str, Any]:
@@ -114,10 +113,10 @@ def _weights(config: Mapping[str, Any], options: ExportOptions) -> list[str]:
 
 def _loading(facts: TrainingFacts, config: Mapping[str, Any], options: ExportOptions, has_tokenizer: bool) -> str:
     parts = []
-    if _is_eabf(config):
+    if (own := own_type(config)) is not None:
         parts.append(
-            "The model uses EABF, which transformers does not know: install longce (`pip install -e .` in a checkout"
-            " of its repository). Without the two lines that register it, loading stops with `KeyError: 'eabf'`."
+            f"The model's RoPE type `{own}` is longce's own: install longce (`pip install -e .` in a checkout of its"
+            f" repository). Without the two lines that register it, loading stops with `KeyError: '{own}'`."
         )
     parts.append(f"```python\n{_loading_code(facts, config, options, has_tokenizer)}\n```")
     return "\n\n".join(parts)
@@ -125,10 +124,10 @@ def _loading(facts: TrainingFacts, config: Mapping[str, Any], options: ExportOpt
 
 def _readers(facts: TrainingFacts, config: Mapping[str, Any], options: ExportOptions) -> str:
     parts = ["transformers 5, and what loads models through it."]
-    if _is_eabf(config):
+    if (own := own_type(config)) is not None:
         parts = [
-            "What runs the lines above. vLLM and the command line of lm-eval do not, and cannot compute EABF; lm-eval's"
-            " `HFLM` takes the loaded model."
+            f"What runs the lines above. vLLM and the command line of lm-eval do not, and cannot compute `{own}`;"
+            " lm-eval's `HFLM` takes the loaded model."
         ]
     if options.eabf_as_abf:
         parts.append(
@@ -165,6 +164,7 @@ def _training(facts: TrainingFacts) -> dict[str, str]:
         "optimizer": _named(facts.optimizer),
         "schedule": _named(facts.lr_scheduler),
         "adapters": _settings(facts.lora) if facts.lora else None,
+        "quantised base": _settings(facts.quantization) if facts.quantization else None,
         "data": data,
         "tokens per row": facts.sequence_length,
         "tokens per step": facts.tokens_per_step,

@@ -1,4 +1,4 @@
-"""A Lightning checkpoint as a folder that transformers loads; base model, data and GPU are not needed for it."""
+"""A Lightning checkpoint as a folder that transformers loads, without data or a GPU."""
 
 import json
 import pickle
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel, get_peft_model
+from torch import nn
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
@@ -18,19 +18,21 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from lightning_modules.adapters import add_adapters, frozen_fingerprint, trained_state
+from lightning_modules.backbone import Backbone
 from lightning_modules.context_extension import extend_config
 from lightning_modules.export.facts import TrainingFacts
 from lightning_modules.export.folder import check_replaceable
 from lightning_modules.export.model import check_export, export_model
 from lightning_modules.export.options import Adapters, ExportDType, ExportOptions
-from lightning_modules.loading import lora_config
+from lightning_modules.loading import load_backbone
 from lightning_modules.tokenization import load_tokenizer
 
 KEY = "longce_export"
 """Where a checkpoint holds what `stored` gives."""
 
-PREFIX = "backbone.model."
-"""Of the weights in a checkpoint."""
+FINGERPRINT = "frozen_fingerprint"
+"""Where a checkpoint without the weights that adapters leave as they were holds a hash of them."""
 
 
 def stored(model: PreTrainedModel, facts: TrainingFacts) -> dict[str, str]:
@@ -84,11 +86,13 @@ def export_checkpoint(
     check_replaceable(folder)
     content = _read(checkpoint)
     facts = TrainingFacts.from_json(content[KEY]["facts"])
-    model = _build(content[KEY], facts)
-    check_export(model, folder, options, facts)
-    _fill(model, content["state_dict"], kept=options.kept)
+    module = _build(content[KEY], facts)
+    check_export(module.backbone.model, folder, options, facts)
     chosen = _tokenizer(tokenizer, tokenizer_revision, facts)
-    export_model(model, chosen, folder, options=options, facts=facts)
+    if FINGERPRINT in content and not options.kept:
+        module.backbone = _load_base(facts, content[FINGERPRINT])
+    _fill(module, content["state_dict"], partly=FINGERPRINT in content)
+    export_model(module.backbone.model, chosen, folder, options=options, facts=facts)
     return folder
 
 
@@ -130,18 +134,49 @@ def _read(path: str) -> dict[str, Any]:
     return content
 
 
-def _build(saved: Mapping[str, str], facts: TrainingFacts) -> Any:
+class _Module(nn.Module):
+    """What a checkpoint names its weights after."""
+
+    def __init__(self, backbone: Backbone) -> None:
+        super().__init__()
+        self.backbone = backbone
+
+
+def _build(saved: Mapping[str, str], facts: TrainingFacts) -> _Module:
     """The model without memory for its weights."""
-    config = _config(json.loads(saved["config"]))
+    content = json.loads(saved["config"])
+    quantization = content.pop("quantization_config", None)  # adapters look the same over plain layers
+    config = _config(content)
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=config.dtype, attn_implementation="sdpa")
         model.generation_config = GenerationConfig.from_dict(json.loads(saved["generation_config"]))
         if facts.lora is not None:
             # Starting values are computed from weights, which come from the checkpoint.
-            start = facts.lora.get("init_lora_weights", True)
-            model = get_peft_model(model, lora_config({**facts.lora, "init_lora_weights": False}))
-            model.peft_config[model.active_adapter].init_lora_weights = start
-    return model
+            model = add_adapters(model, {**facts.lora, "init_lora_weights": False})
+            model.peft_config[model.active_adapter].init_lora_weights = facts.lora.get("init_lora_weights", True)
+    backbone = Backbone(model)
+    if quantization is not None:
+        backbone.base_model.config.quantization_config = quantization
+    return _Module(backbone)
+
+
+def _load_base(facts: TrainingFacts, fingerprint: str) -> Backbone:
+    """The base model with fresh adapters, for a checkpoint that holds only what was trained."""
+    changes = dict(facts.changes)
+    backbone = load_backbone(
+        facts.base_model,
+        context_extension=changes.pop("context_extension", None),
+        model_config=changes,
+        revision=facts.revision,
+        dtype=facts.dtype,
+        lora=facts.lora,
+    )
+    if frozen_fingerprint(_Module(backbone)) != fingerprint:
+        raise ValueError(
+            f"The checkpoint's adapters were trained on other weights than those of '{facts.base_model}' now: export"
+            " where that model is as it was, or with `--adapters kept`."
+        )
+    return backbone
 
 
 def _config(content: dict[str, Any]) -> PreTrainedConfig:
@@ -156,14 +191,13 @@ def _config(content: dict[str, Any]) -> PreTrainedConfig:
     return config
 
 
-def _fill(model: PreTrainedModel | PeftModel, weights: Mapping[str, torch.Tensor], *, kept: bool) -> None:
-    """Put the weights of a checkpoint in place; for adapters that are kept apart the other weights are not needed."""
-    own = {name.removeprefix(PREFIX): tensor for name, tensor in weights.items() if name.startswith(PREFIX)}
-    report = model.load_state_dict(own, strict=False, assign=True)
-    missing = [name for name in report.missing_keys if not kept or model.get_parameter(name).requires_grad]
-    if missing or (report.unexpected_keys and not kept):
-        name = [*missing, *report.unexpected_keys][0]
+def _fill(module: _Module, weights: Mapping[str, torch.Tensor], *, partly: bool) -> None:
+    """Put the weights of a checkpoint in place, which may be only those that were trained."""
+    report = module.load_state_dict(weights, strict=False, assign=True)
+    wanted = trained_state(module, module.state_dict()) if partly else module.state_dict()
+    missing = [name for name in report.missing_keys if name in wanted]
+    if missing or report.unexpected_keys:
         raise ValueError(
-            f"The weights of the checkpoint are not those of the model that it describes: '{name}' is"
-            f" {'missing' if missing else 'unknown'}. Name another one."
+            "The weights of the checkpoint are not those of the model that it describes:"
+            f" '{[*missing, *report.unexpected_keys][0]}' is {'missing' if missing else 'unknown'}. Name another one."
         )

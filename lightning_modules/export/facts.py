@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
+from lightning_modules.loading import DType
 from lightning_modules.objectives import Objective
 
 PACKAGES = ("longce", "torch", "transformers", "peft", "lightning")
@@ -26,7 +27,9 @@ class TrainingFacts:
         revision: Commit, or branch or tag, of the base model on the hub.
         changes: Values of the base model's config that were replaced, with the settings of a context extension under
             ``context_extension``.
+        dtype: Of the weights that were trained or lay frozen under adapters.
         lora: Arguments of the adapters.
+        quantization: Arguments of ``transformers.BitsAndBytesConfig``, if the base was quantised as it was loaded.
         objective: Its class, under ``name``, and settings.
         context_length: K, if the objective looks at a short context.
         stride: d, likewise.
@@ -49,7 +52,9 @@ class TrainingFacts:
     base_is_local: bool = False
     revision: str | None = None
     changes: dict[str, Any] = field(default_factory=dict)
+    dtype: DType = "float32"
     lora: dict[str, Any] | None = None
+    quantization: dict[str, Any] | None = None
     objective: dict[str, Any] | None = None
     context_length: int | None = None
     stride: int | None = None
@@ -96,8 +101,15 @@ def loading_facts(loading: Mapping[str, Any], config: Any) -> dict[str, Any]:
         "base_is_local": local,
         "revision": None if local else getattr(config, "_commit_hash", None) or loading["revision"],
         "changes": changes,
+        "dtype": loading["dtype"],
         "lora": loading["lora"],
+        "quantization": None if loading["quantization"] is None else _quantization(config.quantization_config),
     }
+
+
+def _quantization(config: Any) -> dict[str, Any]:
+    """The settings of a ``BitsAndBytesConfig`` that are not its defaults, in plain types."""
+    return {name: value for name, value in config.to_diff_dict().items() if name != "quant_method"}
 
 
 def objective_facts(objective: Objective, context_length: int, stride: int) -> dict[str, Any]:

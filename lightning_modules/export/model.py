@@ -138,6 +138,8 @@ def _write_adapters(model: Any, config: PreTrainedConfig, folder: Path, facts: T
     content["base_model_name_or_path"] = f"{path} with the config in base/, see README.md" if facts.changes else path
     content["revision"] = facts.revision
     file.write_text(json.dumps(content, indent=2) + "\n")
+    if facts.quantization is not None:
+        del config.quantization_config  # it would say that the stored weights are quantised
     config.architectures = [type(model.get_base_model()).__name__]
     config.save_pretrained(folder / "base")
 

@@ -3,7 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_modules.eabf import EABF
+from lightning_modules.eabf import EABF, register_eabf
+
+REGISTER = register_eabf
+"""What makes RoPE types of this package known to transformers."""
 
 LLAMA_TYPES = ("default", "linear", "dynamic", "llama3")
 LEGACY_TYPES: dict[str, tuple[str, ...]] = {
@@ -27,6 +30,12 @@ OLD_DEFAULTS: dict[str, tuple[str, float]] = {
 """By model type, the key that transformers 4 reads the base from, and the base that it takes without the key."""
 
 
+def own_type(config: Mapping[str, Any]) -> str | None:
+    """The RoPE type of a ``config.json``, if only this package knows it."""
+    rope_type = (config.get("rope_parameters") or {}).get("rope_type")
+    return EABF if rope_type == EABF else None
+
+
 def legacy_rope_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """The keys ``rope_theta`` and ``rope_scaling``, by which transformers 4 and tools like it rotate as version 5 does.
 
@@ -41,10 +50,10 @@ def legacy_rope_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     rope = dict(config.get("rope_parameters") or {})
     model_type, rope_type = config["model_type"], rope.get("rope_type", "")
-    if rope_type == EABF:
+    if own_type(config) is not None:
         raise ValueError(
-            "`legacy_rope_keys`: transformers 4 cannot scale attention as EABF does, whatever keys it reads. Export"
-            " without them, or set `eabf_as_abf` (logits then differ beyond the original length)."
+            f"`legacy_rope_keys`: transformers 4 cannot compute RoPE of type '{rope_type}', whatever keys it reads."
+            " Export without them, or set `eabf_as_abf` for EABF (logits then differ beyond the original length)."
         )
     if rope_type not in LEGACY_TYPES.get(model_type, ()):
         known = ", ".join(f"{name} ({', '.join(types)})" for name, types in LEGACY_TYPES.items())

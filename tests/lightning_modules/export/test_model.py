@@ -1,7 +1,6 @@
 import json
 import multiprocessing
 import os
-import re
 import signal
 
 import pytest
@@ -13,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from lightning_modules import files
 from lightning_modules.export import ExportOptions, TrainingFacts, export_model, folder, model
 from tests.conftest import tiny_model
-from tests.lightning_modules.export.test_weights import adapted, export, logits
+from tests.lightning_modules.export.test_weights import adapted, export, logits, run_card
 
 EXTENDED = {"rope_parameters": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4}}
 
@@ -113,10 +112,7 @@ def test_the_card_says_what_was_done(tmp_path, tokenizer):
 def test_the_lines_of_the_card_load_the_model(base, code, tmp_path, monkeypatch, tokenizer):
     trained, facts = base
     export_model(trained, tokenizer, tmp_path / "out", options=ExportOptions(code), facts=facts)
-    lines = re.search(r"```python\n(.*?)```", (tmp_path / "out" / "README.md").read_text(), re.DOTALL)[1]
-    monkeypatch.chdir(tmp_path / "out")
-    names = {}
-    exec(lines, names)
+    names = run_card(tmp_path / "out", monkeypatch)
     torch.testing.assert_close(logits(names["model"]), logits(trained), rtol=1e-4, atol=1e-4)
     assert names["tokenizer"]("ba").input_ids == tokenizer("ba").input_ids
 
@@ -141,10 +137,14 @@ def test_a_quantised_base_is_not_merged(tmp_path):
     trained.get_base_model().config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     with pytest.raises(ValueError, match=r"quantised base.*`adapters` to 'kept'"):
         export(trained, tmp_path / "out")
-    facts = TrainingFacts(base_model="a/b")
-    export_model(trained, None, tmp_path / "out", options=ExportOptions("kept"), facts=facts)
-    content = json.loads((tmp_path / "out" / "base" / "config.json").read_text())
-    assert content["quantization_config"]["load_in_4bit"], "the base is loaded as it was in training"
+    # Weights that are stored in few bits are so by the base's own config; others by the lines of the card.
+    for name, quantization in (("stored", None), ("loaded", {"load_in_4bit": True})):
+        facts = TrainingFacts(base_model="a/b", quantization=quantization)
+        export_model(trained, None, tmp_path / name, options=ExportOptions("kept"), facts=facts)
+        content = json.loads((tmp_path / name / "base" / "config.json").read_text())
+        assert ("quantization_config" in content) == (name == "stored")
+        card = (tmp_path / name / "README.md").read_text()
+        assert ("quantization_config=BitsAndBytesConfig(load_in_4bit=True)" in card) == (name == "loaded")
 
 
 @pytest.mark.parametrize(

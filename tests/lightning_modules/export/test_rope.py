@@ -83,7 +83,7 @@ def test_types_that_version_4_reads_otherwise_are_guarded_and_refused(model_type
 
 def test_eabf_has_no_legacy_keys_and_becomes_abf_on_request(tmp_path, caplog):
     config = extended("llama", "eabf")
-    with pytest.raises(ValueError, match=r"EABF.*`eabf_as_abf`"):
+    with pytest.raises(ValueError, match=r"of type 'eabf'.*`eabf_as_abf`"):
         legacy_rope_keys(config.to_dict())
     assert as_abf(config.rope_parameters) == {"rope_type": "default", "rope_theta": 2e6}
     with pytest.raises(ValueError, match=r"'default' and not 'eabf'"):

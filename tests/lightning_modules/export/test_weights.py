@@ -1,4 +1,5 @@
 import json
+import re
 import weakref
 
 import pytest
@@ -29,6 +30,14 @@ def adapted(*, tied=False, model_type="llama", dtype=torch.float32, **lora):
 def export(model, folder, facts=None, **options):
     export_model(model, None, folder, options=ExportOptions(**options), facts=facts or TrainingFacts())
     return AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+def run_card(folder, monkeypatch):
+    """What the Python lines of a model card define, run as they stand."""
+    monkeypatch.chdir(folder)
+    names = {}
+    exec(re.search(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)[1], names)
+    return names
 
 
 @torch.no_grad()
