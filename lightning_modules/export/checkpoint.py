@@ -144,9 +144,7 @@ class _Module(nn.Module):
 
 def _build(saved: Mapping[str, str], facts: TrainingFacts) -> _Module:
     """The model without memory for its weights."""
-    content = json.loads(saved["config"])
-    quantization = content.pop("quantization_config", None)  # adapters look the same over plain layers
-    config = _config(content)
+    config = _config(json.loads(saved["config"]))
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=config.dtype, attn_implementation="sdpa")
         model.generation_config = GenerationConfig.from_dict(json.loads(saved["generation_config"]))
@@ -154,10 +152,7 @@ def _build(saved: Mapping[str, str], facts: TrainingFacts) -> _Module:
             # Starting values are computed from weights, which come from the checkpoint.
             model = add_adapters(model, {**facts.lora, "init_lora_weights": False})
             model.peft_config[model.active_adapter].init_lora_weights = facts.lora.get("init_lora_weights", True)
-    backbone = Backbone(model)
-    if quantization is not None:
-        backbone.base_model.config.quantization_config = quantization
-    return _Module(backbone)
+    return _Module(Backbone(model))
 
 
 def _load_base(facts: TrainingFacts, fingerprint: str) -> Backbone:

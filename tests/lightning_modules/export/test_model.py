@@ -45,12 +45,16 @@ def test_adapters_kept_apart_load_with_the_base_in_their_folder_and_not_without(
     assert (logits(wrong) - logits(trained)).abs().max() > 0.1
     assert "**computes other numbers, without an error**" in (tmp_path / "out" / "README.md").read_text()
     # What asks the adapter for its base is told to look into the card.
-    hub = TrainingFacts(base_model="meta-llama/x", changes=EXTENDED)
+    hub = TrainingFacts(base_model="meta-llama/x", revision="0123abc", changes=EXTENDED)
     for name, source in (("out", facts), ("hub", hub)):
         export_model(trained, None, tmp_path / name, options=ExportOptions("kept"), facts=source)
         for loader in (AutoPeftModelForCausalLM, AutoModelForCausalLM):
             with pytest.raises((OSError, ValueError), match=r"with the config in base/, see README\.md"):
                 loader.from_pretrained(str(tmp_path / name))
+    assert (
+        'from_pretrained("meta-llama/x", config=config, revision="0123abc")' in (tmp_path / "hub/README.md").read_text()
+    )
+    assert json.loads((tmp_path / "hub" / "adapter_config.json").read_text())["revision"] == "0123abc"
 
 
 def test_adapters_of_an_unchanged_base_load_by_themselves(tmp_path):
