@@ -1,60 +1,73 @@
 """The trained model as a folder that Hugging Face loads."""
 
-import os
-import shutil
-import tempfile
 from pathlib import Path
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
-from peft import PeftModel
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from typing_extensions import override
 
-from lightning_modules.backbone import Backbone
+from lightning_modules.export import (
+    Adapters,
+    ExportDType,
+    ExportOptions,
+    check_export,
+    check_replaceable,
+    export_model,
+)
+from lightning_modules.long_context_lm import LongContextLM
 
 
 class HuggingFaceExport(Callback):
-    """Saves model and tokenizer when training ends, adapters merged, for ``from_pretrained`` and ``longce score``.
+    """Saves model, tokenizer and a model card when training ends, for ``from_pretrained`` and ``longce score``.
 
     Args:
         output_dir: Folder to write. An earlier export there is replaced once the new one is complete; a folder of
             anything else is refused.
+        adapters: ``merged`` into the weights, or ``kept`` apart, with the base model's config in ``base/``.
+        dtype: Of the weights of a whole model: ``auto`` leaves them as they were trained, in float32 as a rule;
+            ``bfloat16`` halves the files and rounds the weights.
+        legacy_rope_keys: Write ``rope_theta`` and ``rope_scaling`` for transformers 4 beside ``rope_parameters``;
+            refused where they would not make it right.
+        eabf_as_abf: Export a model trained with EABF as plain ABF, which every reader computes: logits then differ
+            beyond the original length.
 
     Raises:
-        ValueError: If the folder holds something other than an export.
+        ValueError: If the folder holds something other than an export, or, before training, if the model does not
+            allow what is asked for.
     """
 
-    def __init__(self, output_dir: str) -> None:
+    def __init__(
+        self,
+        output_dir: str,
+        adapters: Adapters = "merged",
+        dtype: ExportDType = "auto",
+        legacy_rope_keys: bool = False,
+        eabf_as_abf: bool = False,
+    ) -> None:
         self.output_dir = Path(output_dir).expanduser()
-        self._check_replaceable()
+        self.options = ExportOptions(adapters, dtype, legacy_rope_keys, eabf_as_abf)
+        check_replaceable(self.output_dir)
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert isinstance(pl_module, LongContextLM)
+        if isinstance(trainer.strategy, FSDPStrategy | DeepSpeedStrategy | ModelParallelStrategy):
+            raise ValueError(
+                f"HuggingFaceExport needs all weights in one process; {type(trainer.strategy).__name__} shards them:"
+                " remove the callback, consolidate the last checkpoint and run `longce export`."
+            )
+        check_export(pl_module.backbone.model, self.output_dir, self.options, pl_module.training_facts())
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not trainer.is_global_zero or trainer.global_step == 0:
-            return
-        backbone = pl_module.backbone
-        assert isinstance(backbone, Backbone)
-        model = backbone.model.merge_and_unload() if isinstance(backbone.model, PeftModel) else backbone.model
-        self.output_dir.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(dir=self.output_dir.parent, prefix=f".{self.output_dir.name}."))
-        try:
-            model.save_pretrained(temporary / "new")
-            if (tokenizer := getattr(trainer.datamodule, "tokenizer", None)) is not None:  # type: ignore[attr-defined]
-                tokenizer.save_pretrained(temporary / "new")
-            self._check_replaceable()
-            if self.output_dir.exists():
-                os.rename(self.output_dir, temporary / "old")
-            os.rename(temporary / "new", self.output_dir)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-
-    def _check_replaceable(self) -> None:
-        folder = self.output_dir
-        is_export = (
-            folder.is_dir() and (folder / "config.json").is_file() and not any(map(Path.is_dir, folder.iterdir()))
-        )
-        if folder.exists() and not is_export and (not folder.is_dir() or any(folder.iterdir())):
-            raise ValueError(
-                f"`output_dir` of the export, '{folder}', exists and is no earlier export, which would be replaced:"
-                " name a new folder."
+        assert isinstance(pl_module, LongContextLM)
+        if trainer.is_global_zero and trainer.global_step > 0:
+            export_model(
+                pl_module.backbone.model,
+                getattr(trainer.datamodule, "tokenizer", None),  # type: ignore[attr-defined]
+                self.output_dir,
+                options=self.options,
+                facts=pl_module.training_facts(),
             )
+        trainer.strategy.barrier()  # nobody reads it, or starts to test, before it is there

@@ -37,6 +37,7 @@ commands:
   test        evaluate a model on the test documents
   predict     long and short log-likelihoods of every token of the test documents
   influence   LongCE weights of the training rows by an evaluator, so that training makes no short pass
+  export      a checkpoint of `fit` as a folder that transformers loads
   plan        FLOPs, time, memory and cost of `fit` and of scoring on given GPUs, without weights or a GPU
 
 `longce COMMAND --help` explains the options of each."""
@@ -196,6 +197,16 @@ def plan_command(arguments: Sequence[str]) -> None:
         write_atomically(Path(options.output), (json.dumps(plan, indent=2) + "\n").encode())
 
 
+def export_command(arguments: Sequence[str]) -> None:
+    """Run ``longce export`` and say where the model is."""
+    from lightning_modules.export import export_checkpoint
+
+    parser = jsonargparse.ArgumentParser(prog="longce export", description=_summary(export_checkpoint))
+    parser.add_function_arguments(export_checkpoint, as_positional=True)
+    options = parser.parse_args(list(arguments[1:])).as_dict()
+    sys.stdout.write(f"{export_checkpoint(**options)}\n")
+
+
 def quickstart_command(arguments: Sequence[str]) -> None:
     """Run ``longce quickstart``; further options go to each of its runs."""
     from lightning_modules.quickstart import quickstart
@@ -225,6 +236,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], object]] = {
     "plan": plan_command,
     "score": score_command,
     "influence": influence_command,
+    "export": export_command,
     "quickstart": quickstart_command,
     **dict.fromkeys(("fit", "validate", "test", "predict"), _lightning_command),
 }

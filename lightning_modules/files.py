@@ -1,5 +1,6 @@
 """Files and folders that appear whole or not at all, and the cache they live in."""
 
+import ctypes
 import errno
 import os
 import platform
@@ -22,6 +23,7 @@ HOST = platform.node().replace(os.sep, "_")
 """Name of this machine, as unfinished folders carry it."""
 
 CACHE_REMEDY = "Set `cache_dir`, or $LONGCE_CACHE, to a folder that you can write to."
+DISK_REMEDY = "set `cache_dir` or $LONGCE_CACHE to another disk"
 
 
 def writable_folder(folder: Path, *, remedy: str = CACHE_REMEDY) -> Path:
@@ -63,24 +65,32 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 @contextmanager
-def atomic_folder(target: Path) -> Iterator[Path]:
+def atomic_folder(target: Path, *, replace: bool = False, remedy: str = DISK_REMEDY) -> Iterator[Path]:
     """A temporary folder beside ``target`` to be filled; it takes the target's name when the block ends.
 
     A failure leaves nothing, a killed process a folder ``.building-*`` that nobody reads and that goes when the next
-    process holds the lock of ``target`` (see `locks.exclusive`). If somebody else was first to publish ``target``,
-    theirs stays: equal names promise equal content.
+    process holds the lock of ``target`` (see `locks.exclusive`).
+
+    Args:
+        target: The folder to be.
+        replace: Put it in the place of a folder that is there. Without, if somebody else was first to publish
+            ``target``, theirs stays: equal names promise equal content.
+        remedy: What to do if the disk is full, beside freeing room.
     """
     temporary = Path(tempfile.mkdtemp(prefix=building_prefix(target), dir=target.parent))
     try:
         yield temporary
         temporary.chmod(0o755)  # `mkdtemp` lets nobody else in, but a cache may be shared
-        for path in (*temporary.iterdir(), temporary):
+        for path in (*temporary.rglob("*"), temporary):
             to_disk(path)
-        _publish(temporary, target)
+        if replace and target.is_dir():
+            _exchange(temporary, target)
+        else:
+            _publish(temporary, target)
         to_disk(target.parent)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            error.add_note(f"No room for {target}. Free some, or set `cache_dir` or $LONGCE_CACHE to another disk.")
+            error.add_note(f"No room for {target}. Free some, or {remedy}.")
         raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -104,6 +114,23 @@ def remove_folder(target: Path) -> None:
     doomed = Path(tempfile.mkdtemp(prefix=building_prefix(target), dir=target.parent))
     target.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _exchange(first: Path, second: Path) -> None:
+    """Swap the names of two folders, in one step where the system can, so that a kill leaves one of both in place."""
+    at_working_directory, exchange = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    names = (at_working_directory, os.fsencode(first), at_working_directory, os.fsencode(second), exchange)
+    if rename is not None and rename(*names) == 0:
+        return
+    aside = first.with_name(f"{first.name}.old")  # macOS, and file systems that cannot
+    second.rename(aside)
+    try:
+        first.rename(second)
+    except OSError:
+        aside.rename(second)
+        raise
+    aside.rename(first)
 
 
 def to_disk(path: Path) -> None:

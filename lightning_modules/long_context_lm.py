@@ -17,6 +17,7 @@ from lightning_modules.adapters import frozen_fingerprint, quantization_config, 
 from lightning_modules.backbone import Backbone
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.checkpointing import Checkpointing
+from lightning_modules.export import FINGERPRINT, KEY, TrainingFacts, loading_facts, objective_facts, run_facts, stored
 from lightning_modules.functional import ShortContext, Weighing
 from lightning_modules.functional.head_kernels import HeadKernel, check_installed
 from lightning_modules.functional.windows import check_context, check_window_share
@@ -131,6 +132,7 @@ class LongContextLM(LightningModule):
         self._make_optimizer = optimizer
         self._make_lr_scheduler = lr_scheduler
         self._perplexity = LongPerplexity()
+        self._evaluated_at: int | None = None
         self._statistics = TrainingStatistics(objective, drawn=objective.uses_short_context and short_window_share < 1)
 
     def check_early(self, sequence_length: int | None) -> None:
@@ -186,9 +188,10 @@ class LongContextLM(LightningModule):
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Leave out what adapters leave as it was, for 7B 27 GB in each checkpoint; its fingerprint stands for it."""
+        checkpoint[KEY] = stored(self.backbone.base_model, self.training_facts())  # for `longce export`
         if self._adapters_only:
             checkpoint["state_dict"] = trained_state(self, checkpoint["state_dict"])
-            checkpoint["frozen_fingerprint"] = frozen_fingerprint(self)
+            checkpoint[FINGERPRINT] = frozen_fingerprint(self)
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -199,7 +202,7 @@ class LongContextLM(LightningModule):
                 f"The checkpoint lacks {len(missing)} of the weights that `model.lora` trains ({min(missing)}, ..):"
                 " give the `lora` of the run that wrote it."
             )
-        if checkpoint.get("frozen_fingerprint") not in (None, frozen_fingerprint(self)):
+        if checkpoint.get(FINGERPRINT) not in (None, frozen_fingerprint(self)):
             raise ValueError(
                 "The checkpoint's adapters were trained on other weights than those of"
                 f" '{self._loading['pretrained_model_name_or_path']}' (or on the same in another `dtype`): give the"
@@ -336,11 +339,22 @@ class LongContextLM(LightningModule):
 
     @override
     def on_validation_epoch_end(self) -> None:
+        self._evaluated_at = self.global_step
         self.log("val/perplexity", self._perplexity.compute().float(), prog_bar=True, sync_dist=True)
 
     @override
     def on_test_epoch_end(self) -> None:
         self.log("test/perplexity", self._perplexity.compute().float(), sync_dist=True)
+
+    # -------------------------------------------------------------------------------------------------------- export
+
+    def training_facts(self) -> TrainingFacts:
+        """What is known of the run so far, for checkpoints and for the card of an exported model."""
+        return TrainingFacts(
+            **loading_facts(self._loading, self.backbone.base_model.config),
+            **objective_facts(self.objective, self.context_length, self.stride),
+            **run_facts(self.trainer, self._evaluated_at),
+        )
 
     # -------------------------------------------------------------------------------------------------------- checks
 

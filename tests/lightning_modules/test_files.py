@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from lightning_modules import files
 from lightning_modules.files import atomic_folder, default_cache_dir, remove_folder, writable_folder
 
 
@@ -79,3 +80,18 @@ def test_default_cache_folder(monkeypatch):
     assert str(default_cache_dir()) == "/scratch/cache"
     monkeypatch.delenv("LONGCE_CACHE")
     assert str(default_cache_dir()).endswith("/.cache/longce")
+
+
+@pytest.mark.parametrize("in_one_step", [True, False])
+def test_a_folder_is_replaced(tmp_path, monkeypatch, in_one_step):
+    if not in_one_step:
+        monkeypatch.setattr(files.ctypes, "CDLL", lambda _: None)
+    for content in ("old", "new"):
+        with atomic_folder(tmp_path / "target", replace=True) as folder:
+            (folder / content).mkdir()
+            (folder / content / "file").write_text(content)
+    assert [path.name for path in tmp_path.iterdir()] == ["target"]
+    assert [path.name for path in (tmp_path / "target").iterdir()] == ["new"]
+    with pytest.raises(KeyError), atomic_folder(tmp_path / "target", replace=True):
+        raise KeyError
+    assert (tmp_path / "target" / "new" / "file").read_text() == "new"

@@ -1,0 +1,198 @@
+"""A Lightning checkpoint as a folder that transformers loads, without data or a GPU."""
+
+import json
+import pickle
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+from lightning_modules.adapters import add_adapters, frozen_fingerprint, trained_state
+from lightning_modules.backbone import Backbone
+from lightning_modules.context_extension import extend_config
+from lightning_modules.export.facts import TrainingFacts
+from lightning_modules.export.folder import check_replaceable
+from lightning_modules.export.model import check_export, export_model
+from lightning_modules.export.options import Adapters, ExportDType, ExportOptions
+from lightning_modules.loading import load_backbone
+from lightning_modules.tokenization import load_tokenizer
+
+KEY = "longce_export"
+"""Where a checkpoint holds what `stored` gives."""
+
+FINGERPRINT = "frozen_fingerprint"
+"""Where a checkpoint without the weights that adapters leave as they were holds a hash of them."""
+
+
+def stored(model: PreTrainedModel, facts: TrainingFacts) -> dict[str, str]:
+    """What a checkpoint has to hold for an export beside the weights, as JSON: it loads without running any code.
+
+    Args:
+        model: The model without the wrapper of peft.
+        facts: Of the training.
+    """
+    return {
+        "config": model.config.to_json_string(use_diff=False),
+        "generation_config": json.dumps(model.generation_config.to_dict(), default=str),
+        "facts": facts.to_json(),
+    }
+
+
+def export_checkpoint(
+    checkpoint: str,
+    output_dir: str,
+    *,
+    adapters: Adapters = "merged",
+    dtype: ExportDType = "auto",
+    legacy_rope_keys: bool = False,
+    eabf_as_abf: bool = False,
+    tokenizer: str | None = None,
+    tokenizer_revision: str | None = None,
+) -> Path:
+    """Export the model of a checkpoint of ``longce fit`` to a folder that transformers loads.
+
+    Args:
+        checkpoint: A file that ``longce fit`` wrote.
+        output_dir: Folder to write. An earlier export there is replaced once the new one is complete; a folder of
+            anything else is refused.
+        adapters: ``merged`` into the weights, or ``kept`` apart, with the base model's config in ``base/``.
+        dtype: Of the weights of a whole model: ``auto`` leaves them as they were trained; ``bfloat16`` halves the
+            files and rounds the weights.
+        legacy_rope_keys: Write ``rope_theta`` and ``rope_scaling`` for transformers 4 beside ``rope_parameters``;
+            refused where they would not make it right.
+        eabf_as_abf: Export a model trained with EABF as plain ABF: logits then differ beyond the original length.
+        tokenizer: Hub id or local folder; by default that of the training.
+        tokenizer_revision: Branch, tag or commit of the tokenizer on the hub.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ValueError: If the checkpoint cannot be read, is not of this package, or does not allow what is asked for.
+    """
+    options = ExportOptions(adapters, dtype, legacy_rope_keys, eabf_as_abf)
+    folder = Path(output_dir).expanduser()
+    check_replaceable(folder)
+    content = _read(checkpoint)
+    facts = TrainingFacts.from_json(content[KEY]["facts"])
+    module = _build(content[KEY], facts)
+    check_export(module.backbone.model, folder, options, facts)
+    chosen = _tokenizer(tokenizer, tokenizer_revision, facts)
+    if FINGERPRINT in content and not options.kept:
+        module.backbone = _load_base(facts, content[FINGERPRINT])
+    _fill(module, content["state_dict"], partly=FINGERPRINT in content)
+    export_model(module.backbone.model, chosen, folder, options=options, facts=facts)
+    return folder
+
+
+def _tokenizer(name: str | None, revision: str | None, facts: TrainingFacts) -> PreTrainedTokenizerFast:
+    """The one asked for, or that of the training."""
+    if name is not None:
+        return load_tokenizer(name, revision=revision)
+    if facts.tokenizer is None:
+        raise ValueError("The checkpoint names no tokenizer: give one by `--tokenizer`.")
+    try:
+        return load_tokenizer(facts.tokenizer, revision=facts.tokenizer_revision)
+    except ValueError as error:
+        raise ValueError(f"{error} Name another tokenizer than that of the training by `--tokenizer`.") from error
+
+
+def _read(path: str) -> dict[str, Any]:
+    """The checkpoint, with its weights left on disk until they are asked for."""
+    if "://" in path:
+        raise ValueError(f"`checkpoint` '{path}': checkpoints are not loaded from the web. Download it first.")
+    file = Path(path).expanduser()
+    if file.is_dir():
+        raise ValueError(
+            f"`checkpoint` '{path}' is a folder. If it is a sharded checkpoint, make it one file first:"
+            f" python -m lightning.pytorch.utilities.consolidate_checkpoint {path}"
+        )
+    if not zipfile.is_zipfile(file):
+        state = "is torn or no checkpoint" if file.exists() else "does not exist"
+        raise ValueError(f"`checkpoint` '{path}' {state}: name another one.")
+    try:
+        content = torch.load(str(file), map_location="cpu", weights_only=True, mmap=True)
+    except (pickle.UnpicklingError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"`checkpoint` '{path}' is torn, or holds more than weights: {reason}") from error
+    if not isinstance(content, dict) or KEY not in content or "state_dict" not in content:
+        raise ValueError(
+            f"`checkpoint` '{path}' was not written by this version's `longce fit`, which says in it how the model is"
+            " built. Go on with it for a step (`longce fit --ckpt_path`) to have it written anew, or name another one."
+        )
+    return content
+
+
+class _Module(nn.Module):
+    """What a checkpoint names its weights after."""
+
+    def __init__(self, backbone: Backbone) -> None:
+        super().__init__()
+        self.backbone = backbone
+
+
+def _build(saved: Mapping[str, str], facts: TrainingFacts) -> _Module:
+    """The model without memory for its weights."""
+    config = _config(json.loads(saved["config"]))
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=config.dtype, attn_implementation="sdpa")
+        model.generation_config = GenerationConfig.from_dict(json.loads(saved["generation_config"]))
+        if facts.lora is not None:
+            # Starting values are computed from weights, which come from the checkpoint.
+            model = add_adapters(model, {**facts.lora, "init_lora_weights": False})
+            model.peft_config[model.active_adapter].init_lora_weights = facts.lora.get("init_lora_weights", True)
+    return _Module(Backbone(model))
+
+
+def _load_base(facts: TrainingFacts, fingerprint: str) -> Backbone:
+    """The base model with fresh adapters, for a checkpoint that holds only what was trained."""
+    changes = dict(facts.changes)
+    backbone = load_backbone(
+        facts.base_model,
+        context_extension=changes.pop("context_extension", None),
+        model_config=changes,
+        revision=facts.revision,
+        dtype=facts.dtype,
+        lora=facts.lora,
+    )
+    if frozen_fingerprint(_Module(backbone)) != fingerprint:
+        raise ValueError(
+            f"The checkpoint's adapters were trained on other weights than those of '{facts.base_model}' now: export"
+            " where that model is as it was, or with `--adapters kept`."
+        )
+    return backbone
+
+
+def _config(content: dict[str, Any]) -> PreTrainedConfig:
+    model_type = content.get("model_type")
+    if model_type not in CONFIG_MAPPING:
+        raise ValueError(
+            f"Models of type '{model_type}' run code of their own repository, which a checkpoint cannot bring along:"
+            " export at the end of training, by the callback `HuggingFaceExport`."
+        )
+    config = CONFIG_MAPPING[model_type].from_dict(content)
+    extend_config(config, None)  # makes its RoPE type known
+    return config
+
+
+def _fill(module: _Module, weights: Mapping[str, torch.Tensor], *, partly: bool) -> None:
+    """Put the weights of a checkpoint in place, which may be only those that were trained."""
+    report = module.load_state_dict(weights, strict=False, assign=True)
+    wanted = trained_state(module, module.state_dict()) if partly else module.state_dict()
+    missing = [name for name in report.missing_keys if name in wanted]
+    if missing or report.unexpected_keys:
+        raise ValueError(
+            "The weights of the checkpoint are not those of the model that it describes:"
+            f" '{[*missing, *report.unexpected_keys][0]}' is {'missing' if missing else 'unknown'}. Name another one."
+        )

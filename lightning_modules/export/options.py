@@ -1,0 +1,43 @@
+"""What an export is to be like."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Adapters = Literal["merged", "kept"]
+ExportDType = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """The choices of an export.
+
+    Args:
+        adapters: ``merged`` into the weights, or ``kept`` apart, with the base model's config in ``base/``.
+        dtype: Of the weights of a whole model: ``auto`` leaves them as they were trained, in float32 as a rule;
+            ``bfloat16`` halves the files and rounds the weights.
+        legacy_rope_keys: Write ``rope_theta`` and ``rope_scaling`` for transformers 4 beside ``rope_parameters``;
+            refused where they would not make it right.
+        eabf_as_abf: Export a model trained with EABF as plain ABF, which every reader computes: logits then differ
+            beyond the original length.
+
+    Raises:
+        ValueError: If a value is unknown, or adapters would be converted to another type.
+    """
+
+    adapters: Adapters = "merged"
+    dtype: ExportDType = "auto"
+    legacy_rope_keys: bool = False
+    eabf_as_abf: bool = False
+
+    def __post_init__(self) -> None:
+        if self.adapters not in ("merged", "kept"):
+            raise ValueError(f"`adapters` is '{self.adapters}': set it to 'merged' or 'kept'.")
+        if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
+            raise ValueError(f"`dtype` is '{self.dtype}': set it to auto, float32, bfloat16 or float16.")
+        if self.adapters == "kept" and self.dtype != "auto":
+            raise ValueError(f"`dtype: {self.dtype}` is for merged models: leave it out, adapters stay as trained.")
+
+    @property
+    def kept(self) -> bool:
+        """Whether adapters stay apart."""
+        return self.adapters == "kept"
