@@ -45,10 +45,11 @@ METHODS: dict[str, dict[str, Any]] = {
     "ntk_by_parts": {"beta_fast": 4.0},
     "yarn": {"beta_fast": 4.0},
 }
+PATTERNS = ("streaming_llm", "lm_infinite", "rerope", "self_extend", "dual_chunk")  # that need no training
 
 
 def extension(method: str) -> dict[str, Any]:
-    return {"method": method, "original_length": SHORT, "target_length": LONG, **METHODS[method]}
+    return {"method": method, "original_length": SHORT, "target_length": LONG, **METHODS.get(method, {})}
 
 
 def questions(count: int, length: int) -> Iterator[torch.Tensor]:
@@ -147,7 +148,7 @@ def main() -> None:
     parser.add_argument("--base_steps", type=int, default=400)
     parser.add_argument("--steps", type=int, default=150, help="Of further training in long rows; 0 for none.")
     parser.add_argument("--questions", type=int, default=200, help="Per length.")
-    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=[*METHODS, *PATTERNS])
     options = parser.parse_args()
     results: dict[tuple[str, str, int], list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:

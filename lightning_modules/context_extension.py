@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
+from lightning.pytorch.utilities import rank_zero_warn
 from transformers import PreTrainedConfig
 
 from lightning_modules.eabf import EABF
@@ -260,6 +261,8 @@ def _longrope(extension: ContextExtension, config: PreTrainedConfig) -> dict[str
 
 def _ntk(extension: ContextExtension, config: PreTrainedConfig) -> dict[str, Any]:
     width = rotary_width(config)
+    if width <= 2:
+        raise ValueError(f"The method 'ntk' needs more than 2 rotated components per head, and the model has {width}.")
     return {"rope_theta": config.rope_parameters["rope_theta"] * extension.factor ** (width / (width - 2))}
 
 
@@ -274,7 +277,12 @@ def _higher_base(extension: ContextExtension, config: PreTrainedConfig) -> float
 
 
 def _paper_eabf(extension: ContextExtension, config: PreTrainedConfig) -> dict[str, Any]:
-    return _eabf(extension, _higher_base(extension, config), unscaled_layers=2)
+    if config.num_hidden_layers <= UNSCALED_LAYERS:
+        rank_zero_warn(
+            f"EABF scales attention in all layers but the first {UNSCALED_LAYERS}, and this model has"
+            f" {config.num_hidden_layers}: it will compute what 'abf' computes."
+        )
+    return _eabf(extension, _higher_base(extension, config), unscaled_layers=UNSCALED_LAYERS)
 
 
 def _eabf(extension: ContextExtension, base: float, unscaled_layers: int) -> dict[str, Any]:
@@ -307,6 +315,7 @@ def _pattern(extension: ContextExtension, _: PreTrainedConfig) -> dict[str, Any]
 
 
 AUTHORS_LENGTH = 4096
+UNSCALED_LAYERS = 2
 DEFAULTS: dict[str, float] = {
     "base": 500_000.0,
     "beta_fast": 32.0,

@@ -8,12 +8,15 @@ from lightning_modules.context_extension import ContextExtension, extend_config
 from lightning_modules.export import ExportOptions, TrainingFacts, export_model
 from lightning_modules.export.rope import LEGACY_TYPES, as_abf, guard_keys, legacy_rope_keys
 from tests.conftest import tiny_config, tiny_model
+from tests.lightning_modules.export.test_weights import logits, run_card
 
 METHODS = ("none", "pi", "abf", "ntk", "llama3", "yarn", "dynamic_ntk", "longrope", "eabf")
 
 
 def extended(model_type, method):
     extra = {"long_factor": [2.0, 3.0, 4.0, 5.0]} if method == "longrope" else {}
+    if method == "longnet":
+        extra = {"segment_lengths": [8, 16], "dilation_rates": [1, 2]}
     base = {"base": 2e6} if method in ("abf", "eabf") else {}
     config = tiny_config(model_type, head_dim=8)
     extend_config(config, ContextExtension(method, 64, 512, **extra, **base))
@@ -100,3 +103,14 @@ def test_eabf_has_no_legacy_keys_and_becomes_abf_on_request(tmp_path, caplog):
     assert difference[:, :64].abs().max() < 1e-5
     assert difference[:, 64:].abs().max() > 1e-2
     assert model.config.rope_parameters["rope_type"] == "eabf", "the model itself is not changed"
+
+
+@pytest.mark.parametrize("method", ["streaming_llm", "longnet"])
+def test_a_pattern_goes_with_the_config_and_its_card_registers_it(method, tmp_path, monkeypatch):
+    config = extended("llama", method)
+    with pytest.raises(ValueError, match=f"of type '{method}'"):
+        legacy_rope_keys(config.to_dict())
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    export_model(model, None, tmp_path / "out", options=ExportOptions(), facts=TrainingFacts())
+    assert "register_rope_types()" in (tmp_path / "out" / "README.md").read_text()
+    torch.testing.assert_close(logits(run_card(tmp_path / "out", monkeypatch)["model"]), logits(model))
