@@ -5,5 +5,13 @@ from datamodules.packed_text import PackedTextDataModule
 from datamodules.pg19 import PG19DataModule
 from datamodules.pile_arxiv import PileArxivDataModule
 from datamodules.recall import RecallDataModule
+from datamodules.text import TextDataModule
 
-__all__ = ["GovReportDataModule", "PG19DataModule", "PackedTextDataModule", "PileArxivDataModule", "RecallDataModule"]
+__all__ = [
+    "GovReportDataModule",
+    "PG19DataModule",
+    "PackedTextDataModule",
+    "PileArxivDataModule",
+    "RecallDataModule",
+    "TextDataModule",
+]

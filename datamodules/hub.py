@@ -31,7 +31,7 @@ class HubDataset:
     split: str
     text_column: str = "text"
     name_columns: tuple[str, ...] = ()
-    where: tuple[str, str] | None = None
+    where: tuple[str, Any] | None = None
     revision: str | None = None
 
     def __iter__(self) -> Iterator[Document]:

@@ -7,11 +7,12 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from hashlib import sha256
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol, cast, runtime_checkable
 
 import zstandard
+
+from datamodules.locations import File, file_size, files_fingerprint
 
 # UTF-8, without the byte-order mark that some editors put in front.
 ENCODING = "utf-8-sig"
@@ -46,12 +47,42 @@ class SizedSource(Protocol):
 
 
 @dataclass(frozen=True)
+class TextFiles:
+    """Every file is a document, plain or compressed (``.gz``, ``.zst``).
+
+    Args:
+        files: The files, read in this order.
+        titles: Title of each document by file stem; its name is then ``"<stem> <title>"``.
+    """
+
+    files: tuple[File, ...]
+    titles: Mapping[str, str] = field(default_factory=dict)
+
+    def __iter__(self) -> Iterator[Document]:
+        """Stream the documents."""
+        for file in self.files:
+            stem = file.name.removesuffix(file.suffix if is_packed(file) else "").removesuffix(".txt")
+            with opened(file) as stream:
+                content = stream.read()
+            name = f"{stem} {self.titles.get(stem, '')}".rstrip()
+            yield Document(name, checked_text(_decoded(content, str(file)), str(file)))
+
+    def fingerprint(self) -> str:
+        """Names, sizes and modification times of the files."""
+        return f"text {files_fingerprint(self.files)}"
+
+    def text_bytes(self) -> int | None:
+        """Size of the files, if they are plain."""
+        return _plain_bytes(self.files)
+
+
+@dataclass(frozen=True)
 class TextFolder:
-    """Every ``.txt`` file of a folder is a document, in the order of the file names.
+    """Every ``.txt`` file of a local folder is a document, in the order of the file names.
 
     Args:
         folder: The folder; subfolders are not searched.
-        titles: Title of each document by file stem; its name is then ``"<stem> <title>"``.
+        titles: As in `TextFiles`.
     """
 
     folder: Path
@@ -59,25 +90,23 @@ class TextFolder:
 
     def __iter__(self) -> Iterator[Document]:
         """Stream the documents."""
-        for file in self._files():
-            name = f"{file.stem} {self.titles.get(file.stem, '')}".rstrip()
-            yield Document(name, checked_text(_decoded(file.read_bytes(), str(file)), str(file)))
+        return iter(self._files())
 
     def fingerprint(self) -> str:
         """Names, sizes and modification times of the files."""
-        return f"text {files_fingerprint(self._files())}"
+        return self._files().fingerprint()
 
-    def text_bytes(self) -> int:
+    def text_bytes(self) -> int | None:
         """Size of the files."""
-        return sum(file.stat().st_size for file in self._files())
+        return self._files().text_bytes()
 
-    def _files(self) -> list[Path]:
-        files = sorted(self.folder.glob("*.txt"))
+    def _files(self) -> TextFiles:
+        files = tuple(sorted(self.folder.glob("*.txt")))
         if not files:
             raise FileNotFoundError(
                 f"No .txt file in {self.folder}. Name a folder that holds one text file per document."
             )
-        return files
+        return TextFiles(files, self.titles)
 
 
 @dataclass(frozen=True)
@@ -91,24 +120,23 @@ class JsonLines:
         where: ``(field, value)``: only documents whose field holds that value; dots reach into nested objects.
     """
 
-    files: tuple[Path, ...]
+    files: tuple[File, ...]
     text_fields: tuple[str, ...] = ("text",)
     name_fields: tuple[str, ...] = ()
-    where: tuple[str, str] | None = None
+    where: tuple[str, Any] | None = None
 
     def __iter__(self) -> Iterator[Document]:
         """Stream the documents."""
         found = False
         for file in self.files:
-            with _opened(file) as lines:
+            with opened(file) as lines:
                 for number, line in enumerate(lines, start=1):
                     document = self._document(line, file, number) if not line.isspace() else None
                     if document is not None:
                         found = True
                         yield document
         if not found:
-            wanted = f" with {self.where[0]} == {self.where[1]!r}" if self.where else ""
-            raise ValueError(f"No document{wanted} in {', '.join(map(str, self.files))}. Name other files.")
+            raise ValueError(no_document(self.where, self.files))
 
     def fingerprint(self) -> str:
         """Names, sizes and modification times of the files, and which documents are taken."""
@@ -116,11 +144,9 @@ class JsonLines:
 
     def text_bytes(self) -> int | None:
         """Size of the files, if they are plain and all is wanted: a little too much, JSON has quotes and names."""
-        if self.where or any(file.suffix in (".gz", ".zst") for file in self.files):
-            return None
-        return sum(file.stat().st_size for file in self.files)
+        return None if self.where else _plain_bytes(self.files)
 
-    def _document(self, line: bytes, file: Path, number: int) -> Document | None:
+    def _document(self, line: bytes, file: File, number: int) -> Document | None:
         """The document on a line; none if it is not wanted."""
         place = f"{file}:{number}"
         record = _parsed(line, place)
@@ -168,18 +194,26 @@ def record_name(record: Mapping[str, Any], fields: tuple[str, ...], place: str) 
     return " ".join(str(record[field]).strip() for field in fields if record.get(field)) or place
 
 
-def files_fingerprint(files: list[Path] | tuple[Path, ...]) -> str:
-    """Hash of names, sizes and modification times: what tells an edit of many gigabytes without reading them."""
-    stats = [(file.name, file.stat()) for file in files]
-    listing = json.dumps(sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats))
-    return sha256(listing.encode()).hexdigest()
+def no_document(where: tuple[str, Any] | None, files: tuple[File, ...]) -> str:
+    """What to say when files hold nothing that is wanted."""
+    wanted = f" with {where[0]} == {where[1]!r}" if where else ""
+    return f"No document{wanted} in {', '.join(map(str, files))}. Name other files."
+
+
+def is_packed(file: File) -> bool:
+    """Whether a file is compressed."""
+    return file.suffix in (".gz", ".zst")
 
 
 @contextmanager
-def _opened(file: Path) -> Iterator[BinaryIO]:
-    """The file's bytes, unpacked on the fly."""
+def opened(file: File) -> Iterator[BinaryIO]:
+    """The file's bytes, fetched and unpacked as they are read.
+
+    Raises:
+        ValueError: If the file is damaged.
+    """
     with ExitStack() as stack:
-        stream = cast(BinaryIO, stack.enter_context(file.open("rb")))
+        stream: BinaryIO = stack.enter_context(file.open("rb"))
         if file.suffix == ".gz":
             stream = cast(BinaryIO, stack.enter_context(gzip.GzipFile(fileobj=stream)))
         elif file.suffix == ".zst":
@@ -189,6 +223,12 @@ def _opened(file: Path) -> Iterator[BinaryIO]:
             yield stream
         except (EOFError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:
             raise ValueError(f"{file}: the compressed file is damaged ({error}). Fetch it again.") from error
+
+
+def _plain_bytes(files: tuple[File, ...]) -> int | None:
+    """Size of all files; None if some are compressed or of unknown size."""
+    sizes = [None if is_packed(file) else file_size(file) for file in files]
+    return None if None in sizes else sum(size for size in sizes if size is not None)
 
 
 def _decoded(content: bytes, place: str) -> str:

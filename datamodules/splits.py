@@ -6,12 +6,10 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Literal
 
+from datamodules.locations import JSON_LINES
 from datamodules.sources import Document, Source
 
 Split = Literal["train", "validation", "test"]
-
-JSON_LINES = tuple(kind + packing for kind in (".jsonl", ".json") for packing in ("", ".gz", ".zst"))
-"""Endings of JSON-lines files; corpora such as the Pile call them .json, too."""
 
 _PREFIX: dict[Split, str] = {"train": "train", "validation": "val", "test": "test"}
 

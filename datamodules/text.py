@@ -1,0 +1,110 @@
+"""Any corpus: files of text, JSON lines or parquet, here or elsewhere, or a hub dataset."""
+
+from pathlib import Path
+from typing import Any
+
+from jsonargparse.typing import PositiveInt
+from typing_extensions import override
+
+from datamodules.hub import HubDataset
+from datamodules.locations import JSON_LINES, PARQUET, TEXT, File, find_files, is_url
+from datamodules.packed_text import PackedTextDataModule
+from datamodules.parquet import ParquetFiles
+from datamodules.sources import JsonLines, Source, TextFiles
+from datamodules.splits import HashSplit, Split
+
+
+class TextDataModule(PackedTextDataModule):
+    """A corpus of your own.
+
+    Each of `train`, `validation` and `test` is one of:
+
+    - a file, or a folder (searched to any depth), of ``.txt`` (a document each), ``.jsonl`` or ``.json`` (a document on
+      each line; all three also as ``.gz`` and ``.zst``) or ``.parquet`` (a document in each row);
+    - a pattern of such files, with ``*``, or ``**`` for any depth;
+    - one of these as an fsspec URL: ``s3://``, ``gs://``, ``https://``, ``hf://datasets/owner/name/folder``, .. It is
+      read as a stream. Credentials are found as the package for the protocol finds them; other than ``https`` and
+      ``hf`` it is to be installed (s3fs, gcsfs, adlfs);
+    - the id of a hub dataset in parquet form, of which the split of this name is taken.
+
+    Text is tokenised anew when the name, size or modification time of a file has changed (elsewhere its ETag, or what
+    the protocol has in its place): no file is read to find out.
+
+    Args:
+        tokenizer: Tokenizer of the model: hub id or local folder.
+        train: Documents to train on; null to evaluate only.
+        validation: Documents to validate on; null with a `holdout`.
+        test: Documents to test on and predict for; null with a `holdout`, or without any.
+        text_field: Field of JSON lines, or column of parquet files, that holds the text.
+        name_field: Field or column by which messages and results cite a document; by default its file and line or row.
+        where: ``[field, value]``: only the documents whose field holds that value; dots reach into nested fields.
+        holdout: Hold out of the training documents one in so many for validation, and one for test; a hash of the text
+            decides.
+        revision: Branch, tag or commit of a hub dataset.
+        **kwargs: See :class:`PackedTextDataModule`.
+    """
+
+    def __init__(
+        self,
+        tokenizer: str,
+        *,
+        train: str | None = None,
+        validation: str | None = None,
+        test: str | None = None,
+        text_field: str = "text",
+        name_field: str | None = None,
+        where: tuple[str, Any] | None = None,
+        holdout: PositiveInt | None = None,
+        revision: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(tokenizer, **kwargs)
+        if holdout is not None and holdout < 3:
+            raise ValueError(f"`holdout` = {holdout} leaves no document to train on. Set it to 3 or more.")
+        if holdout is not None and (train is None or validation is not None or test is not None):
+            raise ValueError(
+                "`holdout` takes validation and test documents from `train`: give `train`, and not the others."
+            )
+        self.paths: dict[Split, str | None] = {"train": train, "validation": validation, "test": test}
+        self.text_field = text_field
+        self.name_field = name_field
+        self.where = where
+        self.holdout = holdout
+        self.revision = revision
+
+    @override
+    def source(self, split: Split) -> Source | None:
+        path = self.paths["train" if self.holdout else split]
+        if path is not None:
+            source = self._source(path, split)
+            return HashSplit(source, split, self.holdout) if self.holdout else source
+        if split == "train":
+            return None
+        raise ValueError(f"There are no {split} documents: give `{split}`, or a `holdout` of the training documents.")
+
+    def _source(self, path: str, split: Split) -> Source:
+        names = () if self.name_field is None else (self.name_field,)
+        if not is_url(path) and "*" not in path and not Path(path).expanduser().exists():
+            hub_split: Split = "train" if self.holdout else split
+            return HubDataset(path, hub_split, self.text_field, names, self.where, self.revision)
+        files = find_files(path)
+        if files[0].name.endswith(PARQUET):
+            return ParquetFiles(_all_of(PARQUET, files, path), self.text_field, names, self.where)
+        if files[0].name.endswith(JSON_LINES):
+            return JsonLines(_all_of(JSON_LINES, files, path), (self.text_field,), names, self.where)
+        if self.where is not None:
+            raise ValueError(
+                f"`where` = {self.where} needs documents with fields, and '{path}' holds text. Leave it out."
+            )
+        return TextFiles(_all_of(TEXT, files, path))
+
+
+def _all_of(endings: tuple[str, ...], files: tuple[File, ...], path: str) -> tuple[File, ...]:
+    """The files, if they are of one kind: it would be a guess which of several is meant."""
+    for file in files:
+        if not file.name.endswith(endings):
+            raise ValueError(
+                f"'{path}' holds files of different kinds, such as {files[0].name} and {file.name}."
+                " Give a pattern that fits one kind, such as folder/**/*.jsonl."
+            )
+    return files

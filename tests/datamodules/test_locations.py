@@ -1,0 +1,100 @@
+import os
+
+import fsspec
+import pytest
+
+from datamodules.locations import RemoteFile, file_size, files_fingerprint, find_files
+from datamodules.sources import JsonLines
+
+NAMES = [
+    "b.jsonl",
+    "deep/down/a.jsonl.zst",
+    "a.jsonl",
+    ".hidden/x.jsonl",
+    "_temporary/x.jsonl",
+    "_SUCCESS",
+    "README.md",
+]
+
+
+@pytest.fixture(params=["local", "memory"])
+def root(request, tmp_path):
+    """Address of a folder that holds `NAMES`."""
+    folder = str(tmp_path) if request.param == "local" else f"memory:/{tmp_path}"
+    for name in NAMES:
+        with fsspec.open(f"{folder}/{name}", "wb", auto_mkdir=True) as file:
+            file.write(b'{"text": "one"}\n')
+    return folder
+
+
+def found(path, root):
+    return [str(file).partition(root.removeprefix("memory:/"))[2].lstrip("/") for file in find_files(path)]
+
+
+def test_files_of_a_folder_a_pattern_and_a_path(root):
+    assert found(root, root) == ["a.jsonl", "b.jsonl", "deep/down/a.jsonl.zst"]
+    assert found(f"{root}/*.jsonl", root) == ["a.jsonl", "b.jsonl"]
+    assert found(f"{root}/**/*.zst", root) == ["deep/down/a.jsonl.zst"]
+    assert found(f"{root}/b.jsonl", root) == ["b.jsonl"]
+
+
+@pytest.mark.parametrize("name", ["none", "README.md", "*.txt", "none/*.jsonl"])
+def test_nothing_to_read_is_named(root, name):
+    with pytest.raises(FileNotFoundError, match=r"(No file to read|There is nothing) at '.*Correct the path"):
+        find_files(f"{root}/{name}")
+
+
+def test_fingerprint_is_had_without_reading_and_sees_edits(root, monkeypatch):
+    monkeypatch.setattr(RemoteFile, "open", None)
+    before = files_fingerprint(find_files(root))
+    assert files_fingerprint(find_files(root)) == before
+    with fsspec.open(f"{root}/a.jsonl", "wb") as file:
+        file.write(b'{"text": "two"}\n')
+    if "://" not in root:
+        os.utime(f"{root}/a.jsonl", (1, 1))
+    assert files_fingerprint(find_files(root)) != before
+
+
+def remote(name, **info):
+    return RemoteFile(fsspec.filesystem("memory"), name, info)
+
+
+def test_the_surest_sign_of_a_version_counts():
+    one = files_fingerprint([remote("/a", size=3, ETag='"x"', mtime=1)])
+    assert files_fingerprint([remote("/b/a", size=3, ETag='"x"', mtime=2)]) == one
+    assert files_fingerprint([remote("/a", size=3, ETag='"y"', mtime=1)]) != one
+    assert files_fingerprint([remote("/a", size=4, ETag='"x"', mtime=1)]) != one
+
+
+def test_a_server_that_tells_no_version(caplog):
+    assert files_fingerprint([remote("/a")]) != files_fingerprint([remote("/a", size=1)])
+    assert "memory:///a: its server tells no version" in caplog.text
+    assert file_size(remote("/a")) is None
+    assert JsonLines((remote("/a"),)).text_bytes() is None
+
+
+def test_the_query_of_a_web_address_is_no_part_of_the_name():
+    file = RemoteFile(fsspec.filesystem("http"), "https://host/x/a.jsonl.zst?download=true", {})
+    assert (file.name, file.suffix) == ("a.jsonl.zst", ".zst")
+    assert remote("/what?.jsonl").name == "what?.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("nosuch://bucket/x.jsonl", "cannot be reached .*nosuch"),
+        ("http://localhost:9/x.jsonl", "(cannot be reached|There is nothing at)"),
+    ],
+)
+def test_what_cannot_be_reached_is_named(path, message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        find_files(path)
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    def url_to_fs(path):
+        raise ImportError("Install s3fs to access S3")
+
+    monkeypatch.setattr("datamodules.locations.url_to_fs", url_to_fs)
+    with pytest.raises(ValueError, match=r"'s3://bucket/x' needs a package .*Install s3fs .*pip install"):
+        find_files("s3://bucket/x")
