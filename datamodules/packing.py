@@ -194,7 +194,9 @@ def best_fit_decreasing(lengths: NDArray[np.int64], capacity: int) -> NDArray[np
     sizes, counts = np.unique(lengths, return_counts=True)
     bins = _Bins(capacity)
     bin_of = np.empty(len(lengths), dtype=np.int64)
-    for size, items in zip(sizes[::-1].tolist(), np.split(order, np.cumsum(counts[::-1])[:-1]), strict=True):
+    done = 0
+    for size, count in zip(sizes[::-1].tolist(), counts[::-1].tolist(), strict=True):
+        items, done = order[done : done + count], done + count
         while len(items):
             free, candidates = bins.tightest(size, len(items))
             each = free // size  # a bin that took one item is the fullest that holds the next, until none fits

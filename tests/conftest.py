@@ -3,10 +3,15 @@ import random
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read once, when transformers is imported: a hub id must fail, not wait
 
+import hypothesis
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+# The same examples in every run, however busy the machine is.
+hypothesis.settings.register_profile("longce", deadline=None, derandomize=True, max_examples=50)
+hypothesis.settings.load_profile("longce")
 
 torch.set_num_threads(1)  # tiny models: threads only wait for each other
 
