@@ -70,6 +70,7 @@ class InfluenceRows(LightningDataModule):
         rows = self.data.training_rows()
         if rows is None:
             raise ValueError(f"{type(self.data).__name__} has no training rows: there is nothing to weigh.")
+        rows.loss_on_prompt = True  # every token gets its weight, whoever may learn it later
         made_from = self.data.identity(rows) | self.made_from
         self.folder = self.folder or influence_folder(self.data.cache_dir, made_from)
         self._writer = InfluenceWriter(self.folder, made_from, rows.rows, len(rows.store.tokens))

@@ -35,7 +35,7 @@ class InfluenceWriter:
     Args:
         folder: Made if need be; on several machines it must be one that all of them see.
         made_from: All that the weights depend on, with what `rows_identity` says of the rows and ``gamma``, their cap.
-        rows: The rows, all of ``made_from["sequence_length"]`` tokens.
+        rows: The rows, all of ``made_from["sequence_length"]`` tokens with their padding.
         tokens: Length of the token stream.
 
     Raises:
@@ -139,7 +139,9 @@ class InfluenceWriter:
                 continue
             done[row] = True
             segments = self.rows.row(row)
-            pieces = np.split(weights, np.cumsum(segments[:, 1] - segments[:, 0])[:-1])
+            *cuts, end = np.cumsum(segments[:, 1] - segments[:, 0])
+            weights = weights[:end]  # without the padding
+            pieces = np.split(weights, cuts)
             for (start, _), piece in zip(segments, pieces, strict=True):
                 file.seek(int(start) * DTYPE.itemsize)
                 file.write(piece.tobytes())
@@ -150,7 +152,7 @@ class InfluenceWriter:
         if not done.all():
             return None
         unscored = len(self.rows.segments) if self.made_from["isolate_documents"] else len(self.rows)
-        scored = len(self.rows) * self.made_from["sequence_length"] - unscored
+        scored = self.rows.tokens - unscored
         names = ("weight_mean", "weight_above_1", "weight_at_cap")
         return dict(zip(names, (sums / max(scored, 1)).tolist(), strict=True))
 

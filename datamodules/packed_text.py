@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 from lightning import LightningDataModule
+from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerFast
 from typing_extensions import override
@@ -18,7 +19,7 @@ from datamodules.documents import DocumentDataset
 from datamodules.influence_rows import InfluenceRows
 from datamodules.influence_store import InfluenceStore, rows_identity
 from datamodules.loader import ResumableLoader
-from datamodules.packing import pack_documents
+from datamodules.packing import Packing, pack_documents
 from datamodules.rows import PackedRowDataset, Row, collate_rows
 from datamodules.samplers import DocumentSampler, RowSampler
 from datamodules.sources import Source
@@ -39,11 +40,15 @@ class PackedTextDataModule(LightningDataModule, ABC):
     Args:
         tokenizer: Tokenizer of the model: hub id or local folder.
         sequence_length: Tokens per training row.
+        packing: How documents become rows: ``concat`` cuts them wherever a row ends; ``best_fit`` cuts only what is
+            longer than a row and pads a little; ``chunk`` takes each row from one document and drops what fills none.
         batch_size: Training rows per batch and process.
         validation_batch_size: Documents per batch and process in validation, test and prediction.
         num_workers: Processes that read rows ahead; 0 reads them in the training process, which is fast enough.
         cache_dir: Folder for tokenised text; ``$LONGCE_CACHE`` or ``~/.cache/longce`` if not given.
         isolate_documents: Whether contexts end at document borders. If not, a row counts as one document.
+        loss_on_prompt: Whether the prompts of training documents that have one are learned, too, which helped where
+            they are long (Table 9 of Xiong et al., 2023, https://arxiv.org/abs/2309.16039).
         add_special_tokens: Whether the tokenizer puts its special tokens around each document. Training documents end
             with the end-of-text token either way.
         validation_documents: Documents to validate on, the first of the split; null for all.
@@ -60,11 +65,13 @@ class PackedTextDataModule(LightningDataModule, ABC):
         tokenizer: str,
         *,
         sequence_length: PositiveInt = 32768,
+        packing: Packing = "concat",
         batch_size: PositiveInt = 1,
         validation_batch_size: PositiveInt = 1,
         num_workers: NonNegativeInt = 0,
         cache_dir: str | None = None,
         isolate_documents: bool = True,
+        loss_on_prompt: bool = True,
         add_special_tokens: bool = False,
         validation_documents: PositiveInt | None = 50,
         validation_length: PositiveInt | Literal["whole"] | None = None,
@@ -77,11 +84,13 @@ class PackedTextDataModule(LightningDataModule, ABC):
         self.tokenizer_name = tokenizer
         self.tokenizer_revision = tokenizer_revision
         self.sequence_length = sequence_length
+        self.packing = packing
         self.batch_size = batch_size
         self.validation_batch_size = validation_batch_size
         self.num_workers = num_workers
         self.cache_dir = Path(cache_dir).expanduser() if cache_dir else default_cache_dir()
         self.isolate_documents = isolate_documents
+        self.loss_on_prompt = loss_on_prompt
         self.add_special_tokens = add_special_tokens
         self.validation_documents = validation_documents
         self.validation_length = validation_length
@@ -115,6 +124,8 @@ class PackedTextDataModule(LightningDataModule, ABC):
     @override
     def setup(self, stage: str) -> None:
         if stage == "fit" and (rows := self.training_rows()) is not None:
+            documents = len(rows.store.document_borders) - 1
+            rank_zero_info(f"Packed {documents:,} documents ({self.packing}) into {rows.rows}.")
             if self.influence:
                 rows.influence = self._open_influence(self.influence, self.identity(rows))
             self.rows = rows
@@ -149,8 +160,12 @@ class PackedTextDataModule(LightningDataModule, ABC):
         store = self._token_store()
         if store is None:
             return None
-        rows = pack_documents(store.document_borders, self.sequence_length)
-        return PackedRowDataset(store, rows, isolate_documents=self.isolate_documents)
+        if not self.loss_on_prompt and store.prompt_lengths is None:
+            raise ValueError("`loss_on_prompt: false`, and no training document has a prompt. Leave it out.")
+        rows = pack_documents(store.document_borders, self.sequence_length, self.packing)
+        return PackedRowDataset(
+            store, rows, isolate_documents=self.isolate_documents, loss_on_prompt=self.loss_on_prompt
+        )
 
     def influence_rows(self, made_from: dict[str, Any], folder: str | None = None) -> InfluenceRows:
         """The training rows as ``longce influence`` goes through them.

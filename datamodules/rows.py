@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from datamodules.influence_store import InfluenceStore
-from datamodules.packing import PackedRows
+from datamodules.packing import PackedRows, document_of
 from datamodules.token_store import TokenStore
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 
@@ -31,10 +31,14 @@ class Row(TypedDict):
 class PackedRowDataset(Dataset[Row]):
     """Training rows, read from the token store when they are asked for.
 
+    All have ``rows.sequence_length`` tokens, of which the last may be padding behind the last border: every step takes
+    the same memory, and no process waits for another with longer rows.
+
     Args:
         store: The tokens.
         rows: Which of them make up each row.
         isolate_documents: Whether contexts end at document borders; otherwise a row counts as one document.
+        loss_on_prompt: Whether the tokens of prompts are scored, too.
         influence: Weights of the store's tokens, if rows shall come with theirs.
     """
 
@@ -44,11 +48,13 @@ class PackedRowDataset(Dataset[Row]):
         rows: PackedRows,
         *,
         isolate_documents: bool = True,
+        loss_on_prompt: bool = True,
         influence: InfluenceStore | None = None,
     ) -> None:
         self.store = store
         self.rows = rows
         self.isolate_documents = isolate_documents
+        self.loss_on_prompt = loss_on_prompt
         self.influence = influence
 
     def __len__(self) -> int:
@@ -57,12 +63,25 @@ class PackedRowDataset(Dataset[Row]):
     def __getitem__(self, index: int) -> Row:
         segments = self.rows.row(index)
         tokens = np.concatenate([self.store.read(start, stop) for start, stop in segments.tolist()], dtype=np.int64)
-        ends = np.cumsum(segments[:, 1] - segments[:, 0]) if self.isolate_documents else np.array([len(tokens)])
-        row = make_row(tokens, ends)
+        ends = np.cumsum(segments[:, 1] - segments[:, 0])
+        row = make_row(tokens, ends if self.isolate_documents else ends[-1:])
+        if not self.loss_on_prompt:
+            starts = ends - (segments[:, 1] - segments[:, 0])
+            for start, stop in zip(starts, starts + self.prompt_lengths(segments), strict=True):
+                row["labels"][start:stop] = IGNORE_INDEX
         if self.influence is not None:
             weights = np.concatenate([self.influence.values[start:stop] for start, stop in segments])
             row["influence"] = torch.from_numpy(weights.astype(np.float32))
-        return row
+        return padded_row(row, self.rows.sequence_length)
+
+    def prompt_lengths(self, segments: NDArray[np.int64]) -> NDArray[np.int64]:
+        """``[k]`` tokens at the front of each of ``[k, 2]`` segments that belong to the prompt of its document."""
+        lengths = segments[:, 1] - segments[:, 0]
+        if self.store.prompt_lengths is None:
+            return np.zeros_like(lengths)
+        document = document_of(segments[:, 0], self.store.document_borders)
+        prompt_ends = self.store.document_borders[document] + self.store.prompt_lengths[document]
+        return np.clip(prompt_ends - segments[:, 0], 0, lengths)
 
 
 def make_row(tokens: NDArray[np.int64], document_ends: NDArray[np.int64]) -> Row:
@@ -78,6 +97,22 @@ def make_row(tokens: NDArray[np.int64], document_ends: NDArray[np.int64]) -> Row
         position_ids=torch.from_numpy(positions),
         document_borders=[0, *document_ends.tolist()],
     )
+
+
+def padded_row(row: Row, length: int) -> Row:
+    """The row with tokens that are not scored behind its last border, until it has so many tokens."""
+    missing = length - len(row["input_ids"])
+    if missing == 0:
+        return row
+    padded = Row(
+        input_ids=F.pad(row["input_ids"], (0, missing)),
+        labels=F.pad(row["labels"], (0, missing), value=IGNORE_INDEX),
+        position_ids=F.pad(row["position_ids"], (0, missing)),
+        document_borders=row["document_borders"],
+    )
+    if "influence" in row:
+        padded["influence"] = F.pad(row["influence"], (0, missing))
+    return padded
 
 
 def collate_rows(rows: list[Row]) -> PackedBatch:

@@ -19,10 +19,15 @@ ENCODING = "utf-8-sig"
 
 
 class Document(NamedTuple):
-    """One text and the name by which messages and result files cite it."""
+    """One text and the name by which messages and result files cite it.
+
+    Attributes:
+        prompt_end: How many characters at its front are the prompt to which the rest is the response.
+    """
 
     name: str
     text: str
+    prompt_end: int = 0
 
 
 class Source(Protocol):
@@ -118,12 +123,14 @@ class JsonLines:
         text_fields: Names the text may go by; the first one present is used.
         name_fields: Fields that make up the document's name; without any of them it is ``"<file>:<line>"``.
         where: ``(field, value)``: only documents whose field holds that value; dots reach into nested objects.
+        prompt_field: Field of a prompt. The document is prompt and text, joined as they are.
     """
 
     files: tuple[File, ...]
     text_fields: tuple[str, ...] = ("text",)
     name_fields: tuple[str, ...] = ()
     where: tuple[str, Any] | None = None
+    prompt_field: str | None = None
 
     def __iter__(self) -> Iterator[Document]:
         """Stream the documents."""
@@ -140,7 +147,8 @@ class JsonLines:
 
     def fingerprint(self) -> str:
         """Names, sizes and modification times of the files, and which documents are taken."""
-        return f"json {files_fingerprint(self.files)} {self.text_fields} {self.where}"
+        prompt = f" {self.prompt_field}" if self.prompt_field is not None else ""
+        return f"json {files_fingerprint(self.files)} {self.text_fields} {self.where}{prompt}"
 
     def text_bytes(self) -> int | None:
         """Size of the files, if they are plain and all is wanted: a little too much, JSON has quotes and names."""
@@ -158,9 +166,19 @@ class JsonLines:
                 f"{place}: no field {' or '.join(map(repr, self.text_fields))} for the text, only {sorted(record)}."
                 " Rename the field that holds it."
             )
-        return Document(
-            record_name(record, self.name_fields, f"{file.name}:{number}"), checked_text(record[present[0]], place)
-        )
+        text, prompt = checked_text(record[present[0]], place), self._prompt(record, place)
+        return Document(record_name(record, self.name_fields, f"{file.name}:{number}"), prompt + text, len(prompt))
+
+    def _prompt(self, record: dict[str, Any], place: str) -> str:
+        if self.prompt_field is None:
+            return ""
+        if self.prompt_field not in record:
+            raise ValueError(
+                f"{place}: no field {self.prompt_field!r} for the prompt, only {sorted(record)}. Name the one that"
+                " holds it."
+            )
+        prompt = record[self.prompt_field]
+        return "" if prompt == "" else checked_text(prompt, f"{place}, {self.prompt_field!r}")
 
 
 def checked_text(text: object, place: str) -> str:

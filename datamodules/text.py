@@ -36,6 +36,8 @@ class TextDataModule(PackedTextDataModule):
         validation: Documents to validate on; null with a `holdout`.
         test: Documents to test on and predict for; null with a `holdout`, or without any.
         text_field: Field of JSON lines, or column of parquet files, that holds the text.
+        prompt_field: Field of JSON lines that holds a prompt, to which the text is the response. A document is the two
+            joined as they are, so that separators and chat templates belong into them.
         name_field: Field or column by which messages and results cite a document; by default its file and line or row.
         where: ``[field, value]``: only the documents whose field holds that value; dots reach into nested fields.
         holdout: Hold out of the training documents one in so many for validation, and one for test; a hash of the text
@@ -52,6 +54,7 @@ class TextDataModule(PackedTextDataModule):
         validation: str | None = None,
         test: str | None = None,
         text_field: str = "text",
+        prompt_field: str | None = None,
         name_field: str | None = None,
         where: tuple[str, Any] | None = None,
         holdout: PositiveInt | None = None,
@@ -66,7 +69,10 @@ class TextDataModule(PackedTextDataModule):
                 "`holdout` takes validation and test documents from `train`: give `train`, and not the others."
             )
         self.paths: dict[Split, str | None] = {"train": train, "validation": validation, "test": test}
+        if prompt_field is None and not self.loss_on_prompt:
+            raise ValueError("`loss_on_prompt: false` needs to know the prompts: name their field by `prompt_field`.")
         self.text_field = text_field
+        self.prompt_field = prompt_field
         self.name_field = name_field
         self.where = where
         self.holdout = holdout
@@ -84,14 +90,18 @@ class TextDataModule(PackedTextDataModule):
 
     def _source(self, path: str, split: Split) -> Source:
         names = () if self.name_field is None else (self.name_field,)
-        if not is_url(path) and "*" not in path and not Path(path).expanduser().exists():
+        on_hub = not is_url(path) and "*" not in path and not Path(path).expanduser().exists()
+        files = () if on_hub else find_files(path)
+        if self.prompt_field is not None and (on_hub or not files[0].name.endswith(JSON_LINES)):
+            raise ValueError(f"`prompt_field` needs JSON lines, and '{path}' is something else. Convert it.")
+        if on_hub:
             hub_split: Split = "train" if self.holdout else split
             return HubDataset(path, hub_split, self.text_field, names, self.where, self.revision)
-        files = find_files(path)
         if files[0].name.endswith(PARQUET):
             return ParquetFiles(_all_of(PARQUET, files, path), self.text_field, names, self.where)
         if files[0].name.endswith(JSON_LINES):
-            return JsonLines(_all_of(JSON_LINES, files, path), (self.text_field,), names, self.where)
+            files = _all_of(JSON_LINES, files, path)
+            return JsonLines(files, (self.text_field,), names, self.where, self.prompt_field)
         if self.where is not None:
             raise ValueError(
                 f"`where` = {self.where} needs documents with fields, and '{path}' holds text. Leave it out."

@@ -29,6 +29,9 @@ MANIFEST, TOKENS, DOCUMENT_BORDERS = "manifest.json", "tokens.bin", "document_bo
 CHECKSUMS = "tokens.crc32"
 """One ``<u4`` for each block of `TOKENS`."""
 
+PROMPT_LENGTHS = "prompt_lengths.bin"
+"""One ``<i8`` for each document; only where a document has a prompt."""
+
 VERIFIED = "verified.json"
 """Sizes and times of the files when they were last read in full and found whole; no part of the content."""
 
@@ -86,6 +89,13 @@ class TokenStore:
     def document_borders(self) -> NDArray[np.int64]:
         """``[documents + 1]`` ascending indices ``[0, end of document 1, ..]`` into ``tokens``."""
         return np.memmap(self.folder / DOCUMENT_BORDERS, dtype="<i8", mode="r").view(np.ndarray)
+
+    @cached_property
+    def prompt_lengths(self) -> NDArray[np.int64] | None:
+        """``[documents]`` tokens at the front of each document that are its prompt; None if none has one."""
+        if PROMPT_LENGTHS not in self.manifest["bytes"]:
+            return None
+        return np.memmap(self.folder / PROMPT_LENGTHS, dtype="<i8", mode="r").view(np.ndarray)
 
     def read(self, start: int, stop: int) -> NDArray[np.unsignedinteger]:
         """``tokens[start:stop]``, once they are sure to be what was written.
@@ -208,6 +218,7 @@ def _write(folder: Path, source: Source, tokenizer: PreTrainedTokenizerFast, rec
     """Write the files of a store."""
     encoder = Encoder(tokenizer, add_special_tokens=recipe["add_special_tokens"])
     documents = tokens = 0
+    prompts: list[NDArray[np.int64]] = []
     with ExitStack() as stack:
         token_file, borders_file, checksums_file = (
             stack.enter_context((folder / name).open("wb")) for name in _CONTENT
@@ -218,15 +229,19 @@ def _write(folder: Path, source: Source, tokenizer: PreTrainedTokenizerFast, rec
         for batch in stack.enter_context(closing(tokenised(source, encoder))):
             writer.write(batch.tokens.astype(recipe["dtype"]).data.cast("B"))
             borders_file.write((tokens + np.cumsum(batch.lengths)).astype("<i8").tobytes())
+            prompts.append(batch.prompt_lengths)
             documents, tokens = documents + len(batch.lengths), tokens + len(batch.tokens)
             bar.set_postfix(documents=f"{documents:,}", tokens=f"{tokens:,}", refresh=False)
             bar.update(batch.text_bytes)
         writer.finish()
+    optional = (PROMPT_LENGTHS,) if any(part.any() for part in prompts) else ()
+    if optional:
+        (folder / PROMPT_LENGTHS).write_bytes(np.concatenate(prompts).astype("<i8").tobytes())
     manifest = recipe | {
         "documents": documents,
         "tokens": tokens,
-        "bytes": {name: (folder / name).stat().st_size for name in _CONTENT},
-        "crc32": {name: _checksum(folder / name) for name in (DOCUMENT_BORDERS, CHECKSUMS)},
+        "bytes": {name: (folder / name).stat().st_size for name in (*_CONTENT, *optional)},
+        "crc32": {name: _checksum(folder / name) for name in (DOCUMENT_BORDERS, CHECKSUMS, *optional)},
     }
     (folder / MANIFEST).write_bytes(_manifest_text(manifest))
     TokenStore(folder).mark_verified()

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from tokenizers import Encoding
 from transformers import PreTrainedTokenizerFast
 
 from datamodules.sources import Document
@@ -33,16 +34,20 @@ class TokenisedBatch:
     Attributes:
         tokens: ``[t]`` int64, of all documents one after the other.
         lengths: ``[n]`` int64, tokens of each document.
+        prompt_lengths: ``[n]`` int64, how many of them are its prompt.
         text_bytes: Size of their texts in UTF-8.
     """
 
     tokens: NDArray[np.int64]
     lengths: NDArray[np.int64]
+    prompt_lengths: NDArray[np.int64]
     text_bytes: int
 
 
 class Encoder:
-    """Tokens of a batch of texts, each with the end-of-text token behind it if the tokenizer has one.
+    """Tokens of a batch of documents, each with the end-of-text token behind it if the tokenizer has one.
+
+    Prompt and response are tokenised as one text. A token that holds characters of both belongs to the response.
 
     Args:
         tokenizer: A fast tokenizer.
@@ -56,13 +61,16 @@ class Encoder:
         self._end_of_text: int | None = tokenizer.eos_token_id
         self._vocabulary_size = vocabulary_size(tokenizer)
 
-    def __call__(self, texts: list[str]) -> TokenisedBatch:
-        """Tokenise one or more texts.
+    def __call__(self, documents: list[Document]) -> TokenisedBatch:
+        """Tokenise one or more documents.
 
         Raises:
             ValueError: If a token is beyond the tokenizer's vocabulary.
         """
-        encodings = self._backend.encode_batch_fast(texts, add_special_tokens=self._add_special_tokens)
+        texts, prompt_ends = [document.text for document in documents], [each.prompt_end for each in documents]
+        # Which characters a token stands for is work, and asked for only where a prompt ends among them.
+        encode = self._backend.encode_batch if any(prompt_ends) else self._backend.encode_batch_fast
+        encodings = encode(texts, add_special_tokens=self._add_special_tokens)
         ids = [np.array(self._with_end_of_text(encoding.ids), dtype=np.int64) for encoding in encodings]
         tokens = np.concatenate(ids)
         if tokens.size and tokens.max() >= self._vocabulary_size:
@@ -71,12 +79,22 @@ class Encoder:
                 " Its tokenizer.json is inconsistent: fetch it again."
             )
         return TokenisedBatch(
-            tokens, np.array([len(each) for each in ids]), text_bytes=sum(len(text.encode()) for text in texts)
+            tokens=tokens,
+            lengths=np.array([len(each) for each in ids]),
+            prompt_lengths=np.array([_prompt_length(*each) for each in zip(encodings, prompt_ends, strict=True)]),
+            text_bytes=sum(len(text.encode()) for text in texts),
         )
 
     def _with_end_of_text(self, ids: list[int]) -> list[int]:
         """Mark where the document ends, once: with special tokens some tokenizers already do."""
         return ids if self._end_of_text is None or ids[-1:] == [self._end_of_text] else [*ids, self._end_of_text]
+
+
+def _prompt_length(encoding: Encoding, prompt_end: int) -> int:
+    """How many tokens stand before the first one that reaches behind the prompt's characters."""
+    if prompt_end == 0:
+        return 0
+    return next((n for n, (_, end) in enumerate(encoding.offsets) if end > prompt_end), len(encoding.ids))
 
 
 def tokenised(documents: Iterable[Document], encoder: Encoder) -> Generator[TokenisedBatch]:
@@ -100,15 +118,15 @@ def _in_order(function: Callable[[Item], Result], items: Iterable[Item]) -> Gene
                 future.cancel()
 
 
-def _batches(documents: Iterable[Document]) -> Iterator[list[str]]:
-    """Texts in groups large enough for all the tokenizer's threads and small enough for memory."""
-    texts: list[str] = []
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    """Documents in groups large enough for all the tokenizer's threads and small enough for memory."""
+    batch: list[Document] = []
     characters = 0
     for document in documents:
-        texts.append(document.text)
+        batch.append(document)
         characters += len(document.text)
-        if len(texts) >= BATCH_DOCUMENTS or characters >= BATCH_CHARACTERS:
-            yield texts
-            texts, characters = [], 0
-    if texts:
-        yield texts
+        if len(batch) >= BATCH_DOCUMENTS or characters >= BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch

@@ -23,15 +23,15 @@ def test_a_folder_has_a_file_for_each_split(word_tokenizer, tmp_path):
     for split in ("validation", "test"):
         (tmp_path / f"{split}.jsonl").write_text(json.dumps({"report": f"a {split}"}))
     module = GovReportDataModule(word_tokenizer, path=str(tmp_path))
-    assert [text for _, text in module.source("validation")] == ["a validation"]
-    assert [text for _, text in module.source("test")] == ["a test"]
+    assert [document.text for document in module.source("validation")] == ["a validation"]
+    assert [document.text for document in module.source("test")] == ["a test"]
 
 
 def test_parquet_column_of_the_hub(word_tokenizer, tmp_path):
     rows = [{"report": "a b", "summary": "c"}]
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "test-00000-of-00001.parquet")
     module = GovReportDataModule(word_tokenizer, path=str(tmp_path))
-    assert [text for _, text in module.source("test")] == ["a b"]
+    assert [document.text for document in module.source("test")] == ["a b"]
 
 
 def test_there_is_nothing_to_train_on(word_tokenizer, tmp_path):

@@ -26,7 +26,7 @@ def test_reads_a_split_of_parquet_files(parquet_folder):
 
 def test_filter_on_a_nested_column(parquet_folder):
     source = HubDataset(parquet_folder, "train", where=("meta.pile_set_name", "ArXiv"))
-    assert [text for _, text in source] == ["a of train"]
+    assert [document.text for document in source] == ["a of train"]
     with pytest.raises(ValueError, match=r"No document with meta.pile_set_name == 'GitHub' in split 'train'"):
         list(HubDataset(parquet_folder, "train", where=("meta.pile_set_name", "GitHub")))
 

@@ -34,7 +34,7 @@ def journals(folder):
 def test_weights_lie_where_their_tokens_do(tmp_path):
     """Rows whose segments are not in the order of the stream, as another packing would make them."""
     segments = np.array([[6, 9], [0, 1], [1, 3], [9, 11]])
-    rows = PackedRows(segments=segments, row_borders=np.array([0, 2, 4]), dropped_tokens=7)
+    rows = PackedRows(segments, np.array([0, 2, 4]), sequence_length=LENGTH, dropped_tokens=10, truncated_documents=2)
     first = writer(tmp_path / "w", rows)
     first.write([1], np.array([[1.0, 2.0, 3.0, 4.0]], dtype=np.float32))
     assert not first.finish()

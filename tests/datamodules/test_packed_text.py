@@ -1,5 +1,8 @@
+import json
 import logging
 import pickle
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import jsonargparse
@@ -7,13 +10,20 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from lightning import LightningDataModule
 
 import datamodules
-from datamodules import PackedTextDataModule
+from datamodules import PackedTextDataModule, TextDataModule
 from datamodules.influence_writer import InfluenceWriter
-from datamodules.sources import TextFolder
+from datamodules.packing import pack_documents
+from datamodules.rows import PackedRowDataset
+from datamodules.samplers import RowSampler
+from datamodules.sources import Document, TextFolder
+from datamodules.token_store import build_token_store
 from lightning_modules.batch import IGNORE_INDEX, batch_to
+from lightning_modules.tokenization import load_tokenizer
 
 
 class Folders(PackedTextDataModule):
@@ -93,6 +103,8 @@ def test_weights_of_other_rows_are_refused(word_tokenizer, root, monkeypatch):
             ready(word_tokenizer, root, sequence_length=2, influence=folder)
     with pytest.raises(ValueError, match="`isolate_documents` True, not False"):
         ready(word_tokenizer, root, isolate_documents=False, influence=folder)
+    with pytest.raises(ValueError, match="rows that were packed otherwise"):
+        ready(word_tokenizer, root, packing="best_fit", influence=folder)
     (root / "train" / "0.txt").write_text("a b c d e f g")
     with pytest.raises(ValueError, match="other training text"):
         ready(word_tokenizer, root, influence=folder)
@@ -181,6 +193,125 @@ def test_second_run_tokenises_nothing(word_tokenizer, root, caplog):
     ready(word_tokenizer, root)
     ready(word_tokenizer, root)
     assert caplog.text.count("Tokenised 3 documents into 11 tokens") == 1
+
+
+# a b c d <eos> | e f g <eos> | h <eos>
+PACKED = {
+    "concat": [[1, 2, 3, 4], [0, 5, 6, 7]],
+    "best_fit": [[1, 2, 3, 4], [0, 8, 0], [5, 6, 7, 0]],
+    "chunk": [[1, 2, 3, 4], [5, 6, 7, 0]],
+}
+
+
+@pytest.mark.parametrize("packing", PACKED)
+def test_packings(word_tokenizer, root, packing, caplog):
+    logging.getLogger("lightning.pytorch").addHandler(caplog.handler)
+    caplog.set_level(logging.INFO, "lightning.pytorch")
+    module = ready(word_tokenizer, root, sequence_length=4, packing=packing)
+    logging.getLogger("lightning.pytorch").removeHandler(caplog.handler)
+    batches = list(module.train_dataloader())
+    found = sorted(b["input_ids"][0, : b["document_borders"][0][-1]].tolist() for b in batches)
+    assert found == sorted(PACKED[packing])
+    assert {batch["input_ids"].shape for batch in batches} == {(1, 4)}
+    assert f"Packed 3 documents ({packing}) into {module.rows.rows}." in caplog.text
+
+
+ODD = st.lists(
+    st.one_of(
+        st.sampled_from(["", "a", "🙂", "日本語", "\x00", " \n", "naïve café " * 9, "the cat sat on the mat " * 20]),
+        st.text(max_size=30),
+    ),
+    min_size=1,
+    max_size=10,
+)
+
+
+@settings(max_examples=25)
+@given(texts=ODD, length=st.sampled_from([1, 7, 32]), data=st.data())
+@pytest.mark.parametrize("packing", PACKED)
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_an_epoch_reads_every_token_of_odd_documents_once(byte_tokenizer, packing, world_size, texts, length, data):
+    tokenizer = load_tokenizer(byte_tokenizer)
+    with tempfile.TemporaryDirectory() as folder:
+        store = build_token_store(InMemory(texts), tokenizer, cache_dir=Path(folder))
+        try:
+            rows = pack_documents(store.document_borders, length, packing)
+        except ValueError:  # too little text for a row
+            rows = None
+        expected = [token for text in texts for token in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
+        assert store.read(0, len(store.tokens)).tolist() == expected
+        if rows is None or len(rows) < world_size:
+            return
+        dataset, seen, left_out = PackedRowDataset(store, rows), np.zeros(len(expected), int), set(range(len(rows)))
+        epoch = data.draw(st.integers(0, 3))
+        for rank in range(world_size):
+            sampler = RowSampler(len(rows), rank=rank, world_size=world_size)
+            sampler.set_epoch(epoch)
+            for number in sampler:
+                places = [place for start, stop in rows.row(number) for place in range(start, stop)]
+                row = dataset[number]
+                assert row["input_ids"].tolist() == [expected[p] for p in places] + [0] * (length - len(places))
+                assert row["document_borders"][-1] == len(places)
+                seen[places] += 1
+                left_out.remove(number)
+    assert seen.max() == 1
+    assert len(left_out) < world_size
+    not_in_this_epoch = sum(stop - start for number in left_out for start, stop in rows.row(number).tolist())
+    assert (seen == 0).sum() == rows.dropped_tokens + not_in_this_epoch
+
+
+class InMemory:
+    """Documents as they are, also empty ones, which the readers of files refuse."""
+
+    def __init__(self, texts):
+        self.texts = texts
+
+    def __iter__(self):
+        return (Document(str(number), text) for number, text in enumerate(self.texts))
+
+    def fingerprint(self):
+        return ""
+
+
+def prompted(tokenizer, root, **kwargs):
+    records = [{"prompt": "a b ", "text": "c d"}, {"prompt": "e f g h", "text": " a"}, {"prompt": "", "text": "b c"}]
+    if not (root / "x.jsonl").exists():
+        (root / "x.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    settings = {"prompt_field": "prompt", "sequence_length": 3, "cache_dir": str(root / "cache"), **kwargs}
+    path = str(root / "x.jsonl")
+    module = TextDataModule(tokenizer, train=path, validation=path, **settings)
+    module.setup("fit")
+    return module
+
+
+def test_the_loss_of_prompts_is_a_choice(word_tokenizer, root):
+    no = IGNORE_INDEX
+    expected = {
+        True: [[no, 2, 3], [no, 0, no], [no, 7, 8], [no, 0, no]],
+        False: [[no, no, 3], [no, 0, no], [no, no, no], [no, 0, no]],
+    }
+    for loss_on_prompt, labels in expected.items():
+        module = prompted(word_tokenizer, root, loss_on_prompt=loss_on_prompt)
+        assert [module.rows[number]["input_ids"].tolist() for number in range(4)] == [
+            [1, 2, 3],
+            [4, 0, 5],
+            [6, 7, 8],
+            [1, 0, 2],
+        ]
+        assert [module.rows[number]["labels"].tolist() for number in range(4)] == labels
+        validation = module.validation[0]["labels"]  # evaluation scores the whole text
+        assert validation.tolist() == [no, 2, 3]
+    assert len(list((root / "cache").iterdir())) == 1  # one store serves both
+
+
+def test_prompts_that_nobody_has_named_are_no_reason_to_guess(word_tokenizer, root):
+    with pytest.raises(ValueError, match="`loss_on_prompt: false`, and no training document has a prompt"):
+        ready(word_tokenizer, root, loss_on_prompt=False)
+    with pytest.raises(ValueError, match="name their field by `prompt_field`"):
+        TextDataModule(word_tokenizer, train="x", loss_on_prompt=False)
+    for path in (str(root / "train" / "0.txt"), "owner/name"):
+        with pytest.raises(ValueError, match="`prompt_field` needs JSON lines"):
+            TextDataModule(word_tokenizer, train=path, prompt_field="p").source("train")
 
 
 @pytest.mark.parametrize("name", ["PG19DataModule", "PileArxivDataModule", "GovReportDataModule"])

@@ -30,8 +30,8 @@ def test_rows_are_documents(tmp_path, remote):
 
 
 def test_only_what_is_wanted(tmp_path):
-    assert [text for _, text in source(tmp_path, where=("meta.set", "B"))] == ["two"]
-    assert [text for _, text in source(tmp_path, where=("meta.n", 1))] == ["one"]
+    assert [document.text for document in source(tmp_path, where=("meta.set", "B"))] == ["two"]
+    assert [document.text for document in source(tmp_path, where=("meta.n", 1))] == ["one"]
     with pytest.raises(ValueError, match=r"No document with meta\.set == 'C' in .*data\.parquet"):
         list(source(tmp_path, where=("meta.set", "C")))
 

@@ -30,7 +30,7 @@ def test_original_layout(books):
 
 def test_without_metadata_the_name_is_the_number(books):
     (Path(books.path) / "metadata.csv").unlink()
-    assert [name for name, _ in books.source("test")] == ["4"]
+    assert [document.name for document in books.source("test")] == ["4"]
 
 
 def test_missing_split_is_named(books):

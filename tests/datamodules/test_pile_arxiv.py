@@ -43,7 +43,7 @@ def test_a_single_file_is_split_without_leaks(word_tokenizer, tmp_path):
     texts = [f"{a} {b}" for a in WORDS for b in WORDS]
     write(tmp_path / "all.jsonl", *map(record, texts))
     pile = module(word_tokenizer, tmp_path, tmp_path / "all.jsonl", holdout=4)
-    splits = [[text for _, text in pile.source(split)] for split in ("train", "validation", "test")]
+    splits = [[document.text for document in pile.source(split)] for split in ("train", "validation", "test")]
     assert sorted(text for split in splits for text in split) == sorted(texts)
     assert all(splits)
 
@@ -53,7 +53,7 @@ def test_parquet_columns_of_the_hub(word_tokenizer, tmp_path):
     rows = [record("a b"), record("c", "Books3")]
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "clone" / "validation-00000-of-00001.parquet")
     pile = module(word_tokenizer, tmp_path, tmp_path / "clone")
-    assert [text for _, text in pile.source("validation")] == ["a b"]
+    assert [document.text for document in pile.source("validation")] == ["a b"]
 
 
 def test_a_file_without_papers_is_an_error(word_tokenizer, tmp_path):

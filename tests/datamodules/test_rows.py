@@ -10,13 +10,19 @@ from lightning_modules.batch import IGNORE_INDEX as NO
 class Store:
     tokens = np.arange(10, 20, dtype=np.uint16)
     document_borders = np.array([0, 3, 9, 10])
+    prompt_lengths = None
 
     def read(self, start, stop):
         return self.tokens[start:stop]
 
 
-def dataset(sequence_length, **kwargs):
-    return PackedRowDataset(Store(), pack_documents(Store.document_borders, sequence_length), **kwargs)
+class Prompts(Store):
+    prompt_lengths = np.array([2, 3, 0])
+
+
+def dataset(sequence_length, packing="concat", store=Store, **kwargs):
+    rows = pack_documents(Store.document_borders, sequence_length, packing)
+    return PackedRowDataset(store(), rows, **kwargs)
 
 
 def lists(row):
@@ -82,3 +88,60 @@ def test_labels_are_the_tokens_wherever_there_is_a_context(isolate):
         scored = row["position_ids"] > 0
         assert (row["labels"][scored] == row["input_ids"][scored]).all()
         assert (row["labels"][~scored] == NO).all()
+
+
+class Influence:
+    values = np.arange(10, dtype=np.float16)
+
+
+def test_a_row_that_is_not_full_is_padded_behind_its_last_border():
+    rows = dataset(5, "best_fit", influence=Influence())
+    assert [lists(row) for row in map(rows.__getitem__, range(len(rows)))] == [
+        {
+            "input_ids": [10, 11, 12, 18, 19],
+            "labels": [NO, 11, 12, NO, NO],  # the rest of the second document, and the third
+            "position_ids": [0, 1, 2, 0, 0],
+            "document_borders": [0, 3, 4, 5],
+            "influence": [0, 1, 2, 8, 9],
+        },
+        {
+            "input_ids": [13, 14, 15, 16, 17],
+            "labels": [NO, 14, 15, 16, 17],
+            "position_ids": [0, 1, 2, 3, 4],
+            "document_borders": [0, 5],
+            "influence": [3, 4, 5, 6, 7],
+        },
+    ]
+    padded = dataset(8, "best_fit", influence=Influence())
+    assert lists(padded[1]) == {
+        "input_ids": [13, 14, 15, 16, 17, 18, 19, 0],
+        "labels": [NO, 14, 15, 16, 17, 18, NO, NO],
+        "position_ids": [0, 1, 2, 3, 4, 5, 0, 0],
+        "document_borders": [0, 6, 7],
+        "influence": [3, 4, 5, 6, 7, 8, 9, 0],
+    }
+    assert padded[0]["input_ids"].tolist() == [10, 11, 12, 0, 0, 0, 0, 0]
+    assert dataset(8, "best_fit", isolate_documents=False)[1]["document_borders"] == [0, 7]
+
+
+@pytest.mark.parametrize("packing", ["concat", "best_fit", "chunk"])
+@pytest.mark.parametrize("sequence_length", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("isolate", [True, False])
+def test_prompts_are_not_scored_wherever_rows_cut_them(packing, sequence_length, isolate):
+    prompts = {10, 11, 13, 14, 15}
+    settings = {"packing": packing, "store": Prompts, "isolate_documents": isolate}
+    with_loss, without = (dataset(sequence_length, loss_on_prompt=loss, **settings) for loss in (True, False))
+    assert len(without) > 0
+    for one, other in zip(map(with_loss.__getitem__, range(len(without))), without, strict=True):
+        expected = [NO if token in prompts else label for token, label in zip(*tokens_and_labels(one), strict=True)]
+        assert other["labels"].tolist() == expected
+        assert torch.equal(one["input_ids"], other["input_ids"])
+        assert one["document_borders"] == other["document_borders"]
+
+
+def tokens_and_labels(row):
+    return row["input_ids"].tolist(), row["labels"].tolist()
+
+
+def test_documents_without_prompts_are_scored_whole():
+    assert torch.equal(dataset(5, loss_on_prompt=False)[0]["labels"], dataset(5)[0]["labels"])

@@ -64,7 +64,7 @@ def test_damaged_archive_is_named(tmp_path, suffix):
 def test_filter_on_a_nested_field(tmp_path):
     lines = [{"text": "a", "meta": {"pile_set_name": "ArXiv"}}, {"text": "b", "meta": {"pile_set_name": "Books"}}]
     write_lines(tmp_path / "pile.jsonl", *lines, {"text": 3})
-    assert [text for _, text in JsonLines((tmp_path / "pile.jsonl",), where=ARXIV)] == ["a"]
+    assert [document.text for document in JsonLines((tmp_path / "pile.jsonl",), where=ARXIV)] == ["a"]
 
 
 def test_nothing_left_by_the_filter_is_an_error(tmp_path):
@@ -93,7 +93,7 @@ def test_bad_line_is_named_by_file_and_number(tmp_path, line, message):
 
 def test_json_lines_are_read_one_by_one(tmp_path):
     source = write_lines(tmp_path / "data.jsonl", {"text": "one"}, {"text": "two"}, b"broken, but never reached")
-    assert [text for _, text in islice(source, 2)] == ["one", "two"]
+    assert [document.text for document in islice(source, 2)] == ["one", "two"]
 
 
 def test_fingerprint_sees_edits_but_not_the_folder(tmp_path):
@@ -124,3 +124,29 @@ def test_size_of_the_texts_is_told_where_it_is_known(tmp_path):
     assert plain.text_bytes() == len('{"text": "one"}\n')
     assert JsonLines(plain.files, where=ARXIV).text_bytes() is None
     assert JsonLines((tmp_path / "a.jsonl.zst",)).text_bytes() is None
+
+
+def test_prompt_and_response_are_joined_as_they_are(tmp_path):
+    records = [{"q": "Why?\n", "a": "So."}, {"q": "", "a": "Only text"}, {"a": "日本", "q": "🙂"}]
+    write_lines(tmp_path / "x.jsonl", *records)
+    plain = JsonLines((tmp_path / "x.jsonl",), ("a",))
+    source = JsonLines((tmp_path / "x.jsonl",), ("a",), prompt_field="q")
+    assert list(source) == [
+        Document("x.jsonl:1", "Why?\nSo.", 5),
+        Document("x.jsonl:2", "Only text", 0),
+        Document("x.jsonl:3", "🙂日本", 1),
+    ]
+    assert [document.text for document in plain] == ["So.", "Only text", "日本"]
+    assert source.fingerprint() != plain.fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"), [(None, "'q': the text must be a string"), ("\ud83d", "'q': character 0 is half a surrog")]
+)
+def test_a_prompt_that_is_no_text_is_named(tmp_path, prompt, message):
+    write_lines(tmp_path / "x.jsonl", {"q": prompt, "a": "b"}, {"a": "b"})
+    with pytest.raises(ValueError, match=f"x.jsonl:1, {message}"):
+        list(JsonLines((tmp_path / "x.jsonl",), ("a",), prompt_field="q"))
+    write_lines(tmp_path / "x.jsonl", {"a": "b"})
+    with pytest.raises(ValueError, match=r"x.jsonl:1: no field 'q' for the prompt, only \['a'\]"):
+        list(JsonLines((tmp_path / "x.jsonl",), ("a",), prompt_field="q"))

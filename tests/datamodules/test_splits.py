@@ -19,7 +19,7 @@ TEXTS = [f"text {number}" for number in range(2000)]
 
 
 def split(name, texts=TEXTS, share=20):
-    return [text for _, text in HashSplit(Source(texts), name, share)]
+    return [document.text for document in HashSplit(Source(texts), name, share)]
 
 
 def test_every_document_is_in_one_split_of_about_the_stated_share():

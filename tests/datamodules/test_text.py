@@ -62,7 +62,7 @@ def test_the_same_documents_from_everywhere(kind, place, tmp_path, word_tokenize
     folder = f"memory:/{tmp_path}" if place == "memory" else str(tmp_path)
     write_corpus(folder, kind)
     source = TextDataModule(word_tokenizer, train=folder).source("train")
-    assert [text for _, text in source] == TEXTS
+    assert [document.text for document in source] == TEXTS
 
 
 @pytest.mark.parametrize("kind", [".jsonl", ".jsonl.zst", ".parquet"])
@@ -70,7 +70,7 @@ def test_files_on_the_web(kind, web, word_tokenizer):
     address, folder = web
     write_corpus(folder, kind)
     source = TextDataModule(word_tokenizer, train=f"{address}/x{kind}").source("train")
-    assert [text for _, text in source] == TEXTS
+    assert [document.text for document in source] == TEXTS
     assert (
         TextDataModule(word_tokenizer, train=f"{address}/x{kind}").source("train").fingerprint() == source.fingerprint()
     )
@@ -98,7 +98,7 @@ def test_holdout(tmp_path, word_tokenizer):
     texts = [f"a {'b ' * number}" for number in range(100)]
     write(tmp_path / "x.jsonl", json_lines(texts))
     module = TextDataModule(word_tokenizer, train=str(tmp_path / "x.jsonl"), holdout=5)
-    splits = [{text for _, text in module.source(split)} for split in ("train", "validation", "test")]
+    splits = [{document.text for document in module.source(split)} for split in ("train", "validation", "test")]
     assert sorted(set().union(*splits)) == sorted(texts)
     assert sum(map(len, splits)) == 100
     assert 40 < len(splits[0]) < 80

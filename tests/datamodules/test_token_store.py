@@ -273,3 +273,21 @@ def test_long_documents_are_no_reason_to_warn(byte_tokenizer, tmp_path, caplog, 
         warnings.simplefilter("error")
         build_token_store(Texts(["the cat sat on the mat " * 9]), tokenizer, cache_dir=tmp_path)
     assert "maximum" not in caplog.text + "".join(capfd.readouterr())
+
+
+def test_prompt_lengths_are_kept_where_there_are_prompts(word_tokenizer, tmp_path):
+    plain = build(Texts(["a b c"]), word_tokenizer, tmp_path / "plain")
+    assert plain.prompt_lengths is None
+    assert not (plain.folder / token_store.PROMPT_LENGTHS).exists()
+
+    class Prompts(Texts):
+        def __iter__(self):
+            return (Document("", text, prompt_end) for text, prompt_end in self.texts)
+
+    store = build(Prompts([("a b c", 3), ("a", 0), ("a b", 3)]), word_tokenizer, tmp_path / "prompts")
+    assert store.prompt_lengths.tolist() == [2, 0, 2]
+    flip(store.folder / token_store.PROMPT_LENGTHS)
+    with pytest.raises(ValueError, match=r"prompt_lengths.bin is not what was written"):
+        TokenStore(store.folder)
+    again = build(Prompts([("a b c", 3)]), word_tokenizer, tmp_path / "prompts")  # what is damaged is built anew
+    assert again.prompt_lengths.tolist() == [2]
