@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from datamodules import PackedTextDataModule
+from datamodules import PackedTextDataModule, TextDataModule
 from datamodules.influence_store import InfluenceStore
 from datamodules.influence_writer import InfluenceWriter
+from datamodules.rows import collate_rows
 from datamodules.sources import TextFolder
 from lightning_modules import influence_trainer
 from lightning_modules.batch import IGNORE_INDEX
@@ -17,7 +18,7 @@ from lightning_modules.functional import Weighing
 from lightning_modules.influence_trainer import InfluenceTrainer
 from lightning_modules.loading import load_backbone
 from lightning_modules.long_context_lm import LongContextLM
-from lightning_modules.objectives import CrossEntropy, LongCE
+from lightning_modules.objectives import CrossEntropy, LongCE, StoredInfluence
 from tests.conftest import make_text
 from tests.distributed import run_distributed
 
@@ -91,6 +92,47 @@ def test_weights_by_the_model_itself_are_those_of_longce_at_step_0(own, model_di
     assert statistics["weight_mean"] == pytest.approx(values.mean().item(), rel=1e-4)
     assert statistics["weight_at_cap"] == pytest.approx((values == 4).double().mean().item())
     assert statistics["weight_at_cap"] > 0
+
+
+def prompts(model_dir, root, **settings):
+    """Rows that are not full, of documents whose prompts are longer than their responses."""
+    records = [{"prompt": text[: len(text) * 2 // 3], "text": text[len(text) * 2 // 3 :]} for text in TEXTS]
+    path = root / "prompts.jsonl"
+    if not path.exists():
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    settings |= {"prompt_field": "prompt", "sequence_length": LENGTH, "packing": "best_fit"}
+    return TextDataModule(
+        str(model_dir), train=str(path), validation=str(path), cache_dir=str(root / "cache"), **settings
+    )
+
+
+def test_weights_of_padded_rows_serve_with_and_without_loss_on_the_prompt(model_dir, texts):
+    run(model_dir, texts, texts / "prompts", data=prompts(model_dir, texts, batch_size=2, loss_on_prompt=False))
+    backbone = load_backbone(str(model_dir), dtype="float32").train()
+    values = []
+    for loss_on_prompt in (True, False):
+        data = prompts(model_dir, texts, influence=str(texts / "prompts"), loss_on_prompt=loss_on_prompt)
+        data.setup("fit")
+        assert data.rows.rows.padded_tokens > 0
+        stored = StoredInfluence(4.0)
+        for row in data.rows:
+            batch = collate_rows([row])
+            short = backbone.short_log_likelihood(batch, **SETTINGS)
+            online = backbone(batch, Weighing(LongCE(4.0).influence, *short))
+            given = Weighing(stored.influence, batch["influence"], torch.ones_like(batch["influence"], dtype=bool))
+            offline = backbone(batch, given)
+            scored = batch["labels"] != IGNORE_INDEX
+            torch.testing.assert_close(offline.influence[scored], online.influence[scored], rtol=2**-10, atol=1e-6)
+            torch.testing.assert_close(offline.loss, online.loss, rtol=1e-3, atol=1e-6)
+            # the mean is over scored tokens: neither prompts nor padding make it smaller
+            total = -(offline.influence * offline.log_likelihood)[scored].sum()
+            torch.testing.assert_close(offline.loss, total / scored.sum().clamp(min=1))
+            values += online.influence[scored].tolist() if loss_on_prompt else []
+            assert (row["labels"][row["document_borders"][-1] :] == IGNORE_INDEX).all()
+        share = np.mean([(row["labels"] != IGNORE_INDEX).double().mean() for row in data.rows])
+        assert (share > 0.8) == loss_on_prompt
+    statistics = InfluenceStore(texts / "prompts").header["statistics"]
+    assert statistics["weight_mean"] == pytest.approx(np.mean(values), rel=1e-3)
 
 
 def test_complete_weights_are_not_computed_again(own, model_dir, texts, monkeypatch, capsys):
