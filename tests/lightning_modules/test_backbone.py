@@ -84,6 +84,37 @@ def test_packed_documents_score_as_if_alone(architecture, overrides):
             torch.testing.assert_close(actual[index, : len(alone)].double(), alone, atol=2e-5, rtol=1e-4)
 
 
+def log_likelihood_and_gradients(scorer, batch):
+    scorer.zero_grad()
+    scored = scorer(batch)
+    scored.sum().backward()
+    return scored.detach(), [parameter.grad.clone() for parameter in scorer.parameters()]
+
+
+@pytest.mark.parametrize("attention", ["document_sdpa", "sdpa", "eager"])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("batch_size", [1, 4])
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_packed_equals_separate_in_every_mode(attention, training, batch_size, checkpointing):
+    """Rows as `best_fit` makes them: of several documents, some with padding behind the last border."""
+    scorer = Backbone(build("llama", attention).train(training))
+    if checkpointing:
+        scorer.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert scorer.model.config.use_cache  # the default, which would let documents see each other
+    rows = [documents(9, 1, 14), documents(17, 7, seed=1), documents(20, seed=2), documents(2, 3, 5, 10, seed=3)]
+    packed_ll, packed_gradients = log_likelihood_and_gradients(scorer, packed(*rows[:batch_size], length=25))
+    gradients = [torch.zeros_like(gradient) for gradient in packed_gradients]
+    for row, scored in zip(rows, packed_ll, strict=False):
+        alone = [log_likelihood_and_gradients(scorer, packed([document])) for document in row]
+        expected = torch.cat([log_likelihood[0] for log_likelihood, _ in alone])
+        torch.testing.assert_close(scored[: len(expected)], expected, atol=1e-5, rtol=0)
+        assert (scored[len(expected) :] == 0).all()
+        for total, *parts in zip(gradients, *(each for _, each in alone), strict=True):
+            total += sum(parts)
+    for actual, expected in zip(packed_gradients, gradients, strict=True):
+        assert (actual - expected).norm() <= 1e-5 * expected.norm()
+
+
 def test_a_document_cannot_change_the_one_behind_it_not_even_by_gradient():
     scorer = Backbone(build("llama").train())
     scorer.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
