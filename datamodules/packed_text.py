@@ -2,6 +2,7 @@
 
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing_extensions import override
 from datamodules.documents import DocumentDataset
 from datamodules.influence_rows import InfluenceRows
 from datamodules.influence_store import InfluenceStore, rows_identity
+from datamodules.inspection import inspection
 from datamodules.loader import ResumableLoader
 from datamodules.packing import Packing, pack_documents
 from datamodules.rows import PackedRowDataset, Row, collate_rows
@@ -166,6 +168,12 @@ class PackedTextDataModule(LightningDataModule, ABC):
         return PackedRowDataset(
             store, rows, isolate_documents=self.isolate_documents, loss_on_prompt=self.loss_on_prompt
         )
+
+    def inspect(
+        self, rows: Sequence[int] | None = None, *, count: int = 3, width: int = 400, names: bool = False
+    ) -> str:
+        """What `longce data inspect` shows of the training rows; see `datamodules.inspection`."""
+        return inspection(self, rows, count=count, width=width, names=names)
 
     def influence_rows(self, made_from: dict[str, Any], folder: str | None = None) -> InfluenceRows:
         """The training rows as ``longce influence`` goes through them.

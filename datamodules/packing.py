@@ -54,9 +54,9 @@ class PackedRows:
     def __str__(self) -> str:
         places, stream = len(self) * self.sequence_length, self.tokens + self.dropped_tokens
         return (
-            f"{len(self):,} rows of {self.sequence_length:,} tokens: {self.truncated_documents:,} documents cut,"
-            f" {self.dropped_tokens:,} tokens dropped ({self.dropped_tokens / max(stream, 1):.2%}),"
-            f" {self.padded_tokens:,} padded ({self.padded_tokens / max(places, 1):.2%})"
+            f"{len(self):,} rows of {self.sequence_length:,} tokens; documents cut: {self.truncated_documents:,},"
+            f" tokens dropped: {self.dropped_tokens:,} ({self.dropped_tokens / max(stream, 1):.2%}),"
+            f" padding: {self.padded_tokens:,} ({self.padded_tokens / max(places, 1):.2%})"
         )
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import jsonargparse
-from jsonargparse.typing import NonNegativeFloat, PositiveFloat, PositiveInt
-from lightning.pytorch import Trainer
+from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
@@ -36,6 +36,7 @@ commands:
   validate    evaluate a model on the validation documents
   test        evaluate a model on the test documents
   predict     long and short log-likelihoods of every token of the test documents
+  data        `data inspect`: what the training rows hold, as text, with document borders
   influence   LongCE weights of the training rows by an evaluator, so that training makes no short pass
   export      a checkpoint of `fit` as a folder that transformers loads
   plan        FLOPs, time, memory and cost of `fit` and of scoring on given GPUs, without weights or a GPU
@@ -150,6 +151,39 @@ class PlanCLI(LongceCLI):
         """Neither model nor data module nor trainer is made."""
 
 
+class DataCLI(LongceCLI):
+    """The options of ``longce fit``, of which only the data module is made, with those of ``longce data inspect``."""
+
+    def __init__(self) -> None:
+        super().__init__(run=False)
+
+    @override
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        super().add_arguments_to_parser(parser)
+        parser.prog = "longce data inspect"
+        parser.description = "The rows that `longce fit` with these options would train on, as text."
+        parser.add_argument("--rows", type=NonNegativeInt, nargs="+", help="Numbers of the rows to show, from 0.")
+        parser.add_argument("--count", type=NonNegativeInt, default=3, help="First rows to show, if not by `--rows`.")
+        parser.add_argument("--width", type=PositiveInt, default=400, help="Characters to show of each text.")
+        parser.add_argument(
+            "--names", type=bool, default=False, help="Name documents; the source is read up to the last one shown."
+        )
+        accept_saved_config(parser)
+
+    @override
+    def _set_seed(self) -> None:
+        """Nothing is random here."""
+
+    @override
+    def instantiate_classes(self) -> None:
+        """Neither model nor trainer is made."""
+        if self.config.get("data") is None:
+            raise ValueError("There are no data to inspect: name a data module by `data`, as for `longce fit`.")
+        parser = jsonargparse.ArgumentParser()
+        parser.add_subclass_arguments(LightningDataModule, "data")
+        self.datamodule = parser.instantiate(jsonargparse.Namespace(data=self.config.data)).data
+
+
 def _check_checkpoint(path: str | None) -> None:
     """Raise a ``ValueError`` for a checkpoint that is torn, missing or on the web; names such as ``last`` pass."""
     if path is None or path in ("best", "last", "hpc"):
@@ -207,6 +241,22 @@ def export_command(arguments: Sequence[str]) -> None:
     sys.stdout.write(f"{export_checkpoint(**options)}\n")
 
 
+def data_command(arguments: Sequence[str]) -> None:
+    """Run ``longce data inspect`` and print its report."""
+    if arguments[1:2] in (["-h"], ["--help"]):
+        arguments = ("data", "inspect", "--help")
+    if arguments[1:2] != ["inspect"]:
+        raise ValueError("`longce data` has one command: `longce data inspect`, with the options of `longce fit`.")
+    sys.argv[1:] = arguments[2:]
+    cli = DataCLI()
+    if not callable(getattr(cli.datamodule, "inspect", None)):
+        raise ValueError(f"`data` has no packed training rows to inspect: {type(cli.datamodule).__name__}.")
+    options = cli.config
+    sys.stdout.write(
+        cli.datamodule.inspect(options.rows, count=options.count, width=options.width, names=options.names)
+    )
+
+
 def quickstart_command(arguments: Sequence[str]) -> None:
     """Run ``longce quickstart``; further options go to each of its runs."""
     from lightning_modules.quickstart import quickstart
@@ -237,6 +287,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], object]] = {
     "score": score_command,
     "influence": influence_command,
     "export": export_command,
+    "data": data_command,
     "quickstart": quickstart_command,
     **dict.fromkeys(("fit", "validate", "test", "predict"), _lightning_command),
 }

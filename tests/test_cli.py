@@ -16,6 +16,7 @@ from datamodules.influence_store import InfluenceStore
 from datamodules.influence_writer import InfluenceWriter
 from lightning_modules.backbone import Backbone
 from lightning_modules.cli import LongceCLI, main
+from lightning_modules.long_context_lm import LongContextLM
 from tests.conftest import make_text, tiny_config, tiny_model
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -253,6 +254,34 @@ def test_the_command_line_wins_over_a_checkpoint(experiment, tmp_path, monkeypat
     assert cli.trainer.global_step == 5
 
 
+def test_data_inspect_shows_the_rows_of_fit_and_loads_no_model(experiment, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(LongContextLM, "save_hyperparameters", lambda *_, **__: 1 / 0)
+    settings = ["data", "inspect", "-c", BASE, "-c", experiment, "--trainer.accelerator", "gpu"]
+    options = ["--data.packing", "best_fit", "--rows", "1", "0", "--width", "40", "--names", "true"]
+    longce(*settings, *options, monkeypatch=monkeypatch, folder=tmp_path)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "packing      best_fit, documents isolated"
+    assert re.fullmatch(r"rows         \d+ rows of 128 tokens; documents cut: 4, tokens dropped: 0 .*", lines[2])
+    assert [line.split()[1] for line in lines if line.startswith("row ")] == ["1", "0"]
+    assert "document 0 (0 Book 0), tokens 0 to 128 of" in lines[-2]
+    assert re.fullmatch(r"    \| .{20,} \[[\d,]+ characters\] .{20,}", lines[-1])
+    longce(*settings, "--count", "0", monkeypatch=monkeypatch, folder=tmp_path)
+    assert "row 0" not in capsys.readouterr().out
+    refusals = {
+        "there are rows 0 to": ["--rows", "9999"],
+        "rows": ["--rows", "-1"],
+        "width": ["--width", "0"],
+        "packing": ["--data.packing", "worst_fit"],
+    }
+    for expected, wrong in refusals.items():
+        assert expected in refused(*settings, *wrong, monkeypatch=monkeypatch, folder=tmp_path, capsys=capsys)
+    for arguments in (["data"], ["data", "show"]):
+        message = refused(*arguments, monkeypatch=monkeypatch, folder=tmp_path, capsys=capsys)
+        assert "`longce data inspect`" in message
+    no_data = refused("data", "inspect", "-c", BASE, monkeypatch=monkeypatch, folder=tmp_path, capsys=capsys)
+    assert "name a data module" in no_data
+
+
 @pytest.mark.parametrize("config", EXPERIMENTS, ids=lambda path: path.stem)
 def test_every_shipped_config_runs_under_the_debug_overlay(config, tmp_path, monkeypatch):
     longce("fit", "-c", BASE, "-c", str(config), "-c", DEBUG, monkeypatch=monkeypatch, folder=tmp_path)
@@ -342,7 +371,7 @@ def test_success_exits_with_0_and_help_names_every_command():
     command = [sys.executable, "-c", "from lightning_modules.cli import main; main()", "--help"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0
-    for name in ("fit", "validate", "test", "predict", "influence", "plan", "score", "quickstart"):
+    for name in ("fit", "validate", "test", "predict", "data", "influence", "plan", "score", "quickstart"):
         assert f"\n  {name} " in result.stdout
 
 

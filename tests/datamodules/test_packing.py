@@ -2,6 +2,7 @@
 
 import time
 from collections import Counter
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -86,7 +87,7 @@ def test_every_token_once_or_dropped_and_no_segment_crosses_a_border(packing, le
     assert len(seen) == packed.tokens == borders[-1] - packed.dropped_tokens
     for start, stop in packed.segments.tolist():
         assert start < stop
-        assert any(begin <= start and stop <= end for begin, end in zip(borders, borders[1:], strict=False))
+        assert any(begin <= start and stop <= end for begin, end in pairwise(borders))
     rows = lists(packed)
     sizes = [sum(stop - start for start, stop in row) for row in rows]
     assert all(0 < filled <= size for filled in sizes)
@@ -104,7 +105,7 @@ def test_truncated_documents_are_those_with_tokens_in_a_row_but_not_all_in_one(p
     borders = borders_of(lengths)
     packed = STRATEGIES[packing](borders, size)
     cut = 0
-    for begin, end in zip(borders.tolist(), borders[1:].tolist(), strict=False):
+    for begin, end in pairwise(borders.tolist()):
         inside = [max(min(stop, end) - max(start, begin), 0) for start, stop in packed.segments.tolist()]
         cut += sum(inside) > 0 and max(inside) < end - begin
     assert packed.truncated_documents == cut
@@ -200,9 +201,9 @@ def test_rows_written_out(packing, lengths, size, rows, dropped, truncated):
 
 def test_what_is_said_of_the_rows():
     assert str(pack_documents(borders_of([3, 6, 4]), 4, "chunk")) == (
-        "2 rows of 4 tokens: 1 documents cut, 5 tokens dropped (38.46%), 0 padded (0.00%)"
+        "2 rows of 4 tokens; documents cut: 1, tokens dropped: 5 (38.46%), padding: 0 (0.00%)"
     )
-    assert "0 tokens dropped (0.00%), 3 padded (25.00%)" in str(pack_documents(borders_of([3, 6]), 4, "best_fit"))
+    assert "tokens dropped: 0 (0.00%), padding: 3 (25.00%)" in str(pack_documents(borders_of([3, 6]), 4, "best_fit"))
 
 
 @pytest.mark.parametrize("packing", STRATEGIES)
