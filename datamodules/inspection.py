@@ -1,6 +1,6 @@
 """The training rows as text, as people read them: what each holds, and where documents begin, end and are cut."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -39,10 +39,8 @@ def inspection(
     numbers = range(min(count, len(rows))) if numbers is None else numbers
     if any(not 0 <= number < len(rows) for number in numbers):
         raise ValueError(f"`rows` {list(numbers)}: there are rows 0 to {len(rows) - 1:,}.")
-    documents = document_of(
-        np.concatenate([rows.rows.row(n)[:, 0] for n in (*numbers, 0)]), rows.store.document_borders
-    )
-    titles = _names(data, set(documents.tolist())) if names and numbers else {}
+    shown = {document for number in numbers for document in _documents(rows, number)}
+    titles = _names(data, shown) if names else {}
     lines = [*_summary(data, rows)]
     for number in numbers:
         lines += ["", *_row(rows, number, titles, data.tokenizer, width)]
@@ -88,16 +86,18 @@ def _row(
     lengths = segments[:, 1] - segments[:, 0]
     padded = rows.rows.sequence_length - int(lengths.sum())
     yield f"row {number:,}      tokens {lengths.sum():,}, documents {len(segments):,}, padding {padded:,}"
-    ends = np.cumsum(lengths)
-    documents = document_of(segments[:, 0], rows.store.document_borders)
-    for segment, end, document, prompt in zip(segments, ends, documents, rows.prompt_lengths(segments), strict=True):
-        start, stop = segment.tolist()
-        name = f" ({visible(names[int(document)])})" if int(document) in names else ""
-        yield f"  {end - (stop - start):,} to {end:,}: document {document:,}{name}, {_part(rows, document, start, stop)}"
+    place = 0
+    for (start, stop), document, prompt in zip(
+        segments.tolist(), _documents(rows, number), rows.prompt_lengths(segments).tolist(), strict=True
+    ):
+        name = f" ({visible(names[document])})" if document in names else ""
+        part, end = _part(rows, document, start, stop), place + stop - start
+        yield f"  {place:,} to {end:,}: document {document:,}{name}, {part}"
+        place = end
         tokens = rows.store.read(start, stop).tolist()
-        for title, part in (("prompt   ", tokens[:prompt]), ("response " if prompt else "", tokens[prompt:])):
-            if part:
-                text = tokenizer.decode(part, clean_up_tokenization_spaces=False)
+        for title, ids in (("prompt   ", tokens[:prompt]), ("response " if prompt else "", tokens[prompt:])):
+            if ids:
+                text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
                 yield f"    {title}| {shortened(text, width)}"
 
 
@@ -110,9 +110,13 @@ def _part(rows: PackedRowDataset, document: int, start: int, stop: int) -> str:
     return f"tokens {start - begin:,} to {stop - begin:,} of {end - begin:,}, cut {' and '.join(cuts)}"
 
 
+def _documents(rows: PackedRowDataset, number: int) -> list[int]:
+    """Index of the document that each segment of a row is of."""
+    return document_of(rows.rows.row(number)[:, 0], rows.store.document_borders).tolist()
+
+
 def _names(data: "PackedTextDataModule", wanted: set[int]) -> dict[int, str]:
-    source: Iterable = data.source("train") or ()
-    first = islice(source, max(wanted) + 1)
+    first = islice(data.source("train") or (), max(wanted, default=-1) + 1)
     return {index: document.name for index, document in enumerate(first) if index in wanted}
 
 
