@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import re
 import signal
 import subprocess
@@ -252,6 +253,33 @@ def test_the_command_line_wins_over_a_checkpoint(experiment, tmp_path, monkeypat
     cli = LongceCLI()
     assert cli.model.stride == 8
     assert cli.trainer.global_step == 5
+
+
+def test_fit_on_rows_that_are_not_full_with_loss_on_responses_only(
+    experiment, corpus, tmp_path, monkeypatch, model_dir
+):
+    records = [{"prompt": text[:200], "text": text[200:600]} for text in corpus[:6]]
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    data = {
+        "class_path": "datamodules.TextDataModule",
+        "init_args": {
+            "tokenizer": str(model_dir),
+            "train": str(tmp_path / "x.jsonl"),
+            "validation": str(tmp_path / "x.jsonl"),
+            "prompt_field": "prompt",
+            "loss_on_prompt": False,
+            "sequence_length": 128,
+            "packing": "best_fit",
+            "batch_size": 2,
+        },
+    }
+    settings = yaml.safe_load(Path(experiment).read_text())
+    (tmp_path / "prompts.yaml").write_text(yaml.safe_dump({**settings, "data": data}))
+    longce("fit", "-c", BASE, "-c", str(tmp_path / "prompts.yaml"), monkeypatch=monkeypatch, folder=tmp_path)
+    events = EventAccumulator(str(next((tmp_path / "runs").rglob("config.yaml")).parent))
+    events.Reload()
+    assert len(events.Scalars("train/loss")) == 4
+    assert all(event.value > 0 for event in events.Scalars("train/loss"))
 
 
 def test_data_inspect_shows_the_rows_of_fit_and_loads_no_model(experiment, tmp_path, monkeypatch, capsys):

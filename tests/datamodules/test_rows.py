@@ -145,3 +145,12 @@ def tokens_and_labels(row):
 
 def test_documents_without_prompts_are_scored_whole():
     assert torch.equal(dataset(5, loss_on_prompt=False)[0]["labels"], dataset(5)[0]["labels"])
+
+
+def test_rows_behind_the_prompt_are_scored():
+    class Long(Store):
+        document_borders = np.array([0, 2, 10])
+        prompt_lengths = np.array([0, 2])
+
+    rows = PackedRowDataset(Long(), pack_documents(Long.document_borders, 4, "chunk"), loss_on_prompt=False)
+    assert [row["labels"].tolist() for row in map(rows.__getitem__, range(2))] == [[NO, NO, 14, 15], [NO, 17, 18, 19]]
