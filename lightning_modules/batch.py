@@ -15,7 +15,7 @@ class PackedBatch(TypedDict):
     Attributes:
         input_ids: ``[B, T]`` int64 token ids; rows shorter than ``T`` are padded on the right with any valid id.
         labels: ``[B, T]`` int64, equal to ``input_ids`` where the token is scored and ``IGNORE_INDEX`` elsewhere:
-            the first token of each document (nothing stands before it) and padding.
+            the first token of each document (nothing stands before it), prompts that are not learned, and padding.
         position_ids: ``[B, T]`` int64 positions that restart at 0 with each document.
         document_borders: For each row the ascending token indices ``[0, end of document 1, end of document 2, ..]``.
             Contexts never cross a border; what stands behind the last one is padding. Plain integers, because they
