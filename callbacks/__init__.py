@@ -2,6 +2,7 @@
 
 from callbacks.external_evaluator import ExternalEvaluator
 from callbacks.huggingface_export import HuggingFaceExport
+from callbacks.step_checkpoint import StepCheckpoint
 from callbacks.token_scores_writer import TokenScoresWriter
 
-__all__ = ["ExternalEvaluator", "HuggingFaceExport", "TokenScoresWriter"]
+__all__ = ["ExternalEvaluator", "HuggingFaceExport", "StepCheckpoint", "TokenScoresWriter"]

@@ -1,17 +1,21 @@
 """Text in, packed rows out: the data modules that a YAML names."""
 
 from datamodules.gov_report import GovReportDataModule
+from datamodules.mixture import MixtureDataModule
 from datamodules.packed_text import PackedTextDataModule
 from datamodules.pg19 import PG19DataModule
 from datamodules.pile_arxiv import PileArxivDataModule
 from datamodules.recall import RecallDataModule
+from datamodules.streaming_text import StreamingTextDataModule
 from datamodules.text import TextDataModule
 
 __all__ = [
     "GovReportDataModule",
+    "MixtureDataModule",
     "PG19DataModule",
     "PackedTextDataModule",
     "PileArxivDataModule",
     "RecallDataModule",
+    "StreamingTextDataModule",
     "TextDataModule",
 ]

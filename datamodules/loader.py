@@ -7,6 +7,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from datamodules.curriculum import CurriculumStages
 from datamodules.rows import Row
 from datamodules.samplers import RowSampler
 
@@ -18,12 +19,16 @@ class ResumableLoader(DataLoader[Row]):
 
     A plain loader would begin a resumed epoch with the batches that were already trained on. The state is only how
     many they were and in which epoch: the order is a function of the seed and the epoch.
+
+    Attributes:
+        stages: Cuts the rows of the first batches of a run into shorter ones, if there is a curriculum.
     """
 
     sampler: RowSampler
     batch_size: int
+    stages: CurriculumStages | None = None
     _batches = 0
-    _resume: dict[str, int] | None = None
+    _resume: dict[str, Any] | None = None
 
     @override
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names a private class
@@ -32,29 +37,27 @@ class ResumableLoader(DataLoader[Row]):
         resume, self._resume = self._resume, None
         self._batches = resume["batches"] if resume and resume["epoch"] == self.sampler.epoch else 0
         self.sampler.skip = self._batches * self.batch_size
+        if self.stages:
+            self.stages.compare(resume or {})
         for batch in super().__iter__():
             self._batches += 1
-            yield batch
+            yield self.stages(batch, self.sampler.epoch, self._batches - 1) if self.stages else batch
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """Batches of this epoch handed out so far, and what the order of the rows depends on."""
-        return {"epoch": self.sampler.epoch, "batches": self._batches, **self._order()}
+        return {"epoch": self.sampler.epoch, "batches": self._batches, **self._switch(), **self._order()}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next epoch leave out the batches that are already done."""
-        changed = {name: (state[name], value) for name, value in self._order().items() if state[name] != value}
+        order = self._order()
+        changed = {name: (state.get(name), value) for name, value in order.items() if state.get(name) != value}
         if changed:
             _log.warning("The epoch starts over: its order is not that of the checkpoint (then, now): %s.", changed)
         else:
             self._resume = state
 
-    def _order(self) -> dict[str, int]:
-        sampler = self.sampler
-        order = {
-            "rows": sampler.rows,
-            "seed": sampler.seed,
-            "world_size": sampler.world_size,
-            "batch_size": self.batch_size,
-        }
-        # The command line's numbers are of classes of their own, which a checkpoint loaded without pickle refuses.
-        return {name: int(value) for name, value in order.items()}
+    def _switch(self) -> dict[str, int]:
+        return self.stages.state() if self.stages else {}
+
+    def _order(self) -> dict[str, Any]:
+        return {**self.sampler.order(), "batch_size": int(self.batch_size)}

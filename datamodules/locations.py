@@ -4,6 +4,7 @@ import glob
 import io
 import json
 import logging
+import pickle
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -63,7 +64,9 @@ class RemoteFile:
             ValueError: If they cannot be had.
         """
         try:
-            return cast(BinaryIO, io.BufferedReader(self.system.open(self.path, mode), _READ_AHEAD))
+            # A file system does not survive a fork, as of a loader's worker, but its pickle makes it anew there.
+            system = pickle.loads(pickle.dumps(self.system))
+            return cast(BinaryIO, io.BufferedReader(system.open(self.path, mode), _READ_AHEAD))
         except OSError as error:
             raise ValueError(f"{self}: cannot be read ({error}). Check the network and your access rights.") from error
 

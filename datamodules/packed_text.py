@@ -8,25 +8,29 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 from lightning import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info
-from torch.utils.data import DataLoader
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedTokenizerFast
 from typing_extensions import override
 
+from datamodules.curriculum import CurriculumStages, LengthCurriculum
 from datamodules.documents import DocumentDataset
 from datamodules.influence_rows import InfluenceRows
 from datamodules.influence_store import InfluenceStore, rows_identity
 from datamodules.inspection import inspection
 from datamodules.loader import ResumableLoader
-from datamodules.packing import Packing, pack_documents
+from datamodules.packing import PackedRows, Packing, pack_documents
 from datamodules.rows import PackedRowDataset, Row, collate_rows
 from datamodules.samplers import DocumentSampler, RowSampler
 from datamodules.sources import Source
 from datamodules.splits import Split
 from datamodules.token_store import TokenStore, build_token_store
+from datamodules.up_sampling import LongDocuments, pack_in_order
 from lightning_modules.files import default_cache_dir
 from lightning_modules.tokenization import load_tokenizer
 
@@ -60,6 +64,11 @@ class PackedTextDataModule(LightningDataModule, ABC):
         seed: Seed of the order of the training rows, which depends on it and the epoch only.
         tokenizer_revision: Branch, tag or commit of a tokenizer on the hub.
         influence: Folder of token weights that ``longce influence`` has made of these rows; they come with each batch.
+        long_documents: Train on long documents more often: ``{longer_than: 32768, weight: 2}``.
+        curriculum: Shorter rows in the first part of training: ``{sequence_length: 4096, share: 0.8}``.
+
+    Raises:
+        ValueError: If settings do not go together.
     """
 
     def __init__(
@@ -81,8 +90,17 @@ class PackedTextDataModule(LightningDataModule, ABC):
         seed: NonNegativeInt = 0,
         tokenizer_revision: str | None = None,
         influence: str | None = None,
+        long_documents: LongDocuments | None = None,
+        curriculum: LengthCurriculum | None = None,
     ) -> None:
         super().__init__()
+        if influence and (long_documents or curriculum):
+            raise ValueError(
+                "Stored token weights (`influence`) are of rows that hold each token once and are not cut: leave out"
+                " `influence`, or `long_documents` and `curriculum`."
+            )
+        if curriculum:
+            curriculum.check(sequence_length)
         self.tokenizer_name = tokenizer
         self.tokenizer_revision = tokenizer_revision
         self.sequence_length = sequence_length
@@ -99,6 +117,8 @@ class PackedTextDataModule(LightningDataModule, ABC):
         self.test_documents = test_documents
         self.seed = seed
         self.influence = influence
+        self.long_documents = long_documents
+        self.curriculum = curriculum
         self.rows: PackedRowDataset | None = None
         self.validation: DocumentDataset | None = None
         self.test: DocumentDataset | None = None
@@ -115,6 +135,7 @@ class PackedTextDataModule(LightningDataModule, ABC):
     @override
     def prepare_data(self) -> None:
         stage = self.trainer.state.fn if self.trainer else "fit"
+        self._check_curriculum()
         # Fetches what is on the hub, and finds a wrong path before an hour of tokenising.
         self._evaluation_source("test" if stage in ("test", "predict") else "validation").fingerprint()
         if stage == "fit":
@@ -143,7 +164,7 @@ class PackedTextDataModule(LightningDataModule, ABC):
             raise ValueError(f"{name} has no training rows: it only evaluates, or `setup('fit')` was not called.")
         rank, world_size = self._process()
         sampler = RowSampler(len(self.rows), seed=self.seed, rank=rank, world_size=world_size)
-        return ResumableLoader(self.rows, batch_size=self.batch_size, sampler=sampler, **self.loader_options())
+        return self._training_loader(self.rows, sampler)
 
     @override
     def val_dataloader(self) -> DataLoader[Row]:
@@ -164,9 +185,19 @@ class PackedTextDataModule(LightningDataModule, ABC):
             return None
         if not self.loss_on_prompt and store.prompt_lengths is None:
             raise ValueError("`loss_on_prompt: false`, and no training document has a prompt. Leave it out.")
-        rows = pack_documents(store.document_borders, self.sequence_length, self.packing)
         return PackedRowDataset(
-            store, rows, isolate_documents=self.isolate_documents, loss_on_prompt=self.loss_on_prompt
+            store,
+            self._pack(store.document_borders),
+            isolate_documents=self.isolate_documents,
+            loss_on_prompt=self.loss_on_prompt,
+        )
+
+    def _pack(self, borders: NDArray[np.int64]) -> PackedRows:
+        def pack(borders: NDArray[np.int64]) -> PackedRows:
+            return pack_documents(borders, self.sequence_length, self.packing)
+
+        return (
+            pack_in_order(borders, self.long_documents.order(borders), pack) if self.long_documents else pack(borders)
         )
 
     def inspect(
@@ -181,7 +212,12 @@ class PackedTextDataModule(LightningDataModule, ABC):
         Args:
             made_from: What the weights depend on besides the rows: their cap ``gamma``, the evaluator, ..
             folder: Where to keep the weights; by default `influence`, or a folder in the cache.
+
+        Raises:
+            ValueError: If a token is in several rows: it would have several weights.
         """
+        if self.long_documents:
+            raise ValueError("Token weights are stored once for each token: leave `long_documents` out.")
         place = folder or self.influence
         return InfluenceRows(self, made_from, Path(place).expanduser() if place else None)
 
@@ -202,6 +238,15 @@ class PackedTextDataModule(LightningDataModule, ABC):
         store = InfluenceStore(Path(folder).expanduser())
         store.check(expected)
         return store
+
+    def _training_loader(self, rows: Dataset[Row], sampler: RowSampler) -> ResumableLoader:
+        loader = ResumableLoader(rows, batch_size=self.batch_size, sampler=sampler, **self.loader_options())
+        loader.stages = self._check_curriculum()
+        return loader
+
+    def _check_curriculum(self) -> CurriculumStages | None:
+        """The curriculum in this run, if there is one and the trainer says how long the run is."""
+        return CurriculumStages(self.curriculum, self.trainer) if self.curriculum and self.trainer else None
 
     def _token_store(self) -> TokenStore | None:
         """The tokenised training text, made on the first call and only opened afterwards."""

@@ -8,7 +8,7 @@ import pyarrow
 import pyarrow.parquet
 
 from datamodules.locations import File, files_fingerprint
-from datamodules.sources import Document, checked_text, nested, no_document, opened, record_name
+from datamodules.sources import Document, NoDocumentError, checked_text, nested, no_document, opened, record_name
 
 BATCH_ROWS = 16  # whole books are rows, too
 
@@ -42,7 +42,7 @@ class ParquetFiles:
                 name = record_name(record, self.name_columns, f"{file.name}:{number}")
                 yield Document(name, checked_text(record[self.text_column], f"{file}, row {number}"))
         if not found:
-            raise ValueError(no_document(self.where, self.files))
+            raise NoDocumentError(no_document(self.where, self.files))
 
     def fingerprint(self) -> str:
         """Names, sizes and modification times of the files, and which documents are taken."""

@@ -1,6 +1,7 @@
 """Which rows each process sees, and in which order."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from torch.utils.data import Sampler
@@ -41,6 +42,11 @@ class RowSampler(Sampler[int]):
     def set_epoch(self, epoch: int) -> None:
         """Choose the order; Lightning calls this at the start of each epoch."""
         self.epoch = epoch
+
+    def order(self) -> dict[str, Any]:
+        """What the order depends on besides the epoch, as plain numbers that a checkpoint may hold."""
+        # The command line's numbers are of classes of their own, which a checkpoint loaded without pickle refuses.
+        return {"rows": int(self.rows), "seed": int(self.seed), "world_size": int(self.world_size)}
 
     def __len__(self) -> int:
         return self.rows // self.world_size

@@ -30,6 +30,10 @@ class Document(NamedTuple):
     prompt_end: int = 0
 
 
+class NoDocumentError(ValueError):
+    """A source has no document, or none that is wanted."""
+
+
 class Source(Protocol):
     """A corpus: an iterable of documents, always in the same order, never in memory as a whole."""
 
@@ -143,7 +147,7 @@ class JsonLines:
                         found = True
                         yield document
         if not found:
-            raise ValueError(no_document(self.where, self.files))
+            raise NoDocumentError(no_document(self.where, self.files))
 
     def fingerprint(self) -> str:
         """Names, sizes and modification times of the files, and which documents are taken."""

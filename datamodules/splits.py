@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from datamodules.locations import JSON_LINES
-from datamodules.sources import Document, Source
+from datamodules.sources import Document, NoDocumentError, Source
 
 Split = Literal["train", "validation", "test"]
 
@@ -56,7 +56,7 @@ class HashSplit:
                 empty = False
                 yield document
         if empty:
-            raise ValueError(
+            raise NoDocumentError(
                 f"None of the documents fell to the {self.split} split (1 in {self.share} is held out for validation,"
                 " and 1 for test). Lower `holdout`, or give a folder with a file for each split."
             )

@@ -80,8 +80,22 @@ class LongceCLI(LightningCLI):
             rows = getattr(self.datamodule, "sequence_length", None) if self.subcommand == "fit" else None
             self.model.check_early(rows)
             if self.subcommand == "fit":
+                _check_curriculum(self.model, getattr(self.datamodule, "curriculum", None))
                 stored = getattr(self.datamodule, "influence", None)
                 check_influence(self.model.objective, stored and f"in '{stored}'")
+
+
+def _check_curriculum(model: LongContextLM, curriculum: Any) -> None:
+    """Raise a ``ValueError`` if no token of a curriculum's short rows has a context longer than the short one."""
+    if curriculum is None or not model.objective.uses_short_context:
+        return
+    longest = model.context_length + model.stride
+    if longest >= curriculum.sequence_length:
+        raise ValueError(
+            f"`data.curriculum` begins with rows of {curriculum.sequence_length} tokens, of which none has a longer"
+            f" context than the short one: `context_length` + `stride` is {longest}."
+            " Lower these, give the curriculum longer rows, or train with CrossEntropy."
+        )
 
 
 def accept_saved_config(parser: LightningArgumentParser) -> None:

@@ -312,12 +312,61 @@ def test_data_inspect_shows_the_rows_of_fit_and_loads_no_model(experiment, tmp_p
 
 @pytest.mark.parametrize("config", EXPERIMENTS, ids=lambda path: path.stem)
 def test_every_shipped_config_runs_under_the_debug_overlay(config, tmp_path, monkeypatch):
-    longce("fit", "-c", BASE, "-c", str(config), "-c", DEBUG, monkeypatch=monkeypatch, folder=tmp_path)
+    below = ["-c", str(CONFIGS / "longce_pg19.yaml")] if config.stem == "curriculum" else []  # names no data module
+    longce("fit", "-c", BASE, *below, "-c", str(config), "-c", DEBUG, monkeypatch=monkeypatch, folder=tmp_path)
     (saved,) = (tmp_path / "runs").rglob("config.yaml")
     assert yaml.safe_load(saved.read_text())["trainer"]["max_steps"] == 2
     events = EventAccumulator(str(saved.parent))
     events.Reload()
     assert len(events.Scalars("lr-AdamW")) == 2
+
+
+def rows_trained_on(monkeypatch):
+    """Shapes of the batches, filled in as training goes on."""
+    shapes, step = [], LongContextLM.training_step
+    monkeypatch.setattr(
+        LongContextLM,
+        "training_step",
+        lambda self, batch, index: shapes.append(tuple(batch["input_ids"].shape)) or step(self, batch, index),
+    )
+    return shapes
+
+
+def test_the_curriculum_lengthens_rows_after_its_share_of_the_steps(tmp_path, monkeypatch, capsys):
+    shapes = rows_trained_on(monkeypatch)
+    fit = ["fit", "-c", BASE, "-c", str(CONFIGS / "longce_pg19.yaml"), "-c", str(CONFIGS / "curriculum.yaml")]
+    fit += ["-c", DEBUG, "--trainer.max_steps", "5", "--trainer.accumulate_grad_batches", "2", "--data.curriculum"]
+    longce(*fit, "{sequence_length: 64, share: 0.8}", monkeypatch=monkeypatch, folder=tmp_path)
+    assert shapes == 8 * [(2, 64)] + 2 * [(1, 128)]
+    for curriculum, message in (
+        ("{sequence_length: 32, share: 0.8}", "begins with rows of 32 tokens, of which none has a longer context"),
+        ("{sequence_length: 48, share: 0.8}", "`curriculum.sequence_length` = 48 must divide"),
+        ("{sequence_length: 64, share: 2}", "`curriculum.share` is the share of steps with short rows"),
+    ):
+        assert message in refused(*fit, curriculum, monkeypatch=monkeypatch, folder=tmp_path, capsys=capsys)
+
+
+def test_a_mixture_of_corpora(experiment, books, tmp_path, monkeypatch, capsys):
+    (tmp_path / "papers.jsonl").write_text(json.dumps({"text": make_text(900, seed=9)}))
+    config = yaml.safe_load(Path(experiment).read_text())
+    papers = {"class_path": "datamodules.TextDataModule", "init_args": {"train": str(tmp_path / "papers.jsonl")}}
+    data = config["data"]["init_args"]
+    data["sources"] = {
+        "books": {"class_path": config["data"]["class_path"], "weight": 3, "init_args": {"path": data.pop("path")}},
+        "papers": papers,
+    }
+    config["data"] = {"class_path": "datamodules.MixtureDataModule", "init_args": {**data, "evaluate_on": ["books"]}}
+    Path(experiment).write_text(yaml.safe_dump(config))
+    shapes = rows_trained_on(monkeypatch)
+    longce("fit", "-c", BASE, "-c", experiment, monkeypatch=monkeypatch, folder=tmp_path)
+    (saved,) = (tmp_path / "runs").rglob("config.yaml")
+    longce("fit", "-c", str(saved), monkeypatch=monkeypatch, folder=tmp_path)
+    assert shapes == 8 * [(1, 128)]
+    papers["init_args"]["train_path"] = "x"
+    Path(experiment).write_text(yaml.safe_dump(config))
+    message = refused("fit", "-c", BASE, "-c", experiment, monkeypatch=monkeypatch, folder=tmp_path, capsys=capsys)
+    assert "Source 'papers' of the mixture" in message
+    assert "'train_path' is not accepted" in message
 
 
 LAYERED = {

@@ -1,0 +1,199 @@
+"""Several corpora in one training, each with its share of the rows."""
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, is_dataclass
+from itertools import chain
+from typing import Any, NotRequired, TypedDict
+
+import jsonargparse
+from lightning.pytorch.utilities import rank_zero_only
+from torch.utils.data import ConcatDataset, DataLoader
+from typing_extensions import override
+
+from datamodules.documents import DocumentDataset
+from datamodules.mixture_sampler import MixtureSampler
+from datamodules.packed_text import PackedTextDataModule
+from datamodules.rows import PackedRowDataset, Row
+from datamodules.sources import Source
+from datamodules.splits import Split
+from lightning_modules.tokenization import tokenizer_hash
+
+# Settings of the training as a whole, which a source has no say in.
+_COMMON = ("tokenizer", "tokenizer_revision", "sequence_length")
+_NOT_PASSED_ON = ("batch_size", "validation_batch_size", "num_workers", "seed", "influence", "curriculum")
+
+_log = logging.getLogger(__name__)
+
+
+class MixtureSource(TypedDict):
+    """One source of a mixture.
+
+    Attributes:
+        class_path: A data module such as ``datamodules.TextDataModule``.
+        init_args: Its arguments; those of `PackedTextDataModule` that are missing are the mixture's.
+        weight: Its part of the rows is this divided by the sum of all weights; 1 if not given.
+    """
+
+    class_path: str
+    init_args: NotRequired[dict[str, Any]]
+    weight: NotRequired[float]
+
+
+class MixtureDataModule(PackedTextDataModule):
+    """Rows of several data modules by weight; see `MixtureSampler` for their order.
+
+    Weights are shares of rows, and so of tokens. An epoch is as long as the mixture lasts until a source would begin
+    again; the others go on in the next one where they stopped. No row comes again before all of its source have been
+    seen, and how often each source is seen is logged when training begins. A source may be there for evaluation only.
+
+    Args:
+        tokenizer: Tokenizer of the model: hub id or local folder.
+        sources: The data modules by names of your choice, each with ``class_path``, ``init_args`` and ``weight``. They
+            take the mixture's settings where they have none of their own, such as ``long_documents``.
+        evaluate_on: Sources whose validation and test documents are evaluated on; null for all. `validation_documents`
+            and `test_documents` count those of each source.
+        **kwargs: See :class:`PackedTextDataModule`.
+
+    Raises:
+        ValueError: If a source is not known or its arguments are wrong, a weight is not above 0, or stored token
+            weights (`influence`) are asked for.
+    """
+
+    def __init__(
+        self,
+        tokenizer: str,
+        *,
+        sources: dict[str, MixtureSource],
+        evaluate_on: list[str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(tokenizer, **kwargs)
+        if self.influence:
+            raise ValueError("Rows of a mixture have no stored token weights: leave `influence` out.")
+        if not sources:
+            raise ValueError("`sources` is empty: name at least one data module.")
+        settings = {name: value for name, value in kwargs.items() if name not in _NOT_PASSED_ON and value is not None}
+        self.weights = {name: _weight(name, source) for name, source in sources.items()}
+        self.modules = {
+            name: _module(name, each, settings | {"tokenizer": tokenizer}) for name, each in sources.items()
+        }
+        if unknown := set(evaluate_on or ()) - set(sources):
+            raise ValueError(f"`evaluate_on` names {sorted(unknown)}, but the sources are {sorted(sources)}.")
+        self.evaluated = {name: self.modules[name] for name in evaluate_on or sources}
+        self.mixed_rows: dict[str, PackedRowDataset] = {}
+
+    @override
+    def source(self, split: Split) -> Source | None:
+        raise ValueError("A mixture has no documents of its own: ask its `modules`.")
+
+    @override
+    def training_rows(self) -> PackedRowDataset | None:
+        raise ValueError(
+            "Token weights cannot be computed for a mixture: run `longce influence` on a source by itself."
+        )
+
+    @override
+    def prepare_data(self) -> None:
+        stage = self.trainer.state.fn if self.trainer else "fit"
+        self._check_curriculum()
+        for name, module in self.evaluated.items():
+            with _naming(name):
+                module._evaluation_source("test" if stage in ("test", "predict") else "validation").fingerprint()
+        if stage == "fit":
+            for name, module in self.modules.items():
+                with _naming(name):
+                    if tokenizer_hash(module.tokenizer) != tokenizer_hash(self.tokenizer):
+                        raise ValueError(
+                            "its tokenizer is another one. Rows of one training are made of one vocabulary."
+                        )
+                    if module._token_store() is None and name not in self.evaluated:
+                        raise ValueError("it has nothing to train on. Leave it out, or evaluate on it.")
+
+    @override
+    def setup(self, stage: str) -> None:
+        if stage == "fit":
+            rows = {name: module.training_rows() for name, module in self.modules.items()}
+            self.mixed_rows = {name: each for name, each in rows.items() if each is not None}
+        if stage in ("fit", "validate"):
+            self.validation = self._chained("validation")
+        if stage in ("test", "predict"):
+            self.test = self._chained("test")
+
+    @override
+    def train_dataloader(self) -> DataLoader[Row]:
+        if not self.mixed_rows:
+            raise ValueError("The mixture has no training rows: it only evaluates, or `setup('fit')` was not called.")
+        rank, world_size = self._process()
+        sampler = MixtureSampler(
+            {name: len(rows) for name, rows in self.mixed_rows.items()},
+            self.weights,
+            seed=self.seed,
+            rank=rank,
+            world_size=world_size,
+        )
+        self._report(sampler)
+        return self._training_loader(ConcatDataset(self.mixed_rows.values()), sampler)
+
+    def _chained(self, split: Split) -> DocumentDataset:
+        """The evaluation documents of all sources, one after the other."""
+        counts = {"validation": "validation_documents", "test": "test_documents"}
+        datasets = [each._documents(split, getattr(each, counts[split])) for each in self.evaluated.values()]
+        return DocumentDataset(
+            chain.from_iterable(each.documents for each in datasets),
+            self.tokenizer,
+            length=datasets[0].length,
+            add_special_tokens=self.add_special_tokens,
+        )
+
+    @rank_zero_only
+    def _report(self, sampler: MixtureSampler) -> None:
+        """Log how often the rows of each source are seen, in an epoch and in the whole run."""
+        steps = self.trainer.max_steps if self.trainer else -1
+        seen = steps * self.trainer.accumulate_grad_batches * self.batch_size * sampler.world_size if steps > 0 else 0  # type: ignore[union-attr]
+        for name, passes in sampler.passes_per_epoch().items():
+            count, rows = sampler.counts[name], sampler.rows_of[name]
+            run = f"; {passes * seen / sum(sampler.counts.values()):.2f} times in {steps} steps" if seen else ""
+            _log.info(
+                "%s: %d of its %d rows in each epoch of %d%s.", name, count, rows, sum(sampler.counts.values()), run
+            )
+
+
+def _weight(name: str, source: MixtureSource) -> float:
+    weight = float(source.get("weight", 1.0))
+    if not 0 < weight < float("inf"):
+        raise ValueError(f"The weight of source {name!r} must be above 0, got {weight}. Leave out what has no share.")
+    return weight
+
+
+def _module(name: str, source: MixtureSource, settings: Mapping[str, Any]) -> PackedTextDataModule:
+    """The data module of a source, with the mixture's settings for what it leaves open."""
+    given = dict(source.get("init_args") or {})
+    for common in _COMMON:
+        if common in given and given[common] != settings.get(common):
+            raise ValueError(
+                f"Source {name!r} has `{common}` = {given[common]!r}: it is the mixture's to set."
+                " Leave it out of the source."
+            )
+    if unfit := sorted(set(given) & set(_NOT_PASSED_ON)):
+        raise ValueError(f"Source {name!r} has {unfit}, which mean nothing for a part of a mixture. Leave them out.")
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(PackedTextDataModule, "data")
+    plain = {key: asdict(value) if is_dataclass(value) else value for key, value in settings.items()}  # type: ignore[arg-type]
+    config = {"class_path": source["class_path"], "init_args": plain | given}
+    try:
+        module = parser.instantiate(parser.parse_object({"data": config})).data
+    except (jsonargparse.ArgumentError, ValueError) as error:
+        raise ValueError(f"Source {name!r} of the mixture: {error}") from error
+    assert isinstance(module, PackedTextDataModule)
+    return module
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Say of which source an error speaks."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"Source {name!r} of the mixture: {error}") from error

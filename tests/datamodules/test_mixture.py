@@ -1,0 +1,187 @@
+import json
+import os
+from types import SimpleNamespace
+
+import jsonargparse
+import pytest
+import torch
+import yaml
+from lightning import LightningDataModule
+
+from datamodules import MixtureDataModule
+
+TEXT = "datamodules.TextDataModule"
+
+
+@pytest.fixture
+def corpora(tmp_path):
+    """Two corpora of which every document fills a row of 4 with its end: 12 documents of ``a``, 8 of ``b``."""
+    for name, count in (("a", 12), ("b", 8)):
+        lines = [json.dumps({"text": f"{name} {name} {name}"}) for _ in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+        (tmp_path / f"{name}_val.jsonl").write_text(json.dumps({"text": f"{name} c d"}))
+    return tmp_path
+
+
+def sources(folder, **weights):
+    return {
+        name: {
+            "class_path": TEXT,
+            "init_args": {"train": f"{folder}/{name}.jsonl", "validation": f"{folder}/{name}_val.jsonl"},
+            "weight": weights.get(name, 1.0),
+        }
+        for name in ("a", "b")
+    }
+
+
+def mixture(folder, tokenizer, changed=None, stage="fit", rank=0, world_size=1, max_steps=-1, **options):
+    settings = {"sequence_length": 4, "cache_dir": str(folder / "cache"), **options}
+    module = MixtureDataModule(tokenizer, sources=changed or sources(folder, a=3), **settings)
+    module.trainer = SimpleNamespace(
+        global_rank=rank,
+        world_size=world_size,
+        state=SimpleNamespace(fn=stage),
+        max_steps=max_steps,
+        accumulate_grad_batches=2,
+    )
+    return module
+
+
+def ready(*args, stage="fit", **kwargs):
+    module = mixture(*args, stage=stage, **kwargs)
+    module.prepare_data()
+    module.setup(stage)
+    return module
+
+
+def first_tokens(loader):
+    return [token for batch in loader for token in batch["input_ids"][:, 0].tolist()]
+
+
+def test_rows_come_by_weight(corpora, word_tokenizer, caplog):
+    caplog.set_level("INFO")
+    loader = ready(corpora, word_tokenizer, max_steps=8, batch_size=2).train_dataloader()
+    tokens = first_tokens(loader)  # a is 1, b is 2
+    assert len(loader) == 8
+    assert (tokens.count(1), tokens.count(2)) == (12, 4)
+    assert all(tokens[start : start + 4].count(2) == 1 for start in range(0, 16, 4))
+    assert "a: 12 of its 12 rows in each epoch of 16; 2.00 times in 8 steps" in caplog.text
+    assert "b: 4 of its 8 rows in each epoch of 16; 1.00 times in 8 steps" in caplog.text
+
+
+def test_processes_and_workers_share_the_same_order(corpora, word_tokenizer):
+    whole = first_tokens(ready(corpora, word_tokenizer).train_dataloader())
+    parts = [
+        first_tokens(ready(corpora, word_tokenizer, rank=rank, world_size=2, num_workers=2).train_dataloader())
+        for rank in range(2)
+    ]
+    assert [token for pair in zip(*parts, strict=True) for token in pair] == whole
+
+
+def test_resumes_in_the_middle_of_an_epoch_but_not_with_other_weights(corpora, word_tokenizer, caplog):
+    loader = ready(corpora, word_tokenizer).train_dataloader()
+    rows = list(loader)
+    batches = iter(loader)
+    for _ in range(5):
+        next(batches)
+    state = loader.state_dict()
+    resumed = ready(corpora, word_tokenizer).train_dataloader()
+    resumed.load_state_dict(state)
+    assert all(torch.equal(one["input_ids"], other["input_ids"]) for one, other in zip(resumed, rows[5:], strict=True))
+    other = ready(corpora, word_tokenizer, sources(corpora, a=1)).train_dataloader()
+    other.load_state_dict(state)
+    assert "'counts': ([12, 4], [8, 8])" in caplog.text
+    assert len(list(other)) == 16
+
+
+def test_evaluation_documents_of_all_or_of_some(corpora, word_tokenizer):
+    def names(**options):
+        module = ready(corpora, word_tokenizer, stage="validate", **options)
+        return [batch["text"][0] for batch in module.val_dataloader()]
+
+    assert names() == ["a c d", "b c d"]
+    assert names(evaluate_on=["b"]) == ["b c d"]
+    changed = sources(corpora)
+    del changed["a"]["init_args"]["validation"]
+    assert names(changed=changed, evaluate_on=["b"]) == ["b c d"]
+    with pytest.raises(ValueError, match="Source 'a' of the mixture: There are no validation documents"):
+        names(changed=changed)
+    assert not (corpora / "cache").exists(), "validation tokenises nothing"
+
+
+def test_a_source_to_evaluate_on_only(corpora, word_tokenizer):
+    module = ready(corpora, word_tokenizer, changed(corpora, train=None), evaluate_on=["a"])
+    assert first_tokens(module.train_dataloader()) == 8 * [2]
+    assert [batch["text"] for batch in module.val_dataloader()] == [["a c d"]]
+
+
+def test_a_source_has_the_settings_of_the_mixture_and_some_of_its_own(corpora, word_tokenizer):
+    changed = sources(corpora)
+    changed["b"]["init_args"]["long_documents"] = {"longer_than": 2, "weight": 2}
+    module = mixture(corpora, word_tokenizer, changed, isolate_documents=False, add_special_tokens=True)
+    assert all(each.sequence_length == 4 and not each.isolate_documents for each in module.modules.values())
+    assert all(each.add_special_tokens and each.cache_dir == corpora / "cache" for each in module.modules.values())
+    assert [each.long_documents is None for each in module.modules.values()] == [True, False]
+
+
+def changed(folder, **values):
+    each = sources(folder)
+    for name, value in values.items():
+        target = each["a"] if name in ("class_path", "weight") else each["a"]["init_args"]
+        target[name] = value
+    return each
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"weight": 0}, "weight of source 'a' must be above 0"),
+        ({"weight": float("nan")}, "weight of source 'a' must be above 0"),
+        ({"sequence_length": 8}, "Source 'a' has `sequence_length` = 8: it is the mixture's to set"),
+        ({"tokenizer": "other"}, "Source 'a' has `tokenizer` = 'other'"),
+        ({"batch_size": 8}, "which mean nothing for a part"),
+        ({"train_path": "x"}, "(?s)Source 'a' of the mixture: .*train_path"),
+        ({"class_path": "datamodules.Nothing"}, "(?s)Source 'a' of the mixture: .*Nothing"),
+        ({"class_path": "torch.nn.Linear"}, "Source 'a' of the mixture"),
+    ],
+)
+def test_bad_sources_are_named(corpora, word_tokenizer, values, message):
+    with pytest.raises(ValueError, match=message):
+        mixture(corpora, word_tokenizer, changed(corpora, **values))
+
+
+def test_what_makes_no_sense_is_refused(corpora, word_tokenizer, byte_tokenizer):
+    with pytest.raises(ValueError, match="no stored token weights"):
+        mixture(corpora, word_tokenizer, influence="folder")
+    with pytest.raises(ValueError, match=r"names \['c'\], but the sources are \['a', 'b'\]"):
+        mixture(corpora, word_tokenizer, evaluate_on=["c"])
+    with pytest.raises(ValueError, match="`sources` is empty"):
+        MixtureDataModule(word_tokenizer, sources={})
+    with pytest.raises(ValueError, match="Source 'a' of the mixture: it has nothing to train on"):
+        mixture(corpora, word_tokenizer, changed(corpora, train=None), evaluate_on=["b"]).prepare_data()
+    with pytest.raises(ValueError, match="run `longce influence` on a source by itself"):
+        mixture(corpora, word_tokenizer).training_rows()
+    other = mixture(corpora, word_tokenizer)
+    del other.modules["b"].tokenizer_name
+    other.modules["b"].tokenizer_name = byte_tokenizer
+    with pytest.raises(ValueError, match="Source 'b' of the mixture: its tokenizer is another one"):
+        other.prepare_data()
+
+
+def test_yaml(corpora, word_tokenizer):
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(LightningDataModule, "data")
+    arguments = {
+        "tokenizer": word_tokenizer,
+        "sources": sources(corpora, b=2.5),
+        "long_documents": {"longer_than": 3, "weight": 1.5},
+        "curriculum": {"sequence_length": 16, "share": 0.8},
+        "sequence_length": 32,
+    }
+    config = {"data": {"class_path": "datamodules.MixtureDataModule", "init_args": arguments}}
+    parsed = parser.parse_string(yaml.safe_dump(config))
+    module = parser.instantiate(parser.parse_string(parser.dump(parsed))).data
+    assert module.weights == {"a": 1.0, "b": 2.5}
+    assert module.curriculum.share == 0.8
+    assert all(each.long_documents.weight == 1.5 and each.curriculum is None for each in module.modules.values())
+    assert os.fspath(module.modules["a"].paths["train"]).endswith("a.jsonl")
