@@ -206,6 +206,8 @@ def test_what_cannot_be_streamed_is_refused(corpus_folder, wide_tokenizer):
         ({"train": "owner/name"}, "Only files can be streamed"),
         ({"num_workers": 7}, r"6 file\(s\) are not enough for 1 process\(es\) x 7 worker"),
         ({"influence": "folder"}, "need the whole corpus"),
+        ({"packing": "best_fit"}, "`packing: concat`"),
+        ({"prompt_field": "question", "loss_on_prompt": False}, "`loss_on_prompt: true`"),
     ):
         with pytest.raises(ValueError, match=message):
             made(**options)
