@@ -78,7 +78,8 @@ def _patterned_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     config: Any = module.config
-    _check_backend(config, PATTERN_BACKENDS)  # it may have been changed since the model was built
+    if config._attn_implementation in BACKENDS:  # it may have been changed since the model was built
+        _check_backend(config, PATTERN_BACKENDS)
     frequencies = plain_frequencies(config).to(query.device)
     rotary = Rotary(config.rope_parameters, frequencies, kwargs["scaling"], kwargs.get("dropout", 0.0))
     borders = kwargs.get("document_borders")
