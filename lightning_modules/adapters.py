@@ -3,23 +3,29 @@
 import difflib
 import hashlib
 import importlib.util
+import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from peft.utils import ModulesToSaveWrapper
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
 EMBEDDINGS_AND_NORMS = "embeddings-and-norms"
 """A value of ``modules_to_save``, in the manner of peft's ``target_modules: all-linear``."""
 
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Starting values of LoRA (``init_lora_weights``) that take something out of the base model's weights."""
+
 
 def add_adapters(model: PreTrainedModel, arguments: dict[str, Any], *, autocast: bool = False) -> PeftModel:
     """Freeze a model and put adapters into it.
 
-    Where a model's head is its embedding, and the embedding is trained or adapted, the two stay one (peft's
-    ``ensure_weight_tying``, unless the arguments say otherwise).
+    Where a model's head is its embedding, and the embedding is trained, the two stay one (peft's
+    ``ensure_weight_tying``, unless the arguments say otherwise). Low-rank adapters of either are refused there.
 
     Args:
         model: A causal LM.
@@ -30,7 +36,8 @@ def add_adapters(model: PreTrainedModel, arguments: dict[str, Any], *, autocast:
             peft holds adapters: in bfloat16 the small steps of fine-tuning round to nothing.
 
     Raises:
-        ValueError: If ``peft.LoraConfig`` knows one of the arguments not, or a name is that of no module.
+        ValueError: If ``peft.LoraConfig`` knows one of the arguments not, a name is that of no module, nothing would be
+            trained, or a head that is tied to its embedding would come apart from it.
     """
     config = lora_config(arguments, model)
     _check_names(model, config)
@@ -39,7 +46,13 @@ def add_adapters(model: PreTrainedModel, arguments: dict[str, Any], *, autocast:
         # that has no gradient.
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
-    adapted = get_peft_model(model, config)
+    try:
+        adapted = get_peft_model(model, config)
+    except TypeError as error:
+        raise ValueError(f"`lora` = {arguments} has a value of a wrong kind, says peft: {error}") from error
+    if not any(parameter.requires_grad for parameter in adapted.parameters()):
+        raise ValueError(f"`lora` = {arguments} leaves nothing to train: remove `inference_mode`.")
+    _check_tied(adapted, apart="ensure_weight_tying" in arguments and not config.ensure_weight_tying)
     if autocast:
         for parameter in adapted.parameters():
             if parameter.requires_grad:
@@ -55,6 +68,11 @@ def lora_config(arguments: dict[str, Any], model: PreTrainedModel) -> LoraConfig
     """
     _check_arguments("lora", arguments, LoraConfig.__dataclass_fields__)
     settings = {"task_type": "CAUSAL_LM", **arguments}
+    if isinstance(settings.get("modules_to_save"), str) and settings["modules_to_save"] != EMBEDDINGS_AND_NORMS:
+        raise ValueError(
+            f"`lora.modules_to_save` must be a list of names or '{EMBEDDINGS_AND_NORMS}', got"
+            f" '{settings['modules_to_save']}', of which peft would take each letter for a name: put it into brackets."
+        )
     if settings.get("modules_to_save") == EMBEDDINGS_AND_NORMS:
         settings["modules_to_save"] = embeddings_and_norms(model)
     if model.config.get_text_config(decoder=True).tie_word_embeddings:
@@ -107,6 +125,29 @@ def active_module(module: nn.Module) -> nn.Module:
     return module
 
 
+def changes_base(arguments: Mapping[str, Any]) -> bool:
+    """Whether adapters of these arguments of ``peft.LoraConfig`` start by changing the weights below them."""
+    return str(arguments.get("init_lora_weights", True)).lower().startswith(CHANGES_BASE)
+
+
+def check_same_scaling(stored: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
+    """Raise a ``ValueError`` if adapters with these arguments would count otherwise than those that were stored.
+
+    What else differs shows in names and shapes of the weights.
+
+    Args:
+        stored: Arguments of ``peft.LoraConfig`` of the run that trained them.
+        arguments: Those of this run.
+    """
+    for name in ("lora_alpha", "use_rslora", "alpha_pattern"):
+        before, now = (settings.get(name, getattr(LoraConfig(), name)) for settings in (stored, arguments))
+        if before != now:
+            raise ValueError(
+                f"The checkpoint's adapters were trained with `lora.{name}` = {before}, and this run has {now}: give"
+                " the `lora` of the run that wrote it."
+            )
+
+
 def trained_state(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     """Of a state dictionary what is trained; the rest is that of a model which is stored elsewhere."""
     trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
@@ -144,14 +185,19 @@ def _bitsandbytes_arguments() -> list[str]:
 def _check_names(model: PreTrainedModel, config: LoraConfig) -> None:
     """Raise a ``ValueError`` for names that fit nothing: peft passes over them as long as any other fits."""
     modules = [f".{name}" for name, _ in model.named_modules() if name]
-    for option, start in (("target_modules", "."), ("modules_to_save", "")):  # as peft compares them
+    for option in ("target_modules", "exclude_modules", "modules_to_save", "rank_pattern", "alpha_pattern"):
         names = getattr(config, option)
         for name in [] if names is None or isinstance(names, str) else names:
-            if not any(module.endswith(f"{start}{name}") for module in modules):
+            pattern = name if option.endswith("_pattern") else re.escape(name)  # as peft compares them
+            if not any(re.match(rf".*\.({pattern})$", module) for module in modules):
                 known = _leaves(model)
                 near = difflib.get_close_matches(name, known, n=1)
                 hint = f"Did you mean '{near[0]}'?" if near else f"It has {', '.join(known)}."
                 raise ValueError(f"`lora.{option}` names '{name}', and the model has no such module. {hint}")
+    layers, wanted = model.config.get_text_config(decoder=True).num_hidden_layers, config.layers_to_transform
+    for layer in [wanted] if isinstance(wanted, int) else wanted or []:
+        if not 0 <= layer < layers:
+            raise ValueError(f"`lora.layers_to_transform` names layer {layer}: the model has 0 to {layers - 1}.")
 
 
 def _leaves(model: nn.Module) -> list[str]:
@@ -162,6 +208,31 @@ def _leaves(model: nn.Module) -> list[str]:
 
 def _touches_embedding(model: PreTrainedModel, settings: dict[str, Any]) -> bool:
     embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
-    own = {name.rpartition(".")[2] for name, module in model.named_modules() if module in embeddings}
-    named = [settings.get("target_modules"), settings.get("modules_to_save")]
-    return any(own & set(names) for names in named if isinstance(names, list | tuple | set))
+    own = [name for name, module in model.named_modules() if module in embeddings]
+    whole = settings.get("modules_to_save") or []
+    return any(f".{name}".endswith(f".{part}") for name in own for part in whole)
+
+
+def _check_tied(adapted: PeftModel, *, apart: bool) -> None:
+    """Raise a ``ValueError`` if an embedding and the head that is tied to it would come apart.
+
+    Args:
+        adapted: A model with adapters.
+        apart: Whether one of them may be trained in full without the other.
+    """
+    base: Any = adapted.get_base_model()
+    if not base.config.get_text_config(decoder=True).tie_word_embeddings:
+        return
+    parts = (base.get_input_embeddings(), base.get_output_embeddings())
+    if any(isinstance(part, BaseTunerLayer) for part in parts):
+        # peft gives each a parameter of its own in the same memory: stepped twice, and two once the model is moved.
+        raise ValueError(
+            "The model's head is its embedding, and with low-rank adapters they would not stay one: leave both out of"
+            " `lora.target_modules`. To train them in full, name the embedding in `lora.modules_to_save`."
+        )
+    embedding, head = (isinstance(part, AuxiliaryTrainingWrapper) for part in parts)
+    if embedding != head and not apart:
+        raise ValueError(
+            f"The model's head is its embedding, and `lora.modules_to_save` would train the"
+            f" {'embedding' if embedding else 'head'} alone: peft cannot keep these two one. Leave it out."
+        )

@@ -1,6 +1,7 @@
 """Attention that stops at document borders, for rows that hold several documents."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -12,6 +13,12 @@ from transformers.masking_utils import sdpa_mask
 
 DOCUMENT_SDPA = "document_sdpa"
 """Our name for torch's scaled dot product attention, one document at a time."""
+
+
+class _Borders:
+    """Whether `document_attention` is told of all documents; no context variable, which torch.compile cannot trace."""
+
+    given = False
 
 
 def document_attention(
@@ -54,9 +61,23 @@ def document_attention(
     return torch.cat(rows), None
 
 
+@contextlib.contextmanager
+def borders_given() -> Iterator[None]:
+    """Within, `document_attention` is told of all documents by their borders, and needs no mask to keep them apart."""
+    before, _Borders.given = _Borders.given, True
+    try:
+        yield
+    finally:
+        _Borders.given = before
+
+
 def document_mask(**kwargs: Any) -> Tensor | None:
-    """The mask for `document_attention`: none for plain causal rows, however many documents they hold."""
-    return sdpa_mask(**{**kwargs, "allow_is_causal_skip": True})
+    """The mask for `document_attention`.
+
+    None for plain causal rows, within `borders_given` however many documents they hold. Elsewhere transformers decides:
+    documents that it finds by positions that restart, or the empty end of a static cache, need a mask.
+    """
+    return sdpa_mask(**(kwargs | {"allow_is_causal_skip": True} if _Borders.given else kwargs))
 
 
 def register_document_attention() -> str:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lightning_modules.adapters import active_module
-from lightning_modules.attention import isolation_arguments
+from lightning_modules.attention import borders_given, isolation_arguments
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional import (
     ShortContext,
@@ -136,17 +136,16 @@ class Backbone(nn.Module):
                 f"`{type(self.base_model).__name__}` cannot keep the documents of a row apart ('{self.attention}'"
                 " attention): give it rows of one document, or `isolate_documents: false` for plain concatenation."
             )
-        return self.decoder(
-            input_ids=batch["input_ids"],
-            position_ids=batch["position_ids"],
-            use_cache=False,  # a cache object silently switches document isolation off
-            **isolation_arguments(
-                self.attention,
-                batch["document_borders"],
-                batch["input_ids"].shape[1],
-                batch["input_ids"].device,
-            ),
-        ).last_hidden_state
+        borders = isolation_arguments(
+            self.attention, batch["document_borders"], batch["input_ids"].shape[1], batch["input_ids"].device
+        )
+        with borders_given():
+            return self.decoder(
+                input_ids=batch["input_ids"],
+                position_ids=batch["position_ids"],
+                use_cache=False,  # a cache object silently switches document isolation off
+                **borders,
+            ).last_hidden_state
 
     @property
     def head(self) -> Head:

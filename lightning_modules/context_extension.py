@@ -15,7 +15,13 @@ from transformers import PreTrainedConfig
 
 from lightning_modules.eabf import EABF
 from lightning_modules.patterns.settings import PATTERN_OPTIONS, PATTERN_SETTINGS
-from lightning_modules.rope_types import TYPE_ARCHITECTURES, own_type, register_rope_types, rotary_width
+from lightning_modules.rope_types import (
+    TYPE_ARCHITECTURES,
+    check_parameters,
+    own_type,
+    register_rope_types,
+    rotary_width,
+)
 from lightning_modules.rotary_checks import ARCHITECTURES
 
 ANY_ROPE_TYPE = tuple(name for name in ARCHITECTURES if name != "phi3")
@@ -105,6 +111,11 @@ class ContextExtension:
         if self.method not in METHODS:
             raise ValueError(f"`context_extension.method` is '{self.method}': choose one of {', '.join(METHODS)}.")
         self._check_lengths()
+        if not isinstance(self.full_attention, bool):
+            raise ValueError(f"`context_extension.full_attention` must be true or false, got {self.full_attention!r}.")
+        self._check_options()
+
+    def _check_options(self) -> None:
         method = METHODS[self.method]
         for name in OPTIONS:
             if getattr(self, name) is not None and name not in method.options:
@@ -113,7 +124,7 @@ class ContextExtension:
                     f"`context_extension.{name}` is nothing that the method '{self.method}' uses: remove it"
                     f"{' (' + takes + ')' if takes else ''}."
                 )
-            _check_positive(name, getattr(self, name), whole=name in PATTERN_OPTIONS)
+            _check_positive(name, getattr(self, name))
         if self.method == "longrope" and self.long_factor is None:
             raise ValueError("The method 'longrope' needs `context_extension.long_factor`, a divisor per frequency.")
         for low, high in (("beta_slow", "beta_fast"), ("low_freq_factor", "high_freq_factor")):
@@ -324,6 +335,7 @@ DEFAULTS: dict[str, float] = {
     "high_freq_factor": 4.0,
 }
 OPTIONS = (*DEFAULTS, "long_factor", "attention_factor", *PATTERN_OPTIONS)
+LISTS = ("long_factor", "segment_lengths", "dilation_rates")
 
 METHODS: dict[str, Method] = {
     "none": Method(lambda *_: {}, (), ARCHITECTURES),
@@ -353,7 +365,8 @@ def extend_config(config: PreTrainedConfig, settings: Mapping[str, Any] | Contex
     """
     if settings is not None:
         ContextExtension.parse(settings).apply(config)
-    if own_type(config.get_text_config(decoder=True)) is not None:
+    if own_type(text := config.get_text_config(decoder=True)) is not None:
+        check_parameters(text.rope_parameters)
         register_rope_types()
 
 
@@ -371,8 +384,11 @@ def _switch_sliding_windows_off(config: PreTrainedConfig) -> None:
         config.layer_types = ["full_attention"] * config.num_hidden_layers
 
 
-def _check_positive(name: str, value: Any, *, whole: bool) -> None:
-    kinds: Any = int if whole else int | float
+def _check_positive(name: str, value: Any) -> None:
+    kinds: Any = int if (whole := name in PATTERN_OPTIONS) else int | float
+    if value is not None and isinstance(value, list) != (name in LISTS):
+        wanted = "a list of numbers, one or more" if name in LISTS else "one number"
+        raise ValueError(f"`context_extension.{name}` must be {wanted}, got {value!r}.")
     for number in value if isinstance(value, list) else [] if value is None else [value]:
         if not isinstance(number, kinds) or isinstance(number, bool) or not 0 < number < math.inf:
             wanted = "whole numbers of 1 or more" if whole else "numbers above 0"

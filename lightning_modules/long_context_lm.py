@@ -13,11 +13,20 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from typing_extensions import override
 
-from lightning_modules.adapters import frozen_fingerprint, quantization_config, trained_state
+from lightning_modules.adapters import changes_base, frozen_fingerprint, quantization_config, trained_state
 from lightning_modules.backbone import Backbone
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.checkpointing import Checkpointing
-from lightning_modules.export import FINGERPRINT, KEY, TrainingFacts, loading_facts, objective_facts, run_facts, stored
+from lightning_modules.export import (
+    FINGERPRINT,
+    KEY,
+    TrainingFacts,
+    check_same_model,
+    loading_facts,
+    objective_facts,
+    run_facts,
+    stored,
+)
 from lightning_modules.functional import ShortContext, Weighing
 from lightning_modules.functional.head_kernels import HeadKernel, check_installed
 from lightning_modules.functional.windows import check_context, check_window_share
@@ -127,7 +136,9 @@ class LongContextLM(LightningModule):
             "head_kernel": head_kernel,
         }
         # Of stored weights that stay as they are no checkpoint needs a copy; `on_load_checkpoint` checks what it lacks.
-        self._adapters_only = lora is not None and has_weights(pretrained_model_name_or_path)
+        stays = lora is not None and not changes_base(lora)
+        self._adapters_only = stays and has_weights(pretrained_model_name_or_path)
+        self._fingerprint: str | None = None
         self.strict_loading = not self._adapters_only
         self._make_optimizer = optimizer
         self._make_lr_scheduler = lr_scheduler
@@ -175,6 +186,8 @@ class LongContextLM(LightningModule):
             autocast = str(self.trainer.precision).endswith("-mixed") if self._trainer else False
             device = self.trainer.strategy.root_device if self._trainer else "cpu"
             self.backbone: Backbone = load_backbone(**self._loading, device=device, autocast=autocast)
+            # Now: `precision: bf16-true` rounds the weights only after a checkpoint is read.
+            self._fingerprint = frozen_fingerprint(self) if self._adapters_only else None
 
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:
@@ -191,10 +204,12 @@ class LongContextLM(LightningModule):
         checkpoint[KEY] = stored(self.backbone.base_model, self.training_facts())  # for `longce export`
         if self._adapters_only:
             checkpoint["state_dict"] = trained_state(self, checkpoint["state_dict"])
-            checkpoint[FINGERPRINT] = frozen_fingerprint(self)
+            checkpoint[FINGERPRINT] = self._fingerprint
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if KEY in checkpoint:
+            check_same_model(checkpoint[KEY], self.backbone.base_model, self._loading)
         if not self._adapters_only:
             return
         if missing := trained_state(self, self.state_dict()).keys() - checkpoint["state_dict"].keys():
@@ -202,7 +217,7 @@ class LongContextLM(LightningModule):
                 f"The checkpoint lacks {len(missing)} of the weights that `model.lora` trains ({min(missing)}, ..):"
                 " give the `lora` of the run that wrote it."
             )
-        if checkpoint.get(FINGERPRINT) not in (None, frozen_fingerprint(self)):
+        if checkpoint.get(FINGERPRINT) not in (None, self._fingerprint):
             raise ValueError(
                 "The checkpoint's adapters were trained on other weights than those of"
                 f" '{self._loading['pretrained_model_name_or_path']}' (or on the same in another `dtype`): give the"

@@ -7,7 +7,7 @@ of transformers, which does nothing for models of other RoPE types. Where `regis
 model does not load: ``KeyError: 'eabf'``.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,7 +19,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from lightning_modules.attention import DOCUMENT_SDPA, register_document_attention
 from lightning_modules.eabf import EABF, scaled_attention
 from lightning_modules.patterns import PATTERNS, Pattern, Rotary
+from lightning_modules.patterns.dilated import check_dilation
 from lightning_modules.patterns.documents import by_document
+from lightning_modules.patterns.settings import PATTERN_SETTINGS
 
 TYPE_ARCHITECTURES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma", "gpt_neox")
 """Model types whose attention hands positions on and rotates the usual halves; tests compare with dense references."""
@@ -38,11 +40,13 @@ class RopeType(NamedTuple):
         attend: Attention, from the function of transformers' that is wrapped and its arguments.
         frequencies: Inverse frequencies that the model rotates by before attention.
         backends: Attention implementations that it works with.
+        parameters: Keys that it needs in ``rope_parameters``.
     """
 
     attend: Callable[..., Any]
     frequencies: Callable[[PreTrainedConfig], Tensor]
     backends: tuple[str, ...]
+    parameters: tuple[str, ...]
 
 
 def rotary_width(config: PreTrainedConfig) -> int:
@@ -74,6 +78,8 @@ def _patterned_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     config: Any = module.config
+    if config._attn_implementation in BACKENDS:  # it may have been changed since the model was built
+        _check_backend(config, PATTERN_BACKENDS)
     frequencies = plain_frequencies(config).to(query.device)
     rotary = Rotary(config.rope_parameters, frequencies, kwargs["scaling"], kwargs.get("dropout", 0.0))
     borders = kwargs.get("document_borders")
@@ -82,9 +88,13 @@ def _patterned_attention(
 
 
 ROPE_TYPES: dict[str, RopeType] = {
-    EABF: RopeType(scaled_attention, plain_frequencies, BACKENDS),
+    EABF: RopeType(
+        scaled_attention, plain_frequencies, BACKENDS, ("original_max_position_embeddings", "unscaled_layers")
+    ),
     **{
-        name: RopeType(partial(_patterned_attention, pattern), no_frequencies, PATTERN_BACKENDS)
+        name: RopeType(
+            partial(_patterned_attention, pattern), no_frequencies, PATTERN_BACKENDS, PATTERN_SETTINGS[name].written
+        )
         for name, pattern in PATTERNS.items()
     },
 }
@@ -131,6 +141,29 @@ def register_rope_types() -> None:
             AttentionInterface.register(name, RopeTypeAttention(attention))
 
 
+def check_parameters(parameters: Mapping[str, Any]) -> None:
+    """Raise a ``ValueError`` unless ``rope_parameters`` of one of our types hold the counts that the type needs."""
+    name = parameters["rope_type"]
+    for key in ROPE_TYPES[name].parameters:
+        value, least = parameters.get(key), 0 if key == "unscaled_layers" else 1
+        numbers = value if isinstance(value, list) and value else [value]
+        if not all(isinstance(number, int) and number >= least for number in numbers):
+            raise ValueError(
+                f"The RoPE type '{name}' needs `rope_parameters.{key}`, {least} or more, and the model's config has"
+                f" {value!r}: extend the model by `context_extension`, which sets it."
+            )
+    if name == "longnet":
+        check_dilation(parameters["segment_lengths"], parameters["dilation_rates"])
+
+
+def _check_backend(config: Any, backends: tuple[str, ...]) -> None:
+    if config._attn_implementation not in backends:
+        raise ValueError(
+            f"The RoPE type '{config.rope_parameters['rope_type']}' cannot be reached from transformers'"
+            f" '{config._attn_implementation}' attention: set `attn_implementation` to one of {', '.join(backends)}."
+        )
+
+
 def check_attention(model: PreTrainedModel) -> None:
     """Raise a ``RuntimeError`` if a model of one of our RoPE types would compute attention as if it were none."""
     own = own_type(model.config)
@@ -148,11 +181,8 @@ def _initial(
 ) -> tuple[Tensor, float]:
     """Inverse frequencies and attention factor, as transformers asks for them when it builds a model."""
     own = ROPE_TYPES[name]
-    if config._attn_implementation not in own.backends:
-        raise ValueError(
-            f"The RoPE type '{name}' cannot be reached from transformers' '{config._attn_implementation}' attention:"
-            f" set `attn_implementation` to one of {', '.join(own.backends)}."
-        )
+    check_parameters(config.rope_parameters)
+    _check_backend(config, own.backends)
     if config.model_type not in TYPE_ARCHITECTURES:
         raise ValueError(
             f"The RoPE type '{name}' is not known to work for models of type '{config.model_type}', only for"

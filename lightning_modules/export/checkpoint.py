@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from transformers import (
     CONFIG_MAPPING,
@@ -18,10 +19,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from lightning_modules.adapters import add_adapters, frozen_fingerprint, trained_state
+from lightning_modules.adapters import add_adapters, check_same_scaling, frozen_fingerprint, trained_state
 from lightning_modules.backbone import Backbone
 from lightning_modules.context_extension import extend_config
-from lightning_modules.export.facts import TrainingFacts
+from lightning_modules.export.facts import TrainingFacts, loading_facts
 from lightning_modules.export.folder import check_replaceable
 from lightning_modules.export.model import check_export, export_model
 from lightning_modules.export.options import Adapters, ExportDType, ExportOptions
@@ -47,6 +48,41 @@ def stored(model: PreTrainedModel, facts: TrainingFacts) -> dict[str, str]:
         "generation_config": json.dumps(model.generation_config.to_dict(), default=str),
         "facts": facts.to_json(),
     }
+
+
+def check_same_model(saved: Mapping[str, str], model: PreTrainedModel, loading: Mapping[str, Any]) -> None:
+    """Whether a checkpoint's weights mean in this run what they meant in the run that wrote it.
+
+    Rotation and windows may differ on purpose, to try an extension on a trained model: that is a warning.
+
+    Args:
+        saved: What `stored` gave.
+        model: The model of this run, without the wrapper of peft.
+        loading: Arguments of `lightning_modules.loading.load_backbone` of this run.
+
+    Raises:
+        ValueError: If the adapters would be scaled otherwise, or lie over weights that are quantised otherwise.
+    """
+    facts, own = TrainingFacts.from_json(saved["facts"]), loading_facts(loading, model.config)
+    if facts.lora is not None and own["lora"] is not None:
+        check_same_scaling(facts.lora, own["lora"])
+    before, now = (
+        {name: value for name, value in (quantization or {}).items() if "dtype" not in name and "storage" not in name}
+        for quantization in (facts.quantization, own["quantization"])
+    )
+    if before and now and before != now:
+        raise ValueError(
+            f"The checkpoint's adapters were trained over weights quantised by {before}, and this run has {now}: give"
+            " the `quantization` of the run that wrote it."
+        )
+    configs = [json.loads(saved["config"]), json.loads(model.config.to_json_string(use_diff=False))]
+    for name in ("rope_parameters", "sliding_window"):
+        before, now = (config.get(name) for config in configs)
+        if before != now:
+            rank_zero_warn(
+                f"The checkpoint was trained with `{name}` = {before}, and this run computes with {now}: without the"
+                " `context_extension` and `model_config` of that run its numbers are others."
+            )
 
 
 def export_checkpoint(

@@ -11,6 +11,7 @@ import torch
 from peft import PeftModel
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from lightning_modules.adapters import changes_base
 from lightning_modules.export.card import model_card
 from lightning_modules.export.facts import TrainingFacts
 from lightning_modules.export.folder import check_replaceable, export_folder
@@ -19,9 +20,6 @@ from lightning_modules.export.rope import as_abf, guard_keys, legacy_rope_keys
 from lightning_modules.export.weights import drop_tied, exported_parts, write_weights
 
 log = logging.getLogger(__name__)
-
-CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
-"""Starting values of LoRA that take something out of the base model's weights."""
 
 
 def export_model(
@@ -93,7 +91,7 @@ def _check_kept(model: PreTrainedModel | PeftModel, facts: TrainingFacts) -> Non
     if not isinstance(model, PeftModel):
         raise ValueError("`adapters: kept`: the model has none. Set it to 'merged', which saves the whole model.")
     start = model.peft_config[model.active_adapter].init_lora_weights
-    if isinstance(start, str) and start.startswith(CHANGES_BASE):
+    if changes_base({"init_lora_weights": start}):
         raise ValueError(
             f"`adapters: kept`: with `init_lora_weights: {start}` the base model was changed as well, and adapters"
             " alone would give other numbers. Set `adapters` to 'merged'."

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 LARGEST_BLOCK, SMALLEST_BLOCK = 256, 64
 """Queries in a block; 256 was the fastest of 256 and 1024 on a CPU."""
@@ -160,6 +161,7 @@ class _Attention(torch.autograd.Function):
         return torch.cat([blocks.block(take, start, stop, seed) for start, stop in blocks.ranges()], dim=2)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         states, blocks = ctx.saved_tensors, ctx.blocks
         sums = [torch.zeros_like(state) for state in states]

@@ -22,6 +22,11 @@ class PatternSettings(NamedTuple):
     options: tuple[str, ...] = ()
     keys: Callable[[Mapping[str, Any]], int] | None = None
 
+    @property
+    def written(self) -> tuple[str, ...]:
+        """Names of the parameters, which do not depend on the lengths."""
+        return tuple(self.parameters(4096, 32768, **dict.fromkeys(self.options)))
+
 
 def _streaming_llm(original: int, _: int, sinks: int | None, window: int | None) -> dict[str, Any]:
     sinks = 4 if sinks is None else sinks
@@ -69,8 +74,8 @@ def _dual_chunk(original: int, _: int, chunk: int | None) -> dict[str, Any]:
 
 
 def _longnet(_: int, __: int, segment_lengths: list[int] | None, dilation_rates: list[int] | None) -> dict[str, Any]:
-    segments = list(segment_lengths or (2048, 4096, 8192, 16384, 32768))
-    rates = list(dilation_rates or (1, 2, 4, 6, 12))
+    segments = [2048, 4096, 8192, 16384, 32768] if segment_lengths is None else list(segment_lengths)
+    rates = [1, 2, 4, 6, 12] if dilation_rates is None else list(dilation_rates)
     check_dilation(segments, rates)
     return {"segment_lengths": segments, "dilation_rates": rates}
 

@@ -98,6 +98,34 @@ def test_a_tied_head_is_trained_with_its_embedding(tied):
     torch.testing.assert_close(backbone(row(0))[0].double(), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_names_and_patterns_that_fit_are_taken_as_peft_takes_them():
+    arguments = {
+        "r": 2,
+        "target_modules": ["self_attn.q_proj", "v_proj"],
+        "rank_pattern": {r"layers\.1\.self_attn\.q_proj": 4, "v_proj": 3},
+        "exclude_modules": ["layers.0.self_attn.v_proj"],
+        "layers_to_transform": [0, 1],
+    }
+    layers = add_adapters(tiny_model("llama", VOCABULARY), arguments).get_base_model().model.layers
+    ranks = [
+        [getattr(part, "r", {}).get("default") for part in (a.q_proj, a.v_proj)] for a in (x.self_attn for x in layers)
+    ]
+    assert ranks == [[2, None], [4, 3]]
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "lm_head"], ["embed_tokens"], r".*(q_proj|lm_head)"])
+def test_low_rank_adapters_of_a_tied_head_are_refused(targets):
+    """peft 0.21 gives embedding and head parameters of their own in the same memory, until the model is moved."""
+    with pytest.raises(ValueError, match=r"they would not stay one: leave both out of `lora\.target_modules`"):
+        add_adapters(tiny_model("llama", VOCABULARY, tie_word_embeddings=True), {"r": 2, "target_modules": targets})
+    add_adapters(tiny_model("llama", VOCABULARY), {"r": 2, "target_modules": targets})
+
+
+def test_a_tied_head_that_peft_would_leave_behind_is_refused():
+    with pytest.raises(ValueError, match="would train the embedding alone"):
+        add_adapters(tiny_model("gpt_neox", VOCABULARY, tie_word_embeddings=True), ALL)
+
+
 def test_what_is_trained_in_full_is_float32_under_mixed_precision():
     half = tiny_model("llama", VOCABULARY, dtype=torch.bfloat16)
     adapted = add_adapters(copy.deepcopy(half), ALL, autocast=True)
@@ -116,9 +144,17 @@ def test_what_is_trained_in_full_is_float32_under_mixed_precision():
         ({"r": 2, "target_modules": ["q_proj", "v_prj"]}, "target_modules` names 'v_prj'.*Did you mean 'v_proj'"),
         ({"r": 2, "target_modules": "all-linear", "modules_to_save": ["embed"]}, "names 'embed'.*embed_tokens"),
         ({"r": 2, "target_modules": ["q_proj"], "modules_to_save": ["zzz"]}, "It has down_proj, embed_tokens"),
+        ({"r": 2, "target_modules": ["q_proj"], "modules_to_save": ["head"]}, "names 'head'.*Did you mean 'lm_head'"),
+        ({"r": 2, "target_modules": ["q_proj"], "modules_to_save": "lm_head"}, "each letter for a name"),
+        ({"r": 2, "target_modules": ["q_proj"], "rank_pattern": {"q_prj": 4}}, "rank_pattern` names 'q_prj'"),
+        ({"r": 2, "target_modules": ["q_proj"], "alpha_pattern": {"^q_proj": 4}}, "alpha_pattern` names"),
+        ({"r": 2, "target_modules": "all-linear", "exclude_modules": ["layers.5.q_proj"]}, "exclude_modules` names"),
+        ({"r": 2, "target_modules": ["q_proj"], "layers_to_transform": [0, 2]}, "names layer 2: the model has 0 to 1"),
+        ({"r": "2", "target_modules": ["q_proj"]}, "a value of a wrong kind, says peft"),
+        ({"r": 2, "target_modules": ["q_proj"], "inference_mode": True}, "leaves nothing to train"),
     ],
 )
-def test_names_that_fit_nothing_are_refused(arguments, message):
+def test_arguments_that_do_nothing_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         add_adapters(tiny_model("llama", VOCABULARY), arguments)
 
@@ -232,3 +268,60 @@ def test_adapters_of_a_model_without_stored_weights_keep_it_in_the_checkpoint(fo
     fit(tmp_path, module).save_checkpoint(tmp_path / "a.ckpt")
     state = torch.load(tmp_path / "a.ckpt", weights_only=True)["state_dict"]
     assert set(state) == set(module.state_dict())
+
+
+def perplexity(tmp_path, module, **settings):
+    run = trainer(tmp_path, **settings.pop("trainer", {}))
+    return run.validate(module, DataLoader([row(3)], batch_size=None), verbose=False, **settings)[0]["val/perplexity"]
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("start", [True, "pissa_niter_4"])
+def test_a_checkpoint_is_read_again_under_every_precision(folder, tmp_path, precision, start):
+    """Frozen weights are rounded by `bf16-true` after a checkpoint is read, and by PiSSA at random."""
+    lora, settings = {**ALL, "init_lora_weights": start}, {"precision": precision}
+    module, path = lm(folder, lora=lora), str(tmp_path / "a.ckpt")
+    fit(tmp_path, module, trainer=settings).save_checkpoint(path)
+    expected = perplexity(tmp_path, module, trainer=settings)
+    assert perplexity(tmp_path, lm(folder, lora=lora), trainer=settings, ckpt_path=path) == expected
+    fit(tmp_path, lm(folder, lora=lora), steps=3, trainer=settings, ckpt_path=path)
+    again = LongContextLM.load_from_checkpoint(path, weights_only=True)
+    trained = dict(module.named_parameters())
+    for name, parameter in again.named_parameters():
+        torch.testing.assert_close(parameter.to(trained[name].dtype), trained[name], rtol=0, atol=0)
+
+
+def test_adapters_that_would_count_otherwise_are_refused(folder, tmp_path):
+    lora, path = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}, str(tmp_path / "a.ckpt")
+    fit(tmp_path, lm(folder, lora=lora)).save_checkpoint(path)
+    same = {**lora, "lora_dropout": 0.1, "use_rslora": False, "alpha_pattern": {}}
+    fit(tmp_path, lm(folder, lora=same), steps=3, ckpt_path=path)
+    for change, message in (
+        ({"lora_alpha": 8}, "`lora.lora_alpha` = 4, and this run has 8"),
+        ({"use_rslora": True}, "`lora.use_rslora` = False, and this run has True"),
+        ({"alpha_pattern": {"q_proj": 9}}, "`lora.alpha_pattern` = {}, and this run has {'q_proj': 9}"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            perplexity(tmp_path, lm(folder, lora={**lora, **change}), ckpt_path=path)
+
+
+def test_adapters_over_weights_that_are_quantised_otherwise_are_refused(folder, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    path, lora = str(tmp_path / "a.ckpt"), {"r": 2, "target_modules": ["q_proj"]}
+    fit(tmp_path, lm(folder, lora=lora, quantization=FOUR_BITS)).save_checkpoint(path)
+    same = {**FOUR_BITS, "bnb_4bit_compute_dtype": "bfloat16"}
+    perplexity(tmp_path, lm(folder, lora=lora, quantization=same), ckpt_path=path)
+    for other in ({"load_in_8bit": True}, {**FOUR_BITS, "bnb_4bit_quant_type": "fp4"}):
+        with pytest.raises(ValueError, match=r"over weights quantised by .*nf4"):
+            perplexity(tmp_path, lm(folder, lora=lora, quantization=other), ckpt_path=path)
+
+
+@pytest.mark.parametrize("lora", [None, {"r": 2, "target_modules": ["q_proj"]}])
+def test_a_checkpoint_under_another_extension_is_named(folder, tmp_path, lora, recwarn):
+    extension = {"method": "abf", "original_length": 16, "target_length": 64}
+    path = str(tmp_path / "a.ckpt")
+    fit(tmp_path, lm(folder, lora=lora, context_extension=extension)).save_checkpoint(path)
+    perplexity(tmp_path, lm(folder, lora=lora, context_extension=extension), ckpt_path=path)
+    assert not [w for w in recwarn if "computes with" in str(w.message)]
+    with pytest.warns(UserWarning, match="`rope_parameters` = .*500000.*, and this run computes with .*10000"):
+        perplexity(tmp_path, lm(folder, lora=lora), ckpt_path=path)

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
 
 from lightning_modules.backbone import Backbone
 from lightning_modules.batch import IGNORE_INDEX
@@ -213,6 +213,9 @@ def test_attention_that_a_pattern_cannot_replace(attention, folder):
     backbone.base_model.set_attn_implementation(attention)
     with pytest.raises(RuntimeError, match=f"'{attention}' knows nothing.*use one of sdpa, document_sdpa"):
         backbone.check_rotary_dtype()
+    if attention == "flex_attention":  # which is wrapped; whoever does not look before is told in the forward pass
+        with pytest.raises(ValueError, match="cannot be reached from transformers' 'flex_attention'"):
+            backbone.model(torch.zeros(1, 40, dtype=torch.int64))
 
 
 def test_flash_attention_is_not_chosen_for_a_pattern(folder, monkeypatch):
@@ -264,6 +267,10 @@ def test_changed_frequencies_are_noticed(folder):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        (extension("streaming_llm", sinks=[3]), "sinks` must be one number, got \\[3\\]"),
+        (extension("longnet", segment_lengths=8), "segment_lengths` must be a list of numbers, one or more, got 8"),
+        (extension("longnet", segment_lengths=[], dilation_rates=[]), "a number for each branch, got 0 and 0"),
+        (extension("rerope", full_attention="false"), "full_attention` must be true or false, got 'false'"),
         (extension("rerope", sinks=3), "`context_extension.sinks` is nothing that the method 'rerope' uses"),
         (extension("streaming_llm", window=0), "must hold whole numbers of 1 or more, got 0"),
         (extension("streaming_llm", window=7.5), "must hold whole numbers of 1 or more, got 7.5"),
@@ -285,3 +292,47 @@ def test_autocast(folder):
         actual = backbone(batch)
         (-actual.sum()).backward()
     assert (actual - expected).abs().max() < 0.1 * expected.std()
+
+
+def restarting():
+    return torch.cat([torch.arange(12), torch.arange(18)])[None]
+
+
+@torch.no_grad()
+def test_a_model_called_by_itself_gets_the_masks_of_transformers(folder):
+    """Without borders `document_sdpa` is `sdpa`: documents stay apart, and a static cache's empty end is not seen."""
+    tokens = row(5, (0, 30), VOCABULARY)["input_ids"]
+    for settings in (None, extension("rerope")):
+        model = load_backbone(folder(), context_extension=settings).model.eval()
+        expected = model(tokens, use_cache=False).logits
+        cache = StaticCache(config=model.config, max_cache_len=40)
+        parts = [model(part, past_key_values=cache).logits for part in tokens.split([20, 1, 9], dim=1)]
+        torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=1e-4, atol=1e-3)
+    with pytest.raises(ValueError, match="say so by `document_borders`"):
+        model(tokens, position_ids=restarting(), use_cache=False)
+    plain = load_backbone(folder()).model.eval()
+    apart = plain(tokens, position_ids=restarting(), use_cache=False).logits[:, 12:]
+    torch.testing.assert_close(apart, plain(tokens[:, 12:], use_cache=False).logits, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("rope", "message"),
+    [
+        ({"rope_type": "streaming_llm", "window": 3}, "'streaming_llm' needs `rope_parameters.sinks`, 1 or more"),
+        ({"rope_type": "rerope", "window": 0}, "`rope_parameters.window`, 1 or more, and the model's config has 0"),
+        ({"rope_type": "eabf", "original_max_position_embeddings": 16}, "`rope_parameters.unscaled_layers`, 0 or more"),
+        (
+            {"rope_type": "longnet", "segment_lengths": [8, 12], "dilation_rates": [1, 2]},
+            "a multiple of the one before",
+        ),
+        ({"rope_type": "longnet", "segment_lengths": [], "dilation_rates": [1, 2]}, "the model's config has \\[\\]"),
+    ],
+)
+def test_parameters_that_a_config_lacks_or_has_wrong(rope, message, folder):
+    with pytest.raises(ValueError, match=message):
+        load_config(folder(), model_config={"rope_parameters": rope})
+    config = load_config(folder())
+    config.rope_parameters = {"rope_theta": 1e4, **rope}
+    register_rope_types()
+    with pytest.raises(ValueError, match=message):
+        AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")

@@ -186,6 +186,15 @@ def test_autocast_is_the_same_in_the_backward_pass(enabled):
     assert seen == [(enabled, False)] * 2 + [(enabled, True)] * 2
 
 
+def test_a_second_derivative_is_refused():
+    """It would lack what blocks compute again for the first."""
+    states, frequencies, _ = problem("grouped")
+    output = PATTERNS["alibi"](*states, Rotary({}, frequencies, scaling=0.3))
+    (gradient,) = torch.autograd.grad(output.pow(2).sum(), states[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
 def test_slopes_are_those_of_the_paper():
     for heads, expected in dense.PRESS_SLOPES.items():
         assert alibi_slopes(heads).tolist() == expected

@@ -104,6 +104,12 @@ def test_a_run_without_short_contexts_or_steps(plan, tmp_path):
     assert "float32 ones run at a fraction" in text
 
 
+def test_a_pattern_is_planned(plan):
+    extension = "{method: rerope, original_length: 64, target_length: 128}"
+    text = plan(*LAYERS, "-c", str(CONFIGS / "debug.yaml"), "--model.context_extension", extension, "--gpu", "H200")
+    assert "'rerope' is planned at the rates of flash attention" in " ".join(text.split())
+
+
 def test_bad_input(plan, paper, tmp_path):
     (tmp_path / "file").touch()
     cases = {
