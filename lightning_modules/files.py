@@ -78,8 +78,8 @@ def atomic_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
     temporary = Path(tempfile.mkdtemp(prefix=building_prefix(target), dir=target.parent))
     try:
         yield temporary
+        temporary.chmod(0o755)  # `mkdtemp` lets nobody else in, but a cache may be shared
         for path in (*temporary.rglob("*"), temporary):
-            path.chmod(0o755 if path.is_dir() else 0o644)  # `mkdtemp` and safetensors let nobody else in
             to_disk(path)
         if replace and target.is_dir():
             _exchange(temporary, target)

@@ -75,7 +75,10 @@ def export_folder(target: Path, facts: str) -> Iterator[Path]:
 def _replaced(target: Path, facts: str) -> Iterator[Path]:
     with exclusive(target), atomic_folder(target, replace=True) as folder:
         yield folder
-        files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-        marker = {"training": json.loads(facts), "files": files}
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        for path in files:
+            path.chmod(0o644)  # safetensors lets nobody else read, but a model is to be served or shared
+        names = sorted(str(path.relative_to(folder)) for path in files)
+        marker = {"training": json.loads(facts), "files": names}
         (folder / MARKER).write_text(json.dumps(marker, indent=2) + "\n")
         check_replaceable(target)
