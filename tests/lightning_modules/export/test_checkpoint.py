@@ -5,7 +5,7 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from lightning_modules.cli import main
 from lightning_modules.export import KEY, export_checkpoint
@@ -99,6 +99,18 @@ def test_a_trained_embedding_that_is_the_head_as_well(modules_to_save, base, tmp
         torch.testing.assert_close(logits(names["model"]), logits(trained), rtol=1e-4, atol=1e-4)
     config = json.loads((tmp_path / "merged" / "config.json").read_text())
     assert config["tie_word_embeddings"], "the two are still one"
+
+
+def test_the_type_of_the_base_and_its_generation_config_come_back(base, model_dir, tmp_path):
+    GenerationConfig(do_sample=True, temperature=0.5).save_pretrained(base)
+    trained = checkpoint(tmp_path / "a.ckpt", base, lora=LORA, dtype="bfloat16")
+    export_checkpoint(str(tmp_path / "a.ckpt"), str(tmp_path / "out"), tokenizer=str(model_dir))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert {parameter.dtype for parameter in loaded.parameters()} == {torch.bfloat16}
+    assert torch.equal(loaded.model.norm.weight, trained.get_base_model().model.norm.weight)
+    checkpoint(tmp_path / "full.ckpt", base)
+    export_checkpoint(str(tmp_path / "full.ckpt"), str(tmp_path / "full"), tokenizer=str(model_dir))
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "full").generation_config.temperature == 0.5
 
 
 def test_adapters_of_random_weights_bring_these_along(model_dir, tmp_path):
