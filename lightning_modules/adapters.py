@@ -1,5 +1,6 @@
 """LoRA adapters, weights trained in full beside them, and a quantised model below them."""
 
+import copy
 import difflib
 import hashlib
 import importlib.util
@@ -67,7 +68,8 @@ def lora_config(arguments: dict[str, Any], model: PreTrainedModel) -> LoraConfig
         ValueError: If ``peft.LoraConfig`` knows one of the arguments not.
     """
     _check_arguments("lora", arguments, LoraConfig.__dataclass_fields__)
-    settings = {"task_type": "CAUSAL_LM", **arguments}
+    # A copy: peft adds to the lists in it, and the arguments go into checkpoints, to build the same adapters again.
+    settings = {"task_type": "CAUSAL_LM", **copy.deepcopy(arguments)}
     if isinstance(settings.get("modules_to_save"), str) and settings["modules_to_save"] != EMBEDDINGS_AND_NORMS:
         raise ValueError(
             f"`lora.modules_to_save` must be a list of names or '{EMBEDDINGS_AND_NORMS}', got"

@@ -344,6 +344,10 @@ def _root_cause(error: BaseException) -> BaseException:
 def _set_up_messages() -> None:
     """Plain lines for people: ours, and of others what concerns them."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
+    # It checks the settings of its own RoPE types only; ours are checked where they are made.
+    logging.getLogger("transformers.modeling_rope_utils").addFilter(
+        lambda record: "Missing validation function" not in record.getMessage()
+    )
     for noisy in ("httpx", "httpx2", "datasets", "fsspec", "tensorboard"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     # Lightning advertises other products at every start.

@@ -23,7 +23,6 @@ HOST = platform.node().replace(os.sep, "_")
 """Name of this machine, as unfinished folders carry it."""
 
 CACHE_REMEDY = "Set `cache_dir`, or $LONGCE_CACHE, to a folder that you can write to."
-DISK_REMEDY = "set `cache_dir` or $LONGCE_CACHE to another disk"
 
 
 def writable_folder(folder: Path, *, remedy: str = CACHE_REMEDY) -> Path:
@@ -65,7 +64,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 @contextmanager
-def atomic_folder(target: Path, *, replace: bool = False, remedy: str = DISK_REMEDY) -> Iterator[Path]:
+def atomic_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
     """A temporary folder beside ``target`` to be filled; it takes the target's name when the block ends.
 
     A failure leaves nothing, a killed process a folder ``.building-*`` that nobody reads and that goes when the next
@@ -75,7 +74,6 @@ def atomic_folder(target: Path, *, replace: bool = False, remedy: str = DISK_REM
         target: The folder to be.
         replace: Put it in the place of a folder that is there. Without, if somebody else was first to publish
             ``target``, theirs stays: equal names promise equal content.
-        remedy: What to do if the disk is full, beside freeing room.
     """
     temporary = Path(tempfile.mkdtemp(prefix=building_prefix(target), dir=target.parent))
     try:
@@ -90,7 +88,7 @@ def atomic_folder(target: Path, *, replace: bool = False, remedy: str = DISK_REM
         to_disk(target.parent)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            error.add_note(f"No room for {target}. Free some, or {remedy}.")
+            error.add_note(f"No room for {target}. Free some, or set `cache_dir` or $LONGCE_CACHE to another disk.")
         raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -127,7 +127,7 @@ def _check_offsets(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
 def not_loaded(kind: str, path: str, error: Exception) -> str:
     """Message for a model or tokenizer that transformers could not load."""
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return (
-        f"The {kind} '{path}' could not be loaded: {reason}"
-        " Give a local folder, or a hub id that exists and that this machine can reach or has in its cache."
-    )
+    remedy = "Give a local folder, or a hub id that exists and that this machine can reach or has in its cache."
+    if kind == "model" and (Path(path) / "adapter_config.json").exists():
+        remedy = "It holds adapters without their model: export them merged (`longce export`)."
+    return f"The {kind} '{path}' could not be loaded: {reason.rstrip('.')}. {remedy}"

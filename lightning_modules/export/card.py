@@ -1,5 +1,6 @@
 """The model card: how an exported model came about, and how it is loaded."""
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,7 +29,7 @@ def model_card(
         f"# {base.rstrip('/').rpartition('/')[2]}, trained by longce",
         f"A {'LoRA adapter for' if options.kept else 'model made from'} `{base}`{_revision(facts)}.",
         *_extension(facts),
-        *_weights(config, options),
+        *_weights(facts, config, options),
         f"## How to load it\n\n{_loading(facts, config, options, has_tokenizer)}",
         f"## Who computes it right\n\n{_readers(facts, config, options)}",
     ]
@@ -59,14 +60,15 @@ def _loading_code(facts: TrainingFacts, config: Mapping[str, Any], options: Expo
             "from peft import PeftModel",
             f"from transformers import AutoConfig, AutoModelForCausalLM{auto}{bits}",
         ]
-        more = f', revision="{facts.revision}"' if facts.revision else ""
+        more = f", revision={json.dumps(facts.revision)}" if facts.revision else ""
         if facts.quantization:
             settings = ", ".join(f"{name}={value!r}" for name, value in facts.quantization.items())
             more += f", quantization_config=BitsAndBytesConfig({settings})"
         body = [
             folder,
-            'config = AutoConfig.from_pretrained(f"{folder}/base")  # the base model\'s own config will not do',
-            f'base = AutoModelForCausalLM.from_pretrained("{facts.base_model}", config=config{more})',
+            'config = AutoConfig.from_pretrained(f"{folder}/base")'
+            + ("  # the base model's own config will not do" if facts.changes else ""),
+            f"base = AutoModelForCausalLM.from_pretrained({json.dumps(facts.base_model)}, config=config{more})",
             "model = PeftModel.from_pretrained(base, folder)",
         ]
     if has_tokenizer:
@@ -106,10 +108,12 @@ def _extension(facts: TrainingFacts) -> list[str]:
     return text
 
 
-def _weights(config: Mapping[str, Any], options: ExportOptions) -> list[str]:
-    if options.dtype == "auto":
+def _weights(facts: TrainingFacts, config: Mapping[str, Any], options: ExportOptions) -> list[str]:
+    if options.kept:
         return []
-    return [f"Weights were rounded to {config['dtype']} after training."]
+    half = config["dtype"] in ("bfloat16", "float16")
+    rounded = ", to which they were rounded after training" if half and (options.dtype != "auto" or facts.lora) else ""
+    return [f"Weights are stored in {config['dtype']}{rounded}."]
 
 
 def _loading(facts: TrainingFacts, config: Mapping[str, Any], options: ExportOptions, has_tokenizer: bool) -> str:
@@ -120,6 +124,8 @@ def _loading(facts: TrainingFacts, config: Mapping[str, Any], options: ExportOpt
             f" repository). Without the two lines that register it, loading stops with `KeyError: '{own}'`."
         )
     parts.append(f"```python\n{_loading_code(facts, config, options, has_tokenizer)}\n```")
+    if options.kept and facts.base_is_local:
+        parts.append(f"`{facts.base_model}` is a folder of the machine that trained: put in its place where yours is.")
     return "\n\n".join(parts)
 
 

@@ -103,8 +103,8 @@ def export_checkpoint(
         output_dir: Folder to write. An earlier export there is replaced once the new one is complete; a folder of
             anything else is refused.
         adapters: ``merged`` into the weights, or ``kept`` apart, with the base model's config in ``base/``.
-        dtype: Of the weights of a whole model: ``auto`` leaves them as they were trained; ``bfloat16`` halves the
-            files and rounds the weights.
+        dtype: Of the weights of a whole model: ``auto`` is that of `model.dtype`, to which merged adapters are rounded;
+            ``float32`` rounds nothing, ``bfloat16`` halves the files.
         legacy_rope_keys: Write ``rope_theta`` and ``rope_scaling`` for transformers 4 beside ``rope_parameters``;
             refused where they would not make it right.
         eabf_as_abf: Export a model trained with EABF as plain ABF: logits then differ beyond the original length.
@@ -193,6 +193,11 @@ def _build(saved: Mapping[str, str], facts: TrainingFacts) -> _Module:
 
 def _load_base(facts: TrainingFacts, fingerprint: str) -> Backbone:
     """The base model with fresh adapters, for a checkpoint that holds only what was trained."""
+    if facts.base_is_local and not Path(str(facts.base_model)).exists():
+        raise ValueError(
+            f"The checkpoint's adapters were trained on the model in '{facts.base_model}', which is not there now: put"
+            " it back or link it there, or export with `--adapters kept`, which needs no base model."
+        )
     changes = dict(facts.changes)
     backbone = load_backbone(
         facts.base_model,
@@ -224,11 +229,18 @@ def _config(content: dict[str, Any]) -> PreTrainedConfig:
 
 def _fill(module: _Module, weights: Mapping[str, torch.Tensor], *, partly: bool) -> None:
     """Put the weights of a checkpoint in place, which may be only those that were trained."""
-    report = module.load_state_dict(weights, strict=False, assign=True)
     wanted = trained_state(module, module.state_dict()) if partly else module.state_dict()
+    report = module.load_state_dict({**weights, **_tied(module, weights)}, strict=False, assign=True)
     missing = [name for name in report.missing_keys if name in wanted]
     if missing or report.unexpected_keys:
         raise ValueError(
             "The weights of the checkpoint are not those of the model that it describes:"
             f" '{[*missing, *report.unexpected_keys][0]}' is {'missing' if missing else 'unknown'}. Name another one."
         )
+
+
+def _tied(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Further names of weights that the module has under several: what is trained is stored under the first."""
+    first: dict[nn.Parameter, str] = {}
+    names = [(name, first.setdefault(p, name)) for name, p in module.named_parameters(remove_duplicate=False)]
+    return {name: weights[own] for name, own in names if name not in weights and own in weights}

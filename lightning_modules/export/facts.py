@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ class TrainingFacts:
     """How a model came about; None stands for what is not known.
 
     Args:
-        base_model: Hub id or local folder of the model that was trained on; None for random weights.
+        base_model: Hub id or absolute path of the model that was trained on; None for random weights.
         base_is_local: Whether it is a folder of the machine that trained.
         revision: Commit, or branch or tag, of the base model on the hub.
         changes: Values of the base model's config that were replaced, with the settings of a context extension under
@@ -41,7 +41,7 @@ class TrainingFacts:
         tokens_per_step: Of all rows of an optimizer step, padding included.
         data: Class of the data module.
         dataset: Hub id of its data.
-        tokenizer: Hub id or local folder.
+        tokenizer: Hub id or absolute path.
         tokenizer_revision: Of the tokenizer.
         metrics: The last value of everything logged in an evaluation.
         metrics_step: Optimizer steps before that evaluation.
@@ -82,6 +82,11 @@ class TrainingFacts:
         known = {item.name for item in fields(cls)}
         return cls(**{name: value for name, value in json.loads(text).items() if name in known})
 
+    def published(self) -> "TrainingFacts":
+        """The same without paths of this machine: of a base in a folder its name; the tokenizer goes along."""
+        base = Path(str(self.base_model)).name if self.base_is_local else self.base_model
+        return replace(self, base_model=base, tokenizer=None, tokenizer_revision=None)
+
 
 def loading_facts(loading: Mapping[str, Any], config: Any) -> dict[str, Any]:
     """The facts of how a model was loaded.
@@ -95,9 +100,10 @@ def loading_facts(loading: Mapping[str, Any], config: Any) -> dict[str, Any]:
     if loading["context_extension"] is not None:
         extension = loading["context_extension"]
         changes["context_extension"] = dict(extension) if isinstance(extension, Mapping) else asdict(extension)
-    local = path is not None and Path(path).expanduser().exists()
+    base = None if path is None or path.endswith(".json") else _absolute(path)
+    local = base is not None and Path(base).exists()
     return {
-        "base_model": None if path is None or path.endswith(".json") else path,
+        "base_model": base,
         "base_is_local": local,
         "revision": None if local else getattr(config, "_commit_hash", None) or loading["revision"],
         "changes": changes,
@@ -107,9 +113,16 @@ def loading_facts(loading: Mapping[str, Any], config: Any) -> dict[str, Any]:
     }
 
 
+def _absolute(path_or_id: str) -> str:
+    """A local path as it can be found from other folders, where a relative one might even be a hub id; else the id."""
+    path = Path(path_or_id).expanduser()
+    return str(path.resolve()) if path.exists() else path_or_id
+
+
 def _quantization(config: Any) -> dict[str, Any]:
-    """The settings of a ``BitsAndBytesConfig`` that are not its defaults, in plain types."""
-    return {name: value for name, value in config.to_diff_dict().items() if name != "quant_method"}
+    """The arguments of a ``BitsAndBytesConfig`` that are not its defaults, in plain types."""
+    settings = config.to_diff_dict().items()
+    return {name: value for name, value in settings if name != "quant_method" and not name.startswith("_")}
 
 
 def objective_facts(objective: Objective, context_length: int, stride: int) -> dict[str, Any]:
@@ -135,7 +148,7 @@ def run_facts(trainer: Trainer, metrics_step: int | None) -> dict[str, Any]:
     tokens = None
     if rows is not None and length is not None:
         tokens = rows * length * trainer.accumulate_grad_batches * trainer.world_size
-    path = getattr(data, "path", None)
+    path, tokenizer = getattr(data, "path", None), getattr(data, "tokenizer_name", None)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
     return {
         **_optimizer_facts(trainer),
@@ -145,7 +158,7 @@ def run_facts(trainer: Trainer, metrics_step: int | None) -> dict[str, Any]:
         "tokens_per_step": tokens,
         "data": None if data is None else type(data).__name__,
         "dataset": path if isinstance(path, str) and not Path(path).expanduser().exists() else None,
-        "tokenizer": getattr(data, "tokenizer_name", None),
+        "tokenizer": None if tokenizer is None else _absolute(tokenizer),
         "tokenizer_revision": getattr(data, "tokenizer_revision", None),
         "metrics": metrics,
         "metrics_step": metrics_step if metrics else None,

@@ -3,7 +3,6 @@
 import copy
 import json
 import logging
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, Pr
 from lightning_modules.adapters import changes_base
 from lightning_modules.export.card import model_card
 from lightning_modules.export.facts import TrainingFacts
-from lightning_modules.export.folder import check_replaceable, export_folder
+from lightning_modules.export.folder import check_replaceable, check_writable, export_folder
 from lightning_modules.export.options import ExportOptions
 from lightning_modules.export.rope import as_abf, guard_keys, legacy_rope_keys
 from lightning_modules.export.weights import drop_tied, exported_parts, write_weights
@@ -45,9 +44,7 @@ def export_model(
         ValueError: If folder and model do not allow what the options ask for.
     """
     check_export(model, output_dir, options, facts)
-    # The tokenizer goes along, and its name may be a path of this machine.
-    marker = replace(facts, tokenizer=None, tokenizer_revision=None).to_json()
-    with export_folder(output_dir, marker) as folder:
+    with export_folder(output_dir, facts.published().to_json()) as folder:
         base = model.get_base_model() if isinstance(model, PeftModel) else model
         config = _exported_config(base.config, options)
         if options.kept:
@@ -57,7 +54,9 @@ def export_model(
         content = _complete_config(folder / "base" if options.kept else folder, options)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
-        card = model_card(facts, content, options, has_tokenizer=tokenizer is not None)
+        card = model_card(
+            facts if options.kept else facts.published(), content, options, has_tokenizer=tokenizer is not None
+        )
         (folder / "README.md").write_text(card, encoding="utf-8")
     if options.eabf_as_abf:
         log.warning(
@@ -73,7 +72,7 @@ def check_export(
     """Raise a ``ValueError`` for what `export_model` would refuse; before a training rather than after it."""
     check_replaceable(output_dir)
     base = model.get_base_model() if isinstance(model, PeftModel) else model
-    if facts.base_is_local and Path(str(facts.base_model)).expanduser().resolve() == output_dir.resolve():
+    if facts.base_is_local and Path(str(facts.base_model)) == output_dir.resolve():
         raise ValueError(f"`output_dir` '{output_dir}' is the model that this one is made from: name another folder.")
     if options.kept:
         _check_kept(model, facts)
@@ -82,9 +81,12 @@ def check_export(
             "`adapters: merged` would have to round to the few bits of a quantised base, and give other numbers than"
             " were trained: set `adapters` to 'kept'."
         )
+    else:
+        exported_parts(model)
     config = _exported_config(base.config, options)
     if options.legacy_rope_keys:
         legacy_rope_keys(config.to_dict())
+    check_writable(output_dir)
 
 
 def _check_kept(model: PreTrainedModel | PeftModel, facts: TrainingFacts) -> None:
@@ -114,14 +116,15 @@ def _write_merged(
     model: PreTrainedModel | PeftModel, config: PreTrainedConfig, folder: Path, options: ExportOptions
 ) -> None:
     base = model.get_base_model() if isinstance(model, PeftModel) else model
-    dtype = None if options.dtype == "auto" else getattr(torch, options.dtype)
+    # One type for all: what adapters trained in full beside half-precision weights may be in float32.
+    dtype = base.dtype if options.dtype == "auto" else getattr(torch, options.dtype)
     parts = exported_parts(model, dtype)
     if (untied := drop_tied(parts, base)) is None:
         config.get_text_config(decoder=True).tie_word_embeddings = False
         config.tie_word_embeddings = False
     with torch.device("meta"):
         shell: Any = type(base)(config)
-    shell.to(dtype or base.dtype)  # the type that the config will name
+    shell.to(dtype)  # the type that the config will name
     shell.generation_config = _generation_config(base)
     write_weights(shell, parts if untied is None else untied, folder, dtype)
 
@@ -130,8 +133,7 @@ def _write_adapters(model: Any, config: PreTrainedConfig, folder: Path, facts: T
     model.save_pretrained(folder, save_embedding_layers=False)
     file = folder / "adapter_config.json"
     content = json.loads(file.read_text())
-    path = str(facts.base_model)
-    path = str(Path(path).expanduser().resolve()) if facts.base_is_local else path
+    path = facts.base_model
     # No name that could be loaded where the base model's own config would be taken, without an error.
     content["base_model_name_or_path"] = f"{path} with the config in base/, see README.md" if facts.changes else path
     content["revision"] = facts.revision

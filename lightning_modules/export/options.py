@@ -13,8 +13,8 @@ class ExportOptions:
 
     Args:
         adapters: ``merged`` into the weights, or ``kept`` apart, with the base model's config in ``base/``.
-        dtype: Of the weights of a whole model: ``auto`` leaves them as they were trained, in float32 as a rule;
-            ``bfloat16`` halves the files and rounds the weights.
+        dtype: Of the weights of a whole model: ``auto`` is that of `model.dtype`, to which merged adapters are rounded;
+            ``float32`` rounds nothing, ``bfloat16`` halves the files.
         legacy_rope_keys: Write ``rope_theta`` and ``rope_scaling`` for transformers 4 beside ``rope_parameters``;
             refused where they would not make it right.
         eabf_as_abf: Export a model trained with EABF as plain ABF, which every reader computes: logits then differ

@@ -92,6 +92,9 @@ def merged_layer(layer: BaseTunerLayer, dtype: torch.dtype | None = None) -> dic
 
     Returns:
         New tensors under the layer's names for them.
+
+    Raises:
+        ValueError: If peft cannot merge the layer.
     """
     own = dict(layer.get_base_layer().named_parameters())
     data = {name: parameter.data for name, parameter in own.items()}
@@ -102,6 +105,8 @@ def merged_layer(layer: BaseTunerLayer, dtype: torch.dtype | None = None) -> dic
             parameter.data = data[name].to(wide, copy=True)
         layer.merge()
         return {name: parameter.data.to(dtype or data[name].dtype) for name, parameter in own.items()}
+    except (RuntimeError, NotImplementedError) as error:
+        raise ValueError(f"peft cannot merge these adapters: {error} Set `adapters` to 'kept'.") from error
     finally:
         for name, parameter in own.items():
             parameter.data = data[name]

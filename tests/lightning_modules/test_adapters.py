@@ -126,6 +126,14 @@ def test_a_tied_head_that_peft_would_leave_behind_is_refused():
         add_adapters(tiny_model("gpt_neox", VOCABULARY, tie_word_embeddings=True), ALL)
 
 
+def test_arguments_are_left_as_they_are():
+    """Checkpoints hold them: peft would add the embedding to the list, and an export build other adapters."""
+    arguments = {"r": 2, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
+    before = copy.deepcopy(arguments)
+    add_adapters(tiny_model("llama", tie_word_embeddings=True), arguments)
+    assert arguments == before
+
+
 def test_what_is_trained_in_full_is_float32_under_mixed_precision():
     half = tiny_model("llama", VOCABULARY, dtype=torch.bfloat16)
     adapted = add_adapters(copy.deepcopy(half), ALL, autocast=True)

@@ -99,6 +99,12 @@ def test_a_folder_without_model_is_named(tmp_path):
         load_backbone(str(tmp_path))
 
 
+def test_adapters_without_their_model_are_named(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="holds adapters without their model: export them merged"):
+        load_backbone(str(tmp_path))
+
+
 def test_identity_follows_the_weights_and_not_the_path(tmp_path):
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         tiny_model("llama", 50, seed=seed).save_pretrained(tmp_path / name)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from lightning_modules.cli import main
 from lightning_modules.export import KEY, export_checkpoint
@@ -64,9 +64,53 @@ def test_adapters_are_merged_into_the_base_that_they_were_trained_on(base, model
     with pytest.raises(ValueError, match="trained on other weights than those of"):
         export_checkpoint(*arguments, tokenizer=str(model_dir))
     shutil.rmtree(base)
-    with pytest.raises(ValueError, match=f"No model at '{base}'"):
+    with pytest.raises(ValueError, match=f"trained on the model in '{base}', which is not there now.*kept"):
         export_checkpoint(*arguments, tokenizer=str(model_dir))
     assert not (tmp_path / "out").exists()
+
+
+def test_paths_are_found_from_other_folders_and_published_only_where_they_are_needed(
+    base, tmp_path, monkeypatch, tokenizer
+):
+    tokenizer.save_pretrained(base)
+    monkeypatch.chdir(tmp_path)
+    trained = checkpoint(tmp_path / "a.ckpt", "base", model_config=CHANGES, lora=LORA)
+    monkeypatch.chdir("/")
+    for adapters in ("merged", "kept"):
+        export_checkpoint(str(tmp_path / "a.ckpt"), str(tmp_path / adapters), adapters=adapters, tokenizer=base)
+        names = run_card(tmp_path / adapters, monkeypatch)
+        torch.testing.assert_close(logits(names["model"]), logits(trained), rtol=1e-4, atol=1e-4)
+    merged = [path.read_text() for path in (tmp_path / "merged").iterdir() if path.suffix in (".md", ".json")]
+    assert not any(str(tmp_path) in text for text in merged)
+    assert "A model made from `base`." in (tmp_path / "merged" / "README.md").read_text()
+    assert f"`{base}` is a folder of the machine that trained" in (tmp_path / "kept" / "README.md").read_text()
+    assert str(tmp_path) not in (tmp_path / "kept" / "longce_export.json").read_text()
+
+
+@pytest.mark.parametrize("modules_to_save", ["embeddings-and-norms", ["embed_tokens"], ["lm_head"]])
+def test_a_trained_embedding_that_is_the_head_as_well(modules_to_save, base, tmp_path, monkeypatch, tokenizer):
+    tiny_model("llama", 400, tie_word_embeddings=True).save_pretrained(base)
+    tokenizer.save_pretrained(base)
+    lora = {"r": 2, "target_modules": ["q_proj"], "modules_to_save": modules_to_save}
+    trained = checkpoint(tmp_path / "a.ckpt", base, lora=lora)
+    for adapters in ("merged", "kept"):
+        export_checkpoint(str(tmp_path / "a.ckpt"), str(tmp_path / adapters), adapters=adapters, tokenizer=base)
+        names = run_card(tmp_path / adapters, monkeypatch)
+        torch.testing.assert_close(logits(names["model"]), logits(trained), rtol=1e-4, atol=1e-4)
+    config = json.loads((tmp_path / "merged" / "config.json").read_text())
+    assert config["tie_word_embeddings"], "the two are still one"
+
+
+def test_the_type_of_the_base_and_its_generation_config_come_back(base, model_dir, tmp_path):
+    GenerationConfig(do_sample=True, temperature=0.5).save_pretrained(base)
+    trained = checkpoint(tmp_path / "a.ckpt", base, lora=LORA, dtype="bfloat16")
+    export_checkpoint(str(tmp_path / "a.ckpt"), str(tmp_path / "out"), tokenizer=str(model_dir))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert {parameter.dtype for parameter in loaded.parameters()} == {torch.bfloat16}
+    assert torch.equal(loaded.model.norm.weight, trained.get_base_model().model.norm.weight)
+    checkpoint(tmp_path / "full.ckpt", base)
+    export_checkpoint(str(tmp_path / "full.ckpt"), str(tmp_path / "full"), tokenizer=str(model_dir))
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "full").generation_config.temperature == 0.5
 
 
 def test_adapters_of_random_weights_bring_these_along(model_dir, tmp_path):
@@ -123,6 +167,7 @@ def test_adapters_of_a_quantised_base_are_kept_apart(base, tmp_path, monkeypatch
     with pytest.raises(ValueError, match=r"quantised base.*`adapters` to 'kept'"):
         export_checkpoint(*arguments, tokenizer=base)
     export_checkpoint(*arguments, adapters="kept", tokenizer=base)
+    assert "_load_in_4bit" not in (tmp_path / "out" / "README.md").read_text()
     names = run_card(tmp_path / "out", monkeypatch)
     layers = [module for module in names["base"].modules() if hasattr(module, "support_avx512bf16_for_cpu")]
     assert len(layers) == 14

@@ -1,16 +1,20 @@
+import ast
+import errno
 import json
 import multiprocessing
 import os
+import re
 import signal
 
 import pytest
 import torch
 import yaml
 from peft import AutoPeftModelForCausalLM, PeftModel
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from lightning_modules import files
-from lightning_modules.export import ExportOptions, TrainingFacts, export_model, folder, model
+from lightning_modules.export import ExportOptions, TrainingFacts, check_export, export_model, model
 from tests.conftest import tiny_model
 from tests.lightning_modules.export.test_weights import adapted, export, logits, run_card
 
@@ -191,6 +195,11 @@ def test_only_an_earlier_export_is_replaced(tmp_path):
         export(tiny_model(), target, facts)
     (tmp_path / "empty").mkdir()
     export(tiny_model(), tmp_path / "empty")
+    (tmp_path / "link").symlink_to("empty")
+    export(tiny_model(), tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    (tmp_path / "link").unlink()
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "empty").iterdir()} == {0o644}
     assert {path.name for path in tmp_path.iterdir()} == {"out", "model", "file", "empty"}
 
 
@@ -224,4 +233,34 @@ def test_a_kill_leaves_the_old_export_or_the_new_one(where, seed, tmp_path):
     assert child.exitcode == -signal.SIGKILL
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert torch.equal(logits(loaded), logits(tiny_model(seed=seed)))
-    folder.check_replaceable(tmp_path / "out")
+    export(tiny_model(), tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"], "the next one clears up"
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left"), SafetensorError("No space left")])
+def test_a_full_disk_leaves_the_old_export_and_names_the_remedy(error, tmp_path, monkeypatch):
+    export(tiny_model(seed=0), tmp_path / "out")
+    monkeypatch.setattr(model, "write_weights", lambda *_: (_ for _ in ()).throw(error))
+    with pytest.raises(ValueError, match=f"'{tmp_path / 'out'}'.*No space left.*Free some room, or name another"):
+        export(tiny_model(seed=1), tmp_path / "out")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(logits(loaded), logits(tiny_model(seed=0)))
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_folders_that_cannot_be_written_are_refused_before_training(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"Cannot write to the folder .*file .*another `output_dir`"):
+        check_export(tiny_model(), tmp_path / "file" / "out", ExportOptions(), TrainingFacts())
+    monkeypatch.setattr(model.Path, "is_mount", lambda path: path == tmp_path)
+    with pytest.raises(ValueError, match=r"mount point.*name a folder in it"):
+        check_export(tiny_model(), tmp_path, ExportOptions(), TrainingFacts())
+
+
+def test_names_from_a_checkpoint_stay_text_in_the_lines_of_the_card(tmp_path):
+    name = 'x"); raise SystemExit("run"); ("'
+    facts = TrainingFacts(base_model=name, revision=name)
+    export_model(adapted(), None, tmp_path / "out", options=ExportOptions("kept"), facts=facts)
+    code = ast.parse(re.search(r"```python\n(.*?)```", (tmp_path / "out/README.md").read_text(), re.DOTALL)[1])
+    assert not any(isinstance(node, ast.Raise) for node in ast.walk(code))
+    assert [node.value for node in ast.walk(code) if isinstance(node, ast.Constant)].count(name) == 2

@@ -8,7 +8,8 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from lightning_modules.export import ExportOptions, TrainingFacts, export_model, weights
+from lightning_modules.adapters import add_adapters
+from lightning_modules.export import ExportOptions, TrainingFacts, check_export, export_model, weights
 from lightning_modules.export.weights import merged_layer
 from tests.conftest import tiny_model
 
@@ -143,12 +144,35 @@ def test_type_of_the_weights(dtype, tmp_path):
     assert config["architectures"] == ["LlamaForCausalLM"]
     expected = merged_layer(model.get_base_model().model.layers[0].self_attn.q_proj)["weight"].to(wanted)
     assert torch.equal(loaded.model.layers[0].self_attn.q_proj.weight, expected)
-    assert ("rounded to" in (tmp_path / "out" / "README.md").read_text()) == (dtype != "auto")
+    assert ("were rounded" in (tmp_path / "out" / "README.md").read_text()) == (dtype != "auto")
+
+
+def test_adapters_on_half_precision_weights_are_exported_in_one_type_and_exactly_in_float32(tmp_path):
+    model = add_adapters(
+        tiny_model(dtype=torch.bfloat16),
+        {"r": 2, "target_modules": TARGETS, "modules_to_save": ["norm"]},
+        autocast=True,
+    )
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.1
+    facts = TrainingFacts(lora={"r": 2})
+    for dtype, stored in (("auto", torch.bfloat16), ("float32", torch.float32)):
+        loaded = export(model, tmp_path / dtype, facts, dtype=dtype)
+        assert {tensor.dtype for tensor in load_file(tmp_path / dtype / "model.safetensors").values()} == {stored}
+        words = f"stored in {str(stored).removeprefix('torch.')}" + (", to which they were rounded" * (dtype == "auto"))
+        assert words in (tmp_path / dtype / "README.md").read_text()
+    torch.testing.assert_close(logits(loaded), logits(model.float()), rtol=1e-4, atol=1e-4)
 
 
 def test_adapters_that_cannot_be_merged_alone_are_refused(tmp_path):
     experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     model = adapted(model_type="mixtral", target_modules=["q_proj"], target_parameters=experts)
-    with pytest.raises(ValueError, match=r"`model.layers.0.mlp.experts`.*'kept'"):
+    message = r"`model.layers.0.mlp.experts`.*'kept'"
+    with pytest.raises(ValueError, match=message):
         export(model, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ValueError, match=message):  # before training
+        check_export(model, tmp_path / "out", ExportOptions(), TrainingFacts())
+    with pytest.raises(ValueError, match=r"lora_bias.*'kept'"):
+        export(adapted(lora_bias=True), tmp_path / "out")
