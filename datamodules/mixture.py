@@ -91,7 +91,7 @@ class MixtureDataModule(PackedTextDataModule):
     @override
     def training_rows(self) -> PackedRowDataset | None:
         raise ValueError(
-            "Token weights cannot be computed for a mixture: run `longce influence` on a source by itself."
+            "A mixture has rows of several sources: inspect them, or make token weights, for each source by itself."
         )
 
     @override
