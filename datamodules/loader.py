@@ -22,11 +22,13 @@ class ResumableLoader(DataLoader[Row]):
 
     Attributes:
         stages: Cuts the rows of the first batches of a run into shorter ones, if there is a curriculum.
+        content: Checksum of the rows: another text may well have as many.
     """
 
     sampler: RowSampler
     batch_size: int
     stages: CurriculumStages | None = None
+    content = 0
     _batches = 0
     _resume: dict[str, Any] | None = None
 
@@ -44,7 +46,7 @@ class ResumableLoader(DataLoader[Row]):
             yield self.stages(batch, self.sampler.epoch, self._batches - 1) if self.stages else batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Batches of this epoch handed out so far, and what the order of the rows depends on."""
+        """Batches of this epoch handed out so far, and what rows and order depend on."""
         return {"epoch": self.sampler.epoch, "batches": self._batches, **self._switch(), **self._order()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -52,7 +54,7 @@ class ResumableLoader(DataLoader[Row]):
         order = self._order()
         changed = {name: (state.get(name), value) for name, value in order.items() if state.get(name) != value}
         if changed:
-            _log.warning("The epoch starts over: its order is not that of the checkpoint (then, now): %s.", changed)
+            _log.warning("The epoch starts over: its rows are not those of the checkpoint (then, now): %s.", changed)
         else:
             self._resume = state
 
@@ -60,4 +62,4 @@ class ResumableLoader(DataLoader[Row]):
         return self.stages.state() if self.stages else {}
 
     def _order(self) -> dict[str, Any]:
-        return {**self.sampler.order(), "batch_size": int(self.batch_size)}
+        return {**self.sampler.order(), "batch_size": int(self.batch_size), "content": self.content}

@@ -6,7 +6,7 @@ import json
 import logging
 import pickle
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
@@ -126,10 +126,22 @@ def _stamp(file: File) -> tuple[str, int, int | str]:
 def _local_files(path: str) -> list[Path]:
     root = Path(path).expanduser()
     if root.is_dir():
-        found = [file for file in root.rglob("*") if not _hidden(file.relative_to(root))]
+        found = [file for file in _files_below(root, frozenset()) if not _hidden(file.relative_to(root))]
     else:
         found = [Path(name) for name in glob.glob(str(root), recursive=True)] if "*" in path else [root]
     return sorted(file for file in found if file.is_file())
+
+
+def _files_below(folder: Path, parents: frozenset[Path]) -> Iterator[Path]:
+    """All files in a folder, in linked folders, too, as patterns find them; a link to a folder around it is an end."""
+    real = folder.resolve()
+    if real in parents:
+        return
+    for path in folder.iterdir():
+        if path.is_dir():
+            yield from _files_below(path, parents | {real})
+        else:
+            yield path
 
 
 def _remote_files(path: str) -> list[RemoteFile]:

@@ -9,7 +9,7 @@ from typing import Any, NotRequired, TypedDict
 
 import jsonargparse
 from lightning.pytorch.utilities import rank_zero_only
-from torch.utils.data import ConcatDataset, DataLoader
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from datamodules.documents import DocumentDataset
@@ -91,7 +91,7 @@ class MixtureDataModule(PackedTextDataModule):
     @override
     def training_rows(self) -> PackedRowDataset | None:
         raise ValueError(
-            "Token weights cannot be computed for a mixture: run `longce influence` on a source by itself."
+            "A mixture has rows of several sources: inspect them, or make token weights, for each source by itself."
         )
 
     @override
@@ -134,7 +134,7 @@ class MixtureDataModule(PackedTextDataModule):
             world_size=world_size,
         )
         self._report(sampler)
-        return self._training_loader(ConcatDataset(self.mixed_rows.values()), sampler)
+        return self._training_loader(list(self.mixed_rows.values()), sampler)
 
     def _chained(self, split: Split) -> DocumentDataset:
         """The evaluation documents of all sources, one after the other."""

@@ -1,6 +1,7 @@
 """Base of the data modules: documents in, packed training rows and whole evaluation documents out."""
 
 import os
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
@@ -14,7 +15,7 @@ from jsonargparse.typing import NonNegativeInt, PositiveInt
 from lightning import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info
 from numpy.typing import NDArray
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset
 from transformers import PreTrainedTokenizerFast
 from typing_extensions import override
 
@@ -164,7 +165,12 @@ class PackedTextDataModule(LightningDataModule, ABC):
             raise ValueError(f"{name} has no training rows: it only evaluates, or `setup('fit')` was not called.")
         rank, world_size = self._process()
         sampler = RowSampler(len(self.rows), seed=self.seed, rank=rank, world_size=world_size)
-        return self._training_loader(self.rows, sampler)
+        if left_out := len(self.rows) % world_size:
+            rank_zero_info(
+                f"Each epoch leaves out {left_out} of {len(self.rows):,} rows, other ones each time:"
+                f" {world_size} processes cannot share them evenly."
+            )
+        return self._training_loader([self.rows], sampler)
 
     @override
     def val_dataloader(self) -> DataLoader[Row]:
@@ -239,8 +245,10 @@ class PackedTextDataModule(LightningDataModule, ABC):
         store.check(expected)
         return store
 
-    def _training_loader(self, rows: Dataset[Row], sampler: RowSampler) -> ResumableLoader:
+    def _training_loader(self, parts: Sequence[PackedRowDataset], sampler: RowSampler) -> ResumableLoader:
+        rows: Dataset[Row] = parts[0] if len(parts) == 1 else ConcatDataset(parts)
         loader = ResumableLoader(rows, batch_size=self.batch_size, sampler=sampler, **self.loader_options())
+        loader.content = zlib.crc32(repr([part.checksum() for part in parts]).encode())
         loader.stages = self._check_curriculum()
         return loader
 

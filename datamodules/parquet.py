@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
 import pyarrow
 import pyarrow.parquet
@@ -52,7 +52,7 @@ class ParquetFiles:
         # The file system reads ahead; buffering whole column chunks, as pyarrow does by default, costs their size.
         with opened(file) as stream:
             try:
-                table = pyarrow.parquet.ParquetFile(stream, pre_buffer=False, buffer_size=1 << 20)
+                table = _table(stream, file)
                 columns = self._columns(table.schema_arrow.names, file)
                 for batch in table.iter_batches(BATCH_ROWS, columns=columns, use_threads=False):
                     yield from batch.to_pylist()
@@ -72,3 +72,15 @@ class ParquetFiles:
             )
         wanted = {self.text_column, *self.name_columns, *([self.where[0].partition(".")[0]] if self.where else [])}
         return sorted(wanted & set(present))
+
+
+def _table(stream: BinaryIO, file: File) -> pyarrow.parquet.ParquetFile:
+    try:
+        return pyarrow.parquet.ParquetFile(stream, pre_buffer=False, buffer_size=1 << 20)
+    except pyarrow.ArrowException:
+        raise
+    except ValueError as error:  # fsspec, of web servers that know no range requests
+        raise ValueError(
+            f"{file}: its server gives no parts of files, and a parquet file is read from its end ({error})."
+            " Download it first."
+        ) from error

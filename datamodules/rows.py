@@ -1,5 +1,7 @@
 """Rows of tokens: packed ones for training, and how rows become a batch."""
 
+import json
+import zlib
 from typing import NotRequired, TypedDict
 
 import numpy as np
@@ -73,6 +75,13 @@ class PackedRowDataset(Dataset[Row]):
             weights = np.concatenate([self.influence.values[start:stop] for start, stop in segments])
             row["influence"] = torch.from_numpy(weights.astype(np.float32))
         return padded_row(row, self.rows.sequence_length)
+
+    def checksum(self) -> int:
+        """CRC-32 of the tokens of every row; it is the same for equal rows, wherever and whenever they were made."""
+        checksum = zlib.crc32(json.dumps(self.store.manifest["crc32"], sort_keys=True).encode())
+        for part in (self.rows.segments, self.rows.row_borders):
+            checksum = zlib.crc32(np.ascontiguousarray(part, dtype="<i8").reshape(-1).data, checksum)
+        return checksum
 
     def prompt_lengths(self, segments: NDArray[np.int64]) -> NDArray[np.int64]:
         """``[k]`` tokens at the front of each of ``[k, 2]`` segments that belong to the prompt of its document."""

@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol, cast, runtime_checkable
 
 import zstandard
+from typing_extensions import override
 
 from datamodules.locations import File, file_size, files_fingerprint
 
 # UTF-8, without the byte-order mark that some editors put in front.
 ENCODING = "utf-8-sig"
+
+_PACKED_BYTES = 1 << 14  # taken at a time: what they unpack to is in memory
 
 
 class Document(NamedTuple):
@@ -239,12 +242,42 @@ def opened(file: File) -> Iterator[BinaryIO]:
         if file.suffix == ".gz":
             stream = cast(BinaryIO, stack.enter_context(gzip.GzipFile(fileobj=stream)))
         elif file.suffix == ".zst":
-            unpacked = zstandard.ZstdDecompressor().stream_reader(stream, read_across_frames=True)
-            stream = cast(BinaryIO, stack.enter_context(io.BufferedReader(unpacked)))
+            stream = cast(BinaryIO, stack.enter_context(io.BufferedReader(_ZstdFrames(stream))))
         try:
             yield stream
         except (EOFError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:
             raise ValueError(f"{file}: the compressed file is damaged ({error}). Fetch it again.") from error
+
+
+class _ZstdFrames(io.RawIOBase):
+    """The bytes in zstd frames that follow each other; `zstandard`'s own reader takes a torn frame for the end."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self._frame = zstandard.ZstdDecompressor().decompressobj()
+        self._begun = False
+        self._unpacked = memoryview(b"")
+
+    @override
+    def readable(self) -> bool:
+        return True
+
+    @override
+    def readinto(self, buffer: Any) -> int:
+        while not self._unpacked:
+            packed = b""
+            if self._frame.eof:
+                packed = self._frame.unused_data
+                self._frame, self._begun = zstandard.ZstdDecompressor().decompressobj(), False
+            packed = packed or self._stream.read(_PACKED_BYTES)
+            if not packed:
+                if self._begun:
+                    raise EOFError("it ends in the middle of a zstd frame")
+                return 0
+            self._begun, self._unpacked = True, memoryview(self._frame.decompress(packed))
+        size = min(len(buffer), len(self._unpacked))
+        buffer[:size], self._unpacked = self._unpacked[:size], self._unpacked[size:]
+        return size
 
 
 def _plain_bytes(files: tuple[File, ...]) -> int | None:
@@ -264,10 +297,13 @@ def _decoded(content: bytes, place: str) -> str:
 
 
 def _parsed(line: bytes, place: str) -> dict[str, Any]:
+    text = _decoded(line, place)
     try:
-        record = json.loads(_decoded(line, place))
+        record = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"{place}: malformed JSON ({error}). Each line must hold one whole JSON object.") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or thousands of brackets
+        raise ValueError(f"{place}: JSON that Python does not read ({error}). Mend or remove this line.") from error
     if not isinstance(record, dict):
         raise ValueError(
             f"{place}: expected a JSON object, got {type(record).__name__}. Each line must hold one object."

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from typing_extensions import override
 
 from datamodules.curriculum import CurriculumStages
+from datamodules.locations import file_size
 from datamodules.parquet import ParquetFiles
 from datamodules.rows import Row, collate_rows, make_row
 from datamodules.sources import Document, JsonLines, NoDocumentError, Source, TextFiles
@@ -225,7 +226,7 @@ class StreamingLoader:
         self._cursors = [Cursor(*cursor) for cursor in state["cursors"][self.rows.rank]]
 
     def _order(self) -> dict[str, int]:
-        names = "\n".join(_name(source) for source in self.rows.files)
+        names = "\n".join(_description(source) for source in self.rows.files)
         order = {
             "files": zlib.crc32(names.encode()),
             "seed": self.rows.seed,
@@ -237,8 +238,12 @@ class StreamingLoader:
         return {name: int(value) for name, value in order.items()}
 
 
-def _name(source: Any) -> str:
-    return _name(source.source) if isinstance(source, HashSplit) else source.files[0].name
+def _description(source: Any) -> str:
+    """What the documents of a file depend on; not its time, which copying the file to another machine changes."""
+    if isinstance(source, HashSplit):
+        return f"{source.split} 1/{source.share} of {_description(source.source)}"
+    (file,) = source.files
+    return f"{file.name} {file_size(file)} {replace(source, files=())}"
 
 
 def _collate(items: list[tuple[Row, Cursor]]) -> tuple[PackedBatch, Cursor]:

@@ -40,7 +40,9 @@ class StreamingTextDataModule(TextDataModule):
 
     @override
     def training_rows(self) -> PackedRowDataset | None:
-        raise ValueError("StreamingTextDataModule keeps no rows: use TextDataModule for mixtures and token weights.")
+        raise ValueError(
+            "StreamingTextDataModule keeps no rows: use TextDataModule for mixtures, token weights and inspection."
+        )
 
     @override
     def train_dataloader(self) -> DataLoader[Row]:

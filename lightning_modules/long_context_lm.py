@@ -49,6 +49,10 @@ LR_SCHEDULER: dict[str, Any] = {
     "init_args": {"start_factor": 0.05, "total_iters": 19},
 }
 
+REFERENCE_TOKENS = 2**15
+"""What a batch's loss is divided by in its backward pass: any number gives the same step, if it is the same in all
+batches and processes. About the tokens of a row keep float16 gradients in range; a power of 2 rounds nothing."""
+
 
 class LongContextLM(LightningModule):
     """Fine-tunes a Hugging Face causal LM on packed rows and scores documents with it.
@@ -278,9 +282,23 @@ class LongContextLM(LightningModule):
         self._statistics.start_clock()
 
     @override
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Sum up the gradients of all tokens of a step; `on_before_optimizer_step` makes a mean of the sum.
+
+        The mean of the batches' means would count the tokens of a batch with few of them (padding, prompts that are
+        not learned, the last rows of an epoch) for more than others.
+        """
+        super().backward(loss * (self._statistics.batch_tokens / REFERENCE_TOKENS).to(loss.dtype), *args, **kwargs)
+
+    @override
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Log the means over all tokens of this optimizer step, of all micro-batches and processes."""
+        """Take gradients and log the means over all tokens of the step, of all its batches and processes."""
         values = self._statistics.compute(self.trainer.strategy)
+        # Lightning has divided the loss by the batches of a step, DDP the gradients by the processes.
+        divided_by = REFERENCE_TOKENS * self.trainer.accumulate_grad_batches * self.trainer.world_size
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(divided_by / self._statistics.step_tokens.clamp(min=1))
         self._statistics.reset()
         self.log_dict({f"train/{name}": value for name, value in values.items()}, batch_size=1)
         self.log("loss", values["loss"], prog_bar=True, logger=False, batch_size=1)

@@ -17,7 +17,14 @@ class TrainingStatistics:
     Args:
         objective: Decides which statistics of the weights exist.
         drawn: Whether only some windows are scored, so that single weights mean nothing, but their mean does.
+
+    Attributes:
+        batch_tokens: Scored tokens of the last batch, float64; a tensor, for which nothing waits.
+        step_tokens: Scored tokens of the step that `compute` was last called for.
     """
+
+    batch_tokens: Tensor
+    step_tokens: Tensor
 
     def __init__(self, objective: Objective, *, drawn: bool = False) -> None:
         self.objective = objective
@@ -53,6 +60,7 @@ class TrainingStatistics:
             (at_cap & scored).sum(),
         ]
         batch = torch.stack([value.double() for value in sums])
+        self.batch_tokens = batch[2]
         self._sums = batch if self._sums is None else self._sums + batch
 
     def compute(self, strategy: Strategy) -> dict[str, Tensor]:
@@ -60,6 +68,7 @@ class TrainingStatistics:
         if self._sums is None:
             raise RuntimeError("An optimizer step without a training batch before it has no statistics.")
         loss, nll, tokens, weights, above, capped = strategy.reduce(self._sums, reduce_op="sum").unbind()
+        self.step_tokens = tokens
         self.stop_clock()
         values = {
             "loss": loss / tokens,

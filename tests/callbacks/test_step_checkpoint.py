@@ -22,6 +22,9 @@ class Line(LightningModule):
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
+    def validation_step(self, batch, batch_idx):
+        self.log("weight", self.weight)
+
 
 def fitted(folder, callback, steps, checkpoint=None):
     save = callback(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
@@ -42,3 +45,17 @@ def test_a_resumed_run_saves_no_half_a_step(tmp_path):
     for callback, expected in ((StepCheckpoint, [6, 7]), (ModelCheckpoint, [4, 6, 7])):
         resumed = fitted(tmp_path / callback.__name__, callback, 3, tmp_path / "whole" / "step=1.ckpt")
         assert [batches_done(loops) for loops in resumed.values()] == expected, callback
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("options", [{}, {"every_n_train_steps": 1}])
+def test_a_validation_in_the_middle_of_a_step_is_saved_when_the_step_is_complete(tmp_path, options):
+    silent = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    for callback in (StepCheckpoint, ModelCheckpoint):
+        folder = tmp_path / callback.__name__
+        save = callback(folder, filename="{step}", monitor="weight", save_top_k=-1, **options)
+        trainer = Trainer(max_steps=6, accumulate_grad_batches=3, val_check_interval=2, callbacks=[save], **silent)
+        trainer.fit(Line(), DataLoader(range(BATCHES)), DataLoader(range(2)))
+        saved = [batches_done(torch.load(path)["loops"]["fit_loop"]) for path in sorted(folder.iterdir())]
+        assert saved, "validation metrics lead to checkpoints"
+        assert all(done in (3, 6, 7) for done in saved) == (callback is StepCheckpoint), saved

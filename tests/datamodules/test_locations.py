@@ -38,6 +38,17 @@ def test_files_of_a_folder_a_pattern_and_a_path(root):
     assert found(f"{root}/b.jsonl", root) == ["b.jsonl"]
 
 
+def test_linked_folders_are_searched_too_and_circles_end(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/c.txt").write_text("three")
+    root = tmp_path / "root"
+    (root / "deep").mkdir(parents=True)
+    (root / "a.txt").write_text("one")
+    (root / "deep/linked").symlink_to(tmp_path / "elsewhere")
+    (root / "deep/circle").symlink_to(root)
+    assert found(str(root), str(root)) == ["a.txt", "deep/linked/c.txt"]
+
+
 @pytest.mark.parametrize("name", ["none", "README.md", "*.txt", "none/*.jsonl"])
 def test_nothing_to_read_is_named(root, name):
     with pytest.raises(FileNotFoundError, match=r"(No file to read|There is nothing) at '.*Correct the path"):

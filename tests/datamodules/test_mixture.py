@@ -159,7 +159,7 @@ def test_what_makes_no_sense_is_refused(corpora, word_tokenizer, byte_tokenizer)
         MixtureDataModule(word_tokenizer, sources={})
     with pytest.raises(ValueError, match="Source 'a' of the mixture: it has nothing to train on"):
         mixture(corpora, word_tokenizer, changed(corpora, train=None), evaluate_on=["b"]).prepare_data()
-    with pytest.raises(ValueError, match="run `longce influence` on a source by itself"):
+    with pytest.raises(ValueError, match="make token weights, for each source by itself"):
         mixture(corpora, word_tokenizer).training_rows()
     other = mixture(corpora, word_tokenizer)
     del other.modules["b"].tokenizer_name

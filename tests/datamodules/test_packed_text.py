@@ -1,5 +1,6 @@
 import json
 import logging
+import os
 import pickle
 import tempfile
 from pathlib import Path
@@ -143,6 +144,15 @@ def test_test_split_needs_no_training_text(word_tokenizer, root, stage):
     assert not (root / "cache").exists()
 
 
+def test_rows_that_processes_cannot_share_are_reported(word_tokenizer, root, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("lightning.pytorch"), "handlers", [caplog.handler])
+    caplog.set_level(logging.INFO, "lightning.pytorch")
+    for world_size, report in ((1, False), (2, True), (3, False)):
+        caplog.clear()
+        assert len(ready(word_tokenizer, root, world_size=world_size).train_dataloader()) == 3 // world_size
+        assert ("Each epoch leaves out 1 of 3 rows" in caplog.text) == report
+
+
 def test_two_processes_share_the_rows_and_documents(word_tokenizer, root):
     modules = [ready(word_tokenizer, root, rank=rank, world_size=2, sequence_length=2) for rank in range(2)]
     rows = [[tuple(batch["input_ids"][0].tolist()) for batch in module.train_dataloader()] for module in modules]
@@ -152,6 +162,25 @@ def test_two_processes_share_the_rows_and_documents(word_tokenizer, root):
     assert documents == [["0", "2"], ["1", ""]]
     empty = list(modules[1].val_dataloader())[1]
     assert (empty["labels"] == IGNORE_INDEX).all()
+
+
+@pytest.mark.parametrize(("edit", "goes_on"), [("touch", True), ("word", False), ("length", False)])
+def test_a_run_goes_on_in_its_epoch_only_over_the_same_rows(word_tokenizer, root, caplog, edit, goes_on):
+    loader = ready(word_tokenizer, root).train_dataloader()
+    next(iter(loader))
+    state = loader.state_dict()
+    file = root / "train" / "0.txt"
+    os.utime(file, (1, 1))
+    if edit == "word":  # as many rows as before
+        file.write_text("a b c e")
+    if edit == "length":
+        file.write_text("a b c")
+        (root / "train" / "1.txt").write_text("d e f g")
+    resumed = ready(word_tokenizer, root).train_dataloader()
+    resumed.load_state_dict(state)
+    assert len(resumed) == len(loader) == 3
+    assert ("The epoch starts over" in caplog.text) == (not goes_on)
+    assert len(list(resumed)) == (2 if goes_on else 3)
 
 
 def test_workers_read_the_same_rows(word_tokenizer, root):

@@ -6,7 +6,7 @@ from itertools import islice
 import pytest
 import zstandard
 
-from datamodules.sources import Document, JsonLines, SizedSource, TextFolder
+from datamodules.sources import Document, JsonLines, SizedSource, TextFiles, TextFolder
 
 ARXIV = ("meta.pile_set_name", "ArXiv")
 
@@ -61,6 +61,22 @@ def test_damaged_archive_is_named(tmp_path, suffix):
         list(JsonLines((file,)))
 
 
+@pytest.mark.parametrize("frames", [1, 3])
+def test_zstd_text_is_whole_or_refused(tmp_path, frames):
+    text = "".join(f"line {number} of a text that does not repeat {number**7}\n" for number in range(20_000))
+    size = -(-len(text) // frames)
+    parts = [text[start : start + size].encode() for start in range(0, len(text), size)]
+    skippable = bytes.fromhex("502a4d18") + bytes([3, 0, 0, 0]) + b"abc"
+    packed = skippable.join(zstandard.compress(part) for part in parts)
+    file = tmp_path / "a.txt.zst"
+    file.write_bytes(packed)
+    assert [document.text for document in TextFiles((file,))] == [text]
+    for end in (len(packed) // 2, len(packed) - 1):
+        file.write_bytes(packed[:end])
+        with pytest.raises(ValueError, match=r"a.txt.zst: the compressed file is damaged \(it ends in the middle"):
+            list(TextFiles((file,)))
+
+
 def test_filter_on_a_nested_field(tmp_path):
     lines = [{"text": "a", "meta": {"pile_set_name": "ArXiv"}}, {"text": "b", "meta": {"pile_set_name": "Books"}}]
     write_lines(tmp_path / "pile.jsonl", *lines, {"text": 3})
@@ -81,6 +97,8 @@ def test_nothing_left_by_the_filter_is_an_error(tmp_path):
         (b'{"text": "\xe9"}', "byte 10 is not UTF-8"),
         ({"body": "x"}, r"no field 'text' for the text, only \['body'\]"),
         ({"text": None}, "the text must be a string, got NoneType"),
+        (b'{"text": "a", "n": ' + b"9" * 5000 + b"}", "JSON that Python does not read"),
+        (b'{"text": "a", "n": ' + b"[" * 100_000, "JSON that Python does not read"),
         ({"text": " \n"}, "the document is empty"),
         ({"text": "half \ud83d pair"}, "character 5 is half a surrogate pair"),
     ],

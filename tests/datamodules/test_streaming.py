@@ -1,6 +1,7 @@
 import functools
 import http.server
 import json
+import os
 import pickle
 import threading
 from types import SimpleNamespace
@@ -196,6 +197,16 @@ def test_other_streams_are_refused(corpus_folder, wide_tokenizer):
         other = module(corpus_folder, wide_tokenizer, **options).train_dataloader()
         with pytest.raises(ValueError, match="goes on only as it was"):
             other.load_state_dict(state)
+    os.utime(corpus_folder / "3.jsonl", (1, 1))
+    module(corpus_folder, wide_tokenizer).train_dataloader().load_state_dict(state)
+    filtered = module(corpus_folder, wide_tokenizer)
+    filtered.where = ("lang", "de")
+    with pytest.raises(ValueError, match="goes on only as it was"):
+        filtered.train_dataloader().load_state_dict(state)
+    with (corpus_folder / "3.jsonl").open("a") as file:
+        file.write('\n{"text": "w0"}')
+    with pytest.raises(ValueError, match="goes on only as it was"):
+        module(corpus_folder, wide_tokenizer).train_dataloader().load_state_dict(state)
 
 
 def test_what_cannot_be_streamed_is_refused(corpus_folder, wide_tokenizer):

@@ -1,5 +1,6 @@
 import copy
 import math
+import os
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from lightning_modules.objectives import CrossEntropy, LongCE, StoredInfluence
 from lightning_modules.tokenization import encode_document
 from tests import reference
 from tests.conftest import make_text, tiny_model
+from tests.distributed import run_distributed
 
 VOCABULARY = 90
 LENGTH = 40
@@ -85,6 +87,53 @@ def test_longce_loss_and_gradients_match_a_float64_reference(model_folder, gamma
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     for (name, actual), wanted in zip(module.backbone.model.named_parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(actual.grad.double(), wanted.grad, rtol=1e-4, atol=1e-5, msg=name)
+
+
+class Recorder(torch.optim.SGD):
+    """Keeps the gradients of each step and changes nothing."""
+
+    def step(self, closure):
+        closure()
+        self.seen.append([p.grad.clone() for group in self.param_groups for p in group["params"]])
+
+
+def unequal_rows():
+    """Rows of which only the last tokens are scored, as behind a prompt."""
+    rows = [row(seed) for seed in range(10)]
+    for each, scored in zip(rows, (39, 2, 20, 1, 0, 39, 7, 30, 3, 12), strict=True):
+        each["labels"][:, : LENGTH - scored] = IGNORE_INDEX
+    return rows
+
+
+def recorded_steps(rank, world_size, folder, target):
+    os.environ["LOCAL_RANK"] = str(rank)
+    module = lm(folder, objective=CrossEntropy(), optimizer=lambda parameters: Recorder(parameters, lr=1.0))
+    Recorder.seen = []
+    settings = {"accumulate_grad_batches": 2, "devices": world_size, "strategy": "ddp" if world_size > 1 else "auto"}
+    fit = trainer(target, max_steps=-1, max_epochs=1, use_distributed_sampler=False, **settings)
+    fit.fit(module, loader(*unequal_rows()[rank::world_size]))
+    if rank == 0:
+        torch.save(Recorder.seen, target / "gradients.pt")
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_each_token_of_a_step_counts_the_same_in_whichever_batch_and_process(folder, tmp_path, processes):
+    if processes == 1:
+        recorded_steps(0, 1, folder, tmp_path)
+    else:
+        run_distributed(recorded_steps, folder, tmp_path, world_size=processes)
+    recorded, rows, size = torch.load(tmp_path / "gradients.pt"), unequal_rows(), 2 * processes
+    assert len(recorded) == -(-len(rows) // size), "the last step may have fewer batches"
+    for number, gradients in enumerate(recorded):
+        model = tiny_model("llama", VOCABULARY, seed=6).double()
+        step, total = rows[number * size : (number + 1) * size], 0.0
+        for each in step:
+            log_probabilities = model(each["input_ids"]).logits[:, :-1].log_softmax(-1)
+            scored = each["labels"][:, 1:] != IGNORE_INDEX
+            total -= log_probabilities.gather(-1, each["input_ids"][:, 1:, None])[..., 0][scored].sum()
+        (total / sum(int(each["labels"].ne(IGNORE_INDEX).sum()) for each in step)).backward()
+        for gradient, (name, parameter) in zip(gradients, model.named_parameters(), strict=True):
+            torch.testing.assert_close(gradient.double(), parameter.grad, rtol=1e-4, atol=1e-5, msg=name)
 
 
 def test_cross_entropy_is_that_of_transformers_and_costs_no_short_pass(folder, monkeypatch):
