@@ -27,6 +27,7 @@ from lightning_modules.metrics import LongPerplexity
 from lightning_modules.objectives import LongCE, Objective, check_cap, check_influence
 from lightning_modules.probe import check_scoring
 from lightning_modules.rotary_checks import check_static
+from lightning_modules.sharding import data_parallel_mesh, load_sharded_backbone, saves_parts
 from lightning_modules.statistics import TrainingStatistics
 from lightning_modules.token_scores import TokenScores, text_sha256
 
@@ -39,6 +40,10 @@ LR_SCHEDULER: dict[str, Any] = {
     "class_path": "torch.optim.lr_scheduler.LinearLR",
     "init_args": {"start_factor": 0.05, "total_iters": 19},
 }
+
+
+TRAINED = "trained_weights"
+"""Where a checkpoint without the weights that adapters leave as they were names those that it has."""
 
 
 class LongContextLM(LightningModule):
@@ -172,9 +177,15 @@ class LongContextLM(LightningModule):
     @override
     def configure_model(self) -> None:
         if "backbone" not in self._modules:
-            autocast = str(self.trainer.precision).endswith("-mixed") if self._trainer else False
-            device = self.trainer.strategy.root_device if self._trainer else "cpu"
-            self.backbone: Backbone = load_backbone(**self._loading, device=device, autocast=autocast)
+            self.backbone: Backbone = self._load_backbone()
+
+    def _load_backbone(self) -> Backbone:
+        if not self._trainer:
+            return load_backbone(**self._loading)
+        device, precision = self.trainer.strategy.root_device, str(self.trainer.precision)
+        if (mesh := data_parallel_mesh(self.trainer)) is not None:
+            return load_sharded_backbone(mesh, device=device, precision=precision, **self._loading)
+        return load_backbone(**self._loading, device=device, autocast=precision.endswith("-mixed"))
 
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:
@@ -190,14 +201,18 @@ class LongContextLM(LightningModule):
         """Leave out what adapters leave as it was, for 7B 27 GB in each checkpoint; its fingerprint stands for it."""
         checkpoint[KEY] = stored(self.backbone.base_model, self.training_facts())  # for `longce export`
         if self._adapters_only:
-            checkpoint["state_dict"] = trained_state(self, checkpoint["state_dict"])
+            checkpoint[TRAINED] = [name for name, part in self.named_parameters() if part.requires_grad]
             checkpoint[FINGERPRINT] = frozen_fingerprint(self)
+            if not saves_parts(self.trainer.strategy):
+                checkpoint["state_dict"] = trained_state(self, checkpoint["state_dict"])
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if not self._adapters_only:
             return
-        if missing := trained_state(self, self.state_dict()).keys() - checkpoint["state_dict"].keys():
+        # The strategies that divide the model have taken the weights out already.
+        there = checkpoint.get("state_dict", checkpoint.get(TRAINED, ()))
+        if missing := {name for name, part in self.named_parameters() if part.requires_grad}.difference(there):
             raise ValueError(
                 f"The checkpoint lacks {len(missing)} of the weights that `model.lora` trains ({min(missing)}, ..):"
                 " give the `lora` of the run that wrote it."
