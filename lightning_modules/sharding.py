@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, Strategy
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
@@ -15,6 +15,8 @@ from typing_extensions import override
 
 from lightning_modules.backbone import Backbone
 from lightning_modules.loading import load_backbone
+
+_REMEDY = "set `trainer.strategy` to `lightning_modules.sharding.FullyShardedStrategy`"
 
 
 class FullyShardedStrategy(ModelParallelStrategy):
@@ -52,18 +54,19 @@ def data_parallel_mesh(trainer: Trainer) -> DeviceMesh | None:
     """The processes among which a trainer's strategy divides the weights; None if each holds all of them.
 
     Raises:
-        ValueError: If the strategy divides single tensors, or evaluates in inference mode, in which weights cannot be
-            gathered and trained afterwards.
+        ValueError: If the strategy is FSDP1 or divides single tensors, or evaluates in inference mode, in which weights
+            cannot be gathered and trained afterwards.
     """
     strategy = trainer.strategy
+    if isinstance(strategy, FSDPStrategy):
+        raise ValueError(f"FSDP1 (`trainer.strategy: fsdp`) is not supported: {_REMEDY}, which is FSDP2.")
     if not isinstance(strategy, ModelParallelStrategy):
         return None
     mesh = strategy.device_mesh
     if mesh["tensor_parallel"].size() > 1:
         raise ValueError(
             f"Tensor parallelism is not supported, and {type(strategy).__name__} divides tensors among"
-            f" {mesh['tensor_parallel'].size()} devices: set `trainer.strategy` to"
-            " `lightning_modules.sharding.FullyShardedStrategy`."
+            f" {mesh['tensor_parallel'].size()} devices: {_REMEDY}."
         )
     if trainer.validate_loop.inference_mode:
         raise ValueError(
@@ -174,6 +177,8 @@ def _send(module: nn.Module, dtypes: dict[int, torch.dtype], mesh: DeviceMesh, d
 def _received(tensor: torch.Tensor, dtype: torch.dtype, mesh: DeviceMesh, device: torch.device) -> torch.Tensor:
     """A copy on the device of what the first process holds."""
     first = mesh.get_local_rank() == 0
-    whole = tensor.detach().to(device, copy=True) if first else torch.empty(tensor.shape, dtype=dtype, device=device)
-    dist.broadcast(whole.contiguous() if first else whole, src=0, group=mesh.get_group())
-    return whole
+    whole = torch.empty(tensor.shape, dtype=dtype, device=device)
+    if first:
+        whole.copy_(tensor.detach())
+    dist.broadcast(whole, src=0, group=mesh.get_group())
+    return whole.detach()  # a tensor of its own: the communication may still hold on to the other, which is not swapped
