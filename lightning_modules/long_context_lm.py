@@ -27,7 +27,7 @@ from lightning_modules.metrics import LongPerplexity
 from lightning_modules.objectives import LongCE, Objective, check_cap, check_influence
 from lightning_modules.probe import check_scoring
 from lightning_modules.rotary_checks import check_static
-from lightning_modules.sharding import data_parallel_mesh, load_sharded_backbone, saves_parts
+from lightning_modules.sharding import data_parallel_mesh, ends_accumulation, load_sharded_backbone, saves_parts
 from lightning_modules.statistics import TrainingStatistics
 from lightning_modules.token_scores import TokenScores, text_sha256
 
@@ -280,6 +280,8 @@ class LongContextLM(LightningModule):
     @override
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Log the means over all tokens of this optimizer step, of all micro-batches and processes."""
+        if not ends_accumulation(self.trainer.strategy):
+            return
         values = self._statistics.compute(self.trainer.strategy)
         self._statistics.reset()
         self.log_dict({f"train/{name}": value for name, value in values.items()}, batch_size=1)

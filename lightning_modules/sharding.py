@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
@@ -54,10 +54,12 @@ def data_parallel_mesh(trainer: Trainer) -> DeviceMesh | None:
     """The processes among which a trainer's strategy divides the weights; None if each holds all of them.
 
     Raises:
-        ValueError: If the strategy is FSDP1 or divides single tensors, or evaluates in inference mode, in which weights
-            cannot be gathered and trained afterwards.
+        ValueError: If the strategy is FSDP1 or DeepSpeed's stage 3, divides single tensors, or evaluates in inference
+            mode, in which weights cannot be gathered and trained afterwards.
     """
     strategy = trainer.strategy
+    if isinstance(strategy, DeepSpeedStrategy) and strategy.zero_stage_3:
+        raise ValueError(f"DeepSpeed's stage 3 is not supported, as stored weights cannot be read into it: {_REMEDY}.")
     if isinstance(strategy, FSDPStrategy):
         raise ValueError(f"FSDP1 (`trainer.strategy: fsdp`) is not supported: {_REMEDY}, which is FSDP2.")
     if not isinstance(strategy, ModelParallelStrategy):
@@ -74,6 +76,13 @@ def data_parallel_mesh(trainer: Trainer) -> DeviceMesh | None:
             " `trainer.inference_mode: false`."
         )
     return mesh["data_parallel"]
+
+
+def ends_accumulation(strategy: Strategy) -> bool:
+    """Whether the optimizer steps now: DeepSpeed is asked to after each micro-batch, and does so after the last one."""
+    if not isinstance(strategy, DeepSpeedStrategy):
+        return True
+    return strategy.deepspeed_engine.is_gradient_accumulation_boundary()
 
 
 def saves_parts(strategy: Strategy) -> bool:

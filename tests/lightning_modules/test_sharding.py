@@ -8,14 +8,19 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from torch.distributed.tensor import DTensor
 
 from callbacks import ExternalEvaluator, TokenScoresWriter
 from datamodules import PG19DataModule
 from lightning_modules.evaluator import Evaluator
 from lightning_modules.long_context_lm import LongContextLM
-from lightning_modules.sharding import FullyShardedStrategy, data_parallel_mesh, load_sharded_backbone
+from lightning_modules.sharding import (
+    FullyShardedStrategy,
+    data_parallel_mesh,
+    ends_accumulation,
+    load_sharded_backbone,
+)
 from lightning_modules.token_scores import TokenScores
 from tests.conftest import make_text
 from tests.distributed import run_distributed
@@ -182,8 +187,7 @@ def half_precision(setup, root, processes, precision):
     losses = Losses(module)
     module.on_train_start = lambda: module.backbone.decoder.layers[1].register_forward_pre_hook(look)
     trainer.fit(module, make_data(setup))
-    weight = next(module.parameters())
-    return {**seen, "losses": losses.values, "kept": weight.dtype, "gradient": weight.to_local().dtype}
+    return {**seen, "losses": losses.values, "kept": next(module.parameters()).dtype}
 
 
 def _run(rank, processes, setup, root):
@@ -311,7 +315,7 @@ def test_half_precision_is_that_of_the_products_and_not_of_the_rotation(two, pre
 def _strategy(kind, tensor_parallel=1):
     strategy = kind.__new__(kind)
     sizes = {"tensor_parallel": SimpleNamespace(size=lambda: tensor_parallel)}
-    strategy._device_mesh = sizes
+    strategy._device_mesh, strategy.config = sizes, {"zero_optimization": {"stage": 3}}
     return SimpleNamespace(strategy=strategy, validate_loop=SimpleNamespace(inference_mode=True))
 
 
@@ -319,6 +323,7 @@ def _strategy(kind, tensor_parallel=1):
     ("trainer", "message"),
     [
         (_strategy(FSDPStrategy), r"FSDP1 .*FullyShardedStrategy"),
+        (_strategy(DeepSpeedStrategy), r"stage 3 .*FullyShardedStrategy"),
         (_strategy(ModelParallelStrategy, 4), r"among 4 devices: set .*FullyShardedStrategy"),
         (_strategy(FullyShardedStrategy), r"inference_mode: false"),
     ],
@@ -326,6 +331,16 @@ def _strategy(kind, tensor_parallel=1):
 def test_what_cannot_be_divided_is_refused(trainer, message):
     with pytest.raises(ValueError, match=message):
         data_parallel_mesh(trainer)
+
+
+@pytest.mark.parametrize("boundary", [True, False])
+def test_deepspeed_steps_at_the_end_of_an_accumulation_only(boundary):
+    """It asks after each micro-batch; values are logged when it steps."""
+    trainer = _strategy(DeepSpeedStrategy)
+    engine = SimpleNamespace(is_gradient_accumulation_boundary=lambda: boundary)
+    trainer.strategy.model = engine
+    assert ends_accumulation(trainer.strategy) == boundary
+    assert ends_accumulation(_strategy(FullyShardedStrategy).strategy)
 
 
 def test_quantised_weights_are_refused_before_anything_is_loaded():
