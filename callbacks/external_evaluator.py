@@ -47,6 +47,8 @@ class ExternalEvaluator(Callback):
         attn_implementation: Of the evaluator, as in transformers.
         cache_dir: Folder of the stored scores; by default in ``$LONGCE_CACHE`` or ``~/.cache/longce``.
         trust_remote_code: Run code from the evaluator's repository; off unless you trust it.
+        sharded: Divide the evaluator among all processes (FSDP2) instead of loading all of it in each: for one that
+            does not fit on a device beside the model in training. Works with every strategy.
 
     Raises:
         ValueError: If not exactly one of ``evaluator`` and ``key_spans`` is given, one cannot be found, or a threshold
@@ -69,6 +71,7 @@ class ExternalEvaluator(Callback):
         attn_implementation: str = "auto",
         cache_dir: str | None = None,
         trust_remote_code: bool = False,
+        sharded: bool = False,
     ) -> None:
         if (evaluator is None) == (key_spans is None):
             raise ValueError(f"Give an `evaluator` or `key_spans`, not both: got {evaluator!r} and {key_spans!r}.")
@@ -91,6 +94,7 @@ class ExternalEvaluator(Callback):
                 attn_implementation=attn_implementation,
                 cache_dir=cache_dir,
                 trust_remote_code=trust_remote_code,
+                sharded=sharded,
             )
         self.longppl = LongPerplexity()
         self.longppl_soft = LongPerplexity()
@@ -142,6 +146,8 @@ class ExternalEvaluator(Callback):
             raise ValueError("`ExternalEvaluator` needs rows with `text` and `offsets`; this data module gives none.")
         for row, text in enumerate(batch["text"]):
             if not text:  # a row that only keeps the processes in step
+                if self.evaluator is not None:
+                    self.evaluator.accompany(device=pl_module.device)
                 continue
             log_likelihood = outputs["log_likelihood"][row]
             hard, soft = self.influence(batch, row, pl_module.device)

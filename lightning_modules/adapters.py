@@ -13,6 +13,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
 EMBEDDINGS_AND_NORMS = "embeddings-and-norms"
@@ -159,7 +160,8 @@ def trained_state(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
 def frozen_fingerprint(module: nn.Module, numbers: int = 64) -> str:
     """A hash of the first numbers of each frozen parameter, by which a model is known again.
 
-    Quantised weights are left out: another device may round them otherwise.
+    Quantised weights are left out: another device may round them otherwise. Divided ones are gathered, so that all
+    processes must call this.
 
     Args:
         module: What holds the parameters.
@@ -168,7 +170,8 @@ def frozen_fingerprint(module: nn.Module, numbers: int = 64) -> str:
     digest = hashlib.sha256()
     for name, parameter in module.named_parameters():
         if not parameter.requires_grad and parameter.is_floating_point():
-            head = parameter.detach().flatten()[:numbers].to("cpu", torch.float32)
+            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            head = whole.detach().flatten()[:numbers].to("cpu", torch.float32)
             digest.update(name.encode() + head.numpy().tobytes())
     return digest.hexdigest()
 

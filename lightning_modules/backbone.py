@@ -4,16 +4,17 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import torch
+import torch.distributed as dist
 from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lightning_modules.adapters import active_module
 from lightning_modules.attention import borders_given, isolation_arguments
-from lightning_modules.batch import IGNORE_INDEX, PackedBatch
+from lightning_modules.batch import IGNORE_INDEX, PackedBatch, unscored_token
 from lightning_modules.functional import (
     ShortContext,
     Weighing,
@@ -32,6 +33,8 @@ from lightning_modules.functional.windows import draw_windows, row_windows, trim
 from lightning_modules.last_layer import last_layer_reads_from
 from lightning_modules.rotary_checks import check_rotary, check_static
 
+Result = TypeVar("Result")
+
 WINDOW_TOKENS_PER_PASS = 32_768
 """Tokens of short windows that share a forward pass on an accelerator; on CPU each window has its own."""
 
@@ -39,12 +42,16 @@ WINDOW_TOKENS_PER_PASS = 32_768
 class Backbone(nn.Module):
     """Scores packed rows with a causal LM; full logits of a row never exist.
 
-    Everything goes through `forward`, so that wrappers (DDP, FSDP) see decoder and head as one module.
+    Everything goes through `forward`, so that wrappers (DDP, FSDP2) see decoder and head as one module; what has to
+    look inside does it by `within`.
 
     Args:
         model: A Hugging Face causal LM, or a peft model around one (prompt learning is refused).
         head_kernel: What computes the loss from hidden states where gradients are wanted. Without gradients it is
             always our own chunks: they hold as little then, and round nothing but the logits.
+
+    Attributes:
+        in_step: Whether each pass gathers weights from all processes, which then must make equally many.
 
     Raises:
         ValueError: If the model is no causal LM with a decoder and an output head, or uses prompt learning.
@@ -58,6 +65,7 @@ class Backbone(nn.Module):
         self.head_kernel: HeadKernel = head_kernel
         self.isolates_documents = True
         self.trims_last_layer = True
+        self.in_step = False
         if self.base_model.get_output_embeddings() is None or self.decoder is None:
             raise ValueError(f"`{type(self.base_model).__name__}` is no causal LM with a decoder and an output head.")
 
@@ -128,6 +136,13 @@ class Backbone(nn.Module):
             return fused_long_cross_entropy(hidden_states, self.head, parameters, labels, weighing)
         return kernel_long_cross_entropy(kernel, hidden_states, self.linear_head(), labels, weighing)
 
+    def within(self, function: Callable[[], Result]) -> Result:
+        """What a function gives that uses decoder, head or model by themselves: where weights are divided, not here.
+
+        Such weights are whole only inside of a pass, and this is one. All processes must call it.
+        """
+        return function()
+
     def _hidden_states(self, batch: PackedBatch) -> Tensor:
         lengths = [stop - start for row in batch["document_borders"] for start, stop in pairwise(row)]
         self._check_length(max(lengths, default=0))
@@ -152,7 +167,7 @@ class Backbone(nn.Module):
         """Maps hidden states to logits, with the scale and soft cap that the model applies, in the fastest way."""
         head = active_module(self.base_model.get_output_embeddings())
         hooks = (head._forward_pre_hooks, head._forward_hooks, head._backward_pre_hooks, head._backward_hooks)
-        # Anything else (an adapter, a quantised or sharded weight) has to be asked for its logits.
+        # Anything else (an adapter, a quantised weight) has to be asked for its logits.
         if type(head) is not nn.Linear or any(hooks) or "forward" in vars(head):
             return self.logits
         return LinearHead(head.weight, head.bias, *self._logit_transform())
@@ -228,9 +243,10 @@ class Backbone(nn.Module):
             batch = batch.copy()
             batch["labels"] = batch["labels"].masked_fill(~wanted, IGNORE_INDEX)
         size = self._windows_per_pass(context_length + stride)
+        groups = [windows[first : first + size] for first in range(0, len(windows), size)]
         with eval_mode(self):
-            for first in range(0, len(windows), size):
-                group = windows[first : first + size]
+            self._keep_in_step(len(groups))
+            for group in groups:
                 log_likelihood = self(window_batch(batch, group), first_scored=context_length)
                 short = short.to(log_likelihood.dtype)
                 for scores, (row, (start, scored, stop)) in zip(log_likelihood, group, strict=True):
@@ -281,6 +297,15 @@ class Backbone(nn.Module):
 
     def _windows_per_pass(self, window_length: int) -> int:
         return 1 if self.device.type == "cpu" else max(1, WINDOW_TOKENS_PER_PASS // window_length)
+
+    def _keep_in_step(self, passes: int) -> None:
+        """Make the passes through one unscored token that this process lacks to the largest number of any of them."""
+        if not self.in_step:
+            return
+        most = torch.tensor(passes, device=self.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        for _ in range(int(most) - passes):
+            self(unscored_token(self.device))
 
     def _check_rope(self) -> None:
         """Raise a ``ValueError`` for RoPE types by which the same window rotates differently alone and in its text."""

@@ -36,6 +36,16 @@ class PackedBatch(TypedDict):
     influence: NotRequired[Tensor]
 
 
+def unscored_token(device: torch.device) -> PackedBatch:
+    """A row of one token of which nobody asks anything: the cheapest pass through a model."""
+    return PackedBatch(
+        input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device),
+        labels=torch.full((1, 1), IGNORE_INDEX, device=device),
+        position_ids=torch.zeros(1, 1, dtype=torch.int64, device=device),
+        document_borders=[[0, 1]],
+    )
+
+
 def batch_to(batch: PackedBatch, device: torch.device) -> PackedBatch:
     """The batch with what a model reads on `device`; text and offsets stay where they are."""
     moved = batch.copy()

@@ -7,14 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import PreTrainedTokenizerFast
 
 from lightning_modules.backbone import Backbone
-from lightning_modules.batch import batch_to
+from lightning_modules.batch import batch_to, unscored_token
 from lightning_modules.files import default_cache_dir, writable_folder
 from lightning_modules.functional.windows import check_context
 from lightning_modules.loading import DType, load_backbone, load_config, model_identity
 from lightning_modules.probe import check_scoring
+from lightning_modules.sharding import load_sharded_backbone, world_mesh
 from lightning_modules.token_scores import TokenScores, text_sha256
 from lightning_modules.tokenization import encode_document, load_tokenizer, tokenizer_hash
 
@@ -55,7 +57,7 @@ def score_text(
     batch = encode_document(text, tokenizer, name=name, add_special_tokens=add_special_tokens)
     backbone.check_token_ids(batch)
     on_device = batch_to(batch, backbone.device)
-    with torch.inference_mode():
+    with torch.inference_mode(mode=not backbone.in_step):  # in which weights cannot be gathered
         long, short = backbone.long_and_short(on_device, context_length=context_length, stride=stride, beta=beta)
     return TokenScores(
         text_sha256=text_sha256(text),
@@ -84,6 +86,8 @@ class Evaluator:
         attn_implementation: As in `lightning_modules.loading.load_backbone`.
         cache_dir: Folder of the stored scores; by default ``token_scores`` in ``$LONGCE_CACHE`` or ``~/.cache/longce``.
         trust_remote_code: Run code from the model's repository; off unless you trust it.
+        sharded: Divide the model among all processes, for one that does not fit on one device. All of them must then
+            ask for scores equally often; who has no text to ask for calls `accompany` instead.
 
     Raises:
         ValueError: If the model or its tokenizer cannot be found, a length is below 1, or the cache cannot be written.
@@ -102,8 +106,10 @@ class Evaluator:
         attn_implementation: str = "auto",
         cache_dir: str | None = None,
         trust_remote_code: bool = False,
+        sharded: bool = False,
     ) -> None:
         check_context(context_length, stride)
+        self.sharded = sharded
         self.name = pretrained_model_name_or_path
         self.context_length = context_length
         self.stride = stride
@@ -141,8 +147,24 @@ class Evaluator:
         known = self._scores.get(sha256)
         if known is None or known.floor > (-math.inf if beta is None else beta):
             known = self._stored(sha256) or (None if beta is None else self._stored(sha256, beta))
-        self._scores[sha256] = known or self._score(text, device, name, beta)
-        return self._scores[sha256]
+        if known is None:
+            known = self._score(text, device, name, beta)
+        else:
+            self.accompany(device=device, beta=beta)
+        self._scores[sha256] = known
+        return known
+
+    def accompany(self, *, device: torch.device | str = "cpu", beta: float | None = None) -> None:
+        """Take part in the passes of processes that score a text now, if the model is divided among all.
+
+        Args:
+            device: Where the model shall run.
+            beta: What the others ask for; `scores` says what it means.
+        """
+        if self.sharded and self._any_process(False, device):
+            backbone, nothing = self._model(device), unscored_token(torch.device(device))
+            with torch.inference_mode(mode=False):
+                backbone.long_and_short(nothing, context_length=self.context_length, stride=self.stride, beta=beta)
 
     def release(self) -> None:
         """Free the model's memory; what it scored stays."""
@@ -172,15 +194,11 @@ class Evaluator:
         return scores if scores.text_sha256 == sha256 and enough else None
 
     def _score(self, text: str, device: torch.device | str, name: str, beta: float | None) -> TokenScores:
-        if self._backbone is None:
-            log.info("Loading the evaluator '%s'.", self.name)
-            self._backbone = (
-                load_backbone(self.name, device=device, **self._settings).eval().requires_grad_(False).to(device)
-            )
-            check_scoring(self._backbone)
+        if self.sharded:
+            self._any_process(True, device)
         scores = score_text(
             text,
-            self._backbone,
+            self._model(device),
             self.tokenizer,
             context_length=self.context_length,
             stride=self.stride,
@@ -191,3 +209,26 @@ class Evaluator:
         )
         scores.save(self.path(scores.text_sha256, partial=beta is not None))
         return scores
+
+    def _model(self, device: torch.device | str) -> Backbone:
+        if self._backbone is None:
+            log.info("Loading the evaluator '%s'.", self.name)
+            with torch.inference_mode(mode=torch.is_inference_mode_enabled() and not self.sharded):
+                self._backbone = self._load(device).eval().requires_grad_(False)
+                check_scoring(self._backbone)
+        return self._backbone
+
+    def _load(self, device: torch.device | str) -> Backbone:
+        mesh = world_mesh(device) if self.sharded else None
+        if mesh is None:
+            return load_backbone(self.name, device=device, **self._settings).to(device)
+        return load_sharded_backbone(mesh, device=device, pretrained_model_name_or_path=self.name, **self._settings)
+
+    @staticmethod
+    def _any_process(wants: bool, device: torch.device | str) -> bool:
+        """Whether any process has a text to be scored; all of them must ask at the same time."""
+        if not dist.is_initialized():
+            return wants
+        wanted = torch.tensor(int(wants), device=device)
+        dist.all_reduce(wanted, dist.ReduceOp.MAX)
+        return bool(wanted)

@@ -1,5 +1,6 @@
 """Load a causal LM from a hub id, a local folder or a bare config, and say which one it is."""
 
+import contextlib
 import difflib
 import hashlib
 import importlib.util
@@ -47,6 +48,7 @@ def load_backbone(
     device: torch.device | str = "cpu",
     autocast: bool = False,
     head_kernel: HeadKernel = "chunked",
+    with_weights: bool = True,
 ) -> Backbone:
     """Load a causal LM into main memory, ready to be moved, and then scored or trained.
 
@@ -68,6 +70,8 @@ def load_backbone(
         device: Where the model will run, which decides its attention.
         autocast: Whether it will run under half-precision autocast, which decides it, too.
         head_kernel: What computes the loss from hidden states in training.
+        with_weights: If not, all tensors are on the meta device, where they have a shape and no memory, for somebody
+            who will fill them in.
 
     Raises:
         ValueError: If the model cannot be found, built or extended, or lacks weights, or the head kernel's package is
@@ -94,14 +98,16 @@ def load_backbone(
         compute_dtype = torch.bfloat16 if autocast else weights_dtype
         settings["quantization_config"] = quantization_config(quantization, compute_dtype=compute_dtype)
         settings["device_map"] = {"": torch.device(device)}  # or transformers takes the first GPU
-    if not has_weights(pretrained_model_name_or_path):
-        model = AutoModelForCausalLM.from_config(config, **{**settings, "dtype": weights_dtype})
-    else:
-        model = _load_weights(pretrained_model_name_or_path, config, revision, settings)
-    check_rotary(model)
-    enable_checkpointing(model, gradient_checkpointing)
-    if lora is not None:
-        model = add_adapters(model, lora, autocast=autocast)
+    with contextlib.nullcontext() if with_weights else torch.device("meta"):
+        if with_weights and has_weights(pretrained_model_name_or_path):
+            model = _load_weights(pretrained_model_name_or_path, config, revision, settings)
+        else:
+            model = AutoModelForCausalLM.from_config(config, **{**settings, "dtype": weights_dtype})
+        if with_weights:
+            check_rotary(model)
+        enable_checkpointing(model, gradient_checkpointing)
+        if lora is not None:
+            model = add_adapters(model, lora, autocast=autocast)
     return Backbone(model, head_kernel)
 
 

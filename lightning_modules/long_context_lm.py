@@ -36,6 +36,7 @@ from lightning_modules.metrics import LongPerplexity
 from lightning_modules.objectives import LongCE, Objective, check_cap, check_influence
 from lightning_modules.probe import check_scoring
 from lightning_modules.rotary_checks import check_static
+from lightning_modules.sharding import data_parallel_mesh, ends_accumulation, leaves_gradients, load_sharded_backbone, saves_parts
 from lightning_modules.statistics import TrainingStatistics
 from lightning_modules.token_scores import TokenScores, text_sha256
 
@@ -52,6 +53,10 @@ LR_SCHEDULER: dict[str, Any] = {
 REFERENCE_TOKENS = 2**15
 """What a batch's loss is divided by in its backward pass: any number gives the same step, if it is the same in all
 batches and processes. About the tokens of a row keep float16 gradients in range; a power of 2 rounds nothing."""
+
+
+TRAINED = "trained_weights"
+"""Where a checkpoint without the weights that adapters leave as they were names those that it has."""
 
 
 class LongContextLM(LightningModule):
@@ -187,11 +192,17 @@ class LongContextLM(LightningModule):
     @override
     def configure_model(self) -> None:
         if "backbone" not in self._modules:
-            autocast = str(self.trainer.precision).endswith("-mixed") if self._trainer else False
-            device = self.trainer.strategy.root_device if self._trainer else "cpu"
-            self.backbone: Backbone = load_backbone(**self._loading, device=device, autocast=autocast)
+            self.backbone: Backbone = self._load_backbone()
             # Now: `precision: bf16-true` rounds the weights only after a checkpoint is read.
             self._fingerprint = frozen_fingerprint(self) if self._adapters_only else None
+
+    def _load_backbone(self) -> Backbone:
+        if not self._trainer:
+            return load_backbone(**self._loading)
+        device, precision = self.trainer.strategy.root_device, str(self.trainer.precision)
+        if (mesh := data_parallel_mesh(self.trainer)) is not None:
+            return load_sharded_backbone(mesh, device=device, precision=precision, **self._loading)
+        return load_backbone(**self._loading, device=device, autocast=precision.endswith("-mixed"))
 
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:
@@ -207,8 +218,10 @@ class LongContextLM(LightningModule):
         """Leave out what adapters leave as it was, for 7B 27 GB in each checkpoint; its fingerprint stands for it."""
         checkpoint[KEY] = stored(self.backbone.base_model, self.training_facts())  # for `longce export`
         if self._adapters_only:
-            checkpoint["state_dict"] = trained_state(self, checkpoint["state_dict"])
+            checkpoint[TRAINED] = [name for name, part in self.named_parameters() if part.requires_grad]
             checkpoint[FINGERPRINT] = self._fingerprint
+            if not saves_parts(self.trainer.strategy):
+                checkpoint["state_dict"] = trained_state(self, checkpoint["state_dict"])
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -216,7 +229,9 @@ class LongContextLM(LightningModule):
             check_same_model(checkpoint[KEY], self.backbone.base_model, self._loading)
         if not self._adapters_only:
             return
-        if missing := trained_state(self, self.state_dict()).keys() - checkpoint["state_dict"].keys():
+        # The strategies that divide the model have taken the weights out already.
+        there = checkpoint.get("state_dict", checkpoint.get(TRAINED, ()))
+        if missing := {name for name, part in self.named_parameters() if part.requires_grad}.difference(there):
             raise ValueError(
                 f"The checkpoint lacks {len(missing)} of the weights that `model.lora` trains ({min(missing)}, ..):"
                 " give the `lora` of the run that wrote it."
@@ -286,22 +301,30 @@ class LongContextLM(LightningModule):
         """Sum up the gradients of all tokens of a step; `on_before_optimizer_step` makes a mean of the sum.
 
         The mean of the batches' means would count the tokens of a batch with few of them (padding, prompts that are
-        not learned, the last rows of an epoch) for more than others.
+        not learned, the last rows of an epoch) for more than others. DeepSpeed takes that mean of means.
         """
-        super().backward(loss * (self._statistics.batch_tokens / REFERENCE_TOKENS).to(loss.dtype), *args, **kwargs)
+        if leaves_gradients(self.trainer.strategy):
+            loss = loss * (self._statistics.batch_tokens / REFERENCE_TOKENS).to(loss.dtype)
+        super().backward(loss, *args, **kwargs)
 
     @override
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Take gradients and log the means over all tokens of the step, of all its batches and processes."""
+        if not ends_accumulation(self.trainer.strategy):
+            return
         values = self._statistics.compute(self.trainer.strategy)
-        # Lightning has divided the loss by the batches of a step, DDP the gradients by the processes.
+        if leaves_gradients(self.trainer.strategy):
+            self._average_gradients()
+        self._statistics.reset()
+        self.log_dict({f"train/{name}": value for name, value in values.items()}, batch_size=1)
+        self.log("loss", values["loss"], prog_bar=True, logger=False, batch_size=1)
+
+    def _average_gradients(self) -> None:
+        # Lightning has divided the loss by the batches of a step, the strategy the gradients by the processes.
         divided_by = REFERENCE_TOKENS * self.trainer.accumulate_grad_batches * self.trainer.world_size
         for parameter in self.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(divided_by / self._statistics.step_tokens.clamp(min=1))
-        self._statistics.reset()
-        self.log_dict({f"train/{name}": value for name, value in values.items()}, batch_size=1)
-        self.log("loss", values["loss"], prog_bar=True, logger=False, batch_size=1)
 
     def _stored_influence(self, batch: PackedBatch) -> tuple[Tensor | None, Tensor | None]:
         """Weights that come with the rows, in the place of short log-likelihoods that are there for every token."""

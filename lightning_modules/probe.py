@@ -27,13 +27,13 @@ def check_scoring(backbone: Backbone) -> None:
             every number would be wrong. If the head kernel is missing, wrong, or unfit for the head.
     """
     if backbone.head_kernel != "chunked":
-        check_kernel(backbone.head_kernel, backbone.linear_head())
+        backbone.within(lambda: check_kernel(backbone.head_kernel, backbone.linear_head()))
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(backbone.vocabulary_size, (12,), generator=generator).to(backbone.device)
     documents = tokens.split([7, 5])
     name = type(backbone.base_model).__name__
     with torch.no_grad(), eval_mode(backbone):
-        logits = [backbone.model(input_ids=part.unsqueeze(0), use_cache=False).logits[0, :-1] for part in documents]
+        logits, error = backbone.within(lambda: _compare(backbone, documents))
         if not all(torch.isfinite(part).all() for part in logits):
             raise ValueError(
                 f"`{name}` gives logits that are not finite for a few plain tokens: its weights are damaged, or"
@@ -41,7 +41,6 @@ def check_scoring(backbone: Backbone) -> None:
             )
         # Half precision rounds differently for other matrix shapes; a forgotten scale or a leak is far above that.
         exact = logits[0].dtype in (torch.float32, torch.float64)
-        error = max(_head_error(backbone, *pair) for pair in zip(documents, logits, strict=True))
         if not error <= (1e-3 if exact else 0.03):
             raise ValueError(
                 f"`{name}` cannot be scored from its hidden states: its logits are off by {error:.2g} of their spread."
@@ -58,6 +57,12 @@ def check_scoring(backbone: Backbone) -> None:
             backbone.base_model.set_attn_implementation("sdpa")
         backbone.isolates_documents = agrees()
         backbone.trims_last_layer = _trims(backbone, documents[0], tolerance)
+
+
+def _compare(backbone: Backbone, documents: Sequence[Tensor]) -> tuple[list[Tensor], float]:
+    """The model's own ``[n - 1, V]`` logits of each document, and how far ours are from them."""
+    logits = [backbone.model(input_ids=part.unsqueeze(0), use_cache=False).logits[0, :-1] for part in documents]
+    return logits, max(_head_error(backbone, *pair) for pair in zip(documents, logits, strict=True))
 
 
 def _log_likelihood(document: Tensor, logits: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 import os
 import socket
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,8 @@ import torch.multiprocessing as mp
 def _entry(rank, function, world_size, port, arguments):
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    # Processes that do not do the same wait for each other: a failure, not a hang.
+    dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=timedelta(minutes=2))
     try:
         function(rank, world_size, *arguments)
     finally:

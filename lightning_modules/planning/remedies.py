@@ -69,7 +69,7 @@ def _sharding_changes(training: Training) -> Iterator[Change]:
     """Weights, gradients and optimizer divided, among more GPUs if need be."""
     for gpus in (training.gpus, 2 * training.gpus, 4 * training.gpus):
         if gpus > (training.gpus if training.sharding.weights else 1):
-            text = f"trainer.strategy: fsdp over {gpus} GPUs (not tried with longce yet)"
+            text = f"configs/fsdp.yaml: FSDP2 over {gpus} GPUs"
             yield Change("sharding", text, {"sharding": FULLY_SHARDED, "gpus": gpus})
 
 

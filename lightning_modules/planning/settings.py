@@ -110,8 +110,7 @@ def read_experiment(options: Any, *, gpus: int | None = None, evaluator: str | N
     notes += _not_planned(model, config, tokens)
     dtype, autocast = _precision(str(trainer.get("precision") or "32-true"), model.get("dtype"), config)
     sharding = _sharding(trainer.get("strategy") or "auto", count)
-    if sharding.weights or sharding.gradients or sharding.optimizer:
-        notes.append("strategies that divide the model have not been tried with longce yet")
+    notes += _not_supported(trainer.get("strategy") or "auto", sharding)
     if sharding.name.startswith("DeepSpeed") and autocast is not None:
         dtype, autocast, sharding = autocast, None, replace(sharding, master_weights=True)
     optimizer, moments = _optimizer(model.get("optimizer"), notes)
@@ -245,7 +244,7 @@ def _sharding(strategy: Any, gpus: int) -> Sharding:
             return Sharding()
         view = bool(arguments.get("gradient_as_bucket_view"))
         return Sharding("DDP: everything on each GPU", gradient_copy=not view)
-    if plain.startswith(("fsdp", "modelparallel")):
+    if plain.startswith(("fsdp", "fullysharded", "modelparallel")):
         return _fully_sharded(plain, arguments)
     if plain.startswith("deepspeed"):
         stage = next((int(letter) for letter in plain if letter.isdecimal()), arguments.get("stage") or 2)
@@ -253,9 +252,19 @@ def _sharding(strategy: Any, gpus: int) -> Sharding:
         if stage in _DEEPSPEED:
             return replace(_DEEPSPEED[stage], offload=offload)
     raise ValueError(
-        f"`trainer.strategy` '{name}' cannot be planned: known are auto, ddp, fsdp, ModelParallelStrategy and"
-        " deepspeed_stage_1 to 3."
+        f"`trainer.strategy` '{name}' cannot be planned: known are auto, ddp, fsdp, FullyShardedStrategy,"
+        " ModelParallelStrategy and deepspeed_stage_1 to 3."
     )
+
+
+def _not_supported(strategy: Any, sharding: Sharding) -> list[str]:
+    """What `longce fit` refuses, or has not been tried with."""
+    remedy = "take lightning_modules.sharding.FullyShardedStrategy (configs/fsdp.yaml)"
+    if (sharding.weights and "fsdp" in _class(strategy).lower()) or sharding.name == _DEEPSPEED[3].name:
+        return [f"`longce fit` refuses this strategy: {remedy}"]
+    if sharding.name.startswith("DeepSpeed"):
+        return ["DeepSpeed's stages 1 and 2 have been tried with longce on CPUs only"]
+    return []
 
 
 def _fully_sharded(name: str, arguments: dict[str, Any]) -> Sharding:

@@ -155,7 +155,7 @@ def test_changes_exclude_each_other_where_they_must():
     training = Training(32768, gpus=2, sharding=replace(Training(1).sharding, gradient_copy=True))
     changes = {change.text: change for change in possible_changes(training, None, GPU("", 1, 150))}
     view = changes["trainer.strategy: DDPStrategy with gradient_as_bucket_view: true"]
-    fsdp = changes["trainer.strategy: fsdp over 2 GPUs (not tried with longce yet)"]
+    fsdp = changes["configs/fsdp.yaml: FSDP2 over 2 GPUs"]
     assert not view.goes_with(fsdp)
     assert view.goes_with(changes["model.lora: {r: 8, target_modules: all-linear}"])
     assert not any("bfloat16" in text for text in changes), "trained weights stay in float32"

@@ -1,3 +1,5 @@
+import re
+
 """What is read of an experiment's config, parsed as `longce plan` parses it."""
 
 import sys
@@ -106,6 +108,7 @@ def test_precisions(read, precision, dtype, expected):
         ("deepspeed_stage_2", (False, True, True)),
         ("deepspeed_stage_3_offload", (True, True, True)),
         ("lightning.pytorch.strategies.ModelParallelStrategy", (True, True, True)),
+        ("lightning_modules.sharding.FullyShardedStrategy", (True, True, True)),
     ],
 )
 def test_strategies(read, strategy, divided):
@@ -115,6 +118,21 @@ def test_strategies(read, strategy, divided):
     assert sharding.offload == strategy.endswith("offload")
     deepspeed = strategy.startswith("deepspeed")
     assert (training.dtype, sharding.master_weights) == (torch.bfloat16 if deepspeed else torch.float32, deepspeed)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "note"),
+    [
+        ("ddp", None),
+        ("lightning_modules.sharding.FullyShardedStrategy", None),
+        ("fsdp", r"refuses this strategy: take .*FullyShardedStrategy"),
+        ("deepspeed_stage_3", r"refuses this strategy"),
+        ("deepspeed_stage_2", r"tried .* on CPUs only"),
+    ],
+)
+def test_strategies_that_fit_refuses_are_noted(read, strategy, note):
+    notes = read("--trainer.strategy", strategy).notes
+    assert not notes if note is None else re.search(note, notes[0])
 
 
 def test_strategies_with_arguments(read):
