@@ -36,7 +36,13 @@ from lightning_modules.metrics import LongPerplexity
 from lightning_modules.objectives import LongCE, Objective, check_cap, check_influence
 from lightning_modules.probe import check_scoring
 from lightning_modules.rotary_checks import check_static
-from lightning_modules.sharding import data_parallel_mesh, ends_accumulation, leaves_gradients, load_sharded_backbone, saves_parts
+from lightning_modules.sharding import (
+    data_parallel_mesh,
+    ends_accumulation,
+    leaves_gradients,
+    load_sharded_backbone,
+    saves_parts,
+)
 from lightning_modules.statistics import TrainingStatistics
 from lightning_modules.token_scores import TokenScores, text_sha256
 

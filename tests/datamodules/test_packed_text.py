@@ -358,3 +358,9 @@ def test_yaml(name):
     for wrong in ({"sequence_length": 0}, {"validation_length": "half"}, {"seed": -1}, {"sequence_lenght": 8}):
         with pytest.raises(jsonargparse.ArgumentError):
             parse(**wrong)
+
+
+def test_rows_packed_otherwise_have_another_checksum(word_tokenizer, root):
+    packed = [ready(word_tokenizer, root, packing=packing) for packing in ("concat", "best_fit", "concat")]
+    first, other, again = [module.rows.checksum() for module in packed]
+    assert first == again != other
