@@ -55,7 +55,7 @@ class HuggingFaceExport(Callback):
         if isinstance(trainer.strategy, FSDPStrategy | DeepSpeedStrategy | ModelParallelStrategy):
             raise ValueError(
                 f"HuggingFaceExport needs all weights in one process; {type(trainer.strategy).__name__} shards them:"
-                " remove the callback, consolidate the last checkpoint and run `longce export`."
+                " remove the callback, and run `longce export` on the last checkpoint."
             )
         check_export(pl_module.backbone.model, self.output_dir, self.options, pl_module.training_facts())
 

@@ -1,42 +1,114 @@
 """Checkpoints that a run can go on from exactly."""
 
+import os
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.optim import Optimizer
 from typing_extensions import override
+
+from lightning_modules.checkpoint_io import CheckpointError
+from lightning_modules.preemption import between_steps
 
 
 class StepCheckpoint(ModelCheckpoint):
-    """Lightning's ModelCheckpoint that saves during an epoch only when an optimizer step is complete.
+    """Lightning's ModelCheckpoint that saves only what a run can go on from.
 
     A checkpoint holds no gradients. Lightning's own saves a resumed run once more after its first batch, and after a
     validation wherever that came; with ``accumulate_grad_batches`` either is in the middle of a step: a run that goes
-    on from there has lost the batches before. After a validation in the middle of a step this one saves when the step
-    is complete, with what the validation found. After an exception it still saves wherever training was
-    (``save_on_exception``): then the first step of the run that goes on is made of the batches that were left.
+    on from there has lost the batches before. This one saves only when a step is complete (after a validation in the
+    middle of one, with what that found), and always after the last step, so that a finished run can go on with more
+    steps in the middle of its epoch.
+
+    After an exception (``save_on_exception``) it saves the last whole step, whose weights are still those of the model:
+    gradients of batches behind it, and an evaluation that was interrupted, are left out. Where the newest are kept
+    (``monitor: step``, ``mode: max``) this takes the place of the oldest, however often a run is stopped. It does not
+    save before the first step, in the middle of the optimizer's update, after a checkpoint could not be written, nor
+    where one of several processes failed: the others are waiting for that one elsewhere.
     """
 
-    _due = False
+    _loops: dict[str, Any] | None = None  # where training stood at the last whole step
+    _failed = _updating = _due = False
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        last = self.format_checkpoint_name({}, self.CHECKPOINT_NAME_LAST)
+        if os.path.islink(last):  # of the run that this one goes on with; a link may be replaced
+            self.last_model_path = last
+
+    @override
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        self._updating = True
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if not _between_steps(trainer):
+        if not between_steps(trainer):
             return
+        self._updating = False
+        if trainer.world_size == 1:  # several save after a signal only; and some loaders ask each other where they are
+            self._note_step(trainer)
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if self._due:
             self._due = False
             super().on_validation_end(trainer, pl_module)
+        if _ends(trainer) and not self._should_skip_saving_checkpoint(trainer):
+            self._save_now(trainer)
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._due = not _between_steps(trainer)
+        self._due = not between_steps(trainer)
         if not self._due:
             super().on_validation_end(trainer, pl_module)
 
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        agreed = isinstance(exception, SIGTERMException)
+        if (trainer.world_size > 1 and not agreed) or isinstance(exception, CheckpointError):
+            return
+        if agreed and trainer.training:  # raised behind a step, before this callback has heard of it
+            self._note_step(trainer)
+        if self._loops is None or self._updating or not self._should_save_on_exception(trainer):
+            return
+        self._failed = True
+        if self._keeps_newest and self.save_top_k:
+            self._save_now(trainer)  # in place of the oldest: a run may be stopped many times
+            rank_zero_info(f"Saved step {trainer.global_step} in {self.dirpath}.")
+        else:
+            super().on_exception(trainer, pl_module, exception)
 
-def _between_steps(trainer: Trainer) -> bool:
-    done = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-    return done % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
+    @override
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if self._failed:
+            checkpoint["loops"]["fit_loop"] = self._loops
+
+    @property
+    def _keeps_newest(self) -> bool:
+        return (self.monitor, self.mode) == ("step", "max")
+
+    @override
+    def _should_remove_checkpoint(self, trainer: Trainer, previous: str, current: str) -> bool:
+        # Lightning never removes what a run went on from: one more would stay each time that a run is stopped.
+        own = self.dirpath is not None and Path(self.dirpath).absolute() in Path(previous).absolute().parents
+        newer = self._keeps_newest and own and previous != current and "://" not in previous
+        return newer or super()._should_remove_checkpoint(trainer, previous, current)
+
+    def _save_now(self, trainer: Trainer) -> None:
+        candidates = self._monitor_candidates(trainer)
+        self._save_topk_checkpoint(trainer, candidates)
+        self._save_last_checkpoint(trainer, candidates)
+
+    def _note_step(self, trainer: Trainer) -> None:
+        self._loops, self._updating = trainer.fit_loop.state_dict(), False
+
+
+def _ends(trainer: Trainer) -> bool:
+    """Whether no batch comes after this one."""
+    last_epoch = trainer.is_last_batch and trainer.current_epoch + 1 == trainer.max_epochs
+    return trainer.global_step == trainer.max_steps or last_epoch

@@ -13,6 +13,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
+from lightning_modules.functional.checks import check_count
 
 _log = logging.getLogger(__name__)
 
@@ -34,13 +35,14 @@ class LengthCurriculum:
         share: Share of the optimizer steps before the switch, between 0 and 1.
 
     Raises:
-        ValueError: If ``share`` is not between 0 and 1.
+        ValueError: If ``sequence_length`` is no integer of 1 or more, or ``share`` is not between 0 and 1.
     """
 
     sequence_length: PositiveInt
     share: PositiveFloat
 
     def __post_init__(self) -> None:
+        check_count("`curriculum.sequence_length`", self.sequence_length)
         if not 0 < self.share < 1:
             raise ValueError(
                 f"`curriculum.share` is the share of steps with short rows, between 0 and 1, got {self.share}."
@@ -118,9 +120,15 @@ def cut_rows(batch: PackedBatch, length: int) -> PackedBatch:
 
     Returns:
         Up to ``[B * ceil(T / length), length]`` rows in the order of the text. The first token of each is not scored.
+
+    Raises:
+        ValueError: If ``length`` is no integer of 1 or more, or the rows hold nothing but padding.
     """
+    check_count("`length`", length)
     pieces = -(-batch["input_ids"].shape[1] // length)
     borders = [_clipped(row, start * length, length) for row in batch["document_borders"] for start in range(pieces)]
+    if all(len(border) < 2 for border in borders):
+        raise ValueError("The batch has no token to cut: its rows hold nothing but padding.")
     kept = torch.tensor([index for index, border in enumerate(borders) if len(border) > 1])
     labels = _cut(batch["labels"], pieces, length, IGNORE_INDEX)[kept]
     labels[:, 0] = IGNORE_INDEX

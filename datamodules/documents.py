@@ -8,7 +8,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerFast
 
 from datamodules.rows import Row, make_row
-from datamodules.sources import Document
+from datamodules.sources import Document, with_text
 from lightning_modules.tokenization import encode_document
 
 
@@ -19,7 +19,7 @@ class DocumentDataset(Dataset[Row]):
     number of forward passes. Documents are tokenised when they are asked for, so each process does only its own.
 
     Args:
-        documents: The documents; they are held in memory as text.
+        documents: The documents; they are held in memory as text. Empty ones are left out, see `with_text`.
         tokenizer: A fast tokenizer.
         length: Tokens kept of each document; ``None`` for all.
         add_special_tokens: Whether the tokenizer puts its special tokens around each document. They stand for no
@@ -34,7 +34,7 @@ class DocumentDataset(Dataset[Row]):
         length: int | None,
         add_special_tokens: bool = False,
     ) -> None:
-        self.documents = list(documents)
+        self.documents = list(with_text(documents))
         self.tokenizer = tokenizer
         self.length = length
         self.add_special_tokens = add_special_tokens

@@ -18,9 +18,10 @@ class GovReportDataModule(PackedTextDataModule):
 
     Args:
         tokenizer: Tokenizer of the model: hub id or local folder.
-        path: A hub dataset in parquet form with the column ``report``; a local folder of such files; or JSON-lines
+        path: A hub dataset in parquet form with the text in `text_column`; a local folder of such files; or JSON-lines
             files with the text in ``input``, ``report`` or ``text``: a folder with files named ``val*`` and ``test*``,
             or a single file, used for validation and test alike.
+        text_column: Column of the text in parquet data.
         revision: Branch, tag or commit of a hub dataset.
         **kwargs: See :class:`PackedTextDataModule`.
     """
@@ -30,11 +31,13 @@ class GovReportDataModule(PackedTextDataModule):
         tokenizer: str,
         *,
         path: str = "ccdv/govreport-summarization",
+        text_column: str = "report",
         revision: str | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(tokenizer, **kwargs)
         self.path = path
+        self.text_column = text_column
         self.revision = revision
 
     @override
@@ -45,4 +48,4 @@ class GovReportDataModule(PackedTextDataModule):
         if path.exists() and not holds_parquet(path):
             files = (path,) if path.is_file() else json_lines_files(path, split)
             return JsonLines(files, text_fields=("input", "report", "text"), name_fields=("id", "title"))
-        return HubDataset(self.path, split, text_column="report", revision=self.revision)
+        return HubDataset(self.path, split, text_column=self.text_column, revision=self.revision)

@@ -54,7 +54,7 @@ def read_header(folder: Path) -> dict[str, Any] | None:
         header = json.loads((folder / HEADER).read_text())
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"'{folder / HEADER}' cannot be read ({error}): '{folder}' holds no token weights.") from error
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise ValueError(f"'{folder}' holds no token weights of format {FORMAT}. {_AGAIN}")
@@ -108,6 +108,10 @@ class InfluenceStore:
         header = read_header(self.folder)
         if header is None:
             raise ValueError(f"There are no token weights in '{self.folder}'. {_AGAIN}")
+        kinds: dict[str, type] = {"complete": bool, "tokens": int, "made_from": dict}
+        damaged = any(not isinstance(header.get(name), kind) for name, kind in kinds.items())
+        if damaged or header["tokens"] < 0 or not isinstance(header["made_from"].get("gamma"), int | float):
+            raise ValueError(f"'{self.folder / HEADER}' is not what was written: it is damaged. {_AGAIN}")
         return header
 
     @cached_property

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from datamodules.packing import document_of
 from datamodules.rows import PackedRowDataset
+from datamodules.sources import with_text
 
 if TYPE_CHECKING:
     from datamodules.packed_text import PackedTextDataModule
@@ -116,7 +117,7 @@ def _documents(rows: PackedRowDataset, number: int) -> list[int]:
 
 
 def _names(data: "PackedTextDataModule", wanted: set[int]) -> dict[int, str]:
-    first = islice(data.source("train") or (), max(wanted, default=-1) + 1)
+    first = islice(with_text(data.source("train") or ()), max(wanted, default=-1) + 1)
     return {index: document.name for index, document in enumerate(first) if index in wanted}
 
 

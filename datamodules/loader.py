@@ -25,7 +25,7 @@ class ResumableLoader(DataLoader[Row]):
         content: Checksum of the rows: another text may well have as many.
     """
 
-    sampler: RowSampler
+    sampler: RowSampler  # or Lightning's own, for `overfit_batches`: the first rows, again and again
     batch_size: int
     stages: CurriculumStages | None = None
     content = 0
@@ -34,6 +34,9 @@ class ResumableLoader(DataLoader[Row]):
 
     @override
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names a private class
+        if not isinstance(self.sampler, RowSampler):
+            yield from super().__iter__()
+            return
         # A generator, so that nothing is read before the first batch is asked for: Lightning makes the iterator of a
         # resumed run before it tells the sampler the epoch, and workers would read ahead in the order of epoch 0.
         resume, self._resume = self._resume, None
@@ -47,11 +50,13 @@ class ResumableLoader(DataLoader[Row]):
 
     def state_dict(self) -> dict[str, Any]:
         """Batches of this epoch handed out so far, and what rows and order depend on."""
+        if not isinstance(self.sampler, RowSampler):
+            return {}
         return {"epoch": self.sampler.epoch, "batches": self._batches, **self._switch(), **self._order()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next epoch leave out the batches that are already done."""
-        order = self._order()
+        order = self._order() if isinstance(self.sampler, RowSampler) else {}
         changed = {name: (state.get(name), value) for name, value in order.items() if state.get(name) != value}
         if changed:
             _log.warning("The epoch starts over: its rows are not those of the checkpoint (then, now): %s.", changed)

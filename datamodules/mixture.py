@@ -125,7 +125,7 @@ class MixtureDataModule(PackedTextDataModule):
     def train_dataloader(self) -> DataLoader[Row]:
         if not self.mixed_rows:
             raise ValueError("The mixture has no training rows: it only evaluates, or `setup('fit')` was not called.")
-        rank, world_size = self._process()
+        rank, world_size = self._reader()
         sampler = MixtureSampler(
             {name: len(rows) for name, rows in self.mixed_rows.items()},
             self.weights,

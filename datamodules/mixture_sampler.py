@@ -1,5 +1,6 @@
 """Which rows of which source each process sees, and in which order."""
 
+import math
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from typing import Any
@@ -9,6 +10,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from datamodules.samplers import RowSampler
+from lightning_modules.functional.checks import check_count
 
 
 class MixtureSampler(RowSampler):
@@ -45,6 +47,7 @@ class MixtureSampler(RowSampler):
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
+        _check_sources(rows, weights)
         super().__init__(sum(rows.values()), seed=seed, rank=rank, world_size=world_size)
         self.rows_of = dict(rows)
         self.counts = epoch_counts(rows, weights, world_size)
@@ -90,12 +93,14 @@ def epoch_counts(rows: Mapping[str, int], weights: Mapping[str, float], world_si
         world_size: The sum is a multiple of it.
 
     Raises:
-        ValueError: If a source would have none.
+        ValueError: If a source would have none, or a weight is not above 0 and finite.
 
     Example:
         >>> epoch_counts({"books": 100, "code": 90}, {"books": 2, "code": 1}, world_size=4)
         {'books': 99, 'code': 49}
     """
+    _check_sources(rows, weights)
+    check_count("`world_size`", world_size)
     exact = {name: Fraction(str(float(weights[name]))) for name in rows}  # 0.1 is a tenth, not the float beside it
     total = sum(exact.values())
     length = int(min(rows[name] * total / exact[name] for name in rows)) // world_size * world_size
@@ -111,3 +116,12 @@ def epoch_counts(rows: Mapping[str, int], weights: Mapping[str, float], world_si
                 " rows). Give it more weight, or all sources more text; with several processes, use fewer."
             )
     return counts
+
+
+def _check_sources(rows: Mapping[str, int], weights: Mapping[str, float]) -> None:
+    if not rows or rows.keys() - weights.keys():
+        raise ValueError(f"A mixture of {list(rows)} needs a weight for each of them, got weights for {list(weights)}.")
+    for name, count in rows.items():
+        check_count(f"`rows` of {name!r}", count, least=0)
+        if not 0 < weights[name] < math.inf:
+            raise ValueError(f"The weight of source {name!r} must be above 0 and finite, got {weights[name]}.")

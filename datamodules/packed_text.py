@@ -32,6 +32,7 @@ from datamodules.sources import Source
 from datamodules.splits import Split
 from datamodules.token_store import TokenStore, build_token_store
 from datamodules.up_sampling import LongDocuments, pack_in_order
+from lightning_modules.batch import LONGEST_ROW
 from lightning_modules.files import default_cache_dir
 from lightning_modules.tokenization import load_tokenizer
 
@@ -100,6 +101,12 @@ class PackedTextDataModule(LightningDataModule, ABC):
                 "Stored token weights (`influence`) are of rows that hold each token once and are not cut: leave out"
                 " `influence`, or `long_documents` and `curriculum`."
             )
+        if sequence_length > LONGEST_ROW:
+            raise ValueError(f"`sequence_length` must be at most {LONGEST_ROW:,} tokens, got {sequence_length:,}.")
+        if num_workers > (most := max(64, 4 * (os.cpu_count() or 1))):
+            raise ValueError(
+                f"`num_workers` = {num_workers} are more processes than this machine bears: {most} at most."
+            )
         if curriculum:
             curriculum.check(sequence_length)
         self.tokenizer_name = tokenizer
@@ -163,12 +170,12 @@ class PackedTextDataModule(LightningDataModule, ABC):
         if self.rows is None:
             name = type(self).__name__
             raise ValueError(f"{name} has no training rows: it only evaluates, or `setup('fit')` was not called.")
-        rank, world_size = self._process()
+        rank, world_size = self._reader()
         sampler = RowSampler(len(self.rows), seed=self.seed, rank=rank, world_size=world_size)
         if left_out := len(self.rows) % world_size:
             rank_zero_info(
                 f"Each epoch leaves out {left_out} of {len(self.rows):,} rows, other ones each time:"
-                f" {world_size} processes cannot share them evenly."
+                f" {world_size} processes (or groups of them) cannot share them evenly."
             )
         return self._training_loader([self.rows], sampler)
 
@@ -298,6 +305,11 @@ class PackedTextDataModule(LightningDataModule, ABC):
             "persistent_workers": self.num_workers > 0,
             "pin_memory": torch.cuda.is_available(),
         }
+
+    def _reader(self) -> tuple[int, int]:
+        """Which of how many readers of training rows this process is: those that share rows read the same."""
+        share = self.trainer.distributed_sampler_kwargs if self.trainer else None
+        return (share["rank"], share["num_replicas"]) if share else (0, 1)
 
     def _process(self) -> tuple[int, int]:
         """Rank of this process and number of processes."""

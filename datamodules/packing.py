@@ -11,6 +11,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_modules.batch import LONGEST_ROW
+from lightning_modules.functional.checks import check_count
+
 Packing = Literal["chunk", "concat", "best_fit"]
 """Names of the strategies."""
 
@@ -74,11 +77,15 @@ def pack_documents(
         packing: `chunk`, `concat` or `best_fit`.
 
     Raises:
-        ValueError: If ``sequence_length`` is below 1, or there is not a single row.
+        ValueError: If ``sequence_length`` is no integer from 1 to `LONGEST_ROW`, the borders are none, the strategy is
+            not known, or there is not a single row.
     """
-    if sequence_length < 1:
-        raise ValueError(f"A row has at least one token: set `sequence_length` to 1 or more, got {sequence_length}.")
-    rows = {"chunk": chunk, "concat": concat, "best_fit": best_fit}[packing](document_borders, sequence_length)
+    check_count("`sequence_length`", sequence_length, most=LONGEST_ROW)
+    check_borders(document_borders)
+    strategies = {"chunk": chunk, "concat": concat, "best_fit": best_fit}
+    if packing not in strategies:
+        raise ValueError(f"`packing` must be one of {', '.join(strategies)}, got {packing!r}.")
+    rows = strategies[packing](document_borders, sequence_length)
     if len(rows) == 0:
         longest = int(np.diff(document_borders).max(initial=0))
         raise ValueError(
@@ -89,6 +96,15 @@ def pack_documents(
             " Give more text or lower `sequence_length`."
         )
     return rows
+
+
+def check_borders(document_borders: NDArray[np.int64]) -> None:
+    """Raise a ``ValueError`` for what are no borders of documents in a stream of tokens."""
+    borders = np.asarray(document_borders)
+    if borders.ndim != 1 or not np.issubdtype(borders.dtype, np.integer) or len(borders) == 0:
+        raise ValueError(f"`document_borders` must be integers [n + 1], got {borders.dtype} {list(borders.shape)}.")
+    if borders[0] != 0 or (borders[1:] < borders[:-1]).any():
+        raise ValueError(f"`document_borders` must ascend from 0, got {np.array2string(borders, threshold=8)}.")
 
 
 def chunk(document_borders: NDArray[np.int64], sequence_length: int) -> PackedRows:
@@ -186,10 +202,15 @@ def best_fit_decreasing(lengths: NDArray[np.int64], capacity: int) -> NDArray[np
     Returns:
         ``[n]`` int64 bin numbers from 0.
 
+    Raises:
+        ValueError: If an item fits no bin, or has no size.
+
     Example:
         >>> best_fit_decreasing(np.array([3, 5, 2, 4]), capacity=7).tolist()
         [1, 0, 0, 1]
     """
+    if len(lengths) and not 1 <= lengths.min() <= lengths.max() <= capacity:
+        raise ValueError(f"Items must be of 1 to {capacity}, what a bin holds, got {lengths.min()} to {lengths.max()}.")
     order = np.argsort(-lengths, kind="stable")
     sizes, counts = np.unique(lengths, return_counts=True)
     bins = _Bins(capacity)

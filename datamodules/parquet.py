@@ -56,7 +56,7 @@ class ParquetFiles:
                 columns = self._columns(table.schema_arrow.names, file)
                 for batch in table.iter_batches(BATCH_ROWS, columns=columns, use_threads=False):
                     yield from batch.to_pylist()
-            except pyarrow.ArrowException as error:
+            except (pyarrow.ArrowException, UnicodeDecodeError) as error:
                 raise ValueError(f"{file}: the parquet file is damaged ({error}). Fetch it again.") from error
 
     def _columns(self, present: list[str], file: File) -> list[str]:

@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Sampler
 
+from lightning_modules.functional.checks import check_count
+
 
 class RowSampler(Sampler[int]):
     """Training rows of one process, in an order that depends on ``seed`` and the epoch only.
@@ -23,10 +25,14 @@ class RowSampler(Sampler[int]):
         skip: Rows of this process to leave out at the start, because an interrupted epoch had them already.
 
     Raises:
-        ValueError: If there is not a row for each process.
+        ValueError: If there is not a row for each process, or a number is no integer that counts something.
     """
 
     def __init__(self, rows: int, *, seed: int = 0, rank: int = 0, world_size: int = 1) -> None:
+        check_count("`rows`", rows, least=0)
+        check_count("`world_size`", world_size)
+        check_count("`rank`", rank, least=0, most=world_size - 1)
+        check_count("`seed`", seed, least=0)
         if rows < world_size:
             raise ValueError(
                 f"{rows} row(s) are not enough for {world_size} processes. Give more text, or lower `sequence_length`"

@@ -3,8 +3,9 @@
 import gzip
 import io
 import json
+import logging
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,8 +16,16 @@ from typing_extensions import override
 
 from datamodules.locations import File, file_size, files_fingerprint
 
+_NAMED = 3  # of the documents that a message is about
+
+_log = logging.getLogger(__name__)
+
 # UTF-8, without the byte-order mark that some editors put in front.
 ENCODING = "utf-8-sig"
+
+LARGEST_DOCUMENT = 1 << 28
+"""Bytes of a document as it is stored, unpacked: a hundred times a long book. A few kilobytes can unpack to more than
+all memory."""
 
 _PACKED_BYTES = 1 << 14  # taken at a time: what they unpack to is in memory
 
@@ -75,7 +84,8 @@ class TextFiles:
         for file in self.files:
             stem = file.name.removesuffix(file.suffix if is_packed(file) else "").removesuffix(".txt")
             with opened(file) as stream:
-                content = stream.read()
+                content = stream.read(LARGEST_DOCUMENT + 1)
+            _check_size(content, str(file))
             name = f"{stem} {self.titles.get(stem, '')}".rstrip()
             yield Document(name, checked_text(_decoded(content, str(file)), str(file)))
 
@@ -144,7 +154,8 @@ class JsonLines:
         found = False
         for file in self.files:
             with opened(file) as lines:
-                for number, line in enumerate(lines, start=1):
+                for number, line in enumerate(_lines(lines), start=1):
+                    _check_size(line, f"{file}:{number}")
                     document = self._document(line, file, number) if not line.isspace() else None
                     if document is not None:
                         found = True
@@ -174,6 +185,8 @@ class JsonLines:
                 " Rename the field that holds it."
             )
         text, prompt = checked_text(record[present[0]], place), self._prompt(record, place)
+        if is_empty(text):
+            prompt = ""
         return Document(record_name(record, self.name_fields, f"{file.name}:{number}"), prompt + text, len(prompt))
 
     def _prompt(self, record: dict[str, Any], place: str) -> str:
@@ -184,27 +197,52 @@ class JsonLines:
                 f"{place}: no field {self.prompt_field!r} for the prompt, only {sorted(record)}. Name the one that"
                 " holds it."
             )
-        prompt = record[self.prompt_field]
-        return "" if prompt == "" else checked_text(prompt, f"{place}, {self.prompt_field!r}")
+        return checked_text(record[self.prompt_field], f"{place}, {self.prompt_field!r}")
 
 
 def checked_text(text: object, place: str) -> str:
     """The text of the document at ``place``, once it is sure to be one.
 
     Raises:
-        ValueError: If it is no string, holds nothing but white space, or cannot be written as UTF-8.
+        ValueError: If it is no string, or cannot be written as UTF-8. It may be empty: see `with_text`.
     """
     if not isinstance(text, str):
         raise ValueError(
             f"{place}: the text must be a string, got {type(text).__name__}. Mend or remove this document."
         )
-    if not text or text.isspace():
-        raise ValueError(f"{place}: the document is empty. Remove it: there is nothing to learn from or to score.")
     try:
         text.encode()
     except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair, which no tokenizer takes
         raise ValueError(f"{place}: character {error.start} is half a surrogate pair. Remove or replace it.") from error
     return text
+
+
+def is_empty(text: str) -> bool:
+    """Whether there is nothing but white space in a text, and so nothing to learn from or to score."""
+    return not text or text.isspace()
+
+
+def with_text(documents: Iterable[Document]) -> Iterator[Document]:
+    """The documents that are not empty; a line in the log says how many were, and names the first.
+
+    Raises:
+        NoDocumentError: If all are empty.
+    """
+    empty: list[str] = []
+    taken = count = 0
+    for document in documents:
+        if not is_empty(document.text):
+            taken += 1
+            yield document
+            continue
+        count += 1
+        if count <= _NAMED:
+            empty.append(document.name)
+    if count:
+        names = ", ".join(map(repr, empty)) + (" and others" if count > _NAMED else "")
+        if taken == 0:
+            raise NoDocumentError(f"All of the {count:,} documents are empty ({names}). Name other files.")
+        _log.warning("Left out %s empty documents of %s: %s.", f"{count:,}", f"{taken + count:,}", names)
 
 
 def nested(record: Any, path: str) -> Any:
@@ -284,6 +322,18 @@ def _plain_bytes(files: tuple[File, ...]) -> int | None:
     """Size of all files; None if some are compressed or of unknown size."""
     sizes = [None if is_packed(file) else file_size(file) for file in files]
     return None if None in sizes else sum(size for size in sizes if size is not None)
+
+
+def _lines(stream: BinaryIO) -> Iterator[bytes]:
+    """The lines; of one that is too long as much as shows it."""
+    return iter(lambda: stream.readline(LARGEST_DOCUMENT + 1), b"")
+
+
+def _check_size(content: bytes, place: str) -> None:
+    if len(content) > LARGEST_DOCUMENT:
+        raise ValueError(
+            f"{place}: a document of more than {LARGEST_DOCUMENT:,} bytes. Split it, or remove it if it is no text."
+        )
 
 
 def _decoded(content: bytes, place: str) -> str:

@@ -1,8 +1,10 @@
 """Rows made while the corpus is read, and a loader of them that goes on at the very token where it stopped."""
 
+import logging
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -16,10 +18,12 @@ from datamodules.curriculum import CurriculumStages
 from datamodules.locations import file_size
 from datamodules.parquet import ParquetFiles
 from datamodules.rows import Row, collate_rows, make_row
-from datamodules.sources import Document, JsonLines, NoDocumentError, Source, TextFiles
+from datamodules.sources import Document, JsonLines, NoDocumentError, Source, TextFiles, is_empty
 from datamodules.splits import HashSplit
 from datamodules.tokenising import Encoder
 from lightning_modules.batch import PackedBatch
+
+_log = logging.getLogger(__name__)
 
 
 class Cursor(NamedTuple):
@@ -83,6 +87,7 @@ class StreamedRows(IterableDataset[tuple[Row, Cursor]]):
         self.world_size = world_size
         self._cursors: list[Cursor] = []
         self._first = 0
+        self._told = False
 
     def start_at(self, cursors: list[Cursor], first: int) -> None:
         """Begin the stream of each worker at its cursor, and with the stream of worker ``first``."""
@@ -138,9 +143,19 @@ class StreamedRows(IterableDataset[tuple[Row, Cursor]]):
     def _read(self, file: int) -> Iterator[tuple[int, Document]]:
         """Each document of a file and its number; it is no error here that a file has none."""
         try:
-            yield from enumerate(self.files[file])
+            for number, document in enumerate(self.files[file]):  # counting the empty ones, too
+                if is_empty(document.text):
+                    self._left_out(document.name)
+                else:
+                    yield number, document
         except NoDocumentError:
             return
+
+    def _left_out(self, name: str) -> None:
+        """Tell of the first empty document; there may be many, and they come again in each pass."""
+        if not self._told:
+            _log.warning("Leaving out empty documents, such as '%s'.", name)
+        self._told = True
 
 
 class StreamingLoader:
@@ -204,9 +219,12 @@ class StreamingLoader:
         own = [[int(value) for value in cursor] for cursor in self._cursors]
         cursors: list[Any] = [own] * self.rows.world_size
         if self.rows.world_size > 1:  # the checkpoint is written by the first process
+            processes = torch.distributed.get_world_size()
+            cursors = [own] * processes
             torch.distributed.all_gather_object(cursors, own)
+            cursors = cursors[:: processes // self.rows.world_size]  # neighbours may read the same
         switch = self.stages.state() if self.stages else {}
-        return {"batches": self._done, "cursors": cursors, **switch, **self._order()}
+        return {"batches": self._done, "cursors": cursors, **switch, **self._order}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on there.
@@ -214,7 +232,7 @@ class StreamingLoader:
         Raises:
             ValueError: If the streams are other ones.
         """
-        order = self._order()
+        order = self._order
         changed = {name: (state.get(name), value) for name, value in order.items() if state.get(name) != value}
         if changed:
             raise ValueError(
@@ -225,10 +243,12 @@ class StreamingLoader:
         self._done = state["batches"]
         self._cursors = [Cursor(*cursor) for cursor in state["cursors"][self.rows.rank]]
 
+    @cached_property  # the names and sizes of thousands of files, and the state may be asked for at each step
     def _order(self) -> dict[str, int]:
         names = "\n".join(_description(source) for source in self.rows.files)
         order = {
             "files": zlib.crc32(names.encode()),
+            "tokenizer": self.rows.encoder.checksum,
             "seed": self.rows.seed,
             "world_size": self.rows.world_size,
             "workers": self._streams,

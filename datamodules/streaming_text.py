@@ -63,7 +63,7 @@ class StreamingTextDataModule(TextDataModule):
         source = self.source("train")
         if source is None:
             raise ValueError("There is nothing to train on: give `train`.")
-        rank, world_size = self._process()
+        rank, world_size = self._reader()
         rows = StreamedRows(
             file_sources(source),
             Encoder(self.tokenizer, add_special_tokens=self.add_special_tokens),

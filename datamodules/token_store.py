@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from datamodules.checksums import CheckedFile, ChecksummedWriter, check_file
 from datamodules.progress import progress_bar
-from datamodules.sources import SizedSource, Source
+from datamodules.sources import SizedSource, Source, with_text
 from datamodules.tokenising import Encoder, tokenised
 from lightning_modules.files import atomic_folder, remove_folder, writable_folder
 from lightning_modules.locks import exclusive
@@ -226,7 +226,7 @@ def _write(folder: Path, source: Source, tokenizer: PreTrainedTokenizerFast, rec
         bar = stack.enter_context(_progress_bar(source))
         writer = ChecksummedWriter(token_file, checksums_file)
         borders_file.write(bytes(8))
-        for batch in stack.enter_context(closing(tokenised(source, encoder))):
+        for batch in stack.enter_context(closing(tokenised(with_text(source), encoder))):
             writer.write(batch.tokens.astype(recipe["dtype"]).data.cast("B"))
             borders_file.write((tokens + np.cumsum(batch.lengths)).astype("<i8").tobytes())
             prompts.append(batch.prompt_lengths)

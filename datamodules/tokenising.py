@@ -1,6 +1,7 @@
 """Texts to tokens with all cores: while one batch is read or written, others are tokenised."""
 
 import os
+import zlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,7 +14,7 @@ from tokenizers import Encoding
 from transformers import PreTrainedTokenizerFast
 
 from datamodules.sources import Document
-from lightning_modules.tokenization import vocabulary_size
+from lightning_modules.tokenization import tokenizer_hash, vocabulary_size
 
 # A batch is bounded both ways: a token costs about 260 bytes between the tokenizer and the file, a character about 65.
 BATCH_DOCUMENTS = 1024
@@ -52,6 +53,9 @@ class Encoder:
     Args:
         tokenizer: A fast tokenizer.
         add_special_tokens: Whether the tokenizer puts its special tokens around each document.
+
+    Attributes:
+        checksum: CRC-32 of all that decides which tokens a text becomes.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, *, add_special_tokens: bool) -> None:
@@ -60,6 +64,8 @@ class Encoder:
         self._add_special_tokens = add_special_tokens
         self._end_of_text: int | None = tokenizer.eos_token_id
         self._vocabulary_size = vocabulary_size(tokenizer)
+        settings = f"{tokenizer_hash(tokenizer)} {self._end_of_text} {add_special_tokens}"
+        self.checksum = zlib.crc32(settings.encode())
 
     def __call__(self, documents: list[Document]) -> TokenisedBatch:
         """Tokenise one or more documents.

@@ -9,7 +9,8 @@ from jsonargparse.typing import PositiveFloat, PositiveInt
 from lightning.pytorch.utilities import rank_zero_only
 from numpy.typing import NDArray
 
-from datamodules.packing import PackedRows
+from datamodules.packing import PackedRows, check_borders
+from lightning_modules.functional.checks import check_count
 
 _log = logging.getLogger(__name__)
 
@@ -28,15 +29,16 @@ class LongDocuments:
             of the long documents, evenly spread over the corpus.
 
     Raises:
-        ValueError: If ``weight`` is below 1.
+        ValueError: If ``longer_than`` is no integer of 1 or more, or ``weight`` is below 1 or above 1000.
     """
 
     longer_than: PositiveInt
     weight: PositiveFloat
 
     def __post_init__(self) -> None:
-        if self.weight < 1:
-            raise ValueError(f"`long_documents.weight` repeats documents: set it to 1 or more, got {self.weight}.")
+        check_count("`long_documents.longer_than`", self.longer_than)
+        if not 1 <= self.weight <= 1000:
+            raise ValueError(f"`long_documents.weight` repeats documents: set it to 1 to 1000, got {self.weight}.")
 
     def order(self, document_borders: NDArray[np.int64]) -> NDArray[np.int64]:
         """Documents in the order in which they are packed: all of them, then the long ones once more, and so on.
@@ -49,10 +51,14 @@ class LongDocuments:
         Returns:
             ``[m]`` int64 document numbers, ``m >= n``.
 
+        Raises:
+            ValueError: If the borders do not ascend from 0.
+
         Example:
             >>> LongDocuments(longer_than=2, weight=2.5).order(np.array([0, 3, 5, 9])).tolist()
             [0, 1, 2, 0, 2, 2]
         """
+        check_borders(document_borders)
         lengths = np.diff(document_borders)
         long = np.flatnonzero(lengths > self.longer_than)
         whole = int(self.weight)
@@ -75,12 +81,20 @@ def pack_in_order(
     Returns:
         Rows whose segments are stretches of the token stream as it is.
 
+    Raises:
+        ValueError: If the borders do not ascend from 0, or a number in the order is that of no document.
+
     Example:
         >>> from datamodules.packing import pack_documents
         >>> rows = pack_in_order(np.array([0, 3, 5]), np.array([1, 0, 0]), lambda borders: pack_documents(borders, 4))
         >>> [rows.row(index).tolist() for index in range(len(rows))]
         [[[3, 5], [0, 2]], [[2, 3], [0, 3]]]
     """
+    check_borders(document_borders)
+    if len(order) and not 0 <= order.min() <= order.max() < len(document_borders) - 1:
+        raise ValueError(
+            f"`order` must name {len(document_borders) - 1} documents from 0 on, got {order.min()} to {order.max()}."
+        )
     lengths = np.diff(document_borders)[order]
     borders = np.concatenate([[0], np.cumsum(lengths)])
     rows = pack(borders)

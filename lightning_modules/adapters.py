@@ -4,6 +4,7 @@ import copy
 import difflib
 import hashlib
 import importlib.util
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -15,6 +16,8 @@ from peft.utils import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import BitsAndBytesConfig, PreTrainedModel
+
+from lightning_modules.zero import gathered
 
 EMBEDDINGS_AND_NORMS = "embeddings-and-norms"
 """A value of ``modules_to_save``, in the manner of peft's ``target_modules: all-linear``."""
@@ -50,7 +53,7 @@ def add_adapters(model: PreTrainedModel, arguments: dict[str, Any], *, autocast:
             module.support_avx512bf16_for_cpu = False
     try:
         adapted = get_peft_model(model, config)
-    except TypeError as error:
+    except (TypeError, NotImplementedError, AttributeError, KeyError, re.error) as error:
         raise ValueError(f"`lora` = {arguments} has a value of a wrong kind, says peft: {error}") from error
     if not any(parameter.requires_grad for parameter in adapted.parameters()):
         raise ValueError(f"`lora` = {arguments} leaves nothing to train: remove `inference_mode`.")
@@ -80,7 +83,16 @@ def lora_config(arguments: dict[str, Any], model: PreTrainedModel) -> LoraConfig
         settings["modules_to_save"] = embeddings_and_norms(model)
     if model.config.get_text_config(decoder=True).tie_word_embeddings:
         settings.setdefault("ensure_weight_tying", _touches_embedding(model, settings))
-    return LoraConfig(**settings)
+    targets = settings.get("target_modules")
+    if not isinstance(targets, str | list | None):
+        raise ValueError(f"`lora.target_modules` must be a list of names or a pattern, got {targets!r}.")
+    alpha = settings.get("lora_alpha", 1)
+    if not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
+        raise ValueError(f"`lora.lora_alpha` scales the adapters and must be a number above 0, got {alpha!r}.")
+    try:
+        return LoraConfig(**settings)
+    except (TypeError, AttributeError, NotImplementedError, re.error) as error:
+        raise ValueError(f"`lora` = {arguments} has a value of a wrong kind, says peft: {error}") from error
 
 
 def embeddings_and_norms(model: PreTrainedModel) -> list[str]:
@@ -170,8 +182,9 @@ def frozen_fingerprint(module: nn.Module, numbers: int = 64) -> str:
     digest = hashlib.sha256()
     for name, parameter in module.named_parameters():
         if not parameter.requires_grad and parameter.is_floating_point():
-            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-            head = whole.detach().flatten()[:numbers].to("cpu", torch.float32)
+            with gathered([parameter]):
+                whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+                head = whole.detach().flatten()[:numbers].to("cpu", torch.float32)
             digest.update(name.encode() + head.numpy().tobytes())
     return digest.hexdigest()
 

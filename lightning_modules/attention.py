@@ -1,7 +1,7 @@
 """Attention that stops at document borders, for rows that hold several documents."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+
+Exchange = Callable[..., tuple[Tensor, Tensor | None]]
+"""Attention of rows whose tokens are shared out among processes: `SequenceGroup.attend`."""
 
 DOCUMENT_SDPA = "document_sdpa"
 """Our name for torch's scaled dot product attention, one document at a time."""
@@ -28,8 +31,9 @@ def document_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     document_borders: Sequence[Sequence[int]] | None = None,
+    exchange: Exchange | None = None,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
     """Causal attention within each document of each row, exact and without a mask.
 
     A block-diagonal mask of a row of 32k tokens takes 1 GiB and shuts out the flash kernel; causal attention of one
@@ -42,11 +46,22 @@ def document_attention(
         value: ``[B, H_kv, T, D]``.
         attention_mask: A mask that transformers made (padding, sliding window); it knows the documents already.
         document_borders: For each row ascending indices ``[0, .., T]``; one document per row when None.
+        exchange: Computes this function for whole rows, of which this process holds a part of the tokens.
         **kwargs: As transformers passes them on.
 
     Returns:
         ``[B, T, H, D]`` attention output, and None for the attention weights.
+
+    Raises:
+        ValueError: If there is a mask and this process holds a part of the rows only.
     """
+    if exchange is not None:
+        if attention_mask is not None:
+            raise ValueError(
+                f"`{type(module).__name__}` needs a mask, which is of this process's part of the row only: processes"
+                " cannot share the rows of this model."
+            )
+        return exchange(module, query, key, value, document_borders=document_borders, **kwargs)
     if document_borders is None or attention_mask is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     rows = []

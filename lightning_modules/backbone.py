@@ -8,12 +8,13 @@ from typing import Any, TypeVar, overload
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lightning_modules.adapters import active_module
-from lightning_modules.attention import borders_given, isolation_arguments
+from lightning_modules.attention import Exchange, borders_given, isolation_arguments
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch, unscored_token
 from lightning_modules.functional import (
     ShortContext,
@@ -32,6 +33,7 @@ from lightning_modules.functional.log_likelihood import Head
 from lightning_modules.functional.windows import draw_windows, row_windows, trim_windows, window_batch
 from lightning_modules.last_layer import last_layer_reads_from
 from lightning_modules.rotary_checks import check_rotary, check_static
+from lightning_modules.zero import GatheringModule, is_gathering_hook, share_parameters, whole_shape
 
 Result = TypeVar("Result")
 
@@ -66,6 +68,7 @@ class Backbone(nn.Module):
         self.isolates_documents = True
         self.trims_last_layer = True
         self.in_step = False
+        self._at_head = GatheringModule()
         if self.base_model.get_output_embeddings() is None or self.decoder is None:
             raise ValueError(f"`{type(self.base_model).__name__}` is no causal LM with a decoder and an output head.")
 
@@ -85,7 +88,7 @@ class Backbone(nn.Module):
     @property
     def vocabulary_size(self) -> int:
         """Rows of the embedding: token ids must stay below it."""
-        return self.base_model.get_input_embeddings().weight.shape[0]
+        return whole_shape(self._embedding)[0]
 
     @property
     def has_dropout(self) -> bool:
@@ -97,16 +100,27 @@ class Backbone(nn.Module):
     @property
     def device(self) -> torch.device:
         """Where the model takes its input."""
-        return self.base_model.get_input_embeddings().weight.device
+        return self._embedding.device
+
+    @property
+    def _embedding(self) -> nn.Parameter:
+        return next(self.base_model.get_input_embeddings().parameters())  # by `.weight` DeepSpeed would gather it
 
     @overload
-    def forward(self, batch: PackedBatch, weighing: None = None, *, first_scored: int = 1) -> Tensor: ...
+    def forward(
+        self, batch: PackedBatch, weighing: None = None, *, first_scored: int = 1, exchange: Exchange | None = None
+    ) -> Tensor: ...
 
     @overload
-    def forward(self, batch: PackedBatch, weighing: Weighing) -> WeightedLoss: ...
+    def forward(self, batch: PackedBatch, weighing: Weighing, *, exchange: Exchange | None = None) -> WeightedLoss: ...
 
     def forward(
-        self, batch: PackedBatch, weighing: Weighing | None = None, *, first_scored: int = 1
+        self,
+        batch: PackedBatch,
+        weighing: Weighing | None = None,
+        *,
+        first_scored: int = 1,
+        exchange: Exchange | None = None,
     ) -> Tensor | WeightedLoss:
         """Log-likelihood of each scored token given everything before it in its document, or the loss made of them.
 
@@ -114,6 +128,8 @@ class Backbone(nn.Module):
             batch: ``[B, T]`` packed rows.
             weighing: How the tokens make up a loss, for training.
             first_scored: No token before this one is scored in any row, which saves work in the last layer.
+            exchange: If the rows are this process's part of rows that several share (`SequenceGroup.part`), how their
+                attention is computed. Labels are ``[B, T + 1]`` then, and so is what is returned.
 
         Returns:
             ``[B, T]`` log-likelihoods in nats, float32; 0 where a token is not scored. With ``weighing``, the loss,
@@ -124,8 +140,10 @@ class Backbone(nn.Module):
         """
         trims = weighing is None and self.trims_last_layer and not torch.is_grad_enabled()
         with _no_autocast_cache(), last_layer_reads_from(self.decoder, first_scored - 1 if trims else 0):
-            hidden_states = self._hidden_states(batch)
-        labels = batch["labels"]
+            hidden_states = self._hidden_states(batch, exchange)
+        return self._at_head(hidden_states, function=lambda hidden: self._read(hidden, batch["labels"], weighing))
+
+    def _read(self, hidden_states: Tensor, labels: Tensor, weighing: Weighing | None) -> Tensor | WeightedLoss:
         kernel = self.head_kernel if torch.is_grad_enabled() else "chunked"
         if weighing is None and kernel == "chunked":
             return token_log_likelihood(hidden_states, self.head, labels)
@@ -141,9 +159,13 @@ class Backbone(nn.Module):
 
         Such weights are whole only inside of a pass, and this is one. All processes must call it.
         """
-        return function()
+        return self._at_head(function=function)
 
-    def _hidden_states(self, batch: PackedBatch) -> Tensor:
+    def gather_head(self) -> None:
+        """Have DeepSpeed gather the head's weights where they are used, which is not only in a call of the head."""
+        share_parameters(self._at_head, self.base_model.get_output_embeddings().parameters())
+
+    def _hidden_states(self, batch: PackedBatch, exchange: Exchange | None) -> Tensor:
         lengths = [stop - start for row in batch["document_borders"] for start, stop in pairwise(row)]
         self._check_length(max(lengths, default=0))
         if not self.isolates_documents and any(len(borders) > 2 for borders in batch["document_borders"]):
@@ -151,24 +173,29 @@ class Backbone(nn.Module):
                 f"`{type(self.base_model).__name__}` cannot keep the documents of a row apart ('{self.attention}'"
                 " attention): give it rows of one document, or `isolate_documents: false` for plain concatenation."
             )
-        borders = isolation_arguments(
+        arguments = isolation_arguments(
             self.attention, batch["document_borders"], batch["input_ids"].shape[1], batch["input_ids"].device
         )
+        if exchange is not None:
+            arguments["exchange"] = exchange
         with borders_given():
-            return self.decoder(
+            hidden_states = self.decoder(
                 input_ids=batch["input_ids"],
                 position_ids=batch["position_ids"],
                 use_cache=False,  # a cache object silently switches document isolation off
-                **borders,
+                **arguments,
             ).last_hidden_state
+        # The last token of a part predicts one that stands in the next part, and has a label here.
+        return hidden_states if exchange is None else F.pad(hidden_states, (0, 0, 0, 1))
 
     @property
     def head(self) -> Head:
         """Maps hidden states to logits, with the scale and soft cap that the model applies, in the fastest way."""
         head = active_module(self.base_model.get_output_embeddings())
-        hooks = (head._forward_pre_hooks, head._forward_hooks, head._backward_pre_hooks, head._backward_hooks)
+        kinds = (head._forward_pre_hooks, head._forward_hooks, head._backward_pre_hooks, head._backward_hooks)
+        hooked = any(not is_gathering_hook(hook) for hooks in kinds for hook in hooks.values())
         # Anything else (an adapter, a quantised weight) has to be asked for its logits.
-        if type(head) is not nn.Linear or any(hooks) or "forward" in vars(head):
+        if type(head) is not nn.Linear or hooked or "forward" in vars(head):
             return self.logits
         return LinearHead(head.weight, head.bias, *self._logit_transform())
 
@@ -216,6 +243,7 @@ class Backbone(nn.Module):
         wanted: Tensor | None = None,
         window_share: float = 1.0,
         seed: int = 0,
+        shared_by: dist.ProcessGroup | None = None,
     ) -> ShortContext:
         """Log-likelihood of each token given a short context, in eval mode and without gradient.
 
@@ -226,6 +254,7 @@ class Backbone(nn.Module):
             wanted: ``[B, T]`` bool, the tokens to be scored; windows without any are skipped. All by default.
             window_share: Share of the windows to be scored, drawn at random without replacement.
             seed: Of that draw.
+            shared_by: Processes that all have this batch and share its windows out among them.
 
         Returns:
             The log-likelihoods and where there are any.
@@ -234,7 +263,7 @@ class Backbone(nn.Module):
             ValueError: If the rotation of a position depends on the length of the text.
         """
         self._check_rope()
-        short = torch.zeros_like(batch["labels"], dtype=torch.float32)
+        short = torch.zeros_like(batch["labels"], dtype=torch.promote_types(self.base_model.dtype, torch.float32))
         differs = torch.zeros_like(batch["labels"], dtype=torch.bool)
         windows = row_windows(batch["document_borders"], context_length=context_length, stride=stride)
         windows, share = draw_windows(windows, window_share, seed=seed)
@@ -242,6 +271,10 @@ class Backbone(nn.Module):
             windows = trim_windows(windows, wanted)
             batch = batch.copy()
             batch["labels"] = batch["labels"].masked_fill(~wanted, IGNORE_INDEX)
+        for row, (_, scored, stop) in windows:
+            differs[row, scored:stop] = True
+        if shared_by is not None:
+            windows = windows[shared_by.rank() :: shared_by.size()]
         size = self._windows_per_pass(context_length + stride)
         groups = [windows[first : first + size] for first in range(0, len(windows), size)]
         with eval_mode(self):
@@ -251,7 +284,8 @@ class Backbone(nn.Module):
                 short = short.to(log_likelihood.dtype)
                 for scores, (row, (start, scored, stop)) in zip(log_likelihood, group, strict=True):
                     short[row, scored:stop] = scores[scored - start : stop - start]
-                    differs[row, scored:stop] = True
+        if shared_by is not None:  # each token has one summand that is not 0
+            dist.all_reduce(short, group=shared_by)
         return ShortContext(short, differs & batch["labels"].ne(IGNORE_INDEX), share)
 
     @torch.no_grad()

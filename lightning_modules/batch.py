@@ -8,6 +8,9 @@ from torch import Tensor
 IGNORE_INDEX = -100
 """Label of a token that is not scored."""
 
+LONGEST_ROW = 2**27
+"""Tokens of a row, at most: a thousand times what is trained on today, and few enough to be planned and packed."""
+
 
 class PackedBatch(TypedDict):
     """Rows of one or several documents each; entry ``t`` of every per-token tensor speaks of token ``t``.

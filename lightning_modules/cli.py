@@ -1,13 +1,11 @@
-"""The command line: LightningCLI for ``fit``, ``validate``, ``test`` and ``predict``, and the commands beside it."""
+"""The command line: LightningCLI for ``fit`` and its kin, the commands that take its options, and `main`."""
 
 import argparse
 import json
 import logging
 import os
 import sys
-import traceback
 import warnings
-import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,13 +14,30 @@ import jsonargparse
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.plugins.io import CheckpointIO
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
+from lightning_modules.checkpoint_io import CheckedCheckpointIO
+from lightning_modules.commands import export_command, reproduce_command, score_command, summary
+from lightning_modules.companions import Companions, gathering
+from lightning_modules.config_files import check_config_files, use_checked_yaml
+from lightning_modules.errors import stop_with
 from lightning_modules.files import writable_folder, write_atomically
 from lightning_modules.influence_trainer import InfluenceTrainer
 from lightning_modules.long_context_lm import LR_SCHEDULER, OPTIMIZER, LongContextLM
 from lightning_modules.objectives import check_influence
+from lightning_modules.preemption import Preemption
+from lightning_modules.random_states import RandomStates
+from lightning_modules.run_checkpoints import (
+    SameCheckpoint,
+    check_checkpoint_folders,
+    find_checkpoint,
+    goes_on,
+    say_how_to_go_on,
+)
+from lightning_modules.sequence_parallelism import sequence_parallel_size
+from lightning_modules.trainer_checks import check_strategy, check_trainer
 
 USAGE = """\
 usage: longce COMMAND [OPTIONS]
@@ -39,6 +54,7 @@ commands:
   data        `data inspect`: what the training rows hold, as text, with document borders
   influence   LongCE weights of the training rows by an evaluator, so that training makes no short pass
   export      a checkpoint of `fit` as a folder that transformers loads
+  reproduce   the paper's experiments: `miniature` with tiny models, `table1` .. `table12` with real ones (`--list`)
   plan        FLOPs, time, memory and cost of `fit` and of scoring on given GPUs, without weights or a GPU
 
 `longce COMMAND --help` explains the options of each."""
@@ -48,6 +64,8 @@ class LongceCLI(LightningCLI):
     """LightningCLI in which the command line has the last word, also over a checkpoint."""
 
     def __init__(self, args: ArgsType = None, run: bool = True, **settings: Any) -> None:
+        self.preemption = Preemption()
+        self._asked: str | None = None  # --ckpt_path, as it was given
         super().__init__(
             LongContextLM,
             args=args,
@@ -55,7 +73,10 @@ class LongceCLI(LightningCLI):
             auto_configure_optimizers=False,
             save_config_kwargs={"overwrite": True},
             # The data modules share documents and rows out themselves: without repeating any.
-            trainer_defaults={"use_distributed_sampler": False},
+            trainer_defaults={
+                "use_distributed_sampler": False,
+                "callbacks": [Companions(), SameCheckpoint(), RandomStates(), self.preemption],
+            },
             parser_kwargs={"prog": "longce"},
             **settings,
         )
@@ -73,16 +94,58 @@ class LongceCLI(LightningCLI):
         """
 
     @override
+    def before_instantiate_classes(self) -> None:
+        """Refuse a config that takes the model's settings away."""
+        if not isinstance(self._get(self.config, "model"), jsonargparse.Namespace):
+            raise ValueError("`model` must hold settings of the model, as keys and values: leave it out, or mend it.")
+
+    @override
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Write and read checkpoints in our way, unless the config has one of its own."""
+        options = self._get(self.config_init, "trainer")
+        check_trainer(options)
+        plugins = options.get("plugins") or []
+        plugins = list(plugins) if isinstance(plugins, list | tuple) else [plugins]
+        if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
+            plugins.append(CheckedCheckpointIO())
+        try:
+            return super().instantiate_trainer(**{"plugins": plugins, **kwargs})
+        except TypeError as error:  # Lightning's, of some values
+            raise ValueError(f"`trainer` cannot be made: {error}") from error
+
+    @override
+    def _run_subcommand(self, subcommand: str) -> None:
+        with gathering(self.trainer):
+            super()._run_subcommand(subcommand)
+
+    @override
     def after_instantiate_classes(self) -> None:
         """Refuse what cannot work now: nothing is tokenised or loaded yet."""
         if self.subcommand is not None:
-            _check_checkpoint(self.config[self.subcommand].get("ckpt_path"))
+            check_strategy(self.trainer)
+            options = self.config_init[self.subcommand]
+            logger, resume = self._get(self.config, "trainer").logger, self.subcommand == "fit"
+            self._asked = options.ckpt_path
+            options.ckpt_path = find_checkpoint(options.ckpt_path, self.trainer, logger, resume=resume)
+            if self.subcommand == "fit":
+                check_checkpoint_folders(self.trainer)
             rows = getattr(self.datamodule, "sequence_length", None) if self.subcommand == "fit" else None
-            self.model.check_early(rows)
+            self.model.check_early(rows, sequence_parallel_size(self.trainer))
             if self.subcommand == "fit":
                 _check_curriculum(self.model, getattr(self.datamodule, "curriculum", None))
                 stored = getattr(self.datamodule, "influence", None)
                 check_influence(self.model.objective, stored and f"in '{stored}'")
+
+    def fit(self, **arguments: Any) -> None:
+        """Train; whoever asked for a stop is told how to go on."""
+        try:
+            self.trainer.fit(**arguments)
+        except SystemExit as stopped:  # of status 0 after SIGTERM, 1 after Ctrl-C
+            if isinstance(stopped, SIGTERMException) or isinstance(stopped.__context__, KeyboardInterrupt):
+                say_how_to_go_on(self.trainer)
+            if isinstance(stopped, SIGTERMException) and self.trainer.is_global_zero:
+                self.preemption.requeue(goes_on=goes_on(self._asked, self.trainer))
+            raise
 
 
 def _check_curriculum(model: LongContextLM, curriculum: Any) -> None:
@@ -198,32 +261,6 @@ class DataCLI(LongceCLI):
         self.datamodule = parser.instantiate(jsonargparse.Namespace(data=self.config.data)).data
 
 
-def _check_checkpoint(path: str | None) -> None:
-    """Raise a ``ValueError`` for a checkpoint that is torn, missing or on the web; names such as ``last`` pass."""
-    if path is None or path in ("best", "last", "hpc"):
-        return
-    if "://" in str(path):
-        raise ValueError(f"`ckpt_path` '{path}': checkpoints are not loaded from the web. Download it first.")
-    # A file is a zip archive, as torch writes it; a sharded checkpoint is a folder with one of these.
-    sharded = any(os.path.exists(os.path.join(path, name)) for name in (".metadata", "latest"))
-    if not sharded and not zipfile.is_zipfile(path):
-        state = "is torn or no checkpoint" if os.path.exists(path) else "does not exist"
-        raise ValueError(f"`ckpt_path` '{path}' {state}. Name another one, or leave it out to start afresh.")
-
-
-def score_command(arguments: Sequence[str]) -> None:
-    """Run ``longce score`` and print its table."""
-    from lightning_modules.score import score, table  # a heavy import that the other commands do without
-
-    parser = jsonargparse.ArgumentParser(prog="longce score", description=_summary(score))
-    parser.add_argument("-c", "--config", action="config", help="YAML file with options of this command.")
-    parser.add_argument("files", nargs="+", type=str, help="UTF-8 text files, one document each.")
-    parser.add_function_arguments(score, skip={"files"}, as_positional=False)
-    options = parser.parse_args(list(arguments[1:])).as_dict()
-    options.pop("config", None)
-    sys.stdout.write(table(score(**options)) + "\n")
-
-
 def plan_command(arguments: Sequence[str]) -> None:
     """Run ``longce plan`` and print its report."""
     from lightning_modules.planning.hardware import find_gpu
@@ -245,20 +282,10 @@ def plan_command(arguments: Sequence[str]) -> None:
         write_atomically(Path(options.output), (json.dumps(plan, indent=2) + "\n").encode())
 
 
-def export_command(arguments: Sequence[str]) -> None:
-    """Run ``longce export`` and say where the model is."""
-    from lightning_modules.export import export_checkpoint
-
-    parser = jsonargparse.ArgumentParser(prog="longce export", description=_summary(export_checkpoint))
-    parser.add_function_arguments(export_checkpoint, as_positional=True)
-    options = parser.parse_args(list(arguments[1:])).as_dict()
-    sys.stdout.write(f"{export_checkpoint(**options)}\n")
-
-
 def data_command(arguments: Sequence[str]) -> None:
     """Run ``longce data inspect`` and print its report."""
     if arguments[1:2] in (["-h"], ["--help"]):
-        arguments = ("data", "inspect", "--help")
+        arguments = ["data", "inspect", "--help"]
     if arguments[1:2] != ["inspect"]:
         raise ValueError("`longce data` has one command: `longce data inspect`, with the options of `longce fit`.")
     sys.argv[1:] = arguments[2:]
@@ -276,7 +303,7 @@ def quickstart_command(arguments: Sequence[str]) -> None:
     from lightning_modules.quickstart import quickstart
 
     if "-h" in arguments or "--help" in arguments:
-        sys.stdout.write(f"usage: longce quickstart [OPTIONS of longce fit]\n\n{_summary(quickstart)}\n")
+        sys.stdout.write(f"usage: longce quickstart [OPTIONS of longce fit]\n\n{summary(quickstart)}\n")
     else:
         quickstart(_lightning_command, arguments[1:])
 
@@ -284,10 +311,6 @@ def quickstart_command(arguments: Sequence[str]) -> None:
 def _lightning_command(arguments: Sequence[str]) -> LongceCLI:
     sys.argv[1:] = arguments
     return LongceCLI()
-
-
-def _summary(function: Callable[..., object]) -> str:
-    return (function.__doc__ or "").partition("\n\n")[0]
 
 
 def influence_command(arguments: Sequence[str]) -> None:
@@ -303,6 +326,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], object]] = {
     "export": export_command,
     "data": data_command,
     "quickstart": quickstart_command,
+    "reproduce": reproduce_command,
     **dict.fromkeys(("fit", "validate", "test", "predict"), _lightning_command),
 }
 
@@ -323,22 +347,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.stderr.write(f"longce: error: no command '{arguments[0]}'.\n\n{USAGE}\n")
         sys.exit(2)
     try:
+        use_checked_yaml()
+        check_config_files(arguments)
         COMMANDS.get(arguments[0], _lightning_command)(arguments)
     except KeyboardInterrupt:
         sys.stderr.write("\nlongce: interrupted\n")
         sys.exit(130)
-    except (ValueError, FileNotFoundError, FloatingPointError, MisconfigurationException) as error:
-        if os.environ.get("LONGCE_TRACEBACK"):
-            traceback.print_exc()
-        sys.stderr.write(f"longce: error: {_root_cause(error)}\n(Set LONGCE_TRACEBACK=1 to see where.)\n")
-        sys.exit(2)
-
-
-def _root_cause(error: BaseException) -> BaseException:
-    """What a class named in a config complained of, without the parser's list of all it tried."""
-    while str(error).startswith("Does not validate") and (cause := error.__cause__ or error.__context__) is not None:
-        error = cause
-    return error
+    except Exception as error:
+        stop_with(error)
 
 
 def _set_up_messages() -> None:
@@ -350,9 +366,20 @@ def _set_up_messages() -> None:
     )
     for noisy in ("httpx", "httpx2", "datasets", "fsspec", "tensorboard"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    logging.getLogger("DeepSpeed").addFilter(_to_stderr)
+    # A faster kernel for 4-bit weights on CPUs, which hardly any run has.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(lambda record: "gemm_4bit" not in record.getMessage())
     # Lightning advertises other products at every start.
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
         lambda record: "Tip:" not in record.getMessage()
     )
     warnings.formatwarning = lambda message, category, *_, **__: f"{category.__name__}: {message}\n"
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # Lightning's use of torch
+    warnings.filterwarnings("ignore", message="The dirpath has changed")  # each run has its own
+
+
+def _to_stderr(record: logging.LogRecord) -> bool:
+    """DeepSpeed's own handler writes to standard output, which is for results."""
+    if "Setting accelerator to CPU" not in record.getMessage():
+        logging.getLogger().handle(record)
+    return False

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from lightning.pytorch.utilities import rank_zero_warn
 from transformers import PreTrainedConfig
 
+from lightning_modules.batch import LONGEST_ROW
 from lightning_modules.eabf import EABF
 from lightning_modules.patterns.settings import PATTERN_OPTIONS, PATTERN_SETTINGS
 from lightning_modules.rope_types import (
@@ -108,7 +109,7 @@ class ContextExtension:
     full_attention: bool = False
 
     def __post_init__(self) -> None:
-        if self.method not in METHODS:
+        if not isinstance(self.method, str) or self.method not in METHODS:
             raise ValueError(f"`context_extension.method` is '{self.method}': choose one of {', '.join(METHODS)}.")
         self._check_lengths()
         if not isinstance(self.full_attention, bool):
@@ -181,6 +182,8 @@ class ContextExtension:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 2:
                 raise ValueError(f"`context_extension.{name}` must be a number of tokens, 2 or more, got {value!r}.")
+            if value > LONGEST_ROW:
+                raise ValueError(f"`context_extension.{name}` must be at most {LONGEST_ROW:,} tokens.")
         if self.target_length < self.original_length or (self.factor == 1 and self.method != "none"):
             raise ValueError(
                 f"`context_extension.target_length` = {self.target_length} must be above"

@@ -196,19 +196,39 @@ class Evaluator:
     def _score(self, text: str, device: torch.device | str, name: str, beta: float | None) -> TokenScores:
         if self.sharded:
             self._any_process(True, device)
-        scores = score_text(
-            text,
-            self._model(device),
-            self.tokenizer,
-            context_length=self.context_length,
-            stride=self.stride,
-            add_special_tokens=self.add_special_tokens,
-            name=name,
-            evaluator=self.identity,
-            beta=beta,
-        )
-        scores.save(self.path(scores.text_sha256, partial=beta is not None))
+        try:
+            scores = score_text(
+                text,
+                self._model(device),
+                self.tokenizer,
+                context_length=self.context_length,
+                stride=self.stride,
+                add_special_tokens=self.add_special_tokens,
+                name=name,
+                evaluator=self.identity,
+                beta=beta,
+            )
+        except torch.OutOfMemoryError as error:
+            error.add_note(
+                f"The evaluator '{self.name}' was scoring '{name}' ({len(text):,} characters): load it in bfloat16,"
+                " or score on its own before training (`longce score`), which leaves its scores in the cache."
+            )
+            raise
+        self._store(scores, name, partial=beta is not None)
         return scores
+
+    def _store(self, scores: TokenScores, name: str, *, partial: bool) -> None:
+        """For later runs; this one keeps its scores in memory, and goes on if the disk is full."""
+        try:
+            scores.save(self.path(scores.text_sha256, partial=partial))
+        except OSError as error:
+            log.warning(
+                "The scores of '%s' could not be stored in %s (%s): the next run scores it again. Free some room, or"
+                " set `cache_dir` or $LONGCE_CACHE to another disk.",
+                name,
+                self.cache_dir,
+                error.strerror or error,
+            )
 
     def _model(self, device: torch.device | str) -> Backbone:
         if self._backbone is None:

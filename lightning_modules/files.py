@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 
 def default_cache_dir() -> Path:
@@ -17,10 +18,10 @@ def default_cache_dir() -> Path:
 
 
 BUILDING = ".building-"
-"""What the name of every unfinished folder begins with; nobody reads such folders."""
+"""What the names of all unfinished files and folders begin with; nobody reads them."""
 
 HOST = platform.node().replace(os.sep, "_")
-"""Name of this machine, as unfinished folders carry it."""
+"""Name of this machine, as unfinished files and folders carry it."""
 
 CACHE_REMEDY = "Set `cache_dir`, or $LONGCE_CACHE, to a folder that you can write to."
 
@@ -49,15 +50,29 @@ def write_atomically(path: Path, content: bytes) -> None:
     Raises:
         OSError: If the folder cannot be written to.
     """
+    with atomic_file(path) as stream:
+        stream.write(content)
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
+    """A temporary file beside ``path`` to be written; it takes the name, flushed to disk, when the block ends.
+
+    A failure leaves what was there, a killed process a file ``.building-*`` besides, which nobody reads.
+
+    Raises:
+        OSError: If the folder cannot be written to.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=building_prefix(path))
     try:
         with os.fdopen(descriptor, "wb") as stream:
-            stream.write(content)
+            yield stream
             stream.flush()
             os.fsync(stream.fileno())
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
+        to_disk(path.parent)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
@@ -81,17 +96,28 @@ def atomic_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
         temporary.chmod(0o755)  # `mkdtemp` lets nobody else in, but a cache may be shared
         for path in (*temporary.rglob("*"), temporary):
             to_disk(path)
-        if replace and target.is_dir():
-            _exchange(temporary, target)
-        else:
-            _publish(temporary, target)
-        to_disk(target.parent)
+        publish_folder(temporary, target, replace=replace)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             error.add_note(f"No room for {target}. Free some, or set `cache_dir` or $LONGCE_CACHE to another disk.")
         raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def publish_folder(temporary: Path, target: Path, *, replace: bool) -> None:
+    """Give a complete folder its name, in one step; ``temporary`` is then gone, or what is to be removed.
+
+    Args:
+        temporary: The folder, beside ``target``.
+        target: The name.
+        replace: Whether it takes the place of a folder of that name.
+    """
+    if replace and target.is_dir():
+        _exchange(temporary, target)
+    else:
+        _publish(temporary, target)
+    to_disk(target.parent)
 
 
 def _publish(temporary: Path, target: Path) -> None:

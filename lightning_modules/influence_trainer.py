@@ -20,7 +20,7 @@ from lightning_modules.batch import PackedBatch
 from lightning_modules.functional.windows import check_context
 from lightning_modules.loading import DType, load_backbone, load_config, model_identity
 from lightning_modules.long_context_lm import LongContextLM
-from lightning_modules.objectives import LongCE, StoredInfluence
+from lightning_modules.objectives import LongCE, StoredInfluence, innermost
 from lightning_modules.offline_influence import Transfer, make_transfer, row_influence
 from lightning_modules.probe import check_scoring
 from lightning_modules.tokenization import load_tokenizer, tokenizer_hash
@@ -178,10 +178,11 @@ class InfluenceTrainer(Trainer):
 
     def _check(self, model: LongContextLM, datamodule: LightningDataModule) -> float:
         """The largest weight, if all is well that can be known before anything is loaded."""
-        if not isinstance(model.objective, (LongCE, StoredInfluence)):
+        objective = innermost(model.objective)
+        if not isinstance(objective, (LongCE, StoredInfluence)):
             raise ValueError(
                 f"`longce influence` computes the weights of LongCE, and `model.objective` is"
-                f" {type(model.objective).__name__}: set it to LongCE or StoredInfluence."
+                f" {type(objective).__name__}: set it to LongCE or StoredInfluence."
             )
         if not callable(getattr(datamodule, "influence_rows", None)):
             raise ValueError(f"`data` has no packed training rows to weigh: {type(datamodule).__name__}.")
@@ -191,7 +192,7 @@ class InfluenceTrainer(Trainer):
                 f"Each process scores rows of its own and holds the whole evaluator, so that `trainer.strategy` must be"
                 f" 'auto' or 'ddp', not {type(self.strategy).__name__}."
             )
-        return model.objective.gamma
+        return objective.gamma
 
 
 def wait_for_all_processes() -> None:

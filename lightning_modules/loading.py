@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
 import torch
-from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -23,11 +22,14 @@ from lightning_modules.backbone import Backbone
 from lightning_modules.checkpointing import Checkpointing, enable_checkpointing
 from lightning_modules.context_extension import ContextExtension, extend_config
 from lightning_modules.functional.head_kernels import HeadKernel, check_installed
+from lightning_modules.model_checks import check_config, check_sizes, check_weight_files
 from lightning_modules.rope_types import own_type
 from lightning_modules.rotary_checks import check_rotary
 from lightning_modules.tokenization import local_or_hub, not_loaded
 
 log = logging.getLogger(__name__)
+
+_FLASH_PACKAGES = ("flash_attn", "kernels")
 
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 """Of the weights; ``auto`` keeps the stored one."""
@@ -140,27 +142,60 @@ def load_config(
         ValueError: If it cannot be found or extended, or neither a path nor a ``model_type`` is given.
     """
     overrides = dict(model_config or {})
+    check_sizes(overrides)  # some configs make a list of as many values
     if pretrained_model_name_or_path is None:
         if "model_type" not in overrides:
             raise ValueError(
                 "Name a model by `pretrained_model_name_or_path`, or by the `model_type` of a `model_config`."
             )
-        _check_keys(overrides, AutoConfig.for_model(overrides["model_type"]))
-        config = AutoConfig.for_model(**overrides)
+        config = _new_config(overrides)
     else:
         pretrained_model_name_or_path = local_or_hub(pretrained_model_name_or_path, "model")
+        try:
+            stored, _ = PreTrainedConfig.get_config_dict(pretrained_model_name_or_path, revision=revision)
+        except Exception:  # of which the next lines tell
+            stored = {}
+        check_sizes(stored)
         try:
             config = AutoConfig.from_pretrained(
                 pretrained_model_name_or_path, revision=revision, trust_remote_code=trust_remote_code
             )
-        except (OSError, ValueError) as error:
+        except Exception as error:  # of values of a wrong kind transformers raises whatever it stumbles over
             raise ValueError(not_loaded("model", pretrained_model_name_or_path, error)) from error
         _check_keys(overrides, config)
         for name, value in overrides.items():
-            setattr(config, name, {**getattr(config, name), **value} if isinstance(value, dict) else value)
+            _override(config, name, value)
+    check_config(config, trust_remote_code=trust_remote_code)
     extend_config(config, context_extension)
-    config.validate()
+    try:
+        config.validate()
+    except Exception as error:
+        raise ValueError(f"`model_config` = {overrides} makes no model: {_in_one_line(error)}") from error
     return config
+
+
+def _new_config(overrides: dict[str, Any]) -> PreTrainedConfig:
+    """A config that is not stored anywhere."""
+    try:
+        known = AutoConfig.for_model(overrides["model_type"])
+        _check_keys(overrides, known)
+        return AutoConfig.for_model(**overrides)
+    except Exception as error:  # as above
+        raise ValueError(f"`model_config` = {overrides} makes no model: {_in_one_line(error)}") from error
+
+
+def _override(config: PreTrainedConfig, name: str, value: Any) -> None:
+    own = getattr(config, name)
+    if isinstance(own, dict) and not isinstance(value, dict | None):
+        raise ValueError(f"`model_config.{name}` must be a mapping, such as {own}, got {value!r}.")
+    try:
+        setattr(config, name, {**own, **value} if isinstance(own, dict) and value is not None else value)
+    except Exception as error:  # transformers checks some at once
+        raise ValueError(f"`model_config.{name}` = {value!r}: {_in_one_line(error)}") from error
+
+
+def _in_one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def resolve_attention(implementation: str, config: PreTrainedConfig, *, flash: bool = False) -> str:
@@ -175,6 +210,11 @@ def resolve_attention(implementation: str, config: PreTrainedConfig, *, flash: b
         flash = flash and (own is None or "flash_attention_2" in own.backends)
         if flash and model_class._supports_flash_attn and importlib.util.find_spec("flash_attn") is not None:
             implementation = "flash_attention_2"
+    # transformers takes flash attention from the package kernels if there is no flash-attn.
+    if implementation.startswith("flash_attention_2") and not any(map(importlib.util.find_spec, _FLASH_PACKAGES)):
+        raise ValueError(
+            "`attn_implementation: flash_attention_2` needs flash-attn: install the extra `flash`, or use sdpa."
+        )
     log.info("Attention of %s: %s.", config.model_type, implementation)
     if implementation == "sdpa" and model_class._supports_attention_backend:
         return register_document_attention()
@@ -209,8 +249,8 @@ def model_identity(
 
 def _check_keys(overrides: dict[str, Any], config: PreTrainedConfig) -> None:
     for name in overrides:
-        if not hasattr(config, name):
-            near = difflib.get_close_matches(name, config.to_dict(), n=1)
+        if not isinstance(name, str) or not hasattr(config, name):
+            near = difflib.get_close_matches(str(name), config.to_dict(), n=1)
             hint = f" Did you mean '{near[0]}'?" if near else ""
             raise ValueError(f"`model_config` has '{name}', which {type(config).__name__} does not know.{hint}")
 
@@ -219,12 +259,24 @@ def _load_weights(
     path: str, config: PreTrainedConfig, revision: str | None, settings: dict[str, Any]
 ) -> PreTrainedModel:
     path = local_or_hub(path, "model")
+    check_weight_files(path)
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             path, config=config, revision=revision, output_loading_info=True, **settings
         )
-    except (OSError, SafetensorError) as error:
+    except (ValueError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # of a wrong config transformers raises whatever it stumbles over
+        if "mismatched" in str(error):
+            error = ValueError("tensors have other shapes than its config asks for, see the table above")
         raise ValueError(not_loaded("model", path, error)) from error
+    if unused := sorted(report["unexpected_keys"]):
+        log.warning(
+            "'%s' holds %d tensors that its config has no place for (%s, ..): they are not used.",
+            path,
+            len(unused),
+            unused[0],
+        )
     if missing := sorted(report["missing_keys"]):
         raise ValueError(
             f"The weights of '{path}' lack {len(missing)} tensors ({', '.join(missing[:3])}, ..), which would stay"

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from jsonargparse.typing import PositiveInt
-from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
@@ -15,14 +14,19 @@ from typing_extensions import override
 
 from lightning_modules.adapters import changes_base, frozen_fingerprint, quantization_config, trained_state
 from lightning_modules.backbone import Backbone
-from lightning_modules.batch import IGNORE_INDEX, PackedBatch
+from lightning_modules.batch import PackedBatch
 from lightning_modules.checkpointing import Checkpointing
+from lightning_modules.evaluation_steps import EvaluationSteps
 from lightning_modules.export import (
     FINGERPRINT,
     KEY,
     TrainingFacts,
+    check_resumable,
     check_same_model,
+    check_same_weights,
+    loaded_tokenizer,
     loading_facts,
+    made_tokenizer,
     objective_facts,
     run_facts,
     stored,
@@ -32,19 +36,20 @@ from lightning_modules.functional.head_kernels import HeadKernel, check_installe
 from lightning_modules.functional.windows import check_context, check_window_share
 from lightning_modules.loading import DType, check_quantization, has_weights, load_backbone, load_config
 from lightning_modules.low_precision import ShortDType, check_short_dtype, short_precision
-from lightning_modules.metrics import LongPerplexity
-from lightning_modules.objectives import LongCE, Objective, check_cap, check_influence
-from lightning_modules.probe import check_scoring
+from lightning_modules.model_checks import check_weight_files
+from lightning_modules.objectives import LongCE, Objective, check_cap, check_influence, check_normalised
 from lightning_modules.rotary_checks import check_static
+from lightning_modules.sequence_parallelism import check_sequence_parallelism
 from lightning_modules.sharding import (
-    data_parallel_mesh,
+    divide_gradients,
     ends_accumulation,
-    leaves_gradients,
-    load_sharded_backbone,
+    load_trainer_backbone,
+    prepare_deepspeed,
     saves_parts,
+    start_backward,
 )
 from lightning_modules.statistics import TrainingStatistics
-from lightning_modules.token_scores import TokenScores, text_sha256
+from lightning_modules.tokenization import warn_of_other_tokenizer
 
 # The paper's (Appendix A.2); as class and arguments, so that a saved config can hold them.
 OPTIMIZER: dict[str, Any] = {
@@ -65,7 +70,7 @@ TRAINED = "trained_weights"
 """Where a checkpoint without the weights that adapters leave as they were names those that it has."""
 
 
-class LongContextLM(LightningModule):
+class LongContextLM(EvaluationSteps):
     """Fine-tunes a Hugging Face causal LM on packed rows and scores documents with it.
 
     The defaults are those of the paper (Appendix A.2 of Fang et al., 2025, https://arxiv.org/abs/2410.23771).
@@ -102,7 +107,8 @@ class LongContextLM(LightningModule):
         lr_scheduler: Takes the optimizer and steps once per optimizer step; the default warms up over 20 steps.
 
     Raises:
-        ValueError: If ``context_length`` or ``stride`` is below 1, or ``short_window_share`` is not in (0, 1].
+        ValueError: If ``context_length`` or ``stride`` is below 1, or ``short_window_share`` is not in (0, 1], or below
+            1 for an objective that is normalised.
     """
 
     def __init__(
@@ -131,6 +137,7 @@ class LongContextLM(LightningModule):
         super().__init__()
         check_context(context_length, stride)
         check_window_share(short_window_share)
+        check_normalised(objective, short_window_share)
         self.save_hyperparameters(ignore=["objective", "optimizer", "lr_scheduler"])
         self.objective = objective
         self.context_length = context_length
@@ -157,15 +164,14 @@ class LongContextLM(LightningModule):
         self.strict_loading = not self._adapters_only
         self._make_optimizer = optimizer
         self._make_lr_scheduler = lr_scheduler
-        self._perplexity = LongPerplexity()
-        self._evaluated_at: int | None = None
         self._statistics = TrainingStatistics(objective, drawn=objective.uses_short_context and short_window_share < 1)
 
-    def check_early(self, sequence_length: int | None) -> None:
+    def check_early(self, sequence_length: int | None, sequence_parallel_size: int = 1) -> None:
         """Refuse what can be known to fail before any text is tokenised or any weight is loaded.
 
         Args:
             sequence_length: Tokens per training row, if there is training.
+            sequence_parallel_size: Processes that share a row.
 
         Raises:
             ValueError: If the model cannot be found, built or extended, it rotates by the length of the text, no token
@@ -181,6 +187,11 @@ class LongContextLM(LightningModule):
             check_context(self.context_length, self.stride, sequence_length)
         names = ("pretrained_model_name_or_path", "model_config", "context_extension", "revision", "trust_remote_code")
         config = load_config(**{name: self._loading[name] for name in names})
+        check_sequence_parallelism(config, sequence_parallel_size, self._loading["attn_implementation"])
+        if has_weights(path := self._loading["pretrained_model_name_or_path"]):
+            check_weight_files(path)
+        if self._loading["lora"] is not None:  # peft tells of wrong names and values when it builds
+            load_backbone(**{**self._loading, "quantization": None}, with_weights=False)
         self._check_trainable(config, fits=sequence_length is not None)
         if sequence_length is not None:
             check_static(config, compares=self.objective.uses_short_context)
@@ -196,19 +207,27 @@ class LongContextLM(LightningModule):
             raise ValueError("Quantised weights cannot be trained: set `model.lora`, which trains adapters over them.")
 
     @override
+    def setup(self, stage: str) -> None:
+        prepare_deepspeed(self.trainer, self._loading["dtype"])
+
+    @override
     def configure_model(self) -> None:
         if "backbone" not in self._modules:
-            self.backbone: Backbone = self._load_backbone()
+            self.backbone = self._load_backbone()
             # Now: `precision: bf16-true` rounds the weights only after a checkpoint is read.
             self._fingerprint = frozen_fingerprint(self) if self._adapters_only else None
 
     def _load_backbone(self) -> Backbone:
         if not self._trainer:
             return load_backbone(**self._loading)
-        device, precision = self.trainer.strategy.root_device, str(self.trainer.precision)
-        if (mesh := data_parallel_mesh(self.trainer)) is not None:
-            return load_sharded_backbone(mesh, device=device, precision=precision, **self._loading)
-        return load_backbone(**self._loading, device=device, autocast=precision.endswith("-mixed"))
+        if self.trainer.strategy.root_device.type == "mps":
+            raise ValueError("Corpus sums are float64, which Apple's GPUs do not have: set `trainer.accelerator: cpu`.")
+        if (group := self._sequence_group) is not None:
+            self.check_early(None, group.size)
+            self._loading["attn_implementation"] = "sdpa"  # in the place of `auto`, which may be another
+        backbone = load_trainer_backbone(self.trainer, **self._loading)
+        self.to(self.trainer.strategy.root_device)  # metrics, and what the module says of its device
+        return backbone
 
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:
@@ -222,7 +241,9 @@ class LongContextLM(LightningModule):
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Leave out what adapters leave as it was, for 7B 27 GB in each checkpoint; its fingerprint stands for it."""
-        checkpoint[KEY] = stored(self.backbone.base_model, self.training_facts())  # for `longce export`
+        # For `longce export`.
+        made = made_tokenizer(getattr(self.trainer, "datamodule", None))
+        checkpoint[KEY] = stored(self.backbone.base_model, self.training_facts(), made)
         if self._adapters_only:
             checkpoint[TRAINED] = [name for name, part in self.named_parameters() if part.requires_grad]
             checkpoint[FINGERPRINT] = self._fingerprint
@@ -233,7 +254,10 @@ class LongContextLM(LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if KEY in checkpoint:
             check_same_model(checkpoint[KEY], self.backbone.base_model, self._loading)
+        if self._trainer and self.trainer.state.fn == "fit":
+            check_resumable(checkpoint)
         if not self._adapters_only:
+            check_same_weights(checkpoint.get("state_dict"), self.state_dict())
             return
         # The strategies that divide the model have taken the weights out already.
         there = checkpoint.get("state_dict", checkpoint.get(TRAINED, ()))
@@ -242,6 +266,9 @@ class LongContextLM(LightningModule):
                 f"The checkpoint lacks {len(missing)} of the weights that `model.lora` trains ({min(missing)}, ..):"
                 " give the `lora` of the run that wrote it."
             )
+        if "state_dict" in checkpoint:
+            own = {name: part for name, part in self.named_parameters() if part.requires_grad}
+            check_same_weights({name: there[name] for name in own}, own)
         if checkpoint.get(FINGERPRINT) not in (None, self._fingerprint):
             raise ValueError(
                 "The checkpoint's adapters were trained on other weights than those of"
@@ -254,20 +281,28 @@ class LongContextLM(LightningModule):
     @override
     def training_step(self, batch: PackedBatch, batch_idx: int) -> Tensor:
         self.backbone.check_token_ids(batch)
-        weighing = Weighing(self.objective.influence, *self._stored_influence(batch))
-        if self.objective.uses_short_context:
+        if self._sequence_group is not None:
+            self._sequence_group.check_same(batch)
+        objective = self.objective.at_step(self.global_step)
+        weighing = Weighing(objective.influence, *self._stored_influence(batch))
+        if objective.uses_short_context:
             check_context(self.context_length, self.stride, batch["input_ids"].shape[1])
             # Before the long pass, so that its buffers never meet the activations kept for the backward pass.
-            weighing = Weighing(self.objective.influence, *self._short_pass(batch, batch_idx))
-        loss, log_likelihood, influence = self.backbone(batch, weighing)
+            weighing = Weighing(objective.influence, *self._short_pass(batch, batch_idx))
+        exchange = None
+        if (group := self._sequence_group) is not None:
+            batch, weighing, exchange = group.part(batch), group.part_of_weighing(weighing), group.attend
+        loss, log_likelihood, influence = self.backbone(batch, weighing, exchange=exchange)
         self._check_finite(loss, batch_idx)
-        self._statistics.update(log_likelihood, influence, batch["labels"])
+        self._statistics.update(log_likelihood, influence, batch["labels"], cap=objective.largest_weight)
         return loss
 
     def _short_pass(self, batch: PackedBatch, batch_idx: int) -> ShortContext:
-        # Batches of all epochs: a resumed run goes on counting. Each process draws for itself.
+        # Batches of all epochs: a resumed run goes on counting. Each process draws for itself, unless it shares rows.
         batches = self.trainer.fit_loop.epoch_loop.total_batch_idx if self._trainer else batch_idx
         seed = zlib.crc32(f"{torch.initial_seed()} {batches} {self.global_rank}".encode())
+        if (group := self._sequence_group) is not None:
+            seed = group.agreed(seed)
         with short_precision(self.backbone.decoder, self.device, self.short_dtype):
             return self.backbone.short_log_likelihood(
                 batch,
@@ -275,6 +310,7 @@ class LongContextLM(LightningModule):
                 stride=self.stride,
                 window_share=self.short_window_share,
                 seed=seed,
+                shared_by=None if group is None else group.processes,
             )
 
     @override
@@ -285,6 +321,9 @@ class LongContextLM(LightningModule):
         # Hugging Face models arrive in eval mode and Lightning keeps it: dropout and checkpointing would be off.
         self.backbone.train()
         self._check_backbone()
+        tokenizer = loaded_tokenizer(self.trainer.datamodule)  # type: ignore[attr-defined]
+        if tokenizer is not None and has_weights(path := self._loading["pretrained_model_name_or_path"]):
+            warn_of_other_tokenizer(tokenizer, path, self._loading["revision"])
         if self.objective.uses_short_context and self.backbone.has_dropout:
             rank_zero_warn(
                 "The model has dropout: it is on where the loss is computed and off in the short context, so that part"
@@ -303,15 +342,20 @@ class LongContextLM(LightningModule):
         self._statistics.start_clock()
 
     @override
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+    def on_validation_epoch_start(self) -> None:
+        super().on_validation_epoch_start()
+        self._statistics.stop_clock()
+
+    @override
+    def on_before_backward(self, loss: Tensor) -> None:
         """Sum up the gradients of all tokens of a step; `on_before_optimizer_step` makes a mean of the sum.
 
         The mean of the batches' means would count the tokens of a batch with few of them (padding, prompts that are
-        not learned, the last rows of an epoch) for more than others. DeepSpeed takes that mean of means.
+        not learned, the last rows of an epoch) for more than others.
         """
-        if leaves_gradients(self.trainer.strategy):
-            loss = loss * (self._statistics.batch_tokens / REFERENCE_TOKENS).to(loss.dtype)
-        super().backward(loss, *args, **kwargs)
+        start_backward(self.trainer.strategy)
+        share = self._statistics.batch_tokens / REFERENCE_TOKENS
+        loss.register_hook(lambda gradient: gradient * share.to(gradient.dtype))
 
     @override
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -319,18 +363,12 @@ class LongContextLM(LightningModule):
         if not ends_accumulation(self.trainer.strategy):
             return
         values = self._statistics.compute(self.trainer.strategy)
-        if leaves_gradients(self.trainer.strategy):
-            self._average_gradients()
+        # Lightning has divided the loss by the batches of a step, the strategy the gradients by the processes.
+        divided_by = REFERENCE_TOKENS * self.trainer.accumulate_grad_batches * self.trainer.world_size
+        divide_gradients(self.trainer.strategy, self.parameters(), self._statistics.step_divisor / divided_by)
         self._statistics.reset()
         self.log_dict({f"train/{name}": value for name, value in values.items()}, batch_size=1)
         self.log("loss", values["loss"], prog_bar=True, logger=False, batch_size=1)
-
-    def _average_gradients(self) -> None:
-        # Lightning has divided the loss by the batches of a step, the strategy the gradients by the processes.
-        divided_by = REFERENCE_TOKENS * self.trainer.accumulate_grad_batches * self.trainer.world_size
-        for parameter in self.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(divided_by / self._statistics.step_tokens.clamp(min=1))
 
     def _stored_influence(self, batch: PackedBatch) -> tuple[Tensor | None, Tensor | None]:
         """Weights that come with the rows, in the place of short log-likelihoods that are there for every token."""
@@ -346,68 +384,6 @@ class LongContextLM(LightningModule):
                 " lower the learning rate, clip gradients (`trainer.gradient_clip_val`) or check the data of the batch."
             )
 
-    # ---------------------------------------------------------------------------------------------------- evaluation
-
-    @override
-    def validation_step(self, batch: PackedBatch, batch_idx: int) -> dict[str, Tensor]:
-        """Log-likelihoods ``[B, T]`` under ``"log_likelihood"``, for the callbacks that judge the model."""
-        self.backbone.check_token_ids(batch)
-        log_likelihood = self.backbone(batch)
-        self._perplexity.update(log_likelihood, batch["labels"].ne(IGNORE_INDEX))
-        return {"log_likelihood": log_likelihood}
-
-    @override
-    def test_step(self, batch: PackedBatch, batch_idx: int) -> dict[str, Tensor]:
-        return self.validation_step(batch, batch_idx)
-
-    @override
-    def predict_step(self, batch: PackedBatch, batch_idx: int) -> list[TokenScores]:
-        """Long and short log-likelihoods of each document under this model itself."""
-        self.backbone.check_token_ids(batch)
-        long, short = self.backbone.long_and_short(batch, context_length=self.context_length, stride=self.stride)
-        return [
-            TokenScores(
-                text_sha256=text_sha256(batch["text"][row]),
-                evaluator=str(self._loading["pretrained_model_name_or_path"]),
-                context_length=self.context_length,
-                stride=self.stride,
-                offsets=batch["offsets"][row, : borders[-1]].cpu(),
-                long=long[row, : borders[-1]].float().cpu(),
-                short=short[row, : borders[-1]].float().cpu(),
-            )
-            for row, borders in enumerate(batch["document_borders"])
-        ]
-
-    @override
-    def on_validation_start(self) -> None:
-        self._check_backbone()
-
-    @override
-    def on_test_start(self) -> None:
-        self._check_backbone()
-
-    @override
-    def on_predict_start(self) -> None:
-        self._check_backbone()
-
-    @override
-    def on_validation_epoch_start(self) -> None:
-        self._statistics.stop_clock()
-        self._perplexity.reset()
-
-    @override
-    def on_test_epoch_start(self) -> None:
-        self._perplexity.reset()
-
-    @override
-    def on_validation_epoch_end(self) -> None:
-        self._evaluated_at = self.global_step
-        self.log("val/perplexity", self._perplexity.compute().float(), prog_bar=True, sync_dist=True)
-
-    @override
-    def on_test_epoch_end(self) -> None:
-        self.log("test/perplexity", self._perplexity.compute().float(), sync_dist=True)
-
     # -------------------------------------------------------------------------------------------------------- export
 
     def training_facts(self) -> TrainingFacts:
@@ -417,10 +393,3 @@ class LongContextLM(LightningModule):
             **objective_facts(self.objective, self.context_length, self.stride),
             **run_facts(self.trainer, self._evaluated_at),
         )
-
-    # -------------------------------------------------------------------------------------------------------- checks
-
-    def _check_backbone(self) -> None:
-        self.backbone.check_rotary_dtype()
-        with self.trainer.precision_plugin.forward_context():  # flash attention takes no float32
-            check_scoring(self.backbone)

@@ -3,20 +3,24 @@
 import json
 import logging
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from tqdm import tqdm
+from transformers import PreTrainedConfig
 
 from lightning_modules.backbone import Backbone
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch, batch_to
 from lightning_modules.evaluator import Evaluator
-from lightning_modules.files import write_atomically
+from lightning_modules.files import writable_folder, write_atomically
 from lightning_modules.functional import key_token_mask, span_token_mask
+from lightning_modules.functional.windows import check_context
 from lightning_modules.loading import DType, load_backbone, load_config, model_identity
 from lightning_modules.metrics import LongPerplexity
+from lightning_modules.model_checks import check_weight_files
 from lightning_modules.probe import check_scoring
 from lightning_modules.token_scores import TokenScores
 from lightning_modules.tokenization import encode_document, load_tokenizer
@@ -78,14 +82,18 @@ def score(
         ValueError: If a file, a model or a number cannot be used; before any model is loaded, where that can be known.
     """
     key_token_mask(torch.zeros(1), torch.zeros(1), alpha=alpha, beta=beta)  # refuses thresholds without a meaning
+    check_context(context_length, stride)
     files = [files] if isinstance(files, str) else files
     if max_tokens is not None and max_tokens < 1:
         raise ValueError(f"`max_tokens` must be 1 or more, got {max_tokens}.")
     texts = [read_text(file) for file in files]
+    _check_repeated(files, texts)
     if output is not None:
         _check_output(output)
-    place = _device(device)
-    load_config(model, trust_remote_code=trust_remote_code)
+    place = find_device(device)
+    config = load_config(model, trust_remote_code=trust_remote_code)
+    for name in {model, evaluator}:
+        check_weight_files(name)
     settings: dict[str, Any] = {"dtype": dtype, "attn_implementation": attn_implementation}
     settings["trust_remote_code"] = trust_remote_code
     judge = Evaluator(
@@ -101,6 +109,7 @@ def score(
         encode_document(text, tokenizer, name=file, add_special_tokens=add_special_tokens, max_tokens=max_tokens)
         for file, text in zip(files, texts, strict=True)
     ]
+    _check_vocabulary(documents, config, model)
     same = model_identity(model, trust_remote_code=trust_remote_code) == judge.identity
     judged = []
     floor = beta if key_tokens_only else None
@@ -109,7 +118,7 @@ def score(
         key = span_token_mask(document["offsets"], scores.key_spans(alpha=alpha, beta=beta))
         judged.append(_Judged(document, key, _shared_pass(document, scores) if same else None))
     judge.release()
-    result = _evaluate(judged, _Model(model, place, settings))
+    result = _evaluate(judged, ScoredModel(model, place, settings))
     if output is not None:
         write_atomically(Path(output), (json.dumps(_without_nan(result), indent=2) + "\n").encode())
     return result
@@ -121,12 +130,14 @@ def read_text(file: str) -> str:
     Raises:
         ValueError: If there is no such file, it is no UTF-8, or it holds no text.
     """
-    path = Path(file)
-    if not path.is_file():
-        raise ValueError(f"No file '{file}': give UTF-8 text files, one document each.")
-    content = path.read_bytes()
+    if not os.path.isfile(file):
+        raise ValueError(f"No file {file!r:.300}: give UTF-8 text files, one document each.")
     try:
-        text = content.decode("utf-8")
+        content = Path(file).read_bytes()
+    except OSError as error:
+        raise ValueError(f"'{file}' cannot be read ({error.strerror}). Check your rights to it.") from error
+    try:
+        text = content.decode("utf-8").removeprefix("\ufeff")  # which some editors put in front
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise ValueError(
@@ -174,7 +185,7 @@ def _shared_pass(document: PackedBatch, scores: TokenScores) -> torch.Tensor | N
     return None
 
 
-class _Model:
+class ScoredModel:
     """The model to be judged, loaded when a document appears that it has not scored as the evaluator."""
 
     def __init__(self, name: str, device: torch.device, settings: dict[str, Any]) -> None:
@@ -182,7 +193,7 @@ class _Model:
         self.backbone: Backbone | None = None
 
     def log_likelihood(self, document: PackedBatch) -> torch.Tensor:
-        """``[1, T]`` in main memory."""
+        """Of a document of one row: ``[1, T]`` in nats, in main memory."""
         if self.backbone is None:
             backbone = load_backbone(self.name, device=self.device, **self.settings).eval().requires_grad_(False)
             self.backbone = backbone.to(self.device)
@@ -192,7 +203,7 @@ class _Model:
             return self.backbone(batch_to(document, self.device)).cpu()
 
 
-def _evaluate(judged: list[_Judged], model: _Model) -> dict[str, Any]:
+def _evaluate(judged: list[_Judged], model: ScoredModel) -> dict[str, Any]:
     corpus = {"longppl": LongPerplexity(), "perplexity": LongPerplexity()}
     rows = []
     for document, mask, known in tqdm(judged, desc="model", unit="document", disable=None):
@@ -217,19 +228,50 @@ def _evaluate(judged: list[_Judged], model: _Model) -> dict[str, Any]:
     return {**totals, "documents": rows}
 
 
-def _device(name: str) -> torch.device:
+def find_device(name: str) -> torch.device:
+    """The device of that name; ``auto`` is the first GPU, if there is one.
+
+    Raises:
+        ValueError: If it is not to be had here.
+    """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        return torch.empty(0, device=name).device
+        device = torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"`device` '{name}' is not to be had here: {str(error).splitlines()[0]}") from error
+    if device.type == "meta":
+        raise ValueError("`device` 'meta' computes nothing. Name one such as 'cpu' or 'cuda:0'.")
+    return device
+
+
+def _check_vocabulary(documents: list[PackedBatch], config: PreTrainedConfig, model: str) -> None:
+    """Raise a ``ValueError`` for tokens beyond the model's embedding, before the evaluator's pass over the text."""
+    size = getattr(config.get_text_config(decoder=True), "vocab_size", None)
+    largest = max(int(document["input_ids"].max()) for document in documents)
+    if size is not None and largest >= size:
+        raise ValueError(
+            f"The tokenizer of '{model}' gives token {largest}, beyond the model's embedding of {size} tokens: it is"
+            " not the one of this model. Fetch the folder again."
+        )
+
+
+def _check_repeated(files: Sequence[str], texts: Sequence[str]) -> None:
+    """Raise a ``ValueError`` for a file given twice, which would count twice; warn of equal texts in two files."""
+    places, first = set[Path](), dict[str, str]()
+    for file, text in zip(files, texts, strict=True):
+        if (place := Path(file).resolve()) in places:
+            raise ValueError(f"'{file}' is given twice, and would count twice: leave it out once.")
+        places.add(place)
+        if (same := first.setdefault(text, file)) != file:
+            log.warning("'%s' holds the same text as '%s': the corpus counts it twice.", file, same)
 
 
 def _check_output(output: str) -> None:
     folder = Path(output).absolute().parent
     if Path(output).is_dir() or not folder.is_dir():
         raise ValueError(f"`output` must be a file in a folder that exists, got '{output}'.")
+    writable_folder(folder, remedy="Name another file by `output`.")
 
 
 def _without_nan(value: Any) -> Any:

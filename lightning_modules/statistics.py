@@ -20,11 +20,12 @@ class TrainingStatistics:
 
     Attributes:
         batch_tokens: Scored tokens of the last batch, float64; a tensor, for which nothing waits.
-        step_tokens: Scored tokens of the step that `compute` was last called for.
+        step_divisor: What the loss of the step that `compute` was last called for is divided by: its scored tokens, or
+            the sum of their weights for an objective that is normalised.
     """
 
     batch_tokens: Tensor
-    step_tokens: Tensor
+    step_divisor: Tensor
 
     def __init__(self, objective: Objective, *, drawn: bool = False) -> None:
         self.objective = objective
@@ -44,11 +45,17 @@ class TrainingStatistics:
             self._seconds += time.perf_counter() - self._started
             self._started = None
 
-    def update(self, long: Tensor, influence: Tensor, labels: Tensor) -> None:
-        """Add a batch of ``[B, T]`` log-likelihoods (nats), weights and labels; nothing waits for the accelerator."""
+    def update(self, long: Tensor, influence: Tensor, labels: Tensor, *, cap: float | None) -> None:
+        """Add a batch; nothing waits for the accelerator.
+
+        Args:
+            long: ``[B, T]`` log-likelihoods in nats.
+            influence: ``[B, T]`` weights.
+            labels: ``[B, T]``, ``IGNORE_INDEX`` where a token is not scored.
+            cap: Largest weight at this step; None without one.
+        """
         scored = labels.ne(IGNORE_INDEX)
         weight = influence.double() * scored
-        cap = self.objective.largest_weight
         # In the weights' own precision: in float32 the weight at a cap of 1.3 is a little below 1.3.
         at_cap = influence >= torch.tensor(math.inf if cap is None else cap, dtype=influence.dtype)
         sums = [
@@ -68,10 +75,11 @@ class TrainingStatistics:
         if self._sums is None:
             raise RuntimeError("An optimizer step without a training batch before it has no statistics.")
         loss, nll, tokens, weights, above, capped = strategy.reduce(self._sums, reduce_op="sum").unbind()
-        self.step_tokens = tokens
+        # Without any weight there is no gradient either, whatever it is divided by.
+        self.step_divisor = weights.where(weights > 0, 1.0) if self.objective.normalised else tokens.clamp(min=1)
         self.stop_clock()
         values = {
-            "loss": loss / tokens,
+            "loss": loss / self.step_divisor,
             "perplexity": torch.exp(nll / tokens),
             "tokens_per_second": tokens / self._seconds,
         }

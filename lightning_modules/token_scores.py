@@ -100,9 +100,9 @@ class TokenScores:
                 header = dict(file.metadata() or {})
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"'{path}' cannot be read as token scores ({error}). Delete it to score again.") from error
+            raise ValueError(f"'{path}' cannot be read as token scores ({error}).") from error
         if header.get("format") != FORMAT or header.pop("checksum", None) != _checksum(header, tensors):
-            raise ValueError(f"'{path}' is damaged or no file of token scores ({FORMAT}). Delete it to score again.")
+            raise ValueError(f"'{path}' is damaged or no file of token scores ({FORMAT}).")
         return cls(
             text_sha256=header["text_sha256"],
             evaluator=header["evaluator"],

@@ -1,11 +1,13 @@
 """Text to tokens that remember which characters they stand for."""
 
 import hashlib
+import json
 import re
 import warnings
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
@@ -29,7 +31,7 @@ def load_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(
             pretrained_model_name_or_path, revision=revision, trust_remote_code=trust_remote_code
         )
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # of a damaged tokenizer.json `tokenizers` raises a bare Exception
         raise ValueError(not_loaded("tokenizer", pretrained_model_name_or_path, error)) from error
     if not tokenizer.is_fast:
         raise ValueError(
@@ -48,9 +50,52 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerFast) -> str:
     return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
 
 
+def tokenizer_to_json(tokenizer: PreTrainedTokenizerFast) -> str:
+    """All that `tokenizer_from_json` makes an equal tokenizer of."""
+    return json.dumps({"tokenizer": tokenizer.backend_tokenizer.to_str(), "special": tokenizer.special_tokens_map})
+
+
+def tokenizer_from_json(text: str) -> PreTrainedTokenizerFast:
+    """The tokenizer that `tokenizer_to_json` described; nothing of it is run.
+
+    Raises:
+        ValueError: If it is damaged.
+    """
+    try:
+        content = json.loads(text)
+        return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(content["tokenizer"]), **content["special"])
+    except Exception as error:  # `tokenizers` raises a bare Exception
+        raise ValueError(f"The stored tokenizer is damaged ({error}).") from error
+
+
 def vocabulary_size(tokenizer: PreTrainedTokenizerFast) -> int:
     """One more than the largest token id; ``len(tokenizer)`` is less where ids are left out."""
     return max(tokenizer.get_vocab().values()) + 1
+
+
+def warn_of_other_tokenizer(tokenizer: PreTrainedTokenizerFast, model: str, revision: str | None = None) -> None:
+    """Warn if tokens are others to the model than to the tokenizer of the data: training would go on in silence.
+
+    Sizes say nothing, as many embeddings are padded: what counts is which token has which index in the model's own
+    tokenizer. A model that comes without one is not asked, nor one whose tokenizer runs code.
+
+    Args:
+        tokenizer: Of the data.
+        model: Hub id or folder of the model, which has stored weights.
+        revision: Branch, tag or commit on the hub.
+    """
+    try:
+        own = {index: token for token, index in load_tokenizer(model, revision=revision).get_vocab().items()}
+    except ValueError:
+        return
+    other = sum(own.get(index, token) != token for token, index in tokenizer.get_vocab().items())
+    if other:
+        warnings.warn(
+            f"{other:,} of the {vocabulary_size(tokenizer):,} tokens of the data's tokenizer"
+            f" '{tokenizer.name_or_path or type(tokenizer).__name__}' are others in that of the model '{model}': it is"
+            " another model's tokenizer. Set `data.tokenizer` to the model's.",
+            stacklevel=2,
+        )
 
 
 def encode_document(
@@ -109,6 +154,8 @@ def encode_document(
 
 def local_or_hub(path_or_id: str, kind: str) -> str:
     """A local path, with its ``~`` expanded, or a hub id; a ``ValueError`` for what can be neither."""
+    if not path_or_id or "\0" in path_or_id:
+        raise ValueError(f"No {kind} at {path_or_id!r}: give a local folder or a hub id.")
     local = Path(path_or_id).expanduser()
     if local.exists():
         return str(local)

@@ -112,6 +112,20 @@ def evaluator_dir(tmp_path_factory, other_tokenizer):
     return folder
 
 
+@pytest.fixture(scope="session")
+def book_folder(tmp_path_factory):
+    """Books in the layout of PG-19, of common words and of one that names the split."""
+    folder = tmp_path_factory.mktemp("books")
+    generator = random.Random(0)
+    words = ["the", "a", "of", "sea,", "ship", "let", "city", "wind.", "captain's", "rope", "Recall", "—", "night"]
+    for split in ("train", "test"):
+        (folder / split).mkdir()
+        for book in range(3):
+            text = "\n".join(generator.choices([*words, split], k=2000))
+            (folder / split / f"{book}.txt").write_text(text, encoding="utf-8")
+    return folder
+
+
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path_factory, monkeypatch):
     """No test may find what another run left in the user's cache."""

@@ -89,3 +89,84 @@ def test_data_pipeline(run, model_dir, tmp_path):
     assert float(table["datasets / ours"][1]) > 0
     assert float(table["0 workers"][2]) == pytest.approx(4 * float(table["0 workers"][3]), abs=3)
     assert float(table["0.0002 GB"][1]) > 50
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from Linux's /proc")
+def test_soak(run):
+    table = run("soak", "--minutes", 0.6, "--steps", 4, "--every", 0.5)
+    minutes = [line for line in table if line[0].isdigit()]
+    assert len(minutes) == 1
+    _, _, memory, files, threads, _ = map(int, minutes[0])
+    assert min(memory, files, threads) > 0
+    assert "Too short to say anything." in table[-1]
+
+
+def test_what_a_soak_says_of_growth():
+    spec = importlib.util.spec_from_file_location("soak", FOLDER / "soak.py")
+    soak = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(soak)
+
+    def samples(megabytes=lambda minute: 500.0, files=lambda minute: 20):
+        return [soak.Sample(60 * m, 1000 * m, megabytes(m), files(m), 9, 1) for m in range(30)]
+
+    assert soak.verdict(samples()).startswith("Flat: resident memory +0.00 MB")
+    assert soak.verdict(samples(lambda minute: 500 + 100 * (minute < 8))).startswith("Flat")
+    assert soak.verdict(samples(lambda minute: 500 + 3 * minute)).startswith("NOT FLAT: resident memory +3.00 MB")
+    assert soak.verdict(samples(files=lambda minute: 20 + minute // 20)).endswith("more at the end: files.")
+    assert soak.verdict(samples(files=lambda minute: 20 + 3 * (minute == 25))).startswith("Flat")
+
+
+def test_equal_compute(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    import equal_compute
+    import recall_lab
+
+    ids = recall_lab.documents(3, length=200, slot=6, seed=1)
+    far, answers = recall_lab.recalled(ids, beyond=40), recall_lab.recalled(ids, beyond=0)
+    names = {index: word for word, index in recall_lab.token_ids().items()}
+    for row, place in answers.nonzero().tolist():
+        words = [names[index] for index in ids[row, :place].tolist()]
+        assert words[-2] == "recall"
+        last = max(index for index, word in enumerate(words) if word == names[ids[row, place].item()])
+        assert words[last - 1] == words[-1], "the value of the field that is asked for"
+        assert far[row, place] == (place - last > 40)
+    assert 0 < far.sum() < answers.sum()
+
+    costs = dict.fromkeys(equal_compute.SETTINGS, 1.0) | {"LongCE": 2.0, "LongCE, first third": 2.0, "scoring": 0.5}
+    assert equal_compute.steps_within("CE", costs, 60.0) == 60
+    assert equal_compute.steps_within("LongCE", costs, 60.0) == 30
+    assert equal_compute.steps_within("LongCE, first third", costs, 60.0) == 45
+    assert equal_compute.steps_within("stored weights", costs, 60.0) == 60
+    assert equal_compute.steps_within("stored weights, with their scoring", costs, 60.0) == 40
+
+
+def test_paired_tests_of_equal_compute(monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    import equal_compute
+
+    assert equal_compute.sign_flip_p([1.0, 2.0, 3.0]) == 2 / 8
+    assert equal_compute.sign_flip_p([1.0, -1.0, 1.0, -1.0]) == 1
+    # Differences of Student's sleep data (1908), whose paired t is 4.0621 and p 0.002833.
+    t, p = equal_compute.t_test([1.2, 2.4, 1.3, 1.3, 0.0, 1.0, 1.8, 0.8, 4.6, 1.4])
+    assert t == pytest.approx(4.0621, abs=1e-4)
+    assert p == pytest.approx(0.002833, abs=1e-6)
+
+
+def test_equal_compute_end_to_end(run, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    import recall_lab
+
+    monkeypatch.setattr(recall_lab, "LENGTH", 288)  # a window of K = d = 128 beside the first
+    monkeypatch.setattr(recall_lab, "ROWS", 1)
+    state = recall_lab.new_model(288, 500.0).state_dict()
+    monkeypatch.setattr(recall_lab, "trained_base", lambda folder, seed: state)
+    monkeypatch.setattr(recall_lab, "trained_evaluator", lambda folder, base, steps: recall_lab.long_model(base))
+    options = ("--output", tmp_path, "--quick", "--steps", 4, "--documents", 8)
+    table = run("equal_compute", *options)
+    rows = [line for line in table if line[0].startswith(("CE (", "LongCE", "stored"))]
+    assert rows[-4][0].startswith("CE (")
+    files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.json")}
+    assert len(files) > 20
+    run("equal_compute", *options)
+    assert files == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.json")}, "what is there is read"

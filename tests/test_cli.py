@@ -10,19 +10,22 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from datamodules.influence_store import InfluenceStore
 from datamodules.influence_writer import InfluenceWriter
+from datamodules.recall import recall_tokenizer
 from lightning_modules.backbone import Backbone
 from lightning_modules.cli import LongceCLI, main
 from lightning_modules.long_context_lm import LongContextLM
+from lightning_modules.tokenization import load_tokenizer, tokenizer_hash
 from tests.conftest import make_text, tiny_config, tiny_model
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 BASE, DEBUG = str(CONFIGS / "base.yaml"), str(CONFIGS / "debug.yaml")
-EXPERIMENTS = sorted(path for path in CONFIGS.glob("*.yaml") if path.name not in ("base.yaml", "debug.yaml"))
+EXPERIMENTS = sorted(path for path in CONFIGS.glob("*.yaml") if path.stem not in ("base", "debug"))
 
 
 def longce(*arguments, monkeypatch, folder):
@@ -141,8 +144,8 @@ def test_a_saved_config_with_the_default_optimizer_can_be_read_again(experiment,
 
 
 def test_an_objective_of_the_users_own(experiment, tmp_path, monkeypatch):
-    readme = (CONFIGS.parent / "README.md").read_text()
-    (tmp_path / "my_objective.py").write_text(readme[readme.index("# my_objective.py") :].partition("```")[0])
+    page = (CONFIGS.parent / "docs" / "train.md").read_text()
+    (tmp_path / "my_objective.py").write_text(page[page.index("# my_objective.py") :].partition("```")[0])
     arguments = ["fit", "-c", BASE, "-c", experiment, "--model.objective", "my_objective.Threshold"]
     longce(*arguments, monkeypatch=monkeypatch, folder=tmp_path)
     (saved,) = (tmp_path / "runs").rglob("config.yaml")
@@ -321,6 +324,16 @@ def test_every_shipped_config_runs_under_the_debug_overlay(config, tmp_path, mon
     assert len(events.Scalars("lr-AdamW")) == 2
 
 
+def test_export_where_the_data_module_makes_its_own_tokenizer(tmp_path, monkeypatch):
+    longce("fit", "-c", BASE, "-c", DEBUG, monkeypatch=monkeypatch, folder=tmp_path)
+    checkpoint = next(tmp_path.rglob("*.ckpt"))
+    longce("export", str(checkpoint), str(tmp_path / "out"), monkeypatch=monkeypatch, folder=tmp_path)
+    tokenizer = load_tokenizer(str(tmp_path / "out"))
+    assert tokenizer_hash(tokenizer) == tokenizer_hash(recall_tokenizer())
+    assert tokenizer.eos_token is None
+    assert tokenizer.bos_token == "<bos>"
+
+
 def rows_trained_on(monkeypatch):
     """Shapes of the batches, filled in as training goes on."""
     shapes, step = [], LongContextLM.training_step
@@ -403,7 +416,7 @@ def test_the_settings_of_the_paper_in_layers(name, tmp_path, monkeypatch):
     assert trainer["val_check_interval"] == 50 * accumulation
     kept = [callback["init_args"] for callback in trainer["callbacks"] if "filename" in callback.get("init_args", {})]
     assert [(one["every_n_train_steps"], one["save_top_k"], one["save_weights_only"]) for one in kept] == [
-        (50, 1, False),
+        (50, 2, False),
         (50, -1, True),
     ]
     longce("fit", *configs, "-c", DEBUG, monkeypatch=monkeypatch, folder=tmp_path)
@@ -489,6 +502,30 @@ def test_bad_checkpoints(experiment, tmp_path, monkeypatch, capsys):
         assert expected in message
 
 
+def test_going_on_with_the_newest_whole_checkpoint_of_a_folder(experiment, tmp_path, monkeypatch, capsys, caplog):
+    fit = ["fit", "-c", BASE, "-c", experiment, "--trainer.limit_val_batches", "0"]
+    run = {"monkeypatch": monkeypatch, "folder": tmp_path}
+    message = refused(*fit, "--ckpt_path", "last", **run, capsys=capsys)
+    assert "the logger makes a new one at each start" in message
+    assert "--trainer.logger.init_args.version NAME" in message
+    named = [*fit, "--trainer.logger.init_args.version", "mine", "--ckpt_path", "last"]
+    longce(*named, "--trainer.max_steps", "2", **run)
+    folder = tmp_path / "runs" / "longce" / "mine" / "checkpoints"
+    longce(*named, "--trainer.max_steps", "3", **run)
+    assert torch.load(folder / "last.ckpt", weights_only=True)["global_step"] == 3
+    (folder / "step-3.ckpt").write_bytes((folder / "step-3.ckpt").read_bytes()[:-100])
+    with caplog.at_level("INFO"):
+        longce("validate", "-c", BASE, "-c", experiment, "--ckpt_path", str(folder.parent), **run)
+    assert re.search(r"Passing over .*step-3.ckpt: it is torn", caplog.text)
+    assert re.search(r"Going on with .*step-2.ckpt", caplog.text)
+    message = refused(*fit, "--ckpt_path", str(folder / "step-3.ckpt"), **run, capsys=capsys)
+    assert "is torn" in message
+    assert message.count("step-2.ckpt") == 1
+    assert "holds no checkpoint" in refused(*fit, "--ckpt_path", str(tmp_path / "runs"), **run, capsys=capsys)
+    own = ["--trainer.callbacks+", "{class_path: callbacks.StepCheckpoint, init_args: {dirpath: /proc/longce}}"]
+    assert "Cannot write to the folder /proc" in refused(*fit, *own, **run, capsys=capsys)
+
+
 def test_a_misspelt_key_in_a_yaml_is_named(experiment, tmp_path, monkeypatch, capsys):
     (tmp_path / "typo.yaml").write_text("model:\n  contxt_length: 8\n")
     arguments = ["fit", "-c", BASE, "-c", experiment, "-c", str(tmp_path / "typo.yaml")]
@@ -500,8 +537,6 @@ def test_bad_data(experiment, books, tmp_path, monkeypatch, capsys, model_dir):
         settings = ["fit", "-c", BASE, "-c", experiment, *arguments]
         return refused(*settings, monkeypatch=monkeypatch, folder=tmp_path, capsys=capsys)
 
-    (books / "train" / "9.txt").write_text("  \n")
-    assert "9.txt" in run()
     (books / "train" / "9.txt").write_bytes(b"caf\xe9")
     message = run()
     assert "9.txt" in message

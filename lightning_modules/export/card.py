@@ -189,7 +189,11 @@ def _named(settings: Mapping[str, Any] | None) -> str | None:
 
 
 def _settings(settings: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} = {value}" for name, value in settings.items()).replace("|", "\\|")
+    texts = {
+        name: _named(value) if isinstance(value, Mapping) and "name" in value else value
+        for name, value in settings.items()
+    }
+    return ", ".join(f"{name} = {text}" for name, text in texts.items()).replace("|", "\\|")
 
 
 def _table(rows: Mapping[str, str]) -> str:

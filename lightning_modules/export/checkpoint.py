@@ -2,7 +2,6 @@
 
 import json
 import pickle
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,16 @@ from transformers import (
 
 from lightning_modules.adapters import add_adapters, check_same_scaling, frozen_fingerprint, trained_state
 from lightning_modules.backbone import Backbone
+from lightning_modules.checkpoint_folder import gathered, is_sharded
+from lightning_modules.checkpoint_io import check_checkpoint
 from lightning_modules.context_extension import extend_config
 from lightning_modules.export.facts import TrainingFacts, loading_facts
 from lightning_modules.export.folder import check_replaceable
 from lightning_modules.export.model import check_export, export_model
 from lightning_modules.export.options import Adapters, ExportDType, ExportOptions
 from lightning_modules.loading import load_backbone
-from lightning_modules.tokenization import load_tokenizer
+from lightning_modules.tokenization import load_tokenizer, tokenizer_from_json, tokenizer_to_json
+from lightning_modules.zero_checkpoints import is_zero_checkpoint
 
 KEY = "longce_export"
 """Where a checkpoint holds what `stored` gives."""
@@ -36,14 +38,19 @@ FINGERPRINT = "frozen_fingerprint"
 """Where a checkpoint without the weights that adapters leave as they were holds a hash of them."""
 
 
-def stored(model: PreTrainedModel, facts: TrainingFacts) -> dict[str, str]:
+def stored(
+    model: PreTrainedModel, facts: TrainingFacts, tokenizer: PreTrainedTokenizerFast | None = None
+) -> dict[str, str]:
     """What a checkpoint has to hold for an export beside the weights, as JSON: it loads without running any code.
 
     Args:
         model: The model without the wrapper of peft.
         facts: Of the training.
+        tokenizer: Of the training, if the facts cannot name it.
     """
+    made = {} if tokenizer is None else {"tokenizer": tokenizer_to_json(tokenizer)}
     return {
+        **made,
         "config": model.config.to_json_string(use_diff=False),
         "generation_config": json.dumps(model.generation_config.to_dict(), default=str),
         "facts": facts.to_json(),
@@ -85,6 +92,35 @@ def check_same_model(saved: Mapping[str, str], model: PreTrainedModel, loading: 
             )
 
 
+def check_resumable(checkpoint: Mapping[str, Any]) -> None:
+    """Raise a ``ValueError`` if a checkpoint file holds too little to go on with training.
+
+    Args:
+        checkpoint: As Lightning gives it to the module. Of one that was written in parts it holds no weights, and
+            nothing is known of the rest.
+    """
+    if "state_dict" in checkpoint:
+        missing = {"optimizer_states", "lr_schedulers", "loops"}.difference(checkpoint)
+        if missing or "fit_loop" not in checkpoint["loops"]:
+            raise ValueError(
+                f"The checkpoint lacks {', '.join(sorted(missing)) or 'the state of training'}, without which training"
+                " does not go on: it holds weights alone. `longce fit` takes what `longce export` makes of it."
+            )
+
+
+def check_same_weights(stored: Mapping[str, Any] | None, own: Mapping[str, Any]) -> None:
+    """Raise a ``ValueError`` if a checkpoint is that of another model; strategies that divide it have taken it out."""
+    shapes = {name: tuple(value.shape) for name, value in own.items() if isinstance(value, torch.Tensor)}
+    found = {name: tuple(value.shape) for name, value in (stored or {}).items() if isinstance(value, torch.Tensor)}
+    if stored is None or found == shapes:
+        return
+    name = min(name for name in shapes.keys() | found.keys() if shapes.get(name) != found.get(name))
+    raise ValueError(
+        f"The checkpoint is that of another model: '{name}' has the shape {found.get(name, 'of nothing')} there and"
+        f" {shapes.get(name, 'of nothing')} in this run. Give the `model` settings of the run that wrote it."
+    )
+
+
 def export_checkpoint(
     checkpoint: str,
     output_dir: str,
@@ -99,7 +135,7 @@ def export_checkpoint(
     """Export the model of a checkpoint of ``longce fit`` to a folder that transformers loads.
 
     Args:
-        checkpoint: A file that ``longce fit`` wrote.
+        checkpoint: What ``longce fit`` wrote: a file, or a folder of FSDP2, whose weights are then gathered in memory.
         output_dir: Folder to write. An earlier export there is replaced once the new one is complete; a folder of
             anything else is refused.
         adapters: ``merged`` into the weights, or ``kept`` apart, with the base model's config in ``base/``.
@@ -124,7 +160,7 @@ def export_checkpoint(
     facts = TrainingFacts.from_json(content[KEY]["facts"])
     module = _build(content[KEY], facts)
     check_export(module.backbone.model, folder, options, facts)
-    chosen = _tokenizer(tokenizer, tokenizer_revision, facts)
+    chosen = _tokenizer(tokenizer, tokenizer_revision, facts, content[KEY].get("tokenizer"))
     if FINGERPRINT in content and not options.kept:
         module.backbone = _load_base(facts, content[FINGERPRINT])
     _fill(module, content["state_dict"], partly=FINGERPRINT in content)
@@ -132,10 +168,14 @@ def export_checkpoint(
     return folder
 
 
-def _tokenizer(name: str | None, revision: str | None, facts: TrainingFacts) -> PreTrainedTokenizerFast:
-    """The one asked for, or that of the training."""
+def _tokenizer(
+    name: str | None, revision: str | None, facts: TrainingFacts, made: str | None
+) -> PreTrainedTokenizerFast:
+    """The one asked for, or that of the training, which is in the checkpoint if the data module made it."""
     if name is not None:
         return load_tokenizer(name, revision=revision)
+    if made is not None:
+        return tokenizer_from_json(made)
     if facts.tokenizer is None:
         raise ValueError("The checkpoint names no tokenizer: give one by `--tokenizer`.")
     try:
@@ -145,29 +185,42 @@ def _tokenizer(name: str | None, revision: str | None, facts: TrainingFacts) -> 
 
 
 def _read(path: str) -> dict[str, Any]:
-    """The checkpoint, with its weights left on disk until they are asked for."""
-    if "://" in path:
-        raise ValueError(f"`checkpoint` '{path}': checkpoints are not loaded from the web. Download it first.")
+    """The checkpoint; the weights in a file are left on disk until they are asked for."""
     file = Path(path).expanduser()
-    if file.is_dir():
+    if file.is_dir() and is_zero_checkpoint(file):
+        raise ValueError(f"`checkpoint` '{path}' is a folder. {_how_to_consolidate(file)}")
+    if file.is_dir() and not (is_sharded(file) and (file / "meta.pt").exists()):
         raise ValueError(
-            f"`checkpoint` '{path}' is a folder. If it is a sharded checkpoint, make it one file first:"
-            f" python -m lightning.pytorch.utilities.consolidate_checkpoint {path}"
+            f"`checkpoint` '{path}' is a folder, and no checkpoint of FSDP2: name one of the checkpoints in it."
         )
-    if not zipfile.is_zipfile(file):
-        state = "is torn or no checkpoint" if file.exists() else "does not exist"
-        raise ValueError(f"`checkpoint` '{path}' {state}: name another one.")
+    check_checkpoint(path if "://" in path else file, "checkpoint")
     try:
-        content = torch.load(str(file), map_location="cpu", weights_only=True, mmap=True)
-    except (pickle.UnpicklingError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"`checkpoint` '{path}' is torn, or holds more than weights: {reason}") from error
-    if not isinstance(content, dict) or KEY not in content or "state_dict" not in content:
+        content = gathered(file) if file.is_dir() else _load_file(file)
+    except ValueError as error:
+        raise ValueError(f"`checkpoint` '{path}' {error}") from error
+    if not isinstance(content, dict) or KEY not in content or not isinstance(content.get("state_dict"), dict):
         raise ValueError(
             f"`checkpoint` '{path}' was not written by this version's `longce fit`, which says in it how the model is"
             " built. Go on with it for a step (`longce fit --ckpt_path`) to have it written anew, or name another one."
         )
     return content
+
+
+def _how_to_consolidate(folder: Path) -> str:
+    function = "convert_zero_checkpoint_to_fp32_state_dict"
+    command = f"from lightning.pytorch.utilities.deepspeed import {function} as convert"
+    return (
+        "Make DeepSpeed's parts one file first, if you trust it, for this runs what code it may hold:"
+        f" python -c \"{command}; convert('{folder}', '{folder}.one')\""
+    )
+
+
+def _load_file(file: Path) -> Any:
+    try:
+        return torch.load(str(file), map_location="cpu", weights_only=True, mmap=True)
+    except (pickle.UnpicklingError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"is torn, or holds more than weights: {reason}") from error
 
 
 class _Module(nn.Module):

@@ -1,5 +1,6 @@
 """What a training run knows of itself, in plain types: for checkpoints and for the card of an exported model."""
 
+import inspect
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Trainer
+from transformers import PreTrainedTokenizerFast
 
 from lightning_modules.loading import DType
 from lightning_modules.objectives import Objective
@@ -41,7 +43,7 @@ class TrainingFacts:
         tokens_per_step: Of all rows of an optimizer step, padding included.
         data: Class of the data module.
         dataset: Hub id of its data.
-        tokenizer: Hub id or absolute path.
+        tokenizer: Hub id or absolute path; None also if the data module makes its own.
         tokenizer_revision: Of the tokenizer.
         metrics: The last value of everything logged in an evaluation.
         metrics_step: Optimizer steps before that evaluation.
@@ -127,13 +129,20 @@ def _quantization(config: Any) -> dict[str, Any]:
 
 def objective_facts(objective: Objective, context_length: int, stride: int) -> dict[str, Any]:
     """The facts of what was minimised."""
-    settings = {name: value for name, value in vars(objective).items() if name != "largest_weight"}
     short = objective.uses_short_context
     return {
-        "objective": {"name": type(objective).__name__, **settings},
+        "objective": _described(objective),
         "context_length": context_length if short else None,
         "stride": stride if short else None,
     }
+
+
+def _described(objective: Objective) -> dict[str, Any]:
+    """Class and constructor arguments; of an objective in another one likewise."""
+    parameters = inspect.signature(type(objective)).parameters
+    settings = {name: value for name, value in vars(objective).items() if name in parameters}
+    inner = {name: _described(value) for name, value in settings.items() if isinstance(value, Objective)}
+    return {"name": type(objective).__name__, **settings, **inner}
 
 
 def run_facts(trainer: Trainer, metrics_step: int | None) -> dict[str, Any]:
@@ -147,8 +156,10 @@ def run_facts(trainer: Trainer, metrics_step: int | None) -> dict[str, Any]:
     rows, length = getattr(data, "batch_size", None), getattr(data, "sequence_length", None)
     tokens = None
     if rows is not None and length is not None:
-        tokens = rows * length * trainer.accumulate_grad_batches * trainer.world_size
-    path, tokenizer = getattr(data, "path", None), getattr(data, "tokenizer_name", None)
+        readers = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)  # processes may share rows
+        tokens = rows * length * trainer.accumulate_grad_batches * readers
+    path = getattr(data, "path", None)
+    tokenizer = None if made_tokenizer(data) else getattr(data, "tokenizer_name", None)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
     return {
         **_optimizer_facts(trainer),
@@ -164,6 +175,18 @@ def run_facts(trainer: Trainer, metrics_step: int | None) -> dict[str, Any]:
         "metrics_step": metrics_step if metrics else None,
         "versions": {name: version(name) for name in PACKAGES},
     }
+
+
+def made_tokenizer(data: Any) -> PreTrainedTokenizerFast | None:
+    """The tokenizer of a data module that makes its own, which is in no folder and on no hub; else None."""
+    tokenizer = loaded_tokenizer(data)
+    return None if tokenizer is None or tokenizer.name_or_path else tokenizer
+
+
+def loaded_tokenizer(data: Any) -> PreTrainedTokenizerFast | None:
+    """The tokenizer of a data module, if it has one by now: to ask for its attribute might load one nobody needs."""
+    tokenizer = None if data is None else vars(data).get("tokenizer")
+    return tokenizer if isinstance(tokenizer, PreTrainedTokenizerFast) else None
 
 
 def _optimizer_facts(trainer: Trainer) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
 
 def merge_spans(spans: Tensor) -> Tensor:
     """Join character spans that touch or overlap.
@@ -15,7 +17,7 @@ def merge_spans(spans: Tensor) -> Tensor:
         ``[M, 2]`` disjoint ascending spans with at least one character between them.
 
     Raises:
-        ValueError: If ``spans`` is not ``[N, 2]``, not ascending, or an end stands before its start.
+        ValueError: If ``spans`` is not ``[N, 2]`` of integers, not ascending, or an end stands before its start.
 
     Example:
         >>> merge_spans(torch.tensor([[0, 3], [3, 7], [8, 9]])).tolist()
@@ -46,14 +48,18 @@ def span_token_mask(offsets: Tensor, spans: Tensor) -> Tensor:
         ``[..]`` bool.
 
     Raises:
-        ValueError: If ``spans`` is not ``[M, 2]``, not ascending, or an end stands before its start.
+        ValueError: If ``spans`` is not ``[M, 2]`` of integers, not ascending, not disjoint, or an end stands before its
+            start; or if ``offsets`` is not ``[.., 2]`` of integers.
 
     Example:
         >>> span_token_mask(torch.tensor([[0, 3], [3, 7], [8, 9]]), torch.tensor([[2, 7]])).tolist()
         [False, True, False]
     """
     _check_spans(spans)
-    start, end = offsets[..., 0].contiguous(), offsets[..., 1]
+    if (spans[1:, 0] < spans[:-1, 1]).any():
+        raise ValueError("Spans must be disjoint: join those that overlap by `merge_spans`.")
+    _check_offsets("offsets", offsets)
+    start, end = offsets[..., 0].contiguous().to(spans.dtype), offsets[..., 1]
     if len(spans) == 0:
         return torch.zeros_like(start, dtype=torch.bool)
     span = torch.searchsorted(spans[:, 0].contiguous(), start, right=True) - 1
@@ -79,16 +85,25 @@ def transfer_influence(influence: Tensor, offsets: Tensor, target_offsets: Tenso
         ``[..]`` float64 influence; 0 for a token without characters.
 
     Raises:
-        ValueError: If ``influence`` and ``offsets`` disagree in length.
+        ValueError: If ``influence`` and ``offsets`` disagree in length, an influence is not finite, or a span does not
+            run forward from a character of the text.
 
     Example:
         >>> transfer_influence(torch.tensor([1.0, 4.0]), torch.tensor([[0, 2], [2, 4]]), torch.tensor([[0, 4], [3, 5]]))
         tensor([2.5000, 2.5000], dtype=torch.float64)
     """
-    if offsets.shape != (*influence.shape, 2):
+    if influence.ndim != 1 or offsets.shape != (*influence.shape, 2):
         raise ValueError(
             f"`offsets` must be [N, 2] for `influence` [N], got {list(offsets.shape)} and {list(influence.shape)}."
         )
+    for name, spans in (("offsets", offsets), ("target_offsets", target_offsets)):
+        _check_offsets(name, spans)
+        if (spans[..., 0] < 0).any() or (spans[..., 1] < spans[..., 0]).any():
+            raise ValueError(f"`{name}` must be spans of characters, counted from 0, whose ends are not before starts.")
+    if not influence.isfinite().all():  # in running sums NaN would spread to every later token
+        token = int(influence.isfinite().logical_not().nonzero()[0])
+        raise ValueError(f"`influence` must be finite, got {influence[token].item()} for token {token}.")
+    offsets, target_offsets = offsets.long(), target_offsets.long()
     ends = [part.max() for part in (offsets, target_offsets) if part.numel()]
     length = int(max(ends, default=torch.zeros(()))) + 1
     # Each token adds itself at its first character and takes itself away behind its last: a running sum is what covers
@@ -110,8 +125,13 @@ def _coverage(weight: Tensor, offsets: Tensor, length: int) -> Tensor:
     return change.cumsum(0)
 
 
+def _check_offsets(name: str, offsets: Tensor) -> None:
+    if offsets.ndim < 1 or offsets.shape[-1] != 2 or offsets.dtype not in _INTEGERS:
+        raise ValueError(f"`{name}` must be integers [.., 2], got {offsets.dtype} {list(offsets.shape)}.")
+
+
 def _check_spans(spans: Tensor) -> None:
-    if spans.ndim != 2 or spans.shape[1] != 2:
-        raise ValueError(f"Spans must be [M, 2], got {list(spans.shape)}.")
+    if spans.ndim != 2 or spans.shape[1] != 2 or spans.dtype not in _INTEGERS:
+        raise ValueError(f"Spans must be integers [M, 2], got {spans.dtype} {list(spans.shape)}.")
     if (spans[:, 1] < spans[:, 0]).any() or (spans[1:, 0] < spans[:-1, 0]).any():
         raise ValueError("Spans must be in ascending order, and no end may stand before its start.")

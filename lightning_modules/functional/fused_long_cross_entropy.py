@@ -15,6 +15,7 @@ from lightning_modules.functional.log_likelihood import (
     scored_tokens,
     softmax_blocks,
 )
+from lightning_modules.functional.windows import check_window_share
 
 
 class WeightedLoss(NamedTuple):
@@ -76,9 +77,10 @@ def fused_long_cross_entropy(
         The loss, and what it was made of.
 
     Raises:
-        ValueError: If shapes disagree, ``chunk_size`` is below 1, or column 0 is scored.
+        ValueError: As of `token_log_likelihood`, or if the weighing is of other tokens or its share not in (0, 1].
     """
     check_chunk_size(chunk_size)
+    _check_weighing(weighing, labels)
     predictors, targets, scored = scored_tokens(hidden_states, labels)
     short, differs = (part if part is None else part[scored] for part in (weighing.short, weighing.differs))
     tokens = _Tokens(targets, head, weighing._replace(short=short, differs=differs))
@@ -86,6 +88,16 @@ def fused_long_cross_entropy(
     loss, log_likelihood, weight = _FusedLoss.apply(predictors, tokens, size, *parameters)
     empty = log_likelihood.new_zeros(labels.shape)
     return WeightedLoss(loss, empty.masked_scatter(scored, log_likelihood), empty.masked_scatter(scored, weight))
+
+
+def _check_weighing(weighing: Weighing, labels: Tensor) -> None:
+    parts = [part for part in (weighing.short, weighing.differs) if part is not None]
+    if len(parts) == 1 or any(part.shape != labels.shape for part in parts):
+        raise ValueError(
+            f"`short` and `differs` of the weighing must both be {list(labels.shape)}, as `labels`, or None,"
+            f" got {[list(part.shape) for part in parts]}."
+        )
+    check_window_share(weighing.share)
 
 
 class _Tokens(NamedTuple):

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lightning_modules.batch import IGNORE_INDEX
+from lightning_modules.functional.checks import check_count
 from lightning_modules.functional.linear_head import LinearHead, log_sum_exp_and_softmax, tiled_log_likelihood
 
 Head = Callable[[Tensor], Tensor] | LinearHead
@@ -35,7 +36,8 @@ def token_log_likelihood(hidden_states: Tensor, head: Head, labels: Tensor, *, c
         Gradients flow to the hidden states and to what ``head`` holds.
 
     Raises:
-        ValueError: If shapes disagree, ``chunk_size`` is below 1, or column 0 is scored.
+        ValueError: If shapes or types disagree, ``chunk_size`` is no integer of 1 or more, or column 0 is scored. On a
+            CPU also if a label is beyond the head's logits; an accelerator would have to be waited for.
 
     Example:
         >>> hidden_states, head = torch.zeros(1, 3, 4), torch.nn.Linear(4, 2, bias=False)
@@ -57,12 +59,14 @@ def token_log_likelihood(hidden_states: Tensor, head: Head, labels: Tensor, *, c
 def _chunk_log_likelihood(predictors: Tensor, head: Head, targets: Tensor) -> Tensor:
     def forward(predictors: Tensor) -> Tensor:
         logits = head(predictors)
+        check_targets(targets, logits.shape[-1])
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return -F.cross_entropy(logits, targets, reduction="none")
 
     if torch.is_grad_enabled():
         return checkpoint(forward, predictors, use_reentrant=False)
     if isinstance(head, LinearHead) and len(targets):
+        check_targets(targets, len(head.weight))
         return tiled_log_likelihood(predictors, head, targets)
     logits = head(predictors)
     blocks = [log_likelihood for _, _, log_likelihood in softmax_blocks(logits, targets)]
@@ -80,6 +84,7 @@ def softmax_blocks(logits: Tensor, targets: Tensor) -> Iterator[tuple[slice, Ten
         Which rows, their ``[rows, V]`` probabilities and ``[rows]`` log-likelihoods in nats; float32, or float64 for
         float64 logits.
     """
+    check_targets(targets, logits.shape[-1])
     elements = 2**21 if logits.device.type == "cpu" else 2**26
     size = max(1, elements // logits.shape[-1])
     for start in range(0, len(logits), size):
@@ -106,15 +111,20 @@ def scored_tokens(hidden_states: Tensor, labels: Tensor) -> tuple[Tensor, Tensor
         ``[N, D]`` hidden states, ``[N]`` token ids, and ``[B, T]`` bool with N times True.
 
     Raises:
-        ValueError: If shapes disagree, or column 0 is scored.
+        ValueError: If shapes or types disagree, or column 0 is scored.
     """
-    if labels.ndim != 2 or hidden_states.shape[:2] != labels.shape:
+    if hidden_states.ndim != 3 or hidden_states.shape[:2] != labels.shape:
         raise ValueError(
             "`hidden_states` must be [B, T, D] and `labels` [B, T],"
             f" got {list(hidden_states.shape)} and {list(labels.shape)}."
         )
+    if labels.dtype != torch.int64 or not hidden_states.is_floating_point():
+        raise ValueError(
+            "`hidden_states` must be of floating point and `labels` int64,"
+            f" got {hidden_states.dtype} and {labels.dtype}."
+        )
     scored = labels.ne(IGNORE_INDEX)
-    if scored[:, 0].any():
+    if scored[:, :1].any():
         row = int(scored[:, 0].nonzero()[0])
         raise ValueError(
             f"Token 0 has no context to be scored in: set `labels[:, 0]` to {IGNORE_INDEX}"
@@ -126,7 +136,20 @@ def scored_tokens(hidden_states: Tensor, labels: Tensor) -> tuple[Tensor, Tensor
     return hidden_states.flatten(0, 1).index_select(0, index - 1), labels.flatten().index_select(0, index), scored
 
 
+def check_targets(targets: Tensor, logits: int) -> None:
+    """Raise a ``ValueError`` for tokens that have no logit, where one need not wait for an accelerator to know."""
+    if targets.device.type != "cpu" or len(targets) == 0:
+        return
+    smallest, largest = targets.min(), targets.max()
+    if smallest < 0 or largest >= logits:
+        wrong = int(smallest if smallest < 0 else largest)
+        raise ValueError(
+            f"Label {wrong} is none of the {logits} tokens that the head knows (0 to {logits - 1}), nor {IGNORE_INDEX},"
+            " which says that a token is not scored."
+        )
+
+
 def check_chunk_size(chunk_size: int | None) -> None:
     """Raise a ``ValueError`` for a chunk without tokens."""
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"`chunk_size` counts tokens and must be 1 or more, got {chunk_size}.")
+    if chunk_size is not None:
+        check_count("`chunk_size`", chunk_size)

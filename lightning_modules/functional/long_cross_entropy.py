@@ -36,5 +36,6 @@ def long_cross_entropy(log_likelihood: Tensor, influence: Tensor, labels: Tensor
             f" got {list(log_likelihood.shape)}, {list(influence.shape)} and {list(labels.shape)}."
         )
     scored = labels.ne(IGNORE_INDEX)
-    weighted = (log_likelihood * influence.detach()).masked_fill(~scored, 0.0)
-    return -weighted.sum() / scored.sum().clamp(min=1)
+    # Both, or NaN in the one of a token that is not scored would be in the gradient of the other.
+    log_likelihood, influence = (part.masked_fill(~scored, 0) for part in (log_likelihood, influence.detach()))
+    return -(log_likelihood * influence).sum() / scored.sum().clamp(min=1)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
+from lightning_modules.functional.checks import check_count
 
 
 class Window(NamedTuple):
@@ -51,7 +52,7 @@ def short_context_windows(
         ``context_length + stride`` tokens long, except that the last one of a document may be shorter.
 
     Raises:
-        ValueError: If ``context_length`` or ``stride`` is below 1.
+        ValueError: If ``context_length`` or ``stride`` is no integer of 1 or more, or the borders do not ascend.
 
     Example:
         >>> short_context_windows([0, 11], context_length=4, stride=3)
@@ -60,6 +61,8 @@ def short_context_windows(
         [Window(start=9, scored=13, stop=15)]
     """
     check_context(context_length, stride)
+    if any(stop < start for start, stop in pairwise(document_borders)):
+        raise ValueError(f"`document_borders` must ascend, got {list(document_borders)!r:.200}.")
     return [
         Window(start, start + context_length, min(start + context_length + stride, end))
         for begin, end in pairwise(document_borders)
@@ -71,13 +74,11 @@ def check_context(context_length: int, stride: int, sequence_length: int | None 
     """Refuse a short context that would silently make every long-short difference 0.
 
     Raises:
-        ValueError: If ``context_length`` or ``stride`` is below 1, or no token of a sequence of ``sequence_length``
-            tokens has more context than the short one.
+        ValueError: If ``context_length`` or ``stride`` is no integer of 1 or more, or no token of a sequence of
+            ``sequence_length`` tokens has more context than the short one.
     """
-    if context_length < 1:
-        raise ValueError(f"`context_length` (K) counts tokens and must be 1 or more, got {context_length}.")
-    if stride < 1:
-        raise ValueError(f"`stride` (d) counts tokens and must be 1 or more, got {stride}.")
+    check_count("`context_length` (K)", context_length)
+    check_count("`stride` (d)", stride)
     if sequence_length is not None and context_length + stride >= sequence_length:
         raise ValueError(
             f"No token of a sequence of {sequence_length} tokens has a longer context than the short one: "

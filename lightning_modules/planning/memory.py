@@ -66,6 +66,7 @@ class Training:
         step_copy: Whether the optimizer's step makes a temporary as large as the weights, as torch's `foreach` does.
         sharding: What is divided among the GPUs.
         gpus: How many there are.
+        sequence_parallel_size: How many of them share each row.
     """
 
     tokens: int
@@ -81,6 +82,7 @@ class Training:
     step_copy: bool = True
     sharding: Sharding = field(default_factory=Sharding)
     gpus: int = 1
+    sequence_parallel_size: int = 1
 
     @property
     def compute_bytes(self) -> int:
@@ -126,7 +128,7 @@ def training_memory(shape: ModelShape, activations: ActivationBytes, training: T
 
     Gradients count as a whole: with accumulation they exist from the second micro-batch on.
     """
-    rows = training.rows * training.tokens
+    rows = training.rows * training.tokens / training.sequence_parallel_size
     kept = {
         "activations kept for the backward pass": rows * shape.layers * _kept(activations, training.checkpointing),
         "last hidden states, predictors and their gradient": 3.0 * rows * activations.hidden,

@@ -103,7 +103,8 @@ class Planner:
             "short_window_share": experiment.window_share,
             "stored_influence": experiment.stored_influence,
             "row_tokens": training.tokens,
-            "rows_per_step": training.gpus * experiment.accumulated * training.rows,
+            "rows_per_step": round(training.gpus * self._rows_per_gpu),
+            "sequence_parallel_size": training.sequence_parallel_size,
             "max_steps": experiment.max_steps,
             "precision": experiment.precision,
             "weights": str(training.dtype).removeprefix("torch."),
@@ -144,8 +145,9 @@ class Planner:
         }
 
     @cached_property
-    def _rows_per_gpu(self) -> int:
-        return self.experiment.accumulated * self.training.rows
+    def _rows_per_gpu(self) -> float:
+        """In a step; a part of one where GPUs share rows."""
+        return self.experiment.accumulated * self.training.rows / self.training.sequence_parallel_size
 
     def _seconds(self, flops: Any) -> float:
         return seconds(flops, self.gpu, self.efficiency)
@@ -159,7 +161,7 @@ class Planner:
             sizes = (training.tokens, training.context_length, training.stride, training.checkpointing)
             flops = longce_step_flops(self.shape, *sizes, window_share=self.experiment.window_share)
         result[self.experiment.objective] = self._rows_per_gpu * self._seconds(flops)
-        tokens = training.gpus * self._rows_per_gpu * training.tokens
+        tokens = round(training.gpus * self._rows_per_gpu * training.tokens)
         return {name: self._bill(step, tokens, steps) for name, step in result.items() if name != "CrossEntropy"}
 
     def _bill(self, step: float, tokens: int, steps: int | None) -> dict[str, Any]:

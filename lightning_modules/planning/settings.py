@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from lightning_modules.adapters import quantization_config
+from lightning_modules.batch import LONGEST_ROW
 from lightning_modules.functional.windows import check_context
 from lightning_modules.loading import load_config
 from lightning_modules.objectives import Objective, check_influence
@@ -15,6 +16,7 @@ from lightning_modules.patterns import PATTERNS
 from lightning_modules.patterns.blocks import BLOCK_BYTES, block_size
 from lightning_modules.planning.flops import Checkpointing
 from lightning_modules.planning.memory import FULLY_SHARDED, QUANTIZED_BYTES, Sharding, Training
+from lightning_modules.sequence_parallelism import check_processes, check_sequence_parallelism
 
 _AUTOCAST = {"bf16-mixed": "bfloat16", "bf16": "bfloat16", "16-mixed": "float16", "16": "float16"}
 _CAST = {"bf16-true": "bfloat16", "16-true": "float16", "64-true": "float64", "64": "float64"}
@@ -97,6 +99,8 @@ def read_experiment(options: Any, *, gpus: int | None = None, evaluator: str | N
     tokens = data.get("sequence_length")
     if tokens is None:
         raise ValueError("The plan needs the length of the rows: give `data` with a `sequence_length`.")
+    if not 1 <= tokens <= LONGEST_ROW:
+        raise ValueError(f"`data.sequence_length` must be 1 to {LONGEST_ROW:,} tokens, got {tokens:,}.")
     names = ("pretrained_model_name_or_path", "model_config", "context_extension", "revision", "trust_remote_code")
     config = load_config(**{name: _plain(model.get(name)) for name in names})
     count, notes = (gpus, []) if gpus is not None else _gpus(trainer)
@@ -111,6 +115,9 @@ def read_experiment(options: Any, *, gpus: int | None = None, evaluator: str | N
     dtype, autocast = _precision(str(trainer.get("precision") or "32-true"), model.get("dtype"), config)
     sharding = _sharding(trainer.get("strategy") or "auto", count)
     notes += _not_supported(trainer.get("strategy") or "auto", sharding)
+    shared = _arguments(trainer.get("strategy") or "auto").get("sequence_parallel_size", 1)
+    check_processes(shared, count)
+    check_sequence_parallelism(config, shared, model.get("attn_implementation") or "auto")
     if sharding.name.startswith("DeepSpeed") and autocast is not None:
         dtype, autocast, sharding = autocast, None, replace(sharding, master_weights=True)
     optimizer, moments = _optimizer(model.get("optimizer"), notes)
@@ -129,6 +136,7 @@ def read_experiment(options: Any, *, gpus: int | None = None, evaluator: str | N
         step_copy=moments > 0 and not arguments.get("fused") and arguments.get("foreach") is not False,
         sharding=sharding,
         gpus=count,
+        sequence_parallel_size=shared,
     )
     return Experiment(
         name=model.get("pretrained_model_name_or_path") or f"new {config.model_type}",
@@ -189,12 +197,17 @@ def _objective(objective: Any) -> Objective:
     if not isinstance(_plain(objective), dict):
         return objective
     module, _, name = _class(objective).rpartition(".")
-    return getattr(importlib.import_module(module), name)(**_arguments(objective))
+    arguments = _arguments(objective)
+    if "objective" in arguments:  # one made of another one
+        arguments["objective"] = _objective(arguments["objective"])
+    return getattr(importlib.import_module(module), name)(**arguments)
 
 
 def _not_planned(model: Any, config: PreTrainedConfig, tokens: int) -> list[str]:
     """What the figures leave out of account."""
     notes = []
+    if _class(model.get("objective")).endswith(".Scheduled"):
+        notes.append("every step is planned with a short pass, and a schedule has steps without one")
     if model.get("short_dtype") is not None:
         notes.append(f"`short_dtype: {model.short_dtype}` makes the short pass cheaper than it is planned here")
     if model.get("head_kernel") not in (None, "chunked"):
@@ -239,7 +252,7 @@ def stored_dtype(config: PreTrainedConfig) -> torch.dtype:
 def _sharding(strategy: Any, gpus: int) -> Sharding:
     name, arguments = _class(strategy).rpartition(".")[2], _arguments(strategy)
     plain = name.lower().removesuffix("strategy").removesuffix("_find_unused_parameters_true")
-    if plain in ("auto", "ddp", "singledevice", "single_device"):
+    if plain in ("auto", "ddp", "ulysses", "singledevice", "single_device"):
         if gpus == 1:
             return Sharding()
         view = bool(arguments.get("gradient_as_bucket_view"))
@@ -253,17 +266,19 @@ def _sharding(strategy: Any, gpus: int) -> Sharding:
             return replace(_DEEPSPEED[stage], offload=offload)
     raise ValueError(
         f"`trainer.strategy` '{name}' cannot be planned: known are auto, ddp, fsdp, FullyShardedStrategy,"
-        " ModelParallelStrategy and deepspeed_stage_1 to 3."
+        " ModelParallelStrategy, UlyssesStrategy, FullyShardedUlyssesStrategy and deepspeed_stage_1 to 3."
     )
 
 
 def _not_supported(strategy: Any, sharding: Sharding) -> list[str]:
     """What `longce fit` refuses, or has not been tried with."""
     remedy = "take lightning_modules.sharding.FullyShardedStrategy (configs/fsdp.yaml)"
-    if (sharding.weights and "fsdp" in _class(strategy).lower()) or sharding.name == _DEEPSPEED[3].name:
+    if sharding.weights and "fsdp" in _class(strategy).lower():
         return [f"`longce fit` refuses this strategy: {remedy}"]
+    if _arguments(strategy).get("sequence_parallel_size", 1) > 1:
+        return ["rows shared by GPUs have been tried with longce on CPUs only; exchange and its buffers do not count"]
     if sharding.name.startswith("DeepSpeed"):
-        return ["DeepSpeed's stages 1 and 2 have been tried with longce on CPUs only"]
+        return ["DeepSpeed has been tried with longce on CPUs only"]
     return []
 
 

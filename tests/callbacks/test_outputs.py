@@ -188,7 +188,7 @@ def test_two_processes_write_one_export(base, documents, tmp_path):
 
 def test_sharded_training_is_sent_to_the_command(base, tmp_path):
     trainer = SimpleNamespace(strategy=FSDPStrategy())
-    with pytest.raises(ValueError, match=r"FSDPStrategy shards them.*consolidate.*`longce export`"):
+    with pytest.raises(ValueError, match=r"FSDPStrategy shards them.*`longce export` on the last"):
         HuggingFaceExport(str(tmp_path / "out")).on_fit_start(trainer, make_module(base))
 
 

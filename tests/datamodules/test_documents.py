@@ -55,7 +55,7 @@ def test_index_past_the_end_gives_an_empty_row(word_tokenizer):
     assert (row["text"], row["name"]) == ("", "")
 
 
-def test_document_without_tokens_is_named(word_tokenizer, monkeypatch):
-    documents = dataset(word_tokenizer, "\u3000")
-    with pytest.raises(ValueError, match="Document 'name 0' is empty"):
-        documents[0]
+def test_empty_documents_are_left_out(word_tokenizer, caplog):
+    documents = dataset(word_tokenizer, "a", "\u3000", "b")
+    assert [documents[index]["text"] for index in range(len(documents))] == ["a", "b"]
+    assert "Left out 1 empty documents of 3: 'name 1'" in caplog.text

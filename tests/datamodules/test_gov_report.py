@@ -32,6 +32,8 @@ def test_parquet_column_of_the_hub(word_tokenizer, tmp_path):
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "test-00000-of-00001.parquet")
     module = GovReportDataModule(word_tokenizer, path=str(tmp_path))
     assert [document.text for document in module.source("test")] == ["a b"]
+    module = GovReportDataModule(word_tokenizer, path=str(tmp_path), text_column="summary")
+    assert [document.text for document in module.source("test")] == ["c"]
 
 
 def test_there_is_nothing_to_train_on(word_tokenizer, tmp_path):

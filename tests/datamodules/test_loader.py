@@ -55,6 +55,15 @@ def test_resumed_run_sees_the_rows_that_are_left(tmp_path, num_workers, limit):
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_first_rows_are_overfitted_again_and_again(tmp_path, num_workers):
+    save = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    seen = rows_seen(num_workers, [save], overfit_batches=2)
+    assert seen == [(epoch, batch, [2 * batch, 2 * batch + 1]) for epoch in range(3) for batch in range(2)]
+    assert rows_seen(0, [], tmp_path / "step=2.ckpt", overfit_batches=2) == seen[2:]
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_checkpoint_at_the_end_of_an_epoch(tmp_path):
     save = ModelCheckpoint(tmp_path, filename="{epoch}", save_on_train_epoch_end=True, save_top_k=-1)
     uninterrupted = rows_seen(0, [save])

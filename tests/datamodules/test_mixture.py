@@ -40,6 +40,7 @@ def mixture(folder, tokenizer, changed=None, stage="fit", rank=0, world_size=1, 
     module.trainer = SimpleNamespace(
         global_rank=rank,
         world_size=world_size,
+        distributed_sampler_kwargs={"num_replicas": world_size, "rank": rank},
         state=SimpleNamespace(fn=stage),
         max_steps=max_steps,
         accumulate_grad_batches=2,

@@ -210,7 +210,7 @@ def test_what_is_said_of_the_rows():
 @pytest.mark.parametrize(
     ("lengths", "size", "message"),
     [
-        ([4, 6], 0, "1 or more, got 0"),
+        ([4, 6], 0, "an integer from 1 to 134,217,728, got 0"),
         ([0, 0], 5, "0 tokens do not fill one row of `sequence_length` = 5"),
         ([], 5, "0 tokens do not fill"),
     ],

@@ -45,8 +45,12 @@ def test_bad_rows_and_files_are_named(tmp_path):
         ValueError, match=r"data\.parquet: no column 'body' .* only \['meta', 'other', 'text', 'title'\]"
     ):
         list(source(tmp_path, text_column="body"))
-    with pytest.raises(ValueError, match=r"data\.parquet, row 1: the document is empty"):
-        list(source(tmp_path, [{"text": "a"}, {"text": " "}]))
+    assert [document.text for document in source(tmp_path, [{"text": "a"}, {"text": " "}])] == ["a", " "]
+    buffers = [None, pyarrow.py_buffer(b"\0\0\0\0\1\0\0\0"), pyarrow.py_buffer(b"\xff")]
+    bytes_as_text = pyarrow.Array.from_buffers(pyarrow.string(), 1, buffers)
+    pyarrow.parquet.write_table(pyarrow.table({"text": bytes_as_text}), tmp_path / "data.parquet")
+    with pytest.raises(ValueError, match=r"data\.parquet: the parquet file is damaged \('utf-8' codec"):
+        list(ParquetFiles(find_files(str(tmp_path))))
     (tmp_path / "data.parquet").write_bytes(b"PAR1 and no more")
     with pytest.raises(ValueError, match=r"data\.parquet: the parquet file is damaged"):
         list(ParquetFiles(find_files(str(tmp_path))))

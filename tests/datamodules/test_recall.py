@@ -1,3 +1,5 @@
+import hashlib
+import itertools
 from itertools import islice
 
 import pytest
@@ -9,10 +11,14 @@ from datamodules.recall import (
     GENRES,
     GET,
     SET,
+    RecallCorpus,
     RecallDataModule,
     field_values,
     genre_words,
+    possible_values,
     recall_documents,
+    recall_questions,
+    recall_records,
     recall_tokenizer,
 )
 
@@ -139,3 +145,170 @@ def test_rows_of_the_data_module_are_one_document_each(tmp_path):
         assert row["input_ids"].tolist() == recall_tokenizer()(text)["input_ids"]
     (document,) = islice(module.val_dataloader(), 1)
     assert document["text"] == [next(recall_documents(1, length=39, seed=1))]
+
+
+def test_the_documents_are_the_same_as_before_dialects_and_records():
+    digest = hashlib.sha256()
+    for settings in ({"length": 511}, {"length": 60, "slot": 4, "seed": 3}, {"length": 1023, "slot": 5, "seed": 1}):
+        for text in recall_documents(30, **settings):
+            digest.update(text.encode())
+    assert digest.hexdigest() == "112d0d1b569f5c01a6c34271e7fc7e6eca77b6c6595a1fb85475c19ad8489de5"
+
+
+OPTIONS = ({}, {"slot": 5}, {"second_dialect": 0.5, "second_order": 0.5})
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_records_are_the_documents(options):
+    texts = list(recall_documents(5, length=200, seed=4, **options))
+    assert [record.text for record in recall_records(5, length=200, seed=4, **options)] == texts
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_records_know_what_each_word_is_and_where_it_stands(options):
+    everything = {
+        word for table in (field_values(), genre_words()) for pair in table.items() for word in (pair[0], *pair[1])
+    }
+    far = 0
+    for record in recall_records(10, length=511, seed=5, **options):
+        words, text = record.text.split(" "), record.text
+        assert [text[start:end] for start, end in record.offsets] == words
+        for index, word in enumerate(record.words):
+            is_answer = index >= 2 and words[index - 2] == GET
+            is_about = index >= 1 and words[index - 1] == ABOUT
+            is_local = word.text not in everything | {GET, SET, ABOUT}
+            expected = "answer" if is_answer else "about" if is_about else "local" if is_local else "other"
+            assert word.kind == expected
+            said = [before for before in range(index) if words[before] == word.text]
+            assert word.distance == (index - said[-1] if is_answer else 0)
+        spans = record.spans("answer", farther_than=FAR)
+        assert spans == [o for o, w in zip(record.offsets, record.words, strict=True) if w.distance > FAR]
+        assert len(record.spans("answer")) > len(spans)
+        far += len(spans)
+    assert far > 10
+
+
+def test_with_free_pairs_a_value_does_not_tell_whose_it_is():
+    fields_of: dict[str, set[str]] = {}
+    nearer = 0
+    for record in recall_records(40, length=300, slot=5, seed=9, pairs="free"):
+        words = record.text.split(" ")
+        values: dict[str, str] = {}
+        for index in sorted(events(words, SET) + events(words, GET)):
+            marker, field, value = words[index : index + 3]
+            assert (field in values) == (marker == GET)
+            assert values.setdefault(field, value) == value
+            fields_of.setdefault(value, set()).add(field)
+            if marker == GET:
+                last = max(i for i in range(index) if words[i : i + 2] == [field, value])
+                assert record.words[index + 2].distance == index + 1 - last
+                nearer += value in words[last + 2 : index]  # of another field: no place to find this answer
+    assert sorted(fields_of) == sorted(possible_values("city", "free"))
+    assert all(len(fields) > 8 for fields in fields_of.values())
+    assert nearer > 20
+    assert len({value[:3] for value in fields_of}) == 16
+
+
+def test_questions_with_free_pairs():
+    shared = 0
+    for record in recall_questions(40, length=300, depth=(0.1, 0.5), slot=5, seed=10, pairs="free"):
+        words = record.text.split(" ")
+        field, value = words[-2:]
+        place = words.index(field)
+        assert words[place - 1 : place + 2] == [SET, field, value]
+        assert words.count(field) == 2
+        assert record.words[-1].distance == 299 - place - 1
+        shared += words.count(value) > 2
+    assert shared > 5
+
+
+def test_free_pairs_are_rows_of_the_data_module(tmp_path):
+    module = RecallDataModule(sequence_length=40, train_documents=3, pairs="free", cache_dir=str(tmp_path))
+    module.setup("fit")
+    texts = recall_documents(3, length=39, seed=0, pairs="free")
+    assert [row["input_ids"].tolist() for row in module.rows] == [
+        recall_tokenizer()(text)["input_ids"] for text in texts
+    ]
+
+
+def local_pairs(**options):
+    return {
+        pair
+        for record in recall_records(20, length=400, slot=40, seed=6, **options)
+        for pair in itertools.pairwise(word.text for word in record.words if word.kind == "local")
+    }
+
+
+def test_dialects_differ_in_what_follows_a_word():
+    first, second = local_pairs(), local_pairs(second_dialect=1.0)
+    assert len(first & second) < 0.25 * len(first)
+    mixed = local_pairs(second_dialect=0.5)
+    assert len(mixed & first) > 0.3 * len(mixed)
+    assert len(mixed & second) > 0.3 * len(mixed)
+
+
+def test_what_depends_on_two_words_varies_more_given_one():
+    def followers(**options):
+        pairs = local_pairs(**options)
+        return len(pairs) / len({first for first, _ in pairs})
+
+    assert followers(second_order=1.0) > 1.3 * followers()
+
+
+def test_a_question_is_answered_in_one_place_only():
+    for low, high in ((0.0, 0.2), (0.4, 0.6), (0.7, 0.7)):
+        for record in recall_questions(20, length=511, depth=(low, high), seed=7):
+            words = record.text.split(" ")
+            assert len(words) == 511
+            assert words[-3] == GET
+            field, value = words[-2:]
+            assert [i for i, word in enumerate(words[:-2]) if word == field] == [words.index(value) - 1]
+            assert words.count(value) == 2
+            assert words[words.index(value) - 2] == SET
+            assert record.words[-1][:3] == (value, "answer", 510 - words.index(value))
+            assert low * 511 - 2 <= words.index(value) <= high * 511 + 3
+
+
+@pytest.mark.parametrize("length", [8, 9, 20])
+def test_short_questions_have_room_for_the_fact(length):
+    for record in recall_questions(30, length=length, depth=(0.0, 1.0), slot=4, seed=8):
+        words = record.text.split(" ")
+        assert len(words) == length
+        assert words.count(words[-1]) == 2
+
+
+def test_what_cannot_be_written_is_refused():
+    with pytest.raises(ValueError, match="`second_dialect` is a share"):
+        next(recall_documents(1, length=20, second_dialect=1.5))
+    with pytest.raises(ValueError, match="`second_order` is a share"):
+        next(recall_records(1, length=20, second_order=-0.1))
+    with pytest.raises(ValueError, match="`depth`"):
+        next(recall_questions(1, length=20, depth=(0.5, 1.1)))
+    with pytest.raises(ValueError, match="at least 8, got 7"):
+        next(recall_questions(1, length=7))
+
+
+def test_the_corpus_of_experiments(tmp_path):
+    corpus = RecallCorpus()
+    tokenizer = corpus.tokenizer()
+    (document,) = corpus.documents(1, 100)
+    assert len(tokenizer(document.text).input_ids) == 100
+    by_depth = corpus.questions(11, 300, depths=4, behind=128)
+    assert [len(part) for part in by_depth] == [2, 3, 3, 3]
+    for part in by_depth:
+        for question in part:
+            assert len(tokenizer(question.text).input_ids) == 300
+            assert question.words[-1].distance > 128
+    data = corpus.training_data(
+        7,
+        sequence_length=40,
+        document_rows=2,
+        slot=5,
+        second_dialect=0.5,
+        batch_size=2,
+        seed=1,
+        cache_dir=str(tmp_path),
+    )
+    data.setup("fit")
+    assert [len(data.rows), data.rows.rows.sequence_length] == [8, 40]
+    assert corpus.fingerprint() == RecallCorpus().fingerprint()

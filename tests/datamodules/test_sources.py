@@ -1,12 +1,22 @@
 import gzip
 import json
 import os
+import tracemalloc
 from itertools import islice
 
 import pytest
 import zstandard
 
-from datamodules.sources import Document, JsonLines, SizedSource, TextFiles, TextFolder
+from datamodules import sources
+from datamodules.sources import (
+    Document,
+    JsonLines,
+    NoDocumentError,
+    SizedSource,
+    TextFiles,
+    TextFolder,
+    with_text,
+)
 
 ARXIV = ("meta.pile_set_name", "ArXiv")
 
@@ -31,10 +41,28 @@ def test_folder_without_text_files_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b" \n\t\n"])
-def test_empty_text_file_is_named(tmp_path, content):
-    (tmp_path / "hollow.txt").write_bytes(content)
-    with pytest.raises(ValueError, match=r"hollow\.txt: the document is empty. Remove it"):
-        list(TextFolder(tmp_path))
+def test_empty_documents_are_left_out_and_named(tmp_path, content, caplog):
+    for name in ("c", "e", "f", "g"):
+        (tmp_path / f"{name}.txt").write_bytes(content)
+    with pytest.raises(NoDocumentError, match=r"All of the 4 documents are empty \('c', 'e', 'f' and others\)"):
+        list(with_text(TextFolder(tmp_path)))
+    for name in ("b", "d"):
+        (tmp_path / f"{name}.txt").write_text(name)
+    assert [document.text for document in with_text(TextFolder(tmp_path))] == ["b", "d"]
+    assert caplog.messages == ["Left out 4 empty documents of 6: 'c', 'e', 'f' and others."]
+
+
+def test_a_document_too_large_to_hold_is_refused_before_it_is_unpacked(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "LARGEST_DOCUMENT", 1 << 20)
+    bomb = gzip.compress(b" " * (1 << 26))
+    assert len(bomb) < 1 << 17
+    for name, read in (("bomb.txt.gz", TextFiles), ("bomb.jsonl.gz", JsonLines)):
+        (tmp_path / name).write_bytes(bomb)
+        tracemalloc.start()
+        with pytest.raises(ValueError, match=rf"{name}.*: a document of more than 1,048,576 bytes. Split it"):
+            list(read((tmp_path / name,)))
+        assert tracemalloc.get_traced_memory()[1] < 1 << 23
+        tracemalloc.stop()
 
 
 def test_invalid_utf8_in_a_text_file_is_named_with_its_place(tmp_path):
@@ -99,7 +127,6 @@ def test_nothing_left_by_the_filter_is_an_error(tmp_path):
         ({"text": None}, "the text must be a string, got NoneType"),
         (b'{"text": "a", "n": ' + b"9" * 5000 + b"}", "JSON that Python does not read"),
         (b'{"text": "a", "n": ' + b"[" * 100_000, "JSON that Python does not read"),
-        ({"text": " \n"}, "the document is empty"),
         ({"text": "half \ud83d pair"}, "character 5 is half a surrogate pair"),
     ],
 )

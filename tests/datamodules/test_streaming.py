@@ -42,6 +42,7 @@ def module(folder, tokenizer, *, rank=0, world_size=1, max_steps=12, stage="fit"
     made.trainer = SimpleNamespace(
         global_rank=rank,
         world_size=world_size,
+        distributed_sampler_kwargs={"num_replicas": world_size, "rank": rank},
         state=SimpleNamespace(fn=stage),
         max_steps=max_steps,
         max_epochs=None,
@@ -161,11 +162,20 @@ def test_each_process_goes_on_with_its_own_streams(corpus_folder, wide_tokenizer
     loaders = [made(rank=rank).train_dataloader() for rank in range(2)]
     rows = [rows_of(first_of(loader, 3 + rank)) for rank, loader in enumerate(loaders)]
     own = [[list(cursor) for cursor in loader._cursors] for loader in loaders]
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
     monkeypatch.setattr("torch.distributed.all_gather_object", lambda into, _: into.__setitem__(slice(None), own))
     for rank, loader in enumerate(loaders):
         resumed = made(rank=rank).train_dataloader()
         resumed.load_state_dict({**loaders[0].state_dict(), "batches": loader.state_dict()["batches"]})
         assert rows[rank] + rows_of(resumed) == rows_of(made(rank=rank).train_dataloader())
+
+
+def test_neighbours_that_read_the_same_save_their_place_once(corpus_folder, wide_tokenizer, monkeypatch):
+    loader = module(corpus_folder, wide_tokenizer, world_size=2).train_dataloader()
+    gathered = ["first", "first", "second", "second"]
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 4)
+    monkeypatch.setattr("torch.distributed.all_gather_object", lambda into, _: into.__setitem__(slice(None), gathered))
+    assert loader.state_dict()["cursors"] == ["first", "second"]
 
 
 def first_of(loader, number):
@@ -207,6 +217,13 @@ def test_other_streams_are_refused(corpus_folder, wide_tokenizer):
         file.write('\n{"text": "w0"}')
     with pytest.raises(ValueError, match="goes on only as it was"):
         module(corpus_folder, wide_tokenizer).train_dataloader().load_state_dict(state)
+
+
+def test_files_are_looked_at_once_however_often_the_state_is_asked_for(corpus_folder, wide_tokenizer, monkeypatch):
+    looked, loader = [], module(corpus_folder, wide_tokenizer).train_dataloader()
+    monkeypatch.setattr("datamodules.streaming.file_size", lambda file: looked.append(file) or 1)
+    assert loader.state_dict() == loader.state_dict()
+    assert len(looked) == len(LENGTHS)
 
 
 def test_what_cannot_be_streamed_is_refused(corpus_folder, wide_tokenizer):
@@ -273,3 +290,22 @@ def test_spawned_workers_can_have_the_stream(corpus_folder, wide_tokenizer):
     rows = pickle.loads(pickle.dumps(loader.rows))
     copy = StreamingLoader(rows, batch_size=1, batches=12)
     assert rows_of(copy) == rows_of(loader)
+
+
+def test_another_tokenizer_does_not_go_on(corpus_folder, wide_tokenizer, byte_tokenizer):
+    loader = module(corpus_folder, wide_tokenizer).train_dataloader()
+    next(iter(loader))
+    other = module(corpus_folder, byte_tokenizer).train_dataloader()
+    with pytest.raises(ValueError, match=r"the checkpoint differs in .*'tokenizer'"):
+        other.load_state_dict(loader.state_dict())
+
+
+def test_empty_documents_are_left_out_and_counted_in_the_cursor(tmp_path, wide_tokenizer, caplog):
+    for name, hole in (("a", ["", " "]), ("b", [])):
+        lines = ["w1 w2 w3", *hole, "w4 w5 w6 w7", *hole, "w8 w9"] * 4
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    paths = [str(tmp_path / name / "x.jsonl") for name in "ab"]
+    rows = [rows_of(module(tmp_path, wide_tokenizer, train=path, validation=path).train_dataloader()) for path in paths]
+    assert rows[0] == rows[1]
+    assert caplog.text.count("Leaving out empty documents, such as 'x.jsonl:2'") == 1

@@ -77,7 +77,9 @@ def test_files_on_the_web(kind, web, word_tokenizer):
 
 
 def ready(module, stage="fit"):
-    module.trainer = SimpleNamespace(global_rank=0, world_size=1, state=SimpleNamespace(fn=stage))
+    module.trainer = SimpleNamespace(
+        global_rank=0, world_size=1, distributed_sampler_kwargs=None, state=SimpleNamespace(fn=stage)
+    )
     module.prepare_data()
     module.setup(stage)
     return module

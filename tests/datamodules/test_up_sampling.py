@@ -54,5 +54,5 @@ def test_copies_stand_behind_the_whole_corpus_and_are_reported(caplog):
 
 
 def test_a_weight_below_one_is_refused():
-    with pytest.raises(ValueError, match=r"set it to 1 or more, got 0\.5"):
+    with pytest.raises(ValueError, match=r"set it to 1 to 1000, got 0\.5"):
         LongDocuments(longer_than=3, weight=0.5)

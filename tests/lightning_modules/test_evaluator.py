@@ -1,7 +1,10 @@
+import errno
+
 import pytest
 import torch
 
 from lightning_modules import evaluator as evaluator_module
+from lightning_modules import token_scores
 from lightning_modules.evaluator import Evaluator, score_text
 from lightning_modules.loading import load_backbone
 from lightning_modules.tokenization import encode_document, load_tokenizer
@@ -56,6 +59,19 @@ def test_cache_that_cannot_be_written(model_dir, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"file.*LONGCE_CACHE"):
         Evaluator(str(model_dir), cache_dir=str(tmp_path / "file" / "cache"))
+
+
+def test_a_full_disk_costs_a_second_pass_and_not_the_run(model_dir, tmp_path, monkeypatch, caplog):
+    def full(path, content):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    judge = Evaluator(str(model_dir), cache_dir=str(tmp_path), **SETTINGS)
+    monkeypatch.setattr(token_scores, "write_atomically", full)
+    first = judge.scores(make_text(60), name="a book")
+    assert judge.scores(make_text(60)) is first
+    assert "'a book' could not be stored" in caplog.text
+    assert "(No space left on device)" in caplog.text
+    assert "Free some room" in caplog.text
 
 
 def test_tokenizer_of_another_model(model_dir, tmp_path, other_tokenizer):

@@ -18,7 +18,7 @@ from lightning_modules.functional import Weighing
 from lightning_modules.influence_trainer import InfluenceTrainer
 from lightning_modules.loading import load_backbone
 from lightning_modules.long_context_lm import LongContextLM
-from lightning_modules.objectives import CrossEntropy, LongCE, StoredInfluence
+from lightning_modules.objectives import CrossEntropy, LongCE, Normalised, StoredInfluence
 from tests.conftest import make_text
 from tests.distributed import run_distributed
 
@@ -213,6 +213,8 @@ def test_what_cannot_work_is_refused_before_anything_is_loaded(model_dir, texts,
     monkeypatch.setattr(Folder, "training_rows", None)
     with pytest.raises(ValueError, match=r"LongCE, and `model.objective` is CrossEntropy"):
         run(model_dir, texts, texts / "x", objective=CrossEntropy())
+    with pytest.raises(ValueError, match=r"LongCE, and `model.objective` is CrossEntropy"):
+        run(model_dir, texts, texts / "x", objective=Normalised(CrossEntropy()))
     with pytest.raises(ValueError, match=r"No model at '\./nowhere'"):
         run(model_dir, texts, texts / "x", evaluator="./nowhere")
     data = Folder(model_dir, texts)
@@ -220,7 +222,7 @@ def test_what_cannot_work_is_refused_before_anything_is_loaded(model_dir, texts,
     with pytest.raises(ValueError, match=r"24 \+ 8 = 32"):
         run(model_dir, texts, texts / "x", data=data)
     with pytest.raises(ValueError, match="no packed training rows"):
-        run(model_dir, texts, texts / "x", data=torch.nn.Module())
+        run(model_dir, texts, texts / "x", data=torch.nn.Module(), objective=Normalised(StoredInfluence()))
 
 
 def test_weights_that_are_no_numbers_stop_the_run(model_dir, texts, monkeypatch):

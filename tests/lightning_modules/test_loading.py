@@ -1,5 +1,6 @@
 import json
 import logging
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -131,6 +132,14 @@ def test_flash_attention_only_where_it_runs(model_dir, monkeypatch, settings, fl
     monkeypatch.setattr("lightning_modules.loading._load_weights", lambda *a: chosen.append(a[-1]) or tiny_model())
     load_backbone(str(model_dir), **settings)
     assert (chosen[0]["attn_implementation"] == "flash_attention_2") == flash
+
+
+@pytest.mark.parametrize(("package", "enough"), [("flash_attn", True), ("kernels", True), ("numpy", False)])
+def test_flash_attention_comes_from_either_package(model_dir, monkeypatch, package, enough):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name == package or None)
+    monkeypatch.setattr("lightning_modules.loading._load_weights", lambda *_: tiny_model())
+    with nullcontext() if enough else pytest.raises(ValueError, match="install the extra `flash`, or use sdpa"):
+        load_backbone(str(model_dir), attn_implementation="flash_attention_2")
 
 
 def test_home_is_expanded(model_dir, monkeypatch):

@@ -1,6 +1,7 @@
 import copy
 import math
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -423,3 +424,11 @@ def test_a_card_that_cannot_is_refused_when_the_fit_starts(folder, tmp_path, mon
     monkeypatch.setattr(long_context_lm, "check_short_dtype", refuse)
     with pytest.raises(ValueError, match="float8 on cpu"):
         trainer(tmp_path).fit(LongContextLM(folder, context_length=8, stride=4, short_dtype="float8"), loader(row(0)))
+
+
+def test_a_device_without_float64_is_refused_before_weights_are_read(folder, monkeypatch):
+    module = LongContextLM(folder, context_length=8, stride=4)
+    module._trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("mps")), precision="32-true")
+    monkeypatch.setattr(long_context_lm, "load_backbone", lambda **_: pytest.fail("loaded"))
+    with pytest.raises(ValueError, match=r"Apple's GPUs do not have: set `trainer.accelerator: cpu`"):
+        module.configure_model()

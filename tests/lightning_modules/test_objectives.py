@@ -1,8 +1,21 @@
 import pytest
 import torch
 
-from lightning_modules.functional import soft_influence
-from lightning_modules.objectives import CrossEntropy, LongCE, StoredInfluence, check_cap, check_influence
+from lightning_modules.functional import mutual_information, soft_influence, threshold_influence
+from lightning_modules.objectives import (
+    CrossEntropy,
+    Interpolated,
+    LongCE,
+    MutualInformation,
+    Normalised,
+    Scheduled,
+    Sparse,
+    StoredInfluence,
+    Wrapper,
+    check_cap,
+    check_influence,
+    check_normalised,
+)
 
 
 def test_influences():
@@ -37,5 +50,106 @@ def test_stored_weights_capped_lower_than_the_objective_says_are_refused():
     check_cap(StoredInfluence(gamma=5.0), 5.0)
     check_cap(StoredInfluence(gamma=2.0), 5.0)
     check_cap(LongCE(gamma=5.0), None)
+    check_cap(Interpolated(StoredInfluence(gamma=2.0), 0.5), 2.0)
     with pytest.raises(ValueError, match=r"capped at 2, below the `gamma` 5"):
         check_cap(StoredInfluence(gamma=5.0), 2.0)
+    with pytest.raises(ValueError, match=r"capped at 3, below the `gamma` 5"):  # the mean's own cap is 3
+        check_cap(Scheduled(Interpolated(StoredInfluence(gamma=5.0), 0.5)), 3.0)
+
+
+PAIR = (-torch.rand(2, 50, generator=torch.Generator().manual_seed(1)), -9 * torch.rand(2, 50))
+
+
+def test_weights_of_mutual_information_and_of_a_threshold_are_normalised():
+    for objective, expected in (
+        (MutualInformation(), mutual_information(*PAIR)),
+        (MutualInformation("negative", 2.0), mutual_information(*PAIR, part="negative", shift=2.0)),
+        (Sparse(0.1), threshold_influence(*PAIR, threshold=0.1)),
+    ):
+        assert torch.equal(objective.influence(*PAIR), expected)
+        assert objective.normalised
+        assert objective.uses_short_context
+        assert objective.largest_weight is None
+
+
+@pytest.mark.parametrize("gamma", [1.3, 5.0, 9.7])
+@pytest.mark.parametrize("share", [0.0, 0.35, 1.0])
+def test_interpolated_is_a_mean_with_cross_entropy_and_keeps_what_is_at_the_cap(gamma, share):
+    objective = Interpolated(LongCE(gamma), share)
+    weight = soft_influence(*PAIR, gamma=gamma)
+    torch.testing.assert_close(objective.influence(*PAIR), share + (1 - share) * weight)
+    at_cap = weight == torch.tensor(gamma)
+    assert 0 < at_cap.sum() < at_cap.numel()
+    found = objective.influence(*PAIR) >= torch.tensor(objective.largest_weight)
+    assert torch.equal(found, at_cap | (share == 1))
+
+
+def test_wrappers_are_like_what_they_wrap():
+    for wrap in (Interpolated, Normalised, Scheduled):
+        assert wrap(LongCE()).uses_short_context
+        assert not wrap(StoredInfluence()).uses_short_context
+        assert wrap(StoredInfluence()).uses_stored_influence
+        assert wrap(MutualInformation()).normalised
+        assert wrap(LongCE()).normalised == (wrap is Normalised)
+    assert torch.equal(Normalised(LongCE()).influence(*PAIR), LongCE().influence(*PAIR))
+    check_influence(Normalised(Interpolated(StoredInfluence())), "in 'x'")
+
+
+def test_a_schedule_goes_from_cross_entropy_to_the_weights_and_back():
+    objective = Scheduled(LongCE(5.0), start=2, warmup=4, stop=8)
+    weight = soft_influence(*PAIR)
+    full = {3: 0.25, 4: 0.5, 5: 0.75, 6: 1.0, 7: 1.0}
+    for step in range(12):
+        now = objective.at_step(step)
+        assert now.uses_short_context == (step in full), step
+        part = full.get(step, 0.0)
+        torch.testing.assert_close(now.influence(*PAIR), (1 - part) + part * weight)
+        assert now.largest_weight == (pytest.approx(1 + 4 * part) if part else None)
+    assert isinstance(Scheduled(LongCE()).at_step(0), LongCE)
+    assert LongCE().at_step(7).gamma == 5.0
+
+
+def test_a_schedule_within_another_objective():
+    for objective in (Normalised(Scheduled(LongCE(), warmup=2)), Scheduled(Normalised(LongCE()), warmup=2)):
+        assert not objective.at_step(0).uses_short_context
+        assert objective.at_step(1).normalised
+        torch.testing.assert_close(objective.at_step(1).influence(*PAIR), 0.5 + 0.5 * soft_influence(*PAIR))
+    assert Interpolated(Scheduled(LongCE(), stop=1), 0.3).at_step(1).influence(*PAIR).eq(1).all()
+
+
+def test_a_wrapper_of_the_users_own_keeps_the_schedule():
+    class Doubled(Wrapper):
+        def influence(self, long, short):
+            return 2 * self.objective.influence(long, short)
+
+    objective = Doubled(Scheduled(LongCE(5.0), stop=3))
+    torch.testing.assert_close(objective.at_step(2).influence(*PAIR), 2 * soft_influence(*PAIR))
+    assert objective.at_step(2).largest_weight == 5.0
+    assert not objective.at_step(3).uses_short_context
+    assert objective.at_step(3).influence(*PAIR).eq(2).all()
+    assert objective.uses_short_context, "the objective itself stays as it is"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Interpolated(LongCE(), 1.5), "cross_entropy_share=1.5"),
+        (lambda: Interpolated(LongCE(), float("nan")), "cross_entropy_share=nan"),
+        (lambda: Scheduled(LongCE(), start=-1), "`start`.*-1"),
+        (lambda: Scheduled(LongCE(), warmup=-2), "`warmup`.*-2"),
+        (lambda: Scheduled(LongCE(), start=3, stop=3), "`stop` must be above 3"),
+        (lambda: Scheduled(LongCE(), warmup=3, stop=1), "`stop` must be above 1"),
+        (lambda: MutualInformation("both"), "got 'both'"),
+        (lambda: Sparse(-1.0), "`threshold`.*-1.0"),
+    ],
+)
+def test_numbers_without_a_meaning_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_sum_of_weights_that_is_no_divisor_is_refused():
+    check_normalised(Normalised(LongCE()), window_share=1.0)
+    check_normalised(LongCE(), window_share=0.5)
+    with pytest.raises(ValueError, match=r"Sparse divides.*short_window_share` to 1 instead of 0\.5"):
+        check_normalised(Sparse(), window_share=0.5)

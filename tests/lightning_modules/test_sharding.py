@@ -2,127 +2,41 @@
 
 import functools
 import os
+import traceback
 from types import SimpleNamespace
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from torch.distributed.tensor import DTensor
 
-from callbacks import ExternalEvaluator, TokenScoresWriter
-from datamodules import PG19DataModule
 from lightning_modules.evaluator import Evaluator
-from lightning_modules.long_context_lm import LongContextLM
+from lightning_modules.export import export_checkpoint
+from lightning_modules.loading import load_backbone
 from lightning_modules.sharding import (
     FullyShardedStrategy,
     data_parallel_mesh,
     ends_accumulation,
     load_sharded_backbone,
 )
-from lightning_modules.token_scores import TokenScores
 from tests.conftest import make_text
 from tests.distributed import run_distributed
+from tests.lightning_modules.test_checkpoint_folder import fail_in_one
+from tests.runs import (
+    STEPS,
+    VARIANTS,
+    Losses,
+    assert_same,
+    evaluate,
+    make_data,
+    make_module,
+    make_trainer,
+    train,
+    whole,
+)
 
-STEPS, MICRO_BATCHES = 5, 4
 DOCUMENTS = (1, 3, 5)
-VARIANTS = {
-    "full": {"gradient_checkpointing": True},
-    "lora": {"lora": {"r": 2, "target_modules": ["q_proj", "lm_head"], "modules_to_save": ["norm"]}},
-}
-
-
-@pytest.fixture(scope="module")
-def books(tmp_path_factory):
-    """Seven documents each to validate and test on, of which some are too short for a short context."""
-    folder = tmp_path_factory.mktemp("books")
-    lengths = {"train": [150, 20, 250, 150], "validation": [60, 3, 80, 10, 90, 40, 70], "test": [50, 90, 2, 30, 70]}
-    for split, words in lengths.items():
-        (folder / split).mkdir()
-        for number, count in enumerate(words):
-            (folder / split / f"{number}.txt").write_text(make_text(count, seed=100 * len(split) + number))
-    return folder
-
-
-def make_trainer(root, processes, strategy, **settings):
-    if strategy == "fsdp":
-        strategy = FullyShardedStrategy(save_distributed_checkpoint=settings.pop("parts", False))
-    return Trainer(
-        accelerator="cpu",
-        strategy=strategy,
-        devices=processes,
-        inference_mode=False,
-        use_distributed_sampler=False,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=1,
-        default_root_dir=root,
-        **{"enable_checkpointing": False, **settings},
-    )
-
-
-def make_module(setup, variant="full", **settings):
-    return LongContextLM(
-        setup.model,
-        context_length=16,
-        stride=16,
-        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
-        **{"dtype": "float64", **VARIANTS[variant], **settings},
-    )
-
-
-def make_data(setup, **settings):
-    return PG19DataModule(setup.model, path=setup.books, sequence_length=64, cache_dir=setup.cache, **settings)
-
-
-def whole(tensor):
-    tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
-
-
-class Losses:
-    """What a module logs per step, before it is rounded to float32."""
-
-    def __init__(self, module):
-        self.values = []
-        compute = module._statistics.compute
-
-        def kept(strategy):
-            sums = strategy.reduce(module._statistics._sums.clone(), reduce_op="sum")
-            self.values.append((sums[0] / sums[2]).item())
-            return compute(strategy)
-
-        module._statistics.compute = kept
-
-
-def train(setup, root, processes, strategy, variant):
-    """Five steps with clipping and accumulation, then validation on seven documents."""
-    torch.manual_seed(0)
-    module, data = make_module(setup, variant), make_data(setup)
-    judge = ExternalEvaluator(setup.evaluator, context_length=16, stride=16, alpha=0.5, beta=-6.0, cache_dir=str(root))
-    trainer = make_trainer(
-        root,
-        processes,
-        strategy,
-        callbacks=[judge],
-        max_steps=STEPS,
-        accumulate_grad_batches=MICRO_BATCHES // processes,
-        gradient_clip_val=1.0,
-        val_check_interval=STEPS * MICRO_BATCHES // processes,
-    )
-    losses = Losses(module)
-    trainer.fit(module, data)
-    assert len(losses.values) == STEPS
-    return {
-        "losses": torch.tensor(losses.values, dtype=torch.float64),
-        "longppl": judge.longppl.compute().cpu(),
-        "longppl_soft": judge.longppl_soft.compute().cpu(),
-        "perplexity": module._perplexity.compute().cpu(),
-        "logged": {name: float(value) for name, value in trainer.callback_metrics.items() if "second" not in name},
-        "weights": {name: whole(tensor) for name, tensor in module.named_parameters()},
-    }
 
 
 def resume(setup, root, processes, parts):
@@ -138,27 +52,6 @@ def resume(setup, root, processes, parts):
         results.append({name: whole(tensor) for name, tensor in module.named_parameters()})
     assert (folder / "third.ckpt").is_dir() == parts
     return results
-
-
-def evaluate(setup, root, processes, strategy, documents, *, sharded=False):
-    """Test and prediction of some documents, each with a cache of its own unless the evaluator is divided."""
-    module, data = make_module(setup), make_data(setup, test_documents=documents)
-    settings = {"context_length": 16, "stride": 16, "alpha": 0.5, "beta": -6.0, "sharded": sharded}
-    judge = ExternalEvaluator(setup.evaluator, cache_dir=str(root / f"{strategy} {documents}"), **settings)
-    folder = root / f"{strategy} {documents} predicted"
-    trainer = make_trainer(root, processes, strategy, callbacks=[judge, TokenScoresWriter(str(folder))])
-    (logged,) = trainer.test(module, data, verbose=False)
-    trainer.predict(module, data, return_predictions=False)
-    trainer.strategy.barrier()
-    scores = {path.stem: TokenScores.load(path) for path in folder.iterdir()}
-    pairs = {name: torch.stack([pair.long, pair.short]) for name, pair in scores.items()}
-    return {
-        "logged": logged,
-        "longppl": judge.longppl.compute().cpu(),
-        "longppl_soft": judge.longppl_soft.compute().cpu(),
-        "perplexity": module._perplexity.compute().cpu(),
-        "pairs": pairs,
-    }
 
 
 def partly_known(setup, root, rank):
@@ -190,6 +83,15 @@ def half_precision(setup, root, processes, precision):
     return {**seen, "losses": losses.values, "kept": next(module.parameters()).dtype}
 
 
+def failure_of(function, *arguments):
+    """What went wrong, for a test to show; the others are none the worse for it."""
+    try:
+        function(*arguments)
+    except Exception:
+        return traceback.format_exc()
+    return None
+
+
 def _run(rank, processes, setup, root):
     """Everything that takes several processes, in one start of them."""
     os.environ["LOCAL_RANK"] = str(rank)
@@ -204,6 +106,7 @@ def _run(rank, processes, setup, root):
     for precision in ("bf16-mixed", "bf16-true"):
         results[precision] = half_precision(setup, root, processes, precision)
     results["partly known"] = partly_known(setup, root, rank)
+    results["one cannot write"] = failure_of(fail_in_one, rank, root / "together")
     torch.save(results, root / f"rank {rank}.pt")
 
 
@@ -211,12 +114,6 @@ def _evaluate(rank, processes, setup, root):
     os.environ["LOCAL_RANK"] = str(rank)
     results = {number: evaluate(setup, root, processes, "fsdp", number, sharded=True) for number in (1, 2, 4, 5)}
     torch.save(results, root / f"rank {rank}.pt")
-
-
-@pytest.fixture(scope="module")
-def setup(books, model_dir, evaluator_dir, tmp_path_factory):
-    cache = str(tmp_path_factory.mktemp("cache"))
-    return SimpleNamespace(books=str(books), model=str(model_dir), evaluator=str(evaluator_dir), cache=cache)
 
 
 @pytest.fixture(scope="module")
@@ -235,10 +132,6 @@ def two(setup, root):
 def one(setup, root):
     """What one process finds; computed when asked for."""
     return functools.cache(lambda variant: train(setup, root / "one", 1, "auto", variant))
-
-
-def assert_same(actual, expected):
-    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-9, equal_nan=True)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
@@ -278,6 +171,10 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(two, parts):
         assert_same(resumed, uninterrupted)
 
 
+def test_if_one_process_cannot_write_none_waits_and_the_old_checkpoint_stays(two):
+    assert [results["one cannot write"] for results in two] == [None, None]
+
+
 def test_one_file_of_divided_weights_is_like_any_other(two, setup, root):
     """It holds what is trained only; one process reads it and goes on."""
     path = root / "parts False" / "third.ckpt"
@@ -288,6 +185,15 @@ def test_one_file_of_divided_weights_is_like_any_other(two, setup, root):
     trainer.fit(module, make_data(setup, batch_size=2), ckpt_path=str(path), weights_only=True)
     assert trainer.global_step == STEPS
     assert (root / "parts True" / "third.ckpt").is_dir()
+
+
+def test_checkpoints_of_divided_weights_are_exported(two, root, tmp_path):
+    parts, whole_file = (root / f"parts {parts}" / "third.ckpt" for parts in (True, False))
+    exported = [
+        load_backbone(str(export_checkpoint(str(file), str(tmp_path / folder)))).state_dict()
+        for file, folder in ((parts, "from parts"), (whole_file, "from one"))
+    ]
+    torch.testing.assert_close(*exported, rtol=0, atol=0)
 
 
 def test_a_divided_evaluator_serves_who_asks(two, setup, tmp_path):
@@ -323,7 +229,7 @@ def _strategy(kind, tensor_parallel=1):
     ("trainer", "message"),
     [
         (_strategy(FSDPStrategy), r"FSDP1 .*FullyShardedStrategy"),
-        (_strategy(DeepSpeedStrategy), r"stage 3 .*FullyShardedStrategy"),
+        (_strategy(DeepSpeedStrategy), r"DeepSpeedStrategy cannot gather .*inference_mode: false"),
         (_strategy(ModelParallelStrategy, 4), r"among 4 devices: set .*FullyShardedStrategy"),
         (_strategy(FullyShardedStrategy), r"inference_mode: false"),
     ],

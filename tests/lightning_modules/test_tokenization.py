@@ -4,7 +4,15 @@ import re
 import pytest
 from transformers import AutoTokenizer, ByT5Tokenizer
 
-from lightning_modules.tokenization import load_tokenizer, tokenizer_hash, vocabulary_size
+from lightning_modules.tokenization import (
+    load_tokenizer,
+    tokenizer_from_json,
+    tokenizer_hash,
+    tokenizer_to_json,
+    vocabulary_size,
+    warn_of_other_tokenizer,
+)
+from tests.conftest import byte_level_tokenizer, make_text
 
 
 def test_stored_truncation_is_dropped_and_the_hash_stays(model_dir, tmp_path):
@@ -38,3 +46,28 @@ def test_slow_tokenizer_is_refused(tmp_path):
     ByT5Tokenizer().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="no character offsets"):
         load_tokenizer(str(tmp_path))
+
+
+def test_a_tokenizer_that_is_nowhere_survives_as_json(tokenizer):
+    again = tokenizer_from_json(tokenizer_to_json(tokenizer))
+    text = "ba ce di, fo 12 ü"
+    assert again(text, return_offsets_mapping=True) == tokenizer(text, return_offsets_mapping=True)
+    assert again.special_tokens_map == tokenizer.special_tokens_map
+    assert tokenizer_hash(again) == tokenizer_hash(tokenizer)
+    for damaged in ("{", "[]", '{"tokenizer": "x", "special": {}}', tokenizer_to_json(tokenizer)[:-9]):
+        with pytest.raises(ValueError, match="The stored tokenizer is damaged"):
+            tokenizer_from_json(damaged)
+
+
+def test_only_another_tokenizer_is_warned_of(model_dir, tmp_path, recwarn):
+    tokenizer = load_tokenizer(str(model_dir))
+    stored = tokenizer_from_json(tokenizer_to_json(tokenizer))  # the same, from nowhere
+    for same in (tokenizer, stored):
+        warn_of_other_tokenizer(same, str(model_dir))
+    warn_of_other_tokenizer(tokenizer, str(tmp_path))  # a model without a tokenizer
+    tokenizer.add_tokens(["one more"])
+    warn_of_other_tokenizer(tokenizer, str(model_dir))
+    assert not recwarn.list
+    other = byte_level_tokenizer([make_text(300, seed=9).upper()], vocab_size=380)
+    with pytest.warns(UserWarning, match=r"\d+ of the 380 tokens .* are others in that of the model .*data.tokenizer"):
+        warn_of_other_tokenizer(other, str(model_dir))

@@ -202,7 +202,7 @@ def weights_of_another(path):
         (hostile, "holds more than weights"),
         (weights_of_another, "extra' is unknown"),
         (lambda path: path.unlink(), "does not exist"),
-        (lambda path: (path.unlink(), path.mkdir()), "is a folder.*consolidate_checkpoint"),
+        (lambda path: (path.unlink(), path.mkdir()), "is a folder, and no checkpoint of FSDP2"),
         (lambda path: None, "names no tokenizer: give one by `--tokenizer`"),
     ],
 )

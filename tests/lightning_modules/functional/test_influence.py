@@ -3,7 +3,13 @@ import math
 import pytest
 import torch
 
-from lightning_modules.functional import key_token_mask, long_short_difference, soft_influence
+from lightning_modules.functional import (
+    key_token_mask,
+    long_short_difference,
+    mutual_information,
+    soft_influence,
+    threshold_influence,
+)
 
 
 def test_thresholds_are_strict():
@@ -54,3 +60,57 @@ def test_long_short_difference_is_differentiable():
 def test_weights_at_the_cap_are_the_cap(gamma):
     weights = soft_influence(torch.tensor([-0.1]), torch.tensor([-100.0]), gamma=gamma)
     assert weights.item() == torch.tensor(gamma).item()
+
+
+def reference_information(long, short, part, shift):
+    difference = math.log(math.exp(long) / math.exp(short))
+    if part == "absolute":
+        return abs(difference)
+    return max((difference if part == "positive" else -difference) - math.log(shift), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("part", "shift"), [("positive", 1.0), ("positive", 3.0), ("negative", 1.0), ("negative", 0.5), ("absolute", 1.0)]
+)
+def test_mutual_information_matches_one_token_at_a_time_in_float64(part, shift):
+    torch.manual_seed(0)
+    long, short = -5 * torch.rand(3, 50, dtype=torch.float64), -5 * torch.rand(3, 50, dtype=torch.float64)
+    expected = [
+        [reference_information(a, b, part, shift) for a, b in zip(*rows, strict=True)]
+        for rows in zip(long.tolist(), short.tolist(), strict=True)
+    ]
+    expected = torch.tensor(expected, dtype=torch.float64)
+    torch.testing.assert_close(mutual_information(long, short, part=part, shift=shift), expected)
+    assert (expected == 0).any() or part == "absolute"
+    single = mutual_information(long.float(), short.float(), part=part, shift=shift)
+    torch.testing.assert_close(single.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_threshold_is_strict_and_looks_at_both_signs():
+    long, short = torch.tensor([-1.0, -1.0, -1.0, -3.0]), torch.tensor([-1.0, -3.0, -3.5, -0.5])
+    assert threshold_influence(long, short, threshold=2.0).tolist() == [0.0, 0.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("weigh", [mutual_information, threshold_influence])
+def test_weights_carry_no_gradient_and_are_0_without_a_short_context(weigh):
+    long = torch.tensor([-1.0, -2.0], requires_grad=True)
+    weights = weigh(long, long)
+    assert weights.tolist() == [0.0, 0.0]
+    assert not weights.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("weigh", "settings", "message"),
+    [
+        (mutual_information, {"part": "npmi"}, "positive, negative, absolute, got 'npmi'"),
+        (mutual_information, {"shift": 0.0}, "`shift`.*0.0"),
+        (mutual_information, {"shift": math.inf}, "`shift`.*inf"),
+        (mutual_information, {"shift": math.nan}, "`shift`.*nan"),
+        (mutual_information, {"part": "absolute", "shift": 2.0}, "leave out 2.0"),
+        (threshold_influence, {"threshold": -0.5}, "`threshold`.*-0.5"),
+        (threshold_influence, {"threshold": math.nan}, "`threshold`.*nan"),
+    ],
+)
+def test_weights_without_a_meaning_are_refused(weigh, settings, message):
+    with pytest.raises(ValueError, match=message):
+        weigh(torch.zeros(1), torch.zeros(1), **settings)

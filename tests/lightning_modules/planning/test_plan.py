@@ -45,6 +45,28 @@ def paper(tmp_path, llamas):
     return [*LAYERS, "--model.pretrained_model_name_or_path", model, "--evaluator", evaluator]
 
 
+def test_gpus_that_share_rows_keep_a_part_of_their_activations(plan, paper, tmp_path):
+    output, long = tmp_path / "plan.json", [*paper, "--data.sequence_length", "524288", "--gpu", "H100"]
+    strategies = {"configs/fsdp.yaml": 64, "configs/ulysses.yaml": 4}
+    plans = []
+    for strategy, rows in strategies.items():
+        layer = ["-c", str(CONFIGS.parent / strategy)]
+        plan(*LAYERS, *layer, *long[len(LAYERS) :], "--gpus", "8", "--output", str(output))
+        plans.append(json.loads(output.read_text()))
+        assert plans[-1]["run"]["rows_per_step"] == rows
+    alone, shared = (numbers["memory"]["phases"]["backward pass"] for numbers in plans)
+    assert {name: size / 8 for name, size in alone.items()} == pytest.approx(shared)
+    assert not plans[0]["memory"]["fits"]
+    assert plans[1]["memory"]["fits"]
+    seconds, accumulated = ([numbers["cost"]["LongCE"]["step_seconds"] for numbers in plans], (8, 4))
+    assert seconds[1] / seconds[0] == pytest.approx(accumulated[1] / accumulated[0] / 8)
+    speeds = [numbers["cost"]["LongCE"]["tokens_per_second"] for numbers in plans]
+    assert speeds[0] == pytest.approx(speeds[1], rel=1e-6)
+    assert any("shared by GPUs" in note for note in plans[1]["notes"])
+    message = plan(*LAYERS, *layer, *long[len(LAYERS) :], "--gpus", "12", refused=True)
+    assert "12 process(es) do not form groups of 8" in message
+
+
 def test_the_papers_run(plan, paper, tmp_path):
     output = tmp_path / "plan.json"
     options = ["--gpu", "H200", "--gpus", "8", "--price_per_gpu_hour", "2", "--output", str(output)]

@@ -1,0 +1,39 @@
+"""Documents that need their far past: of a made-up language, without network or data, or of real text."""
+
+from datamodules.recall.corpus import RecallCorpus
+from datamodules.recall.documents import RecallRecord, recall_documents, recall_questions, recall_records
+from datamodules.recall.haystack import HaystackCorpus, HaystackDataModule, HaystackSource
+from datamodules.recall.language import (
+    ABOUT,
+    FIELDS,
+    GENRES,
+    GET,
+    SET,
+    field_values,
+    genre_words,
+    possible_values,
+    recall_tokenizer,
+)
+from datamodules.recall.module import RecallDataModule, RecallSource
+
+__all__ = [
+    "ABOUT",
+    "FIELDS",
+    "GENRES",
+    "GET",
+    "SET",
+    "HaystackCorpus",
+    "HaystackDataModule",
+    "HaystackSource",
+    "RecallCorpus",
+    "RecallDataModule",
+    "RecallRecord",
+    "RecallSource",
+    "field_values",
+    "genre_words",
+    "possible_values",
+    "recall_documents",
+    "recall_questions",
+    "recall_records",
+    "recall_tokenizer",
+]

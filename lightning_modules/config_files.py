@@ -1,0 +1,131 @@
+"""YAML that says one thing once and stays small: what jsonargparse reads configs and option values with."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jsonargparse
+import yaml
+
+LARGEST = 1 << 20
+"""Bytes of a config file."""
+
+LARGEST_NODES = 100_000
+"""Values of a config, when what its aliases stand for is written out: nine lines of aliases can be billions."""
+
+DEEPEST = 50
+"""Levels of nesting of a config."""
+
+_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+@dataclass
+class _Collection:
+    """A mapping or sequence that is being read."""
+
+    anchor: str | None
+    is_mapping: bool
+    size: int = 1
+    entries: int = 0
+    keys: dict[str, int] = field(default_factory=dict)
+
+
+def use_checked_yaml() -> None:
+    """Let jsonargparse check YAML before it reads it; call it as often as you like."""
+    read = jsonargparse.get_loader("yaml")
+    if not isinstance(read, _Checked):
+        jsonargparse.set_loader("yaml", _Checked(read), (yaml.YAMLError,))
+
+
+def check_config_files(arguments: Sequence[str]) -> None:
+    """Check the configs that a command line names, so that a message can name the file.
+
+    Args:
+        arguments: Words of the command line, in which ``-c`` and ``--config`` stand before files.
+
+    Raises:
+        ValueError: If one cannot be read, is too large, no UTF-8, or no YAML that says each thing once.
+    """
+    for index, word in enumerate(arguments):
+        option, _, value = word.partition("=")
+        if option in ("-c", "--config"):
+            path = value or (arguments[index + 1] if index + 1 < len(arguments) else "")
+            if os.path.isfile(path):
+                _check_file(Path(path))
+
+
+def check_yaml(text: str) -> None:
+    """Refuse YAML with a key given twice, of which one would be ignored, or too large or deep when written out.
+
+    Raises:
+        yaml.YAMLError: Naming the key and its lines, or the limit.
+    """
+    collections, sizes = [_Collection(None, False)], dict[str, int]()
+    event: Any  # of which PyYAML's types say that marks may be missing
+    for event in yaml.parse(text, Loader=_Loader):
+        if isinstance(event, yaml.CollectionStartEvent):
+            collections.append(_Collection(event.anchor, isinstance(event, yaml.MappingStartEvent)))
+            _check_nesting(event, collections)
+        elif isinstance(event, yaml.CollectionEndEvent):
+            done = collections.pop()
+            if done.anchor is not None:
+                sizes[done.anchor] = done.size
+            _add(collections[-1], event, done.size)
+        elif isinstance(event, yaml.ScalarEvent):
+            _add(collections[-1], event, 1)
+        elif isinstance(event, yaml.AliasEvent):
+            _add(collections[-1], event, _size_of_alias(event, collections, sizes))
+
+
+def _size_of_alias(event: Any, collections: Sequence[_Collection], sizes: Mapping[str, int]) -> int:
+    if any(event.anchor == outer.anchor for outer in collections):
+        raise yaml.YAMLError(f"line {event.start_mark.line + 1}: '*{event.anchor}' stands within itself. Remove it.")
+    return sizes.get(event.anchor, 1)  # of a single value
+
+
+def _check_nesting(event: Any, collections: Sequence[_Collection]) -> None:
+    if len(collections) > DEEPEST:
+        raise yaml.YAMLError(f"line {event.start_mark.line + 1}: more than {DEEPEST} levels. Nest it less.")
+
+
+def _add(collection: _Collection, event: Any, size: int) -> None:
+    collection.size += size
+    if collection.size > LARGEST_NODES:
+        raise yaml.YAMLError(
+            f"line {event.start_mark.line + 1}: more than {LARGEST_NODES:,} values, with all aliases written out."
+            " Use fewer aliases."
+        )
+    is_key = collection.is_mapping and collection.entries % 2 == 0
+    collection.entries += 1
+    if is_key and hasattr(event, "value"):  # an alias and a collection have none
+        line = event.start_mark.line + 1
+        if event.value in collection.keys:
+            first = collection.keys[event.value]
+            raise yaml.YAMLError(f"'{event.value}' is given twice, in lines {first} and {line}. Remove one of them.")
+        collection.keys[event.value] = line
+
+
+class _Checked:
+    """A loader of jsonargparse that checks first."""
+
+    def __init__(self, read: Callable[[str], Any]) -> None:
+        self.read = read
+
+    def __call__(self, text: str) -> Any:
+        check_yaml(text)
+        return self.read(text)
+
+
+def _check_file(path: Path) -> None:
+    try:
+        with path.open("rb") as stream:
+            content = stream.read(LARGEST + 1)
+        if len(content) > LARGEST:
+            raise ValueError(f"it has more than {LARGEST:,} bytes. Give a YAML file of settings.")
+        check_yaml(content.decode("utf-8-sig"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"The config '{path}' cannot be read: {error}. Save it as UTF-8 text.") from error
+    except (ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"The config '{path}' cannot be used: {error}") from error

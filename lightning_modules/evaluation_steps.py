@@ -1,0 +1,102 @@
+"""What a language model does in validation, test and prediction, and what is checked before."""
+
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_modules.backbone import Backbone
+from lightning_modules.batch import IGNORE_INDEX, PackedBatch
+from lightning_modules.metrics import LongPerplexity
+from lightning_modules.probe import check_scoring
+from lightning_modules.sequence_parallelism import SequenceGroup, sequence_group
+from lightning_modules.token_scores import TokenScores, text_sha256
+
+
+class EvaluationSteps(LightningModule):
+    """The steps of a module that scores documents with a backbone, which its subclass makes.
+
+    It logs ``val/perplexity`` and ``test/perplexity`` over all scored tokens, and predicts `TokenScores`.
+    """
+
+    backbone: Backbone
+    context_length: int
+    stride: int
+    _loading: dict[str, Any]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._perplexity = LongPerplexity()
+        self._evaluated_at: int | None = None
+
+    @override
+    def validation_step(self, batch: PackedBatch, batch_idx: int) -> dict[str, Tensor]:
+        """Log-likelihoods ``[B, T]`` under ``"log_likelihood"``, for the callbacks that judge the model."""
+        self.backbone.check_token_ids(batch)
+        group = self._sequence_group
+        log_likelihood = self.backbone(batch) if group is None else group.log_likelihood(self.backbone, batch)
+        self._perplexity.update(log_likelihood, batch["labels"].ne(IGNORE_INDEX))
+        return {"log_likelihood": log_likelihood}
+
+    @override
+    def test_step(self, batch: PackedBatch, batch_idx: int) -> dict[str, Tensor]:
+        return self.validation_step(batch, batch_idx)
+
+    @override
+    def predict_step(self, batch: PackedBatch, batch_idx: int) -> list[TokenScores]:
+        """Long and short log-likelihoods of each document under this model itself."""
+        self.backbone.check_token_ids(batch)
+        long, short = self.backbone.long_and_short(batch, context_length=self.context_length, stride=self.stride)
+        return [
+            TokenScores(
+                text_sha256=text_sha256(batch["text"][row]),
+                evaluator=str(self._loading["pretrained_model_name_or_path"]),
+                context_length=self.context_length,
+                stride=self.stride,
+                offsets=batch["offsets"][row, : borders[-1]].cpu(),
+                long=long[row, : borders[-1]].float().cpu(),
+                short=short[row, : borders[-1]].float().cpu(),
+            )
+            for row, borders in enumerate(batch["document_borders"])
+        ]
+
+    @override
+    def on_validation_start(self) -> None:
+        self._check_backbone()
+
+    @override
+    def on_test_start(self) -> None:
+        self._check_backbone()
+
+    @override
+    def on_predict_start(self) -> None:
+        self._check_backbone()
+
+    @override
+    def on_validation_epoch_start(self) -> None:
+        self._perplexity.reset()
+
+    @override
+    def on_test_epoch_start(self) -> None:
+        self._perplexity.reset()
+
+    @override
+    def on_validation_epoch_end(self) -> None:
+        self._evaluated_at = self.global_step
+        self.log("val/perplexity", self._perplexity.compute().float(), prog_bar=True, sync_dist=True)
+
+    @override
+    def on_test_epoch_end(self) -> None:
+        self.log("test/perplexity", self._perplexity.compute().float(), sync_dist=True)
+
+    def _check_backbone(self) -> None:
+        self.backbone.check_rotary_dtype()
+        with self.trainer.precision_plugin.forward_context():  # flash attention takes no float32
+            check_scoring(self.backbone)
+            if self._sequence_group is not None:
+                self._sequence_group.check(self.backbone)
+
+    @property
+    def _sequence_group(self) -> SequenceGroup | None:
+        return sequence_group(self.trainer.strategy) if self._trainer else None

@@ -1,0 +1,143 @@
+"""The tables of the paper: what it prints, by whom it was measured, and ours beside it."""
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+PUBLISHED = Path(__file__).with_name("published.yaml")
+
+Kind = Literal["correlation", "perplexity", "time", "longeval", "training"]
+Cells = dict[tuple[str, str], float]
+"""Numbers by row and column; a cell that is not there is not known."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of the paper.
+
+    Attributes:
+        name: Such as ``table5``.
+        title: What its numbers are, with their unit.
+        kind: How its numbers come about.
+        columns: Names of its columns.
+        rows: The numbers printed in each row, one for each column.
+        average: How values of documents become one: ``documents`` or ``tokens``.
+        evaluators: Who picks the key tokens, where no column says it.
+        measures: Of rows that are correlations: of which measure with the benchmark scores.
+        runs: Of rows that are trained models: the run, with or without its number of steps.
+        gains: Of rows that are differences: minuend and subtrahend.
+        overhead: What is printed beside times.
+        remark: What does not fit together, or how ours is to be read.
+    """
+
+    name: str
+    title: str
+    kind: Kind
+    columns: tuple[str, ...]
+    rows: Mapping[str, tuple[float, ...]]
+    average: Literal["documents", "tokens"] = "documents"
+    evaluators: tuple[str, ...] = ()
+    measures: Mapping[str, str] = field(default_factory=dict)
+    runs: Mapping[str, str] = field(default_factory=dict)
+    gains: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    overhead: Mapping[str, Any] = field(default_factory=dict)
+    remark: str = ""
+
+    def cells(self) -> Cells:
+        """The printed numbers by row and column."""
+        return {
+            (row, column): value
+            for row, values in self.rows.items()
+            for column, value in zip(self.columns, values, strict=True)
+        }
+
+
+@functools.cache
+def published() -> dict[str, Any]:
+    """The file of published numbers: ``models``, ``runs`` of the training and ``tables``."""
+    return dict(yaml.safe_load(PUBLISHED.read_text(encoding="utf-8")))
+
+
+def find_table(name: str) -> Table:
+    """A table by its name.
+
+    Raises:
+        ValueError: If there is none of that name.
+    """
+    tables = published()["tables"]
+    if name not in tables:
+        raise ValueError(f"No table '{name}': there are {', '.join(tables)}, and `miniature` with tiny models.")
+    entry = dict(tables[name])
+    entry["columns"] = tuple(entry["columns"])
+    entry["rows"] = {row: tuple(map(float, values)) for row, values in entry["rows"].items()}
+    entry["gains"] = {row: tuple(pair) for row, pair in entry.get("gains", {}).items()}
+    entry["evaluators"] = tuple(entry.get("evaluators", ()))
+    return Table(name=name, **entry)
+
+
+@dataclass(frozen=True)
+class NamedModel:
+    """A model under the name that tables give it.
+
+    Attributes:
+        name: Of a row or column.
+        path: Hub id or local folder.
+    """
+
+    name: str
+    path: str
+
+
+def find_model(word: str) -> NamedModel:
+    """A model as the command line names it: a name or hub id of the paper's, ``NAME=PATH``, or any hub id or folder.
+
+    Raises:
+        ValueError: If one side of the ``=`` is empty, or the word can be neither a known name nor a path.
+    """
+    name, equals, path = word.partition("=")
+    if equals and not (name and path):
+        raise ValueError(f"A model is a name, a hub id, a folder or NAME=PATH, got '{word}'.")
+    for known, entry in published()["models"].items():
+        if name in (known, entry["path"], *entry.get("also", ())):
+            return NamedModel(known, path or entry["path"])
+    if not equals and "/" not in word and not Path(word).expanduser().exists():
+        names = ", ".join(published()["models"])
+        raise ValueError(f"'{word}' is no model of the paper, hub id or folder. The paper's are: {names}.")
+    return NamedModel(name, path or word)
+
+
+def markdown(table: Table, ours: Cells) -> str:
+    """The table with ours beside the paper's, as Markdown; what is not known is blank."""
+    rows = [*table.rows, *dict.fromkeys(row for row, _ in ours if row not in table.rows)]
+    columns = [*table.columns, *dict.fromkeys(column for _, column in ours if column not in table.columns)]
+    theirs = table.cells()
+    digits = 2 if table.kind in ("correlation", "perplexity", "longeval") else 1
+    lines = [f"# {table.name}: {table.title}", "", "Each cell is: paper / ours.", ""]
+    lines += ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    for row in rows:
+        cells = [f"{_text(theirs, row, name, digits)} / {_text(ours, row, name, digits)}".strip() for name in columns]
+        lines.append(f"| {row} | " + " | ".join(cells) + " |")
+    if table.remark:
+        lines += ["", table.remark.strip()]
+    return "\n".join(lines) + "\n"
+
+
+def as_json(table: Table, ours: Cells) -> dict[str, Any]:
+    """The table as plain dictionaries: for each row and column ``paper`` and ``ours``, null where it is not known."""
+    theirs = table.cells()
+    cells: dict[str, dict[str, Any]] = {}
+    for row, column in dict.fromkeys((*theirs, *ours)):
+        value = ours.get((row, column), math.nan)
+        known = value if math.isfinite(value) else None
+        cells.setdefault(row, {})[column] = {"paper": theirs.get((row, column)), "ours": known}
+    return {"table": table.name, "title": table.title, "remark": table.remark.strip(), "cells": cells}
+
+
+def _text(cells: Cells, row: str, column: str, digits: int) -> str:
+    value = cells.get((row, column), math.nan)
+    return f"{value:.{digits}f}" if math.isfinite(value) else ""

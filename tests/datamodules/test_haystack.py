@@ -1,0 +1,173 @@
+import pytest
+
+from datamodules.recall import FIELDS, GENRES, GET, SET, HaystackCorpus, field_values
+from datamodules.recall.documents import Word
+
+
+@pytest.fixture(scope="module")
+def text(book_folder):
+    return book_folder
+
+
+@pytest.fixture(scope="module")
+def corpus(text):
+    """Its values are several tokens: the vocabulary is too small for all."""
+    return HaystackCorpus(str(text), vocabulary_size=340)
+
+
+def test_values_are_several_tokens_here(corpus):
+    sizes = [corpus.size(value) for values in field_values().values() for value in values]
+    assert min(sizes) < max(sizes)
+    assert sum(size > 1 for size in sizes) > 100
+
+
+def test_the_tokenizer_keeps_the_text_and_says_where_each_token_stands(corpus):
+    tokenizer = corpus.tokenizer()
+    assert len(tokenizer) == 340
+    for record in corpus.documents(5, 200):
+        encoded = tokenizer(record.text, return_offsets_mapping=True)
+        assert encoded.input_ids[0] == tokenizer.bos_token_id
+        assert tokenizer.decode(encoded.input_ids, skip_special_tokens=True).strip() == record.text
+        joined = "".join(record.text[start:end] for start, end in encoded.offset_mapping)
+        assert joined == record.text.replace(" ", "")  # no token has the space before it
+
+
+@pytest.mark.parametrize("tokens", [64, 65, 200])
+def test_documents_have_exactly_the_tokens_asked_for(corpus, tokens):
+    for record in corpus.documents(20, tokens):
+        assert len(corpus.tokenizer()(record.text).input_ids) == tokens
+    for part in corpus.questions(20, tokens, depths=2, behind=0):
+        for record in part:
+            assert len(corpus.tokenizer()(record.text).input_ids) == tokens
+
+
+def tokens_of(corpus, record):
+    """Token numbers ``[first, last]`` of each word, from the characters of the tokens."""
+    offsets = corpus.tokenizer()(record.text, return_offsets_mapping=True).offset_mapping
+    found = []
+    for start, end in record.offsets:
+        inside = [t for t, (s, e) in enumerate(offsets) if t and start <= s and e <= end]
+        found.append((inside[0], inside[-1]))
+    return found
+
+
+def test_local_words_stand_in_a_book_of_the_split(corpus, text):
+    books = {split: (text / split / "0.txt").read_text().split() for split in ("train", "test")}
+    for split, other in (("train", "test"), ("test", "train")):
+        local = [w.text for i in range(10) for w in corpus.record(split, 200, (1, i), 16).words if w.kind == "local"]
+        assert split in local
+        assert other not in local
+        assert set(local) <= {*books[split]}
+
+
+def test_one_dialect_reads_on_in_a_book_and_the_other_does_not(corpus, text):
+    doubled = [" ".join(2 * file.read_text().split()) for file in (text / "train").iterdir()]
+
+    def in_order(second_dialect):
+        records = [corpus.record("train", 150, (2, i), 16, second_dialect) for i in range(10)]
+        runs = [" ".join(word.text for word in record.words[:-12] if word.kind == "local") for record in records]
+        return sum(any(run in book for book in doubled) for run in runs)
+
+    assert (in_order(0.0), in_order(1.0)) == (10, 0)
+    assert 0 < in_order(0.5) < 10
+
+
+def test_events_are_whole_and_answers_are_known_in_tokens(corpus):
+    answers = far = 0
+    for record in corpus.documents(20, 300):
+        words, places = [word.text for word in record.words], tokens_of(corpus, record)
+        assert words[0] in GENRES
+        values = {}
+        for index, word in enumerate(record.words):
+            if word.kind == "other" and word.text == SET:
+                assert words[index + 1] not in values
+                values[words[index + 1]] = words[index + 2]
+            if word.kind == "answer":
+                assert words[index - 2] == GET
+                assert values[words[index - 1]] == word.text
+                last = max(before for before in range(index) if words[before] == word.text)
+                assert word.distance == places[index][0] - places[last][1]
+                answers += 1
+        spans = record.spans("answer", farther_than=60)
+        assert len(spans) == sum(word.distance > 60 for word in record.words)
+        far += len(spans)
+    assert answers > 50
+    assert far > 5
+
+
+def test_an_answer_counts_up_to_its_last_token_that_could_be_another(corpus):
+    tokenizer = corpus.tokenizer()
+    partly = 0
+    for field, values in field_values().items():
+        encoded = {value: tokenizer.tokenize(value) for value in values}
+        for value in values:
+            tokens, open_places = encoded[value], []
+            for place in range(len(tokens)):
+                begin_so = [other for other in values if encoded[other][:place] == tokens[:place]]
+                if any(encoded[other][place : place + 1] != tokens[place : place + 1] for other in begin_so):
+                    open_places.append(place)
+            end = len("".join(tokens[: open_places[-1] + 1]).removeprefix("Ġ"))
+            assert corpus.decisive(field, value) == end
+            partly += end < len(value)
+    assert partly > 0
+    (record,) = [next(iter(corpus.documents(1, 300)))]
+    for (start, end), word in zip(
+        record.spans("answer"), [word for word in record.words if word.kind == "answer"], strict=True
+    ):
+        assert record.text[start:end] == word.text[: word.decisive]
+
+
+def test_questions_are_answered_in_one_place_at_the_depth_asked_for(corpus):
+    parts = corpus.questions(40, 400, depths=4, behind=100)
+    assert [len(part) for part in parts] == [10] * 4
+    for number, part in enumerate(parts):
+        for record in part:
+            words, places = [word.text for word in record.words], tokens_of(corpus, record)
+            planted = [index for index, word in enumerate(record.words) if word.kind != "local"]
+            field, value = words[-2:]
+            assert words[-3] == GET
+            assert record.words[-1].kind == "answer"
+            assert field in FIELDS
+            named = [index for index in planted if words[index] == field]
+            assert len(named) == 2
+            assert words[named[0] - 1 : named[0] + 2] == [SET, field, value]
+            assert [index for index in planted if words[index] == value] == [named[0] + 1, len(words) - 1]
+            distance = places[-1][0] - places[named[0] + 1][1]
+            assert record.words[-1].distance == distance > 100
+            last = 400 * (1 - 120 / 400)
+            assert last * number / 4 - 20 <= places[named[0] - 1][0] <= last * (number + 1) / 4 + 2
+
+
+def test_rows_of_the_data_module_are_the_documents(corpus, tmp_path):
+    settings = {"sequence_length": 60, "slot": 5, "second_dialect": 0.5, "batch_size": 2, "seed": 1}
+    data = corpus.training_data(6, document_rows=2, cache_dir=str(tmp_path), **settings)
+    data.prepare_data()
+    data.setup("fit")
+    rows = [data.rows[index]["input_ids"].tolist() for index in range(len(data.rows))]
+    assert len(rows) == 6
+    ids = [corpus.tokenizer()(corpus.record("train", 120, (1, i), 5, 0.5).text).input_ids for i in range(3)]
+    assert rows == [part for document in ids for part in (document[:60], document[60:])]
+
+
+def test_other_text_is_another_corpus(text, corpus, tmp_path):
+    assert corpus.fingerprint() == HaystackCorpus(str(text), vocabulary_size=340).fingerprint()
+    assert corpus.fingerprint() != HaystackCorpus(str(text), vocabulary_size=350).fingerprint()
+    for split in ("train", "test"):
+        (tmp_path / split).mkdir()
+        (tmp_path / split / "1.txt").write_text((text / split / "1.txt").read_text())
+    assert corpus.fingerprint() != HaystackCorpus(str(tmp_path), vocabulary_size=340).fingerprint()
+
+
+def test_what_cannot_be_a_haystack_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="name a folder"):
+        HaystackCorpus()
+    with pytest.raises(ValueError, match="above 257, the tokens of bytes, got 200"):
+        HaystackCorpus(str(tmp_path), vocabulary_size=200)
+    with pytest.raises(FileNotFoundError, match="train"):
+        HaystackCorpus(str(tmp_path))
+    for split in ("train", "test"):
+        (tmp_path / split).mkdir()
+        (tmp_path / split / "1.txt").write_text("Donaudampfschifffahrtsgesellschaft " * 50 + "ßüö" * 40)
+    corpus = HaystackCorpus(str(tmp_path), vocabulary_size=300)
+    with pytest.raises(ValueError, match="hardly a word of one token"):
+        corpus._fitting(iter([[Word("ßüö" * 40)]] * 3), 7)

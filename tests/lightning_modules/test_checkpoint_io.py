@@ -1,0 +1,209 @@
+import errno
+import io
+import multiprocessing
+import os
+import pickle
+import signal
+import time
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+
+from lightning_modules import checkpoint_io, files
+from lightning_modules.checkpoint_io import (
+    CheckedCheckpointIO,
+    CheckpointError,
+    check_checkpoint,
+    damage,
+    newest_checkpoint,
+)
+from tests.distributed import run_distributed
+from tests.faults import same
+
+STATE = {"state_dict": {"weight": torch.arange(5000.0)}, "optimizer_states": [{"step": 3, "betas": (0.9, 0.95)}]}
+
+
+def save(path, content=STATE, *, age=0):
+    CheckedCheckpointIO().save_checkpoint(content, path)
+    os.utime(path, (time.time() - age,) * 2)
+    return path
+
+
+def test_what_is_saved_is_loaded_here_and_by_torch_alone(tmp_path):
+    path = save(tmp_path / "folder" / "a.ckpt")
+    assert same(CheckedCheckpointIO().load_checkpoint(path), STATE)
+    assert same(torch.load(path, weights_only=True), STATE)
+    assert [file.name for file in path.parent.iterdir()] == ["a.ckpt"]
+
+
+def test_a_changed_byte_is_harmless_or_found(tmp_path):
+    small = {"weight": torch.arange(40.0), "step": 7}
+    path = save(tmp_path / "a.ckpt", small)
+    whole = path.read_bytes()
+    found = 0
+    for place in range(0, len(whole), 3):
+        changed = bytearray(whole)
+        changed[place] ^= 1 << place % 8
+        path.write_bytes(changed)
+        os.utime(path, ns=(place, place))
+        try:
+            assert same(CheckedCheckpointIO().load_checkpoint(path), small), place
+        except ValueError:
+            found += 1
+    payload = whole.index(small["weight"].numpy().tobytes())
+    assert found > 53, "the bytes of the tensor alone"
+    path.write_bytes(whole[:payload] + b"\xff" + whole[payload + 1 :])
+    assert torch.load(path, weights_only=True)["weight"][0] != 0, "torch itself does not look"
+
+
+def test_every_cut_is_found(tmp_path):
+    path = save(tmp_path / "a.ckpt", {"weight": torch.arange(40.0)})
+    whole = path.read_bytes()
+    for length in range(0, len(whole), 7):
+        path.write_bytes(whole[:length])
+        os.utime(path, ns=(length, length))
+        with pytest.raises(ValueError, match="torn"):
+            check_checkpoint(path)
+
+
+def test_a_damaged_file_is_refused_with_the_newest_good_one_beside_it(tmp_path):
+    save(tmp_path / "step-1.ckpt", age=30)
+    save(tmp_path / "step-2.ckpt", age=20)
+    save(tmp_path / "weights-3.ckpt", {"state_dict": {}}, age=10)
+    last = save(tmp_path / "step-3.ckpt")
+    assert newest_checkpoint(tmp_path) == last
+    last.write_bytes(last.read_bytes()[:-2000])
+    for refusing in (check_checkpoint, CheckedCheckpointIO().load_checkpoint):
+        with pytest.raises(ValueError, match=r"step-3.ckpt' is torn.* newest good one beside it is .*step-2.ckpt"):
+            refusing(last)
+    with pytest.raises(ValueError, match=r"'.*none.ckpt' does not exist. The newest good"):
+        check_checkpoint(tmp_path / "none.ckpt")
+
+
+def test_the_newest_that_is_good_is_chosen_and_the_log_says_what_was_passed_over(tmp_path, caplog):
+    assert newest_checkpoint(tmp_path) is None
+    good = save(tmp_path / "checkpoints" / "step-9.ckpt", age=30)
+    torn = save(tmp_path / "checkpoints" / "step-10.ckpt")
+    torn.write_bytes(b"PK")
+    os.utime(torn, (time.time() - 20,) * 2)
+    (tmp_path / "checkpoints" / "last.ckpt").symlink_to("step-10.ckpt")
+    (tmp_path / "checkpoints" / "step-11.ckpt").mkdir()  # what a sharded strategy has begun
+    assert newest_checkpoint(tmp_path) == good
+    assert [record.getMessage().split("/")[-1].split(":")[0] for record in caplog.records] == [
+        "step-11.ckpt",
+        "step-10.ckpt",
+    ]
+    index = pickle.dumps(Metadata(state_dict_metadata={}, storage_data={}))
+    (tmp_path / "checkpoints" / "step-11.ckpt" / ".metadata").write_bytes(index)
+    assert newest_checkpoint(tmp_path) == good, "without what is not divided"
+    torch.save({}, tmp_path / "checkpoints" / "step-11.ckpt" / "meta.pt")
+    assert newest_checkpoint(tmp_path) == tmp_path / "checkpoints" / "step-11.ckpt"
+    good.unlink()
+    (tmp_path / "checkpoints" / "step-11.ckpt" / ".metadata").unlink()
+    caplog.clear()
+    with pytest.raises(ValueError, match=r"No checkpoint in .* can be used: step-11.ckpt is an incomplete sharded"):
+        newest_checkpoint(tmp_path)
+
+
+class Evil:
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return (open, (self.marker, "w"))
+
+
+def test_no_code_of_a_checkpoint_runs(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    path = tmp_path / "a.ckpt"
+    torch.save({"optimizer_states": Evil(str(tmp_path / "ran"))}, path)
+    with pytest.raises(ValueError, match="cannot be loaded"):
+        CheckedCheckpointIO().load_checkpoint(path)
+    with pytest.raises(ValueError, match="can be used"):
+        newest_checkpoint(tmp_path)
+    path.write_bytes(pickle.dumps(Evil(str(tmp_path / "ran"))))
+    with pytest.raises(ValueError, match="torn or no checkpoint"):
+        CheckedCheckpointIO().load_checkpoint(path)
+    with pytest.raises(ValueError, match="not loaded from the web"):
+        CheckedCheckpointIO().load_checkpoint("https://example.org/a.ckpt")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("fails", ["fsync", "write"])
+def test_a_full_disk_leaves_the_old_checkpoint_and_says_what_to_do(tmp_path, monkeypatch, fails):
+    path = save(tmp_path / "a.ckpt")
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if fails == "fsync":
+        monkeypatch.setattr(files.os, "fsync", full)
+    else:
+        stream = type("Stream", (io.BytesIO,), {"write": full, "fileno": lambda self: 0})
+        monkeypatch.setattr(files.os, "fdopen", lambda descriptor, mode: os.close(descriptor) or stream())
+    with pytest.raises(
+        CheckpointError, match=r"a.ckpt could not be written \(No space left on device\).*free some room"
+    ):
+        CheckedCheckpointIO().save_checkpoint({"other": 1}, path)
+    monkeypatch.undo()
+    assert same(CheckedCheckpointIO().load_checkpoint(path), STATE)
+    assert [file.name for file in tmp_path.iterdir()] == ["a.ckpt"]
+
+
+def _save_for_ever(path):
+    for step in range(10_000):
+        CheckedCheckpointIO().save_checkpoint({"step": step, "weight": torch.full((200_000,), float(step))}, path)
+
+
+def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
+    path = save(tmp_path / "a.ckpt", {"step": -1, "weight": torch.full((200_000,), -1.0)})
+    steps = []
+    for trial in range(12):
+        process = multiprocessing.get_context("fork").Process(target=_save_for_ever, args=(path,))
+        process.start()
+        time.sleep(0.02 + 0.003 * trial)
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        loaded = CheckedCheckpointIO().load_checkpoint(path)
+        assert torch.equal(loaded["weight"], torch.full((200_000,), float(loaded["step"])))
+        steps.append(loaded["step"])
+    assert max(steps) > 0, "kills came too early to prove anything"
+    left = [file for file in tmp_path.iterdir() if file != path]
+    assert all(file.name.startswith(files.BUILDING) for file in left)
+    if left:
+        os.utime(left[0], (time.time() - checkpoint_io.ABANDONED - 1,) * 2)
+    save(path)
+    assert len(list(tmp_path.iterdir())) == max(len(left), 1), "only what nobody has written to for long is removed"
+
+
+def load_and_count(rank, world_size, whole, damaged):
+    read, read_record = [], checkpoint_io.zipfile.ZipExtFile.read
+    checkpoint_io.zipfile.ZipExtFile.read = lambda self, size: read.append(read_record(self, size)) or read[-1]
+    assert same(CheckedCheckpointIO().load_checkpoint(whole), STATE)
+    sizes = [0] * world_size
+    torch.distributed.all_gather_object(sizes, sum(map(len, read)))
+    with checkpoint_io.zipfile.ZipFile(whole) as archive:
+        assert sum(sizes) == sum(record.file_size for record in archive.infolist()) > max(sizes)
+    with pytest.raises(ValueError, match=r"is damaged \(process .*Bad CRC-32.*good one beside it is .*whole.ckpt"):
+        CheckedCheckpointIO().load_checkpoint(damaged)
+
+
+def test_several_processes_read_it_once_together(tmp_path):
+    whole, damaged = save(tmp_path / "whole.ckpt", age=10), save(tmp_path / "damaged.ckpt")
+    content = bytearray(damaged.read_bytes())
+    content[content.index(STATE["state_dict"]["weight"].numpy().tobytes()) + 40] ^= 1
+    damaged.write_bytes(content)
+    run_distributed(load_and_count, whole, damaged)
+
+
+def test_a_whole_file_is_read_once(tmp_path, monkeypatch):
+    path = save(tmp_path / "a.ckpt")
+    read, testzip = [], checkpoint_io.zipfile.ZipFile.testzip
+    monkeypatch.setattr(checkpoint_io.zipfile.ZipFile, "testzip", lambda self: read.append(1) or testzip(self))
+    assert damage(path) is None
+    assert damage(path) is None
+    assert len(read) == 1
+    save(path, age=5)
+    assert damage(path) is None
+    assert len(read) == 2

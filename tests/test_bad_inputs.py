@@ -1,0 +1,445 @@
+"""Bad input through the command line: status 2, no traceback, and words that say what is wrong."""
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import hypothesis
+import pytest
+import torch
+import yaml
+import zstandard
+from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, ByT5Tokenizer
+
+from lightning_modules.cli import main
+from tests.conftest import tiny_model
+
+BASE = str(Path(__file__).parent.parent / "configs" / "base.yaml")
+DEEP = "a: " + "[" * 100 + "]" * 100
+BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join(9 * [f'*a{n - 1}'])}]\n" for n in range(1, 9)
+)
+DOCUMENT = json.dumps({"text": "ba ce di fo gu ka le mi " * 40})
+
+
+def refused(*arguments, capsys):
+    """What the command says; it must end with status 2 and without a traceback."""
+    with pytest.raises(SystemExit) as stopped:
+        main([*map(str, arguments)])
+    message = capsys.readouterr().err
+    assert stopped.value.code == 2, message
+    assert "Traceback" not in message
+    return message
+
+
+@pytest.fixture(scope="session")
+def place(tmp_path_factory, corpus, model_dir):
+    """A folder with text, records and an experiment that would run."""
+    folder = tmp_path_factory.mktemp("bad")
+    for number in range(3):
+        (folder / f"{number}.txt").write_text(corpus[number])
+    (folder / "good.jsonl").write_text(3 * (DOCUMENT + "\n"))
+    data = {"train": str(folder / "good.jsonl"), "validation": str(folder / "0.txt"), "tokenizer": str(model_dir)}
+    config = {
+        "model": {"pretrained_model_name_or_path": str(model_dir), "context_length": 32, "stride": 16},
+        "data": {"class_path": "datamodules.TextDataModule", "init_args": {**data, "sequence_length": 128}},
+        "trainer": {"accelerator": "cpu", "devices": 1, "precision": "32-true", "max_steps": 1},
+    }
+    (folder / "experiment.yaml").write_text(yaml.safe_dump(config))
+    return folder
+
+
+@pytest.fixture
+def run(place, tmp_path, monkeypatch, capsys):
+    """What a command says of the experiment with some options more."""
+
+    def command(*arguments, name="fit"):
+        monkeypatch.chdir(tmp_path)
+        words = [name, "-c", BASE, "-c", place / "experiment.yaml", *arguments]
+        monkeypatch.setattr(sys, "argv", ["longce", *map(str, words)])
+        return refused(*words, capsys=capsys)
+
+    return command
+
+
+CONFIGS = {
+    "twice": ("model:\n  stride: 16\n  stride: 8\n", "'stride' is given twice, in lines 2 and 3. Remove one"),
+    "group twice": ("model:\n  stride: 16\nmodel:\n  dtype: auto\n", "'model' is given twice, in lines 1 and 3"),
+    "bomb": (BOMB, "more than 100,000 values"),
+    "deep": (DEEP, "more than 50 levels"),
+    "cycle": ("model:\n  model_config: &m\n    a: *m\n", "'*m' stands within itself"),
+    "large": ("#" * (1 << 20) + "\n", "more than 1,048,576 bytes"),
+    "torn": ("model: {stride: [1", "did not find expected"),
+    "tabs": ("model:\n\tstride: 3\n", "cannot start any token"),
+    "binary": (b"\xff\xfe\x00\x01", "Save it as UTF-8"),
+    "utf-16": ("model:\n  stride: 3\n".encode("utf-16"), "Save it as UTF-8"),
+    "nul": ("model:\n  stride: 3\0\n", "control characters"),
+    "list": ("[1, 2]", "Unexpected config"),
+    "empty": ("", "Unexpected config"),
+    "number for a key": ("1: 2\n", "Key must be a string"),
+    "unknown key": ("m0del:\n  stride: 3\n", "m0del"),
+    "no model": ("model: null\n", "`model` must hold settings"),
+    "a list for the model": ("model: [1]\n", "`model` must hold settings"),
+    "a class that is not there": ("trainer:\n  callbacks:\n    - class_path: no.such.Class\n", "no.such.Class"),
+    "a class of another kind": ("trainer:\n  callbacks:\n    - class_path: torch.nn.Linear\n", "torch.nn.Linear"),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_configs(name, run, tmp_path):
+    content, words = CONFIGS[name]
+    path = tmp_path / "the config ü.yaml"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert words in run("-c", path)
+
+
+def test_configs_that_cannot_be_read(run, tmp_path):
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for path in (tmp_path, tmp_path / "none.yaml", tmp_path / "loop", "/proc/self/mem"):
+        assert str(path) in run("-c", path)
+
+
+def test_a_key_twice_on_the_command_line(run):
+    assert "model.lora" in run("--model.lora", "{r: 4, r: 8}")
+
+
+OPTIONS = [
+    ("--model.context_length", "112", "`context_length` + `stride` is 112 + 16 = 128"),
+    ("--model.context_length", "1e30", "context_length"),
+    ("--model.stride", "0", "v>0"),
+    ("--model.short_window_share", ".nan", "short_window_share"),
+    ("--model.short_window_share", "0", "above 0 and at most 1"),
+    ("--model.objective.gamma", "1e999", "`gamma` caps weights"),
+    ("--model.objective", "torch.nn.Linear", "subclass of Objective"),
+    ("--model.head_kernel", "cuda", "Literal['chunked'"),
+    ("--model.lora", "{target_modules: 3}", "must be a list of names or a pattern, got 3"),
+    ("--model.lora", '{target_modules: "("}', "has a value of a wrong kind"),
+    ("--model.lora", "{target_modules: [nosuch]}", "names 'nosuch', and the model has no such module"),
+    ("--model.lora", "{target_modules: [q_proj], bias: nosuch}", "has a value of a wrong kind"),
+    ("--model.lora", "{target_modules: [q_proj], lora_alpha: .nan}", "`lora.lora_alpha` scales"),
+    ("--model.lora", "{target_modules: [q_proj], r: 0}", "`r` should be a positive integer"),
+    ("--model.lora", "{rank: 3}", "`lora` has no 'rank'"),
+    ("--model.model_config", "{rope_parameters: {rope_type: nosuch}}", "'nosuch', which transformers does not know"),
+    ("--model.model_config", "{rope_parameters: {rope_type: linear, factor: 0.5}}", "a number of 1 or more, got 0.5"),
+    ("--model.model_config", "{rope_parameters: {rope_type: linear}}", "a number of 1 or more, got None"),
+    ("--model.model_config", "{rope_parameters: {rope_theta: 0}}", "a number above 0, got 0"),
+    ("--model.model_config", "{rope_parameters: 3}", "`model_config.rope_parameters`"),
+    ("--model.model_config", "{num_hidden_layers: 0}", "`num_hidden_layers` of the model's config must be 1 or more"),
+    ("--model.model_config", "{num_hidden_layers: x}", "num_hidden_layers"),
+    ("--model.model_config", "{num_hidden_layers: 1000000}", "at most 10,000, got 1000000"),
+    ("--model.model_config", "{hidden_size: 1000000000000}", "`hidden_size` of the model's config"),
+    ("--model.model_config", "{vocab_size: 10}", "other shapes than its config asks for"),
+    ("--model.model_config", "{1: 2}", "`model_config` has '1'"),
+    ("--model.context_extension", "{method: [1], original_length: 8, target_length: 16}", "choose one of none, pi"),
+    ("--model.context_extension", "{method: pi, original_length: 64, target_length: 32}", "must be above"),
+    (
+        "--model.context_extension",
+        f"{{method: pi, original_length: 8, target_length: {10**400}}}",
+        "at most 134,217,728",
+    ),
+    ("--model.attn_implementation", "nosuch", "nosuch"),
+    ("--model.pretrained_model_name_or_path", "", "give a local folder or a hub id"),
+    ("--model.pretrained_model_name_or_path", "https://x/y", "no such file or folder"),
+    ("--data.sequence_length", str(10**30), "at most 134,217,728 tokens"),
+    ("--data.num_workers", "1000000", "more processes than this machine bears"),
+    ("--data.long_documents", "{longer_than: 9, weight: 1e12}", "set it to 1 to 1000"),
+    ("--data.packing", "worst", "packing"),
+    ("--data.tokenizer", "", "give a local folder or a hub id"),
+    ("--data.train", "/nowhere/*.jsonl", "No file to read at"),
+    ("--data.train", "nosuch://x/y", "Protocol not known"),
+    ("--data.text_field", "body", "no field 'body' for the text"),
+    ("--data.cache_dir", "/proc/longce", "LONGCE_CACHE"),
+    ("--trainer.devices", "0", "devices"),
+    ("--trainer.devices", "-2", "`trainer` cannot be made"),
+    ("--trainer.devices", "100000", "more processes than this machine bears"),
+    ("--trainer.strategy", "nosuch", "invalid strategy name"),
+    ("--trainer.accelerator", "quantum", "invalid accelerator name"),
+    ("--trainer.accumulate_grad_batches", "0", "`trainer.accumulate_grad_batches` must be 1 or more"),
+    ("--trainer.accumulate_grad_batches", "-1", "`trainer.accumulate_grad_batches` must be 1 or more"),
+    ("--trainer.val_check_interval", "0", "`trainer.val_check_interval` must be above 0"),
+    ("--trainer.gradient_clip_val", "-1", "`trainer.gradient_clip_val` must be 0 or more"),
+    ("--trainer.limit_train_batches", "0", "`trainer.limit_train_batches` must be above 0"),
+    ("--trainer.max_steps", "-5", "max_steps"),
+    ("--trainer.max_time", "banana", "DD:HH:MM:SS"),
+    ("--seed_everything", "-1", "not in bounds"),
+    ("--nosuch", "1", "unrecognized arguments"),
+    ("--ckpt_path", "/dev/zero", "is no file"),
+    ("--ckpt_path", "s3://x/y", "not loaded from the web"),
+]
+
+
+@pytest.mark.parametrize(("option", "value", "words"), OPTIONS, ids=lambda value: str(value)[:40])
+def test_options(option, value, words, run):
+    message = run(f"{option}={value}")
+    assert words in message
+    assert len(message) < 8000
+
+
+LINES = {
+    "torn": ('{"text": "a', "malformed JSON"),
+    "array": ("[1]", "expected a JSON object, got list"),
+    "null": ('{"text": null}', "must be a string, got NoneType"),
+    "nested": ('{"text": {"text": "a"}}', "must be a string, got dict"),
+    "nan": ('{"text": NaN}', "must be a string, got float"),
+    "key": ('{"txt": "a"}', "no field 'text'"),
+    "surrogate": ('{"text": "a\\ud800"}', "half a surrogate pair"),
+    "brackets": ("[" * 100_000, "JSON that Python does not read"),
+    "digits": ('{"text": "a", "n": ' + "9" * 5000 + "}", "JSON that Python does not read"),
+    "nul": ("\0", "malformed JSON"),
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_json_lines(name, run, tmp_path):
+    line, words = LINES[name]
+    path = tmp_path / "with\nnewline ü.jsonl"
+    path.write_text(f"{DOCUMENT}\n{line}\n")
+    message = run("--data.train", path)
+    assert words in message
+    assert f"{path.name}:2" in message
+
+
+def test_packed_files(run, tmp_path):
+    torn = zstandard.compress(DOCUMENT.encode() * 999)[:-5]
+    cases = {"t.jsonl.zst": (torn, "is damaged"), "n.jsonl.gz": (DOCUMENT.encode(), "is damaged")}
+    cases |= {"e.jsonl": (b"", "No document in"), "u.jsonl": (DOCUMENT.encode("utf-16"), "is not UTF-8")}
+    cases |= {"h.jsonl": (b'{"text": " "}\n' * 5, "All of the 5 documents are empty")}
+    for name, (content, words) in cases.items():
+        (tmp_path / name).write_bytes(content)
+        message = run("--data.train", tmp_path / name)
+        assert words in message
+        assert name in message
+
+
+def edited(source, folder, **changes):
+    """A copy of a model with another config."""
+    shutil.copytree(source, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    return folder
+
+
+def without_a_layer(folder):
+    path = folder / "model.safetensors"
+    tensors = {name: value for name, value in load_file(path).items() if "layers.1." not in name}
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def with_a_slow_tokenizer(folder):
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    ByT5Tokenizer().save_pretrained(folder)
+
+
+def adapters_alone(folder):
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), LoraConfig(target_modules=["q_proj"]))
+    (folder / "model.safetensors").unlink()
+    model.save_pretrained(folder)
+
+
+MODELS = {
+    "adapters": (adapters_alone, "holds adapters without their model"),
+    "slow tokenizer": (with_a_slow_tokenizer, "(ByT5Tokenizer) gives no character offsets"),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "There are no weights in"),
+    "torn": (lambda folder: os.truncate(folder / "model.safetensors", 5000), "torn or damaged"),
+    "empty": (lambda folder: os.truncate(folder / "model.safetensors", 0), "torn or damaged"),
+    "a layer missing": (without_a_layer, "lack 9 tensors"),
+    "a file missing": (
+        lambda folder: (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "b.safetensors"}}'),
+        "lacks b.safetensors",
+    ),
+    "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "The tokenizer '"),
+    "torn tokenizer": (lambda folder: (folder / "tokenizer.json").write_text('{"version": '), "The tokenizer '"),
+    "no config": (lambda folder: (folder / "config.json").unlink(), "model_type"),
+    "torn config": (lambda folder: (folder / "config.json").write_text('{"model_type": "lla'), "not a valid JSON"),
+}
+CHANGES = [
+    ({"num_hidden_layers": 10**6}, "at most 10,000, got 1000000"),
+    ({"model_type": "qwen2", "num_hidden_layers": 10**12}, "at most 10,000, got 1000000000000"),
+    ({"vocab_size": 10**30}, "at most 2,147,483,647"),
+    ({"quantization_config": {"quant_method": "nosuch"}}, "quantised by 'nosuch'"),
+    ({"quantization_config": {"quant_method": [3]}}, "quantised by [3]"),
+    ({"quantization_config": {}}, "quantised by None"),
+    ({"rope_parameters": {"rope_type": "nosuch", "rope_theta": 1e4}}, "'nosuch', which transformers does not know"),
+    ({"rope_parameters": {"rope_type": "yarn", "factor": -2.0, "rope_theta": 1e4}}, "a number of 1 or more, got -2.0"),
+    ({"rope_parameters": [1]}, "rope_parameters"),
+    ({"num_hidden_layers": -1}, "must be 1 or more, got -1"),
+    ({"num_attention_heads": 0}, "must be 1 or more, got 0"),
+    ({"num_hidden_layers": "two"}, "num_hidden_layers"),
+    ({"model_type": "nosuch"}, "nosuch"),
+    ({"model_type": "t5"}, "no causal LM"),
+    ({"hidden_act": "nosuch"}, "could not be loaded"),
+    ({"dtype": "float33"}, "float33"),
+    ({"vocab_size": 10}, "10 tokens"),
+]
+
+
+def scored(place, model, evaluator, capsys, *options):
+    words = ["score", place / "0.txt", "--model", model, "--evaluator", evaluator]
+    return refused(*words, "--context_length", "32", "--stride", "16", *options, capsys=capsys)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_model_folders(name, place, model_dir, evaluator_dir, tmp_path, capsys):
+    damage, words = MODELS[name]
+    folder = edited(model_dir, tmp_path / "model")
+    damage(folder)
+    assert words in scored(place, folder, evaluator_dir, capsys)
+    assert words in scored(place, evaluator_dir, folder, capsys)
+
+
+@pytest.mark.parametrize(("changes", "words"), CHANGES, ids=str)
+def test_model_configs(changes, words, place, model_dir, evaluator_dir, tmp_path, capsys):
+    message = scored(place, edited(model_dir, tmp_path / "model", **changes), evaluator_dir, capsys)
+    assert words in message
+    assert len(message) < 3000
+
+
+SCORE = [
+    ("--context_length", "0", "`context_length` (K)"),
+    ("--stride", "-5", "`stride` (d)"),
+    ("--alpha", "1e999", "`alpha` must be 0 or more and finite"),
+    ("--alpha", "-1", "`alpha`"),
+    ("--beta", "5", "`beta` must be negative"),
+    ("--max_tokens", "0", "`max_tokens` must be 1 or more"),
+    ("--device", "meta", "computes nothing"),
+    ("--device", "cuda:9", "not to be had here"),
+    ("--dtype", "int8", "Literal['auto'"),
+    ("--output", "/proc/x.json", "Cannot write to the folder /proc"),
+    ("--cache_dir", "/proc/x", "LONGCE_CACHE"),
+    ("--attn_implementation", "nosuch", "nosuch"),
+]
+
+
+@pytest.mark.parametrize(("option", "value", "words"), SCORE)
+def test_score_options(option, value, words, place, model_dir, evaluator_dir, capsys):
+    words_, message = words, scored(place, model_dir, evaluator_dir, capsys, option, value)
+    assert words_ in message
+
+
+def test_score_files(model_dir, tmp_path, capsys):
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "dangling").symlink_to("/nowhere")
+    (tmp_path / "empty").write_text(" \n")
+    (tmp_path / "utf16").write_bytes("text".encode("utf-16"))
+    (tmp_path / "binary").write_bytes(bytes(range(256)))
+    names = ["loop", "dangling", "empty", "utf16", "binary", "none", ".", "n\0l", "x" * 5000]
+    for file in [*(tmp_path / name for name in names), "/dev/zero", "/proc/self/mem", ""]:
+        message = refused("score", file, "--model", model_dir, "--evaluator", model_dir, capsys=capsys)
+        assert Path(file).name.replace("\0", r"\x00")[:200] in message
+        assert len(message) < 1000
+
+
+def test_files_that_are_scored_twice(place, model_dir, evaluator_dir, tmp_path, capsys, caplog):
+    (tmp_path / "link.txt").symlink_to(place / "0.txt")
+    for again in (place / "0.txt", tmp_path / "link.txt"):
+        words = ["score", place / "0.txt", again, "--model", model_dir, "--evaluator", evaluator_dir]
+        assert f"'{again}' is given twice" in refused(*words, capsys=capsys)
+    shutil.copy(place / "0.txt", tmp_path / "copy.txt")
+    options = ["--model", model_dir, "--evaluator", evaluator_dir, "--context_length", "32", "--stride", "16"]
+    main([*map(str, ["score", place / "0.txt", tmp_path / "copy.txt", *options])])
+    assert "copy.txt' holds the same text as" in caplog.text
+
+
+def test_pipes_that_end_early(run, model_dir, capsys):
+    for content, words in ((b"model: {stri", "did not find expected"), (b"", "Unexpected config")):
+        reader, writer = os.pipe()
+        os.write(writer, content)
+        os.close(writer)
+        assert words in run("-c", f"/dev/fd/{reader}")
+        options = ["--model", model_dir, "--evaluator", model_dir]
+        assert f"No file '/dev/fd/{reader}'" in refused("score", f"/dev/fd/{reader}", *options, capsys=capsys)
+        os.close(reader)
+
+
+def test_another_tokenizer_with_fewer_tokens(place, tmp_path, evaluator_dir, monkeypatch):
+    """No token is out of range, and none means what it did."""
+    words = ["fit", "-c", BASE, "-c", place / "experiment.yaml", "--trainer.limit_val_batches", "0"]
+    words += ["--data.tokenizer", evaluator_dir, "--trainer.default_root_dir", tmp_path]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["longce", *map(str, words)])
+    with pytest.warns(UserWarning, match=r"of the 251 tokens of the data's tokenizer '.*' are others"):
+        main([*map(str, words)])
+
+
+def test_adapters_of_another_config(run, place, tmp_path, monkeypatch):
+    fit = ["fit", "-c", BASE, "-c", place / "experiment.yaml", "--trainer.limit_val_batches", "0"]
+    fit += ["--model.lora", "{target_modules: [q_proj], r: 4, lora_alpha: 8}", "--trainer.default_root_dir", tmp_path]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["longce", *map(str, fit)])
+    main([*map(str, fit)])
+    path = next(tmp_path.rglob("step-1.ckpt"))
+    for lora, words in {
+        "{target_modules: [q_proj], r: 8, lora_alpha: 8}": "has the shape (4, 32) there and (8, 32) in this run",
+        "{target_modules: [q_proj], r: 4, lora_alpha: 16}": "`lora.lora_alpha` = 8, and this run has 16",
+        "{target_modules: [k_proj], r: 4, lora_alpha: 8}": "give the `lora` of the run",
+    }.items():
+        assert words in run("--ckpt_path", path, "--model.lora", lora)
+
+
+def test_checkpoints(run, tmp_path, place, model_dir, monkeypatch):
+    config = yaml.safe_load((place / "experiment.yaml").read_text())
+    fit = ["fit", "-c", BASE, "-c", place / "experiment.yaml", "--trainer.limit_val_batches", "0"]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["longce", *map(str, fit)])
+    main([*map(str, fit), "--trainer.default_root_dir", str(tmp_path)])
+    good = torch.load(next(tmp_path.rglob("step-1.ckpt")), weights_only=True)
+    cases = {
+        "a list": ([1, 2], "was not written by `longce fit`"),
+        "a number": (3, "was not written by `longce fit`"),
+        "no weights": ({**good, "state_dict": 3}, "was not written by `longce fit`"),
+        "no optimizer": ({k: v for k, v in good.items() if k != "optimizer_states"}, "holds weights alone"),
+        "no loops": ({**good, "loops": {}}, "lacks the state of training"),
+    }
+    for name, (content, words) in cases.items():
+        torch.save(content, tmp_path / f"{name}.ckpt")
+        assert words in run("--ckpt_path", tmp_path / f"{name}.ckpt")
+    torch.save(good, tmp_path / "good.ckpt")
+    tiny_model("qwen2", 400).save_pretrained(tmp_path / "other")
+    other = ["--model.pretrained_model_name_or_path", tmp_path / "other"]
+    assert "is that of another model" in run("--ckpt_path", tmp_path / "good.ckpt", *other)
+    assert config["model"]["pretrained_model_name_or_path"] == str(model_dir)
+
+
+def test_other_commands(run, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert "does not exist" in refused("export", "none.ckpt", "out", capsys=capsys)
+    (tmp_path / "int.ckpt").write_bytes(b"")
+    assert "is torn" in refused("export", "int.ckpt", "out", capsys=capsys)
+    assert "no command 'fiit'" in refused("fiit", capsys=capsys)
+    plan = {
+        "1 to 134,217,728 tokens": ["--gpu", "H200", "--data.sequence_length", str(10**30)],
+        "known cards": ["--gpu", "nosuch"],
+        "must be 1 or more": ["--gpu", "H200", "--model.model_config", "{num_hidden_layers: 0}"],
+        "v>0": ["--gpu", "H200", "--gpus", "0"],
+    }
+    for words, options in plan.items():
+        assert words in run(*options, name="plan")
+    assert "/nowhere" in run("--evaluator", "/nowhere", name="influence")
+
+
+@hypothesis.settings(max_examples=60, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
+@hypothesis.given(
+    option=st.sampled_from(["context_length", "stride", "max_tokens", "alpha", "beta"]),
+    value=st.one_of(
+        st.integers(max_value=0), st.floats(), st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+    ).map(str),
+)
+def test_numbers_of_score_that_mean_nothing(option, value, place, capsys):
+    """Of any text an option is refused, or its value is a number that means something."""
+    try:
+        meant = float(yaml.safe_load(value)) if not isinstance(yaml.safe_load(value), bool) else None
+    except (ValueError, TypeError, yaml.YAMLError):
+        meant = None
+    fits = {"alpha": lambda x: 0 <= x < float("inf"), "beta": lambda x: x < 0}.get(option, lambda x: x >= 1)
+    message = refused(
+        *("score", place / "0.txt", "--model", "/nowhere", "--evaluator", "/nowhere", f"--{option}={value}"),
+        capsys=capsys,
+    )
+    if meant is None or not fits(meant):
+        assert option in message

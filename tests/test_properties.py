@@ -1,0 +1,528 @@
+"""Whatever numbers a pure function is given: words that name them, or what a slow reference computes in float64."""
+
+import itertools
+import math
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
+from hypothesis import strategies as st
+
+from datamodules.curriculum import LengthCurriculum, cut_rows
+from datamodules.mixture_sampler import MixtureSampler, epoch_counts
+from datamodules.packing import best_fit_decreasing, pack_documents
+from datamodules.samplers import RowSampler
+from datamodules.up_sampling import LongDocuments, pack_in_order
+from lightning_modules.batch import IGNORE_INDEX, LONGEST_ROW, PackedBatch
+from lightning_modules.functional import (
+    Weighing,
+    fused_long_cross_entropy,
+    key_token_mask,
+    long_cross_entropy,
+    long_perplexity,
+    merge_spans,
+    short_context_windows,
+    soft_influence,
+    span_token_mask,
+    token_log_likelihood,
+    transfer_influence,
+)
+from lightning_modules.functional.linear_head import LinearHead
+from lightning_modules.functional.windows import draw_windows
+from lightning_modules.metrics import LongPerplexity
+from lightning_modules.objectives import LongCE, StoredInfluence
+from tests import reference
+
+NUMBERS = st.one_of(
+    st.sampled_from([0, 1, -1, 2, True, False, math.nan, math.inf, -math.inf, 1e308, 5e-324, 10**30, -(10**30), 2.5]),
+    st.integers(-3, 20),
+    st.floats(-10, 10),
+)
+"""What somebody might give in the place of a number."""
+
+LOG_LIKELIHOODS = st.one_of(st.floats(-200, 0, width=32), st.sampled_from([0.0, -0.0, -1e30, -math.inf, math.nan]))
+FLOATS = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16])
+DTYPES = st.sampled_from([torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool])
+SHAPES = st.sampled_from([(), (0,), (1,), (3,), (2, 3), (2, 0), (0, 3), (1, 3), (2, 3, 2), (3, 2)])
+
+
+def is_count(value, least=1, most=math.inf):
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def same_numbers(ours, slow, rtol=1e-6):
+    ours = torch.as_tensor(ours, dtype=torch.float64)
+    torch.testing.assert_close(ours, torch.as_tensor(slow, dtype=torch.float64), rtol=rtol, atol=1e-12, equal_nan=True)
+
+
+def refused(call, *names):
+    """That it is refused by words that say of what; the numbers alone would not tell."""
+    with pytest.raises(ValueError) as caught:  # noqa: PT011, the words are checked below
+        call()
+    assert any(name in str(caught.value) for name in names), str(caught.value)
+
+
+def tensors(shapes=SHAPES, dtypes=DTYPES):
+    return st.builds(lambda shape, dtype, seed: _filled(shape, dtype, seed), shapes, dtypes, st.integers(0, 99))
+
+
+def _filled(shape, dtype, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-4, 4, shape, generator=generator).to(dtype)
+
+
+def pairs():
+    return st.lists(st.tuples(LOG_LIKELIHOODS, LOG_LIKELIHOODS), max_size=6)
+
+
+# ------------------------------------------------------------------------------------------------ the pair of a token
+
+
+@hypothesis.given(pairs(), NUMBERS, NUMBERS, FLOATS)
+def test_key_tokens(pair, alpha, beta, dtype):
+    long, short = torch.tensor(pair, dtype=dtype).reshape(-1, 2).unbind(1)
+    if not (0 <= alpha < math.inf and beta < 0):
+        refused(lambda: key_token_mask(long, short, alpha=alpha, beta=beta), "`alpha`", "`beta`")
+        return
+    limits = torch.tensor([float(alpha), float(beta)], dtype=torch.float64).tolist()
+    for key, a, b in zip(key_token_mask(long, short, alpha=alpha, beta=beta), long, short, strict=True):
+        assert bool(key) == (float(a - b) > limits[0] and float(a) > limits[1])
+
+
+@hypothesis.given(pairs(), NUMBERS, FLOATS)
+def test_soft_influence(pair, gamma, dtype):
+    long, short = torch.tensor(pair, dtype=dtype).reshape(-1, 2).unbind(1)
+    if not 1 <= gamma <= torch.finfo(dtype).max:
+        refused(lambda: soft_influence(long, short, gamma=gamma), "`gamma`")
+        return
+    slow = [_slow_influence(float(a - b), float(gamma)) for a, b in zip(long, short, strict=True)]
+    same_numbers(soft_influence(long, short, gamma=gamma), slow, rtol=10 * torch.finfo(dtype).eps)
+
+
+def _slow_influence(difference, gamma):
+    if math.isnan(difference):  # of a NaN, or of two tokens that cannot be
+        return math.nan
+    return gamma if difference > 700 else min(math.exp(difference), gamma)
+
+
+@hypothesis.given(tensors(), tensors())
+def test_pairs_of_other_shapes_and_types(long, short):
+    fits = long.shape == short.shape and long.is_floating_point() and short.is_floating_point()
+    for function in (key_token_mask, soft_influence):
+        if fits:
+            assert function(long, short).shape == long.shape
+        else:
+            refused(lambda function=function: function(long, short), "`long` and `short` must be")
+
+
+@hypothesis.given(NUMBERS)
+def test_gamma_of_objectives(gamma):
+    for objective in (LongCE, StoredInfluence):
+        if 1 <= gamma <= torch.finfo(torch.float32).max:
+            assert objective(gamma).largest_weight == gamma
+        else:
+            refused(lambda objective=objective: objective(gamma), "`gamma`")
+
+
+# -------------------------------------------------------------------------------------------------- loss and perplexity
+
+
+WEIGHTS = st.one_of(st.floats(0, 5, width=32), st.sampled_from([0.0, 1.0, math.nan, math.inf]))
+
+
+@hypothesis.given(st.lists(st.tuples(LOG_LIKELIHOODS, WEIGHTS), max_size=6))
+def test_long_perplexity(tokens):
+    log_likelihood, influence = torch.tensor(tokens, dtype=torch.float32).reshape(-1, 2).unbind(1)
+    try:
+        slow = reference.long_perplexity(log_likelihood, influence)
+    except OverflowError:
+        slow = math.inf
+    metric = LongPerplexity()
+    metric.update(log_likelihood, influence)
+    same_numbers(long_perplexity(log_likelihood, influence), slow)
+    same_numbers(metric.compute(), slow)
+
+
+@hypothesis.given(tensors(), tensors())
+def test_long_perplexity_of_other_shapes_and_types(log_likelihood, influence):
+    metric = LongPerplexity()
+    for function in (long_perplexity, metric):
+        if log_likelihood.shape != influence.shape:
+            refused(lambda function=function: function(log_likelihood, influence), "must have one shape")
+        else:
+            assert function(log_likelihood, influence).dtype == torch.float64
+
+
+@hypothesis.given(st.lists(st.tuples(LOG_LIKELIHOODS, WEIGHTS, st.booleans()), max_size=6), st.booleans())
+def test_long_cross_entropy_and_its_gradient(tokens, wide):
+    dtype = torch.float64 if wide else torch.float32
+    log_likelihood = torch.tensor([t[0] for t in tokens], dtype=dtype, requires_grad=True)
+    influence = torch.tensor([t[1] for t in tokens], dtype=dtype)
+    labels = torch.tensor([7 if t[2] else IGNORE_INDEX for t in tokens], dtype=torch.int64)
+    loss = long_cross_entropy(log_likelihood, influence, labels)
+    scored = [t for t in tokens if t[2]]
+    total = math.fsum(0.0 if math.isnan(a * b) else -a * b for a, b, _ in scored) if scored else 0.0
+    total = math.nan if any(math.isnan(a * b) for a, b, _ in scored) else total
+    same_numbers(loss, total / max(len(scored), 1), rtol=1e-5)
+    loss.backward()
+    same_numbers(log_likelihood.grad, [-b / max(len(scored), 1) if c else 0.0 for _, b, c in tokens])
+
+
+# ---------------------------------------------------------------------------------------------------- log-likelihoods
+
+
+def problem(seed, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(2, 5, 3, generator=generator, dtype=dtype)
+    weight = torch.randn(4, 3, generator=generator, dtype=dtype)
+    labels = torch.randint(4, (2, 5), generator=generator)
+    labels[:, 0] = IGNORE_INDEX
+    return hidden, LinearHead(weight), labels
+
+
+def both(hidden, head, labels, **options):
+    """By all ways there are: with and without gradient, of a linear head and of any, fused and not."""
+    any_head = lambda rows: head(rows)  # noqa: E731
+    for each in (head, any_head):
+        yield token_log_likelihood(hidden, each, labels, **options)
+        with torch.no_grad():
+            yield token_log_likelihood(hidden, each, labels, **options)
+        weighing = Weighing(lambda long, _: torch.ones_like(long))
+        yield fused_long_cross_entropy(hidden, each, [], labels, weighing, **options).log_likelihood
+
+
+@hypothesis.given(st.integers(0, 9), st.one_of(st.none(), NUMBERS))
+def test_chunk_sizes(seed, chunk_size):
+    hidden, head, labels = problem(seed)
+    if chunk_size is None or is_count(chunk_size):
+        for found in both(hidden, head, labels, chunk_size=chunk_size):
+            same_numbers(found, reference.token_log_likelihood(hidden, head, labels))
+    else:
+        refused(lambda: list(both(hidden, head, labels, chunk_size=chunk_size)), "`chunk_size`")
+
+
+@hypothesis.given(st.integers(0, 9), st.integers(0, 1), st.integers(0, 4), st.integers(-200, 300))
+def test_labels(seed, row, column, label):
+    hidden, head, labels = problem(seed)
+    labels[row, column] = label
+    if label == IGNORE_INDEX or (column > 0 and 0 <= label < 4):
+        for found in both(hidden, head, labels):
+            same_numbers(found, reference.token_log_likelihood(hidden, head, labels))
+    else:
+        for way in range(6):
+            refused(
+                lambda way=way: next(itertools.islice(_one_way(hidden, head, labels, way), 1)),
+                f"Label {label} ",
+                "Token 0 has no context",
+            )
+
+
+def _one_way(hidden, head, labels, way):
+    each = head if way < 3 else (lambda rows: head(rows))
+    if way % 3 == 2:
+        weighing = Weighing(lambda long, _: torch.ones_like(long))
+        yield fused_long_cross_entropy(hidden, each, [], labels, weighing).log_likelihood
+    with torch.set_grad_enabled(way % 3 == 0):
+        yield token_log_likelihood(hidden, each, labels)
+
+
+@hypothesis.given(tensors(), tensors())
+def test_hidden_states_and_labels_of_other_shapes_and_types(hidden, labels):
+    hidden = hidden.to(torch.float64) if hidden.dtype == torch.float32 else hidden
+    head = LinearHead(torch.zeros(4, 2, dtype=hidden.dtype if hidden.is_floating_point() else torch.float64))
+    if labels.ndim == 2 and labels.numel():
+        labels = labels.clone()
+        labels[:, 0] = IGNORE_INDEX if labels.dtype in (torch.int64, torch.int32) else 0
+        labels[:, 1:] = labels[:, 1:].clamp(0, 3)
+    if (
+        hidden.ndim == 3
+        and hidden.shape[:2] == labels.shape
+        and hidden.is_floating_point()
+        and labels.dtype == torch.int64
+    ):
+        for found in both(hidden, head, labels):
+            assert found.shape == labels.shape
+    else:
+        refused(lambda: token_log_likelihood(hidden, head, labels), "`hidden_states` must be")
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 2), (2, 0, 2), (2, 1, 2)])
+def test_rows_without_a_token_to_score(shape):
+    labels = torch.full(shape[:2], IGNORE_INDEX)
+    for found in both(torch.zeros(shape, dtype=torch.float64), LinearHead(torch.zeros(4, 2).double()), labels):
+        same_numbers(found, torch.zeros(shape[:2]))
+
+
+@hypothesis.given(NUMBERS, SHAPES)
+def test_weighing(share, shape):
+    hypothesis.assume(not 0 < share < 1e-6)  # of a million windows, one
+    hidden, head, labels = problem(0)
+    short = -torch.ones(shape, dtype=torch.float64)
+    differs = torch.ones(shape, dtype=torch.bool)
+    good = shape == (2, 5)
+    for other, fits in ((torch.Size(shape), good), (labels.shape, True)):
+        pair = (short, differs) if other == shape else (-torch.ones(2, 5).double(), torch.ones(2, 5, dtype=torch.bool))
+        weighing = Weighing(soft_influence, *pair, share)
+        call = lambda weighing=weighing: fused_long_cross_entropy(hidden, head, [], labels, weighing)  # noqa: E731
+        if fits and 0 < share <= 1:
+            assert call().loss.isfinite()
+        else:
+            refused(call, "`short` and `differs`", "`short_window_share`")
+    refused(
+        lambda: fused_long_cross_entropy(hidden, head, [], labels, Weighing(soft_influence, pair[0])),
+        "`short` and `differs`",
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------- windows
+
+
+def slow_windows(borders, context_length, stride):
+    """For each token that has a short context the tokens it sees, as Appendix A.1 says it."""
+    sees = {}
+    for begin, end in itertools.pairwise(borders):
+        for start in range(begin + stride, end - context_length, stride):
+            stop = min(start + context_length + stride, end)
+            sees |= dict.fromkeys(range(start + context_length, stop), start)
+    return sees
+
+
+@hypothesis.given(st.lists(st.integers(0, 30), max_size=5), NUMBERS, NUMBERS)
+def test_windows(borders, context_length, stride):
+    borders = [0, *borders]
+    call = lambda: short_context_windows(borders, context_length=context_length, stride=stride)  # noqa: E731
+    if not (is_count(context_length) and is_count(stride) and borders == sorted(borders)):
+        refused(call, "`context_length` (K)", "`stride` (d)", "`document_borders`")
+        return
+    found = {token: start for start, scored, stop in call() for token in range(scored, stop)}
+    assert found == slow_windows(borders, context_length, stride)
+
+
+@hypothesis.given(st.integers(0, 5), NUMBERS, st.integers(0, 99))
+def test_drawn_windows(count, share, seed):
+    windows = [(0, window) for window in short_context_windows([0, 20], context_length=2, stride=3)][:count]
+    if not 0 < share <= 1:
+        refused(lambda: draw_windows(windows, share, seed=seed), "`short_window_share`")
+        return
+    drawn, probability = draw_windows(windows, share, seed=seed)
+    assert drawn == [window for window in windows if window in drawn]
+    assert len(drawn) == probability * len(windows)
+
+
+# ----------------------------------------------------------------------------------------------------------- alignment
+
+SPANS = st.lists(st.tuples(st.integers(-2, 12), st.integers(-2, 12)), max_size=5)
+
+
+def as_spans(spans):
+    return torch.tensor(spans, dtype=torch.int64).reshape(-1, 2)
+
+
+@hypothesis.given(SPANS)
+def test_merged_spans(spans):
+    kept = [span for span in spans if span[0] != span[1]]
+    if kept != sorted(kept, key=lambda span: span[0]) or any(stop < start for start, stop in kept):
+        refused(lambda: merge_spans(as_spans(spans)), "Spans must be in ascending order")
+    else:
+        assert merge_spans(as_spans(spans)).tolist() == reference.merge_spans(spans)
+
+
+@hypothesis.given(SPANS, SPANS)
+def test_tokens_inside_spans(offsets, spans):
+    ascending = spans == sorted(spans, key=lambda span: span[0]) and all(start <= stop for start, stop in spans)
+    if ascending and all(stop <= start for (_, stop), (start, _) in itertools.pairwise(spans)):
+        found = span_token_mask(as_spans(offsets), as_spans(spans)).tolist()
+        assert found == reference.span_token_mask(offsets, spans)
+    else:
+        refused(lambda: span_token_mask(as_spans(offsets), as_spans(spans)), "Spans must be")
+
+
+@hypothesis.example([(math.nan, 0, 1), (1.0, 1, 2)], [(1, 2)])
+@hypothesis.example([(2.0, 0, 2), (5.0, 2, 3), (3.0, 2, 3)], [(0, 3), (1, 5), (4, 4)])
+@hypothesis.given(st.lists(st.tuples(WEIGHTS, st.integers(-1, 9), st.integers(-1, 9)), max_size=4), SPANS)
+def test_transferred_influence(tokens, targets):
+    influence = torch.tensor([token[0] for token in tokens], dtype=torch.float32)
+    offsets = [token[1:] for token in tokens]
+    call = lambda: transfer_influence(influence, as_spans(offsets), as_spans(targets))  # noqa: E731
+    if influence.isfinite().all() and all(0 <= start <= stop for start, stop in offsets + targets):
+        same_numbers(call(), reference.transfer_influence(influence.tolist(), offsets, targets))
+    else:
+        refused(call, "`influence` must be finite", "offsets` must be spans")
+
+
+@hypothesis.given(tensors(), tensors(), tensors())
+def test_spans_of_other_shapes_and_types(first, second, third):
+    integer = lambda tensor: not tensor.is_floating_point() and tensor.dtype != torch.bool  # noqa: E731
+    table = lambda tensor: tensor.ndim == 2 and tensor.shape[1] == 2 and integer(tensor)  # noqa: E731
+    for call, fits in (
+        (lambda: merge_spans(first), table(first)),
+        (lambda: span_token_mask(first, second), table(second) and integer(first) and first.shape[-1:] == (2,)),
+        (lambda: transfer_influence(first, second, third), table(second) and first.shape == second.shape[:1]),
+    ):
+        try:
+            call()
+        except ValueError as error:
+            assert "pans must be" in str(error) or "offsets` must be" in str(error)  # noqa: PT017, any of several
+        else:
+            assert fits
+
+
+# ------------------------------------------------------------------------------------------------------------- packing
+
+
+def slow_rows(lengths, size, packing):
+    """Tokens of each row, counted one by one; of `best_fit` only which tokens are in some row."""
+    rows, row = [], []
+    start = 0
+    for length in lengths:
+        tokens = list(range(start, start + length))
+        start += length
+        if packing == "chunk":
+            rows += [tokens[i : i + size] for i in range(0, length - length % size, size)]
+            continue
+        for token in tokens:
+            row.append(token)
+            if len(row) == size:
+                rows, row = [*rows, row], []
+    return rows
+
+
+@hypothesis.given(
+    st.lists(st.integers(0, 12), max_size=6), NUMBERS, st.sampled_from(["chunk", "concat", "best_fit", "worst"])
+)
+def test_packed_documents(lengths, size, packing):
+    borders = np.concatenate([[0], np.cumsum(np.array(lengths, dtype=np.int64))])
+    call = lambda: pack_documents(borders, size, packing)  # noqa: E731
+    if not is_count(size, most=LONGEST_ROW) or packing == "worst":
+        refused(call, "`sequence_length` must be", "`packing`")
+        return
+    slow = slow_rows(lengths, size, packing)
+    if not slow and (packing != "best_fit" or not sum(lengths)):
+        refused(call, "`sequence_length` = ")
+        return
+    rows = call()
+    found = [[t for start, stop in rows.row(index) for t in range(start, stop)] for index in range(len(rows))]
+    if packing == "best_fit":
+        assert sorted(token for row in found for token in row) == list(range(sum(lengths)))
+        assert max(map(len, found)) <= size
+    else:
+        assert found == slow
+    assert rows.dropped_tokens == sum(lengths) - sum(map(len, found))
+
+
+@pytest.mark.parametrize("borders", [[], [1, 2], [0, 5, 3], [[0, 1]], [0.0, 2.0], [math.nan, 3], [False, True], 7])
+def test_what_are_no_borders(borders):
+    borders = np.array(borders)
+    long = LongDocuments(longer_than=1, weight=2.0)
+    pack = lambda borders: pack_documents(borders, 2)  # noqa: E731
+    for call in (lambda: pack(borders), lambda: long.order(borders), lambda: pack_in_order(borders, [0], pack)):
+        refused(call, "`document_borders` must")
+
+
+@hypothesis.given(st.lists(st.integers(-1, 8), max_size=8), st.integers(1, 6))
+def test_best_fit(lengths, capacity):
+    call = lambda: best_fit_decreasing(np.array(lengths, dtype=np.int64), capacity)  # noqa: E731
+    if any(not 1 <= length <= capacity for length in lengths):
+        refused(call, f"of 1 to {capacity}")
+        return
+    free, slow = [], [0] * len(lengths)
+    for item in sorted(range(len(lengths)), key=lambda item: -lengths[item]):
+        fitting = [index for index, space in enumerate(free) if space >= lengths[item]]
+        index = min(fitting, key=lambda index: free[index], default=len(free))
+        free += [capacity] * (index == len(free))
+        free[index] -= lengths[item]
+        slow[item] = index
+    filled = lambda bins: sorted(sorted(lengths[i] for i in range(len(bins)) if bins[i] == b) for b in set(bins))  # noqa: E731
+    assert filled(call().tolist()) == filled(slow)
+
+
+# ---------------------------------------------------------------------------------------- up-sampling, mixture, stages
+
+
+@hypothesis.given(st.lists(st.integers(0, 9), max_size=6), NUMBERS, NUMBERS)
+def test_long_documents(lengths, longer_than, weight):
+    if not (is_count(longer_than) and 1 <= weight <= 1000):
+        refused(lambda: LongDocuments(longer_than, weight), "`long_documents.longer_than`", "`long_documents.weight`")
+        return
+    borders = np.concatenate([[0], np.cumsum(np.array(lengths, dtype=np.int64))])
+    order = LongDocuments(longer_than, weight).order(borders).tolist()
+    long = [index for index, length in enumerate(lengths) if length > longer_than]
+    assert order[: len(lengths)] == list(range(len(lengths)))
+    assert set(order[len(lengths) :]) <= set(long)
+    assert abs(len(order) - len(lengths) - (weight - 1) * len(long)) < 1
+
+
+@hypothesis.given(st.lists(st.integers(-2, 4), max_size=4))
+def test_documents_in_order(order):
+    borders, pack = np.array([0, 2, 2, 5]), lambda borders: pack_documents(borders, 1)
+    call = lambda: pack_in_order(borders, np.array(order, dtype=np.int64), pack)  # noqa: E731
+    tokens = [token for index in order for token in [[0, 1], [], [2, 3, 4]][index % 3]]
+    if any(not 0 <= index < 3 for index in order) or not tokens:
+        refused(call, "`order` must name", "0 tokens do not fill")
+    else:
+        assert [row[0] for row in call().segments.tolist()] == tokens
+
+
+@hypothesis.given(st.dictionaries(st.sampled_from("abc"), st.tuples(NUMBERS, NUMBERS)), NUMBERS)
+def test_mixtures(sources, world_size):
+    rows = {name: source[0] for name, source in sources.items()}
+    weights = {name: source[1] for name, source in sources.items()}
+    numbers = all(is_count(count, 0) for count in rows.values()) and is_count(world_size)
+    if not (rows and numbers and all(0 < weight < math.inf for weight in weights.values())):
+        refused(lambda: epoch_counts(rows, weights, world_size), "weight", "`rows`", "`world_size`")
+        return
+    try:
+        counts = epoch_counts(rows, weights, world_size)
+    except ValueError as error:
+        assert "has no row in an epoch" in str(error)  # noqa: PT017, which of both is not told here
+        return
+    total = sum(counts.values())
+    assert total % world_size == 0
+    assert all(0 < counts[name] <= rows[name] for name in rows)
+    for name, weight in weights.items():
+        assert abs(counts[name] - total * weight / math.fsum(weights.values())) < 1 + 1e-9 * total
+
+
+@hypothesis.given(NUMBERS, NUMBERS, NUMBERS, NUMBERS)
+def test_samplers(rows, seed, rank, world_size):
+    hypothesis.assume(not is_count(rows) or rows < 100)  # it makes an order of all of them
+    fits = (
+        is_count(world_size) and is_count(rows, world_size) and is_count(seed, 0) and is_count(rank, 0, world_size - 1)
+    )
+    mixed = lambda: MixtureSampler({"a": rows}, {"a": 1.0}, seed=seed, rank=rank, world_size=world_size)  # noqa: E731
+    for call in (lambda: RowSampler(rows, seed=seed, rank=rank, world_size=world_size), mixed):
+        if fits:
+            assert len(list(call())) == len(call()) == rows // world_size
+        else:
+            refused(call, "`rows`", "`seed`", "`rank`", "`world_size`", "are not enough", "has no row")
+
+
+@hypothesis.given(NUMBERS, NUMBERS, NUMBERS)
+def test_curricula(short, share, long):
+    if not (is_count(short) and 0 < share < 1):
+        refused(lambda: LengthCurriculum(short, share), "`curriculum.sequence_length`", "`curriculum.share`")
+    elif is_count(long) and not (long > short and long % short == 0):
+        refused(lambda: LengthCurriculum(short, share).check(long), "must divide")
+
+
+@hypothesis.given(st.lists(st.integers(1, 5), max_size=4), NUMBERS)
+def test_cut_rows(lengths, length):
+    hypothesis.assume(not is_count(length, 50))  # what is cut to longer rows is padded to them
+    borders = [0, *itertools.accumulate(lengths)]
+    width = borders[-1] + 2
+    ids = torch.arange(1, width + 1).unsqueeze(0)
+    batch = PackedBatch(
+        input_ids=ids, labels=ids.clone(), position_ids=torch.zeros_like(ids), document_borders=[borders]
+    )
+    if not is_count(length) or not lengths:
+        refused(lambda: cut_rows(batch, length), "`length`", "nothing but padding")
+        return
+    cut = cut_rows(batch, length)
+    found = [
+        t for row, ends in zip(cut["input_ids"].tolist(), cut["document_borders"], strict=True) for t in row[: ends[-1]]
+    ]
+    assert found == list(range(1, borders[-1] + 1))
+    for row, ends in enumerate(cut["document_borders"]):
+        for start, stop in itertools.pairwise(ends):
+            assert cut["position_ids"][row, start:stop].tolist() == list(range(stop - start))
