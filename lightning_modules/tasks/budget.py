@@ -1,0 +1,52 @@
+"""How many pieces of text fill a budget of tokens."""
+
+from collections.abc import Callable
+
+
+def most_units(tokens: Callable[[int], int], limit: int, *, least: int = 1, guess: int | None = None) -> int:
+    """The largest number of pieces whose text has at most ``limit`` tokens.
+
+    As tokens grow about linearly with the pieces, interpolation finds the number in a handful of tries, each of which
+    tokenises the whole text.
+
+    Args:
+        tokens: Tokens of the text of that many pieces; must not fall when pieces are added.
+        limit: Tokens to fill.
+        least: Fewest pieces that make sense.
+        guess: About how many it will be.
+
+    Returns:
+        A number ``n >= least`` with ``tokens(n) <= limit < tokens(n + 1)``.
+
+    Raises:
+        ValueError: If not even ``least`` pieces fit.
+
+    Example:
+        >>> most_units(lambda n: 10 + 7 * n, 100)
+        12
+    """
+    low, low_tokens = least, tokens(least)
+    if low_tokens > limit:
+        raise ValueError(f"The shortest question takes {low_tokens} tokens with its answer, more than {limit}.")
+    high, high_tokens = 0, 0  # the fewest pieces known to be too many, once there are any
+    step = max(1, guess - low if guess is not None else low)
+    while high == 0:
+        tried = low + step
+        count = tokens(tried)
+        if count > limit:
+            high, high_tokens = tried, count
+        else:
+            rate = (count - low_tokens) / (tried - low)
+            low, low_tokens = tried, count
+            step = max(1, 2 * step if rate <= 0 else min(100 * step, int((limit - count) / rate) + 1))
+    halve = False
+    while high - low > 1:
+        share = 0.5 if halve else (limit - low_tokens) / (high_tokens - low_tokens)
+        tried = min(high - 1, max(low + 1, low + round(share * (high - low))))
+        count = tokens(tried)
+        halve = not halve  # interpolation alone may creep towards one end
+        if count > limit:
+            high, high_tokens = tried, count
+        else:
+            low, low_tokens = tried, count
+    return low

@@ -1,0 +1,55 @@
+"""One question about a long text, and what counts as its answer."""
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+Match = Literal["all", "any", "last_number", "first_word"]
+"""How an answer is judged; see `Example.score`."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """One question: text in, text out.
+
+    Attributes:
+        task: Name of its task, such as ``niah_single_1``.
+        length: Tokens that prompt and answer may have together.
+        index: Number of the example in its task and length; with the seed it decides all that is random.
+        prompt: Long text and question: what a chat template puts into the user's turn.
+        answer_prefix: How the model's turn begins, such as " The special magic number is"; may be empty.
+        answers: What is looked for in the model's answer.
+        target: A right continuation of prompt and answer prefix that holds every answer in order, for teacher forcing.
+            It ends with the last answer.
+        max_new_tokens: Tokens that the model may generate.
+        match: How `answers` are looked for.
+        depth: Where in the long text the answer stands, from 0 (front) to 1 (end); None if in many places.
+    """
+
+    task: str
+    length: int
+    index: int
+    prompt: str
+    answer_prefix: str
+    answers: tuple[str, ...]
+    target: str
+    max_new_tokens: int
+    match: Match = "all"
+    depth: float | None = None
+
+    def score(self, prediction: str) -> float:
+        """Share of the answers found in what the model generated, from 0 to 1.
+
+        ``all`` is RULER's `string_match_all`, the share of the answers that occur, and ``any`` its `string_match_part`,
+        whether one of them does; both ignore case. ``last_number`` is LongEval's: the last number in the text is
+        the first answer. ``first_word`` compares what stands before the first white space, punctuation aside.
+        """
+        if self.match == "last_number":
+            numbers = re.findall(r"\d+", prediction)
+            return float(bool(numbers) and int(numbers[-1]) == int(self.answers[0]))
+        if self.match == "first_word":
+            word = (prediction.split() or [""])[0]
+            return float(word.strip(".,;:!?\"'").lower() in {answer.lower() for answer in self.answers})
+        # Control characters would otherwise split what is printed as one word: as RULER's post-processing.
+        found = [answer.lower() in re.sub(r"[\x00-\x1f]", "\n", prediction).lower() for answer in self.answers]
+        return float(any(found)) if self.match == "any" else sum(found) / len(found)

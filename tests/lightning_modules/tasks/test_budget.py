@@ -1,0 +1,28 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_modules.tasks.budget import most_units
+
+
+@given(
+    st.lists(st.integers(0, 9), min_size=1, max_size=200),
+    st.integers(0, 500),
+    st.one_of(st.none(), st.integers(1, 900)),
+)
+def test_is_what_counting_up_finds(sizes, limit, guess):
+    def tokens(units):
+        return 3 + sum(sizes[:units]) + max(0, units - len(sizes))
+
+    if tokens(1) > limit:
+        with pytest.raises(ValueError, match=rf"takes {tokens(1)} tokens with its answer, more than {limit}"):
+            most_units(tokens, limit, guess=guess)
+        return
+    n = most_units(tokens, limit, guess=guess)
+    assert tokens(n) <= limit < tokens(n + 1)
+
+
+def test_takes_few_tries_for_many_pieces():
+    tried = []
+    assert most_units(lambda n: tried.append(n) or 25 * n + n // 7, 131_072) == 5213
+    assert len(tried) <= 8
