@@ -26,7 +26,7 @@ class Prompter:
     Args:
         tokenizer: A fast tokenizer.
         chat_template: Whether the prompt is the user's turn of the tokenizer's chat template.
-        add_special_tokens: Whether the tokenizer adds its own, such as a first ``<s>``; a chat template has them already.
+        add_special_tokens: Whether the tokenizer adds its own, such as ``<s>``; a chat template has them already.
 
     Raises:
         ValueError: If there shall be a chat template, and the tokenizer has none.
