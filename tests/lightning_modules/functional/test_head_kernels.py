@@ -66,7 +66,9 @@ def assert_right(kernel, hidden, head, targets, upstream, **tolerance):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_torch_matches_full_logits_in_float64(chunk, options, dtype, monkeypatch):
     monkeypatch.setattr(module, "default_chunk_size", lambda _: chunk)
-    assert_right("torch", *problem(**options, dtype=dtype))
+    # Gradients are sums of up to 37 terms of about 10: float32 rounds these by 1e-5 or so, as the CPU adds them up.
+    tolerance = {"atol": 1e-4, "rtol": 1e-5} if dtype == torch.float32 else {}
+    assert_right("torch", *problem(**options, dtype=dtype), **tolerance)
 
 
 @has_torch_kernel
