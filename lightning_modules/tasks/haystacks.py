@@ -124,8 +124,36 @@ def _cut(sentence: str) -> list[str]:
     return [sentence] if len(sentence) <= LONGEST_SENTENCE else textwrap.wrap(sentence, LONGEST_SENTENCE)
 
 
-_SAW = ("followed", "passed", "found", "kept", "painted", "carried", "praised", "watched", "mended", "forgot", "sold", "described", "drew", "liked")
-_WENT = ("rested", "waited", "turned", "slept", "stood", "shone", "wandered", "lingered", "vanished", "returned", "sang", "grew")
+_SAW = (
+    "followed",
+    "passed",
+    "found",
+    "kept",
+    "painted",
+    "carried",
+    "praised",
+    "watched",
+    "mended",
+    "forgot",
+    "sold",
+    "described",
+    "drew",
+    "liked",
+)
+_WENT = (
+    "rested",
+    "waited",
+    "turned",
+    "slept",
+    "stood",
+    "shone",
+    "wandered",
+    "lingered",
+    "vanished",
+    "returned",
+    "sang",
+    "grew",
+)
 _WHERE = ("near", "behind", "above", "below", "beside", "beyond", "inside", "under")
 _WHEN = (
     "In the morning",
