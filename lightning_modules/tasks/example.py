@@ -1,10 +1,12 @@
 """One question about a long text, and what counts as its answer."""
 
 import re
+import string
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-Match = Literal["all", "any", "last_number", "first_word"]
+Match = Literal["all", "any", "last_number", "first_word", "subspan"]
 """How an answer is judged; see `Example.score`."""
 
 
@@ -20,7 +22,7 @@ class Example:
         answer_prefix: How the model's turn begins, such as " The special magic number is"; may be empty.
         answers: What is looked for in the model's answer.
         target: A right continuation of prompt and answer prefix that holds every answer in order, for teacher forcing.
-            It ends with the last answer.
+            It ends with the last answer. Where one of the answers will do, it holds the first.
         max_new_tokens: Tokens that the model may generate.
         match: How `answers` are looked for.
         depth: Where in the long text the answer stands, from 0 (front) to 1 (end); None if in many places.
@@ -43,6 +45,8 @@ class Example:
         ``all`` is RULER's `string_match_all`, the share of the answers that occur, and ``any`` its `string_match_part`,
         whether one of them does; both ignore case. ``last_number`` is LongEval's: the last number in the text is
         the first answer. ``first_word`` compares what stands before the first white space, punctuation aside.
+        ``subspan`` is the `best_subspan_em` of *Lost in the Middle*: whether the first line holds an answer once both
+        are in lower case, without punctuation and articles.
         """
         if self.match == "last_number":
             numbers = re.findall(r"\d+", prediction)
@@ -50,6 +54,31 @@ class Example:
         if self.match == "first_word":
             word = (prediction.split() or [""])[0]
             return float(word.strip(".,;:!?\"'").lower() in {answer.lower() for answer in self.answers})
+        if self.match == "subspan":
+            return float(contains_answer(prediction.split("\n")[0], self.answers))
         # Control characters would otherwise split what is printed as one word: as RULER's post-processing.
         found = [answer.lower() in re.sub(r"[\x00-\x1f]", "\n", prediction).lower() for answer in self.answers]
         return float(any(found)) if self.match == "any" else sum(found) / len(found)
+
+
+def contains_answer(text: str, answers: Iterable[str]) -> bool:
+    """Whether one of the answers occurs in a text once both are in lower case, without punctuation and articles.
+
+    The `best_subspan_em` of *Lost in the Middle* (https://github.com/nelson-liu/lost-in-the-middle), with the
+    normalisation of SQuAD's evaluation. Otherwise than there, an answer of which nothing is left, such as "A", is not
+    found everywhere but nowhere.
+
+    Example:
+        >>> contains_answer("It was Wilhelm C. Röntgen.", ["the Wilhelm C Röntgen"])
+        True
+    """
+    normal = _normalized(text)
+    return any(answer in normal for answer in map(_normalized, answers) if answer)
+
+
+def _normalized(text: str) -> str:
+    text = text.lower().translate(_NO_PUNCTUATION)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+
+
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
