@@ -6,7 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-Match = Literal["all", "any", "last_number", "first_word", "subspan"]
+from torchmetrics.functional.text import rouge_score
+
+Match = Literal["all", "any", "first_number", "last_number", "first_word", "rouge_l", "subspan"]
 """How an answer is judged; see `Example.score`."""
 
 
@@ -44,13 +46,18 @@ class Example:
 
         ``all`` is RULER's `string_match_all`, the share of the answers that occur, and ``any`` its `string_match_part`,
         whether one of them does; both ignore case. ``last_number`` is LongEval's: the last number in the text is
-        the first answer. ``first_word`` compares what stands before the first white space, punctuation aside.
-        ``subspan`` is the `best_subspan_em` of *Lost in the Middle*: whether the first line holds an answer once both
-        are in lower case, without punctuation and articles.
+        the first answer; ``first_number`` takes the first, as a base model goes on behind its answer. ``first_word``
+        compares what stands before the first white space, punctuation aside. ``rouge_l`` is ROUGE-L (F1) of the first
+        answer and as many words of the text as it has, again for models that do not know where to stop.
+        ``subspan`` is the `best_subspan_em` of *Lost in the Middle*: whether the first line holds an answer, see
+        `contains_answer`.
         """
-        if self.match == "last_number":
-            numbers = re.findall(r"\d+", prediction)
-            return float(bool(numbers) and int(numbers[-1]) == int(self.answers[0]))
+        if self.match in ("first_number", "last_number"):
+            numbers = re.findall(r"\d+", prediction) or ["none"]
+            said = numbers[0] if self.match == "first_number" else numbers[-1]
+            return float(said.lstrip("0") == self.answers[0].lstrip("0"))
+        if self.match == "rouge_l":
+            return _rouge_l(prediction, self.answers[0])
         if self.match == "first_word":
             word = (prediction.split() or [""])[0]
             return float(word.strip(".,;:!?\"'").lower() in {answer.lower() for answer in self.answers})
@@ -82,3 +89,9 @@ def _normalized(text: str) -> str:
 
 
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def _rouge_l(prediction: str, answer: str) -> float:
+    words = prediction.split()[: len(answer.split())]
+    scores = rouge_score(" ".join(words), answer, rouge_keys="rougeL")
+    return float(scores["rougeL_fmeasure"])

@@ -56,7 +56,7 @@ class MultiDocumentQA(Task):
         self.name = "multi_document_qa" if query == "after" else f"multi_document_qa_query_{query}"
         self.documents = documents
         self.path = path
-        self.questions = [] if path is None else read_nq_open(path)
+        self.questions = () if path is None else read_nq_open(path)
         self._passages = sum(1 + len(question.distractors) for question in self.questions)
 
     @override

@@ -5,6 +5,7 @@ import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar, cast
 
@@ -111,7 +112,8 @@ def read_hotpot(path: str | Path) -> Collection:
     return _collection(path, "HotpotQA", "`question`, `answer`, `context`", collection)
 
 
-def read_nq_open(path: str | Path) -> list[OpenQuestion]:
+@lru_cache(maxsize=1)  # tasks that differ in where the question stands share the passages
+def read_nq_open(path: str | Path) -> tuple[OpenQuestion, ...]:
     """Multi-document questions as *Lost in the Middle* publishes them: a JSON object per line, perhaps gzipped.
 
     Such as ``nq-open-20_total_documents_gold_at_0.jsonl.gz`` of https://github.com/nelson-liu/lost-in-the-middle, or
@@ -131,7 +133,7 @@ def read_nq_open(path: str | Path) -> list[OpenQuestion]:
                 )
     if not questions:
         raise ValueError(f"{path} holds no question. Expected a file such as those of Lost in the Middle's `qa_data`.")
-    return questions
+    return tuple(questions)
 
 
 def _open_question(record: Any) -> OpenQuestion:
