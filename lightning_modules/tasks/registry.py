@@ -92,7 +92,10 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "ruler": (*RULER_NEEDLES, "vt", "cwe", "fwe", "qa_1", "qa_2"),
     "ruler_synthetic": (*RULER_NEEDLES, "vt", "cwe", "fwe"),
     "longeval": ("longeval_lines",),
-    "lost_in_the_middle": ("key_values", "key_values_query_both", "multi_document_qa", "multi_document_qa_query_both"),
+    "lost_in_the_middle": (
+        *("key_values", "key_values_query_before", "key_values_query_both"),
+        *("multi_document_qa", "multi_document_qa_query_before", "multi_document_qa_query_both"),
+    ),
     "retrieval": ("needle", "passkey", "first_sentence", "longeval_lines", "key_values"),
 }
 """Names that stand for several tasks."""
