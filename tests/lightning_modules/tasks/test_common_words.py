@@ -47,6 +47,19 @@ def test_words_come_as_often_as_in_the_original(prompters, length, shown, asked)
     assert listed(example.target.strip()) == Counter(example.answers)
 
 
+def test_the_shortest_list_has_as_many_other_words_as_common_ones(prompters):
+    def words(length):
+        try:
+            prompt = CommonWords().example(prompters["words"], length, 0).prompt
+        except ValueError:
+            return None
+        return len(listed(re.fullmatch(rf"{TEXT}{re.escape(PREFIX)} .*\n{TEXT}", prompt)[2]))
+
+    found = [words(length) for length in range(584, 603, 3)]  # a word takes three tokens: number, point and word
+    assert found[0] is None
+    assert [count for count in found if count is not None] == [20, 21, 22, 23]
+
+
 def test_words_are_real_as_long_as_there_are_enough(prompters):
     lengths = (4096, 10_000, 13_000, 30_000)
     for length, real in zip(lengths, (True, True, False, False), strict=True):

@@ -71,6 +71,19 @@ def test_all_ten_documents_of_a_hotpot_question_are_there(files, prompter):
     assert example.depth is None
 
 
+def test_a_length_that_does_not_hold_all_ten_is_refused(files, prompter):
+    task = QuestionAnswering.hotpot(files / "hotpot.json")
+    found = []
+    for length in range(150, 300, 10):
+        try:
+            found.append(len(documents(task.example(prompter, length, 0).prompt)[0]))
+        except ValueError:
+            found.append(0)
+    assert found[0] == 0
+    assert found == sorted(found)
+    assert next(count for count in found if count) == 10
+
+
 def test_places_of_the_gold_document_are_drawn(files, prompter):
     task = QuestionAnswering.squad(files / "squad.json")
     depths = [task.example(prompter, 500, index).depth for index in range(40)]

@@ -39,6 +39,16 @@ def test_is_worded_as_the_original(prompters):
         assert all(lines[place + 1] == NOISE for place in places)  # an assignment stands before a line of noise
 
 
+def test_names_are_distinct_and_never_the_keyword():
+    class Biased(random.Random):
+        def choices(self, population, *, k):
+            drawn = [*"VAR", *"AAA", *"AAA", *"BBB", *"CCC", *"DDD", *"EEE"]
+            self.position = getattr(self, "position", -k) + k
+            return drawn[self.position : self.position + k]
+
+    assert draw_chain(Biased(0), letters=3).names == ("AAA", "BBB", "CCC", "DDD", "EEE")
+
+
 def test_the_example_has_500_tokens_or_five_lines(prompters):
     for kind, prompter in prompters.items():
         example = VariableTracking().example(prompter, 9000, 0)
