@@ -62,13 +62,19 @@ class Task(ABC):
         return random.Random(f"{self.name} {length} {index} {seed}")
 
     def fit(
-        self, prompter: Prompter, length: int, wording: Wording, *, least: int = 1, guess: int | None = None
+        self,
+        prompter: Prompter,
+        length: int,
+        wording: Wording,
+        *,
+        least: int = 1,
+        most: int | None = None,
+        guess: int | None = None,
     ) -> int:
         """The most pieces of text with which prompt, answer prefix and answer stay within ``length`` tokens."""
+        room = length - self.max_new_tokens
         try:
-            return most_units(
-                lambda units: prompter.count(*wording(units)), length - self.max_new_tokens, least=least, guess=guess
-            )
+            return most_units(lambda units: prompter.count(*wording(units)), room, least=least, most=most, guess=guess)
         except ValueError as error:
             raise ValueError(
                 f"A length of {length} tokens is too short for '{self.name}', which keeps {self.max_new_tokens} for the"
