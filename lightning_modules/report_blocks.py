@@ -46,17 +46,19 @@ def markdown(title: str, blocks: Sequence[Block]) -> str:
         match block:
             case Heading(text):
                 lines.append(f"## {text}\n")
-            case Table(head, rows):
-                cells = [head, ["---"] * len(head), *rows]
-                lines.append(
-                    "\n".join(f"| {' | '.join(c.replace('|', chr(92) + '|') for c in row)} |" for row in cells)
-                )
-                lines.append("")
+            case Table():
+                lines.append(f"{as_markdown_table(block)}\n")
             case Picture(name, caption):
                 lines.append(f"![{caption}](figures/{name}.svg)\n\n{caption}\n")
             case text:
                 lines.append(f"{text}\n")
     return "\n".join(lines)
+
+
+def as_markdown_table(table: Table) -> str:
+    """The table as Markdown."""
+    cells = [table.head, ["---"] * len(table.head), *table.rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in cells)
 
 
 def as_html(title: str, blocks: Sequence[Block], pictures: dict[str, str]) -> str:

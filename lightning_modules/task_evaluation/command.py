@@ -42,6 +42,7 @@ def evaluate(
     squad: str | None = None,
     hotpot: str | None = None,
     nq_open: str | None = None,
+    documents: int | None = None,
     seed: int = 0,
     chat_template: bool = False,
     add_special_tokens: bool = True,
@@ -67,10 +68,11 @@ def evaluate(
             each task draws them.
         mode: ``generate``: the model writes its answer; ``teacher_forced``: it is given the right one token by token,
             which takes a single pass and gives perplexities, too.
-        haystack: Folder of text files to hide needles in; by default made-up prose.
-        squad: SQuAD's JSON file, for ``qa_1``.
-        hotpot: HotpotQA's JSON file, for ``qa_2``.
-        nq_open: JSON lines of multi-document questions as *Lost in the Middle* publishes them.
+        haystack: Folder of text files to hide needles in; made-up prose by default.
+        squad: Local file of SQuAD, for ``qa_1``.
+        hotpot: Local file of HotpotQA, for ``qa_2``.
+        nq_open: Local file for ``multi_document_qa``, as *Lost in the Middle* publishes them; made-up lives by default.
+        documents: Passages of ``multi_document_qa``; by default as many as the length allows.
         seed: Of all that is random in the questions.
         chat_template: Whether the prompt is the user's turn of the tokenizer's chat template.
         add_special_tokens: Whether the tokenizer adds its own where there is no chat template.
@@ -88,7 +90,7 @@ def evaluate(
     """
     rank, processes = _process()
     sources = {"haystack": haystack, "squad": squad, "hotpot": hotpot, "nq_open": nq_open}
-    found = find_tasks(tasks, **sources)
+    found = find_tasks(tasks, **sources, documents=documents)
     keys = question_keys(found, lengths, samples, depths)
     place = find_device(_own_device(device))
     load_config(model, trust_remote_code=trust_remote_code)
@@ -105,6 +107,7 @@ def evaluate(
         "chat_template": chat_template,
         "add_special_tokens": add_special_tokens,
         "dtype": dtype,
+        "documents": documents,
         **{name: None if path is None else str(Path(path).resolve()) for name, path in sources.items()},
     }
     store = ResultStore(Path(output), settings)
@@ -148,9 +151,9 @@ class _Run:
 
     def report(self, settings: dict[str, Any]) -> str:
         """Write the report of all results that there are, and give their table."""
-        wanted = set(self.keys)
-        results = [result for result in self.store.read() if result.key in wanted]
-        missing = len(wanted) - len(results)
+        known = {result.key: result for result in self.store.read()}
+        results = [known[key] for key in self.keys if key in known]
+        missing = len(self.keys) - len(results)
         write_report(self.store.folder, results, settings, missing)
         return f"{as_text(summarise(results), missing)}\nReport: {self.store.folder / 'report.html'}"
 

@@ -97,7 +97,7 @@ def _spaced(depths: Depths) -> list[float | None]:
         return [*even_depths(depths)]
     if not depths or len(set(depths)) < len(depths) or not all(0 <= depth <= 1 for depth in depths):
         raise ValueError(f"`depths` are from 0 (front) to 1 (end), each once, got {list(depths)}.")
-    return sorted(depths)
+    return [*sorted(depths)]
 
 
 def _check_counts(tasks: Sequence[Task], lengths: Sequence[int], samples: int) -> None:

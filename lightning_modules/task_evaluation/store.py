@@ -7,7 +7,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from lightning_modules.files import write_atomically, writable_folder
+from lightning_modules.files import writable_folder, write_atomically
 from lightning_modules.task_evaluation.questions import Key
 from lightning_modules.task_evaluation.runs import TaskResult
 
