@@ -35,7 +35,7 @@ def train(setup, root, processes, strategy):
     texts = [[one.prediction for one in part] for callback in callbacks for part in callback.rounds]
     fields = ("score", "answer_nll", "other_nll", "answer_tokens")
     found = [
-        [{name: getattr(one, name) for name in fields} for one in part]
+        [{name: getattr(one, name) or 0.0 for name in fields} for one in part]
         for callback in callbacks
         for part in callback.rounds
     ]
