@@ -41,7 +41,8 @@ def test_passkey(prompter):
 
 
 def test_needle(prompter):
-    example = Needle(Essays()).example(prompter, 2000, 0, depth=0.5)
+    task = Needle(Essays())
+    example = task.example(prompter, 2000, 0, depth=0.5)
     form = (
         "You are a helpful AI bot that answers questions for a user. Keep your response short and direct\n\n<context>\n"
         ".+\nThe best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day.\n.+\n"
@@ -50,6 +51,7 @@ def test_needle(prompter):
     )
     assert re.fullmatch(form, example.prompt)
     assert example.answer_prefix == " Here is the most relevant sentence in the context:"
+    assert task.example(prompter, 2000, 1, depth=0.5).prompt != example.prompt  # other essays around it
     assert example.score("Eat a sandwich in Dolores Park.") == pytest.approx(1 / 3)
 
 
@@ -62,6 +64,13 @@ def test_first_sentence(prompter):
         assert example.prompt.endswith("\n\nWhat is the first sentence of the text above? Repeat it word for word.")
         assert len(example.answers[0]) <= 120
         assert example.depth == 0
+
+
+def test_first_sentence_passes_over_headings_and_what_is_too_long(prompter, tmp_path):
+    (tmp_path / "a.txt").write_text(f"A heading.\n\nThis {'very ' * 30}long one.\n\nThis is what is asked for.")
+    for index in range(6):
+        example = FirstSentence(Essays(tmp_path)).example(prompter, 1000, index)
+        assert example.answers == ("This is what is asked for.",)
 
 
 def test_first_sentence_needs_a_sentence(prompter, tmp_path):
@@ -87,6 +96,14 @@ def test_longeval_lines(prompter):
     assert sum(value == example.answers[0] for _, value in lines) == 1
     assert example.answer_prefix == f" Line <{found[2]}>: <REGISTER_CONTENT> is"
     assert example.score(f" <{example.answers[0]}>\nline x: <77>") == 1  # a base model goes on
+
+
+def test_longeval_has_no_other_line_with_the_number_asked_for(prompter, monkeypatch):
+    monkeypatch.setattr("lightning_modules.tasks.longeval.LARGEST", 3)
+    for index in range(5):
+        example = LongEvalLines().example(prompter, 2000, index)
+        assert example.prompt.count(f"<{example.answers[0]}>") == 1
+        assert set(re.findall(r"<(\d)>", example.prompt)) == {"1", "2", "3"}
 
 
 def test_longeval_has_lines_without_end(prompter, monkeypatch):

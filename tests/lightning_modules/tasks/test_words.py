@@ -30,3 +30,9 @@ def test_made_up_words_are_distinct_and_in_order():
     assert made_up_words(random.Random(1), 100) == words[:100]
     assert made_up_words(random.Random(2), 100) != words[:100]
     assert all(re.fullmatch("[a-z]+", word) for word in words)
+
+
+def test_made_up_words_have_no_end(monkeypatch):
+    monkeypatch.setattr("lightning_modules.tasks.words._ONSETS", ("b",))
+    monkeypatch.setattr("lightning_modules.tasks.words._RHYMES", ("a",))
+    assert sorted(made_up_words(random.Random(1), 5), key=len) == ["ba" * syllables for syllables in range(2, 7)]
