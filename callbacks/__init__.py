@@ -2,7 +2,8 @@
 
 from callbacks.external_evaluator import ExternalEvaluator
 from callbacks.huggingface_export import HuggingFaceExport
+from callbacks.long_context_tasks import LongContextTasks
 from callbacks.step_checkpoint import StepCheckpoint
 from callbacks.token_scores_writer import TokenScoresWriter
 
-__all__ = ["ExternalEvaluator", "HuggingFaceExport", "StepCheckpoint", "TokenScoresWriter"]
+__all__ = ["ExternalEvaluator", "HuggingFaceExport", "LongContextTasks", "StepCheckpoint", "TokenScoresWriter"]

@@ -4,7 +4,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from typing import Any, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,9 @@ from lightning_modules.zero import GatheringModule, is_gathering_hook, share_par
 
 Result = TypeVar("Result")
 
+CacheUse = Literal["together", "alone", "none"]
+"""How a model generates: rows of a group together, each row with its own cache, or all tokens anew for each token."""
+
 WINDOW_TOKENS_PER_PASS = 32_768
 """Tokens of short windows that share a forward pass on an accelerator; on CPU each window has its own."""
 
@@ -54,6 +57,7 @@ class Backbone(nn.Module):
 
     Attributes:
         in_step: Whether each pass gathers weights from all processes, which then must make equally many.
+        cache_use: How the model generates, once `lightning_modules.generation` has found out.
 
     Raises:
         ValueError: If the model is no causal LM with a decoder and an output head, or uses prompt learning.
@@ -68,6 +72,7 @@ class Backbone(nn.Module):
         self.isolates_documents = True
         self.trims_last_layer = True
         self.in_step = False
+        self.cache_use: CacheUse | None = None
         self._at_head = GatheringModule()
         if self.base_model.get_output_embeddings() is None or self.decoder is None:
             raise ValueError(f"`{type(self.base_model).__name__}` is no causal LM with a decoder and an output head.")
@@ -139,8 +144,8 @@ class Backbone(nn.Module):
             ValueError: If a document is longer than learned positions allow, or the model cannot keep documents apart.
         """
         trims = weighing is None and self.trims_last_layer and not torch.is_grad_enabled()
-        with _no_autocast_cache(), last_layer_reads_from(self.decoder, first_scored - 1 if trims else 0):
-            hidden_states = self._hidden_states(batch, exchange)
+        with no_autocast_cache(), last_layer_reads_from(self.decoder, first_scored - 1 if trims else 0):
+            hidden_states = self.hidden_states(batch, exchange)
         return self._at_head(hidden_states, function=lambda hidden: self._read(hidden, batch["labels"], weighing))
 
     def _read(self, hidden_states: Tensor, labels: Tensor, weighing: Weighing | None) -> Tensor | WeightedLoss:
@@ -165,9 +170,13 @@ class Backbone(nn.Module):
         """Have DeepSpeed gather the head's weights where they are used, which is not only in a call of the head."""
         share_parameters(self._at_head, self.base_model.get_output_embeddings().parameters())
 
-    def _hidden_states(self, batch: PackedBatch, exchange: Exchange | None) -> Tensor:
+    def hidden_states(self, batch: PackedBatch, exchange: Exchange | None = None) -> Tensor:
+        """``[B, T, D]`` last hidden states, entry ``t`` having seen tokens ``0 .. t`` of its document.
+
+        Call it in `within`, or weights that are divided among processes may be missing.
+        """
         lengths = [stop - start for row in batch["document_borders"] for start, stop in pairwise(row)]
-        self._check_length(max(lengths, default=0))
+        self.check_length(max(lengths, default=0))
         if not self.isolates_documents and any(len(borders) > 2 for borders in batch["document_borders"]):
             raise ValueError(
                 f"`{type(self.base_model).__name__}` cannot keep the documents of a row apart ('{self.attention}'"
@@ -345,7 +354,8 @@ class Backbone(nn.Module):
         """Raise a ``ValueError`` for RoPE types by which the same window rotates differently alone and in its text."""
         check_static(self.base_model.config, compares=True)
 
-    def _check_length(self, longest: int) -> None:
+    def check_length(self, longest: int) -> None:
+        """Warn of a document longer than the model was made for; raise a ``ValueError`` where positions are learned."""
         config = self.base_model.config.get_text_config(decoder=True)
         limit = getattr(config, "max_position_embeddings", None)
         if limit is None or longest <= limit:
@@ -381,7 +391,7 @@ class Backbone(nn.Module):
 
 
 @contextlib.contextmanager
-def _no_autocast_cache() -> Iterator[None]:
+def no_autocast_cache() -> Iterator[None]:
     """Let go of each weight's half-precision copy after its use; each is used once, and together they are the model."""
     enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)

@@ -346,6 +346,10 @@ class LongContextLM(EvaluationSteps):
         super().on_validation_epoch_start()
         self._statistics.stop_clock()
 
+    def stop_clock(self) -> None:
+        """What follows, until the next batch, is not training time."""
+        self._statistics.stop_clock()
+
     @override
     def on_before_backward(self, loss: Tensor) -> None:
         """Sum up the gradients of all tokens of a step; `on_before_optimizer_step` makes a mean of the sum.
