@@ -100,7 +100,7 @@ class LMEvaluationHarness(Callback):
             return
         self._asked_at = step
         if isinstance(pl_module, LongContextLM):
-            pl_module.pause_clock()
+            pl_module.stop_clock()
         pl_module.log_dict(self._ask(trainer, pl_module), on_step=True, on_epoch=False, batch_size=1)
 
     @override

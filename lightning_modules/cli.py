@@ -21,6 +21,7 @@ from typing_extensions import override
 from lightning_modules.checkpoint_io import CheckedCheckpointIO
 from lightning_modules.commands import (
     correlate_command,
+    evaluate_command,
     export_command,
     harness_command,
     reproduce_command,
@@ -54,6 +55,7 @@ Key-token long-context language modelling: LongPPL to measure, LongCE to train.
 commands:
   quickstart  make a corpus, train a tiny evaluator and fine-tune a tiny model with LongCE, all offline
   score       LongPPL and perplexity of text files, by a model and an evaluator
+  evaluate    scores on long-context tasks (RULER, LongEval, needles, ..) of any model, by length and depth
   fit         fine-tune a model, evaluated by LongPPL as it trains
   validate    evaluate a model on the validation documents
   test        evaluate a model on the test documents
@@ -331,6 +333,7 @@ def influence_command(arguments: Sequence[str]) -> None:
 COMMANDS: dict[str, Callable[[Sequence[str]], object]] = {
     "plan": plan_command,
     "score": score_command,
+    "evaluate": evaluate_command,
     "influence": influence_command,
     "export": export_command,
     "harness": harness_command,

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 import jsonargparse
-from jsonargparse.typing import PositiveInt
+from jsonargparse.typing import NonNegativeFloat, PositiveInt
 
 
 def score_command(arguments: Sequence[str]) -> None:
@@ -18,6 +18,27 @@ def score_command(arguments: Sequence[str]) -> None:
     options = parser.parse_args(list(arguments[1:])).as_dict()
     options.pop("config", None)
     sys.stdout.write(table(score(**options)) + "\n")
+
+
+def evaluate_command(arguments: Sequence[str]) -> None:
+    """Run ``longce evaluate`` and print its table."""
+    from lightning_modules.task_evaluation.command import evaluate
+
+    parser = jsonargparse.ArgumentParser(prog="longce evaluate", description=summary(evaluate))
+    parser.add_argument("-c", "--config", action="config", help="YAML file with options of this command.")
+    parser.add_function_arguments(evaluate, skip={"tasks", "lengths", "depths"}, as_positional=False)
+    names = "Names of tasks or groups, such as ruler or longeval, or import paths of tasks of your own."
+    parser.add_argument("--tasks", nargs="+", type=str, default=["ruler"], help=names)
+    parser.add_argument(
+        "--lengths", nargs="+", type=PositiveInt, default=[4096], help="Tokens of prompt and answer together."
+    )
+    depths = "How many evenly spaced depths answers stand at, or which, from 0 (front) to 1 (end); drawn by default."
+    parser.add_argument("--depths", nargs="+", type=NonNegativeFloat, help=depths)
+    options = parser.parse_args(list(arguments[1:])).as_dict()
+    options.pop("config", None)
+    if options["depths"] is not None and len(options["depths"]) == 1 and options["depths"][0] > 1:
+        (options["depths"],) = map(int, options["depths"])
+    sys.stdout.write(evaluate(**options) + "\n")
 
 
 def export_command(arguments: Sequence[str]) -> None:

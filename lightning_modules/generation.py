@@ -39,7 +39,7 @@ def generate(
     *,
     end_tokens: Collection[int] | None = None,
     cache_bytes: int | None = None,
-    done: Callable[[int, list[int]], None] | None = None,
+    done: Callable[[dict[int, list[int]]], None] | None = None,
     stopped: Callable[[int, list[int]], bool] | None = None,
 ) -> list[list[int]]:
     """The likeliest token after each prompt, and so on: what ``transformers.generate(do_sample=False)`` gives.
@@ -54,7 +54,7 @@ def generate(
         end_tokens: Tokens behind which a continuation ends; by default those of the model's generation config.
         cache_bytes: Memory for the caches of prompts that go on together, if they are more than one; by default a third
             of what an accelerator has free, and 1 GiB on a CPU.
-        done: Called with the number of a prompt and its continuation as soon as there is one.
+        done: Called with the continuations of prompts that went on together, by number, as soon as there are any.
         stopped: Called with the number of a prompt and its tokens so far, after each; whether they are enough.
 
     Returns:
@@ -72,10 +72,11 @@ def generate(
         decoder = _Decoder(backbone, _end_tokens(backbone) if end_tokens is None else end_tokens, stopped)
         with Passes(backbone) as passes:
             rows = (_Row(index, prompts[index], limits[index]) for index in order)
-            for row, tokens in decoder.go_on(passes, rows, cache_bytes or _cache_bytes(backbone.device)):
-                results[row.number] = tokens
+            for group in decoder.go_on(passes, rows, cache_bytes or _cache_bytes(backbone.device)):
+                for number, tokens in group.items():
+                    results[number] = tokens
                 if done is not None:
-                    done(row.number, tokens)
+                    done(group)
     return results
 
 
@@ -107,25 +108,25 @@ class _Decoder:
         self.stopped = stopped
         self.use = cache_use(backbone)
 
-    def go_on(self, passes: Passes, rows: Iterator[_Row], cache_bytes: int) -> Iterator[tuple[_Row, list[int]]]:
-        """Continuations of rows, sorted so that those that come together are alike; longest first."""
+    def go_on(self, passes: Passes, rows: Iterator[_Row], cache_bytes: int) -> Iterator[dict[int, list[int]]]:
+        """Continuations of groups of rows, sorted so that those that come together are alike; longest first."""
         if self.use == "none":
             for row in rows:
-                yield row, self._recompute(passes, row)
+                yield {row.number: self._recompute(passes, row)}
             return
         group: list[_Row] = []
         caches: list[Cache] = []
         first: list[Tensor] = []
         for row in rows:
             if group and self._is_full(group, caches[0], row, cache_bytes):
-                yield from self._together(passes, group, caches, first)
+                yield self._together(passes, group, caches, first)
                 group, caches, first = [], [], []
             logits, cache = read_prompt(self.backbone, passes, row.prompt)
             group.append(row)
             caches.append(cache)
             first.append(logits)
         if group:
-            yield from self._together(passes, group, caches, first)
+            yield self._together(passes, group, caches, first)
 
     def _is_full(self, group: list[_Row], cache: Cache, row: _Row, cache_bytes: int) -> bool:
         """Whether the caches of a group, padded to the length of its longest row, leave no room for another row."""
@@ -137,7 +138,7 @@ class _Decoder:
 
     def _together(
         self, passes: Passes, group: list[_Row], caches: list[Cache], first: list[Tensor]
-    ) -> Iterator[tuple[_Row, list[int]]]:
+    ) -> dict[int, list[int]]:
         """Continuations of rows that were read; the caches are used up."""
         lengths = [len(row.prompt) for row in group]
         last = torch.cat(first).argmax(-1)
@@ -151,7 +152,7 @@ class _Decoder:
             if not going:
                 break
             last = next_logits(self.backbone, passes, last, lengths, step, cache).argmax(-1)
-        yield from zip(group, continuations, strict=True)
+        return {row.number: tokens for row, tokens in zip(group, continuations, strict=True)}
 
     def _recompute(self, passes: Passes, row: _Row) -> list[int]:
         tokens = torch.tensor([row.prompt], device=self.backbone.device)

@@ -344,10 +344,10 @@ class LongContextLM(EvaluationSteps):
     @override
     def on_validation_epoch_start(self) -> None:
         super().on_validation_epoch_start()
-        self.pause_clock()
+        self._statistics.stop_clock()
 
-    def pause_clock(self) -> None:
-        """What follows, up to the next training batch, is not training time."""
+    def stop_clock(self) -> None:
+        """What follows, until the next batch, is not training time."""
         self._statistics.stop_clock()
 
     @override

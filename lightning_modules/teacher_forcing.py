@@ -49,7 +49,7 @@ def teacher_forced(
     questions: Sequence[ForcedAnswer],
     *,
     tokens_per_pass: int | None = None,
-    done: Callable[[int, AnswerScores], None] | None = None,
+    done: Callable[[dict[int, AnswerScores]], None] | None = None,
 ) -> list[AnswerScores]:
     """Score the answers of questions, each given all tokens before it.
 
@@ -60,7 +60,7 @@ def teacher_forced(
         backbone: The model.
         questions: From `Prompter.force`.
         tokens_per_pass: Tokens that share a pass, padding included; by default 32,768, and 4096 on a CPU.
-        done: Called with the number of a question and its scores as soon as there are any.
+        done: Called with the scores of questions that shared a pass, by number, as soon as there are any.
 
     Returns:
         Scores of each question.
@@ -79,10 +79,10 @@ def teacher_forced(
             rows = [questions[index] for index in group]
             batch = _batch(rows, backbone.device)
             backbone.check_token_ids(batch)
-            for index, scores in zip(group, passes(partial(_score, backbone, batch, rows)), strict=True):
-                results[index] = scores
-                if done is not None:
-                    done(index, scores)
+            scores = dict(zip(group, passes(partial(_score, backbone, batch, rows)), strict=True))
+            results |= scores
+            if done is not None:
+                done(scores)
     return [results[index] for index in range(len(questions))]
 
 

@@ -1,50 +1,19 @@
 """The report of a reproduction: Markdown with figures beside it, HTML that needs no other file, and all numbers."""
 
-import base64
-import html
 import json
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from lightning_modules.files import write_atomically
+from lightning_modules.report_blocks import Block, Heading, Picture, Table, as_html, markdown, plain
 from lightning_modules.reproduction.plots import figures
 from lightning_modules.reproduction.results import METRICS
 from lightning_modules.reproduction.verdicts import Verdict, mean_spearman
 
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
-table { border-collapse: collapse; margin: 1rem 0; font-size: 13px; font-variant-numeric: tabular-nums; }
-th, td { border-bottom: 1px solid #ddd; padding: .25rem .6rem; text-align: left; vertical-align: top; }
-th { border-bottom: 2px solid #888; } img { max-width: 100%; } .wide { overflow-x: auto; }
-"""
-_CODE = re.compile(r"`([^`]+)`")
-
-
-class Heading(NamedTuple):
-    """A heading of the second level."""
-
-    text: str
-
-
-class Table(NamedTuple):
-    """Cells as text."""
-
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]]
-
-
-class Picture(NamedTuple):
-    """A figure by its name."""
-
-    name: str
-    caption: str
-
-
-Block = Heading | Table | Picture | str
+TITLE = "The paper in miniature"
 
 
 def write_report(folder: Path, experiments: dict[str, Any], found: Sequence[Verdict], facts: dict[str, Any]) -> Path:
@@ -64,65 +33,10 @@ def write_report(folder: Path, experiments: dict[str, Any], found: Sequence[Verd
     for name, svg in pictures.items():
         write_atomically(folder / "figures" / f"{name}.svg", svg.encode())
     numbers = {**facts, "verdicts": [asdict(verdict) for verdict in found], "experiments": experiments}
-    write_atomically(folder / "numbers.json", (json.dumps(_plain(numbers), indent=1) + "\n").encode())
-    write_atomically(folder / "report.md", markdown(blocks).encode())
-    write_atomically(folder / "report.html", as_html(blocks, pictures).encode())
+    write_atomically(folder / "numbers.json", (json.dumps(plain(numbers), indent=1) + "\n").encode())
+    write_atomically(folder / "report.md", markdown(TITLE, blocks).encode())
+    write_atomically(folder / "report.html", as_html(TITLE, blocks, pictures).encode())
     return folder / "report.html"
-
-
-def markdown(blocks: Sequence[Block]) -> str:
-    """The report as Markdown."""
-    lines = ["# The paper in miniature\n"]
-    for block in blocks:
-        match block:
-            case Heading(text):
-                lines.append(f"## {text}\n")
-            case Table(head, rows):
-                cells = [head, ["---"] * len(head), *rows]
-                lines.append(
-                    "\n".join(f"| {' | '.join(c.replace('|', chr(92) + '|') for c in row)} |" for row in cells)
-                )
-                lines.append("")
-            case Picture(name, caption):
-                lines.append(f"![{caption}](figures/{name}.svg)\n\n{caption}\n")
-            case text:
-                lines.append(f"{text}\n")
-    return "\n".join(lines)
-
-
-def as_html(blocks: Sequence[Block], pictures: dict[str, str]) -> str:
-    """The report as one HTML file with the figures in it."""
-    parts = ["<h1>The paper in miniature</h1>"]
-    for block in blocks:
-        match block:
-            case Heading(text):
-                parts.append(f"<h2>{html.escape(text)}</h2>")
-            case Table(head, rows):
-                body = "".join(f"<tr>{_cells(row, 'td')}</tr>" for row in rows)
-                parts.append(f'<div class="wide"><table><tr>{_cells(head, "th")}</tr>{body}</table></div>')
-            case Picture(name, caption):
-                content = base64.b64encode(pictures[name].encode()).decode()
-                image = f'<img alt="{html.escape(caption)}" src="data:image/svg+xml;base64,{content}">'
-                parts.append(f"<figure>{image}<figcaption>{html.escape(caption)}</figcaption></figure>")
-            case text:
-                parts.append("<p>" + _CODE.sub(r"<code>\1</code>", html.escape(text)) + "</p>")
-    head = f'<meta charset="utf-8"><title>The paper in miniature</title><style>{_STYLE}</style>'
-    return f"<!doctype html><html lang=en><head>{head}</head><body>{''.join(parts)}</body></html>\n"
-
-
-def _cells(row: Sequence[str], tag: str) -> str:
-    return "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row)
-
-
-def _plain(value: Any) -> Any:
-    """NaN is no JSON: null stands for it; what is no plain value is told as text."""
-    if isinstance(value, dict):
-        return {str(key): _plain(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
 # -------------------------------------------------------------------------------------------------------------- content

@@ -3,7 +3,9 @@
 from collections.abc import Callable
 
 
-def most_units(tokens: Callable[[int], int], limit: int, *, least: int = 1, guess: int | None = None) -> int:
+def most_units(
+    tokens: Callable[[int], int], limit: int, *, least: int = 1, most: int | None = None, guess: int | None = None
+) -> int:
     """The largest number of pieces whose text has at most ``limit`` tokens.
 
     As tokens grow about linearly with the pieces, interpolation finds the number in a handful of tries, each of which
@@ -13,10 +15,11 @@ def most_units(tokens: Callable[[int], int], limit: int, *, least: int = 1, gues
         tokens: Tokens of the text of that many pieces; must not fall when pieces are added.
         limit: Tokens to fill.
         least: Fewest pieces that make sense.
+        most: All pieces that there are; without it there are as many as one likes.
         guess: About how many it will be.
 
     Returns:
-        A number ``n >= least`` with ``tokens(n) <= limit < tokens(n + 1)``.
+        A number ``n >= least`` with ``tokens(n) <= limit < tokens(n + 1)``, or ``most`` if all pieces fit.
 
     Raises:
         ValueError: If not even ``least`` pieces fit.
@@ -27,11 +30,13 @@ def most_units(tokens: Callable[[int], int], limit: int, *, least: int = 1, gues
     """
     low, low_tokens = least, tokens(least)
     if low_tokens > limit:
-        raise ValueError(f"The shortest question takes {low_tokens} tokens with its answer, more than {limit}.")
+        raise ValueError(f"The shortest question takes {low_tokens} tokens, more than {limit}.")
     high, high_tokens = 0, 0  # the fewest pieces known to be too many, once there are any
     step = max(1, guess - low if guess is not None else low)
     while high == 0:
-        tried = low + step
+        if low == most:
+            return low
+        tried = low + step if most is None else min(low + step, most)
         count = tokens(tried)
         if count > limit:
             high, high_tokens = tried, count

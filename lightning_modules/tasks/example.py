@@ -1,10 +1,14 @@
 """One question about a long text, and what counts as its answer."""
 
 import re
+import string
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-Match = Literal["all", "any", "last_number", "first_word"]
+from torchmetrics.functional.text import rouge_score
+
+Match = Literal["all", "any", "first_number", "last_number", "first_word", "rouge_l", "subspan"]
 """How an answer is judged; see `Example.score`."""
 
 
@@ -20,7 +24,7 @@ class Example:
         answer_prefix: How the model's turn begins, such as " The special magic number is"; may be empty.
         answers: What is looked for in the model's answer.
         target: A right continuation of prompt and answer prefix that holds every answer in order, for teacher forcing.
-            It ends with the last answer.
+            It ends with the last answer. Where one of the answers will do, it holds the first.
         max_new_tokens: Tokens that the model may generate.
         match: How `answers` are looked for.
         depth: Where in the long text the answer stands, from 0 (front) to 1 (end); None if in many places.
@@ -42,14 +46,52 @@ class Example:
 
         ``all`` is RULER's `string_match_all`, the share of the answers that occur, and ``any`` its `string_match_part`,
         whether one of them does; both ignore case. ``last_number`` is LongEval's: the last number in the text is
-        the first answer. ``first_word`` compares what stands before the first white space, punctuation aside.
+        the first answer; ``first_number`` takes the first, as a base model goes on behind its answer. ``first_word``
+        compares what stands before the first white space, punctuation aside. ``rouge_l`` is ROUGE-L (F1) of the first
+        answer and as many words of the text as it has, again for models that do not know where to stop.
+        ``subspan`` is the `best_subspan_em` of *Lost in the Middle*: whether the first line holds an answer, see
+        `contains_answer`.
         """
-        if self.match == "last_number":
-            numbers = re.findall(r"\d+", prediction)
-            return float(bool(numbers) and int(numbers[-1]) == int(self.answers[0]))
+        if self.match in ("first_number", "last_number"):
+            numbers = re.findall(r"\d+", prediction) or ["none"]
+            said = numbers[0] if self.match == "first_number" else numbers[-1]
+            return float(said.lstrip("0") == self.answers[0].lstrip("0"))
+        if self.match == "rouge_l":
+            return _rouge_l(prediction, self.answers[0])
         if self.match == "first_word":
             word = (prediction.split() or [""])[0]
             return float(word.strip(".,;:!?\"'").lower() in {answer.lower() for answer in self.answers})
+        if self.match == "subspan":
+            return float(contains_answer(prediction.split("\n")[0], self.answers))
         # Control characters would otherwise split what is printed as one word: as RULER's post-processing.
         found = [answer.lower() in re.sub(r"[\x00-\x1f]", "\n", prediction).lower() for answer in self.answers]
         return float(any(found)) if self.match == "any" else sum(found) / len(found)
+
+
+def contains_answer(text: str, answers: Iterable[str]) -> bool:
+    """Whether one of the answers occurs in a text once both are in lower case, without punctuation and articles.
+
+    The `best_subspan_em` of *Lost in the Middle* (https://github.com/nelson-liu/lost-in-the-middle), with the
+    normalisation of SQuAD's evaluation. Otherwise than there, an answer of which nothing is left, such as "A", is not
+    found everywhere but nowhere.
+
+    Example:
+        >>> contains_answer("It was Wilhelm C. Röntgen.", ["the Wilhelm C Röntgen"])
+        True
+    """
+    normal = _normalized(text)
+    return any(answer in normal for answer in map(_normalized, answers) if answer)
+
+
+def _normalized(text: str) -> str:
+    text = text.lower().translate(_NO_PUNCTUATION)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+
+
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def _rouge_l(prediction: str, answer: str) -> float:
+    words = prediction.split()[: len(answer.split())]
+    scores = rouge_score(" ".join(words), answer, rouge_keys="rougeL")
+    return float(scores["rougeL_fmeasure"])

@@ -12,6 +12,16 @@ Wording = Callable[[int], tuple[str, str]]
 """Prompt and answer prefix for a number of pieces of text."""
 
 
+def place(depth: float, others: int) -> int:
+    """How many of the other pieces of text stand before the one at a depth from 0 (front) to 1 (end).
+
+    Example:
+        >>> place(0.0, 10), place(0.25, 10), place(1.0, 10)
+        (0, 2, 10)
+    """
+    return round(depth * others)
+
+
 class Task(ABC):
     """A kind of question about a long text.
 
@@ -52,13 +62,19 @@ class Task(ABC):
         return random.Random(f"{self.name} {length} {index} {seed}")
 
     def fit(
-        self, prompter: Prompter, length: int, wording: Wording, *, least: int = 1, guess: int | None = None
+        self,
+        prompter: Prompter,
+        length: int,
+        wording: Wording,
+        *,
+        least: int = 1,
+        most: int | None = None,
+        guess: int | None = None,
     ) -> int:
         """The most pieces of text with which prompt, answer prefix and answer stay within ``length`` tokens."""
+        room = length - self.max_new_tokens
         try:
-            return most_units(
-                lambda units: prompter.count(*wording(units)), length - self.max_new_tokens, least=least, guess=guess
-            )
+            return most_units(lambda units: prompter.count(*wording(units)), room, least=least, most=most, guess=guess)
         except ValueError as error:
             raise ValueError(
                 f"A length of {length} tokens is too short for '{self.name}', which keeps {self.max_new_tokens} for the"

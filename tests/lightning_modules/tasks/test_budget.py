@@ -9,17 +9,19 @@ from lightning_modules.tasks.budget import most_units
     st.lists(st.integers(0, 9), min_size=1, max_size=200),
     st.integers(0, 500),
     st.one_of(st.none(), st.integers(1, 900)),
+    st.one_of(st.none(), st.integers(1, 900)),
 )
-def test_is_what_counting_up_finds(sizes, limit, guess):
+def test_is_what_counting_up_finds(sizes, limit, guess, most):
     def tokens(units):
         return 3 + sum(sizes[:units]) + max(0, units - len(sizes))
 
     if tokens(1) > limit:
-        with pytest.raises(ValueError, match=rf"takes {tokens(1)} tokens with its answer, more than {limit}"):
-            most_units(tokens, limit, guess=guess)
+        with pytest.raises(ValueError, match=rf"takes {tokens(1)} tokens, more than {limit}"):
+            most_units(tokens, limit, guess=guess, most=most)
         return
-    n = most_units(tokens, limit, guess=guess)
-    assert tokens(n) <= limit < tokens(n + 1)
+    n = most_units(tokens, limit, guess=guess, most=most)
+    assert tokens(n) <= limit
+    assert n == most or (limit < tokens(n + 1) and (most is None or n < most))
 
 
 def test_takes_few_tries_for_many_pieces():

@@ -1,0 +1,146 @@
+"""What is reported of the results of an evaluation, as numbers."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_modules.task_evaluation.questions import even_depths
+from lightning_modules.task_evaluation.runs import TaskResult
+from lightning_modules.tasks.summary import (
+    Matrix,
+    Row,
+    Score,
+    depth_matrix,
+    effective_length,
+    length_averages,
+    position_curve,
+    task_scores,
+    weighted_average,
+)
+
+BINS = 11
+"""Depths of heat maps and curves where none were asked for."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Scores in percent, and perplexities where answers were forced.
+
+    Attributes:
+        scores: Mean score by task and length.
+        averages: Average over the tasks by length; only of lengths at which all of them were put.
+        effective_length: Longest length whose average exceeds RULER's threshold; None if none does.
+        weighted_inc: Average over lengths, of which longer ones weigh more.
+        weighted_dec: The same with the weights in reverse.
+        answer_perplexity: Of all tokens of answers together; None if answers were generated.
+        other_perplexity: Of all other tokens.
+        heat_maps: Scores by length and depth of each task whose answers have one; under ``all`` of these together, if
+            they are several.
+        curves: Scores by depth, for each length.
+        seconds: Time that the questions took, over all processes.
+        questions: Their number.
+    """
+
+    scores: dict[tuple[str, int], Score]
+    averages: dict[int, float]
+    effective_length: int | None
+    weighted_inc: float
+    weighted_dec: float
+    answer_perplexity: float | None
+    other_perplexity: float | None
+    heat_maps: dict[str, Matrix]
+    curves: dict[int, dict[float, Score]]
+    seconds: float
+    questions: int
+
+    def logged(self) -> dict[str, float]:
+        """The numbers for a logger, by their names behind ``tasks/``."""
+        values = {f"{task}/{length}": score.mean for (task, length), score in self.scores.items()}
+        values |= {f"average/{length}": average for length, average in self.averages.items()}
+        if self.averages:
+            values |= {"effective_length": float(self.effective_length or 0)}
+            values |= {"weighted_inc": self.weighted_inc, "weighted_dec": self.weighted_dec}
+        for name in ("answer_perplexity", "other_perplexity"):
+            if (perplexity := getattr(self, name)) is not None:
+                values[name] = perplexity
+        return values
+
+    def as_json(self) -> dict[str, Any]:
+        """The numbers for a file."""
+        tasks: dict[str, dict[str, Any]] = {}
+        for (task, length), score in self.scores.items():
+            tasks.setdefault(task, {})[str(length)] = score._asdict()
+        return {
+            "tasks": tasks,
+            "average": {str(length): average for length, average in self.averages.items()},
+            **{
+                name: getattr(self, name)
+                for name in (
+                    "effective_length",
+                    "weighted_inc",
+                    "weighted_dec",
+                    "answer_perplexity",
+                    "other_perplexity",
+                    "questions",
+                    "seconds",
+                )
+            },
+            "depths": {
+                name: {
+                    str(length): dict(zip(map(str, matrix.depths), row, strict=True))
+                    for length, row in zip(matrix.lengths, matrix.scores.tolist(), strict=True)
+                }
+                for name, matrix in self.heat_maps.items()
+            },
+        }
+
+
+def summarise(results: Sequence[TaskResult]) -> Summary:
+    """Numbers of any results, be they complete or not."""
+    rows = [_row(result) for result in results]
+    averages = length_averages(rows)
+    bins = _bins(results)
+    return Summary(
+        scores=task_scores(rows),
+        averages=averages,
+        effective_length=effective_length(averages),
+        weighted_inc=weighted_average(averages, increasing=True),
+        weighted_dec=weighted_average(averages, increasing=False),
+        answer_perplexity=_perplexity([(result.answer_nll, result.answer_tokens) for result in results]),
+        other_perplexity=_perplexity([(result.other_nll, result.other_tokens) for result in results]),
+        heat_maps=_heat_maps(rows, bins),
+        curves=_curves(rows, bins),
+        seconds=math.fsum(result.seconds for result in results),
+        questions=len(results),
+    )
+
+
+def _row(result: TaskResult) -> Row:
+    # Asked depths are the same at all lengths; true ones are what whole sentences allow.
+    depth = result.depth if result.asked_depth is None else result.asked_depth
+    return Row(result.task, result.length, depth, result.score)
+
+
+def _bins(results: Sequence[TaskResult]) -> int:
+    """As many as evenly spaced depths were asked for."""
+    asked = sorted({result.asked_depth for result in results if result.asked_depth is not None})
+    return len(asked) if len(asked) > 1 and asked == even_depths(len(asked)) else BINS
+
+
+def _heat_maps(rows: Sequence[Row], bins: int) -> dict[str, Matrix]:
+    tasks = list(dict.fromkeys(row.task for row in rows if row.depth is not None))
+    maps = {task: depth_matrix([row for row in rows if row.task == task], bins=bins) for task in tasks}
+    return {"all": depth_matrix(rows, bins=bins), **maps} if len(tasks) > 1 else maps
+
+
+def _curves(rows: Sequence[Row], bins: int) -> dict[int, dict[float, Score]]:
+    lengths = sorted({row.length for row in rows if row.depth is not None})
+    return {length: position_curve([row for row in rows if row.length == length], bins=bins) for length in lengths}
+
+
+def _perplexity(sums: Sequence[tuple[float | None, int]]) -> float | None:
+    """Over all tokens, each counting the same."""
+    known = [(nll, tokens) for nll, tokens in sums if nll is not None]
+    tokens = sum(count for _, count in known)
+    return math.exp(math.fsum(nll for nll, _ in known) / tokens) if tokens else None

@@ -1,0 +1,200 @@
+"""Questions about documents, read from the files in which they are published."""
+
+import gzip
+import json
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, TypeVar, cast
+
+T = TypeVar("T")
+
+
+class Question(NamedTuple):
+    """A question about some documents of a collection.
+
+    Attributes:
+        text: What is asked.
+        answers: Wordings of the answer; any of them will do.
+        documents: Indices of those that belong to the question.
+        related: Indices of others on the same subject.
+    """
+
+    text: str
+    answers: tuple[str, ...]
+    documents: tuple[int, ...]
+    related: tuple[int, ...] = ()
+
+
+class Collection(NamedTuple):
+    """Distinct documents in alphabetical order, and questions about them in the order of the file."""
+
+    documents: list[str]
+    questions: list[Question]
+
+
+class Passage(NamedTuple):
+    """A document with a title."""
+
+    title: str
+    text: str
+
+
+class OpenQuestion(NamedTuple):
+    """A question with the one passage that answers it.
+
+    Attributes:
+        text: What is asked.
+        answers: Wordings of the answer; any of them will do.
+        gold: The passage.
+        distractors: Passages found for the question that do not answer it, the most fitting first.
+    """
+
+    text: str
+    answers: tuple[str, ...]
+    gold: Passage
+    distractors: tuple[Passage, ...]
+
+
+def read_squad(path: str | Path) -> Collection:
+    """SQuAD 1.1 or 2.0 (https://rajpurkar.github.io/SQuAD-explorer), such as ``dev-v2.0.json``, perhaps gzipped.
+
+    As in RULER, questions that have no answer are left out, and related are the other paragraphs of the article.
+
+    Raises:
+        ValueError: If the file cannot be read or holds something else.
+    """
+
+    def collection(data: Any) -> Collection:
+        articles = [article["paragraphs"] for article in data["data"]]
+        documents = _distinct(paragraph["context"] for article in articles for paragraph in article)
+        number = {document: index for index, document in enumerate(documents)}
+        questions = []
+        for article in articles:
+            of_article = dict.fromkeys(number[paragraph["context"]] for paragraph in article)
+            for paragraph in article:
+                own = number[paragraph["context"]]
+                related = tuple(index for index in of_article if index != own)
+                for asked in paragraph["qas"]:
+                    answers = () if asked.get("is_impossible") else _answers(a["text"] for a in asked["answers"])
+                    questions.append(Question(_text(asked["question"]), answers, (own,), related))
+        return Collection(documents, [question for question in questions if question.answers])
+
+    return _collection(path, "SQuAD", "`data`, `paragraphs`, `context`, `qas`", collection)
+
+
+def read_hotpot(path: str | Path) -> Collection:
+    """HotpotQA with distractors (https://hotpotqa.github.io), such as ``hotpot_dev_distractor_v1.json``.
+
+    As in RULER, a document is a title, a line break and the sentences, and all ten that the file gives with a question
+    belong to it.
+
+    Raises:
+        ValueError: If the file cannot be read or holds something else.
+    """
+
+    def collection(data: Any) -> Collection:
+        contexts = [[f"{_text(title)}\n{''.join(text)}" for title, text in asked["context"]] for asked in data]
+        documents = _distinct(document for context in contexts for document in context)
+        number = {document: index for index, document in enumerate(documents)}
+        questions = [
+            Question(
+                _text(asked["question"]),
+                _answers([asked["answer"]]),
+                tuple(dict.fromkeys(number[document] for document in context)),
+            )
+            for asked, context in zip(data, contexts, strict=True)
+        ]
+        return Collection(documents, [question for question in questions if question.answers and question.documents])
+
+    return _collection(path, "HotpotQA", "`question`, `answer`, `context`", collection)
+
+
+@lru_cache(maxsize=1)  # tasks that differ in where the question stands share the passages
+def read_nq_open(path: str | Path) -> tuple[OpenQuestion, ...]:
+    """Multi-document questions as *Lost in the Middle* publishes them: a JSON object per line, perhaps gzipped.
+
+    Such as ``nq-open-20_total_documents_gold_at_0.jsonl.gz`` of https://github.com/nelson-liu/lost-in-the-middle, or
+    its retrieval results, from which gold passages are taken as its script takes them. Wherever the gold passage stands
+    in the file, it is moved later.
+
+    Raises:
+        ValueError: If the file cannot be read, or a line holds something else.
+    """
+    questions = []
+    with _opened(path) as stream:
+        for line, content in enumerate(stream, 1):
+            if content.strip():
+                place = f"{path}, line {line}"
+                questions.append(
+                    _parsed(content, place, "Lost in the Middle", "`question`, `answers`, `ctxs`", _open_question)
+                )
+    if not questions:
+        raise ValueError(f"{path} holds no question. Expected a file such as those of Lost in the Middle's `qa_data`.")
+    return tuple(questions)
+
+
+def _open_question(record: Any) -> OpenQuestion:
+    passages = record["ctxs"]
+    gold = next((passage for passage in passages if passage.get("isgold")), None)
+    if gold is None:
+        annotated = record["nq_annotated_gold"]
+        gold = {"title": annotated["title"], "text": annotated["chunked_long_answer"]}
+    others = (passage for passage in passages if not passage.get("isgold") and passage["hasanswer"] is False)
+    answers = _answers(record["answers"])
+    if not answers:
+        raise ValueError("`answers` is empty")
+    return OpenQuestion(_text(record["question"]), answers, _passage(gold), tuple(map(_passage, others)))
+
+
+def _passage(record: Any) -> Passage:
+    return Passage(_text(record["title"]), _text(record["text"]))
+
+
+def _collection(path: str | Path, name: str, fields: str, build: Callable[[Any], Collection]) -> Collection:
+    with _opened(path) as stream:
+        content = stream.read()
+    collection = _parsed(content, str(path), name, fields, build)
+    if not collection.questions:
+        raise ValueError(f"{path} holds no question that has an answer. Expected a file of {name}.")
+    return collection
+
+
+def _parsed(content: bytes, place: str, name: str, fields: str, build: Callable[[Any], T]) -> T:
+    try:
+        data = json.loads(content)
+    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, or thousands of digits or brackets
+        raise ValueError(f"{place}: not JSON ({error}). Fetch the file of {name} again.") from error
+    try:
+        return build(data)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise ValueError(f"{place}: not in the format of {name} ({reason}). It has {fields}.") from error
+
+
+@contextmanager
+def _opened(path: str | Path) -> Iterator[BinaryIO]:
+    try:
+        with gzip.open(path) if Path(path).suffix == ".gz" else open(path, "rb") as stream:
+            yield cast(BinaryIO, stream)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"{path}: the compressed file is damaged ({error}). Fetch it again.") from error
+    except OSError as error:
+        raise ValueError(f"Cannot read {path} ({error.strerror or error}). Give the path of a local file.") from error
+
+
+def _distinct(documents: Iterable[str]) -> list[str]:
+    return sorted({_text(document) for document in documents})
+
+
+def _answers(texts: Iterable[Any]) -> tuple[str, ...]:
+    """Each wording once; an empty one would be found everywhere."""
+    return tuple(dict.fromkeys(text for text in map(_text, texts) if text.strip()))
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"expected text, got {value!r:.40}")
+    return value
