@@ -1,12 +1,15 @@
 """Tasks of lm-evaluation-harness while training."""
 
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from transformers import PreTrainedTokenizerFast
 from typing_extensions import override
@@ -16,6 +19,8 @@ from lightning_modules.files import write_atomically
 from lightning_modules.harness import Truncation, check_installed
 from lightning_modules.harness.results import plain
 from lightning_modules.long_context_lm import LongContextLM
+from lightning_modules.preemption import between_steps
+from lightning_modules.sequence_parallelism import sequence_group
 from lightning_modules.tokenization import load_tokenizer
 
 if TYPE_CHECKING:
@@ -29,7 +34,7 @@ class LMEvaluationHarness(Callback):
     validation, or every so many steps. Processes share the questions out. Random states, and which modules are in
     training mode, are as before. The time it takes is no training time in ``train/tokens_per_second``.
 
-    Generating answers is slow: bound it by `limit` and `every_n_steps`.
+    Generating answers is slow: bound it by `limit` and `every_n_steps`; ``harness/seconds`` says what it takes.
 
     Args:
         tasks: Names of tasks or groups of the harness, task files (YAML; they may run code of their folder), and the
@@ -37,7 +42,8 @@ class LMEvaluationHarness(Callback):
         include_path: Folder of further task files, which win over those of the harness.
         num_fewshot: Examples in each prompt, for tasks that take any; by default as each task says.
         limit: Questions to ask of each task, or below 1 their share; all by default.
-        every_n_steps: Ask every so many optimizer steps, instead of at each validation.
+        every_n_steps: Ask behind every so many optimizer steps, instead of at each validation. Such values cannot be
+            monitored by ``ModelCheckpoint``.
         lengths: Of RULER's prompts, in tokens.
         max_length: Tokens that the model may read and generate together; by default those of its config.
         truncation: Where prompts that are too long lose tokens.
@@ -48,7 +54,7 @@ class LMEvaluationHarness(Callback):
 
     Raises:
         ValueError: If the extra `eval` is not installed, or no task is named; at setup, if a task is unknown or lacks
-            its data.
+            its data, or several processes share the tokens of a row.
     """
 
     def __init__(
@@ -87,6 +93,11 @@ class LMEvaluationHarness(Callback):
         """Load the tasks: what is missing is missing before the first step."""
         if self._loaded or stage == "predict":
             return
+        if sequence_group(trainer.strategy) is not None:
+            raise ValueError(
+                "LMEvaluationHarness asks whole questions of each process, and here several share the tokens of a row:"
+                " remove the callback, and run `longce harness` on the exported model."
+            )
         from lightning_modules.harness.tasks import TaskLoader
 
         name = self._tokenizer or str(pl_module.hparams.get("pretrained_model_name_or_path"))
@@ -94,19 +105,24 @@ class LMEvaluationHarness(Callback):
         self._loaded = {name: loader.load(name) for name in loader.names}
 
     @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._asked_at = trainer.global_step
+
+    @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         step = trainer.global_step
-        if self.every_n_steps is None or step == self._asked_at or step % self.every_n_steps:
-            return
-        self._asked_at = step
-        if isinstance(pl_module, LongContextLM):
-            pl_module.stop_clock()
-        pl_module.log_dict(self._ask(trainer, pl_module), on_step=True, on_epoch=False, batch_size=1)
+        due = self.every_n_steps is not None and step != self._asked_at and step % self.every_n_steps == 0
+        if due and between_steps(trainer):
+            self._asked_at = step
+            values = self._ask(trainer, pl_module)
+            for logger in trainer.loggers:  # at this very step, whatever `log_every_n_steps` says
+                logger.log_metrics(values, step=step)
 
     @override
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.every_n_steps is None and not trainer.sanity_checking:
-            pl_module.log_dict(self._ask(trainer, pl_module), sync_dist=True)
+        if trainer.sanity_checking or (self.every_n_steps is not None and trainer.state.fn == TrainerFn.FITTING):
+            return
+        pl_module.log_dict(self._ask(trainer, pl_module), sync_dist=True)
 
     @override
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -118,6 +134,9 @@ class LMEvaluationHarness(Callback):
         from lightning_modules.harness.model import HarnessModel
         from lightning_modules.harness.tasks import task_sets
 
+        if isinstance(pl_module, LongContextLM):
+            pl_module.stop_clock()
+        started = time.perf_counter()
         model = HarnessModel(pl_module.backbone, self._find_tokenizer(trainer, pl_module), **self._reading)
         options: dict[str, Any] = {"limit": self.limit, "chat_template": self.chat_template}
         metrics: dict[str, dict[str, float]] = {}
@@ -133,7 +152,10 @@ class LMEvaluationHarness(Callback):
         if model.truncated:
             rank_zero_info(f"{model.truncated} prompts were longer than {model.max_length} tokens and were cut.")
         sets = [task_set for name, task_set in task_sets(self.lengths).items() if name in self.tasks]
-        logged = {f"harness/{name}": value for one in sets for name, value in scores(one, metrics).items()}
+        if pl_module.device.type == "cuda":
+            torch.cuda.empty_cache()  # training would not find the caches' memory in pieces that it can use
+        logged = {"harness/seconds": time.perf_counter() - started}
+        logged |= {f"harness/{name}": value for one in sets for name, value in scores(one, metrics).items()}
         for name, values in metrics.items():
             logged |= {f"harness/{name}/{key.removesuffix(',none')}": value for key, value in values.items()}
         return logged
