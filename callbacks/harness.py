@@ -44,7 +44,7 @@ class LMEvaluationHarness(Callback):
         limit: Questions to ask of each task, or below 1 their share; all by default.
         every_n_steps: Ask behind every so many optimizer steps, instead of at each validation. Such values cannot be
             monitored by ``ModelCheckpoint``.
-        lengths: Of RULER's prompts, in tokens.
+        lengths: Of RULER's prompts, in tokens; a single one with `limit`.
         max_length: Tokens that the model may read and generate together; by default those of its config.
         truncation: Where prompts that are too long lose tokens.
         chat_template: Whether prompts are turns of the tokenizer's chat template.
@@ -75,6 +75,8 @@ class LMEvaluationHarness(Callback):
         check_installed()
         if isinstance(tasks, str) or not tasks:
             raise ValueError(f"`tasks` must be a list of names, got {tasks!r}.")
+        if limit is not None and len(lengths) > 1:
+            raise ValueError("`limit` would ask questions of the first of `lengths` only: give one length at a time.")
         self.tasks, self.lengths = list(tasks), list(lengths)
         self.limit, self.every_n_steps = limit, every_n_steps
         self.chat_template, self.log_samples = chat_template, log_samples

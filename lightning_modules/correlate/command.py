@@ -43,8 +43,8 @@ def correlate(
             perplexity and score has at least three models.
     """
     models = join([entry for word in files for entry in read_result_file(word)])
-    chosen = select(metrics, models.metrics, models.main, "metrics")
-    against = select(scores, models.scores, models.main, "scores")
+    chosen = select(metrics, models.metrics, models, "metrics")
+    against = select(scores, models.scores, models, "scores")
     pairs = correlations(models, chosen, against)
     folder = writable_folder(Path(output).expanduser(), remedy="Name another one by `--output`.")
     pictures = {

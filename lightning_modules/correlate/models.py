@@ -30,7 +30,7 @@ class Models(NamedTuple):
 
 def is_metric(name: str) -> bool:
     """Whether a value is a perplexity, by its name."""
-    return "ppl" in name.lower() or "perplexity" in name.lower()
+    return any(part in name.lower() for part in ("ppl", "perplexity", "bits_per_byte"))
 
 
 def join(entries: Sequence[Measured]) -> Models:
@@ -68,16 +68,17 @@ def join(entries: Sequence[Measured]) -> Models:
     return Models(values, metrics, [name for name in known_names if not is_metric(name)], main)
 
 
-def select(wanted: Sequence[str] | None, there: Sequence[str], main: set[str], kind: str) -> list[str]:
-    """Names of values to look at: those wanted, or else the main ones.
+def select(wanted: Sequence[str] | None, there: Sequence[str], models: Models, kind: str) -> list[str]:
+    """Names of values to look at: those wanted, whatever they are, or else the main ones of a kind.
 
     Raises:
         ValueError: If there are none, or one that is wanted is not there.
     """
-    if not there:
+    if wanted is None and not there:
         raise ValueError(f"There are no {kind} in these files: add some that have them.")
     if wanted is None:
-        return [name for name in there if name in main] or list(there)
+        return [name for name in there if name in models.main] or list(there)
+    there = [*there, *(name for name in (*models.metrics, *models.scores) if name not in there)]
     chosen = []
     for word in wanted:
         found = [name for name in there if name == word] or [

@@ -51,7 +51,7 @@ def harness(
         include_path: Folder of further task files, which win over those of the harness.
         num_fewshot: Examples in each prompt, for tasks that take any; by default as each task says.
         limit: Questions to ask of each task, or below 1 their share; all by default.
-        lengths: Of RULER's prompts, in tokens.
+        lengths: Of RULER's prompts, in tokens; a single one with `limit`.
         max_length: Tokens that the model may read and generate together; by default those of its config.
         truncation: Where prompts that are too long lose tokens: in the ``middle``, as LongBench does, or at the
             ``left``, as the harness does.
@@ -76,6 +76,8 @@ def harness(
 
     if (limit is not None and not limit > 0) or min(lengths, default=0) < 1:
         raise ValueError(f"`limit` must be above 0 and `lengths` 1 or more, got {limit} and {list(lengths)}.")
+    if limit is not None and len(lengths) > 1:
+        raise ValueError("`limit` would ask questions of the first of `lengths` only: give one length at a time.")
     folder = writable_folder(Path(output).expanduser(), remedy="Name another one by `--output`.")
     place = find_device(device)
     config = load_config(model, trust_remote_code=trust_remote_code)

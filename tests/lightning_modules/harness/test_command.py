@@ -65,6 +65,8 @@ def test_other_settings_and_missing_data_are_refused_before_the_model_is_loaded(
     assert "HF_HUB_OFFLINE" in said
     with pytest.raises(ValueError, match="`limit` must be above 0"):
         harness(str(model_dir), ["letter"], str(tmp_path / "out"), limit=0)
+    with pytest.raises(ValueError, match="give one length at a time"):
+        harness(str(model_dir), ["ruler"], str(tmp_path / "out"), limit=3, lengths=[4096, 8192])
     (tmp_path / "out" / "names" / "letter.json").write_text("{")
     with pytest.raises(ValueError, match=r"letter\.json' is damaged"):
         harness(str(model_dir), ["letter"], str(tmp_path / "out"), **options)
