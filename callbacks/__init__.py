@@ -1,9 +1,17 @@
 """What is watched while a model is trained, validated or used."""
 
 from callbacks.external_evaluator import ExternalEvaluator
+from callbacks.harness import LMEvaluationHarness
 from callbacks.huggingface_export import HuggingFaceExport
 from callbacks.long_context_tasks import LongContextTasks
 from callbacks.step_checkpoint import StepCheckpoint
 from callbacks.token_scores_writer import TokenScoresWriter
 
-__all__ = ["ExternalEvaluator", "HuggingFaceExport", "LongContextTasks", "StepCheckpoint", "TokenScoresWriter"]
+__all__ = [
+    "ExternalEvaluator",
+    "HuggingFaceExport",
+    "LMEvaluationHarness",
+    "LongContextTasks",
+    "StepCheckpoint",
+    "TokenScoresWriter",
+]

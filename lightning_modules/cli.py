@@ -19,7 +19,15 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lightning_modules.checkpoint_io import CheckedCheckpointIO
-from lightning_modules.commands import evaluate_command, export_command, reproduce_command, score_command, summary
+from lightning_modules.commands import (
+    correlate_command,
+    evaluate_command,
+    export_command,
+    harness_command,
+    reproduce_command,
+    score_command,
+    summary,
+)
 from lightning_modules.companions import Companions, gathering
 from lightning_modules.config_files import check_config_files, use_checked_yaml
 from lightning_modules.errors import stop_with
@@ -54,6 +62,8 @@ commands:
   predict     long and short log-likelihoods of every token of the test documents
   data        `data inspect`: what the training rows hold, as text, with document borders
   influence   LongCE weights of the training rows by an evaluator, so that training makes no short pass
+  harness     tasks of lm-evaluation-harness: LongBench, RULER, MMLU and its kin, or your own
+  correlate   LongPPL and perplexity of many models against their benchmark scores
   export      a checkpoint of `fit` as a folder that transformers loads
   reproduce   the paper's experiments: `miniature` with tiny models, `table1` .. `table12` with real ones (`--list`)
   plan        FLOPs, time, memory and cost of `fit` and of scoring on given GPUs, without weights or a GPU
@@ -326,6 +336,8 @@ COMMANDS: dict[str, Callable[[Sequence[str]], object]] = {
     "evaluate": evaluate_command,
     "influence": influence_command,
     "export": export_command,
+    "harness": harness_command,
+    "correlate": correlate_command,
     "data": data_command,
     "quickstart": quickstart_command,
     "reproduce": reproduce_command,

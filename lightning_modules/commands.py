@@ -51,6 +51,33 @@ def export_command(arguments: Sequence[str]) -> None:
     sys.stdout.write(f"{export_checkpoint(**options)}\n")
 
 
+def harness_command(arguments: Sequence[str]) -> None:
+    """Run ``longce harness`` and print its table."""
+    from lightning_modules.harness.command import harness
+    from lightning_modules.harness.results import table
+
+    parser = jsonargparse.ArgumentParser(prog="longce harness", description=summary(harness))
+    parser.add_argument("-c", "--config", action="config", help="YAML file with options of this command.")
+    parser.add_argument("--tasks", nargs="+", type=str, required=True, help="Tasks, groups, task files and sets.")
+    parser.add_argument("--lengths", nargs="+", type=PositiveInt, default=[4096], help="Of RULER's prompts, tokens.")
+    parser.add_function_arguments(harness, skip={"tasks", "lengths"}, as_positional=False)
+    options = parser.parse_args(list(arguments[1:])).as_dict()
+    options.pop("config", None)
+    sys.stdout.write(table(harness(**options)) + "\n")
+
+
+def correlate_command(arguments: Sequence[str]) -> None:
+    """Run ``longce correlate`` and print its table."""
+    from lightning_modules.correlate.command import correlate
+
+    parser = jsonargparse.ArgumentParser(prog="longce correlate", description=summary(correlate))
+    parser.add_argument("files", nargs="+", type=str, help="Result files, CSV files, or NAME=FILE.")
+    parser.add_argument("--metrics", nargs="+", type=str, help="Of the evaluated texts; by default all that are there.")
+    parser.add_argument("--scores", nargs="+", type=str, help="Of benchmarks; by default all that are there.")
+    parser.add_function_arguments(correlate, skip={"files", "metrics", "scores"}, as_positional=False)
+    sys.stdout.write(correlate(**parser.parse_args(list(arguments[1:])).as_dict()))
+
+
 def reproduce_command(arguments: Sequence[str]) -> None:
     """Run ``longce reproduce miniature`` or ``longce reproduce TABLE``."""
     if arguments[1:2] != ["miniature"]:

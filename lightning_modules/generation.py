@@ -40,6 +40,7 @@ def generate(
     end_tokens: Collection[int] | None = None,
     cache_bytes: int | None = None,
     done: Callable[[dict[int, list[int]]], None] | None = None,
+    stopped: Callable[[int, list[int]], bool] | None = None,
 ) -> list[list[int]]:
     """The likeliest token after each prompt, and so on: what ``transformers.generate(do_sample=False)`` gives.
 
@@ -54,6 +55,7 @@ def generate(
         cache_bytes: Memory for the caches of prompts that go on together, if they are more than one; by default a third
             of what an accelerator has free, and 1 GiB on a CPU.
         done: Called with the continuations of prompts that went on together, by number, as soon as there are any.
+        stopped: Called with the number of a prompt and its tokens so far, after each; whether they are enough.
 
     Returns:
         New token ids of each prompt, without the end token.
@@ -67,7 +69,7 @@ def generate(
     results: list[list[int]] = [[] for _ in prompts]
     order = sorted(range(len(prompts)), key=lambda index: (limits[index], len(prompts[index])), reverse=True)
     with torch.no_grad(), no_autocast_cache(), eval_mode(backbone):
-        decoder = _Decoder(backbone, _end_tokens(backbone) if end_tokens is None else end_tokens)
+        decoder = _Decoder(backbone, _end_tokens(backbone) if end_tokens is None else end_tokens, stopped)
         with Passes(backbone) as passes:
             rows = (_Row(index, prompts[index], limits[index]) for index in order)
             for group in decoder.go_on(passes, rows, cache_bytes or _cache_bytes(backbone.device)):
@@ -92,11 +94,18 @@ class _Decoder:
     Args:
         backbone: The model, in eval mode.
         end_tokens: Tokens behind which a continuation ends.
+        stopped: Whether the tokens so far of the prompt of that number are enough.
     """
 
-    def __init__(self, backbone: Backbone, end_tokens: Collection[int]) -> None:
+    def __init__(
+        self,
+        backbone: Backbone,
+        end_tokens: Collection[int],
+        stopped: Callable[[int, list[int]], bool] | None = None,
+    ) -> None:
         self.backbone = backbone
         self.end_tokens = frozenset(end_tokens)
+        self.stopped = stopped
         self.use = cache_use(backbone)
 
     def go_on(self, passes: Passes, rows: Iterator[_Row], cache_bytes: int) -> Iterator[dict[int, list[int]]]:
@@ -138,9 +147,7 @@ class _Decoder:
         going = set(range(len(group)))
         for step in range(max(row.limit for row in group)):
             for index, token in enumerate(last.tolist()):
-                if index in going and token not in self.end_tokens:
-                    continuations[index].append(token)
-                if token in self.end_tokens or len(continuations[index]) == group[index].limit:
+                if index in going and not self._goes_on(group[index], continuations[index], token):
                     going.discard(index)
             if not going:
                 break
@@ -149,12 +156,21 @@ class _Decoder:
 
     def _recompute(self, passes: Passes, row: _Row) -> list[int]:
         tokens = torch.tensor([row.prompt], device=self.backbone.device)
-        for _ in range(row.limit):
+        continuation: list[int] = []
+        goes_on = True
+        while goes_on:
             token = _uncached_logits(self.backbone, passes, tokens).argmax(-1)
-            if int(token) in self.end_tokens:
-                break
+            goes_on = self._goes_on(row, continuation, int(token))
             tokens = torch.cat([tokens, token[None]], dim=1)
-        return tokens[0, len(row.prompt) :].tolist()
+        return continuation
+
+    def _goes_on(self, row: _Row, continuation: list[int], token: int) -> bool:
+        """Add a token to a continuation, unless it is its end; whether another one is wanted."""
+        if token in self.end_tokens:
+            return False
+        continuation.append(token)
+        enough = self.stopped is not None and self.stopped(row.number, continuation)
+        return not enough and len(continuation) < row.limit
 
 
 # -------------------------------------------------------------------------------------------------------------- passes

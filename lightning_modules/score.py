@@ -1,5 +1,6 @@
 """LongPPL and perplexity of text files: the one-line use for people who do not train."""
 
+import hashlib
 import json
 import logging
 import math
@@ -22,7 +23,7 @@ from lightning_modules.loading import DType, load_backbone, load_config, model_i
 from lightning_modules.metrics import LongPerplexity
 from lightning_modules.model_checks import check_weight_files
 from lightning_modules.probe import check_scoring
-from lightning_modules.token_scores import TokenScores
+from lightning_modules.token_scores import TokenScores, text_sha256
 from lightning_modules.tokenization import encode_document, load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -76,7 +77,8 @@ def score(
     Returns:
         ``longppl``, ``perplexity``, ``key_tokens`` and ``tokens`` of the corpus (averages over tokens, not documents)
         and under ``documents`` the same for each file, in order, with its name under ``file``. ``longppl`` is NaN
-        where there is no key token, ``perplexity`` where a document has a single token.
+        where there is no key token, ``perplexity`` where a document has a single token. ``model`` is its name, and
+        ``settings`` what both numbers depend on besides: the texts by their hash, the evaluator, lengths, thresholds.
 
     Raises:
         ValueError: If a file, a model or a number cannot be used; before any model is loaded, where that can be known.
@@ -119,6 +121,20 @@ def score(
         judged.append(_Judged(document, key, _shared_pass(document, scores) if same else None))
     judge.release()
     result = _evaluate(judged, ScoredModel(model, place, settings))
+    result |= {
+        "model": model,
+        "settings": {
+            "texts": hashlib.sha256("".join(map(text_sha256, texts)).encode()).hexdigest()[:16],
+            "max_tokens": max_tokens,
+            "add_special_tokens": add_special_tokens,
+            "evaluator": evaluator,
+            "evaluator_add_special_tokens": evaluator_add_special_tokens,
+            "context_length": context_length,
+            "stride": stride,
+            "alpha": alpha,
+            "beta": beta,
+        },
+    }
     if output is not None:
         write_atomically(Path(output), (json.dumps(_without_nan(result), indent=2) + "\n").encode())
     return result

@@ -9,6 +9,7 @@ from lightning_modules.functional.influence import (
     soft_influence,
     threshold_influence,
 )
+from lightning_modules.functional.likeliest import likeliest_tokens
 from lightning_modules.functional.log_likelihood import token_log_likelihood
 from lightning_modules.functional.long_cross_entropy import long_cross_entropy
 from lightning_modules.functional.long_perplexity import long_perplexity
@@ -24,6 +25,7 @@ __all__ = [
     "fit_power_law",
     "fused_long_cross_entropy",
     "key_token_mask",
+    "likeliest_tokens",
     "long_cross_entropy",
     "long_perplexity",
     "long_short_difference",

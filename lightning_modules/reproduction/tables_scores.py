@@ -1,13 +1,13 @@
 """Benchmark scores that others have measured, from CSV and JSON files."""
 
 import csv
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning_modules.reproduction.tables import find_model, published
+from lightning_modules.result_files import json_entries
 
 Scores = dict[str, dict[str, float]]
 """By model or run, and by benchmark."""
@@ -21,18 +21,20 @@ def read_scores(paths: Sequence[str]) -> Scores:
 
     A CSV file has a line for each model or run: its name in the column ``model``, and the scores in columns named as
     the benchmarks are in the tables (``LongBench``, ``MMLU``, ..), some of them blank if need be. A JSON file is a
-    dictionary of such lines: ``{"Qwen2-7B-128k": {"LongBench": 42.0}}``. In a folder all such files are read.
+    dictionary of such lines: ``{"Qwen2-7B-128k": {"LongBench": 42.0}}``; or it is the ``results.json`` of ``longce
+    evaluate`` or ``longce harness``, of which those scores count that a table has, for the model's name or NAME. In a
+    folder all such files are read.
 
     Args:
-        paths: Files and folders.
+        paths: Files, folders, and NAME=FILE for a result of one model or run.
 
     Raises:
         ValueError: If a file cannot be read so, a benchmark is in no table, a score is no finite number, or two files
             give different scores for the same.
     """
     scores: Scores = {}
-    for file in _files(paths):
-        for place, name, entries in _json_lines(file) if file.suffix == ".json" else _csv_lines(file):
+    for file, model in _files(paths):
+        for place, name, entries in _json_lines(file, model) if file.suffix == ".json" else _csv_lines(file):
             for benchmark, value in entries.items():
                 _add(scores, place, name, benchmark, value)
     return scores
@@ -53,14 +55,19 @@ def without_steps(column: str) -> tuple[str, int | None]:
     return (name, int(steps)) if name and steps.isdigit() and int(steps) in STEPS else (column, None)
 
 
-def _files(paths: Sequence[str]) -> list[Path]:
-    files: list[Path] = []
-    for name in paths:
-        path = Path(name).expanduser()
+def _files(paths: Sequence[str]) -> list[tuple[Path, str | None]]:
+    """Files, and the name of the model that they are of, where it is given."""
+    files: list[tuple[Path, str | None]] = []
+    for word in paths:
+        name, _, named = word.partition("=")
+        renamed = bool(name and named) and not Path(word).expanduser().exists()
+        path = Path(named if renamed else word).expanduser()
         inside = sorted((*path.glob("*.csv"), *path.glob("*.json"))) if path.is_dir() else [path]
         if not inside or not all(file.is_file() and file.suffix in (".csv", ".json") for file in inside):
-            raise ValueError(f"No scores at '{name}': give .csv or .json files, or a folder of them.")
-        files += inside
+            raise ValueError(f"No scores at '{word}': give .csv or .json files, or a folder of them.")
+        if renamed and (len(inside) > 1 or inside[0].suffix != ".json"):
+            raise ValueError(f"'{path}' is no results.json of one model: leave '{name}=' out.")
+        files += [(file, name if renamed else None) for file in inside]
     return files
 
 
@@ -76,17 +83,18 @@ def _csv_lines(file: Path) -> list[tuple[str, str, dict[str, Any]]]:
         return lines
 
 
-def _json_lines(file: Path) -> list[tuple[str, str, dict[str, Any]]]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"'{file}' is no JSON: {error}.") from error
-    if not isinstance(content, dict) or not all(isinstance(entry, dict) for entry in content.values()):
-        raise ValueError(f"'{file}' must be a dictionary of models, each a dictionary of benchmarks and scores.")
-    return [
-        (str(file), name, {key: value for key, value in entry.items() if value is not None})
-        for name, entry in content.items()
-    ]
+def _json_lines(file: Path, model: str | None) -> list[tuple[str, str, dict[str, Any]]]:
+    lines: list[tuple[str, str, dict[str, Any]]] = []
+    for entry in json_entries(file):
+        # A result of ours has much that no table has; whoever writes a file by hand may have mistyped a name.
+        kept = {name: value for name, value in entry.values.items() if not entry.ours or name in benchmarks()}
+        lines.append((entry.place, model or _last_part(entry.model), kept))
+    return lines
+
+
+def _last_part(model: str) -> str:
+    """Of a folder, which is named after its run; hub ids stay."""
+    return Path(model).name if Path(model).expanduser().is_dir() else model
 
 
 def _add(scores: Scores, place: str, name: str, benchmark: str, value: Any) -> None:

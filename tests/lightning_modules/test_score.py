@@ -58,7 +58,9 @@ def test_command_prints_a_table_and_writes_json(files, model_dir, evaluator_dir,
     assert [line.split()[0] for line in lines if line[0] != "-"] == ["document", *files, "corpus"]
     assert "nan" in lines[4]
     written = json.loads(output.read_text())
-    assert set(written) == {"longppl", "perplexity", "key_tokens", "tokens", "documents"}
+    assert set(written) == {"longppl", "perplexity", "key_tokens", "tokens", "documents", "model", "settings"}
+    assert written["model"] == str(model_dir)
+    assert written["settings"]["evaluator"] == str(evaluator_dir)
     assert written["documents"][2]["longppl"] is None
     assert f"{written['longppl']:.4f}" in lines[-1]
 

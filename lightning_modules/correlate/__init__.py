@@ -1,0 +1,1 @@
+"""Perplexities of many models against their benchmark scores."""

@@ -1,0 +1,235 @@
+"""Tasks of lm-evaluation-harness: sets that papers report, and how tasks are loaded."""
+
+import difflib
+import logging
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lm_eval.tasks
+import numpy as np
+import torch
+from lightning.pytorch.utilities.seed import isolate_rng
+from lm_eval.api.group import Group
+from lm_eval.api.task import Task
+from lm_eval.tasks import TaskManager
+
+Metric = tuple[str, str]
+"""Task or group, and the key of one of its metrics: name and filter, such as ``acc,none``."""
+
+
+class TaskSet(NamedTuple):
+    """Tasks that are reported together.
+
+    Attributes:
+        tasks: Names of tasks and groups.
+        folders: Where they stand below ``lm_eval/tasks``: to look through all folders takes 15 s.
+        scores: For each score the metrics that it is the mean of; a score of scores is given by their names.
+    """
+
+    tasks: tuple[str, ...]
+    folders: tuple[str, ...]
+    scores: Mapping[str, tuple[Metric | str, ...]]
+
+
+_LONGBENCH = {
+    "Single-Document QA": ("narrativeqa", "qasper", "multifieldqa_en"),
+    "Multi-Document QA": ("hotpotqa", "2wikimqa", "musique"),
+    "Summarization": ("gov_report", "qmsum", "multi_news"),
+    "Few-shot Learning": ("trec", "triviaqa", "samsum"),
+    "Synthetic Tasks": ("passage_count", "passage_retrieval_en"),
+    "Code Completion": ("lcc", "repobench-p"),
+}
+
+_SHORT = {
+    "MMLU": ("mmlu", "acc,none"),
+    "ARC-C": ("arc_challenge", "acc,none"),
+    "RACE": ("race", "acc,none"),
+    "BBH": ("bbh_cot_fewshot", "exact_match,get-answer"),
+    "TruthfulQA": ("truthfulqa_mc2", "acc,none"),
+    "CommonsenseQA": ("commonsense_qa", "acc,none"),
+}
+
+_RULER = (
+    *(f"niah_single_{number}" for number in (1, 2, 3)),
+    *(f"niah_multikey_{number}" for number in (1, 2, 3)),
+    *("niah_multiquery", "niah_multivalue", "ruler_vt", "ruler_cwe", "ruler_fwe", "ruler_qa_squad", "ruler_qa_hotpot"),
+)
+
+
+def task_sets(lengths: Sequence[int]) -> dict[str, TaskSet]:
+    """The sets by name, with scores named as in the tables of Fang et al. (2025).
+
+    ``short`` are the six of Table 10. The paper says neither how many examples are in the prompt nor which metric
+    counts; here it is what the harness does by default (none, for BBH three with a chain of thought), and accuracy.
+    ``longbench`` are the 16 English tasks of LongBench; its score is the mean of six categories, as in Table 8.
+    ``ruler`` are RULER's 13 tasks as the harness makes them; its score is their mean, over all lengths.
+
+    Args:
+        lengths: Of RULER's prompts, in tokens.
+    """
+    longbench: dict[str, tuple[Metric | str, ...]] = {
+        category: tuple((f"longbench_{task}", "score,none") for task in tasks) for category, tasks in _LONGBENCH.items()
+    }
+    return {
+        "short": TaskSet(
+            tuple(task for task, _ in _SHORT.values()),
+            ("mmlu/default", "arc", "race", "bbh/cot_fewshot", "truthfulqa", "commonsense_qa"),
+            {name: (metric,) for name, metric in _SHORT.items()},
+        ),
+        "longbench": TaskSet(
+            tuple(f"longbench_{task}" for tasks in _LONGBENCH.values() for task in tasks),
+            ("longbench",),
+            {**longbench, "LongBench": tuple(longbench)},
+        ),
+        "ruler": TaskSet(
+            _RULER, ("ruler",), {"RULER": tuple((task, f"{length},none") for task in _RULER for length in lengths)}
+        ),
+    }
+
+
+def expand(words: Sequence[str], sets: Mapping[str, TaskSet]) -> list[str]:
+    """Names of tasks, groups and files, each once, with the sets among them written out.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    names = [name for word in words for name in (sets[word].tasks if word in sets else (word,))]
+    if not names:
+        raise ValueError(f"Name a task: one of lm-evaluation-harness, a YAML file, or a set ({', '.join(sets)}).")
+    return list(dict.fromkeys(names))
+
+
+class LoadedTasks(NamedTuple):
+    """What a name stands for.
+
+    Attributes:
+        tasks: Tasks without parts, by name.
+        groups: Groups of them, the innermost first.
+    """
+
+    tasks: dict[str, Task]
+    groups: list[Group]
+
+
+class TaskLoader:
+    """Finds tasks by name and loads their data.
+
+    Args:
+        words: Tasks, groups, YAML files and sets that will be asked for.
+        include_path: Folder of further task files, which win over those of the harness.
+        lengths: Of RULER's prompts, in tokens.
+        tokenizer: Hub id or folder, by which RULER counts.
+        num_fewshot: Examples in each prompt, for tasks that have any; by default as each task says.
+
+    Attributes:
+        names: What `words` stand for, without sets.
+
+    Raises:
+        ValueError: If a task or the folder is not known.
+    """
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        *,
+        include_path: str | None = None,
+        lengths: Sequence[int] = (4096,),
+        tokenizer: str | None = None,
+        num_fewshot: int | None = None,
+    ) -> None:
+        if include_path is not None and not Path(include_path).expanduser().is_dir():
+            raise ValueError(f"`include_path` must be a folder of task files (YAML), got '{include_path}'.")
+        if num_fewshot is not None and num_fewshot < 0:
+            raise ValueError(f"`num_fewshot` must be 0 or more, got {num_fewshot}.")
+        sets = task_sets(lengths)
+        self.names = expand(words, sets)
+        self.num_fewshot = num_fewshot
+        own = [str(Path(include_path).expanduser())] if include_path is not None else []
+        root = Path(lm_eval.tasks.__file__).parent
+        folders = [str(root / folder) for word in words if word in sets for folder in sets[word].folders]
+        metadata = {"tokenizer": tokenizer, "max_seq_lengths": list(lengths)}
+        with quiet():
+            self.manager = TaskManager(include_path=[*folders, *own], include_defaults=False, metadata=metadata)
+            if not all(map(self._is_known, self.names)):
+                self.manager = TaskManager(include_path=own, metadata=metadata)
+        for name in self.names:
+            if not self._is_known(name):
+                near = difflib.get_close_matches(name, self.manager.all_tasks, n=3)
+                hint = f" Did you mean {' or '.join(near)}?" if near else ""
+                raise ValueError(f"lm-evaluation-harness has no task '{name}', and there is no such file.{hint}")
+
+    def _is_known(self, name: str) -> bool:
+        return name in self.manager.task_index or (Path(name).suffix in (".yaml", ".yml") and Path(name).is_file())
+
+    def load(self, name: str) -> LoadedTasks:
+        """A task, or the tasks of a group, with their data; the same whatever was loaded before.
+
+        Raises:
+            ValueError: If the data cannot be had, a package is missing, or the file is no task.
+        """
+        with isolate_rng(), quiet():
+            seed()
+            try:
+                found = self.manager.load([name])
+            except Exception as error:  # whatever a task, its functions and its data may raise
+                raise ValueError(self._not_loaded(name, error)) from error
+        for task in found["tasks"].values():
+            self._set_examples(task)
+        groups: list[Group] = []
+        for group in found.get("groups", {}).values():
+            _add_innermost_first(group, groups)
+        return LoadedTasks(dict(found["tasks"]), groups)
+
+    def _set_examples(self, task: Any) -> None:
+        default = task.get_config("num_fewshot")
+        # A task that says 0 has its examples in its text, or takes none.
+        if self.num_fewshot is not None and default != 0:
+            task.set_config(key="num_fewshot", value=self.num_fewshot)
+        elif default is None:
+            task.set_config(key="num_fewshot", value=0)
+
+    def _not_loaded(self, name: str, error: Exception) -> str:
+        reason = (str(error).strip().splitlines() or [""])[0].rstrip(".") or type(error).__name__
+        entry = self.manager.task_index.get(name)
+        path = (entry.cfg or {}).get("dataset_path") if entry is not None else None
+        source = f" (dataset '{path}')" if path else ""
+        if isinstance(error, OSError):
+            return (
+                f"The data of the task '{name}'{source} cannot be had: {reason}. Without a network they must be in the"
+                " cache of Hugging Face (HF_HOME): run the task once where there is one, with the same HF_HOME."
+                " HF_HUB_OFFLINE=1 forbids the network; unset it to allow downloads."
+            )
+        if isinstance(error, ImportError):
+            return (
+                f"The task '{name}' needs a package that is missing: {reason}. The extra `eval` has those we know of."
+            )
+        return f"The task '{name}'{source} cannot be loaded: {type(error).__name__}: {reason}. Check its file."
+
+
+def _add_innermost_first(group: Group, groups: list[Group]) -> None:
+    for inner in group.get_all_groups(recursive=False):
+        _add_innermost_first(inner, groups)
+    if group not in groups:
+        groups.append(group)
+
+
+def seed() -> None:
+    """Begin random numbers as the harness does, so that its tasks are those of everybody."""
+    random.seed(0)
+    np.random.seed(1234)
+    torch.manual_seed(1234)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Within, the harness says nothing but warnings."""
+    logger = logging.getLogger("lm_eval")
+    before = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

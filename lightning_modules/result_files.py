@@ -1,0 +1,180 @@
+"""What the commands of this project, and others, have measured of models, read from their result files."""
+
+import csv
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lightning_modules.tasks.registry import GROUPS
+
+_TEXTS = ("texts", "max_tokens", "add_special_tokens")
+"""Settings that a perplexity depends on; LongPPL depends on all."""
+
+
+class Measured(NamedTuple):
+    """What a file says of a model.
+
+    Attributes:
+        place: File, with the line if it has several.
+        model: Name, hub id or folder.
+        values: By name; NaN for what was measured and is no number.
+        main: Names of the values that stand for the others, such as an average over tasks.
+        settings: For each value what it depends on, if the file says so: values of other settings are others.
+        ours: Whether the file is a result of ``longce evaluate`` or ``longce harness``.
+    """
+
+    place: str
+    model: str
+    values: dict[str, float]
+    main: tuple[str, ...]
+    settings: dict[str, dict[str, Any]]
+    ours: bool = False
+
+
+def read_result_file(word: str) -> list[Measured]:
+    """What a file says, an entry for each model.
+
+    Read are the JSON files of ``longce score --output``, the ``results.json`` of ``longce evaluate`` and ``longce
+    harness``, a dictionary ``{"Qwen2-7B": {"LongBench": 42.0}}``, and a CSV file with a line for each model: its name
+    in the column ``model``, values in all others, some of them blank if need be.
+
+    Args:
+        word: A file, or ``NAME=FILE`` for one that speaks of a single model, which gets this name.
+
+    Raises:
+        ValueError: If there is no such file, or it is none of these, or ``NAME=`` is given to one of several models.
+    """
+    name, equals, path = word.partition("=")
+    renamed = bool(equals) and not Path(word).expanduser().is_file()
+    file = Path(path if renamed else word).expanduser()
+    if file.is_dir():
+        file = file / "results.json"
+    if not file.is_file() or file.suffix not in (".csv", ".json") or (renamed and not name):
+        raise ValueError(
+            f"No results at '{word}': give .json or .csv files, folders with a results.json, or NAME=FILE."
+        )
+    entries = _csv_entries(file) if file.suffix == ".csv" else json_entries(file)
+    if renamed and len(entries) != 1:
+        raise ValueError(f"'{file}' speaks of {len(entries)} models: rename them in the file, not by '{name}='.")
+    if renamed:
+        entries = [entries[0]._replace(model=name)]
+    for entry in entries:
+        if not entry.model:
+            raise ValueError(f"{entry.place} does not say which model it is of: give NAME={word}.")
+    return entries
+
+
+def json_entries(file: Path) -> list[Measured]:
+    """What a JSON file says; ``model`` is empty if it does not say of which.
+
+    Raises:
+        ValueError: If it is none that `read_result_file` knows.
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"'{file}' is no JSON: {error}.") from error
+    if not isinstance(content, dict):
+        raise ValueError(_OTHER.format(file=file))
+    for reader, names in _READERS:
+        if names <= set(content):
+            try:
+                return [reader(file, content)]
+            except (KeyError, TypeError, AttributeError) as error:
+                raise ValueError(f"'{file}' is damaged ({error!r}): run the command again that wrote it.") from error
+    if not all(isinstance(entry, dict) for entry in content.values()):
+        raise ValueError(_OTHER.format(file=file))
+    return [_plain(str(file), name, entry) for name, entry in content.items()]
+
+
+_OTHER = (
+    "'{file}' must be a dictionary of models, each a dictionary of benchmarks and scores, or a result of"
+    " `longce score`, `longce evaluate` or `longce harness`."
+)
+
+
+def _score(file: Path, content: Mapping[str, Any]) -> Measured:
+    settings = dict(content.get("settings") or {})
+    values = {name: _number(file, name, content[name]) for name in ("longppl", "perplexity")}
+    texts = {name: settings[name] for name in _TEXTS if name in settings}
+    return Measured(
+        str(file), str(content.get("model") or ""), values, tuple(values), {"longppl": settings, "perplexity": texts}
+    )
+
+
+def _evaluation(file: Path, content: Mapping[str, Any]) -> Measured:
+    """Of ``longce evaluate``: each task, and means over lengths of tasks and of RULER's and LongEval's."""
+    tasks = {
+        task: {int(length): _number(file, task, cell["mean"]) for length, cell in lengths.items()}
+        for task, lengths in content["tasks"].items()
+    }
+    values: dict[str, float] = {}
+    if set(GROUPS["ruler"]) <= set(tasks):
+        values["RULER"] = _mean([_mean(list(tasks[task].values())) for task in GROUPS["ruler"]])
+    for task in GROUPS["longeval"]:
+        if task in tasks:
+            values["LongEval"] = _mean(list(tasks[task].values()))
+            values |= {f"LongEval {length // 1024}k": score for length, score in tasks[task].items()}
+    averages = {int(length): _number(file, "average", value) for length, value in content["average"].items()}
+    values["average"] = _mean(list(averages.values()))
+    main = tuple(name for name in ("RULER", "LongEval") if name in values) or ("average",)
+    values |= {f"average {length}": value for length, value in averages.items()}
+    for task, lengths in tasks.items():
+        values[task] = _mean(list(lengths.values()))
+        values |= {f"{task} {length}": value for length, value in lengths.items()}
+    for name in ("weighted_inc", "weighted_dec", "answer_perplexity", "other_perplexity"):
+        if content.get(name) is not None:
+            values[name] = _number(file, name, content[name])
+    return Measured(str(file), str(content.get("model") or ""), values, main, {}, ours=True)
+
+
+def _harness(file: Path, content: Mapping[str, Any]) -> Measured:
+    """Of ``longce harness``: scores of sets in percent, and the metrics of tasks and groups as they are."""
+    values = {name: _number(file, name, value) for name, value in content["scores"].items()}
+    metrics = {name: entry["metrics"] for name, entry in content["tasks"].items()} | content["groups"]
+    tasks = {
+        f"{task}/{key.removesuffix(',none')}": _number(file, task, value)
+        for task, entry in metrics.items()
+        for key, value in entry.items()
+        if "_stderr," not in key
+    }
+    return Measured(str(file), str(content.get("model") or ""), values | tasks, tuple(values or tasks), {}, ours=True)
+
+
+_READERS = (
+    (_score, {"longppl", "documents"}),
+    (_harness, {"tasks", "groups", "scores"}),
+    (_evaluation, {"tasks", "average"}),
+)
+"""What reads a result of ours, and by which keys it is known."""
+
+
+def _csv_entries(file: Path) -> list[Measured]:
+    with file.open(encoding="utf-8-sig", newline="") as stream:
+        reader = csv.DictReader(stream)
+        if "model" not in (reader.fieldnames or ()):
+            raise ValueError(f"'{file}' has no column 'model', only {reader.fieldnames}: add a first line of names.")
+        entries = []
+        for line in reader:
+            model = line.pop("model")
+            entries.append(_plain(f"{file}:{reader.line_num}", model, {name: line[name] or None for name in line}))
+    return entries
+
+
+def _plain(place: str, model: str, entry: Mapping[str, Any]) -> Measured:
+    values = {name: _number(place, name, value) for name, value in entry.items() if value is not None}
+    return Measured(place, model, values, tuple(values), {})
+
+
+def _number(place: Path | str, name: str, value: Any) -> float:
+    """NaN for null, as which files of ours write it."""
+    try:
+        return math.nan if value is None else float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{place}: '{name}' must be a number, got {value!r}.") from None
+
+
+def _mean(values: list[float]) -> float:
+    return math.fsum(values) / len(values) if values else math.nan

@@ -1,0 +1,117 @@
+import json
+import math
+
+import pytest
+
+from lightning_modules.reproduction.tables_scores import read_scores
+from lightning_modules.result_files import read_result_file
+from lightning_modules.tasks.registry import GROUPS
+
+
+def cell(mean):
+    return {"mean": mean, "error": None, "questions": 1}
+
+
+def write(folder, name, content):
+    file = folder / name
+    file.write_text(json.dumps(content))
+    return str(file)
+
+
+@pytest.fixture
+def evaluation(tmp_path):
+    """Of RULER's tasks at two lengths, the first one better than the others, and of LongEval at one."""
+    tasks = {task: {"4096": cell(80.0), "8192": cell(40.0)} for task in GROUPS["ruler"]}
+    tasks[GROUPS["ruler"][0]] = {"4096": cell(100.0), "8192": cell(100.0)}
+    tasks["longeval_lines"] = {"4096": cell(30.0)}
+    content = {"model": "org/M", "tasks": tasks, "average": {"4096": 70.0}, "answer_perplexity": 2.5, "settings": {}}
+    return write(tmp_path, "evaluation.json", content)
+
+
+@pytest.fixture
+def harness_result(tmp_path):
+    content = {
+        "model": "org/M",
+        "scores": {"LongBench": 31.5, "Summarization": 20.0},
+        "tasks": {"qasper": {"metrics": {"score,none": 0.25, "score_stderr,none": 0.1, "em,strict": 0.5}}},
+        "groups": {"all": {"acc,none": 0.5}},
+    }
+    return write(tmp_path, "harness.json", content)
+
+
+def test_results_of_score(tmp_path):
+    content = {"longppl": None, "perplexity": 3.5, "documents": [], "model": "m"}
+    content["settings"] = {
+        "texts": "t",
+        "max_tokens": None,
+        "add_special_tokens": False,
+        "evaluator": "e",
+        "alpha": 2.0,
+    }
+    (entry,) = read_result_file(write(tmp_path, "score.json", content))
+    assert entry.model == "m"
+    assert math.isnan(entry.values["longppl"])
+    assert entry.values["perplexity"] == 3.5
+    assert entry.settings["perplexity"] == {"texts": "t", "max_tokens": None, "add_special_tokens": False}
+    assert entry.settings["longppl"]["evaluator"] == "e"
+    (renamed,) = read_result_file(f"other={tmp_path / 'score.json'}")
+    assert renamed.model == "other"
+
+
+def test_results_of_evaluate(evaluation):
+    (entry,) = read_result_file(evaluation)
+    assert entry.model == "org/M"
+    assert entry.values["RULER"] == pytest.approx((100 + 12 * 60) / 13)
+    assert entry.values["LongEval"] == entry.values["LongEval 4k"] == 30.0
+    assert entry.values["vt"] == 60.0
+    assert entry.values["vt 8192"] == 40.0
+    assert entry.values["average"] == 70.0
+    assert entry.values["answer_perplexity"] == 2.5
+    assert entry.main == ("RULER", "LongEval")
+
+
+def test_results_of_the_harness(harness_result):
+    (entry,) = read_result_file(harness_result)
+    assert entry.values == {
+        "LongBench": 31.5,
+        "Summarization": 20.0,
+        "qasper/score": 0.25,
+        "qasper/em,strict": 0.5,
+        "all/acc": 0.5,
+    }
+    assert entry.main == ("LongBench", "Summarization")
+
+
+def test_tables_read_them_too(evaluation, harness_result, tmp_path):
+    expected = {"LongBench": 31.5, "Summarization": 20.0}
+    expected |= {"RULER": pytest.approx(820 / 13), "LongEval": 30.0, "LongEval 4k": 30.0}
+    assert read_scores([evaluation, harness_result]) == {"org/M": expected}
+    assert read_scores([f"A-CE-50={harness_result}"]) == {"A-CE-50": {"LongBench": 31.5, "Summarization": 20.0}}
+    run = tmp_path / "B-CE-100"
+    run.mkdir()
+    content = json.loads((tmp_path / "harness.json").read_text())
+    write(tmp_path, "harness.json", content | {"model": str(run)})
+    assert set(read_scores([harness_result])) == {"B-CE-100"}
+    with pytest.raises(ValueError, match=r"is no results\.json of one model: leave 'A='"):
+        read_scores([f"A={tmp_path}"])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "word", "message"),
+    [
+        ("a.txt", "", "a.txt", "No results at"),
+        ("a.json", "[]", "a.json", "must be a dictionary of models"),
+        ("a.json", "{", "a.json", "is no JSON"),
+        ("a.json", '{"m": 1}', "a.json", "must be a dictionary of models"),
+        ("a.json", '{"m": {"RULER": "x"}}', "a.json", "'RULER' must be a number, got 'x'"),
+        ("a.json", '{"tasks": {"vt": 3}, "average": {}}', "a.json", "is damaged"),
+        ("a.json", '{"longppl": 2, "perplexity": 3, "documents": []}', "a.json", "does not say which model"),
+        ("a.csv", "name\n", "a.csv", "no column 'model'"),
+        ("a.csv", "model,x\na,1\nb,2\n", "m=a.csv", "speaks of 2 models"),
+    ],
+)
+def test_bad_files_are_refused(tmp_path, monkeypatch, name, content, word, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=message):
+        read_result_file(word)
