@@ -134,8 +134,8 @@ class LongContextTasks(Callback):
         if trainer.sanity_checking or (self.every_n_steps is not None and trainer.state.fn == TrainerFn.FITTING):
             return
         values = self._round(trainer, pl_module)
-        # All processes have the same values; `log` takes float32.
-        pl_module.log_dict({name: torch.tensor(value, dtype=torch.float32) for name, value in values.items()})
+        tensors = {name: torch.tensor(value, dtype=torch.float32) for name, value in values.items()}
+        pl_module.log_dict(tensors, sync_dist=True)  # of equal numbers, but for the seconds
 
     def _prepare(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Make this process's questions, and see that the others can be made and put."""

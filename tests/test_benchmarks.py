@@ -170,3 +170,21 @@ def test_equal_compute_end_to_end(run, tmp_path, monkeypatch):
     assert len(files) > 20
     run("equal_compute", *options)
     assert files == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.json")}, "what is there is read"
+
+
+def test_recall_tasks_of_a_model_that_has_hardly_learnt(run, tmp_path):
+    sizes = ("--trained_lengths", 160, "--lengths", 160, 224, "--samples", 1, "--depths", 2)
+    table = run("recall_tasks", "--output", tmp_path, "--cpu_seconds", 1, *sizes)
+    assert sum(line[0].startswith("passkey") for line in table) == 2
+    for name in ("random", "trained"):
+        assert (tmp_path / f"{name}_scores" / "figures" / "heat_map.svg").is_file()
+
+
+@pytest.mark.long
+def test_a_model_recalls_in_texts_as_long_as_those_it_learnt_from_and_not_beyond(run, tmp_path):
+    table = run("recall_tasks", "--output", tmp_path, "--mode", "teacher_forced", "--lengths", 208, 1024)
+    rows = [line[0].split() for line in table if line[0].startswith("passkey")]
+    (random_inside, random_beyond), (inside, beyond) = ((float(row[1]), float(row[4])) for row in rows)
+    assert random_inside == random_beyond == 0
+    assert inside > 90
+    assert beyond < 40

@@ -461,7 +461,7 @@ def test_success_exits_with_0_and_help_names_every_command():
     command = [sys.executable, "-c", "from lightning_modules.cli import main; main()", "--help"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0
-    for name in ("fit", "validate", "test", "predict", "data", "influence", "plan", "score", "quickstart"):
+    for name in ("fit", "validate", "test", "predict", "data", "influence", "plan", "score", "evaluate", "quickstart"):
         assert f"\n  {name} " in result.stdout
 
 

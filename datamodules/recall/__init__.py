@@ -15,6 +15,7 @@ from datamodules.recall.language import (
     recall_tokenizer,
 )
 from datamodules.recall.module import RecallDataModule, RecallSource
+from datamodules.recall.task import RecallTask
 
 __all__ = [
     "ABOUT",
@@ -29,6 +30,7 @@ __all__ = [
     "RecallDataModule",
     "RecallRecord",
     "RecallSource",
+    "RecallTask",
     "field_values",
     "genre_words",
     "possible_values",

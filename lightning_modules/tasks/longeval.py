@@ -18,6 +18,9 @@ LINE = "line {key}: REGISTER_CONTENT is <{value}>\n"
 QUESTION = "\nNow the record is over. Tell me what is the <REGISTER_CONTENT> in line {key}? I need the number."
 ANSWER_PREFIX = " Line <{key}>: <REGISTER_CONTENT> is"
 
+LARGEST = 50000
+"""Numbers are drawn from 1 to this."""
+
 
 class LongEvalLines(Task):
     """What is the register content in line brave-otter?
@@ -41,7 +44,7 @@ class LongEvalLines(Task):
     ) -> Example:
         self.check_depth(depth)
         rng = self.random(length, index, seed)
-        key, value, drawn_depth = key_word(rng), rng.randint(1, 50000), rng.random()
+        key, value, drawn_depth = key_word(rng), rng.randint(1, LARGEST), rng.random()
         asked_depth = drawn_depth if depth is None else depth
         taken = {key}
 
@@ -50,7 +53,7 @@ class LongEvalLines(Task):
             while other in taken:
                 other += f"-{rng.choice(NOUNS)}"  # there is no end to lines
             taken.add(other)
-            number = rng.randint(1, 49999)
+            number = rng.randint(1, LARGEST - 1)
             return LINE.format(key=other, value=number + (number >= value))
 
         others = Drawn(draw)

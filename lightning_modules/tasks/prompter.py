@@ -76,13 +76,14 @@ class Prompter:
         ids = _without_end(list(encoding.ids), self.tokenizer)
         # A tokenizer may join the last character of the question with the first of the answer.
         start = next((i for i, (a, b) in enumerate(zip(asked, ids, strict=False)) if a != b), min(len(asked), len(ids)))
+        offsets = encoding.offsets  # once: a list of all tokens is made at each look
         spans, behind = [], len(text)
         for answer in answers:
             first = (text + target).find(answer, behind)
             if first < 0:
                 continue
             behind = first + len(answer)
-            tokens = [i for i in range(start, len(ids)) if _overlap(encoding.offsets[i], (first, behind))]
+            tokens = [i for i in range(start, len(ids)) if _overlap(offsets[i], (first, behind))]
             if tokens:
                 spans.append((tokens[0], tokens[-1] + 1))
         return ForcedAnswer(ids, start, spans)

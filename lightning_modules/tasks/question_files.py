@@ -61,7 +61,7 @@ class OpenQuestion(NamedTuple):
 def read_squad(path: str | Path) -> Collection:
     """SQuAD 1.1 or 2.0 (https://rajpurkar.github.io/SQuAD-explorer), such as ``dev-v2.0.json``, perhaps gzipped.
 
-    As in RULER, questions that have no answer are left out, and related are the other paragraphs of the article.
+    As in RULER, questions that have no answer (2.0) are left out, and related are the other paragraphs of the article.
 
     Raises:
         ValueError: If the file cannot be read or holds something else.
@@ -78,7 +78,7 @@ def read_squad(path: str | Path) -> Collection:
                 own = number[paragraph["context"]]
                 related = tuple(index for index in of_article if index != own)
                 for asked in paragraph["qas"]:
-                    answers = () if asked.get("is_impossible") else _answers(a["text"] for a in asked["answers"])
+                    answers = _answers(answer["text"] for answer in asked["answers"])
                     questions.append(Question(_text(asked["question"]), answers, (own,), related))
         return Collection(documents, [question for question in questions if question.answers])
 

@@ -92,7 +92,10 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "ruler": (*RULER_NEEDLES, "vt", "cwe", "fwe", "qa_1", "qa_2"),
     "ruler_synthetic": (*RULER_NEEDLES, "vt", "cwe", "fwe"),
     "longeval": ("longeval_lines",),
-    "lost_in_the_middle": ("key_values", "key_values_query_both", "multi_document_qa", "multi_document_qa_query_both"),
+    "lost_in_the_middle": (
+        *("key_values", "key_values_query_before", "key_values_query_both"),
+        *("multi_document_qa", "multi_document_qa_query_before", "multi_document_qa_query_both"),
+    ),
     "retrieval": ("needle", "passkey", "first_sentence", "longeval_lines", "key_values"),
 }
 """Names that stand for several tasks."""
@@ -151,4 +154,7 @@ def _import(path: str) -> Task:
         raise ValueError(f"The task '{path}' cannot be imported ({error}): is its folder on PYTHONPATH?") from None
     if not (isinstance(kind, type) and issubclass(kind, Task)):
         raise ValueError(f"'{path}' is no class that derives from lightning_modules.tasks.task.Task.")
-    return kind()
+    try:
+        return kind()
+    except TypeError as error:
+        raise ValueError(f"The task '{path}' cannot be made without arguments ({error}): give them defaults.") from None

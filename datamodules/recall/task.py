@@ -1,0 +1,54 @@
+"""The question of the made-up language as a long-context task, for models that know no other."""
+
+from typing_extensions import override
+
+from datamodules.recall.documents import RecallRecord, recall_questions
+from lightning_modules.tasks.example import Example
+from lightning_modules.tasks.prompter import Prompter
+from lightning_modules.tasks.task import Task
+
+_BEHIND = 6  # words behind the last place where the fact can stand: it itself and the question with its answer
+_FEWEST = 8
+
+
+class RecallTask(Task):
+    """What is the city? A document that says it once, and ends in ``recall city``; see `recall_questions`.
+
+    The answer is one word of the 16 that the field can have: who knows the language and cannot look back is right in
+    6 % of all cases.
+    """
+
+    name = "recall"
+    max_new_tokens = 1
+    varies_depth = True
+
+    @override
+    def example(
+        self, prompter: Prompter, length: int, index: int, *, seed: int = 0, depth: float | None = None
+    ) -> Example:
+        self.check_depth(depth)
+        rng = self.random(length, index, seed)
+        own_seed, drawn_depth = rng.getrandbits(32), rng.random()
+        place = drawn_depth if depth is None else depth
+
+        def record(words: int) -> RecallRecord:
+            return next(recall_questions(1, length=words, depth=(place, place), seed=own_seed))
+
+        def wording(words: int) -> tuple[str, str]:
+            return record(words).text.rpartition(" ")[0], ""
+
+        words = self.fit(prompter, length, wording, least=_FEWEST, guess=length)
+        *_, answer = record(words).words
+        stands = words - 3 - answer.distance
+        return Example(
+            task=self.name,
+            length=length,
+            index=index,
+            prompt=wording(words)[0],
+            answer_prefix="",
+            answers=(answer.text,),
+            target=f" {answer.text}",
+            max_new_tokens=self.max_new_tokens,
+            match="first_word",
+            depth=(stands - 1) / max(1, words - _BEHIND - 1),
+        )
