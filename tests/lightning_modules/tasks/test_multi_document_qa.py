@@ -1,9 +1,12 @@
+import itertools
 import json
+import random
 import re
 
 import pytest
 
 from lightning_modules.tasks.example import contains_answer
+from lightning_modules.tasks.made_up_lives import made_up_lives
 from lightning_modules.tasks.multi_document_qa import MultiDocumentQA
 from tests.lightning_modules.tasks import answerers
 
@@ -61,9 +64,10 @@ def test_the_gold_passage_stands_at_the_depth_that_was_asked_for(nq_open, prompt
 
 
 def test_the_passages_found_for_the_question_come_first_and_in_their_order(nq_open, prompter):
-    found, question = passages(MultiDocumentQA(nq_open, documents=4).example(prompter, 600, 0, depth=1).prompt)
-    number = re.search(r"\d+", question)[0]
-    assert [title for title, _ in found] == [*(f"Distractor {number} {n}" for n in range(3)), f"Gold {number}"]
+    for index in range(5):
+        found, question = passages(MultiDocumentQA(nq_open, documents=4).example(prompter, 600, index, depth=1).prompt)
+        number = re.search(r"\d+", question)[0]
+        assert [title for title, _ in found] == [*(f"Distractor {number} {n}" for n in range(3)), f"Gold {number}"]
 
 
 def test_longer_texts_take_passages_of_other_questions(nq_open, prompter):
@@ -74,6 +78,26 @@ def test_longer_texts_take_passages_of_other_questions(nq_open, prompter):
     own = [n for n, title in enumerate(titles) if title.startswith(f"Distractor {number} ")]
     assert len(own) == 5
     assert max(own) > 6  # shuffled among the others
+
+
+def test_passages_of_other_questions_neither_repeat_nor_answer(tmp_path, prompter):
+    records = [answerers.nq_open_record(number) for number in range(2)]
+    shared = records[0]["ctxs"][0]
+    for record in records:
+        record["ctxs"][-1] = shared
+        record["ctxs"][-2]["text"] = "They say winner0, and WINNER1."
+        record["ctxs"][-2]["hasanswer"] = True  # of its own question: a distractor of neither
+    records[0]["ctxs"][0] = {**shared, "title": "Known", "text": "Winner1 again."}
+    (tmp_path / "nq.jsonl").write_text("\n".join(map(json.dumps, records)))
+    seen = set()
+    for index in range(2):
+        task = MultiDocumentQA(tmp_path / "nq.jsonl", documents=7)
+        found, question = passages(task.example(prompter, 1500, index).prompt)
+        number = re.search(r"\d+", question)[0]
+        assert len(found) == len(set(found)) == 7
+        assert sum(f"winner{number}" in text.lower() for _, text in found) == 1
+        seen.add(number)
+    assert seen == {"0", "1"}
 
 
 def test_drawn_depths_are_everywhere(prompter):
@@ -115,3 +139,10 @@ def test_only_the_first_line_counts(nq_open, prompter):
     example = MultiDocumentQA(nq_open).example(prompter, 600, 0)
     assert example.score(f" It was {example.answers[0].upper()}!\nno") == 1
     assert example.score(f"no\n{example.answers[0]}") == 0
+
+
+def test_made_up_lives_share_no_name():
+    lives = itertools.islice(made_up_lives(random.Random(0)), 1500)
+    names = [name for life in lives for name in {*life.title.split(), *re.findall(r"town of (\w+) as|taught by (\w+),", life.text)}]
+    flat = [name if isinstance(name, str) else "".join(name) for name in names]
+    assert len(flat) == len(set(flat)) == 4 * 1500
