@@ -5,10 +5,11 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_modules.backbone import Backbone, eval_mode
+from lightning_modules.backbone import Backbone
 from lightning_modules.batch import PackedBatch
 from lightning_modules.functional import LikeliestTokens, likeliest_tokens
 from lightning_modules.functional.windows import row_windows
+from lightning_modules.modes import eval_mode
 
 
 class Alternatives(NamedTuple):

@@ -1,6 +1,5 @@
 """A Hugging Face causal LM reduced to its one product: the log-likelihood of tokens, in long and in short contexts."""
 
-import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
@@ -32,6 +31,7 @@ from lightning_modules.functional.linear_head import LinearHead
 from lightning_modules.functional.log_likelihood import Head
 from lightning_modules.functional.windows import Window, draw_windows, row_windows, trim_windows, window_batch
 from lightning_modules.last_layer import last_layer_reads_from
+from lightning_modules.modes import eval_mode, no_autocast_cache
 from lightning_modules.rotary_checks import check_rotary, check_static
 from lightning_modules.zero import GatheringModule, is_gathering_hook, share_parameters, whole_shape
 
@@ -147,7 +147,7 @@ class Backbone(nn.Module):
             ValueError: If a document is longer than learned positions allow, or the model cannot keep documents apart.
         """
         trims = weighing is None and self.trims_last_layer and not torch.is_grad_enabled()
-        with _no_autocast_cache(), last_layer_reads_from(self.decoder, first_scored - 1 if trims else 0):
+        with no_autocast_cache(), last_layer_reads_from(self.decoder, first_scored - 1 if trims else 0):
             hidden_states = self._hidden_states(batch, exchange)
         if reading is not None:
             return self._at_head(hidden_states, function=lambda hidden: reading(hidden, self.head, batch["labels"]))
@@ -411,26 +411,3 @@ class Backbone(nn.Module):
     def check_rotary_dtype(self) -> None:
         """Raise a ``RuntimeError`` unless rotary frequencies are float32 or wider, and what the config asks for."""
         check_rotary(self.base_model)
-
-
-@contextlib.contextmanager
-def _no_autocast_cache() -> Iterator[None]:
-    """Let go of each weight's half-precision copy after its use; each is used once, and together they are the model."""
-    enabled = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(enabled)
-
-
-@contextlib.contextmanager
-def eval_mode(module: nn.Module) -> Iterator[None]:
-    """Switch dropout off, and afterwards put each submodule back into the mode it was in."""
-    training = [part for part in module.modules() if part.training]
-    module.eval()
-    try:
-        yield
-    finally:
-        for part in training:
-            part.training = True

@@ -53,8 +53,8 @@ class Card {
     this.cell = cell;
     this.marks = this.marked();
     this.root.replaceChildren(...(cell ? this.parts(cell) : this.hint));
-    // It grows and never shrinks: what stands below would jump about.
-    this.height = Math.max(this.height ?? 0, this.root.offsetHeight);
+    // It grows, up to a height, and never shrinks: what stands below would jump about.
+    this.height = Math.max(this.height ?? 0, Math.min(this.root.offsetHeight, 480));
     this.root.style.minHeight = `${this.height}px`;
   }
 
@@ -68,23 +68,21 @@ class Card {
   }
 
   parts(cell) {
-    const parts = [];
-    for (let token = cell.first; token < cell.last; token++) {
-      parts.push(element("div", token > cell.first ? "more" : "", ...this.token(token)));
-      if (token - cell.first === 3 && cell.last - token > 1) {
-        parts.push(element("p", "", `and ${cell.last - token - 1} more tokens of this character`));
-        break;
-      }
-    }
-    return parts;
+    const tokens = Array.from({ length: cell.last - cell.first }, (_, index) => cell.first + index);
+    // A character may have many tokens: key tokens are shown before others, then as many as there is room for.
+    const shown = tokens.toSorted((one, other) => this.mask[other] - this.mask[one]).slice(0, 4);
+    const parts = shown.map((token, index) => element("div", index > 0 ? "more" : "", ...this.token(token, cell)));
+    const more = tokens.length - shown.length;
+    return more > 0 ? [...parts, element("p", "", `and ${more} more token${more > 1 ? "s" : ""} of this character`)] : parts;
   }
 
-  token(token) {
+  token(token, cell) {
     const { data } = this, scored = token > 0, has = token >= data.first_short;
     const chip = this.mask[token] ? [element("span", "chip", "key token")] : [];
     const title = element("div", "token", ...visible(data.vocabulary[data.token[token]]));
     title.dir = "auto";
-    const where = element("div", "where", `token ${whole.format(token)} of ${whole.format(data.count)}`);
+    const part = cell.last - cell.first > 1 ? `, part of ${data.text.slice(cell.from, cell.to)}` : "";
+    const where = element("div", "where", `token ${whole.format(token)} of ${whole.format(data.count)}${part}`);
     if (!scored) return [...chip, title, where, element("p", "", "Nothing stands before it: it is not scored.")];
     return [
       ...chip, title, where,

@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -29,7 +31,7 @@ def best(model, tokens, count):
 def reference(model, batch, count, context_length, stride):
     """One document and one window at a time."""
     tokens, borders = batch["input_ids"][0], batch["document_borders"][0]
-    parts = [best(model, tokens[start:stop], count) for start, stop in zip(borders, borders[1:], strict=False)]
+    parts = [best(model, tokens[start:stop], count) for start, stop in pairwise(borders)]
     long = [torch.cat(part) for part in zip(*parts, strict=True)]
     short = [part.clone() for part in long]
     for start, scored, stop in short_context_windows(borders, context_length=context_length, stride=stride):

@@ -54,7 +54,8 @@ def test_key_tokens_are_those_of_torch_for_any_thresholds(tokenizer, other_token
           const mask = new Uint8Array(data.count);
           markKeyTokens(data, alpha, beta ?? -Infinity, mask);
           const keys = keyTokens(mask), inside = judgedKeyTokens(data, keys);
-          return {{ keys, inside, longppl: longPerplexity(data.long, keys), model: longPerplexity(data.judged.long, inside) }};
+          const longppl = longPerplexity(data.long, keys), model = longPerplexity(data.judged.long, inside);
+          return {{ keys, inside, longppl, model }};
         }});""",
     )
     for (alpha, beta), answer in zip(THRESHOLDS, found, strict=True):
@@ -84,10 +85,10 @@ def test_blocks_and_cells_make_up_the_document(inspection):
         inspection,
         """
         const graphemes = new Intl.Segmenter();
-        return cutBlocks(data).map((block) => ({
-          ...block, text: data.text.slice(block.from, block.to),
-          cells: cellsOf(data, block, graphemes).map((cell) => ({ ...cell, text: data.text.slice(cell.from, cell.to) })),
-        }));""",
+        const withText = (part) => ({ ...part, text: data.text.slice(part.from, part.to) });
+        return cutBlocks(data).map((block) => (
+          { ...withText(block), cells: cellsOf(data, block, graphemes).map(withText) }
+        ));""",
     )
     assert "".join(block["text"] for block in found) == NASTY
     cells = [cell for block in found for cell in block["cells"]]
