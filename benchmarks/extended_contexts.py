@@ -27,9 +27,10 @@ from lightning.pytorch import Trainer, seed_everything
 from datamodules import RecallDataModule
 from datamodules.recall import GET, SET, recall_documents, recall_tokenizer
 from datamodules.rows import collate_rows, make_row
-from lightning_modules.backbone import Backbone, eval_mode
+from lightning_modules.backbone import Backbone
 from lightning_modules.loading import load_backbone
 from lightning_modules.long_context_lm import LongContextLM
+from lightning_modules.modes import eval_mode
 from lightning_modules.objectives import CrossEntropy, LongCE
 
 SHORT, LONG, BASE = 64, 512, 10_000.0

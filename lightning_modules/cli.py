@@ -24,6 +24,7 @@ from lightning_modules.commands import (
     evaluate_command,
     export_command,
     harness_command,
+    inspect_command,
     reproduce_command,
     score_command,
     summary,
@@ -56,6 +57,7 @@ commands:
   quickstart  make a corpus, train a tiny evaluator and fine-tune a tiny model with LongCE, all offline
   score       LongPPL and perplexity of text files, by a model and an evaluator
   evaluate    scores on long-context tasks (RULER, LongEval, needles, ..) of any model, by length and depth
+  inspect     one HTML page of a document: key tokens, and what both contexts say of each token
   fit         fine-tune a model, evaluated by LongPPL as it trains
   validate    evaluate a model on the validation documents
   test        evaluate a model on the test documents
@@ -333,6 +335,7 @@ def influence_command(arguments: Sequence[str]) -> None:
 COMMANDS: dict[str, Callable[[Sequence[str]], object]] = {
     "plan": plan_command,
     "score": score_command,
+    "inspect": inspect_command,
     "evaluate": evaluate_command,
     "influence": influence_command,
     "export": export_command,

@@ -16,8 +16,9 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from lightning_modules.attention import borders_given
-from lightning_modules.backbone import Backbone, CacheUse, eval_mode, no_autocast_cache
+from lightning_modules.backbone import Backbone, CacheUse
 from lightning_modules.last_layer import last_layer_reads_from
+from lightning_modules.modes import eval_mode, no_autocast_cache
 from lightning_modules.passes import Passes
 
 log = logging.getLogger(__name__)

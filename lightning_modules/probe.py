@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from lightning_modules.attention import DOCUMENT_SDPA
-from lightning_modules.backbone import Backbone, eval_mode
+from lightning_modules.backbone import Backbone
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional.head_kernels import check_kernel
+from lightning_modules.modes import eval_mode
 
 log = logging.getLogger(__name__)
 

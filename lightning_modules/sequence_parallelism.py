@@ -23,9 +23,10 @@ from transformers import PreTrainedConfig
 from typing_extensions import override
 
 from lightning_modules.attention import DOCUMENT_SDPA, document_attention
-from lightning_modules.backbone import Backbone, eval_mode
+from lightning_modules.backbone import Backbone
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional import Weighing
+from lightning_modules.modes import eval_mode
 from lightning_modules.patterns import PATTERNS
 from lightning_modules.sharding import FullyShardedStrategy
 

@@ -7,9 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_modules.backbone import Backbone, eval_mode, no_autocast_cache
+from lightning_modules.backbone import Backbone
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional import token_log_likelihood
+from lightning_modules.modes import eval_mode, no_autocast_cache
 from lightning_modules.passes import Passes
 from lightning_modules.tasks.prompter import ForcedAnswer
 

@@ -119,12 +119,17 @@ def encode_document(
         ``[1, T]`` row with ``text``, ``offsets`` and ``names``. All tokens but the first are scored.
 
     Raises:
-        ValueError: If the text is empty or white space only, or has no token.
+        ValueError: If the text is empty or white space only, has no token, or holds a lone surrogate.
     """
     if not text.strip():
         raise ValueError(f"Document '{name}' is empty: there is nothing to score. Remove it or check its path.")
     # The backend itself: it does not warn of a "maximum sequence length" before the row is cut.
-    encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    try:
+        encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    except TypeError as error:
+        raise ValueError(
+            f"Document '{name}' is no Unicode text: it holds a lone surrogate. Read its file with `errors='replace'`."
+        ) from error
     input_ids = torch.tensor([encoding.ids[:max_tokens]], dtype=torch.int64)
     offsets = torch.tensor([encoding.offsets[:max_tokens]], dtype=torch.int64)
     length = input_ids.shape[1]

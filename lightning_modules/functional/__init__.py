@@ -2,6 +2,7 @@
 
 from lightning_modules.functional.alignment import merge_spans, span_token_mask, transfer_influence
 from lightning_modules.functional.fused_long_cross_entropy import Weighing, WeightedLoss, fused_long_cross_entropy
+from lightning_modules.functional.greedy import greedy_targets
 from lightning_modules.functional.influence import (
     key_token_mask,
     long_short_difference,
@@ -9,7 +10,7 @@ from lightning_modules.functional.influence import (
     soft_influence,
     threshold_influence,
 )
-from lightning_modules.functional.likeliest import likeliest_tokens
+from lightning_modules.functional.likeliest_tokens import LikeliestTokens, likeliest_tokens
 from lightning_modules.functional.log_likelihood import token_log_likelihood
 from lightning_modules.functional.long_cross_entropy import long_cross_entropy
 from lightning_modules.functional.long_perplexity import long_perplexity
@@ -17,6 +18,7 @@ from lightning_modules.functional.power_law import PowerLaw, fit_power_law
 from lightning_modules.functional.windows import ShortContext, Window, short_context_windows
 
 __all__ = [
+    "LikeliestTokens",
     "PowerLaw",
     "ShortContext",
     "Weighing",
@@ -24,6 +26,7 @@ __all__ = [
     "Window",
     "fit_power_law",
     "fused_long_cross_entropy",
+    "greedy_targets",
     "key_token_mask",
     "likeliest_tokens",
     "long_cross_entropy",

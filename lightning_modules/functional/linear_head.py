@@ -1,5 +1,6 @@
 """A head that is one matrix product: its logits can be made in tiles that never leave the processor's cache."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -65,6 +66,17 @@ def wide_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tenso
     else:
         logits = torch.mm(rows, weight.T, out=buffer[: len(rows), : len(weight)])
     return logits if bias is None else logits.add_(bias)
+
+
+def wide_logits(rows: Tensor, head: "Callable[[Tensor], Tensor] | LinearHead") -> Tensor:
+    """``[n, V]`` logits of ``[n, D]`` hidden states, float32 or wider; as exact as those that tokens are scored by."""
+    if isinstance(head, LinearHead):
+        operands, weight, bias = head.operands(rows)
+        logits = wide_linear(operands, weight, bias, logits_buffer(operands, len(operands), len(weight)))
+        logits = logits if head.soft_cap is None else logits.div_(head.soft_cap).tanh_().mul_(head.soft_cap)
+    else:
+        logits = head(rows)
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def _widens(operand: Tensor) -> bool:

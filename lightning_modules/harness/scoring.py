@@ -10,10 +10,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_modules.backbone import Backbone, eval_mode, no_autocast_cache
+from lightning_modules.backbone import Backbone
 from lightning_modules.batch import PackedBatch
-from lightning_modules.functional import likeliest_tokens
+from lightning_modules.functional import greedy_targets
 from lightning_modules.last_layer import last_layer_reads_from
+from lightning_modules.modes import eval_mode, no_autocast_cache
 from lightning_modules.passes import Passes
 
 Answer = TypeVar("Answer")
@@ -147,4 +148,4 @@ def _pass(backbone: Backbone, continuations: Sequence[Continuation], batch: list
     with last_layer_reads_from(backbone.decoder, start if backbone.trims_last_layer else 0):
         hidden_states = backbone.hidden_states(rows)
     predictors = hidden_states.flatten(0, 1).index_select(0, read.to(backbone.device))
-    return likeliest_tokens(predictors, backbone.head, targets.to(backbone.device))
+    return greedy_targets(predictors, backbone.head, targets.to(backbone.device))

@@ -10,10 +10,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from lightning_modules.backbone import Backbone, eval_mode
+from lightning_modules.backbone import Backbone
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.evaluator import score_text
 from lightning_modules.functional import long_perplexity, merge_spans, span_token_mask
+from lightning_modules.modes import eval_mode
 from lightning_modules.reproduction.settings import Corpus, Miniature, Record
 from lightning_modules.tokenization import encode_document
 

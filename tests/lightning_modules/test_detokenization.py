@@ -4,7 +4,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from datamodules.recall import recall_tokenizer
-from lightning_modules.detokenization import TokenCharacters
+from lightning_modules.detokenization import TokenCharacters, token_texts
 from tests.conftest import make_text
 
 TEXT = "Über naïve cafés, 日本語 🙂🙃 and ba\n ce; e\u0301"
@@ -114,3 +114,19 @@ def test_unknown_decoders_are_refused(tokenizer):
         backend.decoder = decoder if match == "WordPiece" else decoders.Sequence([decoder, decoders.Strip("T", 1, 0)])
         with pytest.raises(ValueError, match=match):
             TokenCharacters(PreTrainedTokenizerFast(tokenizer_object=backend))
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "sentencepiece"])
+def test_each_token_reads_by_itself(kind, tokenizer, corpus):
+    tokenizer = tokenizer if kind == "byte-level" else sentencepiece_like(corpus)
+    ids = tokenizer.backend_tokenizer.encode("an 🙂 ba", add_special_tokens=False).ids
+    special = tokenizer.convert_tokens_to_ids("</s>")
+    texts = token_texts(tokenizer, [*ids, special, 9999])
+    assert "".join(texts[:-2]).lstrip() == "an <0xF0><0x9F><0x99><0x82> ba"
+    assert texts[-2:] == ["</s>", "<9999>"]
+
+
+def test_tokens_that_are_joined_in_an_unknown_way_read_as_in_the_vocabulary(corpus):
+    tokenizer = Tokenizer(models.WordPiece({"[UNK]": 0, "ba": 1, "##ce": 2}, unk_token="[UNK]"))
+    tokenizer.decoder = decoders.WordPiece()
+    assert token_texts(PreTrainedTokenizerFast(tokenizer_object=tokenizer), [1, 2]) == ["ba", "##ce"]

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from lightning_modules.functional.linear_head import LinearHead, logits_buffer, wide_linear
+from lightning_modules.functional.linear_head import wide_logits
 from lightning_modules.functional.log_likelihood import (
     Head,
     check_chunk_size,
@@ -13,7 +13,7 @@ from lightning_modules.functional.log_likelihood import (
 )
 
 
-def likeliest_tokens(
+def greedy_targets(
     predictors: Tensor, head: Head, targets: Tensor, *, chunk_size: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Log-likelihood of each target, and whether no other token is likelier.
@@ -38,7 +38,7 @@ def likeliest_tokens(
     Example:
         >>> head = torch.nn.Linear(1, 3, bias=False)
         >>> head.weight.data = torch.tensor([[0.0], [1.0], [0.0]])
-        >>> likeliest_tokens(torch.zeros(2, 1), head, torch.tensor([0, 1]))[1]
+        >>> greedy_targets(torch.zeros(2, 1), head, torch.tensor([0, 1]))[1]
         tensor([ True, False])
     """
     check_chunk_size(chunk_size)
@@ -51,7 +51,7 @@ def likeliest_tokens(
     log_likelihood, likeliest = [], []
     with torch.no_grad():
         for rows, tokens in zip(predictors.split(size), targets.split(size), strict=True):
-            logits = _logits(rows, head)
+            logits = wide_logits(rows, head)
             check_targets(tokens, logits.shape[-1])
             likeliest.append(logits.argmax(-1) == tokens)  # before the softmax takes the logits' place
             log_likelihood += [block for _, _, block in softmax_blocks(logits, tokens)]
@@ -59,12 +59,3 @@ def likeliest_tokens(
         wide = torch.promote_types(predictors.dtype, torch.float32)
         return predictors.new_zeros(0, dtype=wide), targets.new_zeros(0, dtype=torch.bool)
     return torch.cat(log_likelihood), torch.cat(likeliest)
-
-
-def _logits(rows: Tensor, head: Head) -> Tensor:
-    """``[n, V]`` logits; of a linear head in float32 where the device multiplies half-precision operands into it."""
-    if not isinstance(head, LinearHead):
-        return head(rows)
-    operands, weight, bias = head.operands(rows)
-    logits = wide_linear(operands, weight, bias, logits_buffer(operands, len(operands), len(weight)))
-    return logits if head.soft_cap is None else logits.div_(head.soft_cap).tanh_().mul_(head.soft_cap)

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lightning_modules.functional import likeliest_tokens
+from lightning_modules.functional import greedy_targets
 from lightning_modules.functional.linear_head import LinearHead
 
 
@@ -21,7 +21,7 @@ def test_matches_one_token_at_a_time_in_float64(chunk_size, kind):
             logits = torch.tanh(logits / 4.0) * 4.0
     targets[::2] = logits.argmax(-1)[::2]
     expected = torch.stack([row.log_softmax(0)[target] for row, target in zip(logits, targets, strict=True)])
-    found, likeliest = likeliest_tokens(
+    found, likeliest = greedy_targets(
         predictors, module if kind == "module" else linear, targets, chunk_size=chunk_size
     )
     torch.testing.assert_close(found, expected.float())
@@ -32,9 +32,9 @@ def test_matches_one_token_at_a_time_in_float64(chunk_size, kind):
 
 def test_nothing_to_score_and_bad_input():
     head = torch.nn.Linear(2, 3)
-    found, likeliest = likeliest_tokens(torch.zeros(0, 2), head, torch.zeros(0, dtype=torch.int64))
+    found, likeliest = greedy_targets(torch.zeros(0, 2), head, torch.zeros(0, dtype=torch.int64))
     assert found.shape == likeliest.shape == (0,)
     with pytest.raises(ValueError, match=r"`targets` \[N\] of int64"):
-        likeliest_tokens(torch.zeros(2, 2), head, torch.zeros(1, dtype=torch.int64))
+        greedy_targets(torch.zeros(2, 2), head, torch.zeros(1, dtype=torch.int64))
     with pytest.raises(ValueError, match="Label 3 is none of the 3 tokens"):
-        likeliest_tokens(torch.zeros(1, 2), head, torch.tensor([3]))
+        greedy_targets(torch.zeros(1, 2), head, torch.tensor([3]))
