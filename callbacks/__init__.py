@@ -2,7 +2,8 @@
 
 from callbacks.external_evaluator import ExternalEvaluator
 from callbacks.huggingface_export import HuggingFaceExport
+from callbacks.key_token_inspector import KeyTokenInspector
 from callbacks.step_checkpoint import StepCheckpoint
 from callbacks.token_scores_writer import TokenScoresWriter
 
-__all__ = ["ExternalEvaluator", "HuggingFaceExport", "StepCheckpoint", "TokenScoresWriter"]
+__all__ = ["ExternalEvaluator", "HuggingFaceExport", "KeyTokenInspector", "StepCheckpoint", "TokenScoresWriter"]
