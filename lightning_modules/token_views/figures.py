@@ -88,7 +88,7 @@ def position_figure(
             axes[1].step(means[0], means[1 + key_share], where="mid", color="C3")
             axes[1].set(ylabel="key tokens", ylim=(0, None))
             axes[1].yaxis.set_major_formatter(PercentFormatter(1.0))
-        ticks = 4.0 ** np.arange(1 + np.ceil(np.log(means[0, -1]) / np.log(4)))
+        ticks = 4.0 ** np.arange(1 + np.floor(np.log(means[0, -1]) / np.log(4)))
         axes[-1].set_xscale("log", base=4)
         axes[-1].set_xticks(ticks, [f"{tick:,.0f}" for tick in ticks])
         axes[-1].set_xlabel("tokens of context (position in the document)")

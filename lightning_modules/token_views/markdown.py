@@ -80,7 +80,9 @@ def helped_markdown(documents: Sequence[ScoredDocument], *, count: int = 20) -> 
         ]
         for lsd, document, index in found[:count]
     ]
-    return _table(["token", "long", "short", "LSD (nats)", "key", "seen before, tokens ago", "where"], rows)
+    return _table(
+        ["token", "probability, long", "short context", "LSD (nats)", "key", "last seen, tokens ago", "where"], rows
+    )
 
 
 def learned_markdown(
@@ -110,7 +112,10 @@ def learned_markdown(
         ]
         for index in sorted(chosen)
     ]
-    table = _table(["key token", f"at step {then:,}", "now", "change (nats)", "now, in the short context"], rows)
+    table = _table(
+        ["key token", f"probability at step {then:,}", "probability now", "change (nats)", "now, in the short context"],
+        rows,
+    )
     if not document.key.any():
         return "This document has no key token."
     mean_then, mean_now = float(long_then[document.key].mean()), float(document.long[document.key].mean())

@@ -71,7 +71,7 @@ def draw_scores(
 
     Args:
         writer: A ``SummaryWriter``.
-        scores: Of one model; nothing of them is kept.
+        scores: Of one model; nothing of them is kept. Tokens without a short context are not compared.
         alpha: A key token's long-short difference exceeds it, in nats.
         beta: A key token's long log-likelihood exceeds it, in nats.
         scored_by: That model: ``evaluator`` or ``model``.
@@ -85,8 +85,9 @@ def draw_scores(
         positions.add(torch.arange(1, len(long) + 1), -long, -short, key)
         documents += 1
     title = f"{scored_by}, {documents:,} documents"
-    figure = benefit_figure(benefit, alpha=alpha, beta=beta, title=title)
-    writer.add_image(f"lsd_and_lcl/{scored_by}", figure, step, dataformats="HWC")
+    if benefit.counts.any():
+        figure = benefit_figure(benefit, alpha=alpha, beta=beta, title=title)
+        writer.add_image(f"lsd_and_lcl/{scored_by}", figure, step, dataformats="HWC")
     if positions.sums[0].any():
         figure = position_figure(positions, title=title, short=1, key_share=2)
         writer.add_image(f"loss_by_context/{scored_by}", figure, step, dataformats="HWC")
