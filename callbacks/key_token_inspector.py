@@ -109,9 +109,9 @@ class KeyTokenInspector(Callback):
         """Where to draw; the layout of custom scalars belongs to a folder of events, and is written once."""
         if self._writers:
             return
-        if self.short_context:
-            check_static(pl_module.backbone.base_model.config, compares=True)
         self._writers = [logger.experiment for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
+        if self._writers and self.short_context:
+            check_static(pl_module.backbone.base_model.config, compares=True)
         for writer in self._writers:
             writer.add_custom_scalars(custom_scalars())
 

@@ -57,7 +57,7 @@ def excerpts_markdown(document: ScoredDocument, *, tokens: int, title: str) -> s
 
 
 def helped_markdown(documents: Sequence[ScoredDocument], *, count: int = 20) -> str:
-    """A table of the tokens that the long context helps most.
+    """A table of the tokens that the long context helps most, with their probabilities.
 
     Args:
         documents: With the scores of one model.
@@ -81,7 +81,7 @@ def helped_markdown(documents: Sequence[ScoredDocument], *, count: int = 20) -> 
         for lsd, document, index in found[:count]
     ]
     return _table(
-        ["token", "probability, long", "short context", "LSD (nats)", "key", "last seen, tokens ago", "where"], rows
+        ["token", "long context", "short context", "LSD (nats)", "key token", "last seen, tokens ago", "where"], rows
     )
 
 
