@@ -216,18 +216,19 @@ def test_other_loggers_get_nothing_and_one_warning(model_dir, documents, tmp_pat
     assert inspector._inspected == []
 
 
-def test_the_sanity_check_draws_nothing(model_dir, documents, tmp_path):
-    fit(
-        model_dir,
-        [KeyTokenInspector()],
-        documents,
-        tmp_path,
-        num_sanity_val_steps=2,
-        limit_val_batches=2,
-        val_check_interval=4,
-    )
-    steps = [image.step for image in read(tmp_path).Images("key_tokens/0_doc0_by_X/model")]
-    assert steps == [4]
+class Sane(KeyTokenInspector):
+    def on_sanity_check_end(self, trainer, pl_module):
+        self.inspected = list(self._inspected)
+
+
+def test_the_sanity_check_scores_and_draws_nothing(model_dir, evaluator_dir, documents, tmp_path):
+    judge = ExternalEvaluator(str(evaluator_dir), **JUDGED, cache_dir=str(tmp_path / "cache"))
+    inspector, settings = Sane(), {"num_sanity_val_steps": 2, "limit_val_batches": 2, "val_check_interval": 4}
+    fit(model_dir, [judge, inspector], documents, tmp_path / "logs", **settings)
+    assert inspector.inspected == []
+    events = read(tmp_path / "logs")
+    for name in ("model", "evaluator"):
+        assert [image.step for image in events.Images(f"key_tokens/0_doc0_by_X/{name}")] == [4]
 
 
 @pytest.mark.parametrize(
