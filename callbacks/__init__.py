@@ -3,6 +3,7 @@
 from callbacks.external_evaluator import ExternalEvaluator
 from callbacks.harness import LMEvaluationHarness
 from callbacks.huggingface_export import HuggingFaceExport
+from callbacks.key_token_inspector import KeyTokenInspector
 from callbacks.long_context_tasks import LongContextTasks
 from callbacks.step_checkpoint import StepCheckpoint
 from callbacks.token_scores_writer import TokenScoresWriter
@@ -10,6 +11,7 @@ from callbacks.token_scores_writer import TokenScoresWriter
 __all__ = [
     "ExternalEvaluator",
     "HuggingFaceExport",
+    "KeyTokenInspector",
     "LMEvaluationHarness",
     "LongContextTasks",
     "StepCheckpoint",

@@ -50,6 +50,10 @@ class ExternalEvaluator(Callback):
         sharded: Divide the evaluator among all processes (FSDP2) instead of loading all of it in each: for one that
             does not fit on a device beside the model in training. Works with every strategy.
 
+    Attributes:
+        scores: The evaluator's scores of the documents of the last evaluation, those of this process, by the SHA-256 of
+            their text; empty with ``key_spans``.
+
     Raises:
         ValueError: If not exactly one of ``evaluator`` and ``key_spans`` is given, one cannot be found, or a threshold
             makes no sense.
@@ -99,7 +103,7 @@ class ExternalEvaluator(Callback):
         self.longppl = LongPerplexity()
         self.longppl_soft = LongPerplexity()
         self._counts = torch.zeros(4, dtype=torch.float64)
-        self._evaluated: dict[str, TokenScores] = {}
+        self.scores: dict[str, TokenScores] = {}
         self._drawn: set[str] = set()
 
     def influence(self, batch: PackedBatch, row: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
@@ -118,7 +122,7 @@ class ExternalEvaluator(Callback):
         if self.evaluator is None:
             return span_token_mask(offsets, self._precomputed_spans(batch["text"][row], name)) & scored, None
         scores = self.evaluator.scores(batch["text"][row], device=device, name=name)
-        self._evaluated[scores.text_sha256] = scores
+        self.scores[scores.text_sha256] = scores
         hard = span_token_mask(offsets, scores.key_spans(alpha=self.alpha, beta=self.beta))
         soft = transfer_influence(scores.soft_influence(gamma=self.gamma), scores.offsets, offsets)
         return hard & scored, soft * scored
@@ -139,7 +143,7 @@ class ExternalEvaluator(Callback):
         for metric in (self.longppl, self.longppl_soft):
             metric.to(pl_module.device).reset()
         self._counts = torch.zeros(4, dtype=torch.float64)
-        self._evaluated = {}
+        self.scores = {}
 
     def _add(self, pl_module: LightningModule, outputs: Any, batch: PackedBatch) -> None:
         if "text" not in batch:
@@ -183,11 +187,11 @@ class ExternalEvaluator(Callback):
 
     def _draw_histograms(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Of the evaluator's scores on this process, which do not change: once for each set of documents."""
-        if not self._evaluated or set(self._evaluated) <= self._drawn or trainer.sanity_checking:
+        if not self.scores or set(self.scores) <= self._drawn or trainer.sanity_checking:
             return
-        self._drawn |= set(self._evaluated)
-        long = torch.cat([scores.long for scores in self._evaluated.values()])
-        difference = long - torch.cat([scores.short for scores in self._evaluated.values()])
+        self._drawn |= set(self.scores)
+        long = torch.cat([scores.long for scores in self.scores.values()])
+        difference = long - torch.cat([scores.short for scores in self.scores.values()])
         compared = difference != 0  # tokens without a short context would be one great bar at 0
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger) and compared.any():

@@ -1,6 +1,7 @@
 """The LightningModule: a causal LM, an objective, and nothing that judges it."""
 
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -65,7 +66,6 @@ REFERENCE_TOKENS = 2**15
 """What a batch's loss is divided by in its backward pass: any number gives the same step, if it is the same in all
 batches and processes. About the tokens of a row keep float16 gradients in range; a power of 2 rounds nothing."""
 
-
 TRAINED = "trained_weights"
 """Where a checkpoint without the weights that adapters leave as they were names those that it has."""
 
@@ -110,6 +110,9 @@ class LongContextLM(EvaluationSteps):
         ValueError: If ``context_length`` or ``stride`` is below 1, or ``short_window_share`` is not in (0, 1], or below
             1 for an objective that is normalised.
     """
+
+    token_observer: Callable[[Tensor, Tensor, Weighing, Tensor], None] | None = None
+    """Shown the ``[B, T]`` log-likelihoods, weights, weighing and labels of each batch, for a callback."""
 
     def __init__(
         self,
@@ -295,6 +298,8 @@ class LongContextLM(EvaluationSteps):
         loss, log_likelihood, influence = self.backbone(batch, weighing, exchange=exchange)
         self._check_finite(loss, batch_idx)
         self._statistics.update(log_likelihood, influence, batch["labels"], cap=objective.largest_weight)
+        if self.token_observer is not None:
+            self.token_observer(log_likelihood, influence, weighing, batch["labels"])
         return loss
 
     def _short_pass(self, batch: PackedBatch, batch_idx: int) -> ShortContext:

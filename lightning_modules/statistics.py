@@ -65,6 +65,7 @@ class TrainingStatistics:
             weight.sum(),
             (weight > 1).sum(),
             (at_cap & scored).sum(),
+            weight.square().sum(),
         ]
         batch = torch.stack([value.double() for value in sums])
         self.batch_tokens = batch[2]
@@ -74,7 +75,7 @@ class TrainingStatistics:
         """Float32 scalars by name; every process must call it."""
         if self._sums is None:
             raise RuntimeError("An optimizer step without a training batch before it has no statistics.")
-        loss, nll, tokens, weights, above, capped = strategy.reduce(self._sums, reduce_op="sum").unbind()
+        loss, nll, tokens, weights, above, capped, squares = strategy.reduce(self._sums, reduce_op="sum").unbind()
         # Without any weight there is no gradient either, whatever it is divided by.
         self.step_divisor = weights.where(weights > 0, 1.0) if self.objective.normalised else tokens.clamp(min=1)
         self.stop_clock()
@@ -88,6 +89,8 @@ class TrainingStatistics:
             values["weight_mean"] = weights / tokens
         if weighs and not self.drawn:
             values["weight_above_1"] = above / tokens
+            # Kish's effective sample size, as a share: so many tokens of equal weight make a mean as noisy.
+            values["weight_effective_share"] = weights.square() / (squares * tokens).clamp(min=1e-300)
         if self.objective.largest_weight is not None and not self.drawn:
             values["weight_at_cap"] = capped / tokens
         return {name: value.float() for name, value in values.items()}

@@ -165,7 +165,8 @@ def test_stored_weights_give_the_loss_and_gradients_of_longce_without_a_short_pa
         del sums["tokens_per_second"]
         results.append([loss, sums, [parameter.grad for parameter in module.parameters()]])
     torch.testing.assert_close(*results)
-    assert set(sums) == {"loss", "perplexity", "weight_mean", "weight_above_1", "weight_at_cap"}
+    shares = {"weight_above_1", "weight_at_cap", "weight_effective_share"}
+    assert set(sums) == {"loss", "perplexity", "weight_mean", *shares}
 
 
 def test_stored_weights_and_objective_must_agree(folder):
@@ -193,10 +194,9 @@ def test_fit_logs_means_over_all_micro_batches_and_lowers_the_loss(folder, tmp_p
     runner.fit(module, loader(*(rows * 8)))
 
     assert len(logged) == 8
-    assert set(logged[0]) == {
-        f"train/{name}"
-        for name in ("loss", "perplexity", "weight_mean", "weight_above_1", "weight_at_cap", "tokens_per_second")
-    }
+    shares = ("weight_above_1", "weight_at_cap", "weight_effective_share")
+    names = ("loss", "perplexity", "weight_mean", *shares, "tokens_per_second")
+    assert set(logged[0]) == {f"train/{name}" for name in names}
     with torch.no_grad():
         pairs = [first.backbone.long_and_short(batch, context_length=8, stride=4) for batch in rows]
     long, short = (torch.cat([part[0][1:] for part in parts]) for parts in zip(*pairs, strict=True))
@@ -207,6 +207,8 @@ def test_fit_logs_means_over_all_micro_batches_and_lowers_the_loss(folder, tmp_p
     assert logged[0]["train/weight_above_1"] == pytest.approx(float((weight > 1).float().mean()))
     assert logged[0]["train/weight_at_cap"] == pytest.approx(float((weight == 5).float().mean()))
     assert logged[0]["train/weight_at_cap"] > 0
+    effective = weight.sum() ** 2 / weight.square().sum() / len(weight)
+    assert logged[0]["train/weight_effective_share"] == pytest.approx(float(effective), rel=1e-4)
     assert logged[0]["train/tokens_per_second"] > 0
     assert logged[-1]["train/loss"] < 0.9 * logged[0]["train/loss"]
 
@@ -378,7 +380,8 @@ def test_statistics_of_drawn_windows_are_means_only(folder, tmp_path):
     fit = trainer(tmp_path)
     fit.fit(module, loader(row(0), row(1)))
     assert "train/weight_mean" in fit.callback_metrics
-    assert not {"train/weight_above_1", "train/weight_at_cap"} & set(fit.callback_metrics)
+    drawn = {"train/weight_above_1", "train/weight_at_cap", "train/weight_effective_share"}
+    assert not drawn & set(fit.callback_metrics)
 
 
 @pytest.mark.parametrize("share", [0.0, 1.5])

@@ -1,0 +1,232 @@
+"""Key tokens and token weights in TensorBoard: as text, as pictures, and over training."""
+
+from typing import Any
+
+import torch
+from jsonargparse.typing import PositiveInt
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from typing_extensions import override
+
+from callbacks.external_evaluator import ExternalEvaluator
+from lightning_modules.batch import IGNORE_INDEX, PackedBatch
+from lightning_modules.evaluation_steps import EvaluationSteps
+from lightning_modules.functional import Weighing, key_token_mask
+from lightning_modules.long_context_lm import LongContextLM
+from lightning_modules.rotary_checks import check_static
+from lightning_modules.token_scores import TokenScores, text_sha256
+from lightning_modules.token_views import (
+    EvaluationPanels,
+    InspectedDocument,
+    PositionSums,
+    WeightSample,
+    custom_scalars,
+    draw_weights,
+)
+
+
+class KeyTokenInspector(Callback):
+    """Shows in TensorBoard which tokens need the long context, and what the model in training makes of them.
+
+    Of some validation documents: the text around key tokens, bold and with their numbers under the mouse; the same as a
+    picture in colours, by the evaluator once and by the model at each evaluation; how likely the model finds key tokens
+    now and did at first; the most helped tokens. Of all: loss by the length of the context with its power law
+    (``val/power_law_..``), and the evaluator's long-short differences and log-likelihoods. Of training: the token
+    weights of the objective and the model's own long-short differences. The page of custom scalars shows LongPPL beside
+    perplexity.
+
+    The evaluator's scores are those of the first `ExternalEvaluator` among the callbacks, which scores nothing a second
+    time for it; without one the model's own scores stand for them. An evaluation costs the short passes of the
+    inspected documents and a fraction of a second of drawing for each; what is kept does not grow in training. With
+    several processes, documents and weights are those of the first one; losses by context are those of all. Loggers
+    other than TensorBoard get nothing.
+
+    Args:
+        documents: How many validation documents, the first ones; or the names or ids (first words of names) of some.
+        excerpt_tokens: Tokens shown of each, those around key tokens, at most.
+        short_context: Whether the model in training scores the inspected documents in the short context, too.
+        weights_every_n_steps: Optimizer steps from one histogram of the token weights to the next.
+        alpha: A key token's long-short difference exceeds it, in nats; used without an `ExternalEvaluator` only.
+        beta: A key token's long log-likelihood exceeds it, in nats; used without an `ExternalEvaluator` only.
+
+    Raises:
+        ValueError: If a threshold makes no sense, or ``documents`` names none.
+    """
+
+    def __init__(
+        self,
+        documents: PositiveInt | list[str] = 2,
+        excerpt_tokens: PositiveInt = 600,
+        short_context: bool = True,
+        weights_every_n_steps: PositiveInt = 10,
+        alpha: float = 2.0,
+        beta: float = -2.0,
+    ) -> None:
+        if not documents:
+            raise ValueError(f"`documents` must be a number of 1 or more, or a list of names, got {documents!r}.")
+        key_token_mask(torch.zeros(1), torch.zeros(1), alpha=alpha, beta=beta)  # refuses thresholds without a meaning
+        self.documents = documents
+        self.excerpt_tokens = excerpt_tokens
+        self.short_context = short_context
+        self.weights_every_n_steps = weights_every_n_steps
+        self.alpha, self.beta = alpha, beta
+        self._evaluator: ExternalEvaluator | None = None
+        self._writers: list[Any] = []
+        self._inspected: list[InspectedDocument] = []
+        self._positions = PositionSums(1)
+        self._weights, self._weights_step = WeightSample(), 0
+        self._warned = False
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if not isinstance(pl_module, EvaluationSteps):
+            raise ValueError(f"`KeyTokenInspector` looks at a `LongContextLM`, not at a `{type(pl_module).__name__}`.")
+        alpha, beta = self.alpha, self.beta
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        self._evaluator = next((other for other in callbacks if isinstance(other, ExternalEvaluator)), None)
+        if self._evaluator is not None:
+            alpha, beta = self._evaluator.alpha, self._evaluator.beta
+        elif not self.short_context:
+            raise ValueError(
+                "Without an `ExternalEvaluator` only the model's own short context tells key tokens: set"
+                " `short_context: true`, or add `callbacks.ExternalEvaluator`."
+            )
+        self._panels = EvaluationPanels(alpha=alpha, beta=beta, tokens=self.excerpt_tokens)
+        if not any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers):
+            rank_zero_warn(
+                "`KeyTokenInspector` draws for TensorBoard, and there is no `TensorBoardLogger`: it is idle."
+            )
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._writers = []
+        if isinstance(pl_module, LongContextLM):
+            pl_module.token_observer = None
+
+    def _begin(self, trainer: Trainer, pl_module: Any) -> None:
+        """Where to draw; the layout of custom scalars belongs to a folder of events, and is written once."""
+        if self._writers:
+            return
+        self._writers = [logger.experiment for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
+        if self._writers and self.short_context:
+            check_static(pl_module.backbone.base_model.config, compares=True)
+        for writer in self._writers:
+            writer.add_custom_scalars(custom_scalars())
+
+    # ------------------------------------------------------------------------------------------------------ training
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._begin(trainer, pl_module)
+        if not self._writers or not trainer.is_global_zero or not isinstance(pl_module, LongContextLM):
+            return
+        objective = pl_module.objective
+        if not (objective.uses_short_context or objective.uses_stored_influence):
+            return  # every weight is 1
+
+        def observe(log_likelihood: Tensor, influence: Tensor, weighing: Weighing, labels: Tensor) -> None:
+            step = trainer.global_step + 1  # the one that this batch is a part of
+            if step == 1 or step % self.weights_every_n_steps == 0:
+                self._weights_step = step
+                short = (weighing.short, weighing.differs) if objective.uses_short_context else (None, None)
+                self._weights.add(log_likelihood, influence, labels, *short)
+
+        pl_module.token_observer = observe
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        if not len(self._weights) or trainer.global_step < self._weights_step:  # other batches belong to the step
+            return
+        weights, differences = self._weights.take()
+        objective: Any = pl_module.objective
+        for writer in self._writers:
+            draw_weights(writer, weights, differences, cap=objective.largest_weight, step=self._weights_step)
+
+    # ---------------------------------------------------------------------------------------------------- evaluation
+
+    @override
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._begin(trainer, pl_module)
+        self._inspected, self._positions = [], PositionSums(1)
+
+    @override
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: PackedBatch, *_: Any
+    ) -> None:
+        if trainer.sanity_checking or not self._writers:
+            return
+        if "text" not in batch:
+            raise ValueError("`KeyTokenInspector` needs rows with `text` and `offsets`; this data module gives none.")
+        long, scored = outputs["log_likelihood"], batch["labels"].ne(IGNORE_INDEX)
+        self._positions.add(batch["position_ids"][scored].cpu(), -long[scored].cpu())
+        rows = self._chosen(batch)
+        short = self._short(trainer, pl_module, batch, rows, long)
+        for row in rows:
+            self._inspected.append(self._inspect(pl_module, batch, row, long[row], short[row]))
+
+    def _chosen(self, batch: PackedBatch) -> list[int]:
+        rows = [row for row, text in enumerate(batch["text"]) if text]
+        if isinstance(self.documents, int):
+            return rows[: self.documents - len(self._inspected)]
+        return [row for row in rows if {batch["names"][row], *batch["names"][row].split()[:1]} & set(self.documents)]
+
+    def _short(self, trainer: Trainer, pl_module: Any, batch: PackedBatch, rows: list[int], long: Tensor) -> Tensor:
+        """``[B, T]`` short log-likelihoods of some rows; those of others, and of tokens without any, are the long ones.
+
+        Where weights are divided, all processes ask, whether they have such rows or not.
+        """
+        if not self.short_context or not (rows or pl_module.backbone.in_step):
+            return long
+        wanted = torch.zeros_like(batch["labels"], dtype=torch.bool)
+        wanted[rows] = True
+        lengths = {"context_length": pl_module.context_length, "stride": pl_module.stride}
+        with trainer.precision_plugin.forward_context():
+            short = pl_module.backbone.short_log_likelihood(batch, **lengths, wanted=wanted)
+        return torch.where(short.differs, short.log_likelihood, long)
+
+    def _inspect(self, pl_module: Any, batch: PackedBatch, row: int, long: Tensor, short: Tensor) -> InspectedDocument:
+        tokens = batch["document_borders"][row][-1]
+        key = None
+        if self._evaluator is not None and self._evaluator.evaluator is None:  # precomputed spans
+            key = self._evaluator.influence(batch, row, pl_module.device)[0][:tokens]
+        return InspectedDocument(
+            name=batch["names"][row],
+            text=batch["text"][row],
+            scores=TokenScores(
+                text_sha256=text_sha256(batch["text"][row]),
+                evaluator="the model in training",
+                context_length=pl_module.context_length,
+                stride=pl_module.stride,
+                offsets=batch["offsets"][row, :tokens].cpu(),
+                long=long[:tokens].float().cpu(),
+                short=short[:tokens].float().cpu(),
+            ),
+            scored=batch["labels"][row, :tokens].ne(IGNORE_INDEX).cpu(),
+            key=key,
+        )
+
+    @override
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.sanity_checking or not self._writers:
+            return
+        sums = trainer.strategy.reduce(self._positions.sums.to(pl_module.device), reduce_op="sum")
+        self._positions.sums = sums.cpu()
+        if (fit := self._positions.fit()) is not None:
+            values = {f"val/power_law_{name}": value for name, value in fit._asdict().items()}
+            pl_module.log_dict(values, sync_dist=True)
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Draw, as all callbacks have their scores now."""
+        if trainer.sanity_checking or not trainer.is_global_zero or not self._writers:
+            return
+        if isinstance(self.documents, list) and len(self._inspected) < len(set(self.documents)) and not self._warned:
+            self._warned = True
+            rank_zero_warn(
+                f"`KeyTokenInspector` found {[document.name for document in self._inspected]} of the documents"
+                f" {self.documents} among those of the first process: the others are missing, or with other processes."
+            )
+        judge = None if self._evaluator is None else self._evaluator.scores
+        self._panels.draw(self._writers, self._inspected, self._positions, judge=judge, step=trainer.global_step)

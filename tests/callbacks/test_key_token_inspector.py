@@ -1,0 +1,244 @@
+import re
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar import layout_pb2
+from torch.utils.data import DataLoader
+
+from callbacks import ExternalEvaluator, KeyTokenInspector
+from lightning_modules.batch import IGNORE_INDEX
+from lightning_modules.functional import fit_power_law, span_token_mask
+from lightning_modules.long_context_lm import LongContextLM
+from lightning_modules.token_scores import text_sha256, write_key_spans
+from lightning_modules.token_views import PositionSums
+from lightning_modules.token_views.markdown import probability
+from lightning_modules.tokenization import encode_document
+from tests.conftest import make_text
+
+LENGTHS = {"context_length": 48, "stride": 16}
+JUDGED = {**LENGTHS, "alpha": 0.5, "beta": -6.0}
+TEXTS = [
+    make_text(70, seed=1),
+    make_text(45, seed=2) + " <script>|*` " + make_text(45, seed=4),
+    "too short",
+    make_text(80, seed=3),
+]
+
+
+@pytest.fixture
+def documents(tokenizer):
+    return [encode_document(text, tokenizer, name=f"doc{n} by X") for n, text in enumerate(TEXTS)]
+
+
+class Losses(LongContextLM):
+    def on_before_optimizer_step(self, optimizer):
+        super().on_before_optimizer_step(optimizer)
+        self.losses = [*getattr(self, "losses", []), float(self.trainer.callback_metrics["train/loss"])]
+
+
+def fit(model_dir, callbacks, documents, folder, logger=None, **settings):
+    torch.manual_seed(0)
+    trainer = Trainer(
+        **{"accelerator": "cpu", "max_steps": 4, "val_check_interval": 2, "log_every_n_steps": 1, **settings},
+        logger=TensorBoardLogger(folder, name="", version="") if logger is None else logger,
+        callbacks=callbacks,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        default_root_dir=folder,
+    )
+    module = Losses(str(model_dir), **LENGTHS, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2))
+    rows = [documents[number] for number in (0, 1, 3)] * 4
+    trainer.fit(module, DataLoader(rows, batch_size=None), DataLoader(documents, batch_size=None))
+    return module, trainer
+
+
+def read(folder):
+    events = EventAccumulator(str(folder), size_guidance={"images": 0, "tensors": 0, "histograms": 0, "scalars": 0})
+    events.Reload()
+    return events
+
+
+def texts(events, tag):
+    found = events.Tensors(f"{tag}/text_summary")
+    return {event.step: event.tensor_proto.string_val[0].decode() for event in found}
+
+
+@pytest.fixture(scope="module")
+def run(model_dir, evaluator_dir, tokenizer, tmp_path_factory):
+    """A short training with both callbacks, the inspector first, as the order must not matter."""
+    folder = tmp_path_factory.mktemp("run")
+    documents = [encode_document(text, tokenizer, name=f"doc{n} by X") for n, text in enumerate(TEXTS)]
+    judge = ExternalEvaluator(str(evaluator_dir), **JUDGED, cache_dir=str(folder / "cache"))
+    inspector = KeyTokenInspector(documents=2, weights_every_n_steps=2)
+    module, trainer = fit(model_dir, [inspector, judge], documents, folder / "logs")
+    return module, trainer, judge, inspector, documents, read(folder / "logs")
+
+
+def test_what_does_not_change_is_drawn_once_and_the_rest_at_each_evaluation(run):
+    events = run[-1]
+    once = ["key_tokens/0_doc0_by_X/evaluator", "key_tokens/1_doc1_by_X/evaluator"]
+    once += ["lsd_and_lcl/evaluator", "loss_by_context/evaluator"]
+    each = ["key_tokens/0_doc0_by_X/model", "key_tokens/1_doc1_by_X/model", "loss_by_context/model_all_documents"]
+    assert set(events.Tags()["images"]) == {*once, *each}
+    assert {tag: [image.step for image in events.Images(tag)] for tag in once} == {tag: [2] for tag in once}
+    assert {tag: [image.step for image in events.Images(tag)] for tag in each} == {tag: [2, 4] for tag in each}
+    assert list(texts(events, once[0])) == [2]
+    assert list(texts(events, "most_helped_tokens/model")) == [2, 4]
+    assert list(texts(events, "key_tokens/1_doc1_by_X/learned")) == [2, 4]
+
+
+def test_texts_tell_the_evaluators_numbers(run):
+    _, _, judge, *_, events = run
+    scores = judge.scores[text_sha256(TEXTS[1])]
+    text = texts(events, "key_tokens/1_doc1_by_X/evaluator")[2]
+    difference = scores.long - scores.short
+    key = (difference > 0.5) & (scores.long > -6.0)
+    assert f"{int(key.sum())} key tokens of {len(key)}" in text.replace("&#45;", "-")
+    listed = [float(number) for number in re.findall(r"LSD (-?[\d.]+) nats", text)]
+    visible = torch.tensor([bool(TEXTS[1][a:b].strip()) for a, b in scores.offsets.tolist()])
+    assert listed == pytest.approx(difference[key & visible].tolist(), abs=0.006)
+    assert "<script>" not in text
+    assert "&#60;script&#62;&#124;&#42;&#96;" in re.sub(r"[▂▄▆█▿]|\*\*|\[|\]\(.*?\)", "", text)
+
+
+def test_the_table_of_key_tokens_has_the_models_probabilities(run):
+    module, _, judge, _, documents, events = run
+    document = documents[1]
+    scores = judge.scores[text_sha256(TEXTS[1])]
+    key = span_token_mask(document["offsets"][0], scores.key_spans(alpha=0.5, beta=-6.0))
+    with torch.no_grad():
+        now = module.backbone.eval()(document)[0]
+    found = re.search(
+        r"^(\d+) key tokens; .* at step 2: (\S+), now: (\S+?)\.$",
+        texts(events, "key_tokens/1_doc1_by_X/learned")[4],
+        re.M,
+    )
+    assert int(found[1]) == key.sum() > 0
+    assert found[3] == probability(float(now[key].mean()))
+    assert found[2] != found[3]
+    (histogram,) = events.Histograms("key_tokens/model_log_likelihood_nats")[1:]
+    other = span_token_mask(
+        documents[0]["offsets"][0], judge.scores[text_sha256(TEXTS[0])].key_spans(alpha=0.5, beta=-6.0)
+    )
+    assert histogram.histogram_value.num == key.sum() + other.sum()
+
+
+def test_loss_by_context_and_its_power_law_are_of_all_documents(run):
+    module, *_, documents, events = run
+    positions = PositionSums(1)
+    for document in documents:
+        scored = document["labels"].ne(IGNORE_INDEX)
+        with torch.no_grad():
+            positions.add(document["position_ids"][scored], -module.backbone.eval()(document)[scored])
+    context, loss = positions.means()
+    expected = fit_power_law(context[context >= 16], loss[context >= 16])
+    for name, value in expected._asdict().items():
+        assert events.Scalars(f"val/power_law_{name}")[-1].value == pytest.approx(value, rel=1e-3)
+
+
+def test_weights_are_drawn_at_the_steps_asked_for(run):
+    histograms = run[-1].Histograms("train/token_weights")
+    assert [event.step for event in histograms] == [1, 2, 4]
+    scored = run[4][0]["labels"].ne(IGNORE_INDEX).sum()
+    first = histograms[0].histogram_value
+    assert first.num == scored
+    weights = run[-1].Scalars("train/weight_mean")[0].value
+    assert first.sum / first.num == pytest.approx(weights, rel=1e-5)
+    assert first.max <= 5
+    differences = run[-1].Histograms("train/lsd_nats")[0].histogram_value
+    assert 0 < differences.num == scored - 48 - 15, "tokens with a short context"
+
+
+def test_longppl_stands_beside_perplexity(run):
+    (event,) = run[-1].Tensors("custom_scalars__config__")
+    layout = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
+    charts = {chart.title: list(chart.multiline.tag) for chart in layout.category[0].chart}
+    tags = set(run[-1].Tags()["scalars"])
+    assert list(charts.values())[:2] == [["^val/longppl$"], ["^val/perplexity$"]]
+    assert all(any(re.fullmatch(tag, known) for known in tags) for chart in charts.values() for tag in chart)
+
+
+def test_nothing_stays_behind(run):
+    module, _, _, inspector, _, _ = run
+    assert module.token_observer is None
+    assert inspector._writers == []
+    assert all(document.scores.long.device.type == "cpu" for document in inspector._inspected)
+
+
+def test_losses_are_those_without_it_bit_for_bit(model_dir, documents, tmp_path):
+    settings = {"accumulate_grad_batches": 2, "max_steps": 3}
+    plain, _ = fit(model_dir, [], documents, tmp_path / "a", **settings)
+    watched, _ = fit(model_dir, [KeyTokenInspector(weights_every_n_steps=1)], documents, tmp_path / "b", **settings)
+    assert len(plain.losses) == 3
+    assert watched.losses == plain.losses
+    for one, other in zip(plain.parameters(), watched.parameters(), strict=True):
+        assert torch.equal(one, other)
+    histograms = read(tmp_path / "b").Histograms("train/token_weights")
+    assert [event.step for event in histograms] == [1, 2, 3]
+    lengths = [documents[number]["labels"].ne(IGNORE_INDEX).sum() for number in (0, 1, 3)]
+    assert histograms[0].histogram_value.num == lengths[0] + lengths[1], "both micro-batches"
+
+
+def test_without_an_evaluator_the_models_own_scores_tell_key_tokens(model_dir, documents, tmp_path):
+    inspector = KeyTokenInspector(documents=["doc3", "nowhere"], alpha=0.5, beta=-6.0)
+    with pytest.warns(UserWarning, match=r"found \['doc3 by X'\] of the documents .*'nowhere'"):
+        module, _ = fit(model_dir, [inspector], documents, tmp_path, max_steps=2)
+    events = read(tmp_path)
+    assert "key_tokens/0_doc3_by_X/evaluator" not in events.Tags()["images"]
+    long, short = (part[0] for part in module.backbone.eval().long_and_short(documents[3], **LENGTHS))
+    key = int(((long - short > 0.5) & (long > -6.0)).sum())
+    assert key > 0
+    assert texts(events, "key_tokens/0_doc3_by_X/learned")[2].startswith(f"{key} key tokens")
+    assert f"{key} key tokens of {len(long)}" in texts(events, "key_tokens/0_doc3_by_X/model")[2].replace("&#45;", "-")
+    torch.testing.assert_close(inspector._inspected[0].scores.short, short)
+
+
+def test_precomputed_spans(model_dir, documents, tmp_path):
+    for number in range(4):
+        write_key_spans(tmp_path / "spans" / f"doc{number}.txt", torch.tensor([[0, 9]]))
+    judge, inspector = ExternalEvaluator(key_spans=str(tmp_path / "spans")), KeyTokenInspector(short_context=False)
+    fit(model_dir, [judge, inspector], documents, tmp_path / "logs", max_steps=2)
+    expected = span_token_mask(documents[0]["offsets"][0], torch.tensor([[0, 9]])) & documents[0]["labels"][0].ne(-100)
+    found = texts(read(tmp_path / "logs"), "key_tokens/0_doc0_by_X/learned")[2]
+    assert found.startswith(f"{int(expected.sum())} key tokens")
+
+
+def test_other_loggers_get_nothing_and_one_warning(model_dir, documents, tmp_path):
+    inspector = KeyTokenInspector()
+    with pytest.warns(UserWarning, match="no `TensorBoardLogger`") as caught:
+        _, trainer = fit(model_dir, [inspector], documents, tmp_path, logger=CSVLogger(tmp_path), max_steps=2)
+    assert sum("TensorBoardLogger" in str(warning.message) for warning in caught) == 1
+    assert not any(name.startswith("val/power_law") for name in trainer.callback_metrics)
+    assert inspector._inspected == []
+
+
+class Sane(KeyTokenInspector):
+    def on_sanity_check_end(self, trainer, pl_module):
+        self.inspected = list(self._inspected)
+
+
+def test_the_sanity_check_scores_and_draws_nothing(model_dir, evaluator_dir, documents, tmp_path):
+    judge = ExternalEvaluator(str(evaluator_dir), **JUDGED, cache_dir=str(tmp_path / "cache"))
+    inspector, settings = Sane(), {"num_sanity_val_steps": 2, "limit_val_batches": 2, "val_check_interval": 4}
+    fit(model_dir, [judge, inspector], documents, tmp_path / "logs", **settings)
+    assert inspector.inspected == []
+    events = read(tmp_path / "logs")
+    for name in ("model", "evaluator"):
+        assert [image.step for image in events.Images(f"key_tokens/0_doc0_by_X/{name}")] == [4]
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"), [({"documents": []}, "documents"), ({"alpha": -1.0}, "alpha"), ({"beta": 1.0}, "beta")]
+)
+def test_bad_settings_are_refused_at_once(settings, match):
+    with pytest.raises(ValueError, match=match):
+        KeyTokenInspector(**settings)
+
+
+def test_without_any_short_context_it_is_refused(model_dir, documents, tmp_path):
+    with pytest.raises(ValueError, match="short_context: true"):
+        fit(model_dir, [KeyTokenInspector(short_context=False)], documents, tmp_path)
