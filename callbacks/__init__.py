@@ -1,8 +1,9 @@
 """What is watched while a model is trained, validated or used."""
 
+from callbacks.document_scores_writer import DocumentScoresWriter
 from callbacks.external_evaluator import ExternalEvaluator
 from callbacks.huggingface_export import HuggingFaceExport
 from callbacks.step_checkpoint import StepCheckpoint
 from callbacks.token_scores_writer import TokenScoresWriter
 
-__all__ = ["ExternalEvaluator", "HuggingFaceExport", "StepCheckpoint", "TokenScoresWriter"]
+__all__ = ["DocumentScoresWriter", "ExternalEvaluator", "HuggingFaceExport", "StepCheckpoint", "TokenScoresWriter"]

@@ -2,7 +2,7 @@
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, TypeVar, overload
 
@@ -30,7 +30,7 @@ from lightning_modules.functional.head_kernels import (
 )
 from lightning_modules.functional.linear_head import LinearHead
 from lightning_modules.functional.log_likelihood import Head
-from lightning_modules.functional.windows import draw_windows, row_windows, trim_windows, window_batch
+from lightning_modules.functional.windows import Window, draw_windows, row_windows, trim_windows, window_batch
 from lightning_modules.last_layer import last_layer_reads_from
 from lightning_modules.rotary_checks import check_rotary, check_static
 from lightning_modules.zero import GatheringModule, is_gathering_hook, share_parameters, whole_shape
@@ -167,7 +167,7 @@ class Backbone(nn.Module):
 
     def _hidden_states(self, batch: PackedBatch, exchange: Exchange | None) -> Tensor:
         lengths = [stop - start for row in batch["document_borders"] for start, stop in pairwise(row)]
-        self._check_length(max(lengths, default=0))
+        self.check_length(max(lengths, default=0))
         if not self.isolates_documents and any(len(borders) > 2 for borders in batch["document_borders"]):
             raise ValueError(
                 f"`{type(self.base_model).__name__}` cannot keep the documents of a row apart ('{self.attention}'"
@@ -275,18 +275,38 @@ class Backbone(nn.Module):
             differs[row, scored:stop] = True
         if shared_by is not None:
             windows = windows[shared_by.rank() :: shared_by.size()]
-        size = self._windows_per_pass(context_length + stride)
-        groups = [windows[first : first + size] for first in range(0, len(windows), size)]
-        with eval_mode(self):
-            self._keep_in_step(len(groups))
-            for group in groups:
-                log_likelihood = self(window_batch(batch, group), first_scored=context_length)
-                short = short.to(log_likelihood.dtype)
-                for scores, (row, (start, scored, stop)) in zip(log_likelihood, group, strict=True):
-                    short[row, scored:stop] = scores[scored - start : stop - start]
+        for group, log_likelihood in self.score_windows(batch, self.window_groups(windows)):
+            short = short.to(log_likelihood.dtype)
+            for scores, (row, (start, scored, stop)) in zip(log_likelihood, group, strict=True):
+                short[row, scored:stop] = scores[scored - start : stop - start]
         if shared_by is not None:  # each token has one summand that is not 0
             dist.all_reduce(short, group=shared_by)
         return ShortContext(short, differs & batch["labels"].ne(IGNORE_INDEX), share)
+
+    def window_groups(self, windows: Sequence[tuple[int, Window]]) -> list[Sequence[tuple[int, Window]]]:
+        """Windows of about one length in groups that share a forward pass."""
+        longest = max((window.stop - window.start for _, window in windows), default=1)
+        size = self._windows_per_pass(longest)
+        return [windows[first : first + size] for first in range(0, len(windows), size)]
+
+    def score_windows(
+        self, batch: PackedBatch, groups: Sequence[Sequence[tuple[int, Window]]]
+    ) -> Iterator[tuple[Sequence[tuple[int, Window]], Tensor]]:
+        """Log-likelihoods of tokens that see their window only, in eval mode. To be exhausted, in all processes.
+
+        Args:
+            batch: ``[B, T]`` packed rows.
+            groups: Pairs of a row's index and a window of that row; those of a group share a forward pass.
+
+        Yields:
+            Each group and the ``[W, longest window]`` log-likelihoods of its windows' tokens, in nats; 0 for tokens
+            that are not scored.
+        """
+        with eval_mode(self):
+            self._keep_in_step(len(groups))
+            for group in groups:
+                unread = min(window.scored - window.start for _, window in group)
+                yield group, self(window_batch(batch, group), first_scored=unread)
 
     @torch.no_grad()
     def long_and_short(
@@ -345,7 +365,8 @@ class Backbone(nn.Module):
         """Raise a ``ValueError`` for RoPE types by which the same window rotates differently alone and in its text."""
         check_static(self.base_model.config, compares=True)
 
-    def _check_length(self, longest: int) -> None:
+    def check_length(self, longest: int) -> None:
+        """Raise a ``ValueError`` for a document of more tokens than learned positions, and warn of too many others."""
         config = self.base_model.config.get_text_config(decoder=True)
         limit = getattr(config, "max_position_embeddings", None)
         if limit is None or longest <= limit:

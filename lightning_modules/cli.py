@@ -126,6 +126,8 @@ class LongceCLI(LightningCLI):
             options = self.config_init[self.subcommand]
             logger, resume = self._get(self.config, "trainer").logger, self.subcommand == "fit"
             self._asked = options.ckpt_path
+            if self.subcommand == "predict":
+                options.return_predictions = False  # callbacks write them, and memory would not hold those of a corpus
             options.ckpt_path = find_checkpoint(options.ckpt_path, self.trainer, logger, resume=resume)
             if self.subcommand == "fit":
                 check_checkpoint_folders(self.trainer)
