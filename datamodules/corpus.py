@@ -167,7 +167,7 @@ class DocumentCorpus(LightningDataModule):
 
     def source_settings(self) -> dict[str, Any]:
         """Arguments by which the same documents are found again."""
-        return {"files": self.files, "text_column": self.column_names.text}
+        return {"files": self.files, "text_column": self.column_names.text, "key_column": self.column_names.key}
 
     def expected(self) -> int | None:
         """About how many documents this process gets; None if a file does not say how many it has."""

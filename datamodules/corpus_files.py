@@ -168,8 +168,8 @@ def find_corpus(paths: Sequence[str], columns: CorpusColumns) -> CorpusFiles:
         for name, file in _named(path):
             if str(named.setdefault(name, file)) != str(file):
                 raise ValueError(
-                    f"Two files are called '{name}': {named[name]} and {file}. Give a folder or pattern above both, such"
-                    " as 'corpus/**/*.parquet'."
+                    f"Two files are called '{name}': {named[name]} and {file}. Give a folder or pattern above both,"
+                    " such as 'corpus/**/*.parquet'."
                 )
     names, files = tuple(named), tuple(named.values())
     with ThreadPoolExecutor(_READERS) as pool:
@@ -194,10 +194,8 @@ def find_corpus(paths: Sequence[str], columns: CorpusColumns) -> CorpusFiles:
 def _named(path: str) -> Iterator[tuple[str, File]]:
     """The files at a path, each with its path from the folder on, or from where the pattern begins."""
     files = find_files(path)
-    if is_url(path):
-        root = PurePosixPath(url_to_fs(_fixed(path))[1])
-    else:
-        root = PurePosixPath(Path(_fixed(path)).expanduser())
+    fixed = _fixed(path)
+    root = PurePosixPath(url_to_fs(fixed)[1] if is_url(path) else Path(fixed).expanduser())
     for file in files:
         place = PurePosixPath(file.path if isinstance(file, RemoteFile) else file)
         name = place.relative_to(root) if place.is_relative_to(root) and place != root else PurePosixPath(file.name)

@@ -128,13 +128,12 @@ class CorpusStream(IterableDataset[Reading]):
 
     def expected(self, workers: int) -> int | None:
         """About how many documents this process gets; None if a file does not say how many it has."""
-        rows = [None if part.rows is None else part.rows - len(done) for part, done in self._both()]
-        if None in rows:
+        if any(part.rows is None for part in self.parts):
             return None
-        total = 0.0
-        for stream in range(self.rank * workers, (self.rank + 1) * workers):
-            total += sum(rows[part] / of for part, _, of in self._shares(stream, self.world_size * workers))  # type: ignore[operator]
-        return round(total)
+        rows = [(part.rows or 0) - len(done) for part, done in self._both()]
+        own = range(self.rank * workers, (self.rank + 1) * workers)
+        taken = [share for stream in own for share in self._shares(stream, self.world_size * workers)]
+        return round(sum(rows[share.part] / share.step for share in taken))
 
     def _both(self) -> Iterator[tuple[Part, NDArray[np.int64]]]:
         return zip(self.parts, self.done, strict=True)
@@ -248,7 +247,7 @@ def idle_batch() -> PackedBatch:
     return batch
 
 
-def _as_it_is(reading: Reading) -> Reading:
+def _as_it_is(reading: Any) -> Any:
     return reading
 
 

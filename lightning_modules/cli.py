@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lightning_modules.checkpoint_io import CheckedCheckpointIO
-from lightning_modules.commands import export_command, reproduce_command, score_command, summary
+from lightning_modules.commands import export_command, reproduce_command, score_command, select_command, summary
 from lightning_modules.companions import Companions, gathering
 from lightning_modules.config_files import check_config_files, use_checked_yaml
 from lightning_modules.errors import stop_with
@@ -50,7 +50,8 @@ commands:
   fit         fine-tune a model, evaluated by LongPPL as it trains
   validate    evaluate a model on the validation documents
   test        evaluate a model on the test documents
-  predict     long and short log-likelihoods of every token of the test documents
+  predict     score documents: a corpus into a table (`configs/score_corpus.yaml`), or every token of the test documents
+  select      the documents of a scored corpus that pass conditions, as ids or text, and weights of their sources
   data        `data inspect`: what the training rows hold, as text, with document borders
   influence   LongCE weights of the training rows by an evaluator, so that training makes no short pass
   export      a checkpoint of `fit` as a folder that transformers loads
@@ -325,6 +326,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], object]] = {
     "plan": plan_command,
     "score": score_command,
     "influence": influence_command,
+    "select": select_command,
     "export": export_command,
     "data": data_command,
     "quickstart": quickstart_command,

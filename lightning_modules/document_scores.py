@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_modules.functional import key_token_mask, soft_influence
+from lightning_modules.functional import key_token_mask
 from lightning_modules.token_scores import TokenScores
 
 PERCENTILES = (10, 25, 75, 90, 99)
@@ -99,7 +99,9 @@ def _benefit(benefit: NDArray[np.float64], weight: NDArray[np.float64]) -> dict[
 
 def ladder_columns(contexts: Sequence[int]) -> dict[str, type]:
     """Names and types of what `ladder_scores` gives for a ladder of these context lengths."""
-    pairs = [*_pairs([*contexts]), *([(contexts[0], WHOLE)] if contexts else [])]
+    if not contexts:
+        return {}
+    pairs: list[tuple[int, int | str]] = [*_pairs([*contexts]), (contexts[0], WHOLE)]
     return {_name(*pair, statistic): float for pair in pairs for statistic in RUNG_STATISTICS}
 
 

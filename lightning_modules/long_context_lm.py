@@ -104,7 +104,7 @@ class LongContextLM(EvaluationSteps):
         head_kernel: What computes the loss from hidden states in training: ``chunked``, our own, which is exact and
             fits every model, or ``torch`` (torch >= 2.13), ``liger`` (liger-kernel >= 0.8.5, GPU) or ``cce``
             (cut-cross-entropy, GPU in half precision), which are compared with exact gradients before training.
-        ladder: Score documents in prediction on a context ladder, too: ``{contexts: [4096, 8192, 16384], window: 1024}``.
+        ladder: In prediction, score documents on a context ladder, too: ``{contexts: [4096, 8192, 16384]}``.
         optimizer: Takes the trainable parameters.
         lr_scheduler: Takes the optimizer and steps once per optimizer step; the default warms up over 20 steps.
 

@@ -103,7 +103,7 @@ class ScoreTable:
 
 def clashes(names: Sequence[str]) -> list[str]:
     """Which columns of a corpus have names that those of the scores have."""
-    own = {*_BEFORE, *_BETWEEN, *_BEHIND, *COLUMNS, *PER_TOKEN}
+    own = {*_BEFORE, *_BETWEEN, *_BEHIND, *COLUMNS, *PER_TOKEN, "text"}
     return sorted(name for name in names if name in own or name.startswith("ladder_"))
 
 
