@@ -98,4 +98,4 @@ class Rungs:
             for group, scores in backbone.score_windows(batch, groups):
                 for own, (row, window) in zip(scores, group, strict=True):
                     found[row][window.scored - window.start] = own[window.scored - window.start :]
-        return found
+        return [dict(sorted(rungs.items())) for rungs in found]
