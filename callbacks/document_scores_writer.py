@@ -141,7 +141,7 @@ class DocumentScoresWriter(Callback):
         self._documents = self._tokens = 0  # in the shards of this process and run
         self._started = self._shard_begun = time.monotonic()
         processes = f" (process 1 of {trainer.world_size})" if trainer.world_size > 1 else ""
-        self._bar = progress_bar(f"Scoring{processes}", unit=" documents", total=self._corpus.expected())
+        self._bar = progress_bar(f"Scoring{processes}", unit="doc", total=self._corpus.expected())
 
     @override
     def on_predict_batch_end(
@@ -203,8 +203,8 @@ class DocumentScoresWriter(Callback):
         unreadable = sorted({reason for delivered, _ in found for reason in delivered.unreadable})
         if unreadable:
             return (
-                f"{len(unreadable)} file(s) could not be read to their end: {'; '.join(unreadable[:_NAMED])} All other"
-                " documents are done. Mend or remove these files and run the same command again."
+                f"{len(unreadable)} file(s) or parts could not be read to their end, and all other documents are done:"
+                f" {'; '.join(unreadable[:_NAMED])} -- Mend these files and run the same command again."
             )
         if not all(delivered.complete for delivered, _ in found):
             rank_zero_info("Not all documents are done: run the same command, without a limit of batches, to go on.")

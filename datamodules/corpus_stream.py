@@ -170,7 +170,7 @@ class CorpusStream(IterableDataset[Reading]):
                 for origin, text in self.corpus.read(part, wanted):
                     yield self.make_row(origin, text)
             except (ValueError, OSError) as error:
-                yield f"{self.corpus.names[part.file]}: {error}"
+                yield f"{self.corpus.names[part.file]}: {' '.join(str(error).split())}"
 
     def _is_full(self, pool: Sequence[tuple[Origin, Row]]) -> bool:
         if self.batch_tokens is None:

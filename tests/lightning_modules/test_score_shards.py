@@ -62,7 +62,9 @@ def test_places_that_are_none(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="Name another folder"):
         OutputFolder(str(tmp_path / "file")).check_writable()
-    monkeypatch.setattr(output_folder.fsspec, "url_to_fs", lambda path: (_ for _ in ()).throw(ImportError("Install s3fs")))
+    monkeypatch.setattr(
+        output_folder.fsspec, "url_to_fs", lambda path: (_ for _ in ()).throw(ImportError("Install s3fs"))
+    )
     with pytest.raises(ValueError, match="Install s3fs"):
         OutputFolder("s3://bucket/scores")
 
