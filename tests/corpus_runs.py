@@ -1,4 +1,4 @@
-"""A corpus scored by one process and by several, also killed on the way: `python -m tests.corpus_runs 5` says what came.
+"""A corpus scored by one process and by several, also killed on the way: `python -m tests.corpus_runs 5` tells of it.
 
 The processes are forked from one that has imported everything. The number is how many runs are killed by SIGKILL.
 """
@@ -35,7 +35,7 @@ DOCUMENTS = 60
 
 
 def prepare(folder):
-    """A model, and a corpus of documents of 0 to 90 words in parquet, JSON lines and text files, a few of them broken."""
+    """A model, and a corpus of documents of 0 to 90 words in parquet, JSON lines and text files, a few broken."""
     lengths = random.Random(0)
     texts = [make_text(lengths.choice([1, 5, 20, 50, 90]), seed) for seed in range(DOCUMENTS)]
     tokenizer = byte_level_tokenizer(texts)
@@ -167,7 +167,7 @@ def main(kills):
         found["killed at"] = partly
         found["killed"] = largest_difference(expected, rows(killed))
         found["success"] = json.loads((killed / SUCCESS).read_text())
-    print(json.dumps(found))
+    sys.stdout.write(json.dumps(found) + "\n")
 
 
 if __name__ == "__main__":
