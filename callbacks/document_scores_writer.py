@@ -1,10 +1,14 @@
 """What becomes of the documents of a corpus: a table in parquet shards, written as they are scored."""
 
 import json
+import os
+import signal
+import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pyarrow
@@ -21,6 +25,7 @@ from lightning_modules.evaluation_steps import EvaluationSteps
 from lightning_modules.functional.influence import check_gamma, check_thresholds
 from lightning_modules.locks import RunLock
 from lightning_modules.prediction import Failed
+from lightning_modules.preemption import ECHO
 from lightning_modules.progress import progress_bar
 from lightning_modules.score_shards import SUCCESS, ScoreShards, Written, check_settings
 from lightning_modules.score_table import ScoreTable, TokenType, clashes, counts
@@ -37,7 +42,8 @@ class DocumentScoresWriter(Callback):
     The folder fills with ``part-*.parquet``, each whole or not there, with the columns ``key``, ``file``, ``row``, the
     corpus's own, ``truncated``, those of `lightning_modules.document_scores`, and ``error``: why a document has no
     scores, or null. When all documents are done, ``_SUCCESS.json`` holds the counts. Started again, a run goes on with
-    what is missing, also with another number of processes; killed at any time, a process loses its shard in progress.
+    what is missing, also with another number of processes; failed documents count as done. Killed at any time, a
+    process loses its shard in progress, and nothing after SIGTERM: from then on each batch is written at once.
 
     Args:
         output_dir: Folder or fsspec URL; made if need be.
@@ -74,6 +80,7 @@ class DocumentScoresWriter(Callback):
         self._before: Written | None = None
         self._lock: RunLock | None = None
         self._table: ScoreTable | None = None  # while documents are scored
+        self._asked_at: float | None = None
 
     def written(self) -> Written:
         """What earlier runs have written; no other run writes there from now on.
@@ -142,6 +149,8 @@ class DocumentScoresWriter(Callback):
         self._started = self._shard_begun = time.monotonic()
         processes = f" (process 1 of {trainer.world_size})" if trainer.world_size > 1 else ""
         self._bar = progress_bar(f"Scoring{processes}", unit="doc", total=self._corpus.expected())
+        if threading.current_thread() is threading.main_thread():  # only there may signals be handled
+            signal.signal(signal.SIGTERM, self._asked_to_stop)  # the trainer puts the old handler back
 
     @override
     def on_predict_batch_end(
@@ -162,8 +171,16 @@ class DocumentScoresWriter(Callback):
         self._show(self._table)
         minutes = (time.monotonic() - self._shard_begun) / 60
         full = len(self._table) >= self.shard_rows or self._table.tokens >= _SHARD_TOKENS
-        if full or minutes >= self.shard_minutes:
+        if full or minutes >= self.shard_minutes or self._asked_at is not None:
             self._write_shard(trainer)
+
+    def _asked_to_stop(self, number: int, _: FrameType | None) -> None:
+        """What is to end soon writes what it has; processes that stopped by themselves would leave others waiting."""
+        if self._asked_at is None:
+            self._asked_at = time.monotonic()
+            os.write(2, b"longce: SIGTERM: each batch is written at once from now on; another one ends the run.\n")
+        elif time.monotonic() - self._asked_at > ECHO:
+            os._exit(128 + number)
 
     def _show(self, table: ScoreTable) -> None:
         """Documents and tokens per second, and the time left."""

@@ -68,6 +68,7 @@ class Backbone(nn.Module):
         self.isolates_documents = True
         self.trims_last_layer = True
         self.in_step = False
+        self._longest_told = 0
         self._at_head = GatheringModule()
         if self.base_model.get_output_embeddings() is None or self.decoder is None:
             raise ValueError(f"`{type(self.base_model).__name__}` is no causal LM with a decoder and an output head.")
@@ -376,6 +377,9 @@ class Backbone(nn.Module):
                 f"`{type(self.base_model).__name__}` has {limit} learned positions and cannot read a document of"
                 f" {longest} tokens: shorten the documents or use another model."
             )
+        if longest <= self._longest_told:  # or a corpus would fill the log
+            return
+        self._longest_told = longest
         warnings.warn(
             f"A document of {longest} tokens is longer than the {limit} positions that"
             f" `{type(self.base_model).__name__}` was made for (`max_position_embeddings`): expect poor scores.",

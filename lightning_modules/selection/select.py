@@ -210,14 +210,14 @@ class Chooser:
     def _with_text(self, table: pyarrow.Table, files: list[str] | None) -> Iterator[dict[str, Any]]:
         source = self.shards.header()["source"]
         corpus = _corpus({**source, "files": files or source["files"]})
-        position = {}
-        for file in table["file"].unique().to_pylist():
-            first = pyarrow.compute.index(table["file"], file).as_py()
-            rows = table["row"].filter(pyarrow.compute.equal(table["file"], file)).to_numpy()
-            position[file] = (first, rows)
-        for origin, text in corpus.documents({file: rows for file, (_, rows) in position.items()}):
-            first, rows = position[origin.file]
-            row = table.slice(first + int(np.searchsorted(rows, origin.row)), 1).to_pylist()[0]
+        codes = table["file"].combine_chunks().dictionary_encode()
+        starts = np.flatnonzero(np.diff(codes.indices.to_numpy(), prepend=-1))
+        files_there = codes.dictionary.take(codes.indices.take(pyarrow.array(starts))).to_pylist()
+        rows = dict(zip(files_there, np.split(table["row"].to_numpy(), starts[1:]), strict=True))
+        first = dict(zip(files_there, starts.tolist(), strict=True))
+        for origin, text in corpus.documents(rows):
+            place = first[origin.file] + int(np.searchsorted(rows[origin.file], origin.row))
+            row = table.slice(place, 1).to_pylist()[0]
             if origin.error is not None or origin.key != row["key"]:
                 raise ValueError(f"Row {origin.row} of '{origin.file}' is not the document that was scored any more.")
             yield {**row, "text": text}

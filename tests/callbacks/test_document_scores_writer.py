@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,7 @@ from lightning_modules.document_scores import document_scores, ladder_scores
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.prediction import DocumentScorer
 from lightning_modules.score_shards import SUCCESS, ScoreShards
+from lightning_modules.scored_corpus import Delivered
 from lightning_modules.token_scores import text_sha256
 from lightning_modules.tokenization import encode_document, load_tokenizer
 from tests.conftest import make_text
@@ -210,6 +212,29 @@ def test_what_is_scored_is_kept_when_a_run_is_stopped(run, tmp_path, monkeypatch
     assert len(rows(tmp_path / "out")) == 4
     run()
     assert success(tmp_path / "out")["documents"] == 6
+
+
+def test_a_document_that_is_missing_in_the_end_is_noticed(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("datamodules.corpus.CorpusLoader.delivered", lambda self: Delivered(7, True, []))
+    with pytest.raises(ValueError, match="holds 6 documents, not 7"):
+        run()
+    assert not (tmp_path / "out" / SUCCESS).exists()
+
+
+def test_nothing_is_lost_after_a_warning(run, tmp_path, monkeypatch, capfd):
+    add, shards, handler = DocumentScoresWriter.on_predict_batch_end, [], signal.getsignal(signal.SIGTERM)
+
+    def warned(*arguments, **settings):
+        if len(shards) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        add(*arguments, **settings)
+        shards.append(len(list((tmp_path / "out").glob("*.parquet"))))
+
+    monkeypatch.setattr(DocumentScoresWriter, "on_predict_batch_end", warned)
+    run()
+    assert shards == [0, 0, 1, 2, 3, 4]
+    assert "written at once from now on" in capfd.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) == handler
 
 
 def test_shards_end_with_time(run, tmp_path):
