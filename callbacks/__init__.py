@@ -1,5 +1,6 @@
 """What is watched while a model is trained, validated or used."""
 
+from callbacks.document_scores_writer import DocumentScoresWriter
 from callbacks.external_evaluator import ExternalEvaluator
 from callbacks.harness import LMEvaluationHarness
 from callbacks.huggingface_export import HuggingFaceExport
@@ -9,6 +10,7 @@ from callbacks.step_checkpoint import StepCheckpoint
 from callbacks.token_scores_writer import TokenScoresWriter
 
 __all__ = [
+    "DocumentScoresWriter",
     "ExternalEvaluator",
     "HuggingFaceExport",
     "KeyTokenInspector",

@@ -1,5 +1,6 @@
 """Predictions as files: the pair of log-likelihoods of every document."""
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,13 +9,19 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 from typing_extensions import override
 
+from lightning_modules.prediction import Failed
 from lightning_modules.token_scores import TokenScores
+
+_BEGINNING = 40  # characters by which a message names a document
+
+_log = logging.getLogger(__name__)
 
 
 class TokenScoresWriter(BasePredictionWriter):
     """Writes the scores that ``longce predict`` computes, one file per document as soon as it is done.
 
-    Files are named by the hash of the text, so that processes never write the same one.
+    Files are named by the hash of the text, so that processes never write the same one. Documents of a corpus that
+    cannot be scored are told in the log.
 
     Args:
         output_dir: Folder of the ``<hash of the text>.safetensors`` files; made if need be.
@@ -29,12 +36,14 @@ class TokenScoresWriter(BasePredictionWriter):
         self,
         trainer: Trainer,
         pl_module: LightningModule,
-        prediction: list[TokenScores],
+        prediction: Sequence[TokenScores | Failed],
         batch_indices: Sequence[int] | None,
         batch: Any,
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
         for scores, text in zip(prediction, batch["text"], strict=True):
-            if text:  # rows without text only keep the processes in step
+            if isinstance(scores, Failed):
+                _log.warning("A document beginning with %r has no scores: %s.", text[:_BEGINNING], scores.reason)
+            elif text:  # rows without text only keep the processes in step
                 scores.save(self.output_dir / f"{scores.text_sha256}.safetensors")

@@ -1,5 +1,6 @@
 """Text in, packed rows out: the data modules that a YAML names."""
 
+from datamodules.corpus import DocumentCorpus
 from datamodules.gov_report import GovReportDataModule
 from datamodules.mixture import MixtureDataModule
 from datamodules.packed_text import PackedTextDataModule
@@ -10,6 +11,7 @@ from datamodules.streaming_text import StreamingTextDataModule
 from datamodules.text import TextDataModule
 
 __all__ = [
+    "DocumentCorpus",
     "GovReportDataModule",
     "MixtureDataModule",
     "PG19DataModule",

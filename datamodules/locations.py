@@ -107,6 +107,12 @@ def files_fingerprint(files: Iterable[File]) -> str:
     return sha256(json.dumps(sorted(_stamp(file) for file in files)).encode()).hexdigest()
 
 
+def file_version(file: File) -> str:
+    """Size and version of a file, in one text."""
+    _, size, version = _stamp(file)
+    return f"{size} {version}"
+
+
 def file_size(file: File) -> int | None:
     """Bytes of the file as it is stored; None if the server does not say."""
     return file.stat().st_size if isinstance(file, Path) else file.info.get("size")

@@ -52,6 +52,7 @@ class MixtureDataModule(PackedTextDataModule):
         tokenizer: Tokenizer of the model: hub id or local folder.
         sources: The data modules by names of your choice, each with ``class_path``, ``init_args`` and ``weight``. They
             take the mixture's settings where they have none of their own, such as ``long_documents``.
+        weights: Weights by source, in the place of those in `sources`; ``longce select --weights`` writes them.
         evaluate_on: Sources whose validation and test documents are evaluated on; null for all. `validation_documents`
             and `test_documents` count those of each source.
         **kwargs: See :class:`PackedTextDataModule`.
@@ -66,6 +67,7 @@ class MixtureDataModule(PackedTextDataModule):
         tokenizer: str,
         *,
         sources: dict[str, MixtureSource],
+        weights: dict[str, float] | None = None,
         evaluate_on: list[str] | None = None,
         **kwargs: Any,
     ) -> None:
@@ -75,7 +77,10 @@ class MixtureDataModule(PackedTextDataModule):
         if not sources:
             raise ValueError("`sources` is empty: name at least one data module.")
         settings = {name: value for name, value in kwargs.items() if name not in _NOT_PASSED_ON and value is not None}
-        self.weights = {name: _weight(name, source) for name, source in sources.items()}
+        if weights is not None and (other := sorted(set(weights) ^ set(sources))):
+            raise ValueError(f"`weights` and `sources` must name the same sources, and {other} are in one only.")
+        given = {name: source.get("weight", 1.0) for name, source in sources.items()}
+        self.weights = {name: _weight(name, weight) for name, weight in (weights or given).items()}
         self.modules = {
             name: _module(name, each, settings | {"tokenizer": tokenizer}) for name, each in sources.items()
         }
@@ -160,8 +165,8 @@ class MixtureDataModule(PackedTextDataModule):
             )
 
 
-def _weight(name: str, source: MixtureSource) -> float:
-    weight = float(source.get("weight", 1.0))
+def _weight(name: str, weight: float) -> float:
+    weight = float(weight)
     if not 0 < weight < float("inf"):
         raise ValueError(f"The weight of source {name!r} must be above 0, got {weight}. Leave out what has no share.")
     return weight

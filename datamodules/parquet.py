@@ -52,7 +52,7 @@ class ParquetFiles:
         # The file system reads ahead; buffering whole column chunks, as pyarrow does by default, costs their size.
         with opened(file) as stream:
             try:
-                table = _table(stream, file)
+                table = opened_table(stream, file)
                 columns = self._columns(table.schema_arrow.names, file)
                 for batch in table.iter_batches(BATCH_ROWS, columns=columns, use_threads=False):
                     yield from batch.to_pylist()
@@ -74,7 +74,8 @@ class ParquetFiles:
         return sorted(wanted & set(present))
 
 
-def _table(stream: BinaryIO, file: File) -> pyarrow.parquet.ParquetFile:
+def opened_table(stream: BinaryIO, file: File) -> pyarrow.parquet.ParquetFile:
+    """A parquet file that is read a page at a time; a ``ValueError`` for a server that gives no parts of files."""
     try:
         return pyarrow.parquet.ParquetFile(stream, pre_buffer=False, buffer_size=1 << 20)
     except pyarrow.ArrowException:

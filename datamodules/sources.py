@@ -85,9 +85,9 @@ class TextFiles:
             stem = file.name.removesuffix(file.suffix if is_packed(file) else "").removesuffix(".txt")
             with opened(file) as stream:
                 content = stream.read(LARGEST_DOCUMENT + 1)
-            _check_size(content, str(file))
+            check_size(content, str(file))
             name = f"{stem} {self.titles.get(stem, '')}".rstrip()
-            yield Document(name, checked_text(_decoded(content, str(file)), str(file)))
+            yield Document(name, checked_text(decoded(content, str(file)), str(file)))
 
     def fingerprint(self) -> str:
         """Names, sizes and modification times of the files."""
@@ -154,8 +154,8 @@ class JsonLines:
         found = False
         for file in self.files:
             with opened(file) as lines:
-                for number, line in enumerate(_lines(lines), start=1):
-                    _check_size(line, f"{file}:{number}")
+                for number, line in enumerate(lines_of(lines), start=1):
+                    check_size(line, f"{file}:{number}")
                     document = self._document(line, file, number) if not line.isspace() else None
                     if document is not None:
                         found = True
@@ -175,7 +175,7 @@ class JsonLines:
     def _document(self, line: bytes, file: File, number: int) -> Document | None:
         """The document on a line; none if it is not wanted."""
         place = f"{file}:{number}"
-        record = _parsed(line, place)
+        record = parsed_line(line, place)
         if self.where and nested(record, self.where[0]) != self.where[1]:
             return None
         present = [name for name in self.text_fields if name in record]
@@ -324,19 +324,24 @@ def _plain_bytes(files: tuple[File, ...]) -> int | None:
     return None if None in sizes else sum(size for size in sizes if size is not None)
 
 
-def _lines(stream: BinaryIO) -> Iterator[bytes]:
+def lines_of(stream: BinaryIO) -> Iterator[bytes]:
     """The lines; of one that is too long as much as shows it."""
-    return iter(lambda: stream.readline(LARGEST_DOCUMENT + 1), b"")
+    while line := stream.readline(LARGEST_DOCUMENT + 1):
+        yield line
+        while len(line) > LARGEST_DOCUMENT and not line.endswith(b"\n"):  # for whoever goes on behind it
+            line = stream.readline(LARGEST_DOCUMENT + 1)
 
 
-def _check_size(content: bytes, place: str) -> None:
+def check_size(content: bytes, place: str) -> None:
+    """Raise a ``ValueError`` for more bytes than a document may have."""
     if len(content) > LARGEST_DOCUMENT:
         raise ValueError(
             f"{place}: a document of more than {LARGEST_DOCUMENT:,} bytes. Split it, or remove it if it is no text."
         )
 
 
-def _decoded(content: bytes, place: str) -> str:
+def decoded(content: bytes, place: str) -> str:
+    """The text of bytes in UTF-8; a ``ValueError`` that names the place if they are not."""
     try:
         return content.decode(ENCODING)
     except UnicodeDecodeError as error:
@@ -346,8 +351,9 @@ def _decoded(content: bytes, place: str) -> str:
         ) from error
 
 
-def _parsed(line: bytes, place: str) -> dict[str, Any]:
-    text = _decoded(line, place)
+def parsed_line(line: bytes, place: str) -> dict[str, Any]:
+    """The object on a line of JSON lines; a ``ValueError`` that names the place if there is none."""
+    text = decoded(line, place)
     try:
         record = json.loads(text)
     except json.JSONDecodeError as error:

@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerFast
 
 from datamodules.checksums import CheckedFile, ChecksummedWriter, check_file
-from datamodules.progress import progress_bar
 from datamodules.sources import SizedSource, Source, with_text
 from datamodules.tokenising import Encoder, tokenised
 from lightning_modules.files import atomic_folder, remove_folder, writable_folder
 from lightning_modules.locks import exclusive
+from lightning_modules.progress import progress_bar
 from lightning_modules.tokenization import tokenizer_hash, vocabulary_size
 
 FORMAT = 2

@@ -46,8 +46,7 @@ def long_and_short_alternatives(
     with eval_mode(backbone):
         long = LikeliestTokens(*(part.cpu() for part in backbone(batch, reading=reading)))
     short = LikeliestTokens(*(part.clone() for part in long))
-    sizes = {"context_length": context_length, "stride": stride}
-    for group, found in backbone.window_passes(batch, windows, **sizes, reading=reading):
+    for group, found in backbone.score_windows(batch, backbone.window_groups(windows), reading=reading):
         for target, source in zip(short, found, strict=True):
             rows = source.cpu()
             for window, (row, (start, scored, stop)) in zip(rows, group, strict=True):

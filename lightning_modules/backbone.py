@@ -76,6 +76,7 @@ class Backbone(nn.Module):
         self.trims_last_layer = True
         self.in_step = False
         self.cache_use: CacheUse | None = None
+        self._longest_told = 0
         self._at_head = GatheringModule()
         if self.base_model.get_output_embeddings() is None or self.decoder is None:
             raise ValueError(f"`{type(self.base_model).__name__}` is no causal LM with a decoder and an output head.")
@@ -294,7 +295,7 @@ class Backbone(nn.Module):
             differs[row, scored:stop] = True
         if shared_by is not None:
             windows = windows[shared_by.rank() :: shared_by.size()]
-        for group, log_likelihood in self.window_passes(batch, windows, context_length=context_length, stride=stride):
+        for group, log_likelihood in self.score_windows(batch, self.window_groups(windows)):
             short = short.to(log_likelihood.dtype)
             for scores, (row, (start, scored, stop)) in zip(log_likelihood, group, strict=True):
                 short[row, scored:stop] = scores[scored - start : stop - start]
@@ -302,33 +303,35 @@ class Backbone(nn.Module):
             dist.all_reduce(short, group=shared_by)
         return ShortContext(short, differs & batch["labels"].ne(IGNORE_INDEX), share)
 
-    def window_passes(
+    def window_groups(self, windows: Sequence[tuple[int, Window]]) -> list[Sequence[tuple[int, Window]]]:
+        """Windows of about one length in groups that share a forward pass."""
+        longest = max((window.stop - window.start for _, window in windows), default=1)
+        size = self._windows_per_pass(longest)
+        return [windows[first : first + size] for first in range(0, len(windows), size)]
+
+    def score_windows(
         self,
         batch: PackedBatch,
-        windows: Sequence[tuple[int, Window]],
+        groups: Sequence[Sequence[tuple[int, Window]]],
         *,
-        context_length: int,
-        stride: int,
         reading: Reading[Any] | None = None,
     ) -> Iterator[tuple[Sequence[tuple[int, Window]], Any]]:
-        """Pass windows of a batch's rows through the model, in eval mode, as many at a time as there is room for.
+        """Log-likelihoods of tokens that see their window only, in eval mode. To be exhausted, in all processes.
 
         Args:
             batch: ``[B, T]`` packed rows.
-            windows: Pairs of a row's index and a window of that row.
-            context_length: No token of a window before this one is scored.
-            stride: Length of the longest window beyond that.
+            groups: Pairs of a row's index and a window of that row; those of a group share a forward pass.
             reading: What to make of the hidden states; log-likelihoods by default.
 
         Yields:
-            The windows of a pass, and what `forward` gives for the rows that are made of them.
+            Each group and the ``[W, longest window]`` log-likelihoods of its windows' tokens, in nats; 0 for tokens
+            that are not scored, or what ``reading`` gives.
         """
-        size = self._windows_per_pass(context_length + stride)
-        groups = [windows[first : first + size] for first in range(0, len(windows), size)]
         with eval_mode(self):
             self._keep_in_step(len(groups))
             for group in groups:
-                yield group, self(window_batch(batch, group), first_scored=context_length, reading=reading)
+                unread = min(window.scored - window.start for _, window in group)
+                yield group, self(window_batch(batch, group), first_scored=unread, reading=reading)
 
     @torch.no_grad()
     def long_and_short(
@@ -388,7 +391,7 @@ class Backbone(nn.Module):
         check_static(self.base_model.config, compares=True)
 
     def check_length(self, longest: int) -> None:
-        """Warn of a document longer than the model was made for; raise a ``ValueError`` where positions are learned."""
+        """Raise a ``ValueError`` for a document of more tokens than learned positions, and warn of too many others."""
         config = self.base_model.config.get_text_config(decoder=True)
         limit = getattr(config, "max_position_embeddings", None)
         if limit is None or longest <= limit:
@@ -398,6 +401,9 @@ class Backbone(nn.Module):
                 f"`{type(self.base_model).__name__}` has {limit} learned positions and cannot read a document of"
                 f" {longest} tokens: shorten the documents or use another model."
             )
+        if longest <= self._longest_told:  # or a corpus would fill the log
+            return
+        self._longest_told = longest
         warnings.warn(
             f"A document of {longest} tokens is longer than the {limit} positions that"
             f" `{type(self.base_model).__name__}` was made for (`max_position_embeddings`): expect poor scores.",

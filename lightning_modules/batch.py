@@ -1,6 +1,6 @@
 """The contract between the data and the model: one batch of packed rows."""
 
-from typing import NotRequired, TypedDict
+from typing import Any, NamedTuple, NotRequired, TypedDict
 
 import torch
 from torch import Tensor
@@ -10,6 +10,26 @@ IGNORE_INDEX = -100
 
 LONGEST_ROW = 2**27
 """Tokens of a row, at most: a thousand times what is trained on today, and few enough to be planned and packed."""
+
+
+class Origin(NamedTuple):
+    """Where a document of a corpus comes from, by which its scores are filed.
+
+    Attributes:
+        key: What the corpus calls it; nobody has promised that it is unique.
+        file: Name of its file. File and row together are unique.
+        row: Number of its row or line in the file, from 0 on.
+        columns: What else of the corpus goes with its scores, by name.
+        truncated: Whether tokens were cut off at its end.
+        error: Why it cannot be scored, if it cannot.
+    """
+
+    key: str
+    file: str
+    row: int
+    columns: dict[str, Any]
+    truncated: bool = False
+    error: str | None = None
 
 
 class PackedBatch(TypedDict):
@@ -27,6 +47,9 @@ class PackedBatch(TypedDict):
         offsets: ``[B, T, 2]`` int64 character span ``[start, end)`` of each token in ``text`` (evaluation only).
         names: For each row the name of its one document, as messages and result files cite it (evaluation only).
         influence: ``[B, T]`` float32 token weights that were computed beforehand (training with stored weights only).
+        origins: For each row where its one document comes from; none of a row that only keeps processes in step
+            (documents of a corpus only).
+        failed: Documents of the corpus that should be in this batch, and are not for an error.
     """
 
     input_ids: Tensor
@@ -37,6 +60,8 @@ class PackedBatch(TypedDict):
     offsets: NotRequired[Tensor]
     names: NotRequired[list[str]]
     influence: NotRequired[Tensor]
+    origins: NotRequired[list[Origin]]
+    failed: NotRequired[list[Origin]]
 
 
 def unscored_token(device: torch.device) -> PackedBatch:

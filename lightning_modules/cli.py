@@ -27,6 +27,7 @@ from lightning_modules.commands import (
     inspect_command,
     reproduce_command,
     score_command,
+    select_command,
     summary,
 )
 from lightning_modules.companions import Companions, gathering
@@ -61,7 +62,8 @@ commands:
   fit         fine-tune a model, evaluated by LongPPL as it trains
   validate    evaluate a model on the validation documents
   test        evaluate a model on the test documents
-  predict     long and short log-likelihoods of every token of the test documents
+  predict     score documents: a corpus into a table (`configs/score_corpus.yaml`), or every token of the test documents
+  select      the documents of a scored corpus that pass conditions, as ids or text, and weights of their sources
   data        `data inspect`: what the training rows hold, as text, with document borders
   influence   LongCE weights of the training rows by an evaluator, so that training makes no short pass
   harness     tasks of lm-evaluation-harness: LongBench, RULER, MMLU and its kin, or your own
@@ -139,6 +141,8 @@ class LongceCLI(LightningCLI):
             options = self.config_init[self.subcommand]
             logger, resume = self._get(self.config, "trainer").logger, self.subcommand == "fit"
             self._asked = options.ckpt_path
+            if self.subcommand == "predict":
+                options.return_predictions = False  # callbacks write them, and memory would not hold those of a corpus
             options.ckpt_path = find_checkpoint(options.ckpt_path, self.trainer, logger, resume=resume)
             if self.subcommand == "fit":
                 check_checkpoint_folders(self.trainer)
@@ -338,6 +342,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], object]] = {
     "inspect": inspect_command,
     "evaluate": evaluate_command,
     "influence": influence_command,
+    "select": select_command,
     "export": export_command,
     "harness": harness_command,
     "correlate": correlate_command,

@@ -100,6 +100,19 @@ def correlate_command(arguments: Sequence[str]) -> None:
     sys.stdout.write(correlate(**parser.parse_args(list(arguments[1:])).as_dict()))
 
 
+def select_command(arguments: Sequence[str]) -> None:
+    """Run ``longce select`` and print its tables."""
+    from lightning_modules.selection import select
+
+    parser = jsonargparse.ArgumentParser(prog="longce select", description=summary(select))
+    parser.add_argument("-c", "--config", action="config", help="YAML file with options of this command.")
+    parser.add_argument("scores", type=str, help="Folder or fsspec URL of the scores.")
+    parser.add_function_arguments(select, skip={"scores"}, as_positional=False)
+    options = parser.parse_args(list(arguments[1:])).as_dict()
+    options.pop("config", None)
+    sys.stdout.write(select(**options))
+
+
 def reproduce_command(arguments: Sequence[str]) -> None:
     """Run ``longce reproduce miniature`` or ``longce reproduce TABLE``."""
     if arguments[1:2] != ["miniature"]:

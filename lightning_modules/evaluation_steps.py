@@ -1,5 +1,7 @@
 """What a language model does in validation, test and prediction, and what is checked before."""
 
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -8,10 +10,13 @@ from typing_extensions import override
 
 from lightning_modules.backbone import Backbone
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
+from lightning_modules.context_ladder import ContextLadder, Rungs
+from lightning_modules.loading import has_weights, model_identity
 from lightning_modules.metrics import LongPerplexity
+from lightning_modules.prediction import DocumentScorer, Failed
 from lightning_modules.probe import check_scoring
 from lightning_modules.sequence_parallelism import SequenceGroup, sequence_group
-from lightning_modules.token_scores import TokenScores, text_sha256
+from lightning_modules.token_scores import TokenScores
 
 
 class EvaluationSteps(LightningModule):
@@ -23,6 +28,7 @@ class EvaluationSteps(LightningModule):
     backbone: Backbone
     context_length: int
     stride: int
+    ladder: ContextLadder | None = None
     _loading: dict[str, Any]
 
     def __init__(self) -> None:
@@ -44,22 +50,41 @@ class EvaluationSteps(LightningModule):
         return self.validation_step(batch, batch_idx)
 
     @override
-    def predict_step(self, batch: PackedBatch, batch_idx: int) -> list[TokenScores]:
-        """Long and short log-likelihoods of each document under this model itself."""
+    def predict_step(self, batch: PackedBatch, batch_idx: int) -> Sequence[TokenScores | Failed]:
+        """Long and short log-likelihoods of each document under this model itself.
+
+        A document of a corpus may fail by itself, others stop the run.
+        """
         self.backbone.check_token_ids(batch)
-        long, short = self.backbone.long_and_short(batch, context_length=self.context_length, stride=self.stride)
-        return [
-            TokenScores(
-                text_sha256=text_sha256(batch["text"][row]),
-                evaluator=str(self._loading["pretrained_model_name_or_path"]),
-                context_length=self.context_length,
-                stride=self.stride,
-                offsets=batch["offsets"][row, : borders[-1]].cpu(),
-                long=long[row, : borders[-1]].float().cpu(),
-                short=short[row, : borders[-1]].float().cpu(),
-            )
-            for row, borders in enumerate(batch["document_borders"])
-        ]
+        scorer = DocumentScorer(
+            self.backbone,
+            name=str(self._loading["pretrained_model_name_or_path"]),
+            context_length=self.context_length,
+            stride=self.stride,
+            rungs=self.rungs(),
+        )
+        return scorer.try_to_score(batch) if "origins" in batch else scorer.score(batch)
+
+    def rungs(self) -> Rungs | None:
+        """Those of the context ladder, if there is one; the model is there."""
+        if self.ladder is None:
+            return None
+        config = self.backbone.base_model.config.get_text_config(decoder=True)
+        longest = getattr(config, "max_position_embeddings", None)
+        return self.ladder.rungs(context_length=self.context_length, stride=self.stride, longest=longest)
+
+    def scoring_settings(self) -> dict[str, Any]:
+        """All that a document's scores depend on besides its tokens, in plain values; the model is not needed yet."""
+        path, trusted = self._loading["pretrained_model_name_or_path"], self._loading["trust_remote_code"]
+        stored = has_weights(path)
+        names = ("model_config", "context_extension", "dtype", "lora", "quantization")
+        return {
+            "model": model_identity(path, self._loading["revision"], trust_remote_code=trusted) if stored else path,
+            **{name: self._loading[name] for name in names},
+            "context_length": int(self.context_length),
+            "stride": int(self.stride),
+            "ladder": None if self.ladder is None else asdict(self.ladder),
+        }
 
     @override
     def on_validation_start(self) -> None:

@@ -128,3 +128,65 @@ def _last_change(folder: Path) -> float:
         return max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
     except OSError:
         return time.time()
+
+
+class RunLock:
+    """Held by all processes of a run that writes to a folder: the next run begins when the last of them is gone.
+
+    After a kill of one process the others live on for some seconds, and may still write what a new run is to do again.
+
+    Args:
+        folder: A local folder that exists.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / f".run{_SUFFIX}"
+        self._descriptor: int | None = None
+
+    def begin(self, patience: float = 60.0) -> None:
+        """For the first process of a run, before it looks at the folder; it waits for what is left of the run before.
+
+        Args:
+            patience: Seconds to wait.
+
+        Raises:
+            ValueError: If another run is still writing there.
+        """
+        deadline = time.monotonic() + patience
+        descriptor = self._opened()
+        try:
+            while not _locked(descriptor):
+                if time.monotonic() > deadline:
+                    raise ValueError(
+                        f"Another run is writing to {self._path.parent}. Wait for its end, or name another folder."
+                    )
+                time.sleep(0.1)
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise
+            _log.warning("%s: no locks here (%s); let no two runs write there.", self._path.parent, error.strerror)
+        except ValueError:
+            os.close(descriptor)
+            raise
+        self._descriptor = descriptor
+
+    def join(self) -> None:
+        """For every process of the run, once the first one has begun."""
+        if self._descriptor is None:
+            self._descriptor = self._opened()
+        with suppress(OSError):  # no locks here, as `begin` has said
+            fcntl.flock(self._descriptor, fcntl.LOCK_SH)
+
+    def leave(self) -> None:
+        """This process writes nothing any more. Forked children share the lock and lose it, too."""
+        if self._descriptor is not None:
+            with suppress(OSError):
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _opened(self) -> int:
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+        with suppress(OSError):
+            os.fchmod(descriptor, 0o666)
+        return descriptor

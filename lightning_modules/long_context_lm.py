@@ -17,6 +17,7 @@ from lightning_modules.adapters import changes_base, frozen_fingerprint, quantiz
 from lightning_modules.backbone import Backbone
 from lightning_modules.batch import PackedBatch
 from lightning_modules.checkpointing import Checkpointing
+from lightning_modules.context_ladder import ContextLadder
 from lightning_modules.evaluation_steps import EvaluationSteps
 from lightning_modules.export import (
     FINGERPRINT,
@@ -103,6 +104,7 @@ class LongContextLM(EvaluationSteps):
         head_kernel: What computes the loss from hidden states in training: ``chunked``, our own, which is exact and
             fits every model, or ``torch`` (torch >= 2.13), ``liger`` (liger-kernel >= 0.8.5, GPU) or ``cce``
             (cut-cross-entropy, GPU in half precision), which are compared with exact gradients before training.
+        ladder: In prediction, score documents on a context ladder, too: ``{contexts: [4096, 8192, 16384]}``.
         optimizer: Takes the trainable parameters.
         lr_scheduler: Takes the optimizer and steps once per optimizer step; the default warms up over 20 steps.
 
@@ -132,6 +134,7 @@ class LongContextLM(EvaluationSteps):
         quantization: dict[str, Any] | None = None,
         trust_remote_code: bool = False,
         head_kernel: HeadKernel = "chunked",
+        ladder: ContextLadder | None = None,
         optimizer: OptimizerCallable = lambda parameters: torch.optim.AdamW(parameters, **OPTIMIZER["init_args"]),
         lr_scheduler: LRSchedulerCallable = lambda optimizer: torch.optim.lr_scheduler.LinearLR(
             optimizer, **LR_SCHEDULER["init_args"]
@@ -141,10 +144,11 @@ class LongContextLM(EvaluationSteps):
         check_context(context_length, stride)
         check_window_share(short_window_share)
         check_normalised(objective, short_window_share)
-        self.save_hyperparameters(ignore=["objective", "optimizer", "lr_scheduler"])
+        self.save_hyperparameters(ignore=["objective", "ladder", "optimizer", "lr_scheduler"])
         self.objective = objective
         self.context_length = context_length
         self.stride = stride
+        self.ladder = ladder
         self.short_dtype: ShortDType | None = short_dtype
         self.short_window_share = short_window_share
         self._loading: dict[str, Any] = {

@@ -5,7 +5,7 @@ import json
 import math
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ from lightning_modules.files import write_atomically
 from lightning_modules.functional import key_token_mask, merge_spans, soft_influence
 
 FORMAT = "longce-token-scores-1"
+_RUNG = "context_"
 _SPAN = re.compile(r"\[\s*(\d+)\s*,\s*(\d+)\s*\]")
 
 
@@ -34,6 +35,7 @@ class TokenScores:
         short: ``[N]`` float32 log-likelihoods given the short context, equal to ``long`` where there is none.
         floor: Only of tokens likelier than this in the long context, in nats, is the short log-likelihood known; of
             others it is NaN. Key tokens need no more for a ``beta`` of this or above.
+        rungs: ``[w]`` float32 log-likelihoods of the last w tokens by context length, if there is a context ladder.
     """
 
     text_sha256: str
@@ -44,6 +46,7 @@ class TokenScores:
     long: Tensor
     short: Tensor
     floor: float = -math.inf
+    rungs: dict[int, Tensor] = field(default_factory=dict)
 
     def key_spans(self, *, alpha: float = 2.0, beta: float = -2.0) -> Tensor:
         """``[M, 2]`` character spans of the key tokens, those that touch merged.
@@ -72,6 +75,7 @@ class TokenScores:
             OSError: If the folder cannot be written to.
         """
         tensors = {"offsets": self.offsets, "long": self.long, "short": self.short}
+        tensors |= {f"{_RUNG}{context}": scores for context, scores in self.rungs.items()}
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         header = {
             "format": FORMAT,
@@ -103,12 +107,14 @@ class TokenScores:
             raise ValueError(f"'{path}' cannot be read as token scores ({error}).") from error
         if header.get("format") != FORMAT or header.pop("checksum", None) != _checksum(header, tensors):
             raise ValueError(f"'{path}' is damaged or no file of token scores ({FORMAT}).")
+        rungs = {int(name[len(_RUNG) :]): tensors.pop(name) for name in sorted(tensors) if name.startswith(_RUNG)}
         return cls(
             text_sha256=header["text_sha256"],
             evaluator=header["evaluator"],
             context_length=int(header["context_length"]),
             stride=int(header["stride"]),
             floor=float(header.get("floor", -math.inf)),
+            rungs=dict(sorted(rungs.items())),
             **tensors,
         )
 

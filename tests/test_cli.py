@@ -18,14 +18,14 @@ from datamodules.influence_store import InfluenceStore
 from datamodules.influence_writer import InfluenceWriter
 from datamodules.recall import recall_tokenizer
 from lightning_modules.backbone import Backbone
-from lightning_modules.cli import LongceCLI, main
+from lightning_modules.cli import DataCLI, LongceCLI, main
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.tokenization import load_tokenizer, tokenizer_hash
 from tests.conftest import make_text, tiny_config, tiny_model
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 BASE, DEBUG = str(CONFIGS / "base.yaml"), str(CONFIGS / "debug.yaml")
-EXPERIMENTS = sorted(path for path in CONFIGS.glob("*.yaml") if path.stem not in ("base", "debug"))
+EXPERIMENTS = sorted(path for path in CONFIGS.glob("*.yaml") if path.stem not in ("base", "debug", "score_corpus"))
 
 
 def longce(*arguments, monkeypatch, folder):
@@ -246,6 +246,42 @@ def test_validate_test_and_predict(experiment, tmp_path, monkeypatch, capsys):
     writer.write_text(yaml.safe_dump({"trainer": {"callbacks+": callbacks}}))
     longce("predict", "-c", BASE, "-c", experiment, "-c", str(writer), monkeypatch=monkeypatch, folder=tmp_path)
     assert len(list((tmp_path / "scores").glob("*.safetensors"))) == 1
+
+
+def test_a_corpus_is_scored_chosen_from_and_weighed(books, model_dir, tmp_path, monkeypatch, capsys):
+    options = {
+        "model.pretrained_model_name_or_path": model_dir,
+        "model.context_length": 32,
+        "model.stride": 16,
+        "model.dtype": "float32",
+        "model.ladder.contexts": "auto",
+        "data.files": f"{books}/*/*.txt",
+        "data.num_workers": 0,
+        "trainer.accelerator": "cpu",
+        "trainer.devices": 1,
+        "trainer.callbacks.output_dir": "scores",
+    }
+    arguments = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    scoring = ("predict", "-c", BASE, "-c", str(CONFIGS / "score_corpus.yaml"), *arguments)
+    longce(*scoring, monkeypatch=monkeypatch, folder=tmp_path)
+    assert json.loads((tmp_path / "scores" / "_SUCCESS.json").read_text())["documents"] == 7
+    choice = ("--by", "folder", "--output", "ids.txt", "--weights", "weights.yaml", "--rank_by", "key_token_ratio")
+    longce("select", "scores", "--where", "tokens > 100", *choice, monkeypatch=monkeypatch, folder=tmp_path)
+    assert "32 > 64" in capsys.readouterr().out
+    assert len((tmp_path / "ids.txt").read_text().split()) == 7
+    source = {"class_path": "datamodules.TextDataModule", "init_args": {"train": str(books), "validation": str(books)}}
+    sources = dict.fromkeys(("train", "validation", "test"), source)
+    data = {
+        "class_path": "datamodules.MixtureDataModule",
+        "init_args": {"tokenizer": str(model_dir), "sources": sources},
+    }
+    (tmp_path / "mixture.yaml").write_text(yaml.safe_dump({"data": data}))
+    monkeypatch.setattr(sys, "argv", ["longce", "-c", "mixture.yaml", "-c", "weights.yaml"])
+    weights = DataCLI().datamodule.weights
+    assert weights == yaml.safe_load((tmp_path / "weights.yaml").read_text())["data"]["init_args"]["weights"]
+    assert len(set(weights.values())) == 3
+    said = refused(*scoring, "--model.stride", "8", monkeypatch=monkeypatch, folder=tmp_path, capsys=capsys)
+    assert "`stride` was 16 and is 8" in said
 
 
 def test_the_command_line_wins_over_a_checkpoint(experiment, tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from lightning_modules.files import atomic_folder, building_prefix
-from lightning_modules.locks import ABANDONED, exclusive
+from lightning_modules.locks import ABANDONED, RunLock, exclusive
 
 FORK = multiprocessing.get_context("fork")
 
@@ -147,3 +147,46 @@ def test_without_locks_everybody_works(tmp_path, monkeypatch, caplog):
 def test_other_errors_are_not_swallowed(tmp_path):
     with pytest.raises(OSError, match="No such file"), exclusive(tmp_path / "missing" / "target"):
         pass
+
+
+def hold_run(folder, ready, end):
+    lock = RunLock(folder)
+    lock.begin()
+    lock.join()
+    ready.set()
+    end.wait(20)
+
+
+def test_a_run_begins_when_the_one_before_is_gone(tmp_path):
+    ready, end = FORK.Event(), FORK.Event()
+    process = FORK.Process(target=hold_run, args=(tmp_path, ready, end))
+    process.start()
+    assert ready.wait(20)
+    with pytest.raises(ValueError, match="Another run is writing"):
+        RunLock(tmp_path).begin(patience=0.3)
+    threading.Timer(0.3, lambda: os.kill(process.pid, signal.SIGKILL)).start()
+    first, second = RunLock(tmp_path), RunLock(tmp_path)
+    first.begin(patience=20)
+    process.join()
+    first.join()
+    second.join()
+    with pytest.raises(ValueError, match="Another run"):
+        RunLock(tmp_path).begin(patience=0)
+    first.leave()
+    with pytest.raises(ValueError, match="Another run"):  # a process of the run is left
+        RunLock(tmp_path).begin(patience=0)
+    second.leave()
+    second.leave()
+    RunLock(tmp_path).begin(patience=0)
+
+
+def test_forked_children_do_not_keep_a_run_that_has_left(tmp_path):
+    lock = RunLock(tmp_path)
+    lock.begin()
+    end = FORK.Event()
+    child = FORK.Process(target=end.wait, args=(20,))
+    child.start()
+    lock.leave()
+    RunLock(tmp_path).begin(patience=0)
+    end.set()
+    child.join()

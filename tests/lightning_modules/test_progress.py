@@ -5,8 +5,8 @@ import sys
 import pytest
 from lightning.pytorch.utilities import rank_zero_only
 
-from datamodules import progress
-from datamodules.progress import progress_bar
+from lightning_modules import progress
+from lightning_modules.progress import progress_bar
 
 
 class Terminal(io.StringIO):

@@ -1,0 +1,157 @@
+"""Documents per second of `longce predict` over a corpus, as a ratio to a loop over the code of the paper's authors.
+
+Both read the same parquet file with the same random model, tokenizer and settings, in this process and in turn; medians
+of the rounds. The authors' loop calls `longppl.compute_longppl` with the model as its own evaluator for one document
+after the other. Ours is all of it: reading, tokenising, scoring, statistics and the shards on disk.
+
+    python benchmarks/corpus.py --documents 16 --rounds 3
+"""
+
+import argparse
+import contextlib
+import io
+import logging
+import math
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import torch
+import transformers
+from lightning.pytorch import Trainer
+from longppl.longppl import compute_longppl
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from callbacks import DocumentScoresWriter
+from datamodules import DocumentCorpus
+from lightning_modules.long_context_lm import LongContextLM
+
+ALPHA, BETA = 0.5, -12.0  # of a random model
+
+
+def prepare(folder: Path, documents: int, lengths: tuple[int, int], vocabulary: int, width: int, layers: int) -> None:
+    """A random Llama with a tokenizer of words, and a parquet file of random documents."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "llama",
+        hidden_size=width,
+        intermediate_size=width * 11 // 4,
+        num_hidden_layers=layers,
+        num_attention_heads=max(width // 32, 1),
+        num_key_value_heads=max(width // 64, 1),
+        vocab_size=vocabulary,
+        max_position_embeddings=1 << 17,
+        initializer_range=0.1,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
+    backend = Tokenizer(models.WordLevel({f"w{index}": index for index in range(vocabulary)}, unk_token="w0"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(folder / "model")
+    generator = random.Random(0)
+    texts = []
+    for _ in range(documents):
+        length = round(math.exp(generator.uniform(*map(math.log, lengths))))
+        texts.append(" ".join(f"w{generator.randrange(vocabulary)}" for _ in range(length)))
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), folder / "corpus.parquet", row_group_size=64)
+
+
+def theirs(folder: Path, context_length: int, stride: int) -> dict[int, tuple[float | None, float, int]]:
+    """LongPPL, perplexity and key tokens of each document, by the authors' code."""
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).eval()
+    found = {}
+    for row, text in enumerate(pyarrow.parquet.read_table(folder / "corpus.parquet")["text"].to_pylist()):
+        settings = {"trunc_len": context_length, "sliding_window": stride, "alpha": ALPHA, "beta": BETA}
+        result = compute_longppl(text, model, model, tokenizer, tokenizer, **settings)
+        found[row] = (result["longppl"], result["ppl"], result["n_key_token"] or 0)
+    return found
+
+
+def ours(
+    folder: Path, context_length: int, stride: int, batch_tokens: int | None = None
+) -> dict[int, tuple[float | None, float, int]]:
+    """The same from the shards that the run has written."""
+    module = LongContextLM(str(folder / "model"), context_length=context_length, stride=stride)
+    corpus = DocumentCorpus(str(folder / "corpus.parquet"), num_workers=0, batch_tokens=batch_tokens)
+    with tempfile.TemporaryDirectory() as output:
+        trainer = Trainer(
+            accelerator="cpu",
+            logger=False,
+            callbacks=[DocumentScoresWriter(output, alpha=ALPHA, beta=BETA)],
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            enable_checkpointing=False,
+        )
+        trainer.predict(module, datamodule=corpus, return_predictions=False)
+        rows = pyarrow.parquet.read_table(output).to_pylist()
+    return {row["row"]: (row["longppl"], row["perplexity"], row["key_tokens"]) for row in rows}
+
+
+def measure(function: Callable[[], dict]) -> tuple[float, dict]:
+    """Seconds of this process on the processor, which does not count what else runs on the machine; and the result."""
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    started = clock()
+    with contextlib.redirect_stdout(io.StringIO()):
+        result = function()
+    return clock() - started, result
+
+
+def disagreement(first: dict, second: dict) -> float:
+    """Largest relative difference of LongPPL and perplexity; infinite if key tokens are not the same."""
+    largest = 0.0
+    for row, (*numbers, keys) in first.items():
+        *others, other_keys = second[row]
+        if keys != other_keys:
+            return math.inf
+        pairs = [(a, b) for a, b in zip(numbers, others, strict=True) if a is not None]
+        largest = max([largest, *(abs(float(b) / float(a) - 1) for a, b in pairs)])
+    return largest
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--documents", type=int, default=16)
+    parser.add_argument("--lengths", type=int, nargs=2, default=[500, 3000], help="shortest and longest, in tokens")
+    parser.add_argument("--vocabulary", type=int, default=8000)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--context_length", type=int, default=512)
+    parser.add_argument("--stride", type=int, default=128)
+    parser.add_argument("--batch_tokens", type=int, default=4096)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder, sizes = Path(temporary), (options.context_length, options.stride)
+        shape = (options.vocabulary, options.width, options.layers)
+        prepare(folder, options.documents, tuple(options.lengths), *shape)
+        ways = {
+            "authors' loop": partial(theirs, folder, *sizes),
+            "longce predict": partial(ours, folder, *sizes),
+            f"longce predict, batches of {options.batch_tokens} tokens": partial(
+                ours, folder, *sizes, options.batch_tokens
+            ),
+        }
+        runs = {name: [measure(way) for _ in range(options.rounds)] for name, way in ways.items()}
+    seconds = {name: statistics.median(each[0] for each in rounds) for name, rounds in runs.items()}
+    first = next(iter(ways))
+    print(f"{options.documents} documents of {options.lengths[0]} to {options.lengths[1]} tokens, {vars(options)}\n")
+    print("| | documents/s | ratio | largest difference of LongPPL and perplexity |\n|---|---|---|---|")
+    for name in ways:
+        difference = disagreement(runs[first][0][1], runs[name][0][1])
+        rate, ratio = options.documents / seconds[name], seconds[first] / seconds[name]
+        print(f"| {name} | {rate:.2f} | {ratio:.2f} | {difference:.0e} |")
+
+
+if __name__ == "__main__":
+    main()

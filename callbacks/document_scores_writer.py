@@ -1,0 +1,292 @@
+"""What becomes of the documents of a corpus: a table in parquet shards, written as they are scored."""
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pyarrow
+import pyarrow.compute
+import torch.distributed as dist
+from jsonargparse.typing import PositiveFloat, PositiveInt
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
+from tqdm import tqdm
+from typing_extensions import override
+
+from lightning_modules.batch import PackedBatch
+from lightning_modules.evaluation_steps import EvaluationSteps
+from lightning_modules.functional.influence import check_gamma, check_thresholds
+from lightning_modules.locks import RunLock
+from lightning_modules.prediction import Failed
+from lightning_modules.preemption import ECHO
+from lightning_modules.progress import progress_bar
+from lightning_modules.score_shards import SUCCESS, ScoreShards, Written, check_settings
+from lightning_modules.score_table import ScoreTable, TokenType, clashes, counts
+from lightning_modules.scored_corpus import Delivered, ScoredCorpus
+from lightning_modules.token_scores import TokenScores
+
+_SHARD_TOKENS = 2**24  # about 200 MB with values for each token
+_NAMED = 3  # files that a message tells of
+
+
+class DocumentScoresWriter(Callback):
+    """Writes a row of scores for each document of a `DocumentCorpus`, and knows on restart which are there.
+
+    The folder fills with ``part-*.parquet``, each whole or not there, with the columns ``key``, ``file``, ``row``, the
+    corpus's own, ``truncated``, those of `lightning_modules.document_scores`, and ``error``: why a document has no
+    scores, or null. When all documents are done, ``_SUCCESS.json`` holds the counts. Started again, a run goes on with
+    what is missing, also with another number of processes; failed documents count as done. Killed at any time, a
+    process loses its shard in progress, and nothing after SIGTERM: from then on each batch is written at once.
+
+    Args:
+        output_dir: Folder or fsspec URL; made if need be.
+        per_token: Write the long-short difference (``lsd``) and the long log-likelihood (``lcl``) of each token as
+            lists of this type, with the characters it stands for (``token_starts``, ``token_ends``).
+        alpha: A key token's long-short difference exceeds it, in nats.
+        beta: A key token's long log-likelihood exceeds it, in nats.
+        gamma: Largest weight of the soft-weighted benefit.
+        shard_rows: Documents in a shard, at most.
+        shard_minutes: Time after which a shard is written though it is not full.
+
+    Raises:
+        ValueError: If a threshold makes no sense, or the address is none that can be written to.
+    """
+
+    def __init__(
+        self,
+        output_dir: str,
+        per_token: TokenType | None = None,
+        alpha: float = 2.0,
+        beta: float = -2.0,
+        gamma: float = 5.0,
+        shard_rows: PositiveInt = 1000,
+        shard_minutes: PositiveFloat = 15.0,
+    ) -> None:
+        check_thresholds(alpha, beta)
+        check_gamma(gamma)
+        self.shards = ScoreShards(output_dir)
+        self.per_token: TokenType | None = per_token
+        self.statistics = {"alpha": alpha, "beta": beta, "gamma": gamma}
+        self.shard_rows = shard_rows
+        self.shard_minutes = shard_minutes
+        self._settings: dict[str, Any] = {}
+        self._before: Written | None = None
+        self._lock: RunLock | None = None
+        self._table: ScoreTable | None = None  # while documents are scored
+        self._asked_at: float | None = None
+
+    def written(self) -> Written:
+        """What earlier runs have written; no other run writes there from now on.
+
+        Raises:
+            ValueError: If another one is at it, or the folder cannot be written to or holds something else.
+        """
+        self.shards.folder.check_writable()
+        if self.shards.folder.local is not None:
+            self._lock = RunLock(self.shards.folder.local)
+            self._lock.begin()
+        self._before = self.shards.written()
+        return self._before
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse what cannot go together before the model is loaded."""
+        if stage != "predict":
+            return
+        corpus: Any = getattr(trainer, "datamodule", None)
+        if not (isinstance(corpus, ScoredCorpus) and isinstance(pl_module, EvaluationSteps)):
+            raise ValueError(
+                "`DocumentScoresWriter` writes what `longce predict` makes of a corpus: set `data.class_path` to"
+                f" datamodules.DocumentCorpus, not {type(corpus).__name__}."
+            )
+        self._corpus = corpus
+        self._settings = {
+            **pl_module.scoring_settings(),
+            **corpus.scoring_settings(),
+            "checkpoint": _checkpoint_version(trainer.ckpt_path),
+            "precision": str(trainer.precision),
+            **self.statistics,
+            "per_token": self.per_token,
+        }
+        refusal = trainer.strategy.broadcast(self._refusal())
+        if refusal is not None:
+            self._leave()
+            raise ValueError(refusal)
+        if trainer.is_global_zero:
+            self.shards.folder.remove(SUCCESS)
+        elif self.shards.folder.local is not None:
+            self._lock = RunLock(self.shards.folder.local)
+        if self._lock is not None:
+            self._lock.join()
+
+    def _refusal(self) -> str | None:
+        """In the first process, why these documents cannot be scored into the folder."""
+        if clash := clashes(list(self._corpus.column_types)):
+            return f"`data.columns` names {clash}, which are columns of the scores: rename them in the corpus."
+        if self._before is None or not self._before.settings:
+            return None
+        try:
+            check_settings(self._before.settings, self._settings, self.shards.folder)
+        except ValueError as error:
+            return str(error)
+        rank_zero_info(f"{self._before.counts['documents']:,} documents are in {self.shards.folder} already.")
+        return None
+
+    @override
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert isinstance(pl_module, EvaluationSteps)
+        rungs = pl_module.rungs()
+        contexts = rungs.contexts if rungs is not None else ()
+        self._table = ScoreTable(self._corpus.column_types, contexts, per_token=self.per_token, **self.statistics)
+        self._documents = self._tokens = 0  # in the shards of this process and run
+        self._started = self._shard_begun = time.monotonic()
+        processes = f" (process 1 of {trainer.world_size})" if trainer.world_size > 1 else ""
+        self._bar = progress_bar(f"Scoring{processes}", unit="doc", total=self._corpus.expected())
+        if threading.current_thread() is threading.main_thread():  # only there may signals be handled
+            signal.signal(signal.SIGTERM, self._asked_to_stop)  # the trainer puts the old handler back
+
+    @override
+    def on_predict_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: PackedBatch,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        assert self._table is not None
+        scored: Sequence[TokenScores | Failed] = outputs
+        for origin, scores in zip(batch["origins"], scored, strict=False):  # an idle process has a row of no document
+            self._table.add(origin, scores)
+        for origin in batch["failed"]:
+            self._table.add(origin, Failed(str(origin.error)))
+        self._show(self._table)
+        minutes = (time.monotonic() - self._shard_begun) / 60
+        full = len(self._table) >= self.shard_rows or self._table.tokens >= _SHARD_TOKENS
+        if full or minutes >= self.shard_minutes or self._asked_at is not None:
+            self._write_shard(trainer)
+
+    def _asked_to_stop(self, number: int, _: FrameType | None) -> None:
+        """What is to end soon writes what it has; processes that stopped by themselves would leave others waiting."""
+        if self._asked_at is None:
+            self._asked_at = time.monotonic()
+            os.write(2, b"longce: SIGTERM: each batch is written at once from now on; another one ends the run.\n")
+        elif time.monotonic() - self._asked_at > ECHO:
+            os._exit(128 + number)
+
+    def _show(self, table: ScoreTable) -> None:
+        """Documents and tokens per second, and the time left."""
+        rate = (self._tokens + table.tokens) / max(time.monotonic() - self._started, 1e-9)
+        self._bar.set_postfix_str(f"{tqdm.format_sizeof(rate)} tokens/s", refresh=False)
+        self._bar.update(self._documents + len(table) - self._bar.n)
+
+    def _write_shard(self, trainer: Trainer) -> None:
+        assert self._table is not None
+        if len(self._table):
+            table = self._table.table()
+            header = {
+                "settings": self._settings,
+                "source": self._corpus.source_settings(),
+                "files": {file: self._corpus.versions[file] for file in table["file"].unique().to_pylist()},
+                "counts": counts(table),
+            }
+            self.shards.write(table, header, trainer.global_rank)
+            self._documents += len(self._table)
+            self._tokens += self._table.tokens
+            self._table.clear()
+        self._shard_begun = time.monotonic()
+
+    @override
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._write_shard(trainer)
+        self._bar.close()
+        found = gathered((self._corpus.delivered(), self._documents))
+        refusal = trainer.strategy.broadcast(self._finished(found) if trainer.is_global_zero else None)
+        self._table = None
+        self._leave()
+        if refusal is not None:
+            raise ValueError(refusal)
+
+    def _finished(self, found: list[tuple[Delivered, int]]) -> str | None:
+        """In the first process: write the counts of all documents, or say what is missing."""
+        unreadable = sorted({reason for delivered, _ in found for reason in delivered.unreadable})
+        if unreadable:
+            return (
+                f"{len(unreadable)} file(s) or parts could not be read to their end, and all other documents are done:"
+                f" {'; '.join(unreadable[:_NAMED])} -- Mend these files and run the same command again."
+            )
+        if not all(delivered.complete for delivered, _ in found):
+            rank_zero_info("Not all documents are done: run the same command, without a limit of batches, to go on.")
+            return None
+        try:
+            written = self.shards.written()
+        except ValueError as error:
+            return str(error)
+        before = 0 if self._before is None else sum(map(len, self._before.rows.values()))
+        there, due = sum(map(len, written.rows.values())), before + sum(each.documents for each, _ in found)
+        if there != due:
+            return f"{self.shards.folder} holds {there:,} documents, not {due:,}: does something else write there?"
+        found_counts = {**written.counts, "repeated_keys": self._repeated_keys(), "shards": written.shards}
+        content = json.dumps({**found_counts, "settings": self._settings}, indent=2) + "\n"
+        self.shards.folder.write(SUCCESS, content.encode())
+        rank_zero_info(_report(found_counts, str(self.shards.folder)))
+        return None
+
+    def _repeated_keys(self) -> int:
+        """How many documents have a key that another one has; by default a key is file and row."""
+        if self._settings["key_column"] is None:
+            return 0
+        keys = [batch.column("key") for batch in self.shards.batches(["key"])]
+        times = pyarrow.chunked_array(keys, pyarrow.string()).value_counts().field("counts")
+        return int(pyarrow.compute.sum(times.filter(pyarrow.compute.greater(times, 1))).as_py() or 0)
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        try:
+            if self._table is not None:  # what is scored is kept
+                self._write_shard(trainer)
+        finally:
+            self._table = None
+            self._leave()
+
+    def _leave(self) -> None:
+        if self._lock is not None:
+            self._lock.leave()
+            self._lock = None
+
+
+def gathered(value: Any) -> list[Any]:
+    """The value of each process, when all have come here, be it days after the first.
+
+    Ordinary communication gives up after half an hour, by which the shares of a long run may well differ.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value, group=dist.new_group(backend="gloo", timeout=timedelta(days=30)))
+    return values
+
+
+def _report(found: dict[str, int], place: str) -> str:
+    repeated = f" {found['repeated_keys']:,} have a key that others have, too." if found["repeated_keys"] else ""
+    return (
+        f"{found.get('documents', 0):,} documents with {found.get('tokens', 0):,} tokens in {place}:"
+        f" {found.get('failed', 0):,} failed (column `error`), {found.get('too_short', 0):,} too short for a short"
+        f" context.{repeated}"
+    )
+
+
+def _checkpoint_version(path: Any) -> str | None:
+    """Name and time of the checkpoint that gave the weights."""
+    if path is None:
+        return None
+    local = Path(path)
+    return f"{local.name} {local.stat().st_mtime_ns}" if local.exists() else str(path)

@@ -1,0 +1,60 @@
+"""What a corpus and those who keep its scores ask of each other; they meet in a trainer, and import neither."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import pyarrow
+
+from lightning_modules.score_shards import Written
+
+
+class Delivered(NamedTuple):
+    """What a process has had of a corpus.
+
+    Attributes:
+        documents: How many, failed ones included.
+        complete: Whether there are no more for it.
+        unreadable: Files, or parts of them, that could not be read, with the reason.
+    """
+
+    documents: int
+    complete: bool
+    unreadable: list[str]
+
+
+@runtime_checkable
+class KeepsScores(Protocol):
+    """A callback that writes what becomes of the documents of a corpus, and knows those of earlier runs."""
+
+    def written(self) -> Written:
+        """What was scored before, and is left out now; asked once, of the first process alone."""
+        ...
+
+
+@runtime_checkable
+class ScoredCorpus(Protocol):
+    """A data module of documents in files.
+
+    Attributes:
+        versions: Of each file, by its name.
+        column_types: What `Origin.columns` holds.
+    """
+
+    versions: Mapping[str, str]
+    column_types: Mapping[str, pyarrow.DataType]
+
+    def scoring_settings(self) -> dict[str, Any]:
+        """All that decides which tokens are scored, in plain values."""
+        ...
+
+    def source_settings(self) -> dict[str, Any]:
+        """Arguments by which the same documents are found again."""
+        ...
+
+    def expected(self) -> int | None:
+        """About how many documents this process gets; None if nobody knows without reading the files."""
+        ...
+
+    def delivered(self) -> Delivered:
+        """What this process has had so far."""
+        ...

@@ -1,0 +1,322 @@
+"""A corpus into shards: what is in them, and what a run does that goes on, fails, or must not begin."""
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from lightning.pytorch import Trainer
+
+from callbacks import DocumentScoresWriter, TokenScoresWriter
+from datamodules import DocumentCorpus, TextDataModule
+from lightning_modules import progress
+from lightning_modules.backbone import Backbone
+from lightning_modules.context_ladder import ContextLadder
+from lightning_modules.document_scores import document_scores, ladder_scores
+from lightning_modules.long_context_lm import LongContextLM
+from lightning_modules.prediction import DocumentScorer
+from lightning_modules.score_shards import SUCCESS, ScoreShards
+from lightning_modules.scored_corpus import Delivered
+from lightning_modules.token_scores import text_sha256
+from lightning_modules.tokenization import encode_document, load_tokenizer
+from tests.conftest import make_text
+
+ROOT = Path(__file__).parents[2]
+LENGTHS = [1, 30, 4, 60, 12, 45]
+THRESHOLDS = {"alpha": 0.5, "beta": -6.0}
+
+
+@pytest.fixture
+def documents(tmp_path):
+    rows = [{"id": f"d{n}", "text": make_text(length, n), "n": n} for n, length in enumerate(LENGTHS)]
+    (tmp_path / "corpus").mkdir()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "corpus" / "a.parquet", row_group_size=4)
+    return tmp_path / "corpus"
+
+
+@pytest.fixture
+def run(tmp_path, documents, model_dir):
+    def run(output=None, callbacks=None, trainer=(), data=(), model=(), writer=()):
+        writers = [DocumentScoresWriter(str(output or tmp_path / "out"), **{**THRESHOLDS, **dict(writer)})]
+        module = LongContextLM(str(model_dir), **{"context_length": 16, "stride": 8, **dict(model)})
+        settings = {"key_column": "id", "columns": ["n"], "num_workers": 0, **dict(data)}
+        settings["files"] = settings.get("files", str(documents))
+        Trainer(
+            accelerator="cpu",
+            logger=False,
+            callbacks=writers if callbacks is None else callbacks,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            enable_checkpointing=False,
+            default_root_dir=tmp_path,
+            **dict(trainer),
+        ).predict(module, datamodule=DocumentCorpus(**settings), return_predictions=False)
+        return module
+
+    return run
+
+
+def rows(output):
+    found = pyarrow.parquet.read_table(output).to_pylist()
+    return sorted(found, key=lambda row: (row["file"], row["row"]))
+
+
+def success(output):
+    return json.loads((output / SUCCESS).read_text())
+
+
+def test_each_document_has_the_row_that_its_log_likelihoods_make(run, model_dir, tmp_path):
+    module = run(model={"ladder": ContextLadder([8, 32], window=8)}, writer={"per_token": "float32", "gamma": 3.0})
+    tokenizer = load_tokenizer(str(model_dir))
+    scorer = DocumentScorer(module.backbone, "", 16, 8, module.rungs())
+    found = rows(tmp_path / "out")
+    assert [row["n"] for row in found] == list(range(6))
+    for number, row in enumerate(found):
+        text = make_text(LENGTHS[number], number)
+        with torch.no_grad():
+            (scores,) = scorer.score(encode_document(text, tokenizer))
+        expected = {**document_scores(scores, **THRESHOLDS, gamma=3.0), **ladder_scores(scores, (8, 32), **THRESHOLDS)}
+        assert {name: row[name] for name in expected} == expected
+        assert (row["key"], row["file"], row["error"], row["truncated"]) == (f"d{number}", "a.parquet", None, False)
+        assert np.array_equal(np.float32(row["lsd"]), (scores.long - scores.short).numpy())
+        assert np.array_equal(np.float32(row["lcl"]), scores.long.numpy())
+        assert [row["token_starts"], row["token_ends"]] == scores.offsets.T.tolist()
+    assert any(row["benefit_mean"] is None for row in found)
+    assert any(row["ladder_8_32_mean"] is not None for row in found)
+    counts = success(tmp_path / "out")
+    assert (counts["documents"], counts["failed"], counts["shards"]) == (6, 0, 1)
+    assert counts["too_short"] == sum(row["compared_tokens"] == 0 for row in found) > 0
+    assert counts["tokens"] == sum(row["tokens"] for row in found)
+
+
+def test_values_of_tokens_in_16_bits(run, tmp_path):
+    for kind in ("float16", "float32"):
+        run(output=tmp_path / kind, writer={"per_token": kind})
+    table = pyarrow.parquet.read_table(tmp_path / "float16")
+    assert table.schema.field("lsd").type == pyarrow.list_(pyarrow.float16())
+    for half, whole in zip(rows(tmp_path / "float16"), rows(tmp_path / "float32"), strict=True):
+        np.testing.assert_allclose(np.float32(half["lsd"]), np.float32(whole["lsd"]), rtol=2e-3, atol=1e-3)
+        assert half["benefit_mean"] == whole["benefit_mean"], "statistics are not those of rounded values"
+
+
+def test_a_run_goes_on_where_another_one_ended(run, documents, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    output = tmp_path / "out"
+    run(trainer={"limit_predict_batches": 3}, writer={"shard_rows": 2})
+    assert [len(pyarrow.parquet.read_table(path)) for path in sorted(output.glob("*.parquet"))] == [2, 1]
+    assert not (output / SUCCESS).exists()
+    assert "without a limit of batches" in caplog.text
+    first = {row["key"]: row for row in rows(output)}
+    with pytest.MonkeyPatch.context() as patch:
+        read = []
+        tokenised = lambda text, *a, **k: read.append(text) or encode_document(text, *a, **k)  # noqa: E731
+        patch.setattr("datamodules.corpus_stream.encode_document", tokenised)
+        run()
+    assert len(read) == 3
+    assert "3 documents are in" in caplog.text
+    found = rows(output)
+    assert [row["key"] for row in found] == [f"d{n}" for n in range(6)]
+    assert all(row == first[row["key"]] for row in found if row["key"] in first)
+    assert success(output)["documents"] == 6
+    (documents / "b.jsonl").write_text(json.dumps({"id": "d5", "text": "more", "n": 9}))
+    with pytest.raises(ValueError, match=r"`columns` was {'n': 'int64'} and is {'n': 'string'}"):
+        run()
+    (documents / "b.jsonl").unlink()
+    more = pyarrow.Table.from_pylist([{"id": "d5", "text": make_text(9), "n": 6}])
+    pyarrow.parquet.write_table(more, documents / "b.parquet")
+    run()
+    assert success(output)["documents"] == 7
+    assert success(output)["repeated_keys"] == 2
+    assert "2 have a key that others have" in caplog.text
+    run()  # nothing is left to do
+    assert len(rows(output)) == success(output)["documents"] == 7
+
+
+def test_scores_of_other_settings_are_not_mixed(run, tmp_path):
+    run()
+    for settings, name in (
+        ({"model": {"context_length": 17}}, "`context_length` was 16 and is 17"),
+        ({"model": {"ladder": ContextLadder([8])}}, "`ladder` was None and is"),
+        ({"writer": {"alpha": 1.0}}, "`alpha` was 0.5 and is 1.0"),
+        ({"writer": {"per_token": "float16"}}, "`per_token`"),
+        ({"data": {"max_tokens": 9}}, "`max_tokens` was None and is 9"),
+        ({"data": {"columns": []}}, "`columns`"),
+    ):
+        with pytest.raises(ValueError, match=name):
+            run(**settings)
+    run(data={"batch_tokens": 100, "num_workers": 1})  # which change nothing but the order
+
+
+def test_documents_that_fail_do_not_stop_the_others(run, documents, tmp_path, monkeypatch):
+    (documents / "b.jsonl").write_text('{"id": "x", "text": "fine"}\n{broken\n{"id": "y", "text": " "}\n')
+    longest = max(len(make_text(length, n)) for n, length in enumerate(LENGTHS))
+    score = Backbone.forward
+
+    def too_large(self, batch, *arguments, **settings):
+        if batch["input_ids"].shape[1] > longest / 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return score(self, batch, *arguments, **settings)
+
+    monkeypatch.setattr(Backbone, "forward", too_large)
+    run()
+    found = {(row["file"], row["row"]): row for row in rows(tmp_path / "out")}
+    failed = {place: row["error"] for place, row in found.items() if row["error"]}
+    assert "out of memory" in failed.pop(("a.parquet", 3))
+    assert "malformed JSON" in failed.pop(("b.jsonl", 1))
+    assert "is empty" in failed.pop(("b.jsonl", 2))
+    assert set(failed) <= {("a.parquet", 5), ("a.parquet", 1)}
+    assert len(found) == 9
+    assert all((row["tokens"] is None) == (row["error"] is not None) for row in found.values())
+    assert success(tmp_path / "out")["failed"] == 3 + len(failed)
+
+
+def test_a_damaged_file_ends_in_an_error_when_all_else_is_done(run, documents, tmp_path):
+    content = (documents / "a.parquet").read_bytes()
+    pages = pyarrow.parquet.ParquetFile(documents / "a.parquet").metadata.row_group(1).column(1).data_page_offset
+    (documents / "a.parquet").write_bytes(content[:pages] + bytes(60) + content[pages + 60 :])
+    with pytest.raises(
+        ValueError, match=r"1 file\(s\) or parts could not be read.*a\.parquet.*run the same command again"
+    ):
+        run()
+    assert [row["row"] for row in rows(tmp_path / "out")] == [0, 1, 2, 3]
+    assert not (tmp_path / "out" / SUCCESS).exists()
+    stamp = os.stat(documents / "a.parquet")
+    (documents / "a.parquet").write_bytes(content)
+    with pytest.raises(ValueError, match="have changed since"):
+        run()
+    os.utime(documents / "a.parquet", ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+    run()
+    assert success(tmp_path / "out")["documents"] == 6
+
+
+def test_what_is_scored_is_kept_when_a_run_is_stopped(run, tmp_path, monkeypatch):
+    add, count = DocumentScoresWriter.on_predict_batch_end, []
+
+    def interrupted(*arguments, **settings):
+        add(*arguments, **settings)
+        count.append(1)
+        if len(count) == 4:
+            raise RuntimeError("no more")
+
+    monkeypatch.setattr(DocumentScoresWriter, "on_predict_batch_end", interrupted)
+    with pytest.raises(RuntimeError, match="no more"):
+        run()
+    assert len(rows(tmp_path / "out")) == 4
+    run()
+    assert success(tmp_path / "out")["documents"] == 6
+
+
+def test_a_document_that_is_missing_in_the_end_is_noticed(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("datamodules.corpus.CorpusLoader.delivered", lambda self: Delivered(7, True, []))
+    with pytest.raises(ValueError, match="holds 6 documents, not 7"):
+        run()
+    assert not (tmp_path / "out" / SUCCESS).exists()
+
+
+def test_nothing_is_lost_after_a_warning(run, tmp_path, monkeypatch, capfd):
+    add, shards, handler = DocumentScoresWriter.on_predict_batch_end, [], signal.getsignal(signal.SIGTERM)
+
+    def warned(*arguments, **settings):
+        if len(shards) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        add(*arguments, **settings)
+        shards.append(len(list((tmp_path / "out").glob("*.parquet"))))
+
+    monkeypatch.setattr(DocumentScoresWriter, "on_predict_batch_end", warned)
+    run()
+    assert shards == [0, 0, 1, 2, 3, 4]
+    assert "written at once from now on" in capfd.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) == handler
+
+
+def test_shards_end_with_time(run, tmp_path):
+    run(writer={"shard_minutes": 1e-9})
+    assert success(tmp_path / "out")["shards"] == 6
+
+
+def test_shards_behind_an_address(run, tmp_path):
+    place = f"memory:/{tmp_path}/out"
+    run(output=place, trainer={"limit_predict_batches": 2})
+    run(output=place)
+    shards = ScoreShards(place)
+    assert shards.written().rows["a.parquet"].tolist() == list(range(6))
+    assert json.loads(shards.folder.open(SUCCESS).read())["documents"] == 6
+
+
+def test_progress_tells_documents_tokens_and_time_left(run, caplog, monkeypatch):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(progress, "LOG_SECONDS", 0.0)
+    run()
+    lines = [line for line in caplog.messages if line.startswith("Scoring:")]
+    assert "/6.00" in lines[-1]
+    assert "doc" in lines[-1]
+    assert "tokens/s" in lines[-1]
+    assert "<" in lines[0], "time left"
+
+
+def test_what_cannot_be_written_or_goes_with_other_data(run, documents, tmp_path, model_dir):
+    table = pyarrow.parquet.read_table(documents / "a.parquet")
+    pyarrow.parquet.write_table(table.append_column("tokens", table["n"]), documents / "a.parquet")
+    with pytest.raises(ValueError, match=r"`data.columns` names \['tokens'\]"):
+        run(data={"columns": ["tokens"]})
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="Cannot write"):
+        run(output=tmp_path / "file" / "out")
+    with pytest.raises(ValueError, match="alpha"):
+        DocumentScoresWriter("x", alpha=-1)
+    trainer = Trainer(
+        accelerator="cpu", logger=False, callbacks=[DocumentScoresWriter("x")], enable_checkpointing=False
+    )
+    (tmp_path / "a.txt").write_text("a text")
+    module = LongContextLM(str(model_dir))
+    with pytest.raises(ValueError, match=r"datamodules\.DocumentCorpus, not TextDataModule"):
+        trainer.predict(module, datamodule=TextDataModule(str(model_dir), test=str(tmp_path / "a.txt")))
+
+
+def test_the_pairs_of_a_corpus_become_files_too(run, documents, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(
+        Backbone, "check_length", lambda self, n: (_ for _ in ()).throw(ValueError("long")) if n > 99 else None
+    )
+    run(callbacks=[TokenScoresWriter(str(tmp_path / "pairs"))])
+    texts = [make_text(length, n) for n, length in enumerate(LENGTHS)]
+    written = {path.stem for path in (tmp_path / "pairs").iterdir()}
+    assert 0 < len(written) < 6
+    assert written < {text_sha256(text) for text in texts}
+    assert "has no scores: long" in caplog.text
+
+
+def outcome(kills):
+    command = [sys.executable, "-m", "tests.corpus_runs", str(kills)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def check_outcome(found, kills):
+    assert found["documents"] == 61
+    assert len(found["errors"]) == 3
+    assert found["two processes"] == found["fsdp"] == found["killed"] == 0.0
+    assert 0 < found["batches"] < 1e-4
+    assert len(found["killed at"]) == kills
+    assert 0 < found["killed at"][-1] < 61
+    assert (found["success"]["documents"], found["success"]["failed"]) == (61, 3)
+
+
+def test_the_same_rows_by_several_processes_and_after_kills():
+    """One process and two, DDP and FSDP2, one document at a time and several; SIGKILL on the way."""
+    check_outcome(outcome(2), 2)
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_the_same_rows_after_many_kills():
+    check_outcome(outcome(5), 5)
