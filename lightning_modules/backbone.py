@@ -2,7 +2,7 @@
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, TypeVar, overload
 
@@ -30,12 +30,15 @@ from lightning_modules.functional.head_kernels import (
 )
 from lightning_modules.functional.linear_head import LinearHead
 from lightning_modules.functional.log_likelihood import Head
-from lightning_modules.functional.windows import draw_windows, row_windows, trim_windows, window_batch
+from lightning_modules.functional.windows import Window, draw_windows, row_windows, trim_windows, window_batch
 from lightning_modules.last_layer import last_layer_reads_from
 from lightning_modules.rotary_checks import check_rotary, check_static
 from lightning_modules.zero import GatheringModule, is_gathering_hook, share_parameters, whole_shape
 
 Result = TypeVar("Result")
+
+Reading = Callable[[Tensor, Head, Tensor], Result]
+"""Makes something of ``[B, T, D]`` last hidden states, the head and ``[B, T]`` labels."""
 
 WINDOW_TOKENS_PER_PASS = 32_768
 """Tokens of short windows that share a forward pass on an accelerator; on CPU each window has its own."""
@@ -114,6 +117,9 @@ class Backbone(nn.Module):
     @overload
     def forward(self, batch: PackedBatch, weighing: Weighing, *, exchange: Exchange | None = None) -> WeightedLoss: ...
 
+    @overload
+    def forward(self, batch: PackedBatch, *, first_scored: int = 1, reading: Reading[Result]) -> Result: ...
+
     def forward(
         self,
         batch: PackedBatch,
@@ -121,7 +127,8 @@ class Backbone(nn.Module):
         *,
         first_scored: int = 1,
         exchange: Exchange | None = None,
-    ) -> Tensor | WeightedLoss:
+        reading: Reading[Any] | None = None,
+    ) -> Any:
         """Log-likelihood of each scored token given everything before it in its document, or the loss made of them.
 
         Args:
@@ -130,10 +137,11 @@ class Backbone(nn.Module):
             first_scored: No token before this one is scored in any row, which saves work in the last layer.
             exchange: If the rows are this process's part of rows that several share (`SequenceGroup.part`), how their
                 attention is computed. Labels are ``[B, T + 1]`` then, and so is what is returned.
+            reading: What to make of the hidden states instead.
 
         Returns:
             ``[B, T]`` log-likelihoods in nats, float32; 0 where a token is not scored. With ``weighing``, the loss,
-            whose gradients our own kernel has formed already, and what it was made of.
+            whose gradients our own kernel has formed already, and what it was made of. With ``reading``, what it gives.
 
         Raises:
             ValueError: If a document is longer than learned positions allow, or the model cannot keep documents apart.
@@ -141,6 +149,8 @@ class Backbone(nn.Module):
         trims = weighing is None and self.trims_last_layer and not torch.is_grad_enabled()
         with _no_autocast_cache(), last_layer_reads_from(self.decoder, first_scored - 1 if trims else 0):
             hidden_states = self._hidden_states(batch, exchange)
+        if reading is not None:
+            return self._at_head(hidden_states, function=lambda hidden: reading(hidden, self.head, batch["labels"]))
         return self._at_head(hidden_states, function=lambda hidden: self._read(hidden, batch["labels"], weighing))
 
     def _read(self, hidden_states: Tensor, labels: Tensor, weighing: Weighing | None) -> Tensor | WeightedLoss:
@@ -275,18 +285,41 @@ class Backbone(nn.Module):
             differs[row, scored:stop] = True
         if shared_by is not None:
             windows = windows[shared_by.rank() :: shared_by.size()]
+        for group, log_likelihood in self.window_passes(batch, windows, context_length=context_length, stride=stride):
+            short = short.to(log_likelihood.dtype)
+            for scores, (row, (start, scored, stop)) in zip(log_likelihood, group, strict=True):
+                short[row, scored:stop] = scores[scored - start : stop - start]
+        if shared_by is not None:  # each token has one summand that is not 0
+            dist.all_reduce(short, group=shared_by)
+        return ShortContext(short, differs & batch["labels"].ne(IGNORE_INDEX), share)
+
+    def window_passes(
+        self,
+        batch: PackedBatch,
+        windows: Sequence[tuple[int, Window]],
+        *,
+        context_length: int,
+        stride: int,
+        reading: Reading[Any] | None = None,
+    ) -> Iterator[tuple[Sequence[tuple[int, Window]], Any]]:
+        """Pass windows of a batch's rows through the model, in eval mode, as many at a time as there is room for.
+
+        Args:
+            batch: ``[B, T]`` packed rows.
+            windows: Pairs of a row's index and a window of that row.
+            context_length: No token of a window before this one is scored.
+            stride: Length of the longest window beyond that.
+            reading: What to make of the hidden states; log-likelihoods by default.
+
+        Yields:
+            The windows of a pass, and what `forward` gives for the rows that are made of them.
+        """
         size = self._windows_per_pass(context_length + stride)
         groups = [windows[first : first + size] for first in range(0, len(windows), size)]
         with eval_mode(self):
             self._keep_in_step(len(groups))
             for group in groups:
-                log_likelihood = self(window_batch(batch, group), first_scored=context_length)
-                short = short.to(log_likelihood.dtype)
-                for scores, (row, (start, scored, stop)) in zip(log_likelihood, group, strict=True):
-                    short[row, scored:stop] = scores[scored - start : stop - start]
-        if shared_by is not None:  # each token has one summand that is not 0
-            dist.all_reduce(short, group=shared_by)
-        return ShortContext(short, differs & batch["labels"].ne(IGNORE_INDEX), share)
+                yield group, self(window_batch(batch, group), first_scored=context_length, reading=reading)
 
     @torch.no_grad()
     def long_and_short(

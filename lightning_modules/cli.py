@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lightning_modules.checkpoint_io import CheckedCheckpointIO
-from lightning_modules.commands import export_command, reproduce_command, score_command, summary
+from lightning_modules.commands import export_command, inspect_command, reproduce_command, score_command, summary
 from lightning_modules.companions import Companions, gathering
 from lightning_modules.config_files import check_config_files, use_checked_yaml
 from lightning_modules.errors import stop_with
@@ -47,6 +47,7 @@ Key-token long-context language modelling: LongPPL to measure, LongCE to train.
 commands:
   quickstart  make a corpus, train a tiny evaluator and fine-tune a tiny model with LongCE, all offline
   score       LongPPL and perplexity of text files, by a model and an evaluator
+  inspect     one HTML page of a document: key tokens, and what both contexts say of each token
   fit         fine-tune a model, evaluated by LongPPL as it trains
   validate    evaluate a model on the validation documents
   test        evaluate a model on the test documents
@@ -322,6 +323,7 @@ def influence_command(arguments: Sequence[str]) -> None:
 COMMANDS: dict[str, Callable[[Sequence[str]], object]] = {
     "plan": plan_command,
     "score": score_command,
+    "inspect": inspect_command,
     "influence": influence_command,
     "export": export_command,
     "data": data_command,

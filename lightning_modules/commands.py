@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import jsonargparse
 
@@ -17,6 +18,27 @@ def score_command(arguments: Sequence[str]) -> None:
     options = parser.parse_args(list(arguments[1:])).as_dict()
     options.pop("config", None)
     sys.stdout.write(table(score(**options)) + "\n")
+
+
+def inspect_command(arguments: Sequence[str]) -> None:
+    """Run ``longce inspect``, write its page and say where it is."""
+    from lightning_modules.inspection import inspect_document
+    from lightning_modules.score import check_output, read_text
+
+    parser = jsonargparse.ArgumentParser(prog="longce inspect", description=summary(inspect_document))
+    parser.add_argument("-c", "--config", action="config", help="YAML file with options of this command.")
+    parser.add_argument("file", type=str, help="UTF-8 text file.")
+    parser.add_argument("--output", type=str | None, help="The page; by default FILE.html in the working directory.")
+    parser.add_function_arguments(inspect_document, skip={"text", "name"}, as_positional=False)
+    options = parser.parse_args(list(arguments[1:])).as_dict()
+    options.pop("config", None)
+    file, output = options.pop("file"), options.pop("output")
+    output = f"{Path(file).name}.html" if output is None else output
+    text = read_text(file)
+    check_output(output)
+    inspection = inspect_document(text, name=Path(file).name, **options)
+    size = inspection.save(output).stat().st_size
+    sys.stdout.write(f"{inspection.summary()}\n{output} ({size / 1e6:.1f} MB)\n")
 
 
 def export_command(arguments: Sequence[str]) -> None:

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 _SAMPLE = "The cat sat on the mat, naïve café; 日本 and 🙂.\n\t12 of 345"
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_ESCAPED = re.compile("[\udc80-\udcff]")  # how Python decodes a byte that belongs to no character
 
 
 class TokenCharacters:
@@ -76,6 +77,35 @@ class TokenCharacters:
                 f" gives '{found}'), so that an evaluator with another tokenizer cannot weigh them: choose one with"
                 " the same tokenizer."
             )
+
+
+def token_texts(tokenizer: PreTrainedTokenizerFast, ids: Sequence[int]) -> list[str]:
+    """How tokens read one by one, for people.
+
+    Args:
+        tokenizer: A fast tokenizer of any kind.
+        ids: Token ids; some may be beyond the vocabulary, as rows of a padded embedding are.
+
+    Returns:
+        For each its text, with bytes that are no whole character as ``<0xE2>``; special tokens by their names, and an
+        id beyond the vocabulary as ``<32001>``. Of a tokenizer that joins tokens in a way that is not known here, the
+        entry of the vocabulary.
+    """
+    specification = json.loads(tokenizer.backend_tokenizer.to_str())
+    try:
+        convert = _converter(specification.get("decoder"))
+    except ValueError:
+        convert = str.encode
+    added = {token["id"]: token["content"] for token in specification["added_tokens"]}
+    texts = []
+    for index in ids:
+        token = tokenizer.backend_tokenizer.id_to_token(index)
+        if token is None or index in added:
+            texts.append(added.get(index, f"<{index}>"))
+        else:
+            text = convert(token).decode("utf-8", errors="surrogateescape")
+            texts.append(_ESCAPED.sub(lambda byte: f"<0x{ord(byte[0]) - 0xDC00:02X}>", text))
+    return texts
 
 
 def _converter(decoder: dict[str, Any] | None) -> Callable[[str], bytes]:

@@ -10,9 +10,11 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerFast
 
+from lightning_modules.alternatives import Alternatives, long_and_short_alternatives
 from lightning_modules.backbone import Backbone
-from lightning_modules.batch import batch_to, unscored_token
+from lightning_modules.batch import PackedBatch, batch_to, unscored_token
 from lightning_modules.files import default_cache_dir, writable_folder
+from lightning_modules.functional import LikeliestTokens
 from lightning_modules.functional.windows import check_context
 from lightning_modules.loading import DType, load_backbone, load_config, model_identity
 from lightning_modules.probe import check_scoring
@@ -153,6 +155,36 @@ class Evaluator:
             self.accompany(device=device, beta=beta)
         self._scores[sha256] = known
         return known
+
+    def alternatives(
+        self, text: str, *, count: int = 5, device: torch.device | str = "cpu", name: str = "document"
+    ) -> Alternatives:
+        """The likeliest tokens at each position of a text, in both contexts; they are not stored.
+
+        Args:
+            text: The document.
+            count: How many at each position, k.
+            device: Where the model shall run.
+            name: How messages cite the document.
+
+        Returns:
+            ``[N, k]`` token ids and log-likelihoods in nats for each context, in main memory.
+
+        Raises:
+            ValueError: If ``count`` is not from 1 to the size of the vocabulary.
+        """
+        batch = self.encode(text, name=name)
+        backbone = self._model(device)
+        backbone.check_token_ids(batch)
+        sizes = {"context_length": self.context_length, "stride": self.stride}
+        found = long_and_short_alternatives(backbone, batch_to(batch, backbone.device), count=count, **sizes)
+        return Alternatives(*(LikeliestTokens(*(part[0] for part in context)) for context in found))
+
+    def encode(self, text: str, *, name: str = "document", max_tokens: int | None = None) -> PackedBatch:
+        """A text as the evaluator reads it, in a row of its own; the arguments are those of `encode_document`."""
+        return encode_document(
+            text, self.tokenizer, name=name, add_special_tokens=self.add_special_tokens, max_tokens=max_tokens
+        )
 
     def accompany(self, *, device: torch.device | str = "cpu", beta: float | None = None) -> None:
         """Take part in the passes of processes that score a text now, if the model is divided among all.

@@ -89,7 +89,7 @@ def score(
     texts = [read_text(file) for file in files]
     _check_repeated(files, texts)
     if output is not None:
-        _check_output(output)
+        check_output(output)
     place = find_device(device)
     config = load_config(model, trust_remote_code=trust_remote_code)
     for name in {model, evaluator}:
@@ -109,7 +109,7 @@ def score(
         encode_document(text, tokenizer, name=file, add_special_tokens=add_special_tokens, max_tokens=max_tokens)
         for file, text in zip(files, texts, strict=True)
     ]
-    _check_vocabulary(documents, config, model)
+    check_vocabulary(documents, config, model)
     same = model_identity(model, trust_remote_code=trust_remote_code) == judge.identity
     judged = []
     floor = beta if key_tokens_only else None
@@ -245,7 +245,7 @@ def find_device(name: str) -> torch.device:
     return device
 
 
-def _check_vocabulary(documents: list[PackedBatch], config: PreTrainedConfig, model: str) -> None:
+def check_vocabulary(documents: list[PackedBatch], config: PreTrainedConfig, model: str) -> None:
     """Raise a ``ValueError`` for tokens beyond the model's embedding, before the evaluator's pass over the text."""
     size = getattr(config.get_text_config(decoder=True), "vocab_size", None)
     largest = max(int(document["input_ids"].max()) for document in documents)
@@ -267,7 +267,8 @@ def _check_repeated(files: Sequence[str], texts: Sequence[str]) -> None:
             log.warning("'%s' holds the same text as '%s': the corpus counts it twice.", file, same)
 
 
-def _check_output(output: str) -> None:
+def check_output(output: str) -> None:
+    """Raise a ``ValueError`` for a result file that could not be written, before there is a result."""
     folder = Path(output).absolute().parent
     if Path(output).is_dir() or not folder.is_dir():
         raise ValueError(f"`output` must be a file in a folder that exists, got '{output}'.")

@@ -9,6 +9,7 @@ from lightning_modules.functional.influence import (
     soft_influence,
     threshold_influence,
 )
+from lightning_modules.functional.likeliest_tokens import LikeliestTokens, likeliest_tokens
 from lightning_modules.functional.log_likelihood import token_log_likelihood
 from lightning_modules.functional.long_cross_entropy import long_cross_entropy
 from lightning_modules.functional.long_perplexity import long_perplexity
@@ -16,6 +17,7 @@ from lightning_modules.functional.power_law import PowerLaw, fit_power_law
 from lightning_modules.functional.windows import ShortContext, Window, short_context_windows
 
 __all__ = [
+    "LikeliestTokens",
     "PowerLaw",
     "ShortContext",
     "Weighing",
@@ -24,6 +26,7 @@ __all__ = [
     "fit_power_law",
     "fused_long_cross_entropy",
     "key_token_mask",
+    "likeliest_tokens",
     "long_cross_entropy",
     "long_perplexity",
     "long_short_difference",

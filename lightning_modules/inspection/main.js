@@ -1,0 +1,186 @@
+// The parts of the page, and what the reader does with them.
+
+const find = (id) => document.getElementById(id);
+
+class Page {
+  constructor(data) {
+    this.data = data;
+    this.mask = new Uint8Array(data.count);
+    markKeyTokens(data, data.alpha, data.beta, this.mask);
+    this.keys = keyTokens(this.mask);
+    this.view = new DocumentView(data, this.mask, find("document"));
+    this.card = new Card(data, this.mask, find("card"), (token) => this.go(token));
+    this.timeline = new Timeline(data, this.mask, find("timeline"), (token) => this.go(token));
+    this.scatter = new Scatter(data, find("scatter"), (alpha, beta) => this.setThresholds(alpha, beta));
+    this.pending = new Set();
+    this.thresholds();
+    this.pointing();
+    this.steps();
+    this.window();
+    this.setThresholds(data.alpha, data.beta);
+  }
+
+  /** Does something once before the next picture, however often it is asked for until then. */
+  soon(name, work) {
+    if (this.pending.has(name)) return;
+    this.pending.add(name);
+    requestAnimationFrame(() => { this.pending.delete(name); work(); });
+  }
+
+  thresholds() {
+    for (const name of ["alpha", "beta"]) {
+      const field = find(name), slider = find(`${name}-slider`);
+      slider.addEventListener("input", () => { field.value = slider.value; this.readThresholds(); });
+      field.addEventListener("input", () => this.readThresholds());
+    }
+    find("alpha-slider").max = Math.max(8, Math.ceil(1.5 * this.data.alpha));
+    if (this.data.beta > -Infinity) find("beta-slider").min = Math.min(-10, Math.floor(1.5 * this.data.beta));
+    find("reset").addEventListener("click", () => this.setThresholds(this.data.alpha, this.data.beta));
+  }
+
+  /** Takes what the fields say, if it means something; an empty field drops beta. */
+  readThresholds() {
+    const alpha = find("alpha").valueAsNumber, beta = find("beta").valueAsNumber;
+    const dropped = Number.isNaN(beta) && !find("beta").validity.badInput;
+    if (alpha >= 0 && alpha < Infinity && (beta < 0 || dropped)) this.apply(alpha, dropped ? -Infinity : beta);
+  }
+
+  setThresholds(alpha, beta) {
+    find("alpha").value = alpha;
+    find("beta").value = beta > -Infinity ? beta : "";
+    this.apply(alpha, beta);
+  }
+
+  apply(alpha, beta) {
+    find("alpha-slider").value = alpha;
+    find("beta-slider").value = Math.max(beta, find("beta-slider").min);
+    Object.assign(this.scatter, { alpha, beta });
+    this.soon("thresholds", () => {
+      markKeyTokens(this.data, this.scatter.alpha, this.scatter.beta, this.mask);
+      this.keys = keyTokens(this.mask);
+      this.figures();
+      this.view.repaint();
+      this.timeline.draw();
+      this.scatter.draw();
+      this.card.refresh();
+      this.place();
+    });
+  }
+
+  figures() {
+    const { data, keys } = this;
+    find("count").textContent = whole.format(keys.length);
+    find("share").textContent = `${number((100 * keys.length) / data.count)} %`;
+    find("longppl").textContent = perplexity(longPerplexity(data.long, keys));
+    if (data.judged) {
+      const inside = judgedKeyTokens(data, keys);
+      find("model-longppl").textContent = perplexity(longPerplexity(data.judged.long, inside));
+      find("model-longppl").title = `${whole.format(inside.length)} of its own tokens`;
+    }
+  }
+
+  /** Where the current token is among the key tokens. */
+  place() {
+    const { keys } = this, current = this.view.current;
+    const before = current ? this.after(current.last) : 0;
+    const on = current && this.view.isKey(current);
+    find("place").textContent = on ? `${whole.format(before)} of ${whole.format(keys.length)}`
+      : `${whole.format(keys.length)} key token${keys.length === 1 ? "" : "s"}`;
+    find("next").disabled = find("previous").disabled = keys.length === 0;
+  }
+
+  /** How many key tokens stand before a token. */
+  after(token) {
+    let low = 0, high = this.keys.length;
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (this.keys[middle] < token) low = middle + 1; else high = middle;
+    }
+    return low;
+  }
+
+  go(token) {
+    this.show(this.view.select(token));
+    this.timeline.current = token;
+    this.place();
+    this.soon("timeline", () => this.timeline.draw());
+  }
+
+  show(cell) {
+    this.card.show(cell);
+    this.scatter.current = cell ? cell.first : null;
+    this.soon("scatter", () => this.scatter.draw());
+  }
+
+  pointing() {
+    const article = find("document");
+    const cellAt = (event) => {
+      const token = event.target.closest?.(".t")?.dataset.token;
+      return token === undefined ? null : this.view.cellOf(Number(token));
+    };
+    article.addEventListener("pointerover", (event) => { const cell = cellAt(event); if (cell) this.show(cell); });
+    article.addEventListener("pointerleave", () => this.show(this.view.current));
+    article.addEventListener("click", (event) => {
+      const cell = cellAt(event);
+      if (cell && getSelection().isCollapsed) this.go(cell.first);
+    });
+  }
+
+  steps() {
+    find("next").addEventListener("click", () => this.step(1));
+    find("previous").addEventListener("click", () => this.step(-1));
+    addEventListener("keydown", (event) => {
+      if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches("input")) return;
+      const within = find("document").contains(event.target), { current } = this.view;
+      const moves = {
+        n: () => this.step(1), p: () => this.step(-1),
+        ArrowRight: within && (() => this.go(current ? Math.min(current.last, this.data.count - 1) : this.start())),
+        ArrowLeft: within && (() => this.go(current ? Math.max(current.first - 1, 0) : this.start())),
+      };
+      if (moves[event.key]) { event.preventDefault(); moves[event.key](); }
+    });
+  }
+
+  start() {
+    return Math.min(this.view.tokenAt(this.view.seen()[0]), this.data.count - 1);
+  }
+
+  /** To the next key token, or the one before; round the end. */
+  step(direction) {
+    const { keys } = this, { current } = this.view;
+    if (keys.length === 0) return;
+    const index = direction > 0 ? this.after(current ? current.last : this.start())
+      : this.after(current ? current.first : this.start()) - 1;
+    this.go(keys[(index + keys.length) % keys.length]);
+  }
+
+  window() {
+    const seen = () => {
+      this.timeline.seen = this.view.seen().map((height) => this.view.tokenAt(height));
+      this.timeline.draw();
+    };
+    addEventListener("scroll", () => this.soon("seen", seen), { passive: true });
+    new ResizeObserver(() => {
+      document.documentElement.style.setProperty("--bar", `${find("bar").offsetHeight}px`);
+      this.soon("seen", seen);
+      this.soon("scatter", () => this.scatter.draw());
+    }).observe(document.body);
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { seen(); this.scatter.draw(); });
+  }
+
+  /** What can wait until the document stands there. */
+  async later() {
+    this.card.distances = distancesToEqual(this.data);
+    if (this.data.alternatives) this.card.arrays = await unpack("alternatives");
+    this.card.refresh(true);
+    performance.mark("longce-complete");
+  }
+}
+
+async function open() {
+  const page = new Page(await readScores());
+  performance.mark("longce-ready");
+  (window.requestIdleCallback ?? setTimeout)(() => page.later());
+}
+
+open();

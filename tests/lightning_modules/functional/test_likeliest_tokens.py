@@ -1,0 +1,68 @@
+import pytest
+import torch
+from torch import nn
+
+from lightning_modules.batch import IGNORE_INDEX
+from lightning_modules.functional import likeliest_tokens, token_log_likelihood
+from lightning_modules.functional.linear_head import LinearHead
+
+VOCABULARY = 29
+
+
+@pytest.fixture
+def problem():
+    torch.manual_seed(0)
+    hidden = torch.randn(2, 17, 8, dtype=torch.float64)
+    head = nn.Linear(8, VOCABULARY, dtype=torch.float64)
+    labels = torch.randint(VOCABULARY, (2, 17))
+    labels[:, 0] = IGNORE_INDEX
+    labels[0, 5] = labels[1, 9:] = IGNORE_INDEX
+    return hidden, head, labels
+
+
+def full_logits(hidden, head, labels, count):
+    """Of the logits of every position, moved by one token."""
+    best = head(hidden).double().log_softmax(-1).topk(count)
+    ids, log_likelihood = (torch.cat([part[:, :1], part[:, :-1]], dim=1) for part in (best.indices, best.values))
+    skipped = (labels == IGNORE_INDEX).unsqueeze(-1)
+    return ids.masked_fill(skipped, 0), log_likelihood.masked_fill(skipped, 0.0)
+
+
+@pytest.mark.parametrize("count", [1, 5, VOCABULARY])
+@pytest.mark.parametrize("chunk_size", [1, 3, 1000, None])
+def test_matches_full_logits_in_float64(problem, count, chunk_size):
+    hidden, head, labels = problem
+    expected = full_logits(hidden, head, labels, count)
+    linear = LinearHead(head.weight, head.bias, 0.5, 3.0)
+    for maker, answer in ((head, expected), (linear, full_logits(hidden, linear, labels, count))):
+        token_ids, log_likelihood = likeliest_tokens(hidden, maker, labels, count=count, chunk_size=chunk_size)
+        assert torch.equal(token_ids, answer[0])
+        torch.testing.assert_close(log_likelihood, answer[1])
+        assert not log_likelihood.requires_grad
+
+
+def test_agrees_with_the_score_of_the_token_itself(problem):
+    hidden, head, labels = problem
+    found = likeliest_tokens(hidden, head, labels, count=VOCABULARY)
+    own = (found.log_likelihood * found.token_ids.eq(labels.unsqueeze(-1))).sum(-1)
+    torch.testing.assert_close(own, token_log_likelihood(hidden, head, labels))
+
+
+def test_only_scored_tokens_have_logits_and_half_precision_gives_float32(problem):
+    hidden, head, labels = problem
+    rows = []
+    found = likeliest_tokens(
+        hidden.bfloat16(), lambda h: rows.append(len(h)) or head.bfloat16()(h), labels, count=2, chunk_size=4
+    )
+    assert found.log_likelihood.dtype == torch.float32
+    assert max(rows) == 4
+    assert sum(rows) == int(labels.ne(IGNORE_INDEX).sum())
+    nothing = likeliest_tokens(hidden.bfloat16(), head, torch.full_like(labels, IGNORE_INDEX), count=3)
+    assert nothing.token_ids.shape == nothing.log_likelihood.shape == (2, 17, 3)
+    assert not nothing.token_ids.any()
+
+
+@pytest.mark.parametrize("count", [0, -1, 2.0, True, VOCABULARY + 1])
+def test_a_count_without_a_meaning_is_refused(problem, count):
+    with pytest.raises(ValueError, match="`count` must be an integer"):
+        likeliest_tokens(*problem, count=count)
