@@ -51,21 +51,19 @@ def numbers(pattern, output):
 def test_is_stored_without_outputs_and_run_by_a_test_below(path):
     cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells)
-    assert f'run("{path.stem}", tmp_path, QUICK="1")' in Path(__file__).read_text()
+    assert f'run("{path.stem}", tmp_path, QUICK="1"' in Path(__file__).read_text()
 
 
 def test_key_tokens(tmp_path):
     text = tmp_path / "mine.txt"
-    text.write_text("Ayes <b>bold</b> & noes. " * 120)
+    text.write_text("Ayes and noes of both Houses. " * 120)
     output = run("key_tokens", tmp_path, QUICK="1", TEXT=str(text))
     assert re.search(r"^\d+ key tokens of [\d,]+$", output, re.MULTILINE)
     assert len(numbers(r"^K = (\d+) +(\d+) key tokens", output)) == 3
     assert len(numbers(r"^corpus of 1 .* ([\d.]+|nan) +([\d.]+)$", output)) == 3
     page = (tmp_path / "shown.html").read_text()
-    assert page.count("<span") > 100
-    assert "<b>" not in page
-    shown = re.sub("<[^>]*>", "", page).replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&")
-    assert text.read_text().startswith(shown)
+    assert page.startswith("<iframe")
+    assert "document.txt" in page
 
 
 def test_fine_tune_with_longce(tmp_path):
