@@ -44,7 +44,7 @@ def run(name, folder, **variables):
 
 def numbers(pattern, output):
     """What the groups of the pattern hold, of each line that it fits."""
-    return [tuple(float(group) for group in found) for found in re.findall(pattern, output, re.MULTILINE)]
+    return [tuple(map(float, found.groups())) for found in re.finditer(pattern, output, re.MULTILINE)]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -56,7 +56,7 @@ def test_is_stored_without_outputs_and_run_by_a_test_below(path):
 
 def test_key_tokens(tmp_path):
     text = tmp_path / "mine.txt"
-    text.write_text("Ayes and noes of both Houses. " * 120)
+    text.write_text("The Yeas and Nays of both Houses. " * 120)
     output = run("key_tokens", tmp_path, QUICK="1", TEXT=str(text))
     assert re.search(r"^\d+ key tokens of [\d,]+$", output, re.MULTILINE)
     assert len(numbers(r"^K = (\d+) +(\d+) key tokens", output)) == 3
@@ -83,8 +83,9 @@ def test_key_tokens_in_full(tmp_path):
     output = run("key_tokens", tmp_path)
     kinds = dict(re.findall(r"^(never|within the short context|only 128 .* more) .* (\d+)$", output, re.MULTILINE))
     far, others = int(kinds.pop("only 128 tokens back and more")), sum(map(int, kinds.values()))
-    assert far > 100
-    assert far > 4 * others
+    assert kinds["never"] == "0"
+    assert far > 60
+    assert far > 3 * others
     counts = [count for _, count in numbers(r"^K = (\d+) +(\d+) key tokens", output)]
     assert counts[-1] < counts[0]
     models = numbers(r"^corpus of 1 +[\d,]+ +\d+ +([\d.]+) +([\d.]+)$", output)
