@@ -101,6 +101,6 @@ def test_fine_tune_with_longce_in_full(tmp_path):
     steps = numbers(r"^step (\d+) +([\d.]+) +([\d.]+)$", output)
     longppl, perplexity = steps[: len(steps) // 2], steps[len(steps) // 2 :]
     assert longppl[-1][2] < longppl[0][2] / 3
-    assert perplexity[-1][2] > perplexity[0][2] / 3
+    assert perplexity[-1][2] > perplexity[1][2] / 1.5, "hardly moves once the model is used to longer rows"
     models = dict(re.findall(r"^(base|CE|LongCE) +([\d.]+)", output, re.MULTILINE))
     assert float(models["LongCE"]) < float(models["base"])
