@@ -46,6 +46,7 @@ from lightning_modules.run_checkpoints import (
     goes_on,
     say_how_to_go_on,
 )
+from lightning_modules.saved_config import SavedConfig
 from lightning_modules.sequence_parallelism import sequence_parallel_size
 from lightning_modules.trainer_checks import check_strategy, check_trainer
 
@@ -93,7 +94,7 @@ class LongceCLI(LightningCLI):
                 "callbacks": [Companions(), SameCheckpoint(), RandomStates(), self.preemption],
             },
             parser_kwargs={"prog": "longce"},
-            **settings,
+            **{"save_config_callback": SavedConfig, **settings},
         )
 
     @override
