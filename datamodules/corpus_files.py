@@ -102,13 +102,13 @@ class CorpusFiles:
             text = ""
             try:
                 content = record()
-                origin = self._named(origin, content, f"{file}:{row}")  # of a document without a text, too
+                origin = self._with_key(origin, content, f"{file}:{row}")  # of a document without a text, too
                 text = self._text(content, f"{file}:{row}")
             except (ValueError, OverflowError) as error:  # the latter of dates and durations that Python has not
                 origin = origin._replace(error=_in_one_line(error))
             yield origin, text
 
-    def _named(self, origin: Origin, record: Mapping[str, Any], place: str) -> Origin:
+    def _with_key(self, origin: Origin, record: Mapping[str, Any], place: str) -> Origin:
         """With the corpus's own key and columns."""
         key = origin.key
         if self.columns.key is not None and not _is_text(origin.file):

@@ -29,7 +29,7 @@ GRACE = 10.0
 """Seconds a process has to fail by itself, with a better message, after another one has ended."""
 
 _GOODBYE = b"."
-_REMEDY = "its own output says why. Then go on with `--ckpt_path FOLDER` of the run."
+_REMEDY = "its own output says why. Then run the same command again, `fit` with `--ckpt_path FOLDER` of the run."
 
 _log = logging.getLogger(__name__)
 

@@ -45,7 +45,8 @@ def _exit_with_remedy(error: BaseException) -> None:
             if re.search(pattern, str(found)):
                 noticed = str(found).partition("\n")[0]
                 known = RuntimeError(
-                    f"{remedy} Then go on with `--ckpt_path FOLDER` of the run. (Noticed by: {noticed})"
+                    f"{remedy} Then run the same command again, `fit` with `--ckpt_path FOLDER` of the run."
+                    f" (Noticed by: {noticed})"
                 )
                 _exit(known, status=1)
         found = found.__cause__ or found.__context__

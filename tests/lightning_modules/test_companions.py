@@ -87,7 +87,10 @@ def test_a_death_ends_a_process_that_is_busy(tmp_path, behaviour, statuses):
     found, seconds, said = run(behaviour, tmp_path)
     assert found == statuses
     assert 0.3 < seconds < 10
-    assert "longce: error: Another process of the run has ended: its own output says why. Then go on with" in said
+    assert (
+        "longce: error: Another process of the run has ended: its own output says why. Then run the same command again"
+        in said
+    )
 
 
 @pytest.mark.parametrize("behaviour", [_both_end, _stopped, _slow])
