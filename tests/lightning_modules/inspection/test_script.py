@@ -103,6 +103,14 @@ def test_blocks_and_cells_make_up_the_document(inspection):
     assert all(block["text"].endswith("\n") or block["last"] - block["first"] >= 440 for block in found[:-1])
 
 
+def test_no_block_ends_within_a_character(tokenizer):
+    inspection = make_inspection(tokenizer, text="x" + "🙂" * 600)
+    body = "return cutBlocks(data).map((block) => data.text.slice(block.from, block.to));"
+    first, *others = run(inspection, body)
+    assert len(others) > 2
+    assert all(set(text) == {"🙂"} for text in (first[1:], *others))
+
+
 def test_tokens_without_characters_join_their_neighbours(inspection):
     offsets = inspection.scores.offsets
     offsets[300] = offsets[301] = offsets[-1] = torch.tensor([0, 0])
