@@ -25,8 +25,8 @@ from lightning_modules.tasks.registry import find_tasks
 from lightning_modules.tasks.task import Task
 from lightning_modules.tokenization import load_tokenizer, tokenizer_hash
 
-QUESTIONS_AT_ONCE = 256
-"""Questions whose texts are in memory."""
+TOKENS_AT_ONCE = 2**21
+"""Tokens of the questions that are in memory, each as a Python number: below 100 MiB, and more than a cache holds."""
 
 
 def evaluate(
@@ -160,9 +160,9 @@ class _Run:
 
 def _parts(keys: Sequence[Key]) -> Iterator[list[Key]]:
     """Questions of one task and length together, not too many."""
-    for _, group in groupby(keys, key=lambda key: (key.task, key.length)):
-        cell = list(group)
-        yield from (cell[first : first + QUESTIONS_AT_ONCE] for first in range(0, len(cell), QUESTIONS_AT_ONCE))
+    for (_, length), group in groupby(keys, key=lambda key: (key.task, key.length)):
+        cell, size = list(group), max(1, TOKENS_AT_ONCE // length)
+        yield from (cell[first : first + size] for first in range(0, len(cell), size))
 
 
 def _ready(backbone: Backbone, place: torch.device) -> Backbone:
