@@ -11,7 +11,9 @@ from lightning_modules.tasks.prompter import Prompter
 @pytest.fixture
 def chat(tokenizer):
     own = copy.deepcopy(tokenizer)
-    own.chat_template = "<s>{% for m in messages %}[{{ m.content }}]{% endfor %}{% if add_generation_prompt %}:{% endif %}"
+    own.chat_template = (
+        "<s>{% for m in messages %}[{{ m.content }}]{% endfor %}{% if add_generation_prompt %}:{% endif %}"
+    )
     return Prompter(own, chat_template=True)
 
 
