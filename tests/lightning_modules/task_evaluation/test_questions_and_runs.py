@@ -77,7 +77,6 @@ def test_the_tokenizers_last_token_ends_an_answer_whatever_the_model_says(questi
     expected = [result.prediction for result in put_questions(guessing, prompter, questions, "generate")]
     guessing.base_model.config.eos_token_id = guessing.base_model.generation_config.eos_token_id = None
     assert [result.prediction for result in put_questions(guessing, prompter, questions, "generate")] == expected
-    assert all(len(text.split()) <= 2 for text in expected)
 
 
 def test_several_answers_score_by_their_share(questions, guessing, prompter):

@@ -8,6 +8,7 @@ import pytest
 
 from lightning_modules.tasks.common_words import CommonWords
 from lightning_modules.tasks.frequent_words import FrequentWords
+from lightning_modules.tasks.haystacks import NOISE
 from lightning_modules.tasks.multi_document_qa import MultiDocumentQA
 from lightning_modules.tasks.question_answering import QuestionAnswering
 from lightning_modules.tasks.variable_tracking import VariableTracking
