@@ -2,13 +2,13 @@
 
 import hashlib
 import json
-import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from lightning_modules.files import write_atomically
+from lightning_modules.report_blocks import plain
 
 
 class Results:
@@ -46,7 +46,7 @@ class Results:
         """Keep the result of a task; its questions and answers, if there are any, in a file of their own."""
         result = dict(result)
         if (samples := result.pop("samples", None)) is not None:
-            lines = "".join(json.dumps(plain(sample), default=str) + "\n" for sample in samples)
+            lines = "".join(json.dumps(plain(sample)) + "\n" for sample in samples)
             write_atomically(self._path("samples", name, "jsonl"), lines.encode())
         self._write(self._path("tasks", name), result)
 
@@ -80,15 +80,6 @@ class Results:
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write a JSON file; null stands for what is no finite number."""
     write_atomically(path, (json.dumps(plain(content), indent=1) + "\n").encode())
-
-
-def plain(value: Any) -> Any:
-    """The value without NaN and infinity, which are no JSON."""
-    if isinstance(value, Mapping):
-        return {str(key): plain(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def table(result: Mapping[str, Any]) -> str:
