@@ -39,8 +39,9 @@ class LongContextTasks(Callback):
 
     Logged, in percent: ``tasks/<task>/<length>``, ``tasks/average/<length>`` over the tasks, and of these averages, as
     RULER defines them, ``tasks/weighted_inc``, ``tasks/weighted_dec`` and ``tasks/effective_length`` (tokens; 0 if no
-    length will do). With forced answers also ``tasks/answer_perplexity`` and ``tasks/other_perplexity``. To TensorBoard
-    besides: scores by length, heat maps by length and depth, curves by depth, and some answers.
+    length will do). With forced answers also ``tasks/answer_perplexity`` and ``tasks/other_perplexity``, over all
+    questions and by ``/<length>``. To TensorBoard besides: scores by length, heat maps by length and depth, curves by
+    depth, and some answers.
 
     The same questions are put each time. They are made before training and shared out among the processes, with any
     strategy that divides no rows. Training goes on as if there had been none: neither weights nor modes nor random

@@ -135,7 +135,7 @@ COMMANDS = {
     "longce predict -c configs/base.yaml -c configs/score_corpus.yaml --model.pretrained_model_name_or_path"
     " mistralai/Mistral-7B-v0.1 --data.files 'corpus/*.parquet' --data.columns '[source]'"
     " --trainer.callbacks.output_dir scores": SCORE_CORPUS,
-    "longce select scores --where \"key_token_ratio > 0.02 and tokens >= 32768\" --by source --output"
+    'longce select scores --where "key_token_ratio > 0.02 and tokens >= 32768" --by source --output'
     " chosen.jsonl": Reading(prints="source"),
     "longce plan -c configs/base.yaml -c configs/longce_pg19.yaml --gpu H200 --gpus 8"
     " --price_per_gpu_hour 3.5": Reading("-c experiment.yaml", "(?s)LongCE.*GiB"),
