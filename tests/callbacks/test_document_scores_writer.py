@@ -111,7 +111,7 @@ def test_a_run_goes_on_where_another_one_ended(run, documents, tmp_path, caplog)
     caplog.set_level(logging.INFO)
     output = tmp_path / "out"
     run(trainer={"limit_predict_batches": 3}, writer={"shard_rows": 2})
-    assert [len(pyarrow.parquet.read_table(path)) for path in sorted(output.glob("*.parquet"))] == [2, 1]
+    assert sorted(len(pyarrow.parquet.read_table(path)) for path in output.glob("*.parquet")) == [1, 2]
     assert not (output / SUCCESS).exists()
     assert "without a limit of batches" in caplog.text
     first = {row["key"]: row for row in rows(output)}
@@ -132,6 +132,11 @@ def test_a_run_goes_on_where_another_one_ended(run, documents, tmp_path, caplog)
     (documents / "b.jsonl").unlink()
     more = pyarrow.Table.from_pylist([{"id": "d5", "text": make_text(9), "n": 6}])
     pyarrow.parquet.write_table(more, documents / "b.parquet")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Backbone, "forward", lambda *_: (_ for _ in ()).throw(RuntimeError("no more")))
+        with pytest.raises(RuntimeError, match="no more"):
+            run()
+    assert not (output / SUCCESS).exists(), "not all documents are done"
     run()
     assert success(output)["documents"] == 7
     assert success(output)["repeated_keys"] == 2
