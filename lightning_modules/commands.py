@@ -97,8 +97,12 @@ def correlate_command(arguments: Sequence[str]) -> None:
 
     parser = jsonargparse.ArgumentParser(prog="longce correlate", description=summary(correlate))
     parser.add_argument("files", nargs="+", type=str, help="Result files, CSV files, or NAME=FILE.")
-    parser.add_argument("--metrics", nargs="+", type=str, help="Of the evaluated texts; by default all that are there.")
-    parser.add_argument("--scores", nargs="+", type=str, help="Of benchmarks; by default all that are there.")
+    parser.add_argument(
+        "--metrics", nargs="+", type=str, help="Perplexities; by default those of `longce score` and of tables."
+    )
+    parser.add_argument(
+        "--scores", nargs="+", type=str, help="Of benchmarks; by default averages, or all if there are none."
+    )
     parser.add_function_arguments(correlate, skip={"files", "metrics", "scores"}, as_positional=False)
     sys.stdout.write(correlate(**parser.parse_args(list(arguments[1:])).as_dict()))
 
