@@ -92,6 +92,7 @@ class DocumentScoresWriter(Callback):
         if self.shards.folder.local is not None:
             self._lock = RunLock(self.shards.folder.local)
             self._lock.begin()
+            self.shards.folder.remove_unfinished()  # of runs that were killed: nobody else writes there now
         self._before = self.shards.written()
         return self._before
 
@@ -149,6 +150,7 @@ class DocumentScoresWriter(Callback):
         self._started = self._shard_begun = time.monotonic()
         processes = f" (process 1 of {trainer.world_size})" if trainer.world_size > 1 else ""
         self._bar = progress_bar(f"Scoring{processes}", unit="doc", total=self._corpus.expected())
+        self._patient = patient_group()
         if threading.current_thread() is threading.main_thread():  # only there may signals be handled
             signal.signal(signal.SIGTERM, self._asked_to_stop)  # the trainer puts the old handler back
 
@@ -208,7 +210,7 @@ class DocumentScoresWriter(Callback):
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._write_shard(trainer)
         self._bar.close()
-        found = gathered((self._corpus.delivered(), self._documents))
+        found = gathered((self._corpus.delivered(), self._documents), self._patient)
         refusal = trainer.strategy.broadcast(self._finished(found) if trainer.is_global_zero else None)
         self._table = None
         if refusal is not None:
@@ -266,15 +268,28 @@ class DocumentScoresWriter(Callback):
             self._lock = None
 
 
-def gathered(value: Any) -> list[Any]:
-    """The value of each process, when all have come here, be it days after the first.
+def patient_group() -> dist.ProcessGroup | None:
+    """All processes, by connections that wait for days; None if there is one.
 
-    Ordinary communication gives up after half an hour, by which the shares of a long run may well differ.
+    Ordinary communication gives up after half an hour, by which the shares of a long run may well differ. Made when all
+    are there: the end of one then closes its connections, which the others notice at once. One that has ended before
+    they are made would be waited for.
     """
     if not (dist.is_available() and dist.is_initialized()):
+        return None
+    return dist.new_group(backend="gloo", timeout=timedelta(days=30))
+
+
+def gathered(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """The value of each process of a `patient_group`, when all have come here.
+
+    Raises:
+        RuntimeError: If another process has ended.
+    """
+    if group is None:
         return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value, group=dist.new_group(backend="gloo", timeout=timedelta(days=30)))
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
     return values
 
 

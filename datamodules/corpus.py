@@ -170,7 +170,7 @@ class DocumentCorpus(LightningDataModule):
         return {"files": self.files, "text_column": self.column_names.text, "key_column": self.column_names.key}
 
     def expected(self) -> int | None:
-        """About how many documents this process gets; None if a file does not say how many it has."""
+        """About how many documents this process gets; None if nobody knows how many a file has."""
         return self.stream.expected(max(self.num_workers, 1))
 
     def delivered(self) -> Delivered:
@@ -222,5 +222,6 @@ def _check_versions(written: Written, versions: Mapping[str, str]) -> None:
     if changed:
         raise ValueError(
             f"{len(changed)} file(s) have changed since documents of them were scored, such as {changed[:_NAMED]}:"
-            " restore them, or write to another folder."
+            " restore them; or delete the shards that have them in the column `file`, of which all documents are then"
+            " scored again; or write to another folder."
         )

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pyarrow
 from fsspec.core import url_to_fs
 
+from datamodules.corpus_sample import bytes_per_line
 from datamodules.locations import JSON_LINES, PARQUET, File, RemoteFile, file_size, file_version, find_files, is_url
 from datamodules.parquet import BATCH_ROWS, opened_table
 from datamodules.sources import (
@@ -39,6 +40,7 @@ class Part(NamedTuple):
         first: Number of its first row.
         rows: How many; None if that is not known without reading them.
         size: About how many bytes of text they have.
+        about: About how many rows; None if nobody knows.
     """
 
     file: int
@@ -46,6 +48,7 @@ class Part(NamedTuple):
     first: int
     rows: int | None
     size: int
+    about: float | None
 
 
 class CorpusColumns(NamedTuple):
@@ -95,30 +98,37 @@ class CorpusFiles:
         """
         file, name = self.files[part.file], self.names[part.file]
         for row, record in self._records(file, part, wanted):
+            origin = Origin(name if _is_text(name) else f"{name}:{row}", name, row, {})
+            text = ""
             try:
-                yield self._document(name, row, record(), f"{file}:{row}")
-            except ValueError as error:
-                yield Origin(self._key(name, row), name, row, {}, error=_in_one_line(error)), ""
+                content = record()
+                origin = self._named(origin, content, f"{file}:{row}")  # of a document without a text, too
+                text = self._text(content, f"{file}:{row}")
+            except (ValueError, OverflowError) as error:  # the latter of dates and durations that Python has not
+                origin = origin._replace(error=_in_one_line(error))
+            yield origin, text
 
-    def _document(self, name: str, row: int, record: Mapping[str, Any], place: str) -> tuple[Origin, str]:
-        text = nested(record, self.columns.text)
-        if text is None:
-            raise ValueError(f"{place}: no text in {self.columns.text!r}.")
-        text, key = checked_text(text, place), self._key(name, row)
-        if self.columns.key is not None and not _is_text(name):
+    def _named(self, origin: Origin, record: Mapping[str, Any], place: str) -> Origin:
+        """With the corpus's own key and columns."""
+        key = origin.key
+        if self.columns.key is not None and not _is_text(origin.file):
             if (own := nested(record, self.columns.key)) is None:
                 raise ValueError(f"{place}: no key in {self.columns.key!r}.")
-            key = str(own)
-        others = {column: nested(record, column) for column in self.columns.others}
-        return Origin(key, name, row, {column: self._value(column, value) for column, value in others.items()}), text
+            key = checked_text(str(own), f"{place}, {self.columns.key!r}")
+        values = {column: self._value(column, nested(record, column), place) for column in self.columns.others}
+        return origin._replace(key=key, columns=values)
 
-    def _key(self, name: str, row: int) -> str:
-        return name if _is_text(name) else f"{name}:{row}"
-
-    def _value(self, column: str, value: Any) -> Any:
-        if value is None or isinstance(value, str) or self.column_types[column] != pyarrow.string():
+    def _value(self, column: str, value: Any, place: str) -> Any:
+        if isinstance(value, str):
+            return checked_text(value, f"{place}, {column!r}")
+        if value is None or self.column_types[column] != pyarrow.string():
             return value
         return json.dumps(value, default=str)
+
+    def _text(self, record: Mapping[str, Any], place: str) -> str:
+        if (text := nested(record, self.columns.text)) is None:
+            raise ValueError(f"{place}: no text in {self.columns.text!r}.")
+        return checked_text(text, place)
 
     def _records(
         self, file: File, part: Part, wanted: Callable[[int], bool]
@@ -152,7 +162,7 @@ class CorpusFiles:
 
 
 def find_corpus(paths: Sequence[str], columns: CorpusColumns) -> CorpusFiles:
-    """Find the documents without reading them; of parquet files the ends are read.
+    """Find the documents without reading them; of parquet files the ends are read, of some others the first lines.
 
     Args:
         paths: Files, folders or patterns, as in `find_files`, of any kinds together.
@@ -160,8 +170,9 @@ def find_corpus(paths: Sequence[str], columns: CorpusColumns) -> CorpusFiles:
 
     Raises:
         FileNotFoundError: If there is nothing at one of the paths.
-        ValueError: If two files would have one name, or a parquet file is damaged, lacks a column, or has one of
-            another type than the others.
+        ValueError: If two files would have one name, or a name is no Unicode text; if a parquet file is damaged, lacks
+            a column, has one of another type than the others or a text that is none; or if no line that was read has
+            a text and a key.
     """
     named: dict[str, File] = {}
     for path in paths:
@@ -178,13 +189,18 @@ def find_corpus(paths: Sequence[str], columns: CorpusColumns) -> CorpusFiles:
     for file, (_, own) in zip(files, found, strict=True):
         for column, kind in own.items():
             if types.setdefault(column, kind) != kind:
-                raise ValueError(f"{file}: column {column!r} is of {kind}, and of {types[column]} in other files.")
+                raise ValueError(
+                    f"{file}: column {column!r} is of {kind}, and of {types[column]} in other files. Leave it out of"
+                    " `data.columns`, or give it one type in all files."
+                )
     if not all(file.name.endswith(PARQUET) for file in files):
         types = {}
+    lines = [file for file in files if file.name.endswith(JSON_LINES)]
+    line_size = bytes_per_line(lines, [columns.text, *([columns.key] if columns.key else [])])
     return CorpusFiles(
         files,
         names,
-        tuple(part for parts, _ in found for part in parts),
+        tuple(_counted(part, line_size) for parts, _ in found for part in parts),
         columns,
         {column: types.get(column, pyarrow.string()) for column in columns.others},
         {name: file_version(file) for name, file in named.items()},
@@ -199,7 +215,7 @@ def _named(path: str) -> Iterator[tuple[str, File]]:
     for file in files:
         place = PurePosixPath(file.path if isinstance(file, RemoteFile) else file)
         name = place.relative_to(root) if place.is_relative_to(root) and place != root else PurePosixPath(file.name)
-        yield str(name), file
+        yield checked_text(str(name), f"The name of {str(name)!r}"), file
 
 
 def _fixed(path: str) -> str:
@@ -211,18 +227,20 @@ def _parts(index: int, file: File, columns: CorpusColumns) -> tuple[list[Part], 
     """What a file consists of, and the types of the columns that go with the scores, if it has types."""
     if not file.name.endswith(PARQUET):
         size = (file_size(file) or LARGEST_DOCUMENT) * (_UNPACKED if is_packed(file) else 1)
-        return [Part(index, None, 0, 1 if _is_text(file.name) else None, size)], {}
+        return [Part(index, None, 0, 1, size, 1) if _is_text(file.name) else Part(index, None, 0, None, size, None)], {}
     with opened(file) as stream:
         try:
             table = opened_table(stream, file)
             types = {name: _type(table.schema_arrow, name, file) for name in columns.wanted()}
+            _check_text_type(types[columns.text], columns.text, file)
             metadata = table.metadata
             parts, first = [], 0
             for number in range(metadata.num_row_groups):
                 group = metadata.row_group(number)
                 chunks = [group.column(each) for each in range(group.num_columns)]
                 sizes = [each.total_uncompressed_size for each in chunks if each.path_in_schema == columns.text]
-                parts.append(Part(index, number, first, group.num_rows, sum(sizes) or group.total_byte_size))
+                size = sum(sizes) or group.total_byte_size
+                parts.append(Part(index, number, first, group.num_rows, size, group.num_rows))
                 first += group.num_rows
         except pyarrow.ArrowException as error:
             raise ValueError(f"{file}: the parquet file is damaged ({error}). Fetch it again.") from error
@@ -238,6 +256,17 @@ def _type(schema: pyarrow.Schema, path: str, file: File) -> pyarrow.DataType:
             raise ValueError(f"{file}: no column {path!r}, only {sorted(schema.names)}. Name one of those.")
         fields = kind if pyarrow.types.is_struct(kind) else ()
     return kind
+
+
+def _check_text_type(kind: pyarrow.DataType, column: str, file: File) -> None:
+    value = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+    if not str(value).endswith(("string", "string_view")):
+        raise ValueError(f"{file}: column {column!r} is of {kind}, and no text. Name the text's by `data.text_column`.")
+
+
+def _counted(part: Part, line_size: float | None) -> Part:
+    """With about how many rows it has."""
+    return part if part.about is not None or line_size is None else part._replace(about=part.size / line_size)
 
 
 def _parquet_row(batch: pyarrow.RecordBatch, index: int) -> dict[str, Any]:

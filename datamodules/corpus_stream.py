@@ -127,10 +127,10 @@ class CorpusStream(IterableDataset[Reading]):
         return self._batches(self.rank * workers + worker, self.world_size * workers)
 
     def expected(self, workers: int) -> int | None:
-        """About how many documents this process gets; None if a file does not say how many it has."""
-        if any(part.rows is None for part in self.parts):
+        """About how many documents this process gets; None if nobody knows how many a file has."""
+        if any(part.about is None for part in self.parts):
             return None
-        rows = [(part.rows or 0) - len(done) for part, done in self._both()]
+        rows = [max((part.about or 0) - len(done), 0) for part, done in self._both()]
         own = range(self.rank * workers, (self.rank + 1) * workers)
         taken = [share for stream in own for share in self._shares(stream, self.world_size * workers)]
         return round(sum(rows[share.part] / share.step for share in taken))
@@ -161,7 +161,8 @@ class CorpusStream(IterableDataset[Reading]):
     def _documents(self, stream: int, streams: int) -> Iterator[tuple[Origin, Row | None] | str]:
         """Origin and row of each document of a stream, or why a part cannot be read any further."""
         for index, first, step in self._shares(stream, streams):
-            part, done = self.parts[index], frozenset(self.done[index].tolist())
+            part, rows = self.parts[index], self.done[index]
+            done = frozenset(rows[rows % step == first].tolist())  # of a large file only this stream's own
 
             def wanted(row: int, done: frozenset[int] = done, first: int = first, step: int = step) -> bool:
                 return row % step == first and row not in done

@@ -61,6 +61,8 @@ def inspect_command(arguments: Sequence[str]) -> None:
     output = f"{Path(file).name}.html" if output is None else output
     text = read_text(file)
     check_output(output)
+    if Path(output).exists() and Path(output).samefile(file):
+        raise ValueError(f"`output` '{output}' is the document, which the page would replace: name another file.")
     inspection = inspect_document(text, name=Path(file).name, **options)
     size = inspection.save(output).stat().st_size
     sys.stdout.write(f"{inspection.summary()}\n{output} ({size / 1e6:.1f} MB)\n")

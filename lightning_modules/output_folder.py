@@ -87,6 +87,12 @@ class OutputFolder:
         self._system.pipe_file(temporary, content)
         self._system.mv(temporary, f"{self._root}/{name}")
 
+    def remove_unfinished(self) -> None:
+        """Remove what killed processes have left in a local folder, where nobody writes now."""
+        if self.local is not None:
+            for path in self.local.glob(f"{BUILDING}*"):
+                path.unlink(missing_ok=True)
+
     def remove(self, name: str) -> None:
         """Remove a file, if it is there."""
         if self.local is not None:

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import pyarrow
 import pyarrow.compute
 
-_CONDITION = re.compile(r"""\s*([\w.]+)\s*(>=|<=|==|!=|>|<)\s*("[^"]*"|'[^']*'|[-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*""")
+_VALUE = r"""("[^"]*"|'[^']*'|(?:true|false)\b|[-+]?[\d.]+(?:[eE][-+]?\d+)?)"""
+_CONDITION = re.compile(rf"\s*([\w.]+)\s*(>=|<=|==|!=|>|<)\s*{_VALUE}\s*")
 _AND = re.compile(r"and\b", re.IGNORECASE)
 _FUNCTIONS = {
     ">": pyarrow.compute.greater,
@@ -17,7 +18,7 @@ _FUNCTIONS = {
     "==": pyarrow.compute.equal,
     "!=": pyarrow.compute.not_equal,
 }
-_FORM = "Write conditions as COLUMN > NUMBER or COLUMN == 'text', joined by `and`; also <, >=, <=, !=."
+_FORM = "Write conditions as COLUMN > NUMBER, COLUMN == 'text' or COLUMN == true, joined by `and`; also <, >=, <=, !=."
 
 
 class Condition(NamedTuple):
@@ -25,7 +26,7 @@ class Condition(NamedTuple):
 
     column: str
     operator: str
-    value: float | str
+    value: float | str | bool
 
 
 def parse_conditions(text: str) -> list[Condition]:
@@ -48,7 +49,7 @@ def _conditions(text: str) -> Iterator[Condition]:
         if found is None:
             raise ValueError(f"`where`: no condition in '{text[position:].strip()}'. {_FORM}")
         column, operator, value = found.groups()
-        yield Condition(column, operator, value[1:-1] if value[0] in "\"'" else _number(value))
+        yield Condition(column, operator, _value(value))
         if (position := found.end()) == len(text):
             return
         joint = _AND.match(text, position)
@@ -57,7 +58,11 @@ def _conditions(text: str) -> Iterator[Condition]:
         position = joint.end()
 
 
-def _number(text: str) -> float:
+def _value(text: str) -> float | str | bool:
+    if text[0] in "\"'":
+        return text[1:-1]
+    if text in ("true", "false"):
+        return text == "true"
     try:
         return float(text)
     except ValueError as error:
@@ -65,20 +70,32 @@ def _number(text: str) -> float:
 
 
 def check_conditions(conditions: Sequence[Condition], schema: pyarrow.Schema) -> None:
-    """Raise a ``ValueError`` for a column that is not there, or a comparison of text with numbers."""
+    """Raise a ``ValueError`` for a column that is not there, or a comparison with a value of another type."""
     for column, operator, value in conditions:
         if column not in schema.names:
             raise ValueError(f"`where`: the scores have no column '{column}', only {schema.names}.")
         kind = schema.field(column).type
-        numeric = pyarrow.types.is_integer(kind) or pyarrow.types.is_floating(kind)
-        if numeric == isinstance(value, str):
+        if type(value) is not _compared_as(kind):
             raise ValueError(f"`where`: column '{column}' is of type {kind}: it cannot be {operator} {value!r}.")
+
+
+def _compared_as(kind: pyarrow.DataType) -> type | None:
+    """What values of a column are compared with; None if with nothing, such as lists."""
+    kinds = pyarrow.types
+    if kinds.is_integer(kind) or kinds.is_floating(kind):
+        return float
+    text = kind.value_type if kinds.is_dictionary(kind) else kind
+    if kinds.is_string(text) or kinds.is_large_string(text) or kinds.is_string_view(text):
+        return str
+    return bool if kinds.is_boolean(kind) else None
 
 
 def passing(batch: pyarrow.RecordBatch, conditions: Sequence[Condition]) -> pyarrow.BooleanArray:
     """Which rows meet all conditions; a null meets none, and a document that has failed does not pass."""
     mask = pyarrow.compute.is_null(batch.column("error"))
     for column, operator, value in conditions:
-        met = _FUNCTIONS[operator](batch.column(column), pyarrow.scalar(value))
+        values = batch.column(column)
+        values = values.cast(pyarrow.string()) if isinstance(value, str) else values  # of which there are many kinds
+        met = _FUNCTIONS[operator](values, pyarrow.scalar(value))
         mask = pyarrow.compute.and_(mask, met.fill_null(False))
     return mask

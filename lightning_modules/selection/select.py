@@ -16,7 +16,7 @@ import yaml
 from lightning.pytorch import LightningDataModule
 from numpy.typing import NDArray
 
-from lightning_modules.files import atomic_file, write_atomically
+from lightning_modules.files import atomic_file, writable_folder, write_atomically
 from lightning_modules.score_shards import SUCCESS, ScoreShards
 from lightning_modules.score_table import PER_TOKEN
 from lightning_modules.selection.conditions import Condition, check_conditions, parse_conditions, passing
@@ -40,7 +40,7 @@ def select(
     rank_by: str = "benefit_mean",
     by: str = "file",
     output: str | None = None,
-    files: list[str] | None = None,
+    files: str | list[str] | None = None,
     weights: str | None = None,
 ) -> str:
     """Choose documents by the scores that `longce predict` has written, and tell how many pass by source.
@@ -50,11 +50,12 @@ def select(
     Args:
         scores: Folder or fsspec URL of the scores.
         where: Conditions on columns, joined by ``and``: ``key_token_ratio > 0.02 and tokens >= 32768``.
-        top: Of the documents that meet the conditions, take this share (below 1) or number with the largest `rank_by`.
+        top: Of the documents that meet the conditions and have a `rank_by`, take those with the largest: a share up to
+            1, which is all of them, or a number from 2 on.
         rank_by: Column that ranks documents, and that `weights` are means of.
         by: Column that names a document's source; ``folder`` for the folder of its file.
         output: File of the chosen ones: ``.txt`` for their keys, one per line, ``.parquet`` or ``.jsonl`` for the
-            documents with ``text`` and scores.
+            documents with ``text`` and scores. What is there is replaced.
         files: The documents' files, if they are no longer where they were scored; as `data.files`.
         weights: YAML file for the mean `rank_by` of each source, as `data.weights` of a mixture of these sources:
             lay it over the experiment by ``-c``.
@@ -63,9 +64,11 @@ def select(
         Tables by source, as text.
 
     Raises:
-        ValueError: If there are no scores, a condition or column has no meaning, no document passes, or the documents
-            are not there any more.
+        ValueError: If there are no scores, a condition or column has no meaning, a file cannot be written, no document
+            passes, or the documents are not there any more.
     """
+    for file in filter(None, (output, weights)):
+        _check_writable(Path(file))
     chooser = Chooser(ScoreShards(scores), parse_conditions(where) if where else [], rank_by=rank_by, by=by)
     kinds: dict[str, Callable[[Path], None]] = {
         ".txt": chooser.write_keys,
@@ -100,9 +103,12 @@ class Chooser:
         self.rank_by = rank_by
         self.by = by
         self._least, self._ties = -math.inf, 0
+        shards.header()  # refuses other parquet files
         self._schema = schema = shards.schema()
         check_conditions(conditions, schema)
         shards.schema([rank_by] if by == FOLDER else [rank_by, by])
+        if by != FOLDER and pyarrow.types.is_nested(schema.field(by).type):
+            raise ValueError(f"`by`: column '{by}' is of type {schema.field(by).type}, and names no source.")
         if not (pyarrow.types.is_integer(kind := schema.field(rank_by).type) or pyarrow.types.is_floating(kind)):
             raise ValueError(f"`rank_by`: column '{rank_by}' is of type {kind}, and no number.")
         self.ladder = [name for name in schema.names if name.startswith("ladder_") and name.endswith("_mean")]
@@ -117,9 +123,8 @@ class Chooser:
         values = np.concatenate(parts) if parts else np.empty(0)
         values = values[~np.isnan(values)]
         count = min(len(values), max(1, round(top * len(values))) if top < 1 else int(top) if top > 1 else len(values))
-        if count:
-            self._least = float(np.partition(values, len(values) - count)[len(values) - count])
-            self._ties = count - int((values > self._least).sum())
+        self._least = float(np.partition(values, len(values) - count)[len(values) - count]) if count else math.inf
+        self._ties = count - int((values > self._least).sum())
 
     def batches(self, columns: Sequence[str] | None = None) -> Iterator[tuple[pyarrow.RecordBatch, NDArray[np.bool_]]]:
         """Documents and which of them pass.
@@ -183,7 +188,7 @@ class Chooser:
                         )
                     stream.write(f"{key}\n".encode())
 
-    def write_documents(self, path: Path, files: list[str] | None) -> None:
+    def write_documents(self, path: Path, files: str | list[str] | None) -> None:
         """Text and scores, in the order of the files.
 
         Raises:
@@ -207,7 +212,7 @@ class Chooser:
             if found != len(table):
                 raise ValueError(f"{len(table) - found} of the {len(table)} documents are not there any more.")
 
-    def _with_text(self, table: pyarrow.Table, files: list[str] | None) -> Iterator[dict[str, Any]]:
+    def _with_text(self, table: pyarrow.Table, files: str | list[str] | None) -> Iterator[dict[str, Any]]:
         source = self.shards.header()["source"]
         corpus = _corpus({**source, "files": files or source["files"]})
         codes = table["file"].combine_chunks().dictionary_encode()
@@ -237,9 +242,16 @@ def write_weights(path: Path, summary: SourceSummary, column: str) -> None:
                 f"The mean `{column}` of source '{source}' is {mean:.4g}, and weights are above 0: rank by another"
                 " column, or leave the source out by `where`."
             )
-    weights = {source: round(mean / sum(means.values()), 6) for source, mean in sorted(means.items())}
+    weights = {source: float(f"{mean / sum(means.values()):.6g}") for source, mean in sorted(means.items())}
     content = yaml.safe_dump({"data": {"init_args": {"weights": weights}}}, sort_keys=False, allow_unicode=True)
     write_atomically(path, f"# Mean {column} of the documents of each source\n{content}".encode())
+
+
+def _check_writable(path: Path) -> None:
+    """Raise a ``ValueError`` for a file that could not be written when all is read."""
+    if path.is_dir():
+        raise ValueError(f"'{path}' is a folder: name a file in it.")
+    writable_folder(path.absolute().parent, remedy="Name another file.")
 
 
 @contextmanager

@@ -2,8 +2,10 @@
 
 import json
 import logging
+import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,14 +15,17 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Trainer
 
 from callbacks import DocumentScoresWriter, TokenScoresWriter
+from callbacks.document_scores_writer import gathered, patient_group
 from datamodules import DocumentCorpus, TextDataModule
 from lightning_modules import progress
 from lightning_modules.backbone import Backbone
 from lightning_modules.context_ladder import ContextLadder
 from lightning_modules.document_scores import document_scores, ladder_scores
+from lightning_modules.files import BUILDING
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.prediction import DocumentScorer
 from lightning_modules.score_shards import SUCCESS, ScoreShards
@@ -254,6 +259,44 @@ def test_shards_behind_an_address(run, tmp_path):
     shards = ScoreShards(place)
     assert shards.written().rows["a.parquet"].tolist() == list(range(6))
     assert json.loads(shards.folder.open(SUCCESS).read())["documents"] == 6
+
+
+def test_what_killed_runs_have_left_is_removed(run, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / f"{BUILDING}part-00000").write_bytes(b"half a shard")
+    run()
+    assert sorted(path.name for path in (tmp_path / "out").iterdir() if not path.name.startswith("part-")) == [
+        ".run.lock",
+        SUCCESS,
+    ]
+
+
+def wait_for_one_that_ends(rank, port):
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    group = patient_group()
+    assert gathered(rank, group) == [0, 1]
+    if rank == 1:
+        os._exit(3)
+    with pytest.raises(RuntimeError):
+        gathered(rank, group)
+
+
+def test_nobody_waits_for_a_process_that_has_ended():
+    """Its share may take days, so no time limit tells."""
+    context = multiprocessing.get_context("fork")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = [context.Process(target=wait_for_one_that_ends, args=(rank, port)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    assert codes == [0, 3]
 
 
 def test_progress_tells_documents_tokens_and_time_left(run, caplog, monkeypatch):

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 from collections import Counter
 from itertools import chain
 from types import SimpleNamespace
@@ -125,6 +126,66 @@ def test_columns_that_are_not_there_or_differ(tmp_path):
         find_corpus([str(tmp_path / "none")], COLUMNS)
 
 
+def test_files_in_which_all_documents_would_fail_are_refused_at_once(tmp_path):
+    """A wrong name of a column, and not a million rows with an error."""
+    write_lines(tmp_path / "a.jsonl", {"content": "x", "id": 1}, b"{torn", {"content": "y"})
+    with pytest.raises(ValueError, match=r"first 3 lines of .*a.jsonl .* field 'text', only \['content', 'id'\]"):
+        find_corpus([str(tmp_path)], COLUMNS)
+    with pytest.raises(ValueError, match="field 'key'"):
+        find_corpus([str(tmp_path)], CorpusColumns("content", "key", ()))
+    assert len(all_of(find_corpus([str(tmp_path)], CorpusColumns("content", "id", ())))) == 3
+    (tmp_path / "a.jsonl").write_text(json.dumps([{"text": "an array"}], indent=1))
+    with pytest.raises(ValueError, match="is a JSON object"):
+        find_corpus([str(tmp_path)], COLUMNS)
+    (tmp_path / "a.jsonl").write_text("\n")
+    write_parquet(tmp_path / "b.parquet", [1, 2])
+    with pytest.raises(ValueError, match=r"b.parquet: column 'text' is of int64, and no text"):
+        find_corpus([str(tmp_path)], COLUMNS)
+    for kind in (pyarrow.large_string(), pyarrow.string_view(), pyarrow.dictionary("int32", "string")):
+        write_parquet(tmp_path / "b.parquet", pyarrow.array(["x"], kind))
+        assert all_of(find_corpus([str(tmp_path)], COLUMNS)) == {("b.parquet", 0): "x"}
+
+
+def test_a_broken_document_keeps_its_key_and_columns(tmp_path):
+    write_parquet(tmp_path / "a.parquet", ["fine", None], id=["p", "q"], n=[1, 2])
+    files = find_corpus([str(tmp_path)], CorpusColumns("text", "id", ("n",)))
+    _, (broken, _) = files.read(files.parts[0], lambda _: True)
+    assert (broken.key, broken.columns) == ("q", {"n": 2})
+    assert "no text" in broken.error
+
+
+def test_keys_and_columns_that_no_table_takes_are_reasons(tmp_path):
+    """Half a surrogate pair, which JSON can spell, and durations that Python has not: Arrow refuses the whole shard."""
+    write_lines(tmp_path / "a.jsonl", *({"text": "x", "id": key, "s": key} for key in ("fine", "\ud800")))
+    for columns in (CorpusColumns("text", "id", ()), CorpusColumns("text", None, ("s",))):
+        files = find_corpus([str(tmp_path)], columns)
+        (fine, _), (broken, _) = files.read(files.parts[0], lambda _: True)
+        assert fine.error is None
+        assert "half a surrogate pair" in broken.error
+        assert broken.key == "a.jsonl:1"
+    (tmp_path / "a.jsonl").unlink()
+    write_parquet(tmp_path / "b.parquet", ["x"], long=pyarrow.array([2**62], pyarrow.duration("s")))
+    files = find_corpus([str(tmp_path)], CorpusColumns("text", None, ("long",)))
+    ((broken, _),) = files.read(files.parts[0], lambda _: True)
+    assert "too large" in broken.error
+    with open(os.fsencode(tmp_path) + b"/\xff.txt", "w") as stream:
+        stream.write("x")
+    with pytest.raises(ValueError, match=r"The name of '\\udcff.txt'"):
+        find_corpus([str(tmp_path)], COLUMNS)
+
+
+def test_lines_are_counted_by_their_length(tmp_path, word_tokenizer):
+    for number in range(50):
+        write_lines(tmp_path / f"{number}.jsonl", *({"text": "a" * 40} for _ in range(100)))
+    (tmp_path / "t.txt").write_text("a")
+    corpus = DocumentCorpus(str(tmp_path), tokenizer=word_tokenizer, num_workers=0)
+    versions = find_corpus(corpus.files, COLUMNS).versions
+    done = {"3.jsonl": np.arange(60), "t.txt": np.array([0])}
+    written = Written(done, {name: versions[name] for name in done}, {}, {}, 1)
+    attached(corpus, Keeper(written)).setup("predict")
+    assert corpus.expected() == 5000 - 60
+
+
 def test_broken_rows_have_a_reason_and_the_others_are_read(tmp_path):
     write_lines(
         tmp_path / "a.jsonl", {"text": "fine"}, b"{torn", {"text": 3}, {"title": "x"}, b'"text"', {"text": "last"}
@@ -193,7 +254,7 @@ def test_settings_of_the_data_module(folder, word_tokenizer):
     assert first["labels"].tolist() == [[IGNORE_INDEX, 2]]
     assert second["origins"][0].truncated is False
     assert corpus.delivered() == (2, True, [])
-    assert corpus.expected() is None
+    assert corpus.expected() == 2
     skipping = DocumentCorpus(
         [str(folder)], tokenizer=word_tokenizer, num_workers=0, max_tokens=2, overlong="skip", batch_tokens=100
     )

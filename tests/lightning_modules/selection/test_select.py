@@ -15,7 +15,8 @@ from lightning_modules.prediction import Failed
 from lightning_modules.score_shards import SUCCESS, ScoreShards
 from lightning_modules.score_table import ScoreTable, clashes, counts
 from lightning_modules.selection import select
-from lightning_modules.selection.conditions import check_conditions, parse_conditions
+from lightning_modules.selection.conditions import check_conditions, parse_conditions, passing
+from lightning_modules.selection.select import write_weights
 from lightning_modules.selection.summary import SourceSummary
 from tests.lightning_modules.test_document_scores import make_scores
 
@@ -69,6 +70,7 @@ def test_conditions(scored):
         'tokens < 3e1 AND tokens != 20 and source != "a"': lambda row: (
             row["tokens"] < 30 and row["tokens"] != 20 and row["source"] != "a"
         ),
+        "truncated == false and tokens > 30": lambda row: row["tokens"] > 30,
         "longppl <= 2.5": lambda row: row["longppl"] is not None and row["longppl"] <= 2.5,
         "ladder_4_8_mean > -1": lambda row: row["ladder_4_8_mean"] is not None and row["ladder_4_8_mean"] > -1,
     }.items():
@@ -87,6 +89,8 @@ def test_the_largest(scored):
     ranked = [row["key"] for row in sorted(some, key=lambda row: -row["perplexity"])]
     assert keys(scored, top=0.5, rank_by="perplexity", where="tokens > 20") == set(ranked[: round(len(some) / 2)])
     assert len(keys(scored, top=7, rank_by="key_tokens")) == 7, "of equal ones as many as asked for"
+    with pytest.raises(ValueError, match="None of the documents"):  # whose ladder has one rung
+        select(str(scored / "scores"), top=7, rank_by="ladder_4_8_mean", where="source == 'a'")
 
 
 def table_of(report, name):
@@ -167,7 +171,7 @@ def test_documents_that_are_elsewhere_or_others(scored):
     with pytest.raises(FileNotFoundError, match="corpus"):
         select(str(scored / "scores"), output=str(scored / "docs.jsonl"))
     moved = [str(scored / "moved")]
-    select(str(scored / "scores"), output=str(scored / "docs.jsonl"), files=moved)
+    select(str(scored / "scores"), output=str(scored / "docs.jsonl"), files=moved[0])
     assert len((scored / "docs.jsonl").read_text().splitlines()) == 23
     lines = (scored / "moved" / "x" / "b.jsonl").read_text().splitlines()
     (scored / "moved" / "x" / "b.jsonl").write_text("\n".join(lines[1:]))
@@ -211,23 +215,33 @@ def word_tokenizer_folder(tokenizer, tmp_path):
         ("token > 3", "no column 'token'"),
         ("tokens == 'x'", "cannot be == 'x'"),
         ("key > 3", "of type string"),
+        ("cut == 1", "'cut' is of type bool"),
+        ("cut == 'true'", "'cut' is of type bool"),
+        ("tokens == true", "'tokens' is of type int64"),
+        ("lsd > 1", "'lsd' is of type list"),
+        ("lsd == 'x'", "'lsd' is of type list"),
         ("", None),
     ],
 )
 def test_conditions_without_a_meaning(where, message):
-    schema = pyarrow.schema({"tokens": pyarrow.int64(), "key": pyarrow.string()})
+    types = {"tokens": pyarrow.int64(), "key": pyarrow.string(), "cut": pyarrow.bool_()}
+    schema = pyarrow.schema({**types, "lsd": pyarrow.list_(pyarrow.float16())})
     with pytest.raises(ValueError, match=message):
         check_conditions(parse_conditions(where), schema)
 
 
 def test_bad_options(scored, tmp_path):
     scores = str(scored / "scores")
+    (scored / "file").write_text("")
     for options, message in (
         ({"where": "tokens > 1000"}, "None of the documents"),
         ({"output": "ids.csv"}, "must end in one of .txt, .parquet, .jsonl"),
         ({"rank_by": "nope"}, "no column 'nope'"),
         ({"rank_by": "key"}, "no number"),
         ({"by": "nope"}, "no column 'nope'"),
+        ({"by": "lsd"}, "names no source"),
+        ({"output": str(scored / "file" / "ids.txt")}, "Cannot write"),
+        ({"weights": str(scored)}, "is a folder"),
         ({"top": 0.0}, "`top`"),
         ({"top": 1.5}, "`top`"),
     ):
@@ -235,6 +249,32 @@ def test_bad_options(scored, tmp_path):
             select(scores, **options)
     with pytest.raises(ValueError, match="no scores"):
         select(str(tmp_path / "none"))
+    with pytest.raises(ValueError, match=r"a\.parquet' is no file of document scores"):
+        select(str(scored / "corpus" / "x"))
+
+
+def test_text_of_any_arrow_type_is_compared():
+    for kind in (
+        pyarrow.string(),
+        pyarrow.large_string(),
+        pyarrow.string_view(),
+        pyarrow.dictionary("int32", "string"),
+    ):
+        columns = {"source": pyarrow.array(["a", "b", None], kind), "error": pyarrow.nulls(3, pyarrow.string())}
+        batch = pyarrow.RecordBatch.from_pydict(columns)
+        conditions = parse_conditions("source != 'b'")
+        check_conditions(conditions, batch.schema)
+        assert passing(batch, conditions).to_pylist() == [True, False, False], kind
+
+
+def test_a_weight_is_never_rounded_to_nothing(tmp_path):
+    summary = SourceSummary()
+    for source, ratio in (("a", 1.0), ("b", 1e-9)):
+        columns = {name: [ratio] for name in (*summary.columns, "tokens")}
+        summary.add(pyarrow.array([source]), pyarrow.RecordBatch.from_pydict(columns), np.ones(1, bool))
+    write_weights(tmp_path / "w.yaml", summary, "key_token_ratio")
+    weights = yaml.safe_load((tmp_path / "w.yaml").read_text())["data"]["init_args"]["weights"]
+    assert weights == {"a": 1.0, "b": 1e-9}
 
 
 def test_keys_of_several_lines_are_no_ids(tmp_path):
