@@ -50,7 +50,7 @@ def select(
     Args:
         scores: Folder or fsspec URL of the scores.
         where: Conditions on columns, joined by ``and``: ``key_token_ratio > 0.02 and tokens >= 32768``.
-        top: Of the documents that meet the conditions, take this share (below 1) or number with the largest `rank_by`.
+        top: Of the documents that meet the conditions, take this share (up to 1) or number with the largest `rank_by`.
         rank_by: Column that ranks documents, and that `weights` are means of.
         by: Column that names a document's source; ``folder`` for the folder of its file.
         output: File of the chosen ones: ``.txt`` for their keys, one per line, ``.parquet`` or ``.jsonl`` for the
