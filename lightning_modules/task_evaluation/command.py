@@ -15,7 +15,14 @@ from lightning_modules.locks import exclusive
 from lightning_modules.model_checks import check_weight_files
 from lightning_modules.probe import check_scoring
 from lightning_modules.score import find_device
-from lightning_modules.task_evaluation.questions import Depths, Key, first_of_each, make_questions, question_keys
+from lightning_modules.task_evaluation.questions import (
+    Depths,
+    Key,
+    first_of_each,
+    make_questions,
+    question_keys,
+    warn_of_unknown_tokens,
+)
 from lightning_modules.task_evaluation.report import as_text, write_report
 from lightning_modules.task_evaluation.runs import Mode, check_mode, put_questions
 from lightning_modules.task_evaluation.store import ResultStore
@@ -99,7 +106,7 @@ def evaluate(
     check_weight_files(model)
     tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
     prompter = Prompter(tokenizer, chat_template=chat_template, add_special_tokens=add_special_tokens)
-    make_questions(first_of_each(keys), found, prompter, seed)
+    warn_of_unknown_tokens(make_questions(first_of_each(keys), found, prompter, seed), prompter)
     settings = {
         "model": model,
         "identity": model_identity(model, trust_remote_code=trust_remote_code),

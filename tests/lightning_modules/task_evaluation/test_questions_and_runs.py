@@ -2,10 +2,19 @@ import math
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
-from lightning_modules.task_evaluation.questions import Key, first_of_each, make_questions, question_keys
+from lightning_modules.task_evaluation.questions import (
+    Key,
+    first_of_each,
+    make_questions,
+    question_keys,
+    warn_of_unknown_tokens,
+)
 from lightning_modules.task_evaluation.runs import put_questions
 from lightning_modules.task_evaluation.summary import summarise
+from lightning_modules.tasks.prompter import Prompter
 from lightning_modules.tasks.registry import find_tasks
 from tests.toy_tasks import GUESS, SEVERAL
 
@@ -107,3 +116,14 @@ def test_a_target_without_an_answer_is_refused_by_name(questions, guessing, prom
     wrong = [(key, type(example)(**{**vars(example), "target": " fo"}))]
     with pytest.raises(ValueError, match=r"No answer of 'guess' stands in .* ' fo'.* set `mode` to 'generate'"):
         put_questions(guessing, prompter, wrong, "teacher_forced")
+
+
+def test_words_that_the_tokenizer_does_not_know_are_told(questions, prompter, recwarn):
+    known = {word: number for number, word in enumerate(["<unk>", "di", "fo", "gu."])}
+    tokenizer = Tokenizer(models.WordLevel(known, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    stranger = Prompter(PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>"))
+    warn_of_unknown_tokens(questions[:1], prompter)
+    assert not recwarn
+    with pytest.warns(UserWarning, match="of the tokens of 'guess' are unknown to the tokenizer"):
+        warn_of_unknown_tokens(questions[:1], stranger)
