@@ -3,7 +3,7 @@
 import json
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, BinaryIO, NamedTuple
@@ -66,7 +66,7 @@ class ScoreShards:
             ValueError: If a file is damaged or no shard, shards were made with different settings, or a row is there
                 twice.
         """
-        rows: dict[str, list[NDArray[np.int64]]] = {}
+        shards: dict[str, Rows] = {}
         versions: dict[str, str] = {}
         settings: dict[str, Any] = {}
         counts: dict[str, int] = {}
@@ -78,16 +78,16 @@ class ScoreShards:
                 self._add_versions(versions, header["files"])
                 for key, value in header["counts"].items():
                     counts[key] = counts.get(key, 0) + value
-                for file, numbers in own.items():
-                    rows.setdefault(file, []).append(numbers)
-        joined = {file: np.sort(np.concatenate(parts)) for file, parts in rows.items()}
-        for file, numbers in joined.items():
-            if (twice := np.flatnonzero(np.diff(numbers) == 0)).size:
-                raise ValueError(
-                    f"{self.folder}: row {numbers[twice[0]]} of '{file}' is there twice. Two runs wrote there at a"
-                    " time: begin anew in another folder."
-                )
-        return Written(joined, versions, settings, counts, len(names))
+                shards[name] = own
+        rows = {file: np.sort(np.concatenate(parts)) for file, parts in _by_file(shards.values()).items()}
+        if any((np.diff(numbers) == 0).any() for numbers in rows.values()):
+            doubles = _doubles(shards)
+            raise ValueError(
+                f"{self.folder}: {len(doubles)} shard(s) hold rows that others hold, too, as two runs wrote there at a"
+                f" time. Delete {', '.join(doubles)} and run the same command again: what is in no other shard is"
+                " scored again."
+            )
+        return Written(rows, versions, settings, counts, len(names))
 
     def write(self, table: pyarrow.Table, header: Mapping[str, Any], rank: int) -> None:
         """Write a shard; nobody else writes one of that name.
@@ -173,6 +173,28 @@ class ScoreShards:
             raise ValueError(
                 f"'{self.folder}/{name}' is damaged ({error}). Delete it: its documents are then scored again."
             ) from error
+
+
+def _by_file(shards: Iterable[Rows]) -> dict[str, list[NDArray[np.int64]]]:
+    rows: dict[str, list[NDArray[np.int64]]] = {}
+    for own in shards:
+        for file, numbers in own.items():
+            rows.setdefault(file, []).append(numbers)
+    return rows
+
+
+def _doubles(shards: Mapping[str, Rows]) -> list[str]:
+    """Shards without which no row is there twice: those with a row of one that stays and comes before them."""
+    seen: dict[str, set[int]] = {}
+    doubles = []
+    for name, rows in shards.items():
+        own = {file: set(numbers.tolist()) for file, numbers in rows.items()}
+        if any(seen.get(file, set()) & numbers for file, numbers in own.items()):
+            doubles.append(name)
+            continue
+        for file, numbers in own.items():
+            seen.setdefault(file, set()).update(numbers)
+    return doubles
 
 
 def check_settings(then: Mapping[str, Any], now: Mapping[str, Any], place: object) -> None:
