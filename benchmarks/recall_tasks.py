@@ -28,9 +28,9 @@ TOKENS_PER_STEP = 4096
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", default="runs/recall_tasks")
-    parser.add_argument("--cpu_seconds", type=float, default=240, help="Of training.")
-    parser.add_argument("--trained_lengths", type=int, nargs="+", default=[160, 208, 256])
-    parser.add_argument("--lengths", type=int, nargs="+", default=[160, 208, 256, 320, 384, 512, 1024])
+    parser.add_argument("--cpu_seconds", type=float, default=300, help="Of training.")
+    parser.add_argument("--trained_lengths", type=int, nargs="+", default=[144, 176, 208])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[144, 176, 208, 256, 320, 416, 832])
     parser.add_argument("--samples", type=int, default=8, help="Questions of each length and depth.")
     parser.add_argument("--depths", type=int, default=5)
     parser.add_argument("--mode", default="generate")
@@ -121,8 +121,8 @@ def answers_only(rows: list[ForcedAnswer], end: int) -> dict:
     tokens = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
     labels = torch.full_like(tokens, IGNORE_INDEX)
     for row, question in enumerate(rows):
-        for first, stop in [*question.spans, (len(question.input_ids), len(question.input_ids) + 1)]:
-            labels[row, first:stop] = tokens[row, first:stop]
+        written = slice(question.answer_start, len(ids[row]))  # the space before the answer, too
+        labels[row, written] = tokens[row, written]
     return {
         "input_ids": tokens,
         "labels": labels,

@@ -213,7 +213,6 @@ class DocumentScoresWriter(Callback):
         found = gathered((self._corpus.delivered(), self._documents), self._patient)
         refusal = trainer.strategy.broadcast(self._finished(found) if trainer.is_global_zero else None)
         self._table = None
-        self._leave()
         if refusal is not None:
             raise ValueError(refusal)
 
@@ -258,6 +257,10 @@ class DocumentScoresWriter(Callback):
         finally:
             self._table = None
             self._leave()
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._leave()
 
     def _leave(self) -> None:
         if self._lock is not None:

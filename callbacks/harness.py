@@ -17,9 +17,9 @@ from typing_extensions import override
 from lightning_modules.export import loaded_tokenizer
 from lightning_modules.files import write_atomically
 from lightning_modules.harness import Truncation, check_installed
-from lightning_modules.harness.results import plain
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.preemption import between_steps
+from lightning_modules.report_blocks import plain
 from lightning_modules.sequence_parallelism import sequence_group
 from lightning_modules.tokenization import load_tokenizer
 
@@ -173,5 +173,5 @@ class LMEvaluationHarness(Callback):
         if not trainer.is_global_zero:  # now: the folder's name is the first process's, which tells it to all
             return
         for name, result in found.items():
-            lines = [json.dumps(plain(sample), default=str) + "\n" for sample in result["samples"]]
+            lines = [json.dumps(plain(sample)) + "\n" for sample in result["samples"]]
             write_atomically(folder / f"{name}.jsonl", "".join(lines).encode())

@@ -25,6 +25,7 @@ from lightning_modules.task_evaluation.questions import (
     first_of_each,
     make_questions,
     question_keys,
+    warn_of_unknown_tokens,
 )
 from lightning_modules.task_evaluation.report import answer_table
 from lightning_modules.task_evaluation.runs import Mode, TaskResult, put_questions
@@ -39,8 +40,9 @@ class LongContextTasks(Callback):
 
     Logged, in percent: ``tasks/<task>/<length>``, ``tasks/average/<length>`` over the tasks, and of these averages, as
     RULER defines them, ``tasks/weighted_inc``, ``tasks/weighted_dec`` and ``tasks/effective_length`` (tokens; 0 if no
-    length will do). With forced answers also ``tasks/answer_perplexity`` and ``tasks/other_perplexity``. To TensorBoard
-    besides: scores by length, heat maps by length and depth, curves by depth, and some answers.
+    length will do). With forced answers also ``tasks/answer_perplexity`` and ``tasks/other_perplexity``, over all
+    questions and by ``/<length>``. To TensorBoard besides: scores by length, heat maps by length and depth, curves by
+    depth, and some answers.
 
     The same questions are put each time. They are made before training and shared out among the processes, with any
     strategy that divides no rows. Training goes on as if there had been none: neither weights nor modes nor random
@@ -148,7 +150,8 @@ class LongContextTasks(Callback):
         self._prompter = Prompter(self._find_tokenizer(trainer), **self._prompting)
         pl_module.backbone.check_length(max(key.length for key in self.keys))
         with isolate_rng():  # a task of the user's own may draw from anything
-            make_questions(first_of_each(self.keys), self.tasks, self._prompter, self.seed)
+            first = make_questions(first_of_each(self.keys), self.tasks, self._prompter, self.seed)
+            warn_of_unknown_tokens(first, self._prompter)
             own = self.keys[trainer.global_rank :: trainer.world_size]
             self._questions = make_questions(own, self.tasks, self._prompter, self.seed)
 

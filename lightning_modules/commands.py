@@ -24,12 +24,14 @@ def score_command(arguments: Sequence[str]) -> None:
 def evaluate_command(arguments: Sequence[str]) -> None:
     """Run ``longce evaluate`` and print its table."""
     from lightning_modules.task_evaluation.command import evaluate
+    from lightning_modules.tasks.registry import GROUPS
 
     parser = jsonargparse.ArgumentParser(prog="longce evaluate", description=summary(evaluate))
     parser.add_argument("-c", "--config", action="config", help="YAML file with options of this command.")
     parser.add_function_arguments(evaluate, skip={"tasks", "lengths", "depths"}, as_positional=False)
-    names = "Names of tasks or groups, such as ruler or longeval, or import paths of tasks of your own."
-    parser.add_argument("--tasks", nargs="+", type=str, default=["ruler"], help=names)
+    groups = ", ".join(GROUPS)
+    names = f"Names of tasks or of groups ({groups}), or import paths of tasks of your own."
+    parser.add_argument("--tasks", nargs="+", type=str, default=["ruler_synthetic"], help=names)
     parser.add_argument(
         "--lengths", nargs="+", type=PositiveInt, default=[4096], help="Tokens of prompt and answer together."
     )
@@ -37,8 +39,9 @@ def evaluate_command(arguments: Sequence[str]) -> None:
     parser.add_argument("--depths", nargs="+", type=NonNegativeFloat, help=depths)
     options = parser.parse_args(list(arguments[1:])).as_dict()
     options.pop("config", None)
-    if options["depths"] is not None and len(options["depths"]) == 1 and options["depths"][0] > 1:
-        (options["depths"],) = map(int, options["depths"])
+    match options["depths"]:
+        case [count] if count > 1 and count.is_integer():
+            options["depths"] = int(count)
     sys.stdout.write(evaluate(**options) + "\n")
 
 
@@ -96,8 +99,12 @@ def correlate_command(arguments: Sequence[str]) -> None:
 
     parser = jsonargparse.ArgumentParser(prog="longce correlate", description=summary(correlate))
     parser.add_argument("files", nargs="+", type=str, help="Result files, CSV files, or NAME=FILE.")
-    parser.add_argument("--metrics", nargs="+", type=str, help="Of the evaluated texts; by default all that are there.")
-    parser.add_argument("--scores", nargs="+", type=str, help="Of benchmarks; by default all that are there.")
+    parser.add_argument(
+        "--metrics", nargs="+", type=str, help="Perplexities; by default those of `longce score` and of tables."
+    )
+    parser.add_argument(
+        "--scores", nargs="+", type=str, help="Of benchmarks; by default averages, or all if there are none."
+    )
     parser.add_function_arguments(correlate, skip={"files", "metrics", "scores"}, as_positional=False)
     sys.stdout.write(correlate(**parser.parse_args(list(arguments[1:])).as_dict()))
 

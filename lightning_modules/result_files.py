@@ -1,6 +1,7 @@
 """What the commands of this project, and others, have measured of models, read from their result files."""
 
 import csv
+import io
 import json
 import math
 from collections.abc import Mapping
@@ -11,6 +12,12 @@ from lightning_modules.tasks.registry import GROUPS
 
 _TEXTS = ("texts", "max_tokens", "add_special_tokens")
 """Settings that a perplexity depends on; LongPPL depends on all."""
+
+_QUESTIONS = ("mode", "documents")
+"""Settings of ``longce evaluate`` by which scores of two models are no longer of the same questions."""
+
+_PROMPTS = ("num_fewshot", "limit", "truncation")
+"""The same of ``longce harness``."""
 
 
 class Measured(NamedTuple):
@@ -105,29 +112,48 @@ def _score(file: Path, content: Mapping[str, Any]) -> Measured:
 
 
 def _evaluation(file: Path, content: Mapping[str, Any]) -> Measured:
-    """Of ``longce evaluate``: each task, and means over lengths of tasks and of RULER's and LongEval's."""
+    """Of ``longce evaluate``: each task, and means over lengths of tasks and of RULER's and LongEval's.
+
+    A mean over other lengths is another value.
+    """
+    if content.get("missing"):
+        raise ValueError(
+            f"'{file}' lacks the results of {content['missing']} questions: the same `longce evaluate` puts them."
+        )
+    told = {"by": "evaluate"} | {name: value for name, value in content["settings"].items() if name in _QUESTIONS}
     tasks = {
         task: {int(length): _number(file, task, cell["mean"]) for length, cell in lengths.items()}
         for task, lengths in content["tasks"].items()
     }
     values: dict[str, float] = {}
+    over: dict[str, list[int]] = {}
     if set(GROUPS["ruler"]) <= set(tasks):
         values["RULER"] = _mean([_mean(list(tasks[task].values())) for task in GROUPS["ruler"]])
+        over["RULER"] = sorted({length for task in GROUPS["ruler"] for length in tasks[task]})
     for task in GROUPS["longeval"]:
         if task in tasks:
             values["LongEval"] = _mean(list(tasks[task].values()))
-            values |= {f"LongEval {length // 1024}k": score for length, score in tasks[task].items()}
+            over["LongEval"] = sorted(tasks[task])
+            values |= {f"LongEval {_short(length)}": score for length, score in tasks[task].items()}
     averages = {int(length): _number(file, "average", value) for length, value in content["average"].items()}
     values["average"] = _mean(list(averages.values()))
     main = tuple(name for name in ("RULER", "LongEval") if name in values) or ("average",)
     values |= {f"average {length}": value for length, value in averages.items()}
     for task, lengths in tasks.items():
         values[task] = _mean(list(lengths.values()))
+        over[task] = sorted(lengths)
         values |= {f"{task} {length}": value for length, value in lengths.items()}
     for name in ("weighted_inc", "weighted_dec", "answer_perplexity", "other_perplexity"):
         if content.get(name) is not None:
             values[name] = _number(file, name, content[name])
-    return Measured(str(file), str(content.get("model") or ""), values, main, {}, ours=True)
+            over[name] = sorted({length for lengths in tasks.values() for length in lengths})
+    over["average"] = sorted(averages)
+    settings = {name: told | ({"lengths": over[name]} if name in over else {}) for name in values}
+    return Measured(str(file), str(content.get("model") or ""), values, main, settings, ours=True)
+
+
+def _short(length: int) -> str:
+    return f"{length // 1024}k" if length % 1024 == 0 else str(length)
 
 
 def _harness(file: Path, content: Mapping[str, Any]) -> Measured:
@@ -140,7 +166,14 @@ def _harness(file: Path, content: Mapping[str, Any]) -> Measured:
         for key, value in entry.items()
         if "_stderr," not in key
     }
-    return Measured(str(file), str(content.get("model") or ""), values | tasks, tuple(values or tasks), {}, ours=True)
+    given = content["settings"]
+    told = {"by": "harness"} | {name: value for name, value in given.items() if name in _PROMPTS}
+    settings = dict.fromkeys([*values, *tasks], told)
+    if "RULER" in values:  # its mean is over lengths, too
+        settings["RULER"] = told | {"lengths": sorted(given.get("lengths", []))}
+    return Measured(
+        str(file), str(content.get("model") or ""), values | tasks, tuple(values or tasks), settings, ours=True
+    )
 
 
 _READERS = (
@@ -152,7 +185,11 @@ _READERS = (
 
 
 def _csv_entries(file: Path) -> list[Measured]:
-    with file.open(encoding="utf-8-sig", newline="") as stream:
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"'{file}' is not UTF-8 ({error}): save it as CSV in UTF-8.") from None
+    with io.StringIO(text, newline="") as stream:
         reader = csv.DictReader(stream)
         if "model" not in (reader.fieldnames or ()):
             raise ValueError(f"'{file}' has no column 'model', only {reader.fieldnames}: add a first line of names.")

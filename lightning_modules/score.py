@@ -3,7 +3,6 @@
 import hashlib
 import json
 import logging
-import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from lightning_modules.loading import DType, load_backbone, load_config, model_i
 from lightning_modules.metrics import LongPerplexity
 from lightning_modules.model_checks import check_weight_files
 from lightning_modules.probe import check_scoring
+from lightning_modules.report_blocks import plain
 from lightning_modules.token_scores import TokenScores, text_sha256
 from lightning_modules.tokenization import encode_document, load_tokenizer
 
@@ -136,7 +136,7 @@ def score(
         },
     }
     if output is not None:
-        write_atomically(Path(output), (json.dumps(_without_nan(result), indent=2) + "\n").encode())
+        write_atomically(Path(output), (json.dumps(plain(result), indent=2) + "\n").encode())
     return result
 
 
@@ -289,12 +289,3 @@ def check_output(output: str) -> None:
     if Path(output).is_dir() or not folder.is_dir():
         raise ValueError(f"`output` must be a file in a folder that exists, got '{output}'.")
     writable_folder(folder, remedy="Name another file by `output`.")
-
-
-def _without_nan(value: Any) -> Any:
-    """NaN is no JSON: null stands for it."""
-    if isinstance(value, dict):
-        return {key: _without_nan(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [_without_nan(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

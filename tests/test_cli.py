@@ -18,7 +18,8 @@ from datamodules.influence_store import InfluenceStore
 from datamodules.influence_writer import InfluenceWriter
 from datamodules.recall import recall_tokenizer
 from lightning_modules.backbone import Backbone
-from lightning_modules.cli import DataCLI, LongceCLI, main
+from lightning_modules.cli import main
+from lightning_modules.experiment_cli import DataCLI, LongceCLI
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.tokenization import load_tokenizer, tokenizer_hash
 from tests.conftest import make_text, tiny_config, tiny_model

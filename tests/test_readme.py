@@ -6,6 +6,7 @@ it. A new command needs a line in `COMMANDS`, or the test says so.
 
 import contextlib
 import io
+import json
 import math
 import re
 import shlex
@@ -14,6 +15,8 @@ import sys
 import tomllib
 from typing import NamedTuple
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
@@ -30,6 +33,7 @@ WORDS = {  # what stands in a command, and what stands in for it; folders and fi
     "meta-llama/Llama-3.1-8B": "evaluator",
     "--model M": "--model model",
     "--evaluator E": "--evaluator evaluator",
+    "key_token_ratio > 0.02 and tokens >= 32768": "key_token_ratio >= 0 and tokens >= 64",
     "-c ..": "-c experiment.yaml",
     "..": "-c configs/base.yaml -c experiment.yaml",
 }
@@ -90,6 +94,14 @@ TRAINED = Reading(
 )
 MINIATURE = Reading(elsewhere="tests/lightning_modules/reproduction/test_miniature.py")
 
+SHORT = "--context_length 32 --stride 16"
+QUESTIONS = "--tasks passkey --lengths 512 --samples 1 --device cpu"
+SCORE_CORPUS = Reading(
+    "--model.pretrained_model_name_or_path model --model.context_length 32 --model.stride 16 --data.num_workers 0"
+    " --model.dtype float32 --trainer.accelerator cpu --trainer.devices 1",
+    makes=("scores/*.parquet",),
+)
+
 COMMANDS = {
     # README.md
     "longce quickstart": Reading(elsewhere="tests/lightning_modules/test_quickstart.py"),
@@ -101,7 +113,14 @@ COMMANDS = {
         f"{CHECKPOINT} exported", "exported", ("exported/model.safetensors", "exported/README.md")
     ),
     "longce data inspect -c ..": Reading(prints=r"(?s)rows of 128 tokens.*\nrow 0"),
-    "longce plan -c ..": Reading("--gpu H200", "(?s)LongCE.*GiB"),
+    "longce plan -c .. --gpu H200": Reading("", "(?s)LongCE.*GiB"),
+    "longce predict -c configs/base.yaml -c configs/score_corpus.yaml": SCORE_CORPUS,
+    "longce select scores": Reading(prints="(?s)documents"),
+    "longce inspect report.txt --evaluator E": Reading(SHORT, "report.txt.html", ("report.txt.html",)),
+    "longce evaluate --model M --output runs/m": Reading(QUESTIONS, "passkey", ("runs/m/results.json",)),
+    "longce correlate a.json b.json c.json scores.csv --output runs/c": Reading(
+        prints="(?s)Pearson.*longppl|longppl.*Pearson", makes=("runs/c/correlation.json", "runs/c/report.html")
+    ),
     "longce reproduce miniature": MINIATURE,
     "longce --help": Reading(prints="usage: longce COMMAND"),
     **{f"longce {name} --help": Reading(prints=f"usage: longce .*{name}") for name in PROGRAMS},
@@ -111,6 +130,13 @@ COMMANDS = {
     "longce data inspect -c configs/base.yaml -c experiment.yaml --rows 0 7": Reading(prints=r"(?s)\nrow 0.*\nrow 7"),
     f"longce export {CHECKPOINT} DIR": Reading("", "DIR", ("DIR/model.safetensors",)),
     "longce reproduce miniature --output runs/miniature": MINIATURE,
+    "longce evaluate --model mistralai/Mistral-7B-v0.1 --tasks ruler_synthetic longeval --lengths 4096 8192 16384"
+    " --samples 20 --output runs/mistral": Reading(QUESTIONS, "passkey", ("runs/mistral/report.html",)),
+    "longce predict -c configs/base.yaml -c configs/score_corpus.yaml --model.pretrained_model_name_or_path"
+    " mistralai/Mistral-7B-v0.1 --data.files 'corpus/*.parquet' --data.columns '[source]'"
+    " --trainer.callbacks.output_dir scores": SCORE_CORPUS,
+    'longce select scores --where "key_token_ratio > 0.02 and tokens >= 32768" --by source --output'
+    " chosen.jsonl": Reading(prints="source"),
     "longce plan -c configs/base.yaml -c configs/longce_pg19.yaml --gpu H200 --gpus 8"
     " --price_per_gpu_hour 3.5": Reading("-c experiment.yaml", "(?s)LongCE.*GiB"),
 }
@@ -146,8 +172,38 @@ def reader(tmp_path, monkeypatch, corpus, model_dir, evaluator_dir):
         (tmp_path / "pg19" / split / f"{number}.txt").write_text(corpus[number])
     (tmp_path / "pg19" / "metadata.csv").write_text("".join(f"{number},Book,1900,none\n" for number in range(4)))
     (tmp_path / "experiment.yaml").write_text(yaml.safe_dump(EXPERIMENT))
+    write_corpus(tmp_path / "corpus", corpus)
+    write_results(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+def write_corpus(folder, texts):
+    folder.mkdir()
+    pq.write_table(pa.table({"text": texts, "source": ["books"] * len(texts)}), folder / "0.parquet")
+
+
+def write_results(folder):
+    """Of `longce score --output` for three models, and their scores."""
+    settings = {"evaluator": "E", "context_length": 32, "stride": 16, "alpha": 2.0, "beta": -2.0}
+    for name, longppl in (("a", 2.0), ("b", 3.0), ("c", 5.0)):
+        numbers = {"longppl": longppl, "perplexity": 20 - longppl, "key_tokens": 9, "tokens": 99, "documents": []}
+        (folder / f"{name}.json").write_text(json.dumps({"model": name, "settings": settings, **numbers}))
+    (folder / "scores.csv").write_text("model,LongBench\na,40\nb,35\nc,20\n")
+
+
+@pytest.fixture(scope="module")
+def scored(tmp_path_factory, corpus, model_dir):
+    """A corpus and its scores."""
+    folder = tmp_path_factory.mktemp("scored")
+    write_corpus(folder / "corpus", corpus)
+    configs = ROOT / "configs"
+    with contextlib.chdir(folder):
+        longce(
+            f"predict -c {configs}/base.yaml -c {configs}/score_corpus.yaml --data.columns '[source]'"
+            f" {SCORE_CORPUS.more.replace('path model', f'path {model_dir}')}"
+        )
+    return folder / "scores"
 
 
 @pytest.fixture(scope="module")
@@ -194,6 +250,8 @@ def test_command(command, reader, request):
         return
     if CHECKPOINT in command + reading.more:
         (reader / "runs").symlink_to(request.getfixturevalue("trained"))
+    if command.startswith("longce select"):
+        (reader / "scores").symlink_to(request.getfixturevalue("scored"))
     words = stand_in(command.removeprefix("longce "), WORDS)
     output = longce(f"{words} {reading.more}")
     assert re.search(reading.prints, output), output[-2000:]

@@ -47,11 +47,12 @@ def correlate(
     against = select(scores, models.scores, models, "scores")
     pairs = correlations(models, chosen, against)
     folder = writable_folder(Path(output).expanduser(), remedy="Name another one by `--output`.")
+    names = _file_names(against)
     pictures = {
-        _file_name(score): scatter([pair for pair in pairs if pair.score == score], models.values, log_axis=log_axis)
+        names[score]: scatter([pair for pair in pairs if pair.score == score], models.values, log_axis=log_axis)
         for score in against
     }
-    blocks = _blocks(pairs, models.values, chosen, against)
+    blocks = _blocks(pairs, models.values, chosen, names)
     content = {"pairs": [pair.as_json() for pair in pairs], "values": models.values, "files": list(files)}
     for name, svg in pictures.items():
         write_atomically(folder / "figures" / f"{name}.svg", svg.encode())
@@ -100,9 +101,9 @@ def _left_out(pairs: Sequence[Pair]) -> list[str]:
 
 
 def _blocks(
-    pairs: Sequence[Pair], values: dict[str, dict[str, float]], metrics: Sequence[str], scores: Sequence[str]
+    pairs: Sequence[Pair], values: dict[str, dict[str, float]], metrics: Sequence[str], pictures: dict[str, str]
 ) -> list[Block]:
-    names = [*metrics, *scores]
+    names = [*metrics, *pictures]
     numbers = [
         (model, *(f"{entry[name]:.4g}" if name in entry else "" for name in names)) for model, entry in values.items()
     ]
@@ -112,11 +113,18 @@ def _blocks(
         " larger. A lower perplexity should go with a higher score, so the best is -1.",
         Table(_HEAD, [_row(pair) for pair in pairs]),
         *_left_out(pairs),
-        *(Picture(_file_name(score), f"{score} against each perplexity, a point per model.") for score in scores),
+        *(Picture(name, f"{score} against each perplexity, a point per model.") for score, name in pictures.items()),
         Heading("Values"),
         Table(("model", *names), numbers),
     ]
 
 
-def _file_name(score: str) -> str:
-    return re.sub(r"[^\w.-]+", "_", score)
+def _file_names(scores: Sequence[str]) -> dict[str, str]:
+    """A name for the figure of each score, without characters that file systems do not bear."""
+    names: dict[str, str] = {}
+    for score in scores:
+        stem = name = re.sub(r"[^\w.-]+", "_", score)
+        while name in names.values():
+            name = f"{stem}-{len(names)}"
+        names[score] = name
+    return names

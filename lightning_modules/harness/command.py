@@ -42,6 +42,9 @@ def harness(
 ) -> dict[str, Any]:
     """Ask tasks of lm-evaluation-harness of a model; a task that is done is not asked again.
 
+    Of a task file of one's own that has changed meanwhile, the results are refused. Data and files that it names are
+    not looked at: after a change of those, give another folder.
+
     Args:
         model: Hub id or local folder.
         tasks: Names of tasks or groups of the harness, task files (YAML; they may run code of their folder), and sets:
@@ -97,10 +100,12 @@ def harness(
     }
     results = Results(folder, settings)
     loader = TaskLoader(tasks, include_path=include_path, lengths=lengths, tokenizer=model, num_fewshot=num_fewshot)
-    pending = {name: loader.load(name) for name in loader.names if results.finished(name) is None}
-    for loaded in pending.values():
-        for name in loaded.tasks:
-            results.task(name)  # refuses other settings now
+    files = {name: loader.task_file(name) for name in loader.names}
+    pending = {name: loader.load(name) for name in loader.names if results.finished(name, files[name]) is None}
+    for name, loaded in pending.items():
+        for part in loaded.tasks:
+            files[part] = loader.task_file(part) or files[name]
+            results.task(part, files[part])  # refuses other settings now
     if pending:
         from lightning_modules.harness.model import HarnessModel
 
@@ -116,23 +121,26 @@ def harness(
             truncation=truncation,
             batch_tokens=batch_tokens,
         )
-        _carry_out(asked, pending, results, limit=limit, chat_template=chat_template, log_samples=log_samples)
+        _carry_out(asked, pending, files, results, limit=limit, chat_template=chat_template, log_samples=log_samples)
     result = _collect(model, tasks, loader.names, results)
     write_json(folder / "results.json", result)
     return result
 
 
-def _carry_out(model: Any, pending: dict[str, Any], results: Results, **options: Any) -> None:
+def _carry_out(
+    model: Any, pending: dict[str, Any], files: dict[str, str | None], results: Results, **options: Any
+) -> None:
     from lightning_modules.harness.evaluation import aggregate, evaluate_task
 
     for number, (name, loaded) in enumerate(pending.items()):
         for part, task in loaded.tasks.items():
-            if results.task(part) is None:
+            if results.task(part, files[part]) is None:
                 log.info("Task %s (%d of %d): %s", name, number + 1, len(pending), part)
-                results.write_task(part, evaluate_task(model, part, task, bootstrap_iters=1000, **options))
+                result = evaluate_task(model, part, task, bootstrap_iters=1000, **options)
+                results.write_task(part, result, files[part])
         known = {part: results.task(part) or {} for part in loaded.tasks}
         groups = aggregate(loaded.groups, known)
-        results.write_finished(name, {"tasks": list(loaded.tasks), "groups": groups})
+        results.write_finished(name, {"tasks": list(loaded.tasks), "groups": groups}, files[name])
 
 
 def _collect(model: str, words: Sequence[str], names: Sequence[str], results: Results) -> dict[str, Any]:

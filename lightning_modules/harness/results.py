@@ -2,13 +2,13 @@
 
 import hashlib
 import json
-import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from lightning_modules.files import write_atomically
+from lightning_modules.report_blocks import plain
 
 
 class Results:
@@ -26,33 +26,37 @@ class Results:
         self.folder = folder
         self.settings = dict(settings)
 
-    def task(self, name: str) -> dict[str, Any] | None:
+    def task(self, name: str, task_file: str | None = None) -> dict[str, Any] | None:
         """What is known of a task.
 
-        Raises:
-            ValueError: If the file is damaged, or of other settings.
-        """
-        return self._read(self._path("tasks", name))
+        Args:
+            name: Of the task.
+            task_file: Hash of the file it comes from, if that counts.
 
-    def finished(self, name: str) -> dict[str, Any] | None:
+        Raises:
+            ValueError: If the file is damaged, or of other settings or another task file.
+        """
+        return self._read(self._path("tasks", name), task_file)
+
+    def finished(self, name: str, task_file: str | None = None) -> dict[str, Any] | None:
         """What a name stands for (``tasks``, and ``groups`` with their metrics), if all of it is done.
 
         Raises:
             ValueError: As `task`.
         """
-        return self._read(self._path("names", name))
+        return self._read(self._path("names", name), task_file)
 
-    def write_task(self, name: str, result: Mapping[str, Any]) -> None:
+    def write_task(self, name: str, result: Mapping[str, Any], task_file: str | None = None) -> None:
         """Keep the result of a task; its questions and answers, if there are any, in a file of their own."""
         result = dict(result)
         if (samples := result.pop("samples", None)) is not None:
-            lines = "".join(json.dumps(plain(sample), default=str) + "\n" for sample in samples)
+            lines = "".join(json.dumps(plain(sample)) + "\n" for sample in samples)
             write_atomically(self._path("samples", name, "jsonl"), lines.encode())
-        self._write(self._path("tasks", name), result)
+        self._write(self._path("tasks", name), result, task_file)
 
-    def write_finished(self, name: str, content: Mapping[str, Any]) -> None:
+    def write_finished(self, name: str, content: Mapping[str, Any], task_file: str | None = None) -> None:
         """Say that all that a name stands for is done."""
-        self._write(self._path("names", name), dict(content))
+        self._write(self._path("names", name), dict(content), task_file)
 
     def _path(self, kind: str, name: str, suffix: str = "json") -> Path:
         short = re.sub(r"[^\w.-]+", "_", name)
@@ -60,10 +64,13 @@ class Results:
             short += f"-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
         return self.folder / kind / f"{short}.{suffix}"
 
-    def _write(self, path: Path, content: dict[str, Any]) -> None:
-        write_json(path, {**content, "settings": self.settings})
+    def _write(self, path: Path, content: dict[str, Any], task_file: str | None) -> None:
+        write_json(path, {**content, "settings": self._known(task_file)})
 
-    def _read(self, path: Path) -> dict[str, Any] | None:
+    def _known(self, task_file: str | None) -> dict[str, Any]:
+        return self.settings if task_file is None else {**self.settings, "task_file": task_file}
+
+    def _read(self, path: Path, task_file: str | None) -> dict[str, Any] | None:
         if not path.is_file():
             return None
         try:
@@ -71,8 +78,9 @@ class Results:
             settings = content.pop("settings")
         except (ValueError, KeyError, AttributeError) as error:
             raise ValueError(f"'{path}' is damaged ({error}): remove it, and the task is asked again.") from error
-        if other := [name for name, value in self.settings.items() if settings.get(name) != value]:
-            there = ", ".join(f"{name}={settings.get(name)!r} (now {self.settings[name]!r})" for name in other)
+        known = self._known(task_file)
+        if other := [name for name, value in known.items() if settings.get(name) != value]:
+            there = ", ".join(f"{name}={settings.get(name)!r} (now {known[name]!r})" for name in other)
             raise ValueError(f"'{path}' is of another run: {there}. Give another `output`, or the same settings.")
         return dict(content)
 
@@ -80,15 +88,6 @@ class Results:
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write a JSON file; null stands for what is no finite number."""
     write_atomically(path, (json.dumps(plain(content), indent=1) + "\n").encode())
-
-
-def plain(value: Any) -> Any:
-    """The value without NaN and infinity, which are no JSON."""
-    if isinstance(value, Mapping):
-        return {str(key): plain(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def table(result: Mapping[str, Any]) -> str:

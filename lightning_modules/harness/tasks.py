@@ -1,6 +1,7 @@
 """Tasks of lm-evaluation-harness: sets that papers report, and how tasks are loaded."""
 
 import difflib
+import hashlib
 import logging
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +16,8 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from lm_eval.api.group import Group
 from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
+
+_ROOT = Path(lm_eval.tasks.__file__).resolve().parent
 
 Metric = tuple[str, str]
 """Task or group, and the key of one of its metrics: name and filter, such as ``acc,none``."""
@@ -148,8 +151,7 @@ class TaskLoader:
         self.names = expand(words, sets)
         self.num_fewshot = num_fewshot
         own = [str(Path(include_path).expanduser())] if include_path is not None else []
-        root = Path(lm_eval.tasks.__file__).parent
-        folders = [str(root / folder) for word in words if word in sets for folder in sets[word].folders]
+        folders = [str(_ROOT / folder) for word in words if word in sets for folder in sets[word].folders]
         metadata = {"tokenizer": tokenizer, "max_seq_lengths": list(lengths)}
         with quiet():
             self.manager = TaskManager(include_path=[*folders, *own], include_defaults=False, metadata=metadata)
@@ -163,6 +165,14 @@ class TaskLoader:
 
     def _is_known(self, name: str) -> bool:
         return name in self.manager.task_index or (Path(name).suffix in (".yaml", ".yml") and Path(name).is_file())
+
+    def task_file(self, name: str) -> str | None:
+        """Hash of the file of a task or group of one's own; None for those of the harness, whose version is known."""
+        entry = self.manager.task_index.get(name)
+        path = Path(name) if entry is None else entry.yaml_path
+        if path is None or not path.is_file() or _ROOT in path.resolve().parents:
+            return None
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
     def load(self, name: str) -> LoadedTasks:
         """A task, or the tasks of a group, with their data; the same whatever was loaded before.

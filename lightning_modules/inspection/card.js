@@ -11,7 +11,7 @@ const perplexity = (value) => (Number.isFinite(value) && value >= 1e6 ? value.to
 function percent(probability) {
   if (!(probability > 0)) return "0 %";
   const value = 100 * probability;
-  if (value < 0.001) return `${value.toExponential(1).replace("-", "−")} %`;
+  if (value < 0.001) return "<0.001 %";
   return `${value >= 99.95 ? value.toFixed(2) : value.toPrecision(3)} %`;
 }
 
@@ -77,7 +77,7 @@ class Card {
   }
 
   token(token, cell) {
-    const { data } = this, scored = token > 0, has = token >= data.first_short;
+    const { data } = this, scored = token > 0;
     const chip = this.mask[token] ? [element("span", "chip", "key token")] : [];
     const title = element("div", "token", ...visible(data.vocabulary[data.token[token]]));
     title.dir = "auto";
@@ -89,14 +89,19 @@ class Card {
       element("div", "bars", ...bar("long", data.long[token]), ...bar("short", data.short[token])),
       element("div", "numbers", element("span", "", "LSD ", element("b", "", number(data.lsd[token]))),
         element("span", "", "LCL ", element("b", "", number(data.long[token]))), element("span", "", "nats")),
-      this.contexts(token, has), ...this.earlier(token), ...this.judged(token), ...this.alternatives(token),
+      this.contexts(token), ...this.earlier(token), ...this.judged(token), ...this.alternatives(token),
     ];
   }
 
-  contexts(token, has) {
-    const { data } = this, K = data.context_length, d = data.stride, long = whole.format(token);
-    const short = has ? ` and ${whole.format(K + ((token - K) % d))} tokens` : " tokens, long and short";
-    return element("div", "where", `Context of ${long}${short}.`);
+  contexts(token) {
+    const short = this.shortContext(token), both = short < token ? ` and ${whole.format(short)} tokens` : " tokens, long and short";
+    return element("div", "where", `Context of ${whole.format(token)}${both}.`);
+  }
+
+  /** How many tokens the short context of a token has; all before it if there is none. */
+  shortContext(token) {
+    const { context_length: K, stride: d, first_short: first } = this.data;
+    return token < first ? token : K + ((token - K) % d);
   }
 
   earlier(token) {
@@ -105,7 +110,8 @@ class Card {
     if (distance === 0) return [element("div", "where", "Not seen before.")];
     const link = element("button", "link", `${whole.format(distance)} token${distance === 1 ? "" : "s"} before`);
     link.addEventListener("click", () => this.go(token - distance));
-    return [element("div", "where", "Last seen ", link, ".")];
+    const beyond = distance > this.shortContext(token) ? " (long context only)." : ".";
+    return [element("div", "where", "Last seen ", link, beyond)];
   }
 
   /** The evaluated model's tokens that share characters with it. */

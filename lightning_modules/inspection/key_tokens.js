@@ -32,7 +32,7 @@ function judgedKeyTokens(data, keys) {
     }
     while (next < start.length && start[next] < from) next++;
     for (; next < start.length && start[next] < to; next++) {
-      if (next > 0 && stop[next] > start[next] && stop[next] <= to) inside.push(next);  // token 0 is not scored
+      if (stop[next] > start[next] && stop[next] <= to) inside.push(next);
     }
   }
   return inside;

@@ -139,7 +139,7 @@ class Inspection:
         log_likelihood, offsets = self.model.log_likelihood, self.model.offsets
         inside = span_token_mask(offsets, self.scores.key_spans(alpha=self.alpha, beta=self.beta))
         return (
-            float(long_perplexity(log_likelihood[1:], inside[1:])),
+            float(long_perplexity(log_likelihood, inside)),  # token 0 is never key: it has no shorter context
             float(long_perplexity(log_likelihood[1:], inside[1:].new_ones(len(inside) - 1))),
         )
 

@@ -15,9 +15,16 @@ from lightning_modules.locks import exclusive
 from lightning_modules.model_checks import check_weight_files
 from lightning_modules.probe import check_scoring
 from lightning_modules.score import find_device
-from lightning_modules.task_evaluation.questions import Depths, Key, first_of_each, make_questions, question_keys
+from lightning_modules.task_evaluation.questions import (
+    Depths,
+    Key,
+    first_of_each,
+    make_questions,
+    question_keys,
+    warn_of_unknown_tokens,
+)
 from lightning_modules.task_evaluation.report import as_text, write_report
-from lightning_modules.task_evaluation.runs import Mode, put_questions
+from lightning_modules.task_evaluation.runs import Mode, check_mode, put_questions
 from lightning_modules.task_evaluation.store import ResultStore
 from lightning_modules.task_evaluation.summary import summarise
 from lightning_modules.tasks.prompter import Prompter
@@ -26,14 +33,15 @@ from lightning_modules.tasks.task import Task
 from lightning_modules.tokenization import load_tokenizer, tokenizer_hash
 
 QUESTIONS_AT_ONCE = 256
-"""Questions whose texts are in memory."""
+TOKENS_AT_ONCE = 2**21
+"""Questions whose texts are in memory, and their tokens: the model waits while they are made."""
 
 
 def evaluate(
     model: str,
     output: str,
     *,
-    tasks: Sequence[str] = ("ruler",),
+    tasks: Sequence[str] = ("ruler_synthetic",),
     lengths: Sequence[int] = (4096,),
     samples: int = 20,
     depths: Depths = None,
@@ -88,6 +96,7 @@ def evaluate(
         ValueError: If a task, a file, a model or a number cannot be used, or the folder holds results of other
             settings; before the model is loaded, where that can be known.
     """
+    check_mode(mode)
     rank, processes = _process()
     sources = {"haystack": haystack, "squad": squad, "hotpot": hotpot, "nq_open": nq_open}
     found = find_tasks(tasks, **sources, documents=documents)
@@ -97,7 +106,7 @@ def evaluate(
     check_weight_files(model)
     tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
     prompter = Prompter(tokenizer, chat_template=chat_template, add_special_tokens=add_special_tokens)
-    make_questions(first_of_each(keys), found, prompter, seed)
+    warn_of_unknown_tokens(make_questions(first_of_each(keys), found, prompter, seed), prompter)
     settings = {
         "model": model,
         "identity": model_identity(model, trust_remote_code=trust_remote_code),
@@ -108,9 +117,9 @@ def evaluate(
         "add_special_tokens": add_special_tokens,
         "dtype": dtype,
         "documents": documents,
-        **{name: None if path is None else str(Path(path).resolve()) for name, path in sources.items()},
+        **{name: None if path is None else _described(Path(path)) for name, path in sources.items()},
     }
-    store = ResultStore(Path(output), settings)
+    store = ResultStore(Path(output).expanduser(), settings)
     run = _Run(store, found, keys, prompter, mode, seed)
     with exclusive(own := store.path(rank, processes)):
         missing = run.missing(rank, processes)
@@ -162,7 +171,16 @@ def _parts(keys: Sequence[Key]) -> Iterator[list[Key]]:
     """Questions of one task and length together, not too many."""
     for _, group in groupby(keys, key=lambda key: (key.task, key.length)):
         cell = list(group)
-        yield from (cell[first : first + QUESTIONS_AT_ONCE] for first in range(0, len(cell), QUESTIONS_AT_ONCE))
+        size = max(1, min(QUESTIONS_AT_ONCE, TOKENS_AT_ONCE // cell[0].length))
+        yield from (cell[first : first + size] for first in range(0, len(cell), size))
+
+
+def _described(path: Path) -> str:
+    """Path, number of files and bytes: by other texts these would be other questions."""
+    if not path.exists():
+        raise ValueError(f"There is no file or folder '{path}'. Check the path.")
+    files = list(path.glob("*.txt")) if path.is_dir() else [path]
+    return f"{path.resolve()} ({len(files)} files, {sum(file.stat().st_size for file in files)} bytes)"
 
 
 def _ready(backbone: Backbone, place: torch.device) -> Backbone:

@@ -1,5 +1,6 @@
 """Which questions are put to a model."""
 
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -7,6 +8,9 @@ from typing import NamedTuple
 from lightning_modules.tasks.example import Example
 from lightning_modules.tasks.prompter import Prompter
 from lightning_modules.tasks.task import Task
+
+MOST_UNKNOWN = 0.1
+"""Share of tokens that a tokenizer may not know."""
 
 Depths = int | Sequence[float] | None
 """Where answers stand: at so many evenly spaced depths, at these, or where each task draws it (None)."""
@@ -81,6 +85,19 @@ def first_of_each(keys: Iterable[Key]) -> list[Key]:
     for key in keys:
         found.setdefault((key.task, key.length), key)
     return list(found.values())
+
+
+def warn_of_unknown_tokens(questions: Iterable[Question], prompter: Prompter) -> None:
+    """Warn if the tokenizer does not know the words of a question: no model could answer it."""
+    for key, example in questions:
+        tokens = prompter.encode(example.prompt, example.answer_prefix)
+        unknown = tokens.count(prompter.tokenizer.unk_token_id) / len(tokens)
+        if unknown > MOST_UNKNOWN:
+            warnings.warn(
+                f"{unknown:.0%} of the tokens of '{key.task}' are unknown to the tokenizer"
+                f" '{prompter.tokenizer.name_or_path}': scores mean little. Take tasks in the model's language.",
+                stacklevel=2,
+            )
 
 
 def even_depths(count: int) -> list[float]:

@@ -60,6 +60,18 @@ def score_table(summary: Summary) -> Table:
     return Table(["task", *map(short, lengths)], rows)
 
 
+def perplexity_table(summary: Summary) -> Table:
+    """A row for each task, a column for each length: of the tokens of answers, and of all others."""
+    known = summary.perplexities_by_task
+    tasks, lengths = list(dict.fromkeys(task for task, _ in known)), sorted(summary.perplexities_by_length)
+    rows = [
+        [task, *(" / ".join(f"{value:.4g}" for value in known.get((task, length), ())) for length in lengths)]
+        for task in tasks
+    ]
+    together = [" / ".join(f"{value:.4g}" for value in summary.perplexities_by_length[length]) for length in lengths]
+    return Table(["task", *map(short, lengths)], [*rows, ["all", *together]] if len(tasks) > 1 else rows)
+
+
 def as_text(summary: Summary, missing: int) -> str:
     """The scores for a terminal."""
     head, rows = score_table(summary)
@@ -93,11 +105,9 @@ def _sentences(summary: Summary, missing: int) -> list[str]:
             f"Average over lengths, longer ones weighing more: {summary.weighted_inc:.1f}; shorter ones:"
             f" {summary.weighted_dec:.1f}."
         )
-    if summary.answer_perplexity is not None and summary.other_perplexity is not None:
-        sentences.append(
-            f"Perplexity of the tokens of answers: {summary.answer_perplexity:.4g}; of all others:"
-            f" {summary.other_perplexity:.4g}."
-        )
+    if summary.perplexities is not None:
+        answer, other = summary.perplexities
+        sentences.append(f"Perplexity of the tokens of answers: {answer:.4g}; of all others: {other:.4g}.")
     return [*sentences, f"{summary.questions:,} questions in {summary.seconds:,.0f} s of all processes together."]
 
 
@@ -110,6 +120,8 @@ def _blocks(
         *_sentences(summary, missing),
         *(Picture(name, _CAPTIONS[name]) for name in pictures),
     ]
+    if summary.perplexities is not None:
+        blocks += [Heading("Perplexity of the tokens of answers / of all others"), perplexity_table(summary)]
     if summary.questions:
         blocks += [Heading("Some answers"), answer_table(results)]
     values = [(name, json.dumps(value)) for name, value in settings.items()]

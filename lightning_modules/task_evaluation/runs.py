@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from lightning_modules.backbone import Backbone
 from lightning_modules.generation import generate
@@ -84,8 +84,10 @@ def put_questions(
         Results in the order of the questions.
 
     Raises:
-        ValueError: If the model does not know a token, or a question is longer than learned positions allow.
+        ValueError: If there is no such mode, the model does not know a token, or a question is longer than learned
+            positions allow.
     """
+    check_mode(mode)
     put = _generate if mode == "generate" else _force
     results: dict[int, TaskResult] = {}
     clock = _Clock()
@@ -96,6 +98,12 @@ def put_questions(
 
     put(backbone, prompter, questions, clock, take)
     return [results[number] for number in range(len(questions))]
+
+
+def check_mode(mode: str) -> None:
+    """Raise a ``ValueError`` for what is no `Mode`."""
+    if mode not in get_args(Mode):
+        raise ValueError(f"`mode` must be one of {', '.join(get_args(Mode))}, got '{mode}'.")
 
 
 class _Clock:
@@ -126,7 +134,12 @@ def _generate(backbone: Backbone, prompter: Prompter, questions: Sequence[Questi
             finished[number] = _result(questions[number], score, prediction, len(prompts[number]), seconds)
         take(finished)
 
-    generate(backbone, prompts, [example.max_new_tokens for example in examples], done=judge)
+    end = prompter.tokenizer.eos_token_id  # ends a chat's turn, whatever the model's own config says
+
+    def ended(_: int, tokens: list[int]) -> bool:
+        return tokens[-1] == end
+
+    generate(backbone, prompts, [example.max_new_tokens for example in examples], done=judge, stopped=ended)
 
 
 def _force(backbone: Backbone, prompter: Prompter, questions: Sequence[Question], clock: _Clock, take: Take) -> None:

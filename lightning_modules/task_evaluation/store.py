@@ -19,7 +19,8 @@ class ResultStore:
 
     Args:
         folder: The folder; made if need be.
-        settings: What all results must agree on, as plain values. They are stored with the first result.
+        settings: What all results must agree on, as plain values. They are stored; until there is a result, others may
+            take their place.
 
     Raises:
         ValueError: If the folder cannot be written to, or holds results of other settings.
@@ -27,10 +28,15 @@ class ResultStore:
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
         self.folder = writable_folder(folder, remedy="Name another folder by `--output`.")
-        path = folder / SETTINGS
-        if not path.is_file():
-            write_atomically(path, (json.dumps(settings, indent=1) + "\n").encode())
-        _check_same(path, settings)
+        self.settings = settings
+        if not self._is_begun():
+            write_atomically(folder / SETTINGS, (json.dumps(settings, indent=1) + "\n").encode())
+        _check_same(folder / SETTINGS, settings)
+
+    def _is_begun(self) -> bool:
+        """Whether there are settings, and results of them."""
+        kept = (path.stat().st_size for path in self.folder.glob("results-*.jsonl"))
+        return (self.folder / SETTINGS).is_file() and any(kept)
 
     def read(self) -> list[TaskResult]:
         """All results, each once, in the order of their names. A line that was not written to its end is no result.
@@ -53,7 +59,11 @@ class ResultStore:
         """Write results to the end of a file, and wait until they would survive a power cut.
 
         What a killed process has left of its last line is taken away first. Nobody else may write to the file.
+
+        Raises:
+            ValueError: If another process has begun with other settings meanwhile.
         """
+        _check_same(self.folder / SETTINGS, self.settings)
         lines = "".join(json.dumps(asdict(result)) + "\n" for result in results)
         with path.open("ab+") as stream:
             _cut_torn_line(stream)

@@ -2,6 +2,9 @@
 
 from collections.abc import Callable
 
+SPARE = 1000
+"""Pieces beyond one per token, behind which a text is given up that hardly grows: it would do so for ever."""
+
 
 def most_units(
     tokens: Callable[[int], int], limit: int, *, least: int = 1, most: int | None = None, guess: int | None = None
@@ -22,7 +25,7 @@ def most_units(
         A number ``n >= least`` with ``tokens(n) <= limit < tokens(n + 1)``, or ``most`` if all pieces fit.
 
     Raises:
-        ValueError: If not even ``least`` pieces fit.
+        ValueError: If not even ``least`` pieces fit, or the text hardly grows with its pieces.
 
     Example:
         >>> most_units(lambda n: 10 + 7 * n, 100)
@@ -43,6 +46,10 @@ def most_units(
         else:
             rate = (count - low_tokens) / (tried - low)
             low, low_tokens = tried, count
+            if low - least > limit + SPARE:
+                raise ValueError(
+                    f"{low:,} pieces of text are only {count:,} tokens: the tokenizer does not tell them apart."
+                )
             step = max(1, 2 * step if rate <= 0 else min(100 * step, int((limit - count) / rate) + 1))
     halve = False
     while high - low > 1:

@@ -24,7 +24,8 @@ class FirstSentence(Task):
     https://arxiv.org/abs/2309.16039), whose words and texts are not published: "we simply prompt the model to return
     the first sentence of the input". The question here is our own. As there, the score is ROUGE-L: its F1, of as many
     generated words as the sentence has. The text begins anywhere in the essays with a sentence of 5 words or more and
-    120 characters or fewer.
+    120 characters or fewer. Examples name no depth: it is always the front, and scores by depth of several tasks would
+    compare this one's front with the others' middle.
 
     Args:
         essays: Prose whose first sentence is asked for.
@@ -58,7 +59,6 @@ class FirstSentence(Task):
             target=f" {sentence}",
             max_new_tokens=self.max_new_tokens,
             match="rouge_l",
-            depth=0.0,
         )
 
     def _start(self, rng: random.Random) -> int:

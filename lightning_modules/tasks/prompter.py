@@ -67,10 +67,12 @@ class Prompter:
         Args:
             prompt: Long text and question.
             answer_prefix: How the model's turn begins.
-            target: A right continuation.
+            target: A right continuation; where it begins a turn of a chat template, its leading space is left out.
             answers: Which parts of the target are answers, in their order in it; such as are not in it are left out.
         """
         asked = self.encode(prompt, answer_prefix)
+        if self.chat_template and not answer_prefix:
+            target = target.lstrip()
         text = self.text(prompt, answer_prefix)
         encoding = self.tokenizer.backend_tokenizer.encode(text + target, add_special_tokens=self.add_special_tokens)
         ids = _without_end(list(encoding.ids), self.tokenizer)

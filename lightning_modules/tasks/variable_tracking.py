@@ -7,11 +7,9 @@ from typing_extensions import override
 
 from lightning_modules.tasks.budget import most_units
 from lightning_modules.tasks.example import Example
+from lightning_modules.tasks.haystacks import NOISE
 from lightning_modules.tasks.prompter import Prompter
 from lightning_modules.tasks.task import Task
-
-NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-"""A line of the haystack."""
 
 HOPS = 4
 EXAMPLE_TOKENS = 500

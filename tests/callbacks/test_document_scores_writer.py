@@ -137,6 +137,11 @@ def test_a_run_goes_on_where_another_one_ended(run, documents, tmp_path, caplog)
     (documents / "b.jsonl").unlink()
     more = pyarrow.Table.from_pylist([{"id": "d5", "text": make_text(9), "n": 6}])
     pyarrow.parquet.write_table(more, documents / "b.parquet")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Backbone, "forward", lambda *_: (_ for _ in ()).throw(RuntimeError("no more")))
+        with pytest.raises(RuntimeError, match="no more"):
+            run()
+    assert not (output / SUCCESS).exists(), "not all documents are done"
     run()
     assert success(output)["documents"] == 7
     assert success(output)["repeated_keys"] == 2

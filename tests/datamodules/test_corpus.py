@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
-from datamodules import DocumentCorpus
+from datamodules import DocumentCorpus, sources
 from datamodules.corpus_files import CorpusColumns, find_corpus
 from datamodules.corpus_stream import CorpusLoader, shares
 from datamodules.locations import RemoteFile
@@ -72,6 +72,13 @@ def test_files_of_all_kinds_are_named_from_the_folder_on(folder):
     write_parquet(folder / "other" / "a.parquet", ["x"])
     with pytest.raises(ValueError, match=r"Two files are called 'a.parquet'.*above both"):
         find_corpus([f"{folder}/web", f"{folder}/other"], COLUMNS)
+
+
+def test_row_numbers_go_on_through_large_row_groups(tmp_path):
+    write_parquet(tmp_path / "a.parquet", [f"a {n}" for n in range(70)], group=40)
+    files = find_corpus([str(tmp_path)], COLUMNS)
+    assert [(part.first, part.rows) for part in files.parts] == [(0, 40), (40, 30)]
+    assert all_of(files) == {("a.parquet", row): f"a {row}" for row in range(70)}
 
 
 def test_remote_files_are_named_in_the_same_way(folder, tmp_path):
@@ -198,6 +205,15 @@ def test_broken_rows_have_a_reason_and_the_others_are_read(tmp_path):
     }.items():
         assert reason in found[place]
     assert found[("c.parquet", 2)] == "\n"
+
+
+def test_a_line_that_is_too_long_is_one_row(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "LARGEST_DOCUMENT", 40)
+    write_lines(tmp_path / "a.jsonl", {"text": "a"}, {"text": "b" * 200}, {"text": "c"})
+    found = all_of(find_corpus([str(tmp_path)], COLUMNS))
+    assert list(found) == [("a.jsonl", 0), ("a.jsonl", 1), ("a.jsonl", 2)]
+    assert "more than 40 bytes" in found[("a.jsonl", 1)]
+    assert found[("a.jsonl", 2)] == "c"
 
 
 @given(
@@ -329,11 +345,11 @@ def test_a_file_that_cannot_be_read_further_is_told_and_the_others_are_read(fold
 def test_batches_of_several_documents_waste_little(tmp_path, word_tokenizer):
     lengths = [1, 9, 2, 2, 8, 30, 1, 2]
     write_parquet(tmp_path / "a.parquet", [" ".join("a" * length) for length in lengths])
-    corpus = DocumentCorpus(str(tmp_path), tokenizer=word_tokenizer, num_workers=0, batch_tokens=18)
-    corpus.setup("predict")
-    batches = list(corpus.predict_dataloader())
-    shapes = [tuple(batch["input_ids"].shape) for batch in batches]
-    assert shapes == [(5, 2), (2, 9), (1, 30)]
+    for tokens, expected in ((9, [(4, 2), (1, 2), (1, 8), (1, 9), (1, 30)]), (18, [(5, 2), (2, 9), (1, 30)])):
+        corpus = DocumentCorpus(str(tmp_path), tokenizer=word_tokenizer, num_workers=0, batch_tokens=tokens)
+        corpus.setup("predict")
+        batches = list(corpus.predict_dataloader())
+        assert [tuple(batch["input_ids"].shape) for batch in batches] == expected
     for batch in batches:
         for origin, borders, text in zip(batch["origins"], batch["document_borders"], batch["text"], strict=True):
             assert borders == [0, lengths[origin.row]]

@@ -1,3 +1,5 @@
+import copy
+
 import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -118,12 +120,13 @@ def test_unknown_decoders_are_refused(tokenizer):
 
 @pytest.mark.parametrize("kind", ["byte-level", "sentencepiece"])
 def test_each_token_reads_by_itself(kind, tokenizer, corpus):
-    tokenizer = tokenizer if kind == "byte-level" else sentencepiece_like(corpus)
+    tokenizer = copy.deepcopy(tokenizer) if kind == "byte-level" else sentencepiece_like(corpus)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<Ġ▁>"]})  # no spaces, but a name
     ids = tokenizer.backend_tokenizer.encode("an 🙂 ba", add_special_tokens=False).ids
-    special = tokenizer.convert_tokens_to_ids("</s>")
+    special = tokenizer.convert_tokens_to_ids("<Ġ▁>")
     texts = token_texts(tokenizer, [*ids, special, 9999])
     assert "".join(texts[:-2]).lstrip() == "an <0xF0><0x9F><0x99><0x82> ba"
-    assert texts[-2:] == ["</s>", "<9999>"]
+    assert texts[-2:] == ["<Ġ▁>", "<9999>"]
 
 
 def test_tokens_that_are_joined_in_an_unknown_way_read_as_in_the_vocabulary(corpus):

@@ -13,7 +13,7 @@ from lightning_modules.generation import cache_use, generate
 from lightning_modules.patterns import PATTERNS
 from tests.conftest import tiny_config, tiny_model
 
-LENGTHS, LIMITS = (3, 24, 13, 40, 13, 1), (5, 8, 8, 8, 7, 8)
+LENGTHS, LIMITS = (3, 24, 13, 40, 13, 1), (5, 8, 9, 8, 7, 8)
 ENDS = [1, 2, 3, 5, 7, 11, 13, 17]
 WINDOW = {"sliding_window": 8, "head_dim": 8, "query_pre_attn_scalar": 8}
 ARCHITECTURES = {
@@ -60,7 +60,7 @@ def test_a_group_goes_on_as_each_prompt_alone_and_as_in_transformers(name, monke
     assert together == [generate(backbone, [prompt], limit)[0] for prompt, limit in zip(prompts(), LIMITS, strict=True)]
     assert together == [by_transformers(backbone, *pair) for pair in zip(prompts(), LIMITS, strict=True)]
     lengths = {len(tokens) for tokens in together}
-    assert max(lengths) == 8
+    assert max(lengths) == 9
 
 
 def test_some_continuations_end_before_their_limit():
@@ -127,8 +127,7 @@ def test_little_memory_makes_smaller_groups_and_the_same_tokens():
     whole = generate(backbone, prompts(), LIMITS)
     per_token = 2 * 2 * 2 * 8 * 8  # keys and values, layers, heads, width, bytes
     assert generate(backbone, prompts(), LIMITS, cache_bytes=100 * per_token, done=groups.append) == whole
-    lengths = [[LENGTHS[row] for row in group] for group in groups]
-    assert lengths == [[40, 24], [13, 1], [13, 3]] or lengths == [[40, 24], [13, 1, 13, 3]]
+    assert [[LENGTHS[row] for row in group] for group in groups] == [[13, 40], [24, 1, 13], [3]]
 
 
 def test_adapters_take_part_and_training_is_left_as_it_was():

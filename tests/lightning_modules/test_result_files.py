@@ -24,7 +24,8 @@ def evaluation(tmp_path):
     tasks = {task: {"4096": cell(80.0), "8192": cell(40.0)} for task in GROUPS["ruler"]}
     tasks[GROUPS["ruler"][0]] = {"4096": cell(100.0), "8192": cell(100.0)}
     tasks["longeval_lines"] = {"4096": cell(30.0)}
-    content = {"model": "org/M", "tasks": tasks, "average": {"4096": 70.0}, "answer_perplexity": 2.5, "settings": {}}
+    content = {"model": "org/M", "tasks": tasks, "average": {"4096": 70.0}, "answer_perplexity": 2.5}
+    content["settings"] = {"mode": "generate", "documents": None, "seed": 3}
     return write(tmp_path, "evaluation.json", content)
 
 
@@ -35,6 +36,7 @@ def harness_result(tmp_path):
         "scores": {"LongBench": 31.5, "Summarization": 20.0},
         "tasks": {"qasper": {"metrics": {"score,none": 0.25, "score_stderr,none": 0.1, "em,strict": 0.5}}},
         "groups": {"all": {"acc,none": 0.5}},
+        "settings": {"num_fewshot": 0, "limit": 5, "lengths": [4096]},
     }
     return write(tmp_path, "harness.json", content)
 
@@ -68,6 +70,24 @@ def test_results_of_evaluate(evaluation):
     assert entry.values["average"] == 70.0
     assert entry.values["answer_perplexity"] == 2.5
     assert entry.main == ("RULER", "LongEval")
+    told = {"by": "evaluate", "mode": "generate", "documents": None}
+    assert entry.settings["RULER"] == entry.settings["vt"] == told | {"lengths": [4096, 8192]}
+    assert entry.settings["LongEval"] == told | {"lengths": [4096]}
+    assert entry.settings["vt 4096"] == told
+
+
+def test_lengths_that_are_no_multiples_of_1024_keep_their_names(evaluation, tmp_path):
+    content = json.loads((tmp_path / "evaluation.json").read_text())
+    content["tasks"]["longeval_lines"] = {"1024": cell(1.0), "1500": cell(2.0), "16000": cell(3.0)}
+    (entry,) = read_result_file(write(tmp_path, "evaluation.json", content))
+    found = {name: value for name, value in entry.values.items() if name.startswith("LongEval ")}
+    assert found == {"LongEval 1k": 1.0, "LongEval 1500": 2.0, "LongEval 16000": 3.0}
+
+
+def test_half_an_evaluation_is_refused(evaluation, tmp_path):
+    content = json.loads((tmp_path / "evaluation.json").read_text())
+    with pytest.raises(ValueError, match="lacks the results of 7 questions: the same `longce evaluate` puts them"):
+        read_result_file(write(tmp_path, "half.json", content | {"missing": 7}))
 
 
 def test_results_of_the_harness(harness_result):
@@ -80,6 +100,7 @@ def test_results_of_the_harness(harness_result):
         "all/acc": 0.5,
     }
     assert entry.main == ("LongBench", "Summarization")
+    assert entry.settings["LongBench"] == {"by": "harness", "num_fewshot": 0, "limit": 5}
 
 
 def test_tables_read_them_too(evaluation, harness_result, tmp_path):
@@ -115,3 +136,9 @@ def test_bad_files_are_refused(tmp_path, monkeypatch, name, content, word, messa
     (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=message):
         read_result_file(word)
+
+
+def test_a_table_in_another_encoding_is_named(tmp_path):
+    (tmp_path / "a.csv").write_bytes("model,x\nModèle,1\n".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"a\.csv' is not UTF-8"):
+        read_result_file(str(tmp_path / "a.csv"))

@@ -145,7 +145,7 @@ def test_facts_of_an_objective_in_another_one():
 
 
 def test_objectives_in_a_config(tmp_path, monkeypatch):
-    from lightning_modules.cli import LongceCLI
+    from lightning_modules.experiment_cli import LongceCLI
 
     (tmp_path / "objective.yaml").write_text(
         "model:\n  objective:\n    class_path: lightning_modules.objectives.Interpolated\n    init_args:\n"

@@ -121,3 +121,24 @@ def test_names_do_not_cover_each_other():
         assert not any(box.overlaps(other) for other in boxes[:number])
     inside = axis.get_window_extent()
     assert all(inside.x0 <= box.x0 and box.x1 <= inside.x1 for box in boxes)
+
+
+def test_means_over_other_lengths_are_not_thrown_together(tmp_path):
+    for number, lengths in enumerate(((4096, 8192), (4096, 8192), (4096, 8192), (4096,))):
+        cells = {str(length): {"mean": 90.0 - length / 1024 - number} for length in lengths}
+        content = {"model": f"m{number}", "tasks": {"vt": cells}, "settings": {"mode": "generate"}}
+        content["average"] = {length: cell["mean"] for length, cell in cells.items()}
+        (tmp_path / f"m{number}.json").write_text(json.dumps(content))
+    (tmp_path / "ppl.csv").write_text("model,ppl\n" + "".join(f"m{number},{number + 2}\n" for number in range(4)))
+    files = [str(tmp_path / name) for name in ("m0.json", "m1.json", "m2.json", "m3.json", "ppl.csv")]
+    correlate(files, str(tmp_path / "out"))
+    pairs = {pair["score"]: pair for pair in json.loads((tmp_path / "out" / "correlation.json").read_text())["pairs"]}
+    assert pairs["average [lengths=[4096, 8192]]"]["models"] == ["m0", "m1", "m2"]
+    assert pairs["average [lengths=[4096]]"]["models"] == ["m3"]
+    assert len(list((tmp_path / "out" / "figures").iterdir())) == 2
+
+
+def test_names_that_look_alike_have_figures_of_their_own(tmp_path):
+    (tmp_path / "a.csv").write_text("model,longppl,a/b,a b\nA,1,3,5\nB,2,2,6\nC,3,1,9\n")
+    correlate([str(tmp_path / "a.csv")], str(tmp_path / "out"))
+    assert {path.name for path in (tmp_path / "out" / "figures").iterdir()} == {"a_b.svg", "a_b-1.svg"}

@@ -72,6 +72,25 @@ def test_other_settings_and_missing_data_are_refused_before_the_model_is_loaded(
         harness(str(model_dir), ["letter"], str(tmp_path / "out"), **options)
 
 
+def test_a_task_file_that_has_changed_is_another_task(model_dir, task_dir, tmp_path, asked):
+    file = tmp_path / "letter.yaml"
+    file.write_text((task_dir / "letter.yaml").read_text())
+    out = str(tmp_path / "out")
+    for _ in range(2):
+        harness(str(model_dir), [str(file)], out, limit=1)
+    assert asked == ["letter"]
+    file.write_text(file.read_text().replace("A, B or C:", "C, B or A:"))
+    with pytest.raises(ValueError, match=r"is of another run: task_file='[0-9a-f]{16}' \(now "):
+        harness(str(model_dir), [str(file)], out, limit=1)
+    other = tmp_path / "other.yaml"  # of the same name inside
+    file.rename(other)
+    with pytest.raises(ValueError, match=r"letter\.json' is of another run: task_file="):
+        harness(str(model_dir), [str(other)], out, limit=1)
+    with pytest.raises(ValueError, match=r"letter\.json' is of another run: task_file="):
+        harness(str(model_dir), ["letter"], out, limit=1, include_path=str(other.parent))
+    assert asked == ["letter"]
+
+
 def test_names_that_are_paths_are_files_of_their_own(tmp_path):
     results = Results(tmp_path, {})
     for name in ("a/b.yaml", "a_b.yaml", "a:b.yaml"):

@@ -103,6 +103,16 @@ def test_blocks_and_cells_make_up_the_document(inspection):
     assert all(block["text"].endswith("\n") or block["last"] - block["first"] >= 440 for block in found[:-1])
 
 
+def test_no_block_ends_within_a_character(tokenizer):
+    inspection = make_inspection(tokenizer, text="x" + "🙂" * 600)
+    body = """
+        const whole = ({ first }) => data.start[first] === data.stop[first - 1];
+        return cutBlocks(data).slice(1).map((block) => [data.text.slice(block.from, block.to), whole(block)]);"""
+    found = run(inspection, body)
+    assert len(found) > 2
+    assert all(set(text) == {"🙂"} and whole for text, whole in found)
+
+
 def test_tokens_without_characters_join_their_neighbours(inspection):
     offsets = inspection.scores.offsets
     offsets[300] = offsets[301] = offsets[-1] = torch.tensor([0, 0])

@@ -9,7 +9,7 @@ import torch
 import yaml
 from transformers import AutoConfig
 
-from lightning_modules.cli import PlanCLI
+from lightning_modules.experiment_cli import PlanCLI
 from lightning_modules.planning.settings import read_experiment
 
 

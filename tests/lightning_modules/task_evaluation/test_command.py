@@ -104,6 +104,8 @@ def test_a_folder_of_other_settings_is_refused_before_the_model_is_loaded(guessi
         ({"device": "tpu7"}, "not to be had here"),
         ({"chat_template": True}, "has no chat template"),
         ({"haystack": "nowhere"}, "nowhere"),
+        ({"squad": "nowhere"}, "no file or folder 'nowhere'"),
+        ({"mode": "forced"}, "`mode` must be one of generate, teacher_forced, got 'forced'"),
         ({"model": "/nowhere/at/all"}, "nowhere/at/all"),
     ],
 )
@@ -119,3 +121,27 @@ def test_a_process_without_a_place(guessing_dir, tmp_path, monkeypatch, rank, pr
     monkeypatch.setenv("WORLD_SIZE", processes)
     with pytest.raises(ValueError, match=f"RANK must be a number .* got '{rank}' and '{processes}'"):
         evaluate(str(guessing_dir), str(tmp_path), **TASKS)
+
+
+def test_texts_that_have_changed_are_other_questions(guessing_dir, tmp_path):
+    (tmp_path / "essays").mkdir()
+    (tmp_path / "essays" / "a.txt").write_text("ba ce. Di fo gu. Ka le.")
+    settings = {"haystack": str(tmp_path / "essays"), "mode": "teacher_forced", **TASKS}
+    evaluate(str(guessing_dir), str(tmp_path / "out"), **settings)
+    (tmp_path / "essays" / "b.txt").write_text("Mi no.")
+    with pytest.raises(ValueError, match=r"haystack = .*\(1 files, 23 bytes\)', and now it is .*\(2 files, 29 bytes\)"):
+        evaluate(str(guessing_dir), str(tmp_path / "out"), **settings)
+
+
+def test_long_questions_are_made_a_few_at_a_time(guessing_dir, tmp_path, asked, monkeypatch):
+    monkeypatch.setattr(command, "TOKENS_AT_ONCE", 150)
+    evaluate(str(guessing_dir), str(tmp_path), mode="teacher_forced", **{**TASKS, "tasks": [SEVERAL], "depths": None})
+    assert asked == [3, 2, 1]  # 48 tokens each, and 64
+
+
+def test_a_number_of_depths_that_is_none(guessing_dir, tmp_path, capsys):
+    words = ["--model", str(guessing_dir), "--output", str(tmp_path), "--tasks", GUESS, "--depths", "2.5"]
+    with pytest.raises(SystemExit) as stopped:
+        main(["evaluate", *words])
+    assert stopped.value.code == 2
+    assert "from 0 (front) to 1 (end), each once, got [2.5]" in capsys.readouterr().err

@@ -2,10 +2,19 @@ import math
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
-from lightning_modules.task_evaluation.questions import Key, first_of_each, make_questions, question_keys
+from lightning_modules.task_evaluation.questions import (
+    Key,
+    first_of_each,
+    make_questions,
+    question_keys,
+    warn_of_unknown_tokens,
+)
 from lightning_modules.task_evaluation.runs import put_questions
 from lightning_modules.task_evaluation.summary import summarise
+from lightning_modules.tasks.prompter import Prompter
 from lightning_modules.tasks.registry import find_tasks
 from tests.toy_tasks import GUESS, SEVERAL
 
@@ -73,6 +82,12 @@ def test_results_come_in_the_order_of_the_questions_and_as_soon_as_there_are_any
     assert sorted(str(one) for part in parts for one in part) == sorted(map(str, results))
 
 
+def test_the_tokenizers_last_token_ends_an_answer_whatever_the_model_says(questions, guessing, prompter):
+    expected = [result.prediction for result in put_questions(guessing, prompter, questions, "generate")]
+    guessing.base_model.config.eos_token_id = guessing.base_model.generation_config.eos_token_id = None
+    assert [result.prediction for result in put_questions(guessing, prompter, questions, "generate")] == expected
+
+
 def test_several_answers_score_by_their_share(questions, guessing, prompter):
     chosen = [question for question in questions if question.key.task == "several"]
     scores = {result.score for result in put_questions(guessing, prompter, chosen, "teacher_forced")}
@@ -91,9 +106,9 @@ def test_perplexities_are_over_all_tokens(questions, guessing, prompter):
             nll[kind] -= value
             tokens[kind] += 1
     summary = summarise(results)
-    assert summary.answer_perplexity == pytest.approx(math.exp(nll["answers"] / tokens["answers"]), rel=1e-5)
-    assert summary.other_perplexity == pytest.approx(math.exp(nll["others"] / tokens["others"]), rel=1e-5)
-    assert summary.answer_perplexity < 4 < summary.other_perplexity
+    expected = [math.exp(nll[kind] / tokens[kind]) for kind in ("answers", "others")]
+    assert summary.perplexities == pytest.approx(expected, rel=1e-5)
+    assert expected[0] < 4 < expected[1]
 
 
 def test_a_target_without_an_answer_is_refused_by_name(questions, guessing, prompter):
@@ -101,3 +116,14 @@ def test_a_target_without_an_answer_is_refused_by_name(questions, guessing, prom
     wrong = [(key, type(example)(**{**vars(example), "target": " fo"}))]
     with pytest.raises(ValueError, match=r"No answer of 'guess' stands in .* ' fo'.* set `mode` to 'generate'"):
         put_questions(guessing, prompter, wrong, "teacher_forced")
+
+
+def test_words_that_the_tokenizer_does_not_know_are_told(questions, prompter, recwarn):
+    known = {word: number for number, word in enumerate(["<unk>", "di", "fo", "gu."])}
+    tokenizer = Tokenizer(models.WordLevel(known, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    stranger = Prompter(PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>"))
+    warn_of_unknown_tokens(questions[:1], prompter)
+    assert not recwarn
+    with pytest.warns(UserWarning, match="of the tokens of 'guess' are unknown to the tokenizer"):
+        warn_of_unknown_tokens(questions[:1], stranger)

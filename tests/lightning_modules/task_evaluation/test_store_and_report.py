@@ -64,10 +64,20 @@ def test_a_damaged_line_is_named(store):
 
 
 def test_other_settings_are_refused_by_name(store):
+    store.append(store.path(0, 1), GRID[:1])
     with pytest.raises(ValueError, match="made with seed = 0, and now it is 1"):
         ResultStore(store.folder, {**SETTINGS, "seed": 1})
     with pytest.raises(ValueError, match="with extra = None, and now it is 3"):
         ResultStore(store.folder, {**SETTINGS, "extra": 3})
+
+
+def test_settings_without_results_bind_nobody(tmp_path):
+    first = ResultStore(tmp_path, SETTINGS)
+    other = ResultStore(tmp_path, {**SETTINGS, "seed": 1})
+    with pytest.raises(ValueError, match="made with seed = 1, and now it is 0"):
+        first.append(first.path(0, 2), GRID[:1])  # they have begun at the same time
+    other.append(other.path(1, 2), GRID[:1])
+    assert len(other.read()) == 1
 
 
 def test_the_summary_of_a_grid():
@@ -80,7 +90,7 @@ def test_the_summary_of_a_grid():
     assert list(summary.heat_maps) == ["all", "niah", "lines"]
     np.testing.assert_array_equal(summary.heat_maps["niah"].scores, [[100] * 5, [100, 0, 0, 0, 100]])
     assert [score.mean for score in summary.curves[2048].values()] == [100, 0, 0, 0, 100]
-    assert summary.answer_perplexity == pytest.approx(math.exp(0.5))
+    assert summary.perplexities == pytest.approx((math.exp(0.5), math.exp(3.0)))
     logged = summary.logged()
     assert logged["niah/2048"] == 40.0
     assert logged["effective_length"] == 1024
@@ -95,7 +105,43 @@ def test_what_was_not_measured_is_missing_and_not_0():
     assert np.isnan(summary.heat_maps["niah"].scores).any()
     assert summarise([]).logged() == {}
     generated = [replace(one, answer_nll=None, other_nll=None, answer_tokens=0, other_tokens=0) for one in GRID]
-    assert summarise(generated).answer_perplexity is None
+    assert summarise(generated).perplexities is None
+    assert "answer_perplexity" not in summarise(generated).as_json()["tasks"]["niah"]["1024"]
+
+
+def test_perplexities_by_length_and_task():
+    longer = [
+        replace(one, answer_nll=8.0, answer_tokens=2) for one in GRID if one.length == 2048 and one.task == "niah"
+    ]
+    summary = summarise([*GRID, *[replace(one, index=one.index + 2) for one in longer]])
+    logged, tasks = summary.logged(), summary.as_json()["tasks"]
+    assert logged["answer_perplexity/1024"] == pytest.approx(math.exp(0.5))
+    assert logged["answer_perplexity/2048"] == pytest.approx(math.exp((20 * 2 + 10 * 8) / (20 * 4 + 10 * 2)))
+    assert tasks["niah"]["2048"]["answer_perplexity"] == pytest.approx(math.exp((10 * 2 + 10 * 8) / (10 * 4 + 10 * 2)))
+    assert tasks["lines"]["2048"]["answer_perplexity"] == pytest.approx(math.exp(0.5))
+    assert logged["other_perplexity/2048"] == pytest.approx(math.exp(3))
+
+
+@pytest.mark.parametrize(("nll", "perplexity"), [(4e6, math.inf), (math.nan, math.nan)])
+def test_a_model_that_has_diverged_stops_no_training(nll, perplexity):
+    assert summarise([replace(GRID[0], other_nll=nll)]).logged()["other_perplexity"] == pytest.approx(
+        perplexity, nan_ok=True
+    )
+
+
+def test_tasks_without_a_choice_of_depth_make_no_depth_easier():
+    """Or the front would look hard because of a task that is hard and always there."""
+    hard = [
+        replace(result("first", length, 0.0, index, 0.0), asked_depth=None)
+        for length in (1024, 2048)
+        for index in (0, 1)
+    ]
+    summary = summarise([*GRID, *hard])
+    assert summary.curves == summarise(GRID).curves
+    np.testing.assert_array_equal(summary.heat_maps["all"].scores, summarise(GRID).heat_maps["all"].scores)
+    assert summary.heat_maps["first"].scores[0, 0] == 0
+    drawn = [replace(one, asked_depth=None) for one in GRID]
+    assert summarise(drawn).curves[2048][0.5].mean == 0
 
 
 def test_the_report_holds_numbers_answers_and_figures(tmp_path):
@@ -113,6 +159,7 @@ def test_the_report_holds_numbers_answers_and_figures(tmp_path):
     text = (tmp_path / "report.md").read_text()
     assert r"4\|7" in text
     assert "| average | 100.0 | 40.0 |" in text
+    assert "| lines | 1.649 / 20.09 | 1.649 / 20.09 |" in text
     for figure in (tmp_path / "figures").iterdir():
         xml.dom.minidom.parse(str(figure))
 

@@ -28,3 +28,8 @@ def test_takes_few_tries_for_many_pieces():
     tried = []
     assert most_units(lambda n: tried.append(n) or 25 * n + n // 7, 131_072) == 5213
     assert len(tried) <= 8
+
+
+def test_a_tokenizer_that_makes_one_token_of_everything_is_refused():
+    with pytest.raises(ValueError, match="are only 5 tokens: the tokenizer does not tell them apart"):
+        most_units(lambda n: 5, 100)

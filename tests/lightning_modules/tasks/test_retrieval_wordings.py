@@ -63,7 +63,7 @@ def test_first_sentence(prompter):
         assert example.prompt.startswith(example.answers[0])
         assert example.prompt.endswith("\n\nWhat is the first sentence of the text above? Repeat it word for word.")
         assert len(example.answers[0]) <= 120
-        assert example.depth == 0
+        assert example.depth is None
 
 
 def test_first_sentence_passes_over_headings_and_what_is_too_long(prompter, tmp_path):

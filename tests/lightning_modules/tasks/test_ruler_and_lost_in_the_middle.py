@@ -8,9 +8,10 @@ import pytest
 
 from lightning_modules.tasks.common_words import CommonWords
 from lightning_modules.tasks.frequent_words import FrequentWords
+from lightning_modules.tasks.haystacks import NOISE
 from lightning_modules.tasks.multi_document_qa import MultiDocumentQA
 from lightning_modules.tasks.question_answering import QuestionAnswering
-from lightning_modules.tasks.variable_tracking import NOISE, VariableTracking
+from lightning_modules.tasks.variable_tracking import VariableTracking
 from tests.lightning_modules.tasks import answerers
 
 LENGTH = 9000

@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from lightning_modules.tasks.variable_tracking import LEAST_LINES, NOISE, VariableTracking, draw_chain, question
+from lightning_modules.tasks.haystacks import NOISE
+from lightning_modules.tasks.variable_tracking import LEAST_LINES, VariableTracking, draw_chain, question
 from tests.lightning_modules.tasks import answerers
 
 
