@@ -67,7 +67,7 @@ def predict(folder, output, rank, world_size, port, strategy, settings):
     corpus = DocumentCorpus(
         str(folder / "corpus"), key_column="id", columns=["n"], num_workers=settings.pop("num_workers", 1), **settings
     )
-    writer = DocumentScoresWriter(str(output), alpha=0.5, beta=-6.0, shard_rows=4)
+    writer = DocumentScoresWriter(str(output), alpha=0.5, beta=-6.0, shard_rows=2)
     trainer = Trainer(
         accelerator="cpu",
         strategy=FullyShardedStrategy() if strategy == "fsdp" else strategy,

@@ -359,6 +359,7 @@ def check_outcome(found, kills):
     assert (found["success"]["documents"], found["success"]["failed"]) == (61, 3)
 
 
+@pytest.mark.slow
 def test_the_same_rows_by_several_processes_and_after_kills():
     """One process and two, DDP and FSDP2, one document at a time and several; SIGKILL on the way."""
     check_outcome(outcome(2), 2)
