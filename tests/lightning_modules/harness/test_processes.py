@@ -57,6 +57,7 @@ def in_each_process(rank, world_size, model_dir, task_dir, expected):
         model.loglikelihood([other])
 
 
+@pytest.mark.long  # processes are exchanged with in `task_evaluation`, too
 @pytest.mark.slow
 def test_two_processes_find_what_one_finds(model_dir, task_dir):
     backbone = load_backbone(str(model_dir), dtype="float64").eval()
