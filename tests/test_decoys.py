@@ -31,6 +31,11 @@ DECOYS = """
     torchcomms torchdistx torchvision trackio transformer_engine tree trimesh trio triton tutel tvm uarray wandb
     wcwidth winreg xarray xgboost
 """.split()
+DECOY = """
+with open({path!r}, "a") as stream:  # the working directory is another one while a config is read
+    stream.write(__name__ + "\\n")
+raise ImportError("the package is missing, as it is")
+"""
 OBJECTIVE = """
 import my_helpers
 from lightning_modules.objectives import LongCE
@@ -102,7 +107,7 @@ def commands(folder, model, evaluator):
 def place(tmp_path, corpus, model_dir):
     """A working directory with decoys, and with what the commands read."""
     for name in DECOYS:
-        (tmp_path / f"{name}.py").write_text("open('EXECUTED', 'a').write(__name__ + '\\n')\n")
+        (tmp_path / f"{name}.py").write_text(DECOY.format(path=str(tmp_path / "EXECUTED")))
     (tmp_path / "my_objective.py").write_text(OBJECTIVE)
     (tmp_path / "my_data.py").write_text(DATA)
     (tmp_path / "my_helpers.py").write_text(HELPERS)
@@ -142,10 +147,11 @@ def test_no_command_runs_a_decoy(place, model_dir, evaluator_dir):
     assert {first for first, *_ in words} == set(COMMANDS)
     (place / "commands.json").write_text(json.dumps(words))
     program = [sys.executable, decoy_runs.__file__, "commands.json", *os.environ.get("DECOY_OPTIONS", "").split()]
-    subprocess.run(program, cwd=place, env=environment(place), check=True)
+    status = subprocess.run(program, cwd=place, env=environment(place), check=False).returncode
     assert executed(place) == []
+    assert status == 0
     # They would have been run if the working directory was on the path.
-    subprocess.run([sys.executable, "-c", f"import {DECOYS[0]}"], cwd=place, env=environment(place), check=True)
+    subprocess.run([sys.executable, "-c", f"import {DECOYS[0]}"], cwd=place, env=environment(place), check=False)
     assert executed(place) == DECOYS[:1]
 
 
@@ -167,7 +173,7 @@ def test_two_processes_with_workers_find_the_users_classes_and_listen_on_loopbac
         while run.poll() is None:
             addresses |= listening(psutil.Process(run.pid))
             time.sleep(0.05)
+    assert addresses == {"127.0.0.1"}
+    assert executed(place) == []
     assert run.returncode == 0
     assert (place / "NOTES").read_text().splitlines()[:2] == 2 * ["collated by a worker"]
-    assert executed(place) == []
-    assert addresses == {"127.0.0.1"}
