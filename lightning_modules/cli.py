@@ -50,7 +50,7 @@ commands:
 
 `longce COMMAND --help` explains the options of each."""
 
-# A worker that is spawned, or forked from a server, imports the main program and then unpickles its work, without `main`.
+# A worker that is spawned, or forked from a server, imports the main program and unpickles its work, without `main`.
 if getattr(multiprocessing.current_process(), "_inheriting", False):
     find_user_modules()
 

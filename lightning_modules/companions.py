@@ -54,7 +54,9 @@ class Companions(Callback):
         if trainer.world_size == 1 or self._connections:
             return
         if trainer.is_global_zero:
-            with socket.create_server((LOOPBACK if trainer.num_nodes == 1 else "", 0), backlog=trainer.world_size) as server:
+            with socket.create_server(
+                (LOOPBACK if trainer.num_nodes == 1 else "", 0), backlog=trainer.world_size
+            ) as server:
                 token = secrets.token_bytes(16)
                 trainer.strategy.broadcast((server.getsockname()[1], token))
                 self._connections = _accepted(server, token, trainer.world_size - 1)

@@ -1,7 +1,7 @@
 """Import the user's own classes from the working directory, and nothing else from there.
 
-A folder on ``sys.path`` answers every import: with the working directory there, a file ``wandb.py`` in it would run as soon
-as any library looks for the optional package of that name. Here only a name that the user gives may be found in it.
+A folder on ``sys.path`` answers every import: with the working directory there, a file ``wandb.py`` in it would run as
+soon as any library looks for the optional package of that name. Here only a name that the user gives is found in it.
 """
 
 import importlib
@@ -70,9 +70,9 @@ def find_user_modules() -> UserModules:
 def user_modules() -> Iterator[None]:
     """Let the user name classes of modules in the working directory, within the block, and keep it off the path.
 
-    Python puts the working directory first on the path of a process that it starts by ``-c``, as it starts loader workers
-    and their helpers; `PYTHONSAFEPATH` forbids that. Who runs this process from there on purpose, as ``python -m`` does,
-    needs it there in the others as well.
+    Python puts the working directory first on the path of a process that it starts by ``-c``, as it starts spawned
+    workers; `PYTHONSAFEPATH` forbids that. If the folder is on the path of this process (``python -m``), it stays on
+    theirs.
     """
     finder, safe_path = find_user_modules(), os.environ.get(_SAFE_PATH)
     if not {"", os.getcwd()} & set(sys.path):

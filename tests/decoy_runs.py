@@ -1,7 +1,7 @@
 """Run commands one after the other in one process, as the console script does: ``decoy_runs.py COMMANDS.json``.
 
-A script, so that ``sys.path[0]`` is this folder and not the working directory. An argument ``--lookups FILE`` writes the
-top-level modules that were looked for in vain: what decoys should be named.
+A script, so that ``sys.path[0]`` is this folder and not the working directory. An argument ``--lookups FILE`` writes
+the top-level modules that were looked for in vain: what decoys should be named.
 """
 
 import json

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -18,7 +19,9 @@ from tests.harness_tasks import write_tasks
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 BASE, DEBUG = ["-c", str(CONFIGS / "base.yaml")], ["-c", str(CONFIGS / "debug.yaml")]
-DECOYS = """
+DECOYS = re.findall(
+    r"\w+",
+    """
     Bio _jsonnet _winapi accelerator adlfs aim apex aqlm argcomplete backports boto3 botocore bottleneck brotli
     brotlicffi ck4inductor clearml comet_ml cuda cython deeplearning duckdb dvclive eetq elasticsearch envwrap
     essentia faiss flash_attn flash_attn_interface flint fx2trt_oss g2p_en gammatone gcsfs gmpy gmpy2 h2
@@ -30,7 +33,9 @@ DECOYS = """
     torch_musa torch_npu torch_sdaa torch_supa torch_supa_ext torch_xla torch_xmlir torchao torchaudio torchcodec
     torchcomms torchdistx torchvision trackio transformer_engine tree trimesh trio triton tutel tvm uarray wandb
     wcwidth winreg xarray xgboost
-""".split()
+    """,
+)
+"""Packages that some command looks for, and that are not installed."""
 DECOY = """
 with open({path!r}, "a") as stream:  # the working directory is another one while a config is read
     stream.write(__name__ + "\\n")
@@ -79,7 +84,8 @@ def commands(folder, model, evaluator):
     corpus = ["-c", str(CONFIGS / "score_corpus.yaml"), "-c", "corpus.yaml"]
     quick = ["--trainer.max_steps", "1", "--data.train_documents", "16", "--trainer.enable_progress_bar", "false"]
     documents = ["--data.path", "reports.jsonl", "--data.tokenizer", model, "--documents", "1", "--dtype", "float32"]
-    documents += ["--min_tokens", "64", "--max_tokens", "150", *windows]
+    documents += ["--output", "table5", "--min_tokens", "64", "--max_tokens", "150", *windows]
+    limit = ["--limit", "1"]
     last = str(folder / "runs" / "longce" / "run" / "checkpoints" / "epoch=0-step=1.ckpt")
     return [
         ["fit", *experiment],
@@ -95,10 +101,20 @@ def commands(folder, model, evaluator):
         ["correlate", "score.json", "table.csv", "--output", "correlation"],
         ["inspect", "0.txt", *pair, "--output", "page.html"],
         ["evaluate", "--model", model, "--tasks", "passkey", "--lengths", "512", "--samples", "1", "--output", "tasks"],
-        ["harness", "--model", model, "--include_path", str(folder), "--tasks", "letter", "--limit", "1"]
-        + ["--output", "harness"],
+        [
+            "harness",
+            "--model",
+            model,
+            "--include_path",
+            str(folder),
+            "--tasks",
+            "letter",
+            *limit,
+            "--output",
+            "harness",
+        ],
         ["reproduce", "--list"],
-        ["reproduce", "table5", "--models", f"mine={model}", "--evaluators", f"Llama-3.1-8B={evaluator}", *documents, "--output", "table5"],
+        ["reproduce", "table5", "--models", f"a={model}", "--evaluators", f"b={evaluator}", *documents],
         ["quickstart", *quick, "--trainer.val_check_interval", "1"],
     ]
 
@@ -116,11 +132,21 @@ def place(tmp_path, corpus, model_dir):
     (tmp_path / "table.csv").write_text("model,longppl,LongBench\na,2,40\nb,3,30\nc,4,25\n")
     (tmp_path / "reports.jsonl").write_text(json.dumps({"id": "a", "report": corpus[0]}))
     write_tasks(tmp_path, questions=2)
-    data = {"tokenizer": str(model_dir), "train": "0.txt", "validation": "0.txt", "test": "0.txt", "sequence_length": 128}
+    data = {
+        "tokenizer": str(model_dir),
+        "train": "0.txt",
+        "validation": "0.txt",
+        "test": "0.txt",
+        "sequence_length": 128,
+    }
     logger = {"class_path": "lightning.pytorch.loggers.TensorBoardLogger"}
     logger["init_args"] = {"save_dir": "runs", "name": "longce", "version": "run"}
     experiment = {
-        "model": {"pretrained_model_name_or_path": str(model_dir), "model_config": None, "objective": "my_objective.Mine"},
+        "model": {
+            "pretrained_model_name_or_path": str(model_dir),
+            "model_config": None,
+            "objective": "my_objective.Mine",
+        },
         "data": {"class_path": "datamodules.TextDataModule", "init_args": data},
         "trainer": {"max_steps": 1, "val_check_interval": 1, "logger": logger},
     }
