@@ -11,6 +11,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
+from callbacks.same_names import check_single
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.evaluator import Evaluator
 from lightning_modules.functional import key_token_mask, span_token_mask, transfer_influence
@@ -56,7 +57,7 @@ class ExternalEvaluator(Callback):
 
     Raises:
         ValueError: If not exactly one of ``evaluator`` and ``key_spans`` is given, one cannot be found, or a threshold
-            makes no sense.
+            makes no sense; at setup, if there are several: their values would be averaged under one name.
     """
 
     def __init__(
@@ -105,6 +106,13 @@ class ExternalEvaluator(Callback):
         self._counts = torch.zeros(4, dtype=torch.float64)
         self.scores: dict[str, TokenScores] = {}
         self._drawn: set[str] = set()
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        def source(callback: ExternalEvaluator) -> str:
+            return repr(callback.key_spans if callback.evaluator is None else callback.evaluator.name)
+
+        check_single(trainer, ExternalEvaluator, source, "val/longppl, val/key_tokens, ..")
 
     def influence(self, batch: PackedBatch, row: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
         """Key tokens of the model in training, and their soft weights if an evaluator gave them.
