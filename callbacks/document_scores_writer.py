@@ -48,7 +48,9 @@ class DocumentScoresWriter(Callback):
     Args:
         output_dir: Folder or fsspec URL; made if need be.
         per_token: Write the long-short difference (``lsd``) and the long log-likelihood (``lcl``) of each token as
-            lists of this type, with the characters it stands for (``token_starts``, ``token_ends``).
+            lists of this type, with the characters of each token (``token_starts``, ``token_ends``). The difference is
+            null where the short context is the whole context (the first ``context_length + stride`` tokens), the
+            log-likelihood where a token is not scored (the first).
         alpha: A key token's long-short difference exceeds it, in nats.
         beta: A key token's long log-likelihood exceeds it, in nats.
         gamma: Largest weight of the soft-weighted benefit.
@@ -114,7 +116,7 @@ class DocumentScoresWriter(Callback):
             "checkpoint": _checkpoint_version(trainer.ckpt_path),
             "precision": str(trainer.precision),
             **self.statistics,
-            "per_token": self.per_token,
+            "per_token": self.per_token and f"{self.per_token}, null where there is no value",  # once 0
         }
         refusal = trainer.strategy.broadcast(self._refusal())
         if refusal is not None:

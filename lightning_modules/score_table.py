@@ -90,15 +90,21 @@ class ScoreTable:
     def _per_token(self, scores: TokenScores) -> dict[str, Any]:
         if self.per_token is None:
             return {}
-        starts, ends = scores.offsets.int().unbind(-1)
-        values = (self._rounded(scores.long - scores.short), self._rounded(scores.long), starts, ends)
-        return dict(zip(PER_TOKEN, (value.numpy() for value in values), strict=True))
+        # Null where there is no value: token 0 is not scored, and the first short contexts are the whole context.
+        lsd = _null_before(scores.context_length + scores.stride, self._rounded(scores.long - scores.short))
+        lcl = _null_before(1, self._rounded(scores.long))
+        starts, ends = (place.numpy() for place in scores.offsets.int().unbind(-1))
+        return dict(zip(PER_TOKEN, (lsd, lcl, starts, ends), strict=True))
 
     def _rounded(self, values: Tensor) -> Tensor:
         if self.per_token == "float32":
             return values
         limit = float(np.finfo(np.float16).max)
         return values.clamp(-limit, limit).half()
+
+
+def _null_before(start: int, values: Tensor) -> pyarrow.Array:
+    return pyarrow.array(values.numpy(), mask=np.arange(len(values)) < start)
 
 
 def clashes(names: Sequence[str]) -> list[str]:

@@ -91,8 +91,9 @@ def test_each_document_has_the_row_that_its_log_likelihoods_make(run, model_dir,
         expected = {**document_scores(scores, **THRESHOLDS, gamma=3.0), **ladder_scores(scores, (8, 32), **THRESHOLDS)}
         assert {name: row[name] for name in expected} == expected
         assert (row["key"], row["file"], row["error"], row["truncated"]) == (f"d{number}", "a.parquet", None, False)
-        assert np.array_equal(np.float32(row["lsd"]), (scores.long - scores.short).numpy())
-        assert np.array_equal(np.float32(row["lcl"]), scores.long.numpy())
+        assert row["lsd"] == [None] * min(24, row["tokens"]) + (scores.long - scores.short)[24:].tolist()
+        assert row["lcl"] == [None, *scores.long[1:].tolist()]
+        assert sum(value is not None for value in row["lsd"]) == row["compared_tokens"]
         assert [row["token_starts"], row["token_ends"]] == scores.offsets.T.tolist()
     assert any(row["benefit_mean"] is None for row in found)
     assert any(row["ladder_8_32_mean"] is not None for row in found)
@@ -108,6 +109,7 @@ def test_values_of_tokens_in_16_bits(run, tmp_path):
     table = pyarrow.parquet.read_table(tmp_path / "float16")
     assert table.schema.field("lsd").type == pyarrow.list_(pyarrow.float16())
     for half, whole in zip(rows(tmp_path / "float16"), rows(tmp_path / "float32"), strict=True):
+        assert [value is None for value in half["lsd"]] == [value is None for value in whole["lsd"]]
         np.testing.assert_allclose(np.float32(half["lsd"]), np.float32(whole["lsd"]), rtol=2e-3, atol=1e-3)
         assert half["benefit_mean"] == whole["benefit_mean"], "statistics are not those of rounded values"
 
