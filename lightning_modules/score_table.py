@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_modules.batch import Origin
 from lightning_modules.document_scores import COLUMNS, document_scores, ladder_columns, ladder_scores
 from lightning_modules.prediction import Failed
+from lightning_modules.score_failures import LEFT_OUT
 from lightning_modules.token_scores import TokenScores
 
 TokenType = Literal["float16", "float32"]
@@ -116,9 +117,11 @@ def clashes(names: Sequence[str]) -> list[str]:
 def counts(table: pyarrow.Table) -> dict[str, int]:
     """What the counts of a corpus are summed of."""
     compute = pyarrow.compute
+    left_out = compute.sum(compute.starts_with(table["error"], LEFT_OUT)).as_py() or 0
     return {
         "documents": len(table),
-        "failed": len(table) - table["error"].null_count,
+        "failed": len(table) - table["error"].null_count - left_out,
+        "left_out": left_out,
         "too_short": compute.sum(compute.equal(table["compared_tokens"], 0)).as_py() or 0,
         **{name: compute.sum(table[name]).as_py() or 0 for name in ("tokens", "compared_tokens", "key_tokens")},
     }

@@ -77,5 +77,7 @@ class LongPerplexity(Metric):
         super()._apply(fn, exclude_state)
         for name, value in sums.items():
             setattr(self, name, value.to(self.log_likelihood.device))
-            self._defaults[name] = self._defaults[name].to(self.log_likelihood.device, torch.float64)
+            default = self._defaults[name]
+            assert isinstance(default, Tensor)
+            self._defaults[name] = default.to(self.log_likelihood.device, torch.float64)
         return self

@@ -167,7 +167,7 @@ class Chooser:
         try:
             self.shards.folder.open(SUCCESS).close()
         except FileNotFoundError:
-            return f"There is no {SUCCESS}: not all documents of the corpus are scored yet.\n\n"
+            return f"There is no {SUCCESS}: not all documents of the corpus are scored, or too many failed.\n\n"
         return ""
 
     def _sources(self, batch: pyarrow.RecordBatch) -> pyarrow.Array:
