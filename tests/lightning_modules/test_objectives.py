@@ -57,7 +57,8 @@ def test_stored_weights_capped_lower_than_the_objective_says_are_refused():
         check_cap(Scheduled(Interpolated(StoredInfluence(gamma=5.0), 0.5)), 3.0)
 
 
-PAIR = (-torch.rand(2, 50, generator=torch.Generator().manual_seed(1)), -9 * torch.rand(2, 50))
+GENERATOR = torch.Generator().manual_seed(1)
+PAIR = (-torch.rand(2, 50, generator=GENERATOR), -9 * torch.rand(2, 50, generator=GENERATOR))
 
 
 def test_weights_of_mutual_information_and_of_a_threshold_are_normalised():
