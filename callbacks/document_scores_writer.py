@@ -233,7 +233,7 @@ class DocumentScoresWriter(Callback):
         try:
             written = self.shards.written()
             check_failures(self.shards, written.rows, self._corpus.source, allowed=self._corpus.allowed_failures)
-        except (ValueError, IncompleteError) as error:
+        except (ValueError, OSError, IncompleteError) as error:
             return error
         if not all(delivered.complete for delivered, _ in found):
             rank_zero_info("Not all documents are done: run the same command, without a limit of batches, to go on.")
