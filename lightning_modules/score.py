@@ -186,7 +186,7 @@ def read_text(file: str) -> str:
 
 
 def table(result: dict[str, Any]) -> str:
-    """Return the result of `score` as text: a row per document and one for the corpus, and how key tokens were found."""
+    """Return the result of `score` as text: a row per document, one for the corpus, and how key tokens were found."""
     rows = [*result["documents"], {**result, "file": f"corpus of {len(result['documents'])}"}]
     width = max(len("document"), *(len(row["file"]) for row in rows))
     lines = [f"{'document':<{width}} {'tokens':>10} {'key tokens':>10} {'LongPPL':>12} {'perplexity':>12}"]

@@ -57,7 +57,7 @@ def character_units(offsets: Tensor) -> Tensor:
     _check_offsets("offsets", offsets)
     start, end = offsets.unbind(-1)
     covering = (end > start).nonzero().squeeze(-1)
-    covering = covering[start[covering].argsort(stable=True)]
+    covering = covering[start[covering].argsort()]
     # A token begins a unit where no earlier token reaches beyond its first character.
     reach = end[covering].cummax(0).values
     begins = torch.ones_like(covering, dtype=torch.bool)
@@ -168,7 +168,7 @@ def transfer_influence(influence: Tensor, offsets: Tensor, target_offsets: Tenso
     prefix = torch.cat([per_character.new_zeros(1), per_character.cumsum(0)])
     start, end = target_offsets[..., 0], target_offsets[..., 1]
     characters = end - start
-    return torch.where(characters > 0, (prefix[end] - prefix[start]) / characters.clamp(min=1), 0.0)
+    return (prefix[end] - prefix[start]) / characters.clamp(min=1)
 
 
 def _coverage(weight: Tensor, offsets: Tensor, length: int) -> Tensor:

@@ -199,8 +199,8 @@ def character_warning(counts: CharacterCounts, alignments: Iterable[Alignment]) 
     shares = counts.shares()
     return (
         f"{shares['tokens_sharing_characters']:.1%} of the tokens share a character with another token, and"
-        f" {shares['tokens_without_characters']:.1%} cover none. The evaluator reads other tokens, so key tokens come"
-        " from it by way of characters, which cannot tell such tokens apart. An evaluator with the model's own tokenizer"
+        f" {shares['tokens_without_characters']:.1%} cover none. The evaluator reads other tokens, so its key tokens"
+        " become spans of characters, which cannot tell such tokens apart. An evaluator with the model's own tokenizer"
         " decides each token by itself."
     )
 
