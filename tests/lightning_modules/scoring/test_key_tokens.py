@@ -1,3 +1,4 @@
+import inspect
 import itertools
 import warnings
 
@@ -7,7 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from longppl.longppl import cal_overlap, merge_intervals
 
+from callbacks import ExternalEvaluator
+from lightning_modules.evaluator import Evaluator
 from lightning_modules.functional import merge_touching_spans, scan_token_mask, transfer_influence
+from lightning_modules.inspection import inspect_document
+from lightning_modules.score import score
 from lightning_modules.scoring.key_tokens import (
     CharacterCounts,
     Tokens,
@@ -16,7 +21,9 @@ from lightning_modules.scoring.key_tokens import (
     check_rule,
     count_characters,
     document_tokens,
+    evaluator_key_tokens,
     find_key_tokens,
+    key_spans,
     move_soft_influence,
 )
 from lightning_modules.token_scores import TokenScores
@@ -73,6 +80,7 @@ def test_the_same_tokens_keep_mask_and_influence_also_where_they_share_character
     assert torch.equal(find_key_tokens(scores, **THRESHOLDS).mask, key)
     assert torch.equal(find_key_tokens(scores, tokens, **THRESHOLDS).mask, key)
     assert torch.equal(move_soft_influence(scores, tokens), soft)
+    assert move_soft_influence(scores, tokens).dtype == torch.float64
     special = Tokens(torch.cat([torch.tensor([0]), tokens.ids]), torch.cat([torch.zeros(1, 2).long(), tokens.offsets]))
     with_special = find_key_tokens(scores, special, **THRESHOLDS)
     assert with_special.alignment == "tokens"
@@ -174,3 +182,31 @@ def test_a_warning_where_characters_decide_and_many_tokens_share_them():
 def test_an_unknown_rule_is_refused():
     with pytest.raises(ValueError, match="`key_tokens` must be one of paper, authors, got 'both'"):
         check_rule("both")
+
+
+def test_scores_known_from_a_floor_on_answer_no_lower_threshold():
+    tokens = Tokens(torch.tensor([1, 2]), torch.tensor([[0, 1], [1, 3]]))
+    scores = TokenScores("", "", 8, 4, *tokens, torch.zeros(2), torch.zeros(2), floor=-2.0)
+    assert find_key_tokens(scores, tokens, beta=-2.0).alignment == "tokens"
+    for ask in (find_key_tokens, key_spans):
+        with pytest.raises(ValueError, match=r"`beta` of -2\.0 or above, got -2\.5"):
+            ask(scores, beta=-2.5)
+
+
+def test_the_paper_s_thresholds_are_the_default_everywhere():
+    for function in (find_key_tokens, key_spans, evaluator_key_tokens, score, inspect_document, ExternalEvaluator):
+        defaults = inspect.signature(function).parameters
+        assert (defaults["alpha"].default, defaults["beta"].default) == (2.0, -2.0), function
+    for function in (score, inspect_document, ExternalEvaluator, Evaluator):
+        defaults = inspect.signature(function).parameters
+        assert (defaults["context_length"].default, defaults["stride"].default) == (4096, 1024), function
+
+
+def test_tokens_of_a_padded_row():
+    ids = torch.arange(10).reshape(2, 5)
+    offsets = torch.stack([ids, ids + 1], dim=-1)
+    batch = {"input_ids": ids, "offsets": offsets, "document_borders": [[0, 3], [0, 5]]}
+    assert document_tokens(batch).ids.tolist() == [0, 1, 2]
+    assert document_tokens(batch, 1).offsets.tolist() == offsets[1].tolist()
+    packed = {**batch, "document_borders": [[0, 2, 4], [0, 5]]}
+    assert document_tokens(packed).ids.tolist() == [0, 1, 2, 3], "all that is no padding"
