@@ -13,7 +13,7 @@ from fsspec.core import url_to_fs
 
 from datamodules.corpus_sample import bytes_per_line
 from datamodules.locations import JSON_LINES, PARQUET, File, RemoteFile, file_size, file_version, find_files, is_url
-from datamodules.parquet import BATCH_ROWS, opened_table
+from datamodules.parquet import BATCH_ROWS, is_null, opened_table
 from datamodules.sources import (
     LARGEST_DOCUMENT,
     check_size,
@@ -238,7 +238,7 @@ def _parts(
             types = {name: _type(table.schema_arrow, name, file) for name in columns.wanted()}
             _check_text_type(types[columns.text], columns.text, file)
             metadata = table.metadata
-            if not lenient and _is_null(metadata, columns.text):
+            if not lenient and is_null(metadata, columns.text):
                 raise ValueError(
                     f"{file}: column {columns.text!r} holds nulls only; the file also has"
                     f" {sorted(set(table.schema_arrow.names) - {columns.text})[:_FIELDS]}. Name the text's by"
@@ -272,14 +272,6 @@ def _check_text_type(kind: pyarrow.DataType, column: str, file: File) -> None:
     value = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
     if not str(value).endswith(("string", "string_view")):
         raise ValueError(f"{file}: column {column!r} is of {kind}, and no text. Name the text's by `data.text_column`.")
-
-
-def _is_null(metadata: pyarrow.parquet.FileMetaData, column: str) -> bool:
-    """Return whether the statistics of a file tell that a column has no value in any row."""
-    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-    chunks = [group.column(each) for group in groups for each in range(group.num_columns)]
-    statistics = [chunk.statistics for chunk in chunks if chunk.path_in_schema == column]
-    return metadata.num_rows > 0 and sum(each.null_count or 0 for each in statistics if each) == metadata.num_rows
 
 
 def _counted(part: Part, line_size: float | None) -> Part:

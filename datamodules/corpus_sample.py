@@ -11,6 +11,7 @@ FILES = 32
 """Files that are read at a time, and about how many are read far enough to measure their lines."""
 
 _LINES, _BYTES = 64, 1 << 18  # of each, about
+_TRIED = 8  # lines, however long, before a file counts as one without documents
 _FIELDS = 20  # named in an error
 
 
@@ -68,7 +69,8 @@ def _sample(file: File, required: Sequence[str], *, briefly: bool) -> _Sample:
                     lines += 1
                     found, own = _fields(line, required)
                     fields, present = fields | found, present | own
-                if lines == _LINES or size > _BYTES or (briefly and present.issuperset(required)):
+                shown = present.issuperset(required)
+                if lines == _LINES or (shown and briefly) or (size > _BYTES and (shown or lines >= _TRIED)):
                     break
     except (ValueError, OSError):
         pass  # who reads the documents says so, when all others are done

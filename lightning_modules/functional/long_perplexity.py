@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
-_ROUNDING = 1e-3
-"""Nats by which float32 rounding may lift a log-likelihood above 0: `logsumexp` of logits of 1000 is off by 1e-4."""
+_ROUNDING = 0.1
+"""Nats by which rounding may lift a log-likelihood above 0: 1e-7 in float32, 0.06 where a logit of 20 is bfloat16. Any
+corpus has tokens with a larger loss, so losses are still told from log-likelihoods."""
 
 
 def long_perplexity(log_likelihood: Tensor, influence: Tensor) -> Tensor:

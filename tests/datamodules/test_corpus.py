@@ -170,6 +170,11 @@ def test_one_file_of_many_in_which_all_documents_would_fail_is_refused_at_once(t
     find_corpus([str(tmp_path)], COLUMNS)
 
 
+def test_one_broken_document_of_any_length_does_not_speak_for_its_file(tmp_path):
+    write_lines(tmp_path / "a.jsonl", *[b"{" + b"x" * 300_000] * 7, {"text": "x"})
+    assert len(all_of(find_corpus([str(tmp_path)], COLUMNS))) == 8
+
+
 def test_files_without_text_pass_only_where_all_failures_are_allowed(tmp_path, word_tokenizer):
     write_lines(tmp_path / "a.jsonl", {"body": "x"})
     write_lines(tmp_path / "b.jsonl", {"text": "x"})
