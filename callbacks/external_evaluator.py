@@ -157,9 +157,7 @@ class ExternalEvaluator(Callback):
             ``[T]`` bool and ``[T]`` float64, both 0 where a token is not scored, and how key tokens came from those of
             the evaluator.
         """
-        text, name, tokens = batch["text"][row], batch["names"][row], document_tokens(batch, row)
-        if self._stored_tokenizer is not None:
-            tokens = tokens._replace(offsets=stored_offsets(text, tokens, self._stored_tokenizer))
+        text, name, tokens = batch["text"][row], batch["names"][row], self._tokens(batch, row)
         scored = batch["labels"][row].ne(IGNORE_INDEX).cpu()
         hard, soft = torch.zeros_like(scored), torch.zeros(len(scored), dtype=torch.float64)
         end = len(tokens.ids)
@@ -172,6 +170,12 @@ class ExternalEvaluator(Callback):
         hard[:end], alignment = find_key_tokens(scores, tokens, alpha=self.alpha, beta=self.beta, rule=self.rule)
         soft[:end] = move_soft_influence(scores, tokens, gamma=self.gamma)
         return hard & scored, soft * scored, alignment
+
+    def _tokens(self, batch: PackedBatch, row: int) -> Tokens:
+        tokens = document_tokens(batch, row)
+        if self._stored_tokenizer is None:
+            return tokens
+        return tokens._replace(offsets=stored_offsets(batch["text"][row], tokens, self._stored_tokenizer))
 
     def _inside(self, offsets: Tensor, spans: Tensor) -> tuple[Tensor, Alignment]:
         if self.rule == "authors":
@@ -210,7 +214,7 @@ class ExternalEvaluator(Callback):
             if soft is not None:
                 self.longppl_soft.update(log_likelihood, soft.to(log_likelihood.device))
             scored = batch["labels"][row].ne(IGNORE_INDEX).sum()
-            characters = count_characters(document_tokens(batch, row).offsets)
+            characters = count_characters(self._tokens(batch, row).offsets)
             counts = [hard.sum(), scored, not hard.any(), 1, alignment != "tokens", *characters]
             self._counts += torch.tensor(counts, dtype=torch.float64)
 

@@ -198,7 +198,7 @@ def table(result: dict[str, Any]) -> str:
     lines.insert(1, "-" * len(lines[0]))
     lines.insert(-1, "-" * len(lines[0]))
     lines.append(
-        f"Key tokens by {result['alignment']}; {result['tokens_sharing_characters']:.1%} of the tokens share a"
+        f"Key tokens aligned by {result['alignment']}; {result['tokens_sharing_characters']:.1%} of the tokens share a"
         f" character, {result['tokens_without_characters']:.1%} cover none."
     )
     return "\n".join(lines)
