@@ -2,19 +2,20 @@
 
 import os
 from collections.abc import Iterator, Mapping
+from pathlib import PurePosixPath
 from typing import Any, Literal
 
 import numpy as np
 import pyarrow
 import torch
-from jsonargparse.typing import NonNegativeInt, PositiveInt
+from jsonargparse.typing import ClosedUnitInterval, NonNegativeInt, PositiveInt
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerFast
 from typing_extensions import override
 
-from datamodules.corpus_files import CorpusColumns, CorpusFiles, find_corpus
+from datamodules.corpus_files import CorpusColumns, CorpusFiles, find_corpus, is_text
 from datamodules.corpus_stream import CorpusLoader, CorpusRows, CorpusStream
 from lightning_modules.batch import Origin
 from lightning_modules.score_shards import Written
@@ -48,6 +49,10 @@ class DocumentCorpus(LightningDataModule):
         num_workers: Processes that read and tokenise ahead for each that scores; 0 does so in the latter.
         add_special_tokens: Whether the tokenizer puts its special tokens around each document.
         tokenizer_revision: Branch, tag or commit of a tokenizer on the hub.
+        allowed_failures: Share of the documents of a source that may fail, from 0 to 1; a source is a file, or all text
+            files of a folder. With more, the run ends with exit status 1 and a report when all documents are done.
+            Documents that ``overlong: skip`` leaves out do not count as failed. Below 1, a file whose first lines have
+            no text is refused before anything is scored.
 
     Raises:
         ValueError: If no file is named, or there are more workers than the machine bears.
@@ -67,6 +72,7 @@ class DocumentCorpus(LightningDataModule):
         num_workers: NonNegativeInt = 2,
         add_special_tokens: bool = False,
         tokenizer_revision: str | None = None,
+        allowed_failures: ClosedUnitInterval = 0.01,
     ) -> None:
         super().__init__()
         self.files = [files] if isinstance(files, str) else list(files)
@@ -84,6 +90,7 @@ class DocumentCorpus(LightningDataModule):
         self.batch_tokens = batch_tokens
         self.num_workers = num_workers
         self.add_special_tokens = add_special_tokens
+        self.allowed_failures = float(allowed_failures)
         self._tokenizer: PreTrainedTokenizerFast | None = None
         self._stream: CorpusStream | None = None
         self._loader: CorpusLoader | None = None
@@ -153,6 +160,10 @@ class DocumentCorpus(LightningDataModule):
         """What `Origin.columns` holds."""
         return self.stream.corpus.column_types
 
+    def source(self, file: str) -> str:
+        """Return the source that a file belongs to: itself, or the folder of a text file, which is one document."""
+        return PurePosixPath(file).parent.as_posix() if is_text(file) else file
+
     def scoring_settings(self) -> dict[str, Any]:
         """All that decides which tokens are scored, in plain values."""
         return {
@@ -186,7 +197,7 @@ class DocumentCorpus(LightningDataModule):
         Raises:
             ValueError: If a file is not there, or cannot be read.
         """
-        corpus = find_corpus(self.files, self.column_names)
+        corpus = find_corpus(self.files, self.column_names, lenient=True)
         if missing := sorted(set(rows) - set(corpus.names)):
             raise ValueError(f"There is no '{missing[0]}' in {', '.join(self.files)}: name the files that were scored.")
         for part in corpus.parts:
@@ -195,7 +206,7 @@ class DocumentCorpus(LightningDataModule):
 
     def _found(self) -> tuple[CorpusFiles, Mapping[str, NDArray[np.int64]]]:
         """The files, and the rows of them that are done."""
-        corpus = find_corpus(self.files, self.column_names)
+        corpus = find_corpus(self.files, self.column_names, lenient=self.allowed_failures == 1)
         keepers = [each for each in self.trainer.callbacks if isinstance(each, KeepsScores)] if self.trainer else []  # type: ignore[attr-defined]
         if len(keepers) > 1:
             raise ValueError("Several callbacks keep scores, and may know different documents: leave one of them.")

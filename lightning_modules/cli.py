@@ -131,7 +131,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], object]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point of the console script; exits with 0 after success, 2 for what the user can mend.
+    """Entry point of the console script; exits with 0 after success, 2 for what the user can fix, 1 for the rest.
 
     Args:
         arguments: Words behind ``longce``; by default those of the command line.

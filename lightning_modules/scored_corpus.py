@@ -38,10 +38,16 @@ class ScoredCorpus(Protocol):
     Attributes:
         versions: Of each file, by its name.
         column_types: What `Origin.columns` holds.
+        allowed_failures: Share of the documents of a source that may fail.
     """
 
     versions: Mapping[str, str]
     column_types: Mapping[str, pyarrow.DataType]
+    allowed_failures: float
+
+    def source(self, file: str) -> str:
+        """Return the source that a file belongs to."""
+        ...
 
     def scoring_settings(self) -> dict[str, Any]:
         """All that decides which tokens are scored, in plain values."""

@@ -277,13 +277,20 @@ def test_a_weight_is_never_rounded_to_nothing(tmp_path):
     assert weights == {"a": 1.0, "b": 1e-9}
 
 
-def test_keys_of_several_lines_are_no_ids(tmp_path):
+def test_keys_that_are_not_one_line_are_named_and_do_not_stop_the_others(tmp_path):
     table = ScoreTable({})
-    table.add(Origin("two\nlines", "a", 0, {}), make_scores(12))
+    for row, key in enumerate(
+        ["first", "two\nlines", "", "with space", "return\rhere", "a\u2028b" * 30, " \t", "last"]
+    ):
+        table.add(Origin(key, "a.jsonl", row, {}), make_scores(12))
     header = {"settings": {}, "source": {}, "files": {}, "counts": {}}
     ScoreShards(str(tmp_path)).write(table.table(), header, 0)
-    with pytest.raises(ValueError, match="is not one line"):
-        select(str(tmp_path), output=str(tmp_path / "ids.txt"))
+    with pytest.warns(UserWarning, match=r"5 chosen document\(s\) are not in .*ids\.txt") as caught:
+        report = select(str(tmp_path), output=str(tmp_path / "ids.txt"))
+    named = r"row 1 of 'a.jsonl' ('two\nlines'), row 2 of 'a.jsonl' (''), row 4 of 'a.jsonl' ('return\rhere'), .."
+    assert named in str(caught[0].message)
+    assert (tmp_path / "ids.txt").read_text() == "first\nwith space\nlast\n"
+    assert table_of(report, "all")[2] == "8"
 
 
 def test_columns_of_a_corpus_that_scores_have_too():
