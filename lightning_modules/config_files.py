@@ -101,8 +101,8 @@ def _check_scalar(event: Any, collection: _Collection) -> None:
         raise yaml.YAMLError(f"line {event.start_mark.line + 1}: `init_args` is null. Give settings, or leave it out.")
     if event.implicit[0] and _OCTAL.fullmatch(event.value):
         raise yaml.YAMLError(
-            f"line {event.start_mark.line + 1}: '{event.value}' is a number to base 8. Leave out its first 0, or quote it:"
-            " then it is text."
+            f"line {event.start_mark.line + 1}: '{event.value}' is a number to base 8. Leave out its first 0, or quote"
+            " it if it is text."
         )
 
 
