@@ -16,7 +16,7 @@ from lightning_modules.checkpoint_io import CheckedCheckpointIO
 from lightning_modules.companions import Companions, gathering
 from lightning_modules.influence_trainer import InfluenceTrainer
 from lightning_modules.long_context_lm import LR_SCHEDULER, OPTIMIZER, LongContextLM
-from lightning_modules.loopback import use_loopback
+from lightning_modules.loopback import loopback
 from lightning_modules.objectives import check_influence
 from lightning_modules.preemption import Preemption
 from lightning_modules.random_states import RandomStates
@@ -103,8 +103,7 @@ class LongceCLI(LightningCLI):
 
     @override
     def _run_subcommand(self, subcommand: str) -> None:
-        use_loopback(self.trainer)
-        with gathering(self.trainer):
+        with loopback(self.trainer), gathering(self.trainer):
             super()._run_subcommand(subcommand)
 
     @override
