@@ -2,15 +2,18 @@
 
 import json
 import math
+import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
+from lightning_modules.checkpoint_pickles import refused_pickle
 from lightning_modules.rope_types import ROPE_TYPES
 
 LARGEST = dict.fromkeys(("vocab_size", "hidden_size", "num_attention_heads", "max_position_embeddings"), 2**31 - 1)
@@ -67,12 +70,14 @@ def check_weight_files(folder: str) -> None:
 
     Raises:
         ValueError: If there are no weights, one of the files in the index is missing, or a safetensors file is not as
-            long as its header says.
+            long as its header says, or a pickled file holds more than weights.
     """
     path = Path(folder).expanduser()
     if not path.is_dir():
         return  # of a hub id nothing is known without fetching it
-    files = sorted(path.glob("*.safetensors"))
+    files, pickled = sorted(path.glob("*.safetensors")), sorted(path.glob("pytorch_model*.bin"))
+    if not files:
+        _check_pickles(pickled)
     if not files and not any(path.glob("*.bin")):
         raise ValueError(f"There are no weights in '{folder}': it has no .safetensors file. Fetch the model again.")
     index = path / INDEX
@@ -84,6 +89,19 @@ def check_weight_files(folder: str) -> None:
                 pass
         except (SafetensorError, OSError) as error:
             raise ValueError(f"The weights '{file}' are torn or damaged ({error}). Fetch the file again.") from error
+
+
+def _check_pickles(files: list[Path]) -> None:
+    for file in files:
+        try:
+            torch.load(file, map_location="meta", mmap=True, weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise ValueError(
+                f"The weights '{file}' cannot be used: the file {refused_pickle(error)}. Name a model with .safetensors"
+                " files."
+            ) from error
+        except RuntimeError:  # an old format, which cannot be mapped: it is checked as it is loaded
+            continue
 
 
 def _indexed(index: Path) -> set[str]:

@@ -28,6 +28,7 @@ from lightning_modules.cli import main
 from lightning_modules.export import ExportOptions, TrainingFacts, export_checkpoint
 from lightning_modules.export.card import model_card
 from lightning_modules.loading import load_backbone, load_config
+from lightning_modules.model_checks import check_weight_files
 from lightning_modules.token_scores import TokenScores, read_key_spans
 from lightning_modules.tokenization import load_tokenizer
 
@@ -223,6 +224,8 @@ def test_pickled_weights_of_models_and_adapters(tmp_path, marker, model_dir, mon
         ) as refused:
             load_backbone(str(folder))
         assert "weights_only" not in str(refused.value)
+        with pytest.raises(ValueError, match="holds code"):
+            check_weight_files(str(folder))  # before another model is loaded and scores
     works(marker, lambda: torch.load(folder / "pytorch_model.bin", weights_only=False))
     marker.rmdir()
     adapters = tmp_path / "adapters"
