@@ -11,8 +11,9 @@ from typing_extensions import override
 from lightning_modules.backbone import Backbone
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.context_ladder import ContextLadder, Rungs
-from lightning_modules.loading import has_weights, model_identity
+from lightning_modules.loading import has_weights
 from lightning_modules.metrics import LongPerplexity
+from lightning_modules.model_identity import model_identity
 from lightning_modules.prediction import DocumentScorer, Failed
 from lightning_modules.probe import check_scoring
 from lightning_modules.sequence_parallelism import SequenceGroup, sequence_group

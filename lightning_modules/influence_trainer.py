@@ -18,8 +18,9 @@ from typing_extensions import override
 from lightning_modules.backbone import Backbone
 from lightning_modules.batch import PackedBatch
 from lightning_modules.functional.windows import check_context
-from lightning_modules.loading import DType, load_backbone, load_config, model_identity
+from lightning_modules.loading import DType, load_backbone, load_config
 from lightning_modules.long_context_lm import LongContextLM
+from lightning_modules.model_identity import model_identity
 from lightning_modules.objectives import LongCE, StoredInfluence, innermost
 from lightning_modules.offline_influence import Transfer, make_transfer, row_influence
 from lightning_modules.probe import check_scoring

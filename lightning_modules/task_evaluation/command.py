@@ -10,9 +10,10 @@ import torch
 from tqdm import tqdm
 
 from lightning_modules.backbone import Backbone
-from lightning_modules.loading import DType, load_backbone, load_config, model_identity
+from lightning_modules.loading import DType, load_backbone, load_config
 from lightning_modules.locks import exclusive
 from lightning_modules.model_checks import check_weight_files
+from lightning_modules.model_identity import model_identity
 from lightning_modules.probe import check_scoring
 from lightning_modules.score import find_device
 from lightning_modules.task_evaluation.questions import (
