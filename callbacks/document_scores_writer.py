@@ -31,6 +31,7 @@ from lightning_modules.score_shards import SUCCESS, ScoreShards, Written, check_
 from lightning_modules.score_table import ScoreTable, TokenType, clashes, counts
 from lightning_modules.scored_corpus import Delivered, ScoredCorpus
 from lightning_modules.token_scores import TokenScores
+from lightning_modules.utilities.identity import content_hash
 
 _SHARD_TOKENS = 2**24  # about 200 MB with values for each token
 _NAMED = 3  # files that a message tells of
@@ -111,7 +112,7 @@ class DocumentScoresWriter(Callback):
         self._settings = {
             **pl_module.scoring_settings(),
             **corpus.scoring_settings(),
-            "checkpoint": _checkpoint_version(trainer.ckpt_path),
+            "checkpoint": _checkpoint_identity(trainer.ckpt_path),
             "precision": str(trainer.precision),
             **self.statistics,
             "per_token": self.per_token,
@@ -197,7 +198,7 @@ class DocumentScoresWriter(Callback):
             header = {
                 "settings": self._settings,
                 "source": self._corpus.source_settings(),
-                "files": {file: self._corpus.versions[file] for file in table["file"].unique().to_pylist()},
+                "files": self._corpus.versions(table["file"].unique().to_pylist()),
                 "counts": counts(table),
             }
             self.shards.write(table, header, trainer.global_rank)
@@ -302,9 +303,6 @@ def _report(found: dict[str, int], place: str) -> str:
     )
 
 
-def _checkpoint_version(path: Any) -> str | None:
-    """Name and time of the checkpoint that gave the weights."""
-    if path is None:
-        return None
-    local = Path(path)
-    return f"{local.name} {local.stat().st_mtime_ns}" if local.exists() else str(path)
+def _checkpoint_identity(path: Any) -> str | None:
+    """Hash of the checkpoint that gave the weights, a file or a folder."""
+    return None if path is None else f"sha256:{content_hash(Path(path))}"

@@ -170,7 +170,8 @@ def build_token_store(
         add_special_tokens: Whether the tokenizer puts its special tokens around each document.
 
     Raises:
-        ValueError: If ``cache_dir`` cannot be written, or a document is not fit for training (the message names it).
+        ValueError: If ``cache_dir`` cannot be written, a document is not fit for training (the message names it), or
+            the text changes meanwhile.
     """
     recipe = _recipe(source, tokenizer, add_special_tokens)
     folder = cache_dir / sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
@@ -187,6 +188,10 @@ def build_token_store(
             remove_folder(folder)
         with atomic_folder(folder) as temporary:
             _write(temporary, source, tokenizer, recipe)
+            if source.fingerprint() != recipe["source"]:
+                raise ValueError(
+                    "The training text changed while it was tokenized. Start again when nothing writes to it."
+                )
         return TokenStore(folder)
 
 
