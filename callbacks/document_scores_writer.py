@@ -223,7 +223,8 @@ class DocumentScoresWriter(Callback):
         if unreadable:
             return (
                 f"{len(unreadable)} file(s) or parts could not be read to their end, and all other documents are done:"
-                f" {'; '.join(unreadable[:_NAMED])} -- Mend these files and run the same command again."
+                f" {'; '.join(unreadable[:_NAMED])} -- Replace these files, delete the shards that have them in the"
+                " column `file`, and run the same command again."
             )
         if not all(delivered.complete for delivered, _ in found):
             rank_zero_info("Not all documents are done: run the same command, without a limit of batches, to go on.")

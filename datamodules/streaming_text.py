@@ -27,9 +27,9 @@ class StreamingTextDataModule(TextDataModule):
     @override
     def prepare_data(self) -> None:
         stage = self._stage()
-        self._check_evaluation_source(stage)
         if stage == "fit":
             self._streaming_loader()  # refuses what cannot be streamed
+        self._check_evaluation_source(stage)
 
     @override
     def setup(self, stage: str) -> None:

@@ -4,6 +4,7 @@ import json
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 
 from callbacks import DocumentScoresWriter, TokenScoresWriter
-from callbacks.document_scores_writer import gathered, patient_group
+from callbacks.document_scores_writer import _checkpoint_identity, gathered, patient_group
 from datamodules import DocumentCorpus, TextDataModule
 from lightning_modules import progress
 from lightning_modules.backbone import Backbone
@@ -198,13 +199,57 @@ def test_a_damaged_file_ends_in_an_error_when_all_else_is_done(run, documents, t
         run()
     assert [row["row"] for row in rows(tmp_path / "out")] == [0, 1, 2, 3]
     assert not (tmp_path / "out" / SUCCESS).exists()
-    stamp = os.stat(documents / "a.parquet")
     (documents / "a.parquet").write_bytes(content)
     with pytest.raises(ValueError, match="have changed since"):
         run()
-    os.utime(documents / "a.parquet", ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+    for shard in (tmp_path / "out").glob("part-*.parquet"):
+        if "a.parquet" in pyarrow.parquet.read_table(shard)["file"].to_pylist():
+            shard.unlink()
     run()
     assert success(tmp_path / "out")["documents"] == 6
+
+
+@pytest.mark.parametrize("attack", ["edit", "edit while it is scored", "touch", "copy"])
+def test_scores_belong_to_the_content_of_files(run, tmp_path, monkeypatch, attack):
+    file = tmp_path / "lines" / "b.jsonl"
+    file.parent.mkdir()
+    file.write_text("".join(json.dumps({"id": n, "text": make_text(30, n), "n": n}) + "\n" for n in range(2)))
+    before = file.stat()
+
+    def edit():
+        file.write_bytes(file.read_bytes().replace(b'"n": 1', b'"n": 7'))
+        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+    settings = {"data": {"files": str(file.parent)}}
+    if attack == "edit while it is scored":
+        end = DocumentScoresWriter.on_predict_end
+        monkeypatch.setattr(DocumentScoresWriter, "on_predict_end", lambda *args: (edit(), end(*args)))
+        with pytest.raises(ValueError, match=r"1 file\(s\) changed while their documents were scored, such as \['b"):
+            run(**settings)
+        assert not ScoreShards(str(tmp_path / "out")).names()
+        return
+    run(**settings)
+    if attack == "edit":
+        edit()
+        with pytest.raises(ValueError, match=r"have changed since .*'b\.jsonl'"):
+            run(**settings)
+    else:
+        shutil.copyfile(file, tmp_path / "copy")
+        (tmp_path / "copy").replace(file) if attack == "copy" else os.utime(file, (1, 1))
+        run(**settings)
+        assert success(tmp_path / "out")["documents"] == 2
+
+
+def test_scores_belong_to_the_content_of_the_checkpoint(tmp_path):
+    names = ("a.ckpt", "copy/a.ckpt", "b.ckpt")
+    for name, content in zip(names, (b"one", b"one", b"two"), strict=True):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content)
+        os.utime(path, (1, 1))
+    first, copy, other = (_checkpoint_identity(str(tmp_path / name)) for name in names)
+    assert first == copy != other
+    assert _checkpoint_identity(None) is None
 
 
 def test_what_is_scored_is_kept_when_a_run_is_stopped(run, tmp_path, monkeypatch):
