@@ -1,5 +1,6 @@
 """Files of a corpus, on this machine or behind an fsspec URL: found, told apart and opened in one way."""
 
+import functools
 import glob
 import hashlib
 import io
@@ -67,11 +68,19 @@ class RemoteFile:
             ValueError: If they cannot be had.
         """
         try:
-            # A file system does not survive a fork, as of a loader's worker, but its pickle makes it anew there.
-            system = pickle.loads(pickle.dumps(self.system))
-            return cast(BinaryIO, io.BufferedReader(system.open(self.path, mode), _READ_AHEAD))
+            return cast(BinaryIO, io.BufferedReader(self._connected().open(self.path, mode), _READ_AHEAD))
         except OSError as error:
             raise ValueError(f"{self}: cannot be read ({error}). Check the network and your access rights.") from error
+
+    def details(self) -> dict[str, Any]:
+        """Ask the file system about this file; lists of files may tell less."""
+        with suppress(OSError):
+            return {**self.info, **self._connected().info(self.path)}
+        return self.info
+
+    def _connected(self) -> fsspec.AbstractFileSystem:
+        """The file system, which does not survive the fork of a loader's worker, but its pickle does."""
+        return pickle.loads(pickle.dumps(self.system))
 
 
 File = Path | RemoteFile
@@ -121,15 +130,7 @@ def file_identities(files: Iterable[File]) -> list[str]:
     """
     files = tuple(files)
     hashes = iter(file_hashes(file for file in files if isinstance(file, Path)))
-    found = [(f"sha256:{next(hashes)}", True) if isinstance(file, Path) else _remote_identity(file) for file in files]
-    if unsure := [str(file) for file, (_, sure) in zip(files, found, strict=True) if not sure]:
-        _log.warning(
-            "The server reports neither checksum nor entity tag of %d file(s), such as %s: an edit that keeps size and"
-            " time is not noticed.",
-            len(unsure),
-            unsure[0],
-        )
-    return [identity for identity, _ in found]
+    return [f"sha256:{next(hashes)}" if isinstance(file, Path) else _remote_identity(file) for file in files]
 
 
 def file_size(file: File) -> int | None:
@@ -137,24 +138,34 @@ def file_size(file: File) -> int | None:
     return file.stat().st_size if isinstance(file, Path) else file.info.get("size")
 
 
-def _remote_identity(file: RemoteFile) -> tuple[str, bool]:
-    """Identity of a file elsewhere, and whether an edit is sure to change it."""
+def _remote_identity(file: RemoteFile) -> str:
     info = file.info
     if not any(info.get(key) for key in (*_CHECKSUMS, *_TAGS, *_TIMES)):
-        with suppress(OSError):
-            info = {**info, **file.system.info(file.path)}  # lists of files may tell less
+        info = file.details()
 
     def first(keys: Iterable[str]) -> str | None:
         return next((f"{key} {info[key]}" for key in keys if info.get(key)), None)
 
-    tag = first(_TAGS)
+    tag, time = first(_TAGS), first(_TIMES)
     checksum = first(_CHECKSUMS) or (tag if tag and _MD5.fullmatch(tag.partition(" ")[2]) else None)
     if checksum is not None:
-        return f"{checksum} {file_size(file)}", True
-    if (version := tag or first(_TIMES)) is not None:
-        return combined_hash([str(file), file_size(file), version]), tag is not None
-    with file.open("rb") as stream:
-        return f"sha256:{hashlib.file_digest(stream, 'sha256').hexdigest()}", True  # type: ignore[arg-type]
+        return f"{checksum} {file_size(file)}"
+    if tag is None and time is None:
+        with file.open("rb") as stream:
+            return f"sha256:{hashlib.file_digest(stream, 'sha256').hexdigest()}"  # type: ignore[arg-type]
+    if tag is None:
+        _warn_of_times(str(file.system.protocol))
+    return combined_hash([str(file), file_size(file), tag or time])
+
+
+@functools.cache
+def _warn_of_times(protocol: str) -> None:
+    """Warn once of each kind of server."""
+    _log.warning(
+        "Files of %s report neither checksum nor entity tag here, so that an edit that keeps size and time is not"
+        " noticed. Download them, or clear the cache after such an edit.",
+        protocol,
+    )
 
 
 def _local_files(path: str) -> list[Path]:

@@ -21,6 +21,7 @@ from lightning_modules.files import atomic_folder, remove_folder, writable_folde
 from lightning_modules.locks import exclusive
 from lightning_modules.progress import progress_bar
 from lightning_modules.tokenization import tokenizer_hash, vocabulary_size
+from lightning_modules.utilities.identity import file_state
 
 FORMAT = 2
 """Part of every store's address: raise it with any change to what the code below writes."""
@@ -147,8 +148,7 @@ class TokenStore:
             return None
 
     def _state(self) -> dict[str, list[int]]:
-        stats = {name: (self.folder / name).stat() for name in _CONTENT}
-        return {name: [s.st_size, s.st_ino, s.st_mtime_ns, s.st_ctime_ns] for name, s in stats.items()}
+        return {name: file_state(self.folder / name) for name in _CONTENT}
 
     def __reduce__(self) -> tuple[type["TokenStore"], tuple[Path]]:
         return type(self), (self.folder,)

@@ -32,6 +32,7 @@ from lightning_modules.tasks.prompter import Prompter
 from lightning_modules.tasks.registry import find_tasks
 from lightning_modules.tasks.task import Task
 from lightning_modules.tokenization import load_tokenizer, tokenizer_hash
+from lightning_modules.utilities.identity import content_hash
 
 QUESTIONS_AT_ONCE = 256
 TOKENS_AT_ONCE = 2**21
@@ -177,11 +178,9 @@ def _parts(keys: Sequence[Key]) -> Iterator[list[Key]]:
 
 
 def _described(path: Path) -> str:
-    """Path, number of files and bytes: by other texts these would be other questions."""
-    if not path.exists():
-        raise ValueError(f"There is no file or folder '{path}'. Check the path.")
-    files = list(path.glob("*.txt")) if path.is_dir() else [path]
-    return f"{path.resolve()} ({len(files)} files, {sum(file.stat().st_size for file in files)} bytes)"
+    """Hash of the texts that the questions are made of: by other texts these would be other questions."""
+    files = list(path.glob("*.txt")) if path.is_dir() else None
+    return f"sha256:{content_hash(path, files)}"
 
 
 def _ready(backbone: Backbone, place: torch.device) -> Backbone:

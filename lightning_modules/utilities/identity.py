@@ -80,11 +80,29 @@ def combined_hash(values: Any) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
+def file_state(path: str | Path) -> list[int]:
+    """Look up size, inode, modification time and change time of a file, which a change of its content changes.
+
+    Use it to tell whether a file must be read again, never as an identity. It misses a second change within one tick of
+    the file system's clock, see `SETTLING_TIME`.
+
+    Raises:
+        ValueError: If the file is missing or not a regular file.
+    """
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        raise ValueError(_unreadable(path, error)) from error
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError(f"'{path}' is not a regular file and has no content to identify it by. Name a file.")
+    return [status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns]
+
+
 def _hash_and_remember(memo: Path, paths: list[str]) -> dict[str, str]:
     """Hash files that are not in the memo, and add those to it that have not changed just now."""
     if not paths:
         return {}
-    size = sum(_state(path)[0] for path in paths)
+    size = sum(file_state(path)[0] for path in paths)
     if size >= _LOGGED_SIZE:
         _log.info("Hashing %d files (%.1f GB), such as %s. They are remembered.", len(paths), size / 1e9, paths[0])
     with ThreadPoolExecutor(min(len(paths), len(os.sched_getaffinity(0)))) as pool:
@@ -96,31 +114,20 @@ def _hash_and_remember(memo: Path, paths: list[str]) -> dict[str, str]:
 
 def _hash(path: str) -> tuple[list[int], str, bool]:
     """State and SHA-256 of a file, and whether its times were old enough to tell it from a later version."""
-    state, started = _state(path), time.time_ns()
+    state, started = file_state(path), time.time_ns()
     try:
         with open(path, "rb", buffering=0) as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
     except OSError as error:
         raise ValueError(_unreadable(path, error)) from error
-    if _state(path) != state:
+    if file_state(path) != state:
         raise ValueError(f"'{path}' changed while it was hashed. Wait until nothing writes to it and start again.")
     _, _, modified, changed = state
     # A modification time far in the future was set on purpose; the change time never is.
     return state, digest, changed < started - SETTLING_TIME and abs(started - modified) > SETTLING_TIME
 
 
-def _state(path: str) -> list[int]:
-    """Size, inode, modification time and change time of a file."""
-    try:
-        status = os.stat(path)
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        raise ValueError(_unreadable(path, error)) from error
-    if not stat.S_ISREG(status.st_mode):
-        raise ValueError(f"'{path}' is not a regular file and has no content to identify it by. Name a file.")
-    return [status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns]
-
-
-def _unreadable(path: str, error: Exception) -> str:
+def _unreadable(path: str | Path, error: Exception) -> str:
     reason = getattr(error, "strerror", None) or error
     return f"'{path}' cannot be read ({reason}). Check the path, your access rights and whether the disk is mounted."
 
@@ -134,7 +141,7 @@ def _remembered(memo: Path, paths: Iterable[str]) -> dict[str, str]:
     """The hashes of files that are as they were when the memo was written."""
     entries = _entries(memo)
     known = ((path, entries.get(path)) for path in set(paths))
-    return {path: entry[-1] for path, entry in known if entry is not None and entry[:-1] == _state(path)}
+    return {path: entry[-1] for path, entry in known if entry is not None and entry[:-1] == file_state(path)}
 
 
 def _entries(memo: Path) -> dict[str, list[Any]]:

@@ -112,7 +112,7 @@ def test_a_changed_file_is_hashed_again_though_its_time_is_the_old_one(tmp_path,
 def test_a_file_that_changed_within_a_tick_of_the_clock_is_not_remembered(tmp_path, monkeypatch):
     (file,) = write(tmp_path / "x", a=b"one")
     coarse = file.stat().st_ctime_ns
-    monkeypatch.setattr(identity, "_state", lambda path: [3, 1, coarse, coarse])  # one tick for both changes
+    monkeypatch.setattr(identity, "file_state", lambda path: [3, 1, coarse, coarse])  # one tick for both changes
     assert content_hash(file) == hashlib.sha256(b"one").hexdigest()
     file.write_bytes(b"two")
     assert content_hash(file) == hashlib.sha256(b"two").hexdigest()
