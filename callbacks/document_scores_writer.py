@@ -112,7 +112,7 @@ class DocumentScoresWriter(Callback):
         self._settings = {
             **pl_module.scoring_settings(),
             **corpus.scoring_settings(),
-            "checkpoint": _checkpoint_identity(trainer.ckpt_path),
+            **self._weights(trainer, pl_module),
             "precision": str(trainer.precision),
             **self.statistics,
             "per_token": self.per_token,
@@ -127,6 +127,12 @@ class DocumentScoresWriter(Callback):
             self._lock = RunLock(self.shards.folder.local)
         if self._lock is not None:
             self._lock.join()
+
+    def _weights(self, trainer: Trainer, pl_module: EvaluationSteps) -> dict[str, Any]:
+        """Identities of the model and of the checkpoint that gives its weights, a file or a folder."""
+        path = trainer.ckpt_path
+        checkpoint = None if path is None else f"sha256:{content_hash(Path(path))}"
+        return {"model": pl_module.scoring_settings()["model"], "checkpoint": checkpoint}
 
     def _refusal(self) -> str | None:
         """In the first process, why these documents cannot be scored into the folder."""
@@ -144,6 +150,8 @@ class DocumentScoresWriter(Callback):
     @override
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(pl_module, EvaluationSteps)
+        if any(self._settings[name] != found for name, found in self._weights(trainer, pl_module).items()):
+            raise ValueError("The model or checkpoint changed while it was loaded. Start again when it is complete.")
         rungs = pl_module.rungs()
         contexts = rungs.contexts if rungs is not None else ()
         self._table = ScoreTable(self._corpus.column_types, contexts, per_token=self.per_token, **self.statistics)
@@ -302,8 +310,3 @@ def _report(found: dict[str, int], place: str) -> str:
         f" {found.get('failed', 0):,} failed (column `error`), {found.get('too_short', 0):,} too short for a short"
         f" context.{repeated}"
     )
-
-
-def _checkpoint_identity(path: Any) -> str | None:
-    """Hash of the checkpoint that gave the weights, a file or a folder."""
-    return None if path is None else f"sha256:{content_hash(Path(path))}"

@@ -17,7 +17,7 @@ from lightning_modules.files import default_cache_dir, writable_folder
 from lightning_modules.functional import LikeliestTokens
 from lightning_modules.functional.windows import check_context
 from lightning_modules.loading import DType, load_backbone, load_config
-from lightning_modules.model_identity import model_identity
+from lightning_modules.model_identity import check_same_model, model_identity
 from lightning_modules.probe import check_scoring
 from lightning_modules.sharding import load_sharded_backbone, world_mesh
 from lightning_modules.token_scores import TokenScores, text_sha256
@@ -124,13 +124,9 @@ class Evaluator:
         self.tokenizer = load_tokenizer(
             tokenizer or pretrained_model_name_or_path, revision=revision, trust_remote_code=trust_remote_code
         )
-        self.identity = self._identity(revision, trust_remote_code)
-        self._settings: dict[str, Any] = {
-            "revision": revision,
-            "dtype": dtype,
-            "attn_implementation": attn_implementation,
-            "trust_remote_code": trust_remote_code,
-        }
+        self._source: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+        self.identity = model_identity(pretrained_model_name_or_path, **self._source)
+        self._settings: dict[str, Any] = {"dtype": dtype, "attn_implementation": attn_implementation, **self._source}
         self._scores: dict[str, TokenScores] = {}
         self._backbone: Backbone | None = None
 
@@ -269,16 +265,9 @@ class Evaluator:
             with torch.inference_mode(mode=torch.is_inference_mode_enabled() and not self.sharded):
                 backbone = self._load(device).eval().requires_grad_(False)
                 check_scoring(backbone)
-            if self._identity(self._settings["revision"], self._settings["trust_remote_code"]) != self.identity:
-                raise ValueError(
-                    f"The evaluator '{self.name}' changed after this run had begun: its scores would be stored as those"
-                    " of the earlier version. Start again when nothing writes to it."
-                )
+            check_same_model(self.identity, self.name, **self._source)
             self._backbone = backbone
         return self._backbone
-
-    def _identity(self, revision: str | None, trust_remote_code: bool) -> str:
-        return model_identity(self.name, revision, trust_remote_code=trust_remote_code)
 
     def _load(self, device: torch.device | str) -> Backbone:
         mesh = world_mesh(device) if self.sharded else None

@@ -51,6 +51,21 @@ def model_identity(
     return f"{pretrained_model_name_or_path}@{commit}{code}{_edits(pretrained_model_name_or_path, commit)}"
 
 
+def check_same_model(
+    identity: str, pretrained_model_name_or_path: str, revision: str | None = None, *, trust_remote_code: bool = False
+) -> None:
+    """Refuse a model that is no longer the one of `identity`; call it after loading, other arguments as there.
+
+    Raises:
+        ValueError: If it changed in between: results would be stored as those of the earlier version.
+    """
+    if model_identity(pretrained_model_name_or_path, revision, trust_remote_code=trust_remote_code) != identity:
+        raise ValueError(
+            f"The model '{pretrained_model_name_or_path}' changed after this run had begun, and results would be stored"
+            " as those of the earlier version. Start again when nothing writes to it."
+        )
+
+
 def hub_commit(name: str, revision: str | None = None, *, fetched: bool = False) -> str:
     """Look up the commit of a model on the hub; where the hub cannot be reached, the one that was fetched last.
 

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 
 from callbacks import DocumentScoresWriter, TokenScoresWriter
-from callbacks.document_scores_writer import _checkpoint_identity, gathered, patient_group
+from callbacks.document_scores_writer import gathered, patient_group
 from datamodules import DocumentCorpus, TextDataModule
 from lightning_modules import progress
 from lightning_modules.backbone import Backbone
@@ -33,7 +34,7 @@ from lightning_modules.score_shards import SUCCESS, ScoreShards
 from lightning_modules.scored_corpus import Delivered
 from lightning_modules.token_scores import text_sha256
 from lightning_modules.tokenization import encode_document, load_tokenizer
-from tests.conftest import make_text
+from tests.conftest import make_text, tiny_model
 
 ROOT = Path(__file__).parents[2]
 LENGTHS = [1, 30, 4, 60, 12, 45]
@@ -52,7 +53,8 @@ def documents(tmp_path):
 def run(tmp_path, documents, model_dir):
     def run(output=None, callbacks=None, trainer=(), data=(), model=(), writer=()):
         writers = [DocumentScoresWriter(str(output or tmp_path / "out"), **{**THRESHOLDS, **dict(writer)})]
-        module = LongContextLM(str(model_dir), **{"context_length": 16, "stride": 8, **dict(model)})
+        settings = {"pretrained_model_name_or_path": str(model_dir), "context_length": 16, "stride": 8, **dict(model)}
+        module = LongContextLM(**settings)
         settings = {"key_column": "id", "columns": ["n"], "num_workers": 0, **dict(data)}
         settings["files"] = settings.get("files", str(documents))
         Trainer(
@@ -241,15 +243,29 @@ def test_scores_belong_to_the_content_of_files(run, tmp_path, monkeypatch, attac
 
 
 def test_scores_belong_to_the_content_of_the_checkpoint(tmp_path):
-    names = ("a.ckpt", "copy/a.ckpt", "b.ckpt")
+    names, found = ("a.ckpt", "copy/a.ckpt", "other/a.ckpt"), []
+    model = SimpleNamespace(scoring_settings=lambda: {"model": "x"})
     for name, content in zip(names, (b"one", b"one", b"two"), strict=True):
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(content)
         os.utime(path, (1, 1))
-    first, copy, other = (_checkpoint_identity(str(tmp_path / name)) for name in names)
-    assert first == copy != other
-    assert _checkpoint_identity(None) is None
+        found.append(DocumentScoresWriter("x")._weights(SimpleNamespace(ckpt_path=str(path)), model))
+    assert found[0] == found[1] != found[2]
+
+
+def test_a_model_that_changes_while_it_is_loaded_is_refused(run, tmp_path, model_dir, monkeypatch):
+    folder = shutil.copytree(model_dir, tmp_path / "model")
+    load = LongContextLM.configure_model
+
+    def exported_meanwhile(self):
+        load(self)
+        tiny_model("llama", self.backbone.base_model.config.vocab_size, seed=9).save_pretrained(folder)
+
+    monkeypatch.setattr(LongContextLM, "configure_model", exported_meanwhile)
+    with pytest.raises(ValueError, match=r"changed while it was loaded\. Start again"):
+        run(model={"pretrained_model_name_or_path": str(folder)})
+    assert not ScoreShards(str(tmp_path / "out")).names()
 
 
 def test_what_is_scored_is_kept_when_a_run_is_stopped(run, tmp_path, monkeypatch):
