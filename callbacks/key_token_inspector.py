@@ -199,6 +199,7 @@ class KeyTokenInspector(Callback):
                 evaluator="the model in training",
                 context_length=pl_module.context_length,
                 stride=pl_module.stride,
+                token_ids=batch["input_ids"][row, :tokens].cpu(),
                 offsets=batch["offsets"][row, :tokens].cpu(),
                 long=long[:tokens].float().cpu(),
                 short=short[:tokens].float().cpu(),

@@ -20,7 +20,7 @@ from lightning_modules.loading import DType, load_backbone, load_config
 from lightning_modules.model_identity import check_same_model, model_identity
 from lightning_modules.probe import check_scoring
 from lightning_modules.sharding import load_sharded_backbone, world_mesh
-from lightning_modules.token_scores import TokenScores, text_sha256
+from lightning_modules.token_scores import FORMAT, TokenScores, text_sha256
 from lightning_modules.tokenization import encode_document, load_tokenizer, tokenizer_hash
 
 log = logging.getLogger(__name__)
@@ -67,6 +67,7 @@ def score_text(
         evaluator=evaluator,
         context_length=context_length,
         stride=stride,
+        token_ids=batch["input_ids"][0],
         offsets=batch["offsets"][0],
         # Copies: a tensor of inference mode cannot be changed outside of it.
         long=long[0].float().cpu().clone(),
@@ -91,6 +92,7 @@ class Evaluator:
         trust_remote_code: Run code from the model's repository; off unless you trust it.
         sharded: Divide the model among all processes, for one that does not fit on one device. All of them must then
             ask for scores equally often; who has no text to ask for calls `accompany` instead.
+        trimmed_offsets: As in `lightning_modules.tokenization.load_tokenizer`.
 
     Raises:
         ValueError: If the model or its tokenizer cannot be found, a length is below 1, or the cache cannot be written.
@@ -110,6 +112,7 @@ class Evaluator:
         cache_dir: str | None = None,
         trust_remote_code: bool = False,
         sharded: bool = False,
+        trimmed_offsets: bool = False,
     ) -> None:
         check_context(context_length, stride)
         self.sharded = sharded
@@ -122,7 +125,10 @@ class Evaluator:
         )
         load_config(pretrained_model_name_or_path, revision=revision, trust_remote_code=trust_remote_code)
         self.tokenizer = load_tokenizer(
-            tokenizer or pretrained_model_name_or_path, revision=revision, trust_remote_code=trust_remote_code
+            tokenizer or pretrained_model_name_or_path,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            trimmed_offsets=trimmed_offsets,
         )
         self._source: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
         self.identity = model_identity(pretrained_model_name_or_path, **self._source)
@@ -206,7 +212,15 @@ class Evaluator:
         """The file that holds the scores of the text with this hash, if need be only those for key tokens."""
         tokenizer = tokenizer_hash(self.tokenizer)
         numerics = (self._settings["dtype"], self._settings["attn_implementation"])
-        settings = (self.identity, tokenizer, numerics, self.context_length, self.stride, self.add_special_tokens)
+        settings = (
+            FORMAT,
+            self.identity,
+            tokenizer,
+            numerics,
+            self.context_length,
+            self.stride,
+            self.add_special_tokens,
+        )
         name = (sha256, settings, "key tokens only") if partial else (sha256, settings)
         key = hashlib.sha256(repr(name).encode()).hexdigest()
         return self.cache_dir / key[:2] / f"{key}.safetensors"

@@ -7,6 +7,7 @@ from lightning_modules import evaluator as evaluator_module
 from lightning_modules import token_scores
 from lightning_modules.evaluator import Evaluator, score_text
 from lightning_modules.loading import load_backbone
+from lightning_modules.scoring.key_tokens import key_spans
 from lightning_modules.tokenization import encode_document, load_tokenizer
 from tests import reference
 from tests.conftest import make_text, tiny_model
@@ -92,7 +93,7 @@ def test_a_document_of_one_token_and_one_too_short_for_a_short_context(model_dir
     for text in ("b", "bace di"):
         scores = judge.scores(text)
         assert torch.equal(scores.long, scores.short)
-        assert len(scores.key_spans()) == 0
+        assert len(key_spans(scores)) == 0
 
 
 def test_cut_documents_keep_the_text_of_their_tokens(tokenizer):
@@ -124,7 +125,7 @@ def test_key_tokens_only_cost_less_and_never_pass_for_more(model_dir, tmp_path, 
     assert some.short.isnan().any()
     assert torch.equal(judge().scores(text, beta=-5.0).long, some.long), "read from disk"
     with pytest.raises(ValueError, match="beta"):
-        some.key_spans(beta=-6.0)
+        key_spans(some, beta=-6.0)
     with pytest.raises(ValueError, match="not computed"):
         some.soft_influence()
     assert calls == [-5.0]
@@ -137,6 +138,6 @@ def test_key_tokens_only_cost_less_and_never_pass_for_more(model_dir, tmp_path, 
     assert judge().scores(text, beta=-5.5).floor == -6.0, "a lower floor on disk serves"
     assert len(calls) == 3
     for scores, beta in ((some, -5.0), (lower, -6.0), (lower, -5.0)):
-        spans = [each.key_spans(alpha=0.3, beta=beta).tolist() for each in (scores, whole)]
+        spans = [key_spans(each, alpha=0.3, beta=beta).tolist() for each in (scores, whole)]
         assert spans[0] == spans[1]
         assert len(spans[0]) > 2
