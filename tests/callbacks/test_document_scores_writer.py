@@ -254,6 +254,15 @@ def test_scores_belong_to_the_content_of_the_checkpoint(tmp_path):
     assert found[0] == found[1] != found[2]
 
 
+def test_scores_belong_to_the_content_of_a_bare_config(tmp_path, model_dir):
+    config, found = tmp_path / "config.json", []
+    for content in ("1e-06", "1e-02", "1e-06"):
+        config.write_text((model_dir / "config.json").read_text().replace("1e-06", content))
+        os.utime(config, (1, 1))
+        found.append(LongContextLM(str(config), context_length=16, stride=8).scoring_settings()["model"])
+    assert found[0] == found[2] != found[1]
+
+
 def test_a_model_that_changes_while_it_is_loaded_is_refused(run, tmp_path, model_dir, monkeypatch):
     folder = shutil.copytree(model_dir, tmp_path / "model")
     load = LongContextLM.configure_model
