@@ -105,7 +105,7 @@ def _hash_and_remember(memo: Path, paths: list[str]) -> dict[str, str]:
     size = sum(file_state(path)[0] for path in paths)
     if size >= _LOGGED_SIZE:
         _log.info("Hashing %d files (%.1f GB), such as %s. They are remembered.", len(paths), size / 1e9, paths[0])
-    with ThreadPoolExecutor(min(len(paths), len(os.sched_getaffinity(0)))) as pool:
+    with ThreadPoolExecutor(min(len(paths), os.cpu_count() or 1)) as pool:
         hashed = dict(zip(paths, pool.map(_hash, paths), strict=True))
     if settled := {path: [*state, digest] for path, (state, digest, old) in hashed.items() if old}:
         _remember(memo, settled)
