@@ -48,7 +48,7 @@ def model_identity(
         return f"sha256:{content_hash(folder, _loaded_files(folder, trust_remote_code))}"
     commit = hub_commit(pretrained_model_name_or_path, revision)
     code = " with its code" if trust_remote_code else ""
-    return f"{pretrained_model_name_or_path}@{commit}{code}{_edits(pretrained_model_name_or_path, commit)}"
+    return f"{pretrained_model_name_or_path}@{commit}{code}{_edits(pretrained_model_name_or_path, commit, trust_remote_code)}"
 
 
 def check_same_model(
@@ -88,16 +88,16 @@ def hub_commit(name: str, revision: str | None = None, *, fetched: bool = False)
         ) from error
 
 
-def _loaded_files(folder: Path, trust_remote_code: bool) -> list[Path]:
+def _loaded_files(folder: Path, with_code: bool) -> list[Path]:
     """The files of a model's folder that may decide what the model computes."""
     found = [*folder.iterdir(), *folder.glob("additional_chat_templates/*")]
     files = {file for file in found if file.suffix in _LOADED and file.name not in _NOT_LOADED}
     if any((folder / name).exists() for name in _SAFETENSORS):  # transformers then ignores these
         files -= set(folder.glob("pytorch_model*"))
-    return sorted(files.union(folder.rglob("*.py") if trust_remote_code else ()))
+    return sorted(files.union(folder.rglob("*.py") if with_code else ()))
 
 
-def _edits(name: str, commit: str) -> str:
+def _edits(name: str, commit: str, with_code: bool) -> str:
     """A hash of the files in the hub's cache that are not those of the commit; an empty text if there are none.
 
     The cache names each file by its content, so that a changed or damaged one shows.
@@ -106,7 +106,7 @@ def _edits(name: str, commit: str) -> str:
     if not isinstance(config, str):
         return ""
     snapshot = Path(config).parent
-    files = _loaded_files(snapshot, trust_remote_code=True)
+    files = _loaded_files(snapshot, with_code)
     hashes = dict(zip(files, file_hashes(files), strict=True))
     edited = {
         file.relative_to(snapshot).as_posix(): content
