@@ -48,7 +48,8 @@ def model_identity(
         return f"sha256:{content_hash(folder, _loaded_files(folder, trust_remote_code))}"
     commit = hub_commit(pretrained_model_name_or_path, revision)
     code = " with its code" if trust_remote_code else ""
-    return f"{pretrained_model_name_or_path}@{commit}{code}{_edits(pretrained_model_name_or_path, commit, trust_remote_code)}"
+    edits = _edits(pretrained_model_name_or_path, commit, trust_remote_code)
+    return f"{pretrained_model_name_or_path}@{commit}{code}{edits}"
 
 
 def check_same_model(
