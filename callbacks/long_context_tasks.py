@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.seed import isolate_rng
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
 from callbacks.same_names import check_single
@@ -164,9 +164,9 @@ class LongContextTasks(Callback):
             own = self.keys[trainer.global_rank :: trainer.world_size]
             self._questions = make_questions(own, self.tasks, self._prompter, self.seed)
 
-    def _find_tokenizer(self, trainer: Trainer) -> PreTrainedTokenizerFast:
+    def _find_tokenizer(self, trainer: Trainer) -> Any:
         tokenizer = self.tokenizer or getattr(trainer.datamodule, "tokenizer", None)  # type: ignore[attr-defined]
-        if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        if not isinstance(tokenizer, PreTrainedTokenizerBase):
             raise ValueError("The data module has no tokenizer: name one by `tokenizer` of LongContextTasks.")
         return tokenizer
 

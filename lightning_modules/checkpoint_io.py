@@ -17,6 +17,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from typing_extensions import override
 
 from lightning_modules.checkpoint_folder import CheckpointError, damage_found_together, damage_of_folder
+from lightning_modules.checkpoint_pickles import refused_pickle
 from lightning_modules.files import BUILDING, atomic_file, remove_folder
 from lightning_modules.utilities.identity import file_state
 
@@ -90,7 +91,7 @@ class CheckedCheckpointIO(TorchCheckpointIO):
             # machine would hold all of the file in main memory.
             return torch.load(path, map_location=map_location, weights_only=weights_only is not False, mmap=True)
         except (pickle.UnpicklingError, RuntimeError) as error:  # torch minds bits that zipfile passes over
-            raise refusal(path, f"cannot be loaded ({str(error).splitlines()[0]})") from error
+            raise refusal(path, refused_pickle(error)) from error
 
     @override
     def remove_checkpoint(self, path: str | Path) -> None:
@@ -148,7 +149,7 @@ def check_content(path: str | Path, option: str = "ckpt_path") -> None:
     try:
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # of an archive that torch did not write
-        raise refusal(path, f"cannot be loaded ({str(error).splitlines()[0]})", option) from error
+        raise refusal(path, refused_pickle(error), option) from error
     if not isinstance(content, dict) or not isinstance(content.get("state_dict"), dict) or _VERSION not in content:
         raise refusal(path, "was not written by `longce fit`: it has no weights with a version", option)
 
@@ -223,7 +224,7 @@ def _fault(path: Path, resume: bool = True, content: bool = True) -> str | None:
     try:
         loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)  # leaves the tensors on disk
     except (pickle.UnpicklingError, RuntimeError, OSError) as error:
-        return f"cannot be loaded ({str(error).splitlines()[0]})"
+        return refused_pickle(error)
     if not isinstance(loaded, dict) or not isinstance(loaded.get("state_dict"), dict):
         return "was not written by `longce fit`"
     return None if "optimizer_states" in loaded else "holds weights alone, from which training cannot go on"

@@ -4,6 +4,7 @@ import contextlib
 import difflib
 import importlib.util
 import logging
+import pickle
 from typing import Any, Literal, TypeGuard
 
 import torch
@@ -17,6 +18,7 @@ from transformers import (
 from lightning_modules.adapters import add_adapters, quantization_config
 from lightning_modules.attention import register_document_attention
 from lightning_modules.backbone import Backbone
+from lightning_modules.checkpoint_pickles import refused_pickle
 from lightning_modules.checkpointing import Checkpointing, enable_checkpointing
 from lightning_modules.context_extension import ContextExtension, extend_config
 from lightning_modules.functional.head_kernels import HeadKernel, check_installed
@@ -238,6 +240,11 @@ def _load_weights(
         )
     except (ValueError, MemoryError, torch.OutOfMemoryError):
         raise
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"The weights of '{path}' cannot be used: a file {refused_pickle(error)}."
+            " Name a model with .safetensors files."
+        ) from error
     except Exception as error:  # of a wrong config transformers raises whatever it stumbles over
         if "mismatched" in str(error):
             error = ValueError("tensors have other shapes than its config asks for, see the table above")

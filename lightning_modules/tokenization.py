@@ -14,6 +14,7 @@ from tokenizers.processors import PostProcessor
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
+from lightning_modules.slow_tokenizers import SlowBackend
 
 
 def load_tokenizer(
@@ -42,11 +43,8 @@ def load_tokenizer(
         )
     except Exception as error:  # of a damaged tokenizer.json `tokenizers` raises a bare Exception
         raise ValueError(not_loaded("tokenizer", pretrained_model_name_or_path, error)) from error
-    if not tokenizer.is_fast:
-        raise ValueError(
-            f"The tokenizer '{pretrained_model_name_or_path}' ({type(tokenizer).__name__}) gives no character offsets,"
-            " which key tokens need: use its fast version (a folder with tokenizer.json)."
-        )
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        tokenizer.backend_tokenizer = SlowBackend(tokenizer, pretrained_model_name_or_path)
     # A stored truncation would cut documents, and the first call would change what `tokenizer_hash` sees.
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()

@@ -22,6 +22,7 @@ from lightning_modules.adapters import add_adapters, check_same_scaling, frozen_
 from lightning_modules.backbone import Backbone
 from lightning_modules.checkpoint_folder import gathered, is_sharded
 from lightning_modules.checkpoint_io import check_checkpoint
+from lightning_modules.checkpoint_pickles import refused_pickle
 from lightning_modules.context_extension import extend_config
 from lightning_modules.export.facts import TrainingFacts, loading_facts
 from lightning_modules.export.folder import check_replaceable
@@ -219,8 +220,7 @@ def _load_file(file: Path) -> Any:
     try:
         return torch.load(str(file), map_location="cpu", weights_only=True, mmap=True)
     except (pickle.UnpicklingError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"is torn, or holds more than weights: {reason}") from error
+        raise ValueError(refused_pickle(error)) from error
 
 
 class _Module(nn.Module):

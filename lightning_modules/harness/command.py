@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
 
+from lightning_modules.chat_templates import check_chat_template
 from lightning_modules.files import writable_folder
 from lightning_modules.harness import Truncation, check_installed
 from lightning_modules.harness.results import Results, write_json
@@ -87,6 +88,8 @@ def harness(
     config = load_config(model, trust_remote_code=trust_remote_code)
     check_weight_files(model)
     tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
+    if chat_template:
+        check_chat_template(tokenizer)
     positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     settings = {
         "model": model_identity(model, trust_remote_code=trust_remote_code),

@@ -33,7 +33,7 @@ def _process(rank, pipe, behaviour, said):
     companions.GRACE = 0.3
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     os.dup2(said, 2)
-    trainer = SimpleNamespace(world_size=2, is_global_zero=rank == 0, strategy=Strategy(pipe))
+    trainer = SimpleNamespace(world_size=2, num_nodes=1, is_global_zero=rank == 0, strategy=Strategy(pipe))
     watch = Companions()
     watch.setup(trainer, None, "fit")
     time.sleep(0.2)

@@ -176,13 +176,6 @@ def test_cut_documents_keep_the_text_of_their_tokens(tokenizer):
     assert len(document["text"][0]) == document["offsets"][0, -1, 1]
 
 
-def test_slow_tokenizers_are_refused(tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "t5"}')
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "ByT5Tokenizer"}')
-    with pytest.raises(ValueError, match="offsets"):
-        load_tokenizer(str(tmp_path))
-
-
 def test_key_tokens_only_cost_less_and_never_pass_for_more(model_dir, tmp_path, monkeypatch):
     calls = []
     original = evaluator_module.score_text
