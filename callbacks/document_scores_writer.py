@@ -33,6 +33,7 @@ from lightning_modules.score_shards import SUCCESS, ScoreShards, Written, check_
 from lightning_modules.score_table import ScoreTable, TokenType, clashes, counts
 from lightning_modules.scored_corpus import Delivered, ScoredCorpus
 from lightning_modules.token_scores import TokenScores
+from lightning_modules.utilities.identity import content_hash
 
 _SHARD_TOKENS = 2**24  # about 200 MB with values for each token
 _NAMED = 3  # files that a message tells of
@@ -117,7 +118,7 @@ class DocumentScoresWriter(Callback):
         self._settings = {
             **pl_module.scoring_settings(),
             **corpus.scoring_settings(),
-            "checkpoint": _checkpoint_version(trainer.ckpt_path),
+            **self._weights(trainer, pl_module),
             "precision": str(trainer.precision),
             **self.statistics,
             "per_token": self.per_token and f"{self.per_token}, null where there is no value",  # once 0
@@ -132,6 +133,12 @@ class DocumentScoresWriter(Callback):
             self._lock = RunLock(self.shards.folder.local)
         if self._lock is not None:
             self._lock.join()
+
+    def _weights(self, trainer: Trainer, pl_module: EvaluationSteps) -> dict[str, Any]:
+        """Identities of the model and of the checkpoint that gives its weights, a file or a folder."""
+        path = trainer.ckpt_path
+        checkpoint = None if path is None else f"sha256:{content_hash(Path(path))}"
+        return {"model": pl_module.scoring_settings()["model"], "checkpoint": checkpoint}
 
     def _refusal(self) -> str | None:
         """In the first process, why these documents cannot be scored into the folder."""
@@ -149,6 +156,8 @@ class DocumentScoresWriter(Callback):
     @override
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(pl_module, EvaluationSteps)
+        if any(self._settings[name] != found for name, found in self._weights(trainer, pl_module).items()):
+            raise ValueError("The model or checkpoint changed while it was loaded. Start again when it is complete.")
         rungs = pl_module.rungs()
         contexts = rungs.contexts if rungs is not None else ()
         self._table = ScoreTable(self._corpus.column_types, contexts, per_token=self.per_token, **self.statistics)
@@ -203,7 +212,7 @@ class DocumentScoresWriter(Callback):
             header = {
                 "settings": self._settings,
                 "source": self._corpus.source_settings(),
-                "files": {file: self._corpus.versions[file] for file in table["file"].unique().to_pylist()},
+                "files": self._corpus.versions(table["file"].unique().to_pylist()),
                 "counts": counts(table),
             }
             self.shards.write(table, header, trainer.global_rank)
@@ -228,7 +237,8 @@ class DocumentScoresWriter(Callback):
         if unreadable:
             return ValueError(
                 f"{len(unreadable)} file(s) or parts could not be read to their end, and all other documents are done:"
-                f" {'; '.join(unreadable[:_NAMED])} -- Mend these files and run the same command again."
+                f" {'; '.join(unreadable[:_NAMED])} -- Replace these files, delete the shards that have them in the"
+                " column `file`, and run the same command again."
             )
         try:
             written = self.shards.written()
@@ -309,11 +319,3 @@ def _report(found: dict[str, int], place: str) -> str:
         f" {found.get('failed', 0):,} failed (column `error`), {found.get('too_short', 0):,} too short for a short"
         f" context.{repeated}"
     )
-
-
-def _checkpoint_version(path: Any) -> str | None:
-    """Name and time of the checkpoint that gave the weights."""
-    if path is None:
-        return None
-    local = Path(path)
-    return f"{local.name} {local.stat().st_mtime_ns}" if local.exists() else str(path)

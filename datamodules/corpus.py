@@ -1,7 +1,7 @@
 """A corpus whose documents are scored, one by one, as `longce predict` does."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import PurePosixPath
 from typing import Any, Literal
 
@@ -18,7 +18,6 @@ from typing_extensions import override
 from datamodules.corpus_files import CorpusColumns, CorpusFiles, find_corpus, is_text
 from datamodules.corpus_stream import CorpusLoader, CorpusRows, CorpusStream
 from lightning_modules.batch import Origin
-from lightning_modules.score_shards import Written
 from lightning_modules.scored_corpus import Delivered, KeepsScores
 from lightning_modules.tokenization import load_tokenizer, tokenizer_hash
 
@@ -94,6 +93,7 @@ class DocumentCorpus(LightningDataModule):
         self._tokenizer: PreTrainedTokenizerFast | None = None
         self._stream: CorpusStream | None = None
         self._loader: CorpusLoader | None = None
+        self._versions: dict[str, str] = {}
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerFast:
@@ -122,7 +122,7 @@ class DocumentCorpus(LightningDataModule):
         found = self.trainer.strategy.broadcast(found) if self.trainer else found
         if isinstance(found, Exception):
             raise found
-        corpus, done = found
+        corpus, self._versions, done = found
         make_row = CorpusRows(self.tokenizer, self.add_special_tokens, self.max_tokens, self.overlong)
         rank, world_size = self._process()
         self._stream = CorpusStream(
@@ -150,10 +150,19 @@ class DocumentCorpus(LightningDataModule):
             raise RuntimeError("DocumentCorpus has not looked for its files yet: call `setup('predict')` first.")
         return self._stream
 
-    @property
-    def versions(self) -> Mapping[str, str]:
-        """Size and version of each file, by its name."""
-        return self.stream.corpus.versions
+    def versions(self, files: Iterable[str]) -> dict[str, str]:
+        """Identity of the content of some files by their names, as it was when this run began.
+
+        Raises:
+            ValueError: If one has changed since.
+        """
+        found = self.stream.corpus.versions(files)
+        if changed := sorted(name for name, version in found.items() if self._versions[name] != version):
+            raise ValueError(
+                f"{len(changed)} file(s) changed while their documents were scored, such as {changed[:_NAMED]}. Delete"
+                " the shards that have them in the column `file`, if any, and start again when nothing writes to them."
+            )
+        return found
 
     @property
     def column_types(self) -> Mapping[str, pyarrow.DataType]:
@@ -188,51 +197,60 @@ class DocumentCorpus(LightningDataModule):
         """What this process has had so far."""
         return Delivered(0, False, []) if self._loader is None else self._loader.delivered()
 
-    def documents(self, rows: Mapping[str, NDArray[np.int64]]) -> Iterator[tuple[Origin, str]]:
+    def documents(
+        self, rows: Mapping[str, NDArray[np.int64]], versions: Mapping[str, str]
+    ) -> Iterator[tuple[Origin, str]]:
         """Origin and whole text of some documents, file after file, as they are read.
 
         Args:
             rows: Ascending row numbers by the name of the file.
+            versions: Identities of the files' content when the documents were scored, by name.
 
         Raises:
-            ValueError: If a file is not there, or cannot be read.
+            ValueError: If a file is not there, has changed, or cannot be read.
         """
         corpus = find_corpus(self.files, self.column_names, lenient=True)
         if missing := sorted(set(rows) - set(corpus.names)):
             raise ValueError(f"There is no '{missing[0]}' in {', '.join(self.files)}: name the files that were scored.")
+        _check_unchanged({name: versions[name] for name in rows}, corpus.versions(rows))
         for part in corpus.parts:
             if (numbers := rows.get(corpus.names[part.file])) is not None:
                 yield from corpus.read(part, frozenset(numbers.tolist()).__contains__)
 
-    def _found(self) -> tuple[CorpusFiles, Mapping[str, NDArray[np.int64]]]:
-        """The files, and the rows of them that are done."""
+    def _found(self) -> tuple[CorpusFiles, dict[str, str], Mapping[str, NDArray[np.int64]]]:
+        """The files, the identity of their content, and the rows of them that are done."""
         corpus = find_corpus(self.files, self.column_names, lenient=self.allowed_failures == 1)
+        versions = corpus.versions()
         keepers = [each for each in self.trainer.callbacks if isinstance(each, KeepsScores)] if self.trainer else []  # type: ignore[attr-defined]
         if len(keepers) > 1:
             raise ValueError("Several callbacks keep scores, and may know different documents: leave one of them.")
         done = {}
         for keeper in keepers:
             written = keeper.written()
-            _check_versions(written, corpus.versions)
+            _check_versions(written.versions, versions)
             done = written.rows
-        return corpus, done
+        return corpus, versions, done
 
     def _process(self) -> tuple[int, int]:
         """Rank of this process and number of processes."""
         return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
 
 
-def _check_versions(written: Written, versions: Mapping[str, str]) -> None:
+def _check_versions(written: Mapping[str, str], versions: Mapping[str, str]) -> None:
     """Raise a ``ValueError`` if rows that are done are those of other files than the ones that are there."""
-    if missing := sorted(set(written.versions) - set(versions)):
+    if missing := sorted(set(written) - set(versions)):
         raise ValueError(
             f"Documents of {len(missing)} file(s) that are not in `files` have been scored already, such as"
             f" {missing[:_NAMED]}: name these files, too, by the same folders or patterns, or write to another folder."
         )
-    changed = sorted(name for name, version in written.versions.items() if versions[name] != version)
+    _check_unchanged(written, versions)
+
+
+def _check_unchanged(written: Mapping[str, str], versions: Mapping[str, str]) -> None:
+    changed = sorted(name for name, version in written.items() if versions[name] != version)
     if changed:
         raise ValueError(
-            f"{len(changed)} file(s) have changed since documents of them were scored, such as {changed[:_NAMED]}:"
-            " restore them; or delete the shards that have them in the column `file`, of which all documents are then"
-            " scored again; or write to another folder."
+            f"{len(changed)} file(s) have changed since documents of them were scored, such as {changed[:_NAMED]}, or"
+            " were scored before files were identified by their content: restore them; or delete the shards that have"
+            " them in the column `file`, of which all documents are then scored again; or write to another folder."
         )

@@ -12,7 +12,7 @@ import pyarrow
 from fsspec.core import url_to_fs
 
 from datamodules.corpus_sample import bytes_per_line
-from datamodules.locations import JSON_LINES, PARQUET, File, RemoteFile, file_size, file_version, find_files, is_url
+from datamodules.locations import JSON_LINES, PARQUET, File, RemoteFile, file_identities, file_size, find_files, is_url
 from datamodules.parquet import BATCH_ROWS, is_null, opened_table
 from datamodules.sources import (
     LARGEST_DOCUMENT,
@@ -74,7 +74,6 @@ class CorpusFiles:
         parts: What they consist of, in order.
         columns: Which columns are read.
         column_types: Types of `CorpusColumns.others`; of JSON lines, text as it is and all else as JSON.
-        versions: Size and version of each file, by name.
     """
 
     files: tuple[File, ...]
@@ -82,7 +81,12 @@ class CorpusFiles:
     parts: tuple[Part, ...]
     columns: CorpusColumns
     column_types: dict[str, pyarrow.DataType]
-    versions: dict[str, str]
+
+    def versions(self, names: Iterable[str] | None = None) -> dict[str, str]:
+        """Identify the content of some files, by default of all; local ones are hashed (`file_identities`)."""
+        files = dict(zip(self.names, self.files, strict=True))
+        chosen = list(files if names is None else names)
+        return dict(zip(chosen, file_identities(files[name] for name in chosen), strict=True))
 
     def read(self, part: Part, wanted: Callable[[int], bool]) -> Iterator[tuple[Origin, str]]:
         """The documents of a part.
@@ -205,7 +209,6 @@ def find_corpus(paths: Sequence[str], columns: CorpusColumns, *, lenient: bool =
         tuple(_counted(part, line_size) for parts, _ in found for part in parts),
         columns,
         {column: types.get(column, pyarrow.string()) for column in columns.others},
-        {name: file_version(file) for name, file in named.items()},
     )
 
 

@@ -45,7 +45,7 @@ class ParquetFiles:
             raise NoDocumentError(no_document(self.where, self.files))
 
     def fingerprint(self) -> str:
-        """Names, sizes and modification times of the files, and which documents are taken."""
+        """Content and order of the files, and which documents are taken."""
         return f"parquet {files_fingerprint(self.files)} {self.text_column} {self.where}"
 
     def _records(self, file: File) -> Iterator[dict[str, Any]]:

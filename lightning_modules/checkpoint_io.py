@@ -5,7 +5,6 @@ import functools
 import logging
 import pickle
 import shutil
-import stat
 import time
 import zipfile
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from typing_extensions import override
 from lightning_modules.checkpoint_folder import CheckpointError, damage_found_together, damage_of_folder
 from lightning_modules.checkpoint_pickles import refused_pickle
 from lightning_modules.files import BUILDING, atomic_file, remove_folder
+from lightning_modules.utilities.identity import file_state
 
 ABANDONED = 3600
 """Seconds without a change after which an unfinished checkpoint counts as left by a process that was killed."""
@@ -192,16 +192,14 @@ def damage(path: Path, *, content: bool = True) -> str | None:
     if path.is_dir():
         return damage_of_folder(path)
     try:
-        status = path.stat()
-    except (OSError, ValueError):  # ValueError: a NUL in the name
-        return "does not exist"
-    if not stat.S_ISREG(status.st_mode):
-        return "is no file"
-    return _damage(path, status.st_size, status.st_mtime_ns, content)
+        state = tuple(file_state(path))
+    except ValueError:
+        return "is no file" if path.exists() else "does not exist"
+    return _damage(path, state, content)
 
 
 @functools.cache
-def _damage(path: Path, _size: int, _changed: int, content: bool) -> str | None:
+def _damage(path: Path, _state: tuple[int, ...], content: bool) -> str | None:
     try:
         with zipfile.ZipFile(path) as archive:
             record = archive.testzip() if content else None

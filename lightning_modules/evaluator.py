@@ -16,7 +16,8 @@ from lightning_modules.batch import PackedBatch, batch_to, unscored_token
 from lightning_modules.files import default_cache_dir, writable_folder
 from lightning_modules.functional import LikeliestTokens
 from lightning_modules.functional.windows import check_context
-from lightning_modules.loading import DType, load_backbone, load_config, model_identity
+from lightning_modules.loading import DType, load_backbone, load_config
+from lightning_modules.model_identity import check_same_model, model_identity
 from lightning_modules.probe import check_scoring
 from lightning_modules.sharding import load_sharded_backbone, world_mesh
 from lightning_modules.token_scores import FORMAT, TokenScores, text_sha256
@@ -129,13 +130,9 @@ class Evaluator:
             trust_remote_code=trust_remote_code,
             trimmed_offsets=trimmed_offsets,
         )
-        self.identity = model_identity(pretrained_model_name_or_path, revision, trust_remote_code=trust_remote_code)
-        self._settings: dict[str, Any] = {
-            "revision": revision,
-            "dtype": dtype,
-            "attn_implementation": attn_implementation,
-            "trust_remote_code": trust_remote_code,
-        }
+        self._source: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+        self.identity = model_identity(pretrained_model_name_or_path, **self._source)
+        self._settings: dict[str, Any] = {"dtype": dtype, "attn_implementation": attn_implementation, **self._source}
         self._scores: dict[str, TokenScores] = {}
         self._backbone: Backbone | None = None
 
@@ -280,8 +277,10 @@ class Evaluator:
         if self._backbone is None:
             log.info("Loading the evaluator '%s'.", self.name)
             with torch.inference_mode(mode=torch.is_inference_mode_enabled() and not self.sharded):
-                self._backbone = self._load(device).eval().requires_grad_(False)
-                check_scoring(self._backbone)
+                backbone = self._load(device).eval().requires_grad_(False)
+                check_scoring(backbone)
+            check_same_model(self.identity, self.name, **self._source)
+            self._backbone = backbone
         return self._backbone
 
     def _load(self, device: torch.device | str) -> Backbone:

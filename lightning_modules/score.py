@@ -18,9 +18,10 @@ from lightning_modules.evaluator import Evaluator
 from lightning_modules.files import writable_folder, write_atomically
 from lightning_modules.functional.influence import check_thresholds
 from lightning_modules.functional.windows import check_context
-from lightning_modules.loading import DType, load_backbone, load_config, model_identity
+from lightning_modules.loading import DType, load_backbone, load_config
 from lightning_modules.metrics import LongPerplexity
 from lightning_modules.model_checks import check_weight_files
+from lightning_modules.model_identity import model_identity
 from lightning_modules.probe import check_scoring
 from lightning_modules.report_blocks import plain
 from lightning_modules.scoring.key_tokens import (

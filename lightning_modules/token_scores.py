@@ -27,7 +27,7 @@ class TokenScores:
 
     Attributes:
         text_sha256: Hash of the document's UTF-8 text.
-        evaluator: Identity of the model that scored it (`lightning_modules.loading.model_identity`).
+        evaluator: Identity of the model that scored it (`lightning_modules.model_identity`).
         context_length: Length K of the shortest short context, in tokens.
         stride: Number d of tokens that shared one window.
         token_ids: ``[N]`` int64 tokens of the document, as the evaluator's tokenizer makes them.

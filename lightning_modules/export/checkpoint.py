@@ -18,7 +18,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from lightning_modules.adapters import add_adapters, check_same_scaling, frozen_fingerprint, trained_state
+from lightning_modules.adapters import add_adapters, check_same_scaling, frozen_fingerprint, same_frozen, trained_state
 from lightning_modules.backbone import Backbone
 from lightning_modules.checkpoint_folder import gathered, is_sharded
 from lightning_modules.checkpoint_io import check_checkpoint
@@ -260,7 +260,7 @@ def _load_base(facts: TrainingFacts, fingerprint: str) -> Backbone:
         dtype=facts.dtype,
         lora=facts.lora,
     )
-    if frozen_fingerprint(_Module(backbone)) != fingerprint:
+    if not same_frozen(fingerprint, frozen_fingerprint(_Module(backbone))):
         raise ValueError(
             f"The checkpoint's adapters were trained on other weights than those of '{facts.base_model}' now: export"
             " where that model is as it was, or with `--adapters kept`."

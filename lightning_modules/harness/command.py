@@ -13,8 +13,9 @@ from lightning_modules.chat_templates import check_chat_template
 from lightning_modules.files import writable_folder
 from lightning_modules.harness import Truncation, check_installed
 from lightning_modules.harness.results import Results, write_json
-from lightning_modules.loading import DType, load_backbone, load_config, model_identity
+from lightning_modules.loading import DType, load_backbone, load_config
 from lightning_modules.model_checks import check_weight_files
+from lightning_modules.model_identity import model_identity
 from lightning_modules.probe import check_scoring
 from lightning_modules.score import find_device
 from lightning_modules.tokenization import load_tokenizer

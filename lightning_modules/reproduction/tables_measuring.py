@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.evaluator import Evaluator
 from lightning_modules.functional import span_token_mask
-from lightning_modules.loading import model_identity
+from lightning_modules.model_identity import model_identity
 from lightning_modules.reproduction.tables import NamedModel
 from lightning_modules.reproduction.tables_ngrams import repeated_ngram_spans
 from lightning_modules.reproduction.tables_results import ITSELF, DocumentResult, Result, reason

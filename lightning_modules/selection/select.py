@@ -228,7 +228,7 @@ class Chooser:
         files_there = codes.dictionary.take(codes.indices.take(pyarrow.array(starts))).to_pylist()
         rows = dict(zip(files_there, np.split(table["row"].to_numpy(), starts[1:]), strict=True))
         first = dict(zip(files_there, starts.tolist(), strict=True))
-        for origin, text in corpus.documents(rows):
+        for origin, text in corpus.documents(rows, self.shards.written().versions):
             place = first[origin.file] + int(np.searchsorted(rows[origin.file], origin.row))
             row = table.slice(place, 1).to_pylist()[0]
             if origin.error is not None or origin.key != row["key"]:

@@ -4,11 +4,13 @@ import json
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow
@@ -33,7 +35,7 @@ from lightning_modules.score_shards import SUCCESS, ScoreShards
 from lightning_modules.scored_corpus import Delivered
 from lightning_modules.token_scores import text_sha256
 from lightning_modules.tokenization import encode_document, load_tokenizer
-from tests.conftest import make_text
+from tests.conftest import make_text, tiny_model
 
 ROOT = Path(__file__).parents[2]
 LENGTHS = [1, 30, 4, 60, 12, 45]
@@ -52,7 +54,8 @@ def documents(tmp_path):
 def run(tmp_path, documents, model_dir):
     def run(output=None, callbacks=None, trainer=(), data=(), model=(), writer=()):
         writers = [DocumentScoresWriter(str(output or tmp_path / "out"), **{**THRESHOLDS, **dict(writer)})]
-        module = LongContextLM(str(model_dir), **{"context_length": 16, "stride": 8, **dict(model)})
+        settings = {"pretrained_model_name_or_path": str(model_dir), "context_length": 16, "stride": 8, **dict(model)}
+        module = LongContextLM(**settings)
         settings = {"key_column": "id", "columns": ["n"], "num_workers": 0, **dict(data)}
         settings["files"] = settings.get("files", str(documents))
         Trainer(
@@ -247,13 +250,80 @@ def test_a_damaged_file_ends_in_an_error_when_all_else_is_done(run, documents, t
         run()
     assert [row["row"] for row in rows(tmp_path / "out")] == [0, 1, 2, 3]
     assert not (tmp_path / "out" / SUCCESS).exists()
-    stamp = os.stat(documents / "a.parquet")
     (documents / "a.parquet").write_bytes(content)
     with pytest.raises(ValueError, match="have changed since"):
         run()
-    os.utime(documents / "a.parquet", ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+    for shard in (tmp_path / "out").glob("part-*.parquet"):
+        if "a.parquet" in pyarrow.parquet.read_table(shard)["file"].to_pylist():
+            shard.unlink()
     run()
     assert success(tmp_path / "out")["documents"] == 6
+
+
+@pytest.mark.parametrize("attack", ["edit", "edit while it is scored", "touch", "copy"])
+def test_scores_belong_to_the_content_of_files(run, tmp_path, monkeypatch, attack):
+    file = tmp_path / "lines" / "b.jsonl"
+    file.parent.mkdir()
+    file.write_text("".join(json.dumps({"id": n, "text": make_text(30, n), "n": n}) + "\n" for n in range(2)))
+    before = file.stat()
+
+    def edit():
+        file.write_bytes(file.read_bytes().replace(b'"n": 1', b'"n": 7'))
+        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+    settings = {"data": {"files": str(file.parent)}}
+    if attack == "edit while it is scored":
+        end = DocumentScoresWriter.on_predict_end
+        monkeypatch.setattr(DocumentScoresWriter, "on_predict_end", lambda *args: (edit(), end(*args)))
+        with pytest.raises(ValueError, match=r"1 file\(s\) changed while their documents were scored, such as \['b"):
+            run(**settings)
+        assert not ScoreShards(str(tmp_path / "out")).names()
+        return
+    run(**settings)
+    if attack == "edit":
+        edit()
+        with pytest.raises(ValueError, match=r"have changed since .*'b\.jsonl'"):
+            run(**settings)
+    else:
+        shutil.copyfile(file, tmp_path / "copy")
+        (tmp_path / "copy").replace(file) if attack == "copy" else os.utime(file, (1, 1))
+        run(**settings)
+        assert success(tmp_path / "out")["documents"] == 2
+
+
+def test_scores_belong_to_the_content_of_the_checkpoint(tmp_path):
+    names, found = ("a.ckpt", "copy/a.ckpt", "other/a.ckpt"), []
+    model = SimpleNamespace(scoring_settings=lambda: {"model": "x"})
+    for name, content in zip(names, (b"one", b"one", b"two"), strict=True):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content)
+        os.utime(path, (1, 1))
+        found.append(DocumentScoresWriter("x")._weights(SimpleNamespace(ckpt_path=str(path)), model))
+    assert found[0] == found[1] != found[2]
+
+
+def test_scores_belong_to_the_content_of_a_bare_config(tmp_path, model_dir):
+    config, found = tmp_path / "config.json", []
+    for content in ("1e-06", "1e-02", "1e-06"):
+        config.write_text((model_dir / "config.json").read_text().replace("1e-06", content))
+        os.utime(config, (1, 1))
+        found.append(LongContextLM(str(config), context_length=16, stride=8).scoring_settings()["model"])
+    assert found[0] == found[2] != found[1]
+
+
+def test_a_model_that_changes_while_it_is_loaded_is_refused(run, tmp_path, model_dir, monkeypatch):
+    folder = shutil.copytree(model_dir, tmp_path / "model")
+    load = LongContextLM.configure_model
+
+    def exported_meanwhile(self):
+        load(self)
+        tiny_model("llama", self.backbone.base_model.config.vocab_size, seed=9).save_pretrained(folder)
+
+    monkeypatch.setattr(LongContextLM, "configure_model", exported_meanwhile)
+    with pytest.raises(ValueError, match=r"changed while it was loaded\. Start again"):
+        run(model={"pretrained_model_name_or_path": str(folder)})
+    assert not ScoreShards(str(tmp_path / "out")).names()
 
 
 def test_what_is_scored_is_kept_when_a_run_is_stopped(run, tmp_path, monkeypatch):

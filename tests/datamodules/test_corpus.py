@@ -222,7 +222,7 @@ def test_lines_are_counted_by_their_length(tmp_path, word_tokenizer):
         write_lines(tmp_path / f"{number}.jsonl", *({"text": "a" * 40} for _ in range(100)))
     (tmp_path / "t.txt").write_text("a")
     corpus = DocumentCorpus(str(tmp_path), tokenizer=word_tokenizer, num_workers=0)
-    versions = find_corpus(corpus.files, COLUMNS).versions
+    versions = find_corpus(corpus.files, COLUMNS).versions()
     done = {"3.jsonl": np.arange(60), "t.txt": np.array([0])}
     written = Written(done, {name: versions[name] for name in done}, {}, {}, 1)
     attached(corpus, Keeper(written)).setup("predict")
@@ -352,7 +352,7 @@ def test_each_document_comes_once_to_one_process(folder, word_tokenizer, world_s
 
 def test_what_is_done_is_left_out_before_it_is_tokenised(folder, word_tokenizer, monkeypatch):
     corpus = DocumentCorpus(f"{folder}/**/*.*", tokenizer=word_tokenizer, num_workers=0)
-    versions = find_corpus(corpus.files, COLUMNS).versions
+    versions = find_corpus(corpus.files, COLUMNS).versions()
     done = {"web/a.parquet": np.array([0, 1, 2, 4]), "b.jsonl": np.array([2]), "t.txt": np.array([0])}
     written = Written(done, {name: versions[name] for name in done}, {}, {}, 1)
     attached(corpus, object(), Keeper(written)).setup("predict")

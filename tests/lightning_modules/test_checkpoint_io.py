@@ -197,6 +197,16 @@ def test_several_processes_read_it_once_together(tmp_path):
     run_distributed(load_and_count, whole, damaged)
 
 
+def test_a_file_that_is_damaged_after_it_was_read_is_noticed_though_its_time_is_the_old_one(tmp_path):
+    path = save(tmp_path / "a.ckpt", age=10)
+    assert damage(path) is None
+    before, content = path.stat(), bytearray(path.read_bytes())
+    content[content.index(STATE["state_dict"]["weight"].numpy().tobytes()) + 40] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert "is damaged" in damage(path)
+
+
 def test_a_whole_file_is_read_once(tmp_path, monkeypatch):
     path = save(tmp_path / "a.ckpt")
     read, testzip = [], checkpoint_io.zipfile.ZipFile.testzip

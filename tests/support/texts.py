@@ -53,26 +53,31 @@ def _byte_level(*, trim=False, roberta=False, split=None):
     return _fast(tokenizer, bos_token="<s>", eos_token="</s>")
 
 
+def _known_words():
+    """Words and letters in a fixed order: the trainers of these two kinds give another vocabulary in each process."""
+    words = sorted({word for words in WORDS.values() for word in words[::2]})
+    return words, sorted({letter for word in words for letter in word})
+
+
 def _word_piece():
-    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    words, letters = _known_words()
+    vocabulary = ["[UNK]", "[CLS]", "[SEP]", *letters, *(f"##{letter}" for letter in letters), *words]
+    numbers = {piece: number for number, piece in enumerate(dict.fromkeys(vocabulary))}
+    tokenizer = Tokenizer(models.WordPiece(numbers, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
-    trainer = trainers.WordPieceTrainer(vocab_size=400, special_tokens=["[UNK]", "[CLS]", "[SEP]"], show_progress=False)
-    tokenizer.train_from_iterator(_corpus(), trainer)
     tokenizer.post_processor = processors.BertProcessing(("[SEP]", 2), ("[CLS]", 1))
     return _fast(tokenizer, unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]")
 
 
 def _unigram():
-    tokenizer = Tokenizer(models.Unigram())
+    words, letters = _known_words()
+    pieces = dict.fromkeys(["<unk>", "</s>", "▁", *letters, *(f"▁{word}" for word in words)])
+    tokenizer = Tokenizer(models.Unigram([(piece, -10.0 / len(piece)) for piece in pieces], unk_id=0))
     tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")])
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
-    trainer = trainers.UnigramTrainer(
-        vocab_size=300, special_tokens=["<unk>", "</s>"], unk_token="<unk>", show_progress=False
-    )
-    tokenizer.train_from_iterator(_corpus(), trainer)
     tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
     return _fast(tokenizer, unk_token="<unk>", eos_token="</s>")
 
@@ -83,9 +88,7 @@ def _byte_fallback():
     trained = Tokenizer(models.BPE(unk_token="<unk>"))
     trained.normalizer = normalizer
     special = ["<unk>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    trainer = trainers.BpeTrainer(
-        vocab_size=560, special_tokens=special, max_token_length=8, limit_alphabet=70, show_progress=False
-    )
+    trainer = trainers.BpeTrainer(vocab_size=560, special_tokens=special, max_token_length=8, show_progress=False)
     trained.train_from_iterator(_corpus(), trainer)
     state = trained.model.__getstate__()
     model = models.BPE.__new__(models.BPE)

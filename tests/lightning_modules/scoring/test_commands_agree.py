@@ -117,7 +117,7 @@ def test_the_rule_of_the_authors_in_score_and_validation(folders, tmp_path, capl
     assert "share a character" in caplog.text
     callback = ExternalEvaluator(folders["byte_fallback"], **rule)
     data = type("Data", (), {"tokenizer_name": model, "tokenizer_revision": None})
-    callback.setup(type("Trainer", (), {"datamodule": data}), None, "validate")
+    callback.setup(type("Trainer", (), {"datamodule": data, "callbacks": [callback]}), None, "validate")
     document = encode_document(text, load_tokenizer(model))
     mask, _, alignment = callback.influence(document, 0, torch.device("cpu"))
     assert alignment == by_score["alignment"] == "authors"
@@ -125,6 +125,6 @@ def test_the_rule_of_the_authors_in_score_and_validation(folders, tmp_path, capl
     paper = score(str(tmp_path / "document.txt"), model, folders["byte_fallback"], **{**rule, "key_tokens": "paper"})
     assert paper["key_tokens"] != by_score["key_tokens"]
     with pytest.raises(ValueError, match="needs a data module with a `tokenizer_name`"):
-        callback.setup(type("Trainer", (), {"datamodule": None}), None, "validate")
+        callback.setup(type("Trainer", (), {"datamodule": None, "callbacks": [callback]}), None, "validate")
     with pytest.raises(ValueError, match="not made of the tokens"):
         callback.influence({**document, "input_ids": document["input_ids"] + 1}, 0, torch.device("cpu"))

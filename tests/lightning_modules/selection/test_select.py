@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from datamodules import DocumentCorpus, MixtureDataModule, TextDataModule
+from datamodules.corpus_files import find_corpus
 from lightning_modules.batch import Origin
 from lightning_modules.cli import main
 from lightning_modules.prediction import Failed
@@ -34,6 +35,7 @@ def scored(tmp_path):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(files["x/a.parquet"]), corpus / "x" / "a.parquet")
     (corpus / "x" / "b.jsonl").write_text("\n".join(map(json.dumps, files["x/b.jsonl"])))
     module = DocumentCorpus([str(corpus)], key_column="id", columns=["source"])
+    versions = find_corpus(module.files, module.column_names).versions()
     shards = ScoreShards(str(tmp_path / "scores"))
     table = ScoreTable(TYPES, CONTEXTS, per_token="float16")
     order = np.random.default_rng(0).permutation(24)
@@ -43,7 +45,8 @@ def scored(tmp_path):
         scores = make_scores(12 + number, number, rungs=(CONTEXTS[: 1 + number % 2], 3))
         table.add(origin, Failed("broken") if number == 5 else scores)
         if place % 8 == 7:
-            header = {"settings": {}, "source": module.source_settings(), "files": {}, "counts": counts(table.table())}
+            header = {"settings": {}, "source": module.source_settings(), "files": versions}
+            header["counts"] = counts(table.table())
             shards.write(table.table(), header, 0)
             table.clear()
     return tmp_path
@@ -173,12 +176,9 @@ def test_documents_that_are_elsewhere_or_others(scored):
     moved = [str(scored / "moved")]
     select(str(scored / "scores"), output=str(scored / "docs.jsonl"), files=moved[0])
     assert len((scored / "docs.jsonl").read_text().splitlines()) == 23
-    lines = (scored / "moved" / "x" / "b.jsonl").read_text().splitlines()
-    (scored / "moved" / "x" / "b.jsonl").write_text("\n".join(lines[1:]))
-    with pytest.raises(ValueError, match=r"Row 0 of 'x/b.jsonl' is not the document"):
-        select(str(scored / "scores"), output=str(scored / "docs.jsonl"), files=moved)
-    (scored / "moved" / "x" / "b.jsonl").write_text("\n".join(lines[:-1]))
-    with pytest.raises(ValueError, match="1 of the 23 documents are not there"):
+    changed = scored / "moved" / "x" / "b.jsonl"
+    changed.write_text(changed.read_text().replace("text 20", "text 02"))
+    with pytest.raises(ValueError, match=r"1 file\(s\) have changed since .*'x/b\.jsonl'"):
         select(str(scored / "scores"), output=str(scored / "docs.jsonl"), files=moved)
     assert len((scored / "docs.jsonl").read_text().splitlines()) == 23, "the earlier file stays"
 
