@@ -125,7 +125,7 @@ class DocumentScoresWriter(Callback):
         elif self.shards.folder.local is not None:
             self._lock = RunLock(self.shards.folder.local)
         if self._lock is not None:
-            self._lock.join()
+            self._lock.join(trainer.global_rank)
 
     def _refusal(self) -> str | None:
         """In the first process, why these documents cannot be scored into the folder."""
