@@ -22,6 +22,8 @@ def at_checkpoint_step(trainer: Trainer, checkpoint: Path) -> None:
     loops = {} if (checkpoint / "latest").exists() else contents(checkpoint).get("loops", {})
     if "fit_loop" in loops:
         trainer.fit_loop.load_state_dict(loops["fit_loop"])
+        # Lightning's count for loggers is one behind when a checkpoint is saved.
+        trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
 
 
 def place_evaluation(trainer: Trainer, command: str, checkpoint: Path | None, config: str, *, numbered: bool) -> None:
