@@ -261,6 +261,13 @@ def test_only_unfinished_checkpoints_are_removed(tmp_path):
     assert sorted(tmp_path.iterdir()) == sorted(kept)
 
 
+def test_the_log_says_where_times_disagree_with_steps(tmp_path, caplog):
+    newest = save(tmp_path / "step-2.ckpt", age=10)
+    save(tmp_path / "step-1.ckpt")
+    assert newest_checkpoint(tmp_path) == newest
+    assert "The step decides" in caplog.text
+
+
 class Evil:
     def __init__(self, marker):
         self.marker = marker
