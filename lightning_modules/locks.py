@@ -25,6 +25,7 @@ HEARTBEAT = 2.0
 """Seconds between two touches."""
 
 _SUFFIX = ".lock"
+_POLL = 0.05
 
 _log = logging.getLogger(__name__)
 
@@ -66,21 +67,21 @@ def _remove_unfinished(target: Path) -> None:
 
 
 class RunLock:
-    """A folder that the processes of one run write to; the next run begins when the last of them has ended.
+    """Folders that the processes of one run write to; the next run begins when the last of them has ended.
 
     The first process keeps other runs out. Every other process holds a lock of its own: after a kill of the first one
     the others live for some seconds, and may still write.
 
     Args:
-        folder: A local folder that exists and is writable.
+        folders: Local folders that exist and are writable.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._lease: SoftFileLease | None = None
+    def __init__(self, *folders: Path) -> None:
+        self._folders = folders
+        self._leases: list[SoftFileLease] = []
 
     def begin(self, patience: float = LEASE + 30) -> None:
-        """Take the folder, in the first process of a run.
+        """Take the folders, in the first process of a run.
 
         A live holder is refused within seconds. What may have died elsewhere, and the other processes of a run whose
         first one died, are waited for.
@@ -89,84 +90,97 @@ class RunLock:
             patience: Seconds to wait.
 
         Raises:
-            ValueError: If another run is using the folder; the message names its process.
+            ValueError: If another run is using a folder; the message names its process.
         """
-        self._take(self._path(0), patience, refuse_live=True)
         try:
-            for path in self._folder.glob(self._path("*").name):
-                if path != self._path(0):
-                    RunLock(self._folder)._outlive(path, patience)
+            own = self._paths(0)
+            self._take(own, patience, refuse_live=True)
+            others = [path for folder in self._folders for path in folder.glob(_rank_file("*")) if path not in own]
+            leftovers = RunLock()
+            try:
+                leftovers._take(others, patience, refuse_live=False)
+            finally:
+                leftovers.leave()
         except BaseException:
             self.leave()
             raise
 
     def join(self, rank: int) -> None:
         """Take part in the run, in every process, once the first one has begun."""
-        if rank > 0 and self._lease is None:
-            self._take(self._path(rank), LEASE + 30, refuse_live=False)
+        if rank > 0 and not self._leases:
+            self._take(self._paths(rank), LEASE + 30, refuse_live=False)
 
     def leave(self) -> None:
         """Write nothing from now on."""
-        if self._lease is not None:
-            self._lease.release()
-            self._lease = None
+        while self._leases:
+            self._leases.pop().release()
 
-    def _path(self, rank: int | str) -> Path:
-        return self._folder / f".rank-{rank}{_SUFFIX}"
+    def _paths(self, rank: int) -> list[Path]:
+        return [folder / _rank_file(rank) for folder in self._folders]
 
-    def _outlive(self, path: Path, patience: float) -> None:
-        """Wait for a process of an earlier run."""
-        self._take(path, patience, refuse_live=False)
-        self.leave()
+    def _take(self, paths: list[Path], patience: float, *, refuse_live: bool) -> None:
+        for path in paths:
+            _remove_copy(path)
+        watches = [_Watch(_lease(path, _stop), path) for path in paths]
+        deadline = time.monotonic() + patience
+        while watches:
+            for watch in tuple(watches):
+                if watch.take():
+                    self._leases.append(watch.lease)
+                    watches.remove(watch)
+                elif (watch.lives() and refuse_live) or time.monotonic() > deadline:
+                    raise ValueError(
+                        f"'{watch.path.parent}' is in use by {_holder(watch.path)}. Wait for its end, or give this run"
+                        f" a folder of its own. If you are sure that this process is gone, delete '{watch.path}'."
+                    )
+            time.sleep(_POLL if watches else 0)
 
-    def _take(self, path: Path, patience: float, *, refuse_live: bool) -> None:
-        _remove_copy(path)
-        lease = _lease(path, self._lost)
-        live = _Watch(lease, path)
-        try:
-            lease.acquire(timeout=patience, cancel_check=lambda: live() and refuse_live)
-        except Timeout as error:
-            raise ValueError(
-                f"'{self._folder}' is in use by {_holder(path)}. Wait for its end, or give this run a folder of its"
-                f" own. If you are sure that this process is gone, delete '{path}'."
-            ) from error
-        # filelock ignores lines that it does not know. A copy of the folder has another inode.
-        with path.open("a") as file:
-            file.write(f"since={time.strftime('%Y-%m-%d %H:%M:%S %z')}\ninode={path.stat().st_ino}\n")
-        self._lease = lease
 
-    def _lost(self, compromise: LeaseCompromise) -> None:
-        """Stop before two runs write to the folder."""
-        if compromise.reason == "refresh-failed":
-            _log.warning(
-                "Cannot touch the lock of %s (%s): others may take this run for dead.", self._folder, compromise.error
-            )
-            return
-        os.write(
-            2, f"longce: error: {self._folder} was taken over by {_holder(Path(compromise.lock_file))}.\n".encode()
-        )
-        os._exit(1)
+def _rank_file(rank: int | str) -> str:
+    return f".rank-{rank}{_SUFFIX}"
+
+
+def _stop(compromise: LeaseCompromise) -> None:
+    """Stop this process before two runs write to a folder."""
+    path = Path(compromise.lock_file)
+    if compromise.reason == "refresh-failed":
+        _log.warning("Cannot touch %s (%s): others may take this run for dead.", path, compromise.error)
+        return
+    os.write(2, f"longce: error: '{path.parent}' was taken over by {_holder(path)}.\n".encode())
+    os._exit(1)
 
 
 class _Watch:
-    """Whether the holder of a lock lives, asked after each attempt to get the lock."""
+    """A lock that may have a holder."""
 
     def __init__(self, lease: SoftFileLease, path: Path) -> None:
-        self._lease = lease
-        self._path = path
+        self.lease = lease
+        self.path = path
         self._first: tuple[str | None, int] | None = None
 
-    def __call__(self) -> bool:
-        owner = self._lease.owner
+    def take(self) -> bool:
+        """Take the lock if it is free, or its holder has ended."""
+        try:
+            self.lease.acquire(timeout=0)
+        except Timeout:
+            return False
+        # filelock ignores lines that it does not know. A copy of the folder has another inode.
+        with self.path.open("a") as file:
+            file.write(f"since={time.strftime('%Y-%m-%d %H:%M:%S %z')}\ninode={self.path.stat().st_ino}\n")
+        return True
+
+    def lives(self) -> bool:
+        """Whether the holder is known to live, after an attempt to take the lock."""
+        owner = self.lease.owner
         if owner is None:
             return False
         if owner.hostname == socket.gethostname():  # the attempt would have replaced a dead process of this machine
             return True
         with suppress(FileNotFoundError):
-            beat = (owner.token, self._path.stat().st_mtime_ns)
+            beat = (owner.token, self.path.stat().st_mtime_ns)
             if self._first is None or self._first[0] != owner.token:
                 self._first = beat
-                _log.warning("%s holds %s: looking whether it lives.", _holder(self._path), self._path.parent)
+                _log.warning("%s holds %s: waiting for a sign of life.", _holder(self.path), self.path.parent)
             return beat != self._first
         return False
 

@@ -40,10 +40,10 @@ class Run:
     def __init__(self) -> None:
         self.folders: list[Path] = []
         self.id: str | None = None
-        self._locks: list[RunLock] = []
+        self._lock = RunLock()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_locks": []}  # the process that launches others keeps its locks
+        return {**vars(self), "_lock": RunLock()}  # the process that launches others keeps it
 
     def begin(self, folders: Sequence[Path]) -> None:
         """Keep other runs out, in the first process.
@@ -53,29 +53,24 @@ class Run:
         """
         self.folders = list(folders)
         try:
-            for folder in self.folders:
+            for folder in folders:
                 folder.mkdir(parents=True, exist_ok=True)
-                lock = RunLock(folder)
-                lock.begin()
-                self._locks.append(lock)
-                remove_unfinished(folder)
+            self._lock = RunLock(*folders)
+            self._lock.begin()
         except BaseException:
             self.leave()
             raise
+        for folder in folders:
+            remove_unfinished(folder)
 
     def join(self, folders: Sequence[Path], rank: int) -> None:
         """Take part, in every other process."""
-        self.folders = list(folders)
-        for folder in self.folders:
-            lock = RunLock(folder)
-            lock.join(rank)
-            self._locks.append(lock)
+        self._lock = RunLock(*folders)
+        self._lock.join(rank)
 
     def leave(self) -> None:
         """Write nothing from now on."""
-        for lock in self._locks:
-            lock.leave()
-        self._locks = []
+        self._lock.leave()
         for folder in reversed(self.folders):
             with suppress(OSError):  # of a run that was refused: empty
                 folder.rmdir()

@@ -136,6 +136,13 @@ def test_files_folders_and_links_are_removed(tmp_path):
     assert len(list(kept.iterdir())) == 2
 
 
+def test_a_folder_loses_its_name_before_its_files(tmp_path, monkeypatch):
+    folder = sharded(tmp_path / "b.ckpt")
+    monkeypatch.setattr(files.shutil, "rmtree", lambda *_, **__: None)  # as if killed there
+    CheckedCheckpointIO().remove_checkpoint(folder)
+    assert [path.name.startswith(files.BUILDING) for path in tmp_path.iterdir()] == [True]
+
+
 def test_what_is_no_file_is_no_checkpoint(tmp_path):
     assert damage(Path("/dev/zero")) == "is no file"
     assert damage(Path("a\0b")) == "does not exist"
