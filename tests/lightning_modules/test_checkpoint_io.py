@@ -198,8 +198,10 @@ def test_only_checkpoints_of_lightning_are_accepted(tmp_path, content):
 def test_an_archive_of_others_is_refused(tmp_path):
     with zipfile.ZipFile(tmp_path / "a.ckpt", "w") as archive:
         archive.writestr("a", "b")
-    with pytest.raises(ValueError, match="cannot be loaded"):
+    flip_tensor_bit(save(tmp_path / "b.ckpt"))
+    with pytest.raises(ValueError, match=r"cannot be loaded .* Name another one."):
         check_content(tmp_path / "a.ckpt")
+    (tmp_path / "b.ckpt").unlink()
     with pytest.raises(ValueError, match="cannot be loaded"):
         CheckedCheckpointIO().load_checkpoint(tmp_path / "a.ckpt")
     with pytest.raises(ValueError, match=r"a.ckpt cannot be loaded"):
@@ -212,6 +214,7 @@ def test_what_is_saved_can_be_checked_whatever_torch_was_told(tmp_path):
         path = save(tmp_path / "a.ckpt")
     finally:
         torch.serialization.set_crc32_options(True)
+    assert damage(path) is None
     flip_tensor_bit(path)
     assert "not what was written" in damage(path)
 
@@ -266,6 +269,13 @@ def test_only_unfinished_checkpoints_are_removed(tmp_path):
     kept[0].touch()
     checkpoint_io.remove_unfinished(tmp_path)
     assert sorted(tmp_path.iterdir()) == sorted(kept)
+
+
+def test_a_folder_of_two_runs_has_no_newest(tmp_path):
+    for step, run in enumerate("ab"):
+        save(tmp_path / f"step-{step}.ckpt", {**STATE, "global_step": step, "run_id": run})
+    with pytest.raises(ValueError, match="checkpoints of 2 runs"):
+        newest_checkpoint(tmp_path)
 
 
 def test_the_log_says_where_times_disagree_with_steps(tmp_path, caplog):
