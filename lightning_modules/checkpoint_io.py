@@ -210,7 +210,7 @@ def refusal(path: str | Path, problem: str, option: str = "ckpt_path", *, conten
     """An error that says what is wrong with a checkpoint, and names the newest good one beside it."""
     others = [one.path for one in find_checkpoints(Path(path).parent) if one.path.absolute() != Path(path).absolute()]
     content = content and not _several()
-    good = next((other for other in others if _fault(other, True, content) is None), None)
+    good = next((other for other in others if _fault(other, resume=True, content=content) is None), None)
     remedy = f"The newest good one beside it is {good}." if good else "Name another one."
     return ValueError(f"`{option}` '{path}' {problem}. {remedy}")
 

@@ -65,7 +65,7 @@ class Run:
 
     def join(self, folders: Sequence[Path], rank: int) -> None:
         """Take part, in every other process."""
-        self._lock = RunLock(*folders)
+        self._lock = RunLock(*(folder for folder in folders if folder.is_dir()))  # on disks that all nodes see
         self._lock.join(rank)
 
     def leave(self) -> None:

@@ -180,7 +180,7 @@ def test_the_other_processes_keep_the_run(tmp_path):
     """The first one may have died, and they may still write."""
     run = Run()
     trainer = SimpleNamespace(world_size=3, is_global_zero=False, global_rank=2)
-    trainer.strategy = SimpleNamespace(broadcast=lambda folders: [tmp_path])
+    trainer.strategy = SimpleNamespace(broadcast=lambda folders: [tmp_path, tmp_path / "of the first node"])
     member = RunMember(run)
     member.setup(trainer, None, "validate")
     assert not run.folders
