@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import math
-import pickle
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,14 +65,15 @@ def describe(path: Path) -> Candidate:
 def contents(path: Path) -> dict[str, Any]:
     """Load a checkpoint without its tensors, which stay on disk, and without running any code in it.
 
+    Returns:
+        What it holds; nothing if it is not a dictionary.
+
     Raises:
         Exception: Whatever torch raises for a file that is not a checkpoint.
     """
     file = path / REST if path.is_dir() else path
     loaded = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-    if not isinstance(loaded, dict):
-        raise pickle.UnpicklingError("no dictionary")
-    return loaded
+    return loaded if isinstance(loaded, dict) else {}
 
 
 def check_one_run(folder: Path, candidates: list[Candidate]) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import shlex
 import sys
 from collections.abc import Iterator
@@ -82,7 +83,7 @@ def check_checkpoint_folders(trainer: Trainer) -> None:
     """
     logs = [Path(logger.save_dir) for logger in trainer.loggers if logger.save_dir]
     for folder in (*_folders(trainer), *logs) if trainer.is_global_zero else ():
-        if "://" not in str(folder):
+        if not is_remote(folder):
             # Loggers choose names when training starts: it is enough that folders can be made.
             existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
             writable_folder(existing, remedy="Set `dirpath` of the checkpoint callback, or `save_dir` of the logger.")
@@ -174,8 +175,13 @@ def owned_folders(trainer: Trainer) -> list[Path]:
     named = not trainer.loggers or None not in (trainer.loggers[0].name, trainer.loggers[0].version)
     found = [run_folder(trainer)] if named else []
     found += [folder for folder in _folders(trainer) if named or folder.parent != run_folder(trainer)]
-    local = [folder.expanduser().absolute() for folder in found if "://" not in str(folder)]
+    local = [folder.expanduser().absolute() for folder in found if not is_remote(folder)]
     return [folder for folder in dict.fromkeys(local) if folder.resolve() != Path.cwd()]
+
+
+def is_remote(folder: Path) -> bool:
+    """Whether a path was an address such as ``s3://bucket``, of which `Path` keeps one slash."""
+    return re.match(r"\w+:/", str(folder)) is not None
 
 
 def _folders(trainer: Trainer) -> Iterator[Path]:

@@ -9,7 +9,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lightning_modules.checkpoint_order import contents, describe
 from lightning_modules.files import writable_folder, write_atomically
-from lightning_modules.run_checkpoints import run_folder
+from lightning_modules.run_checkpoints import is_remote, run_folder
 from lightning_modules.training.run import CONFIG_FILE, RUN_FILE
 
 FOLDER = "evaluations"
@@ -63,7 +63,7 @@ def _base(trainer: Trainer, checkpoint: Path | None, numbered: bool) -> Path | N
         except ValueError:
             _log.info("%s is read-only.", run)
     base = run_folder(trainer)
-    if "://" in str(base):
+    if is_remote(base):
         return None
     base = base.parent if trainer.loggers and numbered else base
     return base if trainer.loggers or base.resolve() != Path.cwd() else None

@@ -188,7 +188,7 @@ def test_without_reading_the_content_a_file_only_has_to_be_complete(tmp_path):
 @pytest.mark.parametrize("content", [3, {}, {"state_dict": {}}, {"state_dict": 1, "pytorch-lightning_version": ""}])
 def test_only_checkpoints_of_lightning_are_accepted(tmp_path, content):
     torch.save(content, tmp_path / "a.ckpt")
-    with pytest.raises(ValueError, match=r"`x` '.*a.ckpt' (was not written by `longce fit`|cannot be loaded)"):
+    with pytest.raises(ValueError, match=r"`x` '.*a.ckpt' was not written by `longce fit`"):
         check_content(tmp_path / "a.ckpt", "x")
     torch.save({"state_dict": {}, "pytorch-lightning_version": ""}, tmp_path / "a.ckpt")
     check_content(tmp_path / "a.ckpt")
