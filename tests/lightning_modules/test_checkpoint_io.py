@@ -1,5 +1,6 @@
 import errno
 import io
+import json
 import multiprocessing
 import os
 import pickle
@@ -353,6 +354,26 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
     assert all(file == path or file.name.startswith(files.BUILDING) for file in tmp_path.iterdir())
     checkpoint_io.remove_unfinished(tmp_path)
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.fixture
+def group_of_one():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_a_single_process_compares_all_by_itself(tmp_path, group_of_one):
+    file, folder = save(tmp_path / "a.ckpt"), sharded(tmp_path / "b.ckpt")
+    checkpoint_io.check_together(file)
+    checkpoint_io.check_together(folder)
+    flip_tensor_bit(file)
+    with pytest.raises(ValueError, match=r"is damaged: '.*' in it is not what was written"):
+        checkpoint_io.check_together(file)
+    size = (folder / "meta.pt").stat().st_size
+    (folder / "checksums.json").write_text(json.dumps({"meta.pt": [size, 1]}))
+    with pytest.raises(ValueError, match=r"is damaged \(process 0: 'meta.pt' is not what was written"):
+        checkpoint_io.check_together(folder)
 
 
 def load_and_count(rank, world_size, whole, damaged):
