@@ -183,7 +183,7 @@ def test_the_other_processes_keep_the_run(tmp_path):
     trainer.strategy = SimpleNamespace(broadcast=lambda folders: [tmp_path, tmp_path / "of the first node"])
     member = RunMember(run)
     member.setup(trainer, None, "validate")
-    assert not run.folders
+    assert not list(tmp_path.iterdir())
     member.setup(trainer, None, "fit")
     with pytest.raises(ValueError, match="in use by process"):
         RunLock(tmp_path).begin(patience=0.1)
@@ -191,6 +191,22 @@ def test_the_other_processes_keep_the_run(tmp_path):
     lock = RunLock(tmp_path)
     lock.begin(patience=0)
     lock.leave()
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_first_process_keeps_the_run_until_its_command_ends(tmp_path, processes):
+    """`fit` returns before other commands of the process are done, and a single process asks nobody."""
+    run = Run()
+    run.begin([tmp_path])
+    told = []
+    trainer = SimpleNamespace(world_size=processes, is_global_zero=True, global_rank=0)
+    trainer.strategy = SimpleNamespace(broadcast=lambda folders: told.append(folders) or folders)
+    RunMember(run).setup(trainer, None, "fit")
+    RunMember(run).teardown(trainer, None, "fit")
+    assert told == [[tmp_path]] * (processes - 1)
+    with pytest.raises(ValueError, match="in use"):
+        RunLock(tmp_path).begin()
+    run.leave()
 
 
 def test_a_process_that_launches_others_keeps_its_locks(tmp_path):
