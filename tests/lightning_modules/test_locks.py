@@ -180,8 +180,11 @@ def held(tmp_path):
         process.join()
 
 
-def test_a_second_run_is_refused_at_once_and_told_who_holds_the_folder(tmp_path, held):
+@pytest.mark.parametrize("suspended", [False, True])
+def test_a_second_run_is_refused_at_once_and_told_who_holds_the_folder(tmp_path, held, suspended):
     process, begin = held(0), time.monotonic()
+    if suspended:  # it may wake up any time, and write
+        os.kill(process.pid, signal.SIGSTOP)
     with pytest.raises(
         ValueError, match=rf"in use by process {process.pid} on .* since 20\d\d-.* delete '.*rank-0.lock'"
     ):
@@ -199,6 +202,35 @@ def test_a_dead_process_does_not_block(tmp_path, held):
     lock.leave()
     lock.leave()
     assert names(tmp_path) == []
+
+
+def begin_at_once(folder, start, said, end):
+    start.wait(20)
+    lock = RunLock(folder, folder / "checkpoints")
+    try:
+        lock.begin()
+        os.write(said, b"began ")
+        end.wait(20)
+    except ValueError:
+        os.write(said, b"refused ")
+    os._exit(0)  # what it holds is left for the next round
+
+
+def test_of_runs_that_start_at_once_one_begins(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    for _ in range(5):
+        start, end, (heard, said) = FORK.Event(), FORK.Event(), os.pipe()
+        runs = [FORK.Process(target=begin_at_once, args=(tmp_path, start, said, end)) for _ in range(3)]
+        for run in runs:
+            run.start()
+        start.set()
+        outcome = b""
+        while len(outcome.split()) < len(runs):
+            outcome += os.read(heard, 100)
+        end.set()
+        for run in runs:
+            run.join()
+        assert sorted(outcome.split()) == [b"began", b"refused", b"refused"]
 
 
 def test_a_reused_process_id_does_not_block(tmp_path):
