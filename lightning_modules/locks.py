@@ -119,21 +119,19 @@ class RunLock:
         return [folder / _rank_file(rank) for folder in self._folders]
 
     def _take(self, paths: list[Path], patience: float, *, refuse_live: bool) -> None:
+        # One after the other: of two runs that start at once, the one that gets the first folder gets them all.
         for path in paths:
             _remove_copy(path)
-        watches = [_Watch(_lease(path, _stop), path) for path in paths]
-        deadline = time.monotonic() + patience
-        while watches:
-            for watch in tuple(watches):
-                if watch.take():
-                    self._leases.append(watch.lease)
-                    watches.remove(watch)
-                elif (watch.lives() and refuse_live) or time.monotonic() > deadline:
+            watch = _Watch(path)
+            deadline = time.monotonic() + patience
+            while not watch.take():
+                if (watch.lives() and refuse_live) or time.monotonic() > deadline:
                     raise ValueError(
-                        f"'{watch.path.parent}' is in use by {_holder(watch.path)}. Wait for its end, or give this run"
-                        f" a folder of its own. If you are sure that this process is gone, delete '{watch.path}'."
+                        f"'{path.parent}' is in use by {_holder(path)}. Wait for its end, or give this run a folder of"
+                        f" its own. If you are sure that this process is gone, delete '{path}'."
                     )
-            time.sleep(_POLL if watches else 0)
+                time.sleep(_POLL)
+            self._leases.append(watch.lease)
 
 
 def _rank_file(rank: int | str) -> str:
@@ -153,9 +151,9 @@ def _stop(compromise: LeaseCompromise) -> None:
 class _Watch:
     """A lock that may have a holder."""
 
-    def __init__(self, lease: SoftFileLease, path: Path) -> None:
-        self.lease = lease
-        self.path = path
+    def __init__(self, path: Path) -> None:
+        self.lease = _lease(path, _stop)
+        self._path = path
         self._first: tuple[str | None, int] | None = None
 
     def take(self) -> bool:
@@ -165,8 +163,8 @@ class _Watch:
         except Timeout:
             return False
         # filelock ignores lines that it does not know. A copy of the folder has another inode.
-        with self.path.open("a") as file:
-            file.write(f"since={time.strftime('%Y-%m-%d %H:%M:%S %z')}\ninode={self.path.stat().st_ino}\n")
+        with self._path.open("a") as file:
+            file.write(f"since={time.strftime('%Y-%m-%d %H:%M:%S %z')}\ninode={self._path.stat().st_ino}\n")
         return True
 
     def lives(self) -> bool:
@@ -177,10 +175,10 @@ class _Watch:
         if owner.hostname == socket.gethostname():  # the attempt would have replaced a dead process of this machine
             return True
         with suppress(FileNotFoundError):
-            beat = (owner.token, self.path.stat().st_mtime_ns)
+            beat = (owner.token, self._path.stat().st_mtime_ns)
             if self._first is None or self._first[0] != owner.token:
                 self._first = beat
-                _log.warning("%s holds %s: waiting for a sign of life.", _holder(self.path), self.path.parent)
+                _log.warning("%s holds %s: waiting for a sign of life.", _holder(self._path), self._path.parent)
             return beat != self._first
         return False
 

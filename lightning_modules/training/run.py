@@ -55,7 +55,7 @@ class Run:
         try:
             for folder in folders:
                 folder.mkdir(parents=True, exist_ok=True)
-            self._lock = RunLock(*folders)
+            self._lock = RunLock(*_to_lock(folders))
             self._lock.begin()
         except BaseException:
             self.leave()
@@ -65,7 +65,7 @@ class Run:
 
     def join(self, folders: Sequence[Path], rank: int) -> None:
         """Take part, in every other process."""
-        self._lock = RunLock(*(folder for folder in folders if folder.is_dir()))  # on disks that all nodes see
+        self._lock = RunLock(*(folder for folder in _to_lock(folders) if folder.is_dir()))  # where all nodes see it
         self._lock.join(rank)
 
     def leave(self) -> None:
@@ -133,6 +133,11 @@ class Run:
                 f" {last.step:.0f} would still count as the newest: move it away, {other}."
             )
         return start.run
+
+
+def _to_lock(folders: Sequence[Path]) -> list[Path]:
+    """Folders of runs: whoever writes to the ``checkpoints`` of one writes to that run."""
+    return list(dict.fromkeys(folder.parent if folder.name == "checkpoints" else folder for folder in folders))
 
 
 def read_run(folder: Path) -> dict[str, Any] | None:
