@@ -21,16 +21,19 @@ from tqdm import tqdm
 from typing_extensions import override
 
 from lightning_modules.batch import PackedBatch
+from lightning_modules.errors import IncompleteError
 from lightning_modules.evaluation_steps import EvaluationSteps
 from lightning_modules.functional.influence import check_gamma, check_thresholds
 from lightning_modules.locks import RunLock
 from lightning_modules.prediction import Failed
 from lightning_modules.preemption import ECHO
 from lightning_modules.progress import progress_bar
+from lightning_modules.score_failures import check_failures
 from lightning_modules.score_shards import SUCCESS, ScoreShards, Written, check_settings
 from lightning_modules.score_table import ScoreTable, TokenType, clashes, counts
 from lightning_modules.scored_corpus import Delivered, ScoredCorpus
 from lightning_modules.token_scores import TokenScores
+from lightning_modules.utilities.identity import content_hash
 
 _SHARD_TOKENS = 2**24  # about 200 MB with values for each token
 _NAMED = 3  # files that a message tells of
@@ -41,14 +44,18 @@ class DocumentScoresWriter(Callback):
 
     The folder fills with ``part-*.parquet``, each whole or not there, with the columns ``key``, ``file``, ``row``, the
     corpus's own, ``truncated``, those of `lightning_modules.document_scores`, and ``error``: why a document has no
-    scores, or null. When all documents are done, ``_SUCCESS.json`` holds the counts. Started again, a run goes on with
-    what is missing, also with another number of processes; failed documents count as done. Killed at any time, a
-    process loses its shard in progress, and nothing after SIGTERM: from then on each batch is written at once.
+    scores, or null. When all documents are done, ``_SUCCESS.json`` holds the counts; where more documents of a source
+    failed than `data.allowed_failures`, the run ends with exit status 1, a report and no such file. Started again, a
+    run continues with what is missing, also with another number of processes; failed documents count as done. Killed
+    at any time, a process loses its shard in progress, and nothing after SIGTERM: from then on each batch is written at
+    once.
 
     Args:
         output_dir: Folder or fsspec URL; made if need be.
         per_token: Write the long-short difference (``lsd``) and the long log-likelihood (``lcl``) of each token as
-            lists of this type, with the characters it stands for (``token_starts``, ``token_ends``).
+            lists of this type, with the characters of each token (``token_starts``, ``token_ends``). The difference is
+            null where the short context is the whole context (the first ``context_length + stride`` tokens), the
+            log-likelihood where a token is not scored (the first).
         alpha: A key token's long-short difference exceeds it, in nats.
         beta: A key token's long log-likelihood exceeds it, in nats.
         gamma: Largest weight of the soft-weighted benefit.
@@ -111,10 +118,10 @@ class DocumentScoresWriter(Callback):
         self._settings = {
             **pl_module.scoring_settings(),
             **corpus.scoring_settings(),
-            "checkpoint": _checkpoint_version(trainer.ckpt_path),
+            **self._weights(trainer, pl_module),
             "precision": str(trainer.precision),
             **self.statistics,
-            "per_token": self.per_token,
+            "per_token": self.per_token and f"{self.per_token}, null where there is no value",  # once 0
         }
         refusal = trainer.strategy.broadcast(self._refusal())
         if refusal is not None:
@@ -126,6 +133,12 @@ class DocumentScoresWriter(Callback):
             self._lock = RunLock(self.shards.folder.local)
         if self._lock is not None:
             self._lock.join(trainer.global_rank)
+
+    def _weights(self, trainer: Trainer, pl_module: EvaluationSteps) -> dict[str, Any]:
+        """Identities of the model and of the checkpoint that gives its weights, a file or a folder."""
+        path = trainer.ckpt_path
+        checkpoint = None if path is None else f"sha256:{content_hash(Path(path))}"
+        return {"model": pl_module.scoring_settings()["model"], "checkpoint": checkpoint}
 
     def _refusal(self) -> str | None:
         """In the first process, why these documents cannot be scored into the folder."""
@@ -143,6 +156,8 @@ class DocumentScoresWriter(Callback):
     @override
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(pl_module, EvaluationSteps)
+        if any(self._settings[name] != found for name, found in self._weights(trainer, pl_module).items()):
+            raise ValueError("The model or checkpoint changed while it was loaded. Start again when it is complete.")
         rungs = pl_module.rungs()
         contexts = rungs.contexts if rungs is not None else ()
         self._table = ScoreTable(self._corpus.column_types, contexts, per_token=self.per_token, **self.statistics)
@@ -197,7 +212,7 @@ class DocumentScoresWriter(Callback):
             header = {
                 "settings": self._settings,
                 "source": self._corpus.source_settings(),
-                "files": {file: self._corpus.versions[file] for file in table["file"].unique().to_pylist()},
+                "files": self._corpus.versions(table["file"].unique().to_pylist()),
                 "counts": counts(table),
             }
             self.shards.write(table, header, trainer.global_rank)
@@ -211,30 +226,34 @@ class DocumentScoresWriter(Callback):
         self._write_shard(trainer)
         self._bar.close()
         found = gathered((self._corpus.delivered(), self._documents), self._patient)
-        refusal = trainer.strategy.broadcast(self._finished(found) if trainer.is_global_zero else None)
+        error = trainer.strategy.broadcast(self._finished(found) if trainer.is_global_zero else None)
         self._table = None
-        if refusal is not None:
-            raise ValueError(refusal)
+        if error is not None:  # in all processes, so that none waits and each ends with the same status
+            raise error
 
-    def _finished(self, found: list[tuple[Delivered, int]]) -> str | None:
+    def _finished(self, found: list[tuple[Delivered, int]]) -> Exception | None:
         """In the first process: write the counts of all documents, or say what is missing."""
         unreadable = sorted({reason for delivered, _ in found for reason in delivered.unreadable})
         if unreadable:
-            return (
+            return ValueError(
                 f"{len(unreadable)} file(s) or parts could not be read to their end, and all other documents are done:"
-                f" {'; '.join(unreadable[:_NAMED])} -- Mend these files and run the same command again."
+                f" {'; '.join(unreadable[:_NAMED])} -- Replace these files, delete the shards that have them in the"
+                " column `file`, and run the same command again."
             )
+        try:
+            written = self.shards.written()
+            check_failures(self.shards, written.rows, self._corpus.source, allowed=self._corpus.allowed_failures)
+        except (ValueError, OSError, IncompleteError) as error:
+            return error
         if not all(delivered.complete for delivered, _ in found):
             rank_zero_info("Not all documents are done: run the same command, without a limit of batches, to go on.")
             return None
-        try:
-            written = self.shards.written()
-        except ValueError as error:
-            return str(error)
         before = 0 if self._before is None else sum(map(len, self._before.rows.values()))
         there, due = sum(map(len, written.rows.values())), before + sum(each.documents for each, _ in found)
         if there != due:
-            return f"{self.shards.folder} holds {there:,} documents, not {due:,}: does something else write there?"
+            return ValueError(
+                f"{self.shards.folder} holds {there:,} documents, not {due:,}: does something else write there?"
+            )
         found_counts = {**written.counts, "repeated_keys": self._repeated_keys(), "shards": written.shards}
         content = json.dumps({**found_counts, "settings": self._settings}, indent=2) + "\n"
         self.shards.folder.write(SUCCESS, content.encode())
@@ -300,11 +319,3 @@ def _report(found: dict[str, int], place: str) -> str:
         f" {found.get('failed', 0):,} failed (column `error`), {found.get('too_short', 0):,} too short for a short"
         f" context.{repeated}"
     )
-
-
-def _checkpoint_version(path: Any) -> str | None:
-    """Name and time of the checkpoint that gave the weights."""
-    if path is None:
-        return None
-    local = Path(path)
-    return f"{local.name} {local.stat().st_mtime_ns}" if local.exists() else str(path)

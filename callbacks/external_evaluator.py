@@ -9,15 +9,32 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 from typing_extensions import override
 
+from callbacks.same_names import check_single
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.evaluator import Evaluator
-from lightning_modules.functional import key_token_mask, span_token_mask, transfer_influence
-from lightning_modules.functional.influence import check_gamma
+from lightning_modules.functional import scan_token_mask, span_token_mask
+from lightning_modules.functional.influence import check_gamma, check_thresholds
 from lightning_modules.loading import DType
 from lightning_modules.metrics import LongPerplexity
+from lightning_modules.scoring.key_tokens import (
+    Alignment,
+    CharacterCounts,
+    Rule,
+    Tokens,
+    character_warning,
+    check_rule,
+    count_characters,
+    document_tokens,
+    find_key_tokens,
+    move_soft_influence,
+)
 from lightning_modules.token_scores import TokenScores, read_key_spans, text_sha256
+from lightning_modules.tokenization import load_tokenizer
+
+_COUNTS = 5 + len(CharacterCounts._fields)
 
 
 class ExternalEvaluator(Callback):
@@ -25,8 +42,10 @@ class ExternalEvaluator(Callback):
 
     Logged as ``val/longppl``, ``val/longppl_soft``, ``val/key_tokens``, ``val/key_token_share`` and
     ``val/documents_without_key_tokens`` (``test/..`` in test), with histograms of the evaluator's long-short
-    difference and long log-likelihood. The evaluator scores each document once; its scores are stored, so that other
-    thresholds, later epochs and other models need no second pass, and its memory is given back after the evaluation.
+    difference and long log-likelihood. ``val/documents_aligned_by_characters`` counts those that the evaluator reads as
+    other tokens; ``val/tokens_sharing_characters`` and ``val/tokens_without_characters`` are shares of the model's
+    tokens. The evaluator scores each document once; its scores are stored, so that other thresholds, later epochs and
+    other models need no second pass, and its memory is given back after the evaluation.
     It lives here and not in the module: it is neither optimised nor checkpointed nor cast.
 
     Args:
@@ -40,6 +59,8 @@ class ExternalEvaluator(Callback):
         alpha: A key token's long-short difference exceeds it, in nats.
         beta: A key token's long log-likelihood exceeds it, in nats.
         gamma: Largest weight of soft LongPPL.
+        key_tokens: How key tokens come from the evaluator's tokens to the model's: ``paper`` (the same tokens as they
+            are, others by Equation 9), or ``authors``, exactly as their package does, for published numbers.
         tokenizer: Hub id or local folder of the evaluator's tokenizer; by default that of the evaluator.
         revision: Branch, tag or commit of the evaluator on the hub.
         add_special_tokens: Whether the evaluator's tokenizer adds its own, as in the paper's code.
@@ -56,7 +77,7 @@ class ExternalEvaluator(Callback):
 
     Raises:
         ValueError: If not exactly one of ``evaluator`` and ``key_spans`` is given, one cannot be found, or a threshold
-            makes no sense.
+            makes no sense; at setup, if there are several: their values would be averaged under one name.
     """
 
     def __init__(
@@ -68,6 +89,7 @@ class ExternalEvaluator(Callback):
         alpha: float = 2.0,
         beta: float = -2.0,
         gamma: float = 5.0,
+        key_tokens: Rule = "paper",
         tokenizer: str | None = None,
         revision: str | None = None,
         add_special_tokens: bool = True,
@@ -81,9 +103,11 @@ class ExternalEvaluator(Callback):
             raise ValueError(f"Give an `evaluator` or `key_spans`, not both: got {evaluator!r} and {key_spans!r}.")
         if key_spans is not None and not Path(key_spans).is_dir():
             raise ValueError(f"`key_spans` must be a folder of `<document name>.txt` files, got '{key_spans}'.")
-        key_token_mask(torch.zeros(1), torch.zeros(1), alpha=alpha, beta=beta)  # refuses thresholds without a meaning
+        check_thresholds(alpha, beta)
         check_gamma(gamma)
+        check_rule(key_tokens)
         self.alpha, self.beta, self.gamma = alpha, beta, gamma
+        self.rule: Rule = key_tokens
         self.key_spans = key_spans
         self.evaluator: Evaluator | None = None
         if evaluator is not None:
@@ -99,15 +123,30 @@ class ExternalEvaluator(Callback):
                 cache_dir=cache_dir,
                 trust_remote_code=trust_remote_code,
                 sharded=sharded,
+                trimmed_offsets=key_tokens == "authors",
             )
         self.longppl = LongPerplexity()
         self.longppl_soft = LongPerplexity()
-        self._counts = torch.zeros(4, dtype=torch.float64)
+        self._counts = torch.zeros(_COUNTS, dtype=torch.float64)
         self.scores: dict[str, TokenScores] = {}
         self._drawn: set[str] = set()
+        self._stored_tokenizer: PreTrainedTokenizerFast | None = None
 
-    def influence(self, batch: PackedBatch, row: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
-        """Key tokens of the model in training, and their soft weights if an evaluator gave them.
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        def source(callback: ExternalEvaluator) -> str:
+            return repr(callback.key_spans if callback.evaluator is None else callback.evaluator.name)
+
+        check_single(trainer, ExternalEvaluator, source, "val/longppl, val/key_tokens, ..")
+        if self.rule == "authors" and stage != "predict":
+            data: Any = trainer.datamodule  # type: ignore[attr-defined]
+            name, revision = getattr(data, "tokenizer_name", None), getattr(data, "tokenizer_revision", None)
+            if name is None:
+                raise ValueError("`key_tokens: authors` needs a data module with a `tokenizer_name`. Use `paper`.")
+            self._stored_tokenizer = load_tokenizer(name, revision=revision, trimmed_offsets=True)
+
+    def influence(self, batch: PackedBatch, row: int, device: torch.device) -> tuple[Tensor, Tensor | None, Alignment]:
+        """Return the key tokens of the model in training, and their soft weights if an evaluator gave them.
 
         Args:
             batch: Rows of one document each, with ``text``, ``offsets`` and ``names``.
@@ -115,17 +154,33 @@ class ExternalEvaluator(Callback):
             device: Where the evaluator shall run.
 
         Returns:
-            ``[T]`` bool and ``[T]`` float64, both 0 where a token is not scored.
+            ``[T]`` bool and ``[T]`` float64, both 0 where a token is not scored, and how key tokens came from those of
+            the evaluator.
         """
-        offsets, name = batch["offsets"][row].cpu(), batch["names"][row]
+        text, name, tokens = batch["text"][row], batch["names"][row], self._tokens(batch, row)
         scored = batch["labels"][row].ne(IGNORE_INDEX).cpu()
+        hard, soft = torch.zeros_like(scored), torch.zeros(len(scored), dtype=torch.float64)
+        end = len(tokens.ids)
         if self.evaluator is None:
-            return span_token_mask(offsets, self._precomputed_spans(batch["text"][row], name)) & scored, None
-        scores = self.evaluator.scores(batch["text"][row], device=device, name=name)
+            spans = self._precomputed_spans(text, name)
+            hard[:end], alignment = self._inside(tokens.offsets, spans)
+            return hard & scored, None, alignment
+        scores = self.evaluator.scores(text, device=device, name=name)
         self.scores[scores.text_sha256] = scores
-        hard = span_token_mask(offsets, scores.key_spans(alpha=self.alpha, beta=self.beta))
-        soft = transfer_influence(scores.soft_influence(gamma=self.gamma), scores.offsets, offsets)
-        return hard & scored, soft * scored
+        hard[:end], alignment = find_key_tokens(scores, tokens, alpha=self.alpha, beta=self.beta, rule=self.rule)
+        soft[:end] = move_soft_influence(scores, tokens, gamma=self.gamma)
+        return hard & scored, soft * scored, alignment
+
+    def _tokens(self, batch: PackedBatch, row: int) -> Tokens:
+        tokens = document_tokens(batch, row)
+        if self._stored_tokenizer is None:
+            return tokens
+        return tokens._replace(offsets=stored_offsets(batch["text"][row], tokens, self._stored_tokenizer))
+
+    def _inside(self, offsets: Tensor, spans: Tensor) -> tuple[Tensor, Alignment]:
+        if self.rule == "authors":
+            return scan_token_mask(offsets, spans), "authors"
+        return span_token_mask(offsets, spans), "characters"
 
     def _precomputed_spans(self, text: str, name: str) -> Tensor:
         """By the document's name, its id (the first word of the name), or the hash of its text."""
@@ -137,12 +192,12 @@ class ExternalEvaluator(Callback):
             raise FileNotFoundError(
                 f"Document '{name}' has no precomputed key spans in '{self.key_spans}': expected {names}."
             )
-        return read_key_spans(found)
+        return read_key_spans(found, merge=self.rule == "paper")
 
     def _begin(self, pl_module: LightningModule) -> None:
         for metric in (self.longppl, self.longppl_soft):
             metric.to(pl_module.device).reset()
-        self._counts = torch.zeros(4, dtype=torch.float64)
+        self._counts = torch.zeros(_COUNTS, dtype=torch.float64)
         self.scores = {}
 
     def _add(self, pl_module: LightningModule, outputs: Any, batch: PackedBatch) -> None:
@@ -154,21 +209,25 @@ class ExternalEvaluator(Callback):
                     self.evaluator.accompany(device=pl_module.device)
                 continue
             log_likelihood = outputs["log_likelihood"][row]
-            hard, soft = self.influence(batch, row, pl_module.device)
+            hard, soft, alignment = self.influence(batch, row, pl_module.device)
             self.longppl.update(log_likelihood, hard.to(log_likelihood.device))
             if soft is not None:
                 self.longppl_soft.update(log_likelihood, soft.to(log_likelihood.device))
             scored = batch["labels"][row].ne(IGNORE_INDEX).sum()
-            self._counts += torch.tensor([hard.sum(), scored, not hard.any(), 1], dtype=torch.float64)
+            characters = count_characters(self._tokens(batch, row).offsets)
+            counts = [hard.sum(), scored, not hard.any(), 1, alignment != "tokens", *characters]
+            self._counts += torch.tensor(counts, dtype=torch.float64)
 
     def _end(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         counts = trainer.strategy.reduce(self._counts.to(pl_module.device), reduce_op="sum")
-        key_tokens, scored, without, documents = counts.tolist()
+        key_tokens, scored, without, documents, by_characters, *characters = counts.tolist()
         values = {
             "longppl": self.longppl.compute(),
             "key_tokens": key_tokens,
             "key_token_share": key_tokens / max(scored, 1),
             "documents_without_key_tokens": without,
+            "documents_aligned_by_characters": by_characters,
+            **CharacterCounts(*characters).shares(),
         }
         if self.evaluator is not None:
             values["longppl_soft"] = self.longppl_soft.compute()
@@ -178,6 +237,9 @@ class ExternalEvaluator(Callback):
                 + (": LongPPL is not a number." if key_tokens == 0 else " and do not count in LongPPL.")
                 + " They may be too short for `context_length`, or the evaluator may not use the long context."
             )
+        alignment: Alignment = "characters" if by_characters else "tokens"
+        if (warning := character_warning(CharacterCounts(*characters), [alignment])) is not None:
+            rank_zero_warn(f"{stage} documents: {warning}")
         for name, value in values.items():
             value = torch.as_tensor(value, dtype=torch.float32)
             pl_module.log(f"{stage}/{name}", value, prog_bar=name == "longppl", sync_dist=True)
@@ -226,3 +288,16 @@ class ExternalEvaluator(Callback):
     @override
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._end(trainer, pl_module, "test")
+
+
+def stored_offsets(text: str, tokens: Tokens, tokenizer: PreTrainedTokenizerFast) -> Tensor:
+    """Return the ``[N, 2]`` offsets of a document's tokens as its tokenizer is stored, perhaps without spaces.
+
+    Raises:
+        ValueError: If these are not its tokens.
+    """
+    for special in (False, True):
+        encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=special)
+        if encoding.ids[: len(tokens.ids)] == tokens.ids.tolist():
+            return torch.tensor(encoding.offsets[: len(tokens.ids)])
+    raise ValueError("`key_tokens: authors`: the document is not made of the tokens of the data module's tokenizer.")

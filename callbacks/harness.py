@@ -14,6 +14,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from transformers import PreTrainedTokenizerFast
 from typing_extensions import override
 
+from callbacks.same_names import check_single
 from lightning_modules.export import loaded_tokenizer
 from lightning_modules.files import write_atomically
 from lightning_modules.harness import Truncation, check_installed
@@ -54,7 +55,7 @@ class LMEvaluationHarness(Callback):
 
     Raises:
         ValueError: If the extra `eval` is not installed, or no task is named; at setup, if a task is unknown or lacks
-            its data, or several processes share the tokens of a row.
+            its data, there are several such callbacks, or several processes share the tokens of a row.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class LMEvaluationHarness(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Load the tasks: what is missing is missing before the first step."""
+        check_single(trainer, LMEvaluationHarness, lambda callback: ", ".join(callback.tasks), "harness/seconds, ..")
         if self._loaded or stage == "predict":
             return
         if sequence_group(trainer.strategy) is not None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from callbacks.external_evaluator import ExternalEvaluator
+from callbacks.same_names import check_single
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.evaluation_steps import EvaluationSteps
 from lightning_modules.functional import Weighing, key_token_mask
@@ -37,7 +38,7 @@ class KeyTokenInspector(Callback):
     weights of the objective and the model's own long-short differences. The page of custom scalars shows LongPPL beside
     perplexity.
 
-    The evaluator's scores are those of the first `ExternalEvaluator` among the callbacks, which scores nothing a second
+    The evaluator's scores are those of the `ExternalEvaluator` among the callbacks, which scores nothing a second
     time for it; without one the model's own scores stand for them. An evaluation costs the short passes of the
     inspected documents and a fraction of a second of drawing for each; what is kept does not grow in training. With
     several processes, documents and weights are those of the first one; losses by context are those of all. Loggers
@@ -83,6 +84,7 @@ class KeyTokenInspector(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if not isinstance(pl_module, EvaluationSteps):
             raise ValueError(f"`KeyTokenInspector` looks at a `LongContextLM`, not at a `{type(pl_module).__name__}`.")
+        check_single(trainer, KeyTokenInspector, lambda callback: callback.documents, "val/power_law_.., documents")
         alpha, beta = self.alpha, self.beta
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         self._evaluator = next((other for other in callbacks if isinstance(other, ExternalEvaluator)), None)
@@ -199,6 +201,7 @@ class KeyTokenInspector(Callback):
                 evaluator="the model in training",
                 context_length=pl_module.context_length,
                 stride=pl_module.stride,
+                token_ids=batch["input_ids"][row, :tokens].cpu(),
                 offsets=batch["offsets"][row, :tokens].cpu(),
                 long=long[:tokens].float().cpu(),
                 short=short[:tokens].float().cpu(),

@@ -11,9 +11,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.seed import isolate_rng
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
+from callbacks.same_names import check_single
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.preemption import between_steps
 from lightning_modules.report_blocks import as_markdown_table
@@ -72,8 +73,9 @@ class LongContextTasks(Callback):
         add_special_tokens: Whether the tokenizer adds its own where there is no chat template.
 
     Raises:
-        ValueError: If a task, a file or a number cannot be used; before training also if there is no tokenizer, a
-            length is too short for a task or too long for the model, or several processes share the tokens of a row.
+        ValueError: If a task, a file or a number cannot be used; at setup, if there are several such callbacks; before
+            training, if there is no tokenizer, a length is too short for a task or too long for the model, or several
+            processes share the tokens of a row.
     """
 
     def __init__(
@@ -107,6 +109,13 @@ class LongContextTasks(Callback):
         self._began: float | None = None
         self._seconds = 0.0
         self._put_at = 0
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        def described(callback: LongContextTasks) -> str:
+            return ", ".join(task.name for task in callback.tasks)
+
+        check_single(trainer, LongContextTasks, described, "tasks/average/<length>, ..")
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -155,9 +164,9 @@ class LongContextTasks(Callback):
             own = self.keys[trainer.global_rank :: trainer.world_size]
             self._questions = make_questions(own, self.tasks, self._prompter, self.seed)
 
-    def _find_tokenizer(self, trainer: Trainer) -> PreTrainedTokenizerFast:
+    def _find_tokenizer(self, trainer: Trainer) -> Any:
         tokenizer = self.tokenizer or getattr(trainer.datamodule, "tokenizer", None)  # type: ignore[attr-defined]
-        if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        if not isinstance(tokenizer, PreTrainedTokenizerBase):
             raise ValueError("The data module has no tokenizer: name one by `tokenizer` of LongContextTasks.")
         return tokenizer
 

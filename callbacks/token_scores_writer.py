@@ -20,8 +20,8 @@ _log = logging.getLogger(__name__)
 class TokenScoresWriter(BasePredictionWriter):
     """Writes the scores that ``longce predict`` computes, one file per document as soon as it is done.
 
-    Files are named by the hash of the text, so that processes never write the same one. Documents of a corpus that
-    cannot be scored are told in the log.
+    Files are named by the hash of the text, so that processes never write the same one. The log names documents of a
+    corpus that cannot be scored; `DocumentScoresWriter` also counts them, and ends with exit status 1 above a limit.
 
     Args:
         output_dir: Folder of the ``<hash of the text>.safetensors`` files; made if need be.
@@ -42,6 +42,8 @@ class TokenScoresWriter(BasePredictionWriter):
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
+        for origin in batch.get("failed", []):
+            _log.warning("'%s' has no scores: %s", origin.key, origin.error)
         for scores, text in zip(prediction, batch["text"], strict=True):
             if isinstance(scores, Failed):
                 _log.warning("A document beginning with %r has no scores: %s.", text[:_BEGINNING], scores.reason)

@@ -1,23 +1,23 @@
 """A corpus whose documents are scored, one by one, as `longce predict` does."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import PurePosixPath
 from typing import Any, Literal
 
 import numpy as np
 import pyarrow
 import torch
-from jsonargparse.typing import NonNegativeInt, PositiveInt
+from jsonargparse.typing import ClosedUnitInterval, NonNegativeInt, PositiveInt
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerFast
 from typing_extensions import override
 
-from datamodules.corpus_files import CorpusColumns, CorpusFiles, find_corpus
+from datamodules.corpus_files import CorpusColumns, CorpusFiles, find_corpus, is_text
 from datamodules.corpus_stream import CorpusLoader, CorpusRows, CorpusStream
 from lightning_modules.batch import Origin
-from lightning_modules.score_shards import Written
 from lightning_modules.scored_corpus import Delivered, KeepsScores
 from lightning_modules.tokenization import load_tokenizer, tokenizer_hash
 
@@ -48,6 +48,10 @@ class DocumentCorpus(LightningDataModule):
         num_workers: Processes that read and tokenise ahead for each that scores; 0 does so in the latter.
         add_special_tokens: Whether the tokenizer puts its special tokens around each document.
         tokenizer_revision: Branch, tag or commit of a tokenizer on the hub.
+        allowed_failures: Share of the documents of a source that may fail, from 0 to 1; a source is a file, or all text
+            files of a folder. With more, the run ends with exit status 1 and a report when all documents are done.
+            Documents that ``overlong: skip`` leaves out do not count as failed. Below 1, a file whose first lines have
+            no text is refused before anything is scored.
 
     Raises:
         ValueError: If no file is named, or there are more workers than the machine bears.
@@ -67,6 +71,7 @@ class DocumentCorpus(LightningDataModule):
         num_workers: NonNegativeInt = 2,
         add_special_tokens: bool = False,
         tokenizer_revision: str | None = None,
+        allowed_failures: ClosedUnitInterval = 0.01,
     ) -> None:
         super().__init__()
         self.files = [files] if isinstance(files, str) else list(files)
@@ -84,9 +89,11 @@ class DocumentCorpus(LightningDataModule):
         self.batch_tokens = batch_tokens
         self.num_workers = num_workers
         self.add_special_tokens = add_special_tokens
+        self.allowed_failures = float(allowed_failures)
         self._tokenizer: PreTrainedTokenizerFast | None = None
         self._stream: CorpusStream | None = None
         self._loader: CorpusLoader | None = None
+        self._versions: dict[str, str] = {}
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerFast:
@@ -115,7 +122,7 @@ class DocumentCorpus(LightningDataModule):
         found = self.trainer.strategy.broadcast(found) if self.trainer else found
         if isinstance(found, Exception):
             raise found
-        corpus, done = found
+        corpus, self._versions, done = found
         make_row = CorpusRows(self.tokenizer, self.add_special_tokens, self.max_tokens, self.overlong)
         rank, world_size = self._process()
         self._stream = CorpusStream(
@@ -143,15 +150,28 @@ class DocumentCorpus(LightningDataModule):
             raise RuntimeError("DocumentCorpus has not looked for its files yet: call `setup('predict')` first.")
         return self._stream
 
-    @property
-    def versions(self) -> Mapping[str, str]:
-        """Size and version of each file, by its name."""
-        return self.stream.corpus.versions
+    def versions(self, files: Iterable[str]) -> dict[str, str]:
+        """Identity of the content of some files by their names, as it was when this run began.
+
+        Raises:
+            ValueError: If one has changed since.
+        """
+        found = self.stream.corpus.versions(files)
+        if changed := sorted(name for name, version in found.items() if self._versions[name] != version):
+            raise ValueError(
+                f"{len(changed)} file(s) changed while their documents were scored, such as {changed[:_NAMED]}. Delete"
+                " the shards that have them in the column `file`, if any, and start again when nothing writes to them."
+            )
+        return found
 
     @property
     def column_types(self) -> Mapping[str, pyarrow.DataType]:
         """What `Origin.columns` holds."""
         return self.stream.corpus.column_types
+
+    def source(self, file: str) -> str:
+        """Return the source that a file belongs to: itself, or the folder of a text file, which is one document."""
+        return PurePosixPath(file).parent.as_posix() if is_text(file) else file
 
     def scoring_settings(self) -> dict[str, Any]:
         """All that decides which tokens are scored, in plain values."""
@@ -177,51 +197,60 @@ class DocumentCorpus(LightningDataModule):
         """What this process has had so far."""
         return Delivered(0, False, []) if self._loader is None else self._loader.delivered()
 
-    def documents(self, rows: Mapping[str, NDArray[np.int64]]) -> Iterator[tuple[Origin, str]]:
+    def documents(
+        self, rows: Mapping[str, NDArray[np.int64]], versions: Mapping[str, str]
+    ) -> Iterator[tuple[Origin, str]]:
         """Origin and whole text of some documents, file after file, as they are read.
 
         Args:
             rows: Ascending row numbers by the name of the file.
+            versions: Identities of the files' content when the documents were scored, by name.
 
         Raises:
-            ValueError: If a file is not there, or cannot be read.
+            ValueError: If a file is not there, has changed, or cannot be read.
         """
-        corpus = find_corpus(self.files, self.column_names)
+        corpus = find_corpus(self.files, self.column_names, lenient=True)
         if missing := sorted(set(rows) - set(corpus.names)):
             raise ValueError(f"There is no '{missing[0]}' in {', '.join(self.files)}: name the files that were scored.")
+        _check_unchanged({name: versions[name] for name in rows}, corpus.versions(rows))
         for part in corpus.parts:
             if (numbers := rows.get(corpus.names[part.file])) is not None:
                 yield from corpus.read(part, frozenset(numbers.tolist()).__contains__)
 
-    def _found(self) -> tuple[CorpusFiles, Mapping[str, NDArray[np.int64]]]:
-        """The files, and the rows of them that are done."""
-        corpus = find_corpus(self.files, self.column_names)
+    def _found(self) -> tuple[CorpusFiles, dict[str, str], Mapping[str, NDArray[np.int64]]]:
+        """The files, the identity of their content, and the rows of them that are done."""
+        corpus = find_corpus(self.files, self.column_names, lenient=self.allowed_failures == 1)
+        versions = corpus.versions()
         keepers = [each for each in self.trainer.callbacks if isinstance(each, KeepsScores)] if self.trainer else []  # type: ignore[attr-defined]
         if len(keepers) > 1:
             raise ValueError("Several callbacks keep scores, and may know different documents: leave one of them.")
         done = {}
         for keeper in keepers:
             written = keeper.written()
-            _check_versions(written, corpus.versions)
+            _check_versions(written.versions, versions)
             done = written.rows
-        return corpus, done
+        return corpus, versions, done
 
     def _process(self) -> tuple[int, int]:
         """Rank of this process and number of processes."""
         return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
 
 
-def _check_versions(written: Written, versions: Mapping[str, str]) -> None:
+def _check_versions(written: Mapping[str, str], versions: Mapping[str, str]) -> None:
     """Raise a ``ValueError`` if rows that are done are those of other files than the ones that are there."""
-    if missing := sorted(set(written.versions) - set(versions)):
+    if missing := sorted(set(written) - set(versions)):
         raise ValueError(
             f"Documents of {len(missing)} file(s) that are not in `files` have been scored already, such as"
             f" {missing[:_NAMED]}: name these files, too, by the same folders or patterns, or write to another folder."
         )
-    changed = sorted(name for name, version in written.versions.items() if versions[name] != version)
+    _check_unchanged(written, versions)
+
+
+def _check_unchanged(written: Mapping[str, str], versions: Mapping[str, str]) -> None:
+    changed = sorted(name for name, version in written.items() if versions[name] != version)
     if changed:
         raise ValueError(
-            f"{len(changed)} file(s) have changed since documents of them were scored, such as {changed[:_NAMED]}:"
-            " restore them; or delete the shards that have them in the column `file`, of which all documents are then"
-            " scored again; or write to another folder."
+            f"{len(changed)} file(s) have changed since documents of them were scored, such as {changed[:_NAMED]}, or"
+            " were scored before files were identified by their content: restore them; or delete the shards that have"
+            " them in the column `file`, of which all documents are then scored again; or write to another folder."
         )

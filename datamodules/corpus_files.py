@@ -12,8 +12,8 @@ import pyarrow
 from fsspec.core import url_to_fs
 
 from datamodules.corpus_sample import bytes_per_line
-from datamodules.locations import JSON_LINES, PARQUET, File, RemoteFile, file_size, file_version, find_files, is_url
-from datamodules.parquet import BATCH_ROWS, opened_table
+from datamodules.locations import JSON_LINES, PARQUET, File, RemoteFile, file_identities, file_size, find_files, is_url
+from datamodules.parquet import BATCH_ROWS, is_null, opened_table
 from datamodules.sources import (
     LARGEST_DOCUMENT,
     check_size,
@@ -28,6 +28,7 @@ from datamodules.sources import (
 from lightning_modules.batch import Origin
 
 _READERS = 16  # threads that read the ends of parquet files, which is mostly waiting
+_FIELDS = 20  # named in an error
 _UNPACKED = 4  # bytes of text for one of a compressed file
 
 
@@ -73,7 +74,6 @@ class CorpusFiles:
         parts: What they consist of, in order.
         columns: Which columns are read.
         column_types: Types of `CorpusColumns.others`; of JSON lines, text as it is and all else as JSON.
-        versions: Size and version of each file, by name.
     """
 
     files: tuple[File, ...]
@@ -81,7 +81,12 @@ class CorpusFiles:
     parts: tuple[Part, ...]
     columns: CorpusColumns
     column_types: dict[str, pyarrow.DataType]
-    versions: dict[str, str]
+
+    def versions(self, names: Iterable[str] | None = None) -> dict[str, str]:
+        """Identify the content of some files, by default of all; local ones are hashed (`file_identities`)."""
+        files = dict(zip(self.names, self.files, strict=True))
+        chosen = list(files if names is None else names)
+        return dict(zip(chosen, file_identities(files[name] for name in chosen), strict=True))
 
     def read(self, part: Part, wanted: Callable[[int], bool]) -> Iterator[tuple[Origin, str]]:
         """The documents of a part.
@@ -98,7 +103,7 @@ class CorpusFiles:
         """
         file, name = self.files[part.file], self.names[part.file]
         for row, record in self._records(file, part, wanted):
-            origin = Origin(name if _is_text(name) else f"{name}:{row}", name, row, {})
+            origin = Origin(name if is_text(name) else f"{name}:{row}", name, row, {})
             text = ""
             try:
                 content = record()
@@ -111,7 +116,7 @@ class CorpusFiles:
     def _with_key(self, origin: Origin, record: Mapping[str, Any], place: str) -> Origin:
         """With the corpus's own key and columns."""
         key = origin.key
-        if self.columns.key is not None and not _is_text(origin.file):
+        if self.columns.key is not None and not is_text(origin.file):
             if (own := nested(record, self.columns.key)) is None:
                 raise ValueError(f"{place}: no key in {self.columns.key!r}.")
             key = checked_text(str(own), f"{place}, {self.columns.key!r}")
@@ -127,7 +132,7 @@ class CorpusFiles:
 
     def _text(self, record: Mapping[str, Any], place: str) -> str:
         if (text := nested(record, self.columns.text)) is None:
-            raise ValueError(f"{place}: no text in {self.columns.text!r}.")
+            raise ValueError(f"{place}: no text in {self.columns.text!r}, only {sorted(record)[:_FIELDS]}.")
         return checked_text(text, place)
 
     def _records(
@@ -161,18 +166,19 @@ class CorpusFiles:
                 raise ValueError(f"{file}: the parquet file is damaged ({error}). Fetch it again.") from error
 
 
-def find_corpus(paths: Sequence[str], columns: CorpusColumns) -> CorpusFiles:
-    """Find the documents without reading them; of parquet files the ends are read, of some others the first lines.
+def find_corpus(paths: Sequence[str], columns: CorpusColumns, *, lenient: bool = False) -> CorpusFiles:
+    """Find the documents without reading them; of parquet files the ends are read, of JSON lines the first ones.
 
     Args:
         paths: Files, folders or patterns, as in `find_files`, of any kinds together.
         columns: Which columns are read.
+        lenient: Accept files without any text as long as there are others.
 
     Raises:
         FileNotFoundError: If there is nothing at one of the paths.
-        ValueError: If two files would have one name, or a name is no Unicode text; if a parquet file is damaged, lacks
-            a column, has one of another type than the others or a text that is none; or if no line that was read has
-            a text and a key.
+        ValueError: If two files would have one name, or a name is not Unicode text; if a parquet file is damaged, lacks
+            a column, or has one of another type than the others or a text column of another type than text; or if a
+            file has no text or no key in any line that was read, or only nulls in its text column.
     """
     named: dict[str, File] = {}
     for path in paths:
@@ -184,7 +190,7 @@ def find_corpus(paths: Sequence[str], columns: CorpusColumns) -> CorpusFiles:
                 )
     names, files = tuple(named), tuple(named.values())
     with ThreadPoolExecutor(_READERS) as pool:
-        found = list(pool.map(partial(_parts, columns=columns), range(len(files)), files))
+        found = list(pool.map(partial(_parts, columns=columns, lenient=lenient), range(len(files)), files))
     types: dict[str, pyarrow.DataType] = {}
     for file, (_, own) in zip(files, found, strict=True):
         for column, kind in own.items():
@@ -196,14 +202,13 @@ def find_corpus(paths: Sequence[str], columns: CorpusColumns) -> CorpusFiles:
     if not all(file.name.endswith(PARQUET) for file in files):
         types = {}
     lines = [file for file in files if file.name.endswith(JSON_LINES)]
-    line_size = bytes_per_line(lines, [columns.text, *([columns.key] if columns.key else [])])
+    line_size = bytes_per_line(lines, [columns.text, *([columns.key] if columns.key else [])], lenient=lenient)
     return CorpusFiles(
         files,
         names,
         tuple(_counted(part, line_size) for parts, _ in found for part in parts),
         columns,
         {column: types.get(column, pyarrow.string()) for column in columns.others},
-        {name: file_version(file) for name, file in named.items()},
     )
 
 
@@ -223,17 +228,25 @@ def _fixed(path: str) -> str:
     return path.partition("*")[0].rpartition("/")[0] or "." if "*" in path else path
 
 
-def _parts(index: int, file: File, columns: CorpusColumns) -> tuple[list[Part], dict[str, pyarrow.DataType]]:
+def _parts(
+    index: int, file: File, columns: CorpusColumns, lenient: bool
+) -> tuple[list[Part], dict[str, pyarrow.DataType]]:
     """What a file consists of, and the types of the columns that go with the scores, if it has types."""
     if not file.name.endswith(PARQUET):
         size = (file_size(file) or LARGEST_DOCUMENT) * (_UNPACKED if is_packed(file) else 1)
-        return [Part(index, None, 0, 1, size, 1) if _is_text(file.name) else Part(index, None, 0, None, size, None)], {}
+        return [Part(index, None, 0, 1, size, 1) if is_text(file.name) else Part(index, None, 0, None, size, None)], {}
     with opened(file) as stream:
         try:
             table = opened_table(stream, file)
             types = {name: _type(table.schema_arrow, name, file) for name in columns.wanted()}
             _check_text_type(types[columns.text], columns.text, file)
             metadata = table.metadata
+            if not lenient and is_null(metadata, columns.text):
+                raise ValueError(
+                    f"{file}: column {columns.text!r} holds nulls only; the file also has"
+                    f" {sorted(set(table.schema_arrow.names) - {columns.text})[:_FIELDS]}. Name the text's by"
+                    " `data.text_column`, or leave the file out."
+                )
             parts, first = [], 0
             for number in range(metadata.num_row_groups):
                 group = metadata.row_group(number)
@@ -293,7 +306,8 @@ def _text_file(content: bytes, place: str, column: str) -> dict[str, Any]:
     return record
 
 
-def _is_text(name: str) -> bool:
+def is_text(name: str) -> bool:
+    """Return whether a file is one document as it is."""
     return not name.endswith((*PARQUET, *JSON_LINES))
 
 

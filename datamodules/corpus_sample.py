@@ -8,9 +8,11 @@ from datamodules.locations import File
 from datamodules.sources import lines_of, nested, opened, parsed_line
 
 FILES = 32
-"""Files of which the first lines are read, at most: each costs a request where files are remote."""
+"""Files that are read at a time, and about how many are read far enough to measure their lines."""
 
 _LINES, _BYTES = 64, 1 << 18  # of each, about
+_TRIED = 8  # lines, however long, before a file counts as one without documents
+_FIELDS = 20  # named in an error
 
 
 class _Sample(NamedTuple):
@@ -22,37 +24,40 @@ class _Sample(NamedTuple):
     present: frozenset[str]
 
 
-def bytes_per_line(files: Sequence[File], required: Sequence[str]) -> float | None:
-    """About how many bytes a line of JSON-lines files has, unpacked.
+def bytes_per_line(files: Sequence[File], required: Sequence[str], *, lenient: bool = False) -> float | None:
+    """Return about how many bytes a line of JSON-lines files has, unpacked, once each file is known to have documents.
 
     Args:
-        files: The files, of which some are opened.
-        required: Fields without which a line is no document; dots reach into nested ones.
+        files: The files, of which the first lines are read.
+        required: Fields without which a line is not a document; dots reach into nested ones.
+        lenient: Accept files without documents as long as there are others.
 
     Returns:
-        The mean over the first lines of some of the files; None if there are none that can be read.
+        The mean over the first lines of some of the files; None if none can be read.
 
     Raises:
-        ValueError: If none of these lines has one of the fields: all documents would fail for its name.
+        ValueError: If none of the first lines of a file has one of the fields: all its documents would fail.
     """
     every = max(1, -(-len(files) // FILES))
     with ThreadPoolExecutor(FILES) as pool:
-        samples = list(pool.map(lambda file: _sample(file, required), files[::every]))
-    lines = sum(sample.lines for sample in samples)
-    if not lines:
-        return None
-    present = frozenset().union(*(sample.present for sample in samples))
-    if missing := [field for field in required if field not in present]:
-        fields = sorted(frozenset().union(*(sample.fields for sample in samples)))
+        samples = list(pool.map(lambda n: _sample(files[n], required, briefly=n % every > 0), range(len(files))))
+    seen = [(file, sample) for file, sample in zip(files, samples, strict=True) if sample.lines]
+    wrong = [(file, sample) for file, sample in seen if not sample.present.issuperset(required)]
+    if wrong and (not lenient or len(wrong) == len(seen)):
+        file, sample = wrong[0]
+        others = f" (and of {len(wrong) - 1:,} other files)" if len(wrong) > 1 else ""
         raise ValueError(
-            f"None of the first {lines} lines of {files[0]}{' and others' if len(samples) > 1 else ''} is a JSON object"
-            f" with a field {missing[0]!r}, only {fields}: name the text's by `data.text_column`, that of the key by"
-            " `data.key_column`."
+            f"None of the first {sample.lines} lines of {file}{others} is a JSON object with a field"
+            f" {min(set(required) - sample.present)!r}, only {sorted(sample.fields)[:_FIELDS]}: name the text's by"
+            " `data.text_column`, that of the key by `data.key_column`, or leave such files out."
         )
-    return sum(sample.size for sample in samples) / lines
+    measured = samples[::every]
+    lines = sum(sample.lines for sample in measured)
+    return sum(sample.size for sample in measured) / lines if lines else None
 
 
-def _sample(file: File, required: Sequence[str]) -> _Sample:
+def _sample(file: File, required: Sequence[str], *, briefly: bool) -> _Sample:
+    """Read the first lines, or briefly no more than those up to the first that shows all required fields."""
     lines = size = 0
     fields: set[str] = set()
     present: set[str] = set()
@@ -64,7 +69,8 @@ def _sample(file: File, required: Sequence[str]) -> _Sample:
                     lines += 1
                     found, own = _fields(line, required)
                     fields, present = fields | found, present | own
-                if lines == _LINES or size > _BYTES:
+                shown = present.issuperset(required)
+                if lines == _LINES or (shown and briefly) or (size > _BYTES and (shown or lines >= _TRIED)):
                     break
     except (ValueError, OSError):
         pass  # who reads the documents says so, when all others are done

@@ -16,6 +16,7 @@ from datamodules.corpus_files import CorpusFiles, Part
 from datamodules.documents import empty_row
 from datamodules.rows import Row, collate_rows
 from lightning_modules.batch import Origin, PackedBatch
+from lightning_modules.score_failures import LEFT_OUT
 from lightning_modules.scored_corpus import Delivered
 from lightning_modules.tokenization import encode_document
 
@@ -61,7 +62,8 @@ class CorpusRows:
             return origin._replace(error=str(error)), None
         tokens = batch["input_ids"].shape[1]
         if self.max_tokens is not None and tokens > self.max_tokens:
-            return origin._replace(error=f"{tokens} tokens are more than `max_tokens` = {self.max_tokens}"), None
+            reason = f"{LEFT_OUT}{tokens} tokens are more than `max_tokens` = {self.max_tokens}"
+            return origin._replace(error=reason), None
         row = Row(
             input_ids=batch["input_ids"][0],
             labels=batch["labels"][0],

@@ -10,6 +10,7 @@ from typing import Any
 import datasets
 
 from datamodules.sources import Document, checked_text, nested, record_name
+from lightning_modules.utilities.identity import content_hash
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,10 @@ class HubDataset:
             raise ValueError(f"No document{wanted} in split {self.split!r} of {self.path!r}. Name another dataset.")
 
     def fingerprint(self) -> str:
-        """The fingerprint that `datasets` gives the files of this revision, and which documents are taken."""
-        return f"hub {self._dataset._fingerprint} {self.revision} {self.text_column} {self.where}"
+        """The content of local files, or the commit on the hub, and which documents are taken."""
+        dataset = self._dataset
+        content = _local_content(Path(self.path).expanduser()) or dataset._fingerprint
+        return f"hub {content} {self.split} {self.revision} {self.text_column} {self.where}"
 
     @cached_property
     def _dataset(self) -> Any:
@@ -69,11 +72,22 @@ def holds_parquet(path: Path) -> bool:
     return path.is_dir() and next(path.rglob("*.parquet"), None) is not None
 
 
+def _local_content(folder: Path) -> str | None:
+    """Hash of a local folder's data and of the files that assign them to splits; None if there is no such folder."""
+    if not folder.is_dir():
+        return None
+    return content_hash(folder, [file for file in folder.rglob("*") if file.suffix in (".parquet", ".md", ".json")])
+
+
 def _load(path: str, split: str, revision: str | None) -> Any:
     local = Path(path).expanduser()
     _check_path(path, local)
+    content = _local_content(local)
+    # `datasets` keeps a copy of local files by path and time of change: keep one for each content.
+    cache_dir = None if content is None else str(Path(datasets.config.HF_DATASETS_CACHE) / "by-content" / content)
     try:
-        return datasets.load_dataset(str(local) if local.exists() else path, split=split, revision=revision)
+        name = path if content is None else str(local)
+        return datasets.load_dataset(name, split=split, revision=revision, cache_dir=cache_dir)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         where = "in the local folder" if local.exists() else "here as a file or folder, nor on the hub"
         kind = FileNotFoundError if isinstance(error, OSError) else ValueError

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import tempfile
 import zlib
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 
 from datamodules.influence_store import DTYPE, FORMAT, HEADER, WEIGHTS, check_identity, read_header
 from datamodules.packing import PackedRows
-from lightning_modules.files import to_disk, writable_folder, write_atomically
+from lightning_modules.files import create_file, to_disk, writable_folder, write_atomically
 
 JOURNALS = "rows-*.journal"
 
@@ -102,7 +101,7 @@ class InfluenceWriter:
         if len(self.remaining()):
             return False
         self._sweep(torn_only=True)
-        descriptor, temporary = tempfile.mkstemp(dir=self.folder, prefix=f".{WEIGHTS}.")
+        descriptor, temporary = create_file(self.folder, f".{WEIGHTS}.")
         try:
             with os.fdopen(descriptor, "wb") as file:
                 statistics = self._merge(file)
@@ -110,10 +109,9 @@ class InfluenceWriter:
                     return self.complete
                 file.flush()
                 os.fsync(file.fileno())
-            os.chmod(temporary, 0o644)
             os.replace(temporary, self.folder / WEIGHTS)
         finally:
-            Path(temporary).unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
         self._write_header(complete=True, statistics=statistics)
         to_disk(self.folder)  # the header first: without the journals nothing else says what is done
         self._sweep()
@@ -166,8 +164,7 @@ class InfluenceWriter:
 
     @cached_property
     def _journal(self) -> BinaryIO:
-        descriptor, path = tempfile.mkstemp(dir=self.folder, prefix="rows-", suffix=".journal")
-        os.chmod(path, 0o644)
+        descriptor, _ = create_file(self.folder, "rows-", ".journal")
         to_disk(self.folder)
         return os.fdopen(descriptor, "wb")
 

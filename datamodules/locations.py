@@ -1,30 +1,34 @@
 """Files of a corpus, on this machine or behind an fsspec URL: found, told apart and opened in one way."""
 
+import functools
 import glob
+import hashlib
 import io
-import json
 import logging
 import pickle
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from hashlib import sha256
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, Literal, cast
 
 import fsspec
 from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+
+from lightning_modules.utilities.identity import combined_hash, file_hashes
 
 TEXT = (".txt", ".txt.gz", ".txt.zst")
 JSON_LINES = tuple(kind + packing for kind in (".jsonl", ".json") for packing in ("", ".gz", ".zst"))
 """Endings of JSON-lines files; corpora such as the Pile call them .json, too."""
 PARQUET = (".parquet",)
 
-# By what file systems tell one version of a file from the next, the surest first.
-_VERSIONS = (
-    *("etag", "ETag", "blob_id", "generation", "md5Hash", "content_md5", "Content-MD5", "Digest"),
-    *("mtime", "LastModified", "last_modified", "Last-Modified", "updated", "modified", "created"),
-)
+# What file systems report of a file: checksums identify its content, entity tags and times a version at its address.
+_CHECKSUMS = ("blob_id", "md5Hash", "content_md5", "Content-MD5", "Digest")
+_TAGS = ("etag", "ETag", "generation")
+_TIMES = ("mtime", "LastModified", "last_modified", "Last-Modified", "updated", "modified", "created")
+_MD5 = re.compile(r'"?[0-9a-fA-F]{32,}(-\d+)?"?')  # as object stores make tags; web servers make them of size and time
 _READ_AHEAD = 1 << 20
 
 _log = logging.getLogger(__name__)
@@ -64,11 +68,19 @@ class RemoteFile:
             ValueError: If they cannot be had.
         """
         try:
-            # A file system does not survive a fork, as of a loader's worker, but its pickle makes it anew there.
-            system = pickle.loads(pickle.dumps(self.system))
-            return cast(BinaryIO, io.BufferedReader(system.open(self.path, mode), _READ_AHEAD))
+            return cast(BinaryIO, io.BufferedReader(self._connected().open(self.path, mode), _READ_AHEAD))
         except OSError as error:
             raise ValueError(f"{self}: cannot be read ({error}). Check the network and your access rights.") from error
+
+    def details(self) -> dict[str, Any]:
+        """Ask the file system about this file; lists of files may tell less."""
+        with suppress(OSError):
+            return {**self.info, **self._connected().info(self.path)}
+        return self.info
+
+    def _connected(self) -> fsspec.AbstractFileSystem:
+        """The file system, which does not survive the fork of a loader's worker, but its pickle does."""
+        return pickle.loads(pickle.dumps(self.system))
 
 
 File = Path | RemoteFile
@@ -100,17 +112,25 @@ def find_files(path: str) -> tuple[File, ...]:
 
 
 def files_fingerprint(files: Iterable[File]) -> str:
-    """Hash of names, sizes and modification times (or what a remote file system has in their place).
+    """Compute a hash of the content of files in their order, wherever they are and whatever they are called."""
+    files = tuple(files)
+    endings = [file.suffix for file in files]  # which decide how the content is read
+    return combined_hash(list(zip(endings, file_identities(files), strict=True)))
 
-    It tells an edit of many gigabytes without reading them.
+
+def file_identities(files: Iterable[File]) -> list[str]:
+    """Compute for each file a text that tells its content from any other.
+
+    For a local file it is the SHA-256 of its bytes. For one elsewhere it is the checksum that the file system reports;
+    else address, size and entity tag; else address, size and time, with a warning, as an edit may keep those; else the
+    SHA-256 of its bytes, which are fetched.
+
+    Raises:
+        ValueError: If a file cannot be read.
     """
-    return sha256(json.dumps(sorted(_stamp(file) for file in files)).encode()).hexdigest()
-
-
-def file_version(file: File) -> str:
-    """Size and version of a file, in one text."""
-    _, size, version = _stamp(file)
-    return f"{size} {version}"
+    files = tuple(files)
+    hashes = iter(file_hashes(file for file in files if isinstance(file, Path)))
+    return [f"sha256:{next(hashes)}" if isinstance(file, Path) else _remote_identity(file) for file in files]
 
 
 def file_size(file: File) -> int | None:
@@ -118,15 +138,34 @@ def file_size(file: File) -> int | None:
     return file.stat().st_size if isinstance(file, Path) else file.info.get("size")
 
 
-def _stamp(file: File) -> tuple[str, int, int | str]:
-    """Name, size and version; -1 and an empty text for what is not known."""
-    if isinstance(file, Path):
-        return (file.name, file.stat().st_size, file.stat().st_mtime_ns)
-    version = next((str(file.info[key]) for key in _VERSIONS if file.info.get(key)), "")
-    size = file_size(file)
-    if not version:
-        _log.warning("%s: its server tells no version or time, so that an edit of equal size is not noticed.", file)
-    return (file.name, -1 if size is None else size, version)
+def _remote_identity(file: RemoteFile) -> str:
+    info = file.info
+    if not any(info.get(key) for key in (*_CHECKSUMS, *_TAGS, *_TIMES)):
+        info = file.details()
+
+    def first(keys: Iterable[str]) -> str | None:
+        return next((f"{key} {info[key]}" for key in keys if info.get(key)), None)
+
+    tag, time = first(_TAGS), first(_TIMES)
+    checksum = first(_CHECKSUMS) or (tag if tag and _MD5.fullmatch(tag.partition(" ")[2]) else None)
+    if checksum is not None:
+        return f"{checksum} {file_size(file)}"
+    if tag is None and time is None:
+        with file.open("rb") as stream:
+            return f"sha256:{hashlib.file_digest(stream, 'sha256').hexdigest()}"  # type: ignore[arg-type]
+    if tag is None:
+        _warn_of_times(str(file.system.protocol))
+    return combined_hash([str(file), file_size(file), tag or time])
+
+
+@functools.cache
+def _warn_of_times(protocol: str) -> None:
+    """Warn once of each kind of server."""
+    _log.warning(
+        "Files of %s report neither checksum nor entity tag here, so that an edit that keeps size and time is not"
+        " noticed. Download them, or clear the cache after such an edit.",
+        protocol,
+    )
 
 
 def _local_files(path: str) -> list[Path]:
@@ -150,7 +189,7 @@ def _files_below(folder: Path, parents: frozenset[Path]) -> Iterator[Path]:
             yield path
 
 
-def _remote_files(path: str) -> list[RemoteFile]:
+def _remote_files(path: str) -> Sequence[File]:
     try:
         system, root = url_to_fs(path)
         infos = _listed(system, root)
@@ -164,6 +203,8 @@ def _remote_files(path: str) -> list[RemoteFile]:
         raise ValueError(
             f"'{path}' cannot be reached ({error}). Check the address, the network and your rights."
         ) from error
+    if isinstance(system, LocalFileSystem):  # file://
+        return _local_files(root)
     return [RemoteFile(system, name, infos[name]) for name in sorted(infos) if infos[name]["type"] == "file"]
 
 

@@ -101,11 +101,11 @@ class MixtureDataModule(PackedTextDataModule):
 
     @override
     def prepare_data(self) -> None:
-        stage = self.trainer.state.fn if self.trainer else "fit"
+        stage = self._stage()
         self._check_curriculum()
         for name, module in self.evaluated.items():
             with _naming(name):
-                module._evaluation_source("test" if stage in ("test", "predict") else "validation").fingerprint()
+                module._check_evaluation_source(stage)
         if stage == "fit":
             for name, module in self.modules.items():
                 with _naming(name):

@@ -142,10 +142,9 @@ class PackedTextDataModule(LightningDataModule, ABC):
 
     @override
     def prepare_data(self) -> None:
-        stage = self.trainer.state.fn if self.trainer else "fit"
+        stage = self._stage()
         self._check_curriculum()
-        # Fetches what is on the hub, and finds a wrong path before an hour of tokenising.
-        self._evaluation_source("test" if stage in ("test", "predict") else "validation").fingerprint()
+        self._check_evaluation_source(stage)
         if stage == "fit":
             if self.influence:  # what can be refused before an hour of tokenising
                 known = {"sequence_length": self.sequence_length, "isolate_documents": self.isolate_documents}
@@ -271,6 +270,13 @@ class PackedTextDataModule(LightningDataModule, ABC):
         return build_token_store(
             source, self.tokenizer, cache_dir=self.cache_dir, add_special_tokens=self.add_special_tokens
         )
+
+    def _stage(self) -> str:
+        return self.trainer.state.fn if self.trainer and self.trainer.state.fn else "fit"
+
+    def _check_evaluation_source(self, stage: str) -> None:
+        """Read a document to evaluate on: a hub dataset is fetched, and a wrong path fails before hours of work."""
+        next(iter(self._evaluation_source("test" if stage in ("test", "predict") else "validation")), None)
 
     def _evaluation_source(self, split: Split) -> Source:
         source = self.source(split)

@@ -45,7 +45,7 @@ class ParquetFiles:
             raise NoDocumentError(no_document(self.where, self.files))
 
     def fingerprint(self) -> str:
-        """Names, sizes and modification times of the files, and which documents are taken."""
+        """Content and order of the files, and which documents are taken."""
         return f"parquet {files_fingerprint(self.files)} {self.text_column} {self.where}"
 
     def _records(self, file: File) -> Iterator[dict[str, Any]]:
@@ -85,3 +85,11 @@ def opened_table(stream: BinaryIO, file: File) -> pyarrow.parquet.ParquetFile:
             f"{file}: its server gives no parts of files, and a parquet file is read from its end ({error})."
             " Download it first."
         ) from error
+
+
+def is_null(metadata: pyarrow.parquet.FileMetaData, column: str) -> bool:
+    """Return whether the statistics of a file tell that a column has no value in any row."""
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    chunks = [group.column(each) for group in groups for each in range(group.num_columns)]
+    statistics = [chunk.statistics for chunk in chunks if chunk.path_in_schema == column]
+    return metadata.num_rows > 0 and sum(each.null_count or 0 for each in statistics if each) == metadata.num_rows

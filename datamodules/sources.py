@@ -54,7 +54,7 @@ class Source(Protocol):
         ...
 
     def fingerprint(self) -> str:
-        """A text that changes whenever the documents may have changed, had without reading them."""
+        """A text that changes whenever the documents may have changed, and not with their place or time."""
         ...
 
 
@@ -90,7 +90,7 @@ class TextFiles:
             yield Document(name, checked_text(decoded(content, str(file)), str(file)))
 
     def fingerprint(self) -> str:
-        """Names, sizes and modification times of the files."""
+        """Content and order of the files."""
         return f"text {files_fingerprint(self.files)}"
 
     def text_bytes(self) -> int | None:
@@ -115,7 +115,7 @@ class TextFolder:
         return iter(self._files())
 
     def fingerprint(self) -> str:
-        """Names, sizes and modification times of the files."""
+        """Content and order of the files."""
         return self._files().fingerprint()
 
     def text_bytes(self) -> int | None:
@@ -164,7 +164,7 @@ class JsonLines:
             raise NoDocumentError(no_document(self.where, self.files))
 
     def fingerprint(self) -> str:
-        """Names, sizes and modification times of the files, and which documents are taken."""
+        """Content and order of the files, and which documents are taken."""
         prompt = f" {self.prompt_field}" if self.prompt_field is not None else ""
         return f"json {files_fingerprint(self.files)} {self.text_fields} {self.where}{prompt}"
 

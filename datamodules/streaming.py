@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from typing_extensions import override
 
 from datamodules.curriculum import CurriculumStages
-from datamodules.locations import file_size
+from datamodules.locations import file_identities, file_size
 from datamodules.parquet import ParquetFiles
 from datamodules.rows import Row, collate_rows, make_row
 from datamodules.sources import Document, JsonLines, NoDocumentError, Source, TextFiles, is_empty
@@ -27,12 +27,16 @@ _log = logging.getLogger(__name__)
 
 
 class Cursor(NamedTuple):
-    """The next token of a stream: in its pass over its files, the file, the document in it, and the token in that."""
+    """The next token of a stream: in its pass over its files, the file, the document in it, and the token in that.
+
+    `content` identifies the file's content; older checkpoints do not have it.
+    """
 
     round: int = 0
     file: int = 0
     document: int = 0
     token: int = 0
+    content: str = ""
 
 
 def file_sources(source: Source) -> list[Source]:
@@ -129,9 +133,10 @@ class StreamedRows(IterableDataset[tuple[Row, Cursor]]):
             for index, file in enumerate(order):
                 if (turn, index) < cursor[:2]:
                     continue
+                content = self._content(file, cursor.content if (turn, index) == cursor[:2] else "")
                 for number, document in self._read(file):
                     found = True
-                    place = Cursor(turn, index, number)
+                    place = Cursor(turn, index, number, content=content)
                     if place[:3] >= cursor[:3]:
                         skip = cursor.token if place[:3] == cursor[:3] else 0
                         yield place._replace(token=skip), self.encoder([document]).tokens[skip:]
@@ -139,6 +144,17 @@ class StreamedRows(IterableDataset[tuple[Row, Cursor]]):
                 raise ValueError(
                     f"None of the {len(order)} files of stream {stream} holds a document. Name other files."
                 )
+
+    def _content(self, file: int, expected: str) -> str:
+        """Identify a file's content, and refuse other content than expected: a place in the file would mean nothing."""
+        (stored,) = _file_source(self.files[file]).files
+        (content,) = file_identities([stored])
+        if expected not in ("", content):
+            raise ValueError(
+                f"{stored} has changed since the checkpoint was written, in the middle of this file. Restore it, or"
+                " start without `--ckpt_path`."
+            )
+        return content
 
     def _read(self, file: int) -> Iterator[tuple[int, Document]]:
         """Each document of a file and its number; it is no error here that a file has none."""
@@ -216,7 +232,7 @@ class StreamingLoader:
 
         All processes have to call it.
         """
-        own = [[int(value) for value in cursor] for cursor in self._cursors]
+        own = [[*map(int, cursor[:-1]), cursor.content] for cursor in self._cursors]
         cursors: list[Any] = [own] * self.rows.world_size
         if self.rows.world_size > 1:  # the checkpoint is written by the first process
             processes = torch.distributed.get_world_size()
@@ -258,8 +274,12 @@ class StreamingLoader:
         return {name: int(value) for name, value in order.items()}
 
 
+def _file_source(source: Any) -> Any:
+    return source.source if isinstance(source, HashSplit) else source
+
+
 def _description(source: Any) -> str:
-    """What the documents of a file depend on; not its time, which copying the file to another machine changes."""
+    """Settings of a file's documents, and its name and size. Its content counts when the stream reads it."""
     if isinstance(source, HashSplit):
         return f"{source.split} 1/{source.share} of {_description(source.source)}"
     (file,) = source.files

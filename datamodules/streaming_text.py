@@ -26,10 +26,10 @@ class StreamingTextDataModule(TextDataModule):
 
     @override
     def prepare_data(self) -> None:
-        stage = self.trainer.state.fn if self.trainer else "fit"
-        self._evaluation_source("test" if stage in ("test", "predict") else "validation").fingerprint()
+        stage = self._stage()
         if stage == "fit":
             self._streaming_loader()  # refuses what cannot be streamed
+        self._check_evaluation_source(stage)
 
     @override
     def setup(self, stage: str) -> None:

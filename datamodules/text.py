@@ -27,8 +27,8 @@ class TextDataModule(PackedTextDataModule):
       ``hf`` it is to be installed (s3fs, gcsfs, adlfs);
     - the id of a hub dataset in parquet form, of which the split of this name is taken.
 
-    Text is tokenised anew when the name, size or modification time of a file has changed (elsewhere its ETag, or what
-    the protocol has in its place): no file is read to find out.
+    Text is tokenized again when the content or the order of the files has changed. All bytes of local files are hashed
+    for this, once for each file; elsewhere the checksum or ETag counts that the server reports.
 
     Args:
         tokenizer: Tokenizer of the model: hub id or local folder.

@@ -21,6 +21,7 @@ from lightning_modules.files import atomic_folder, remove_folder, writable_folde
 from lightning_modules.locks import exclusive
 from lightning_modules.progress import progress_bar
 from lightning_modules.tokenization import tokenizer_hash, vocabulary_size
+from lightning_modules.utilities.identity import file_state
 
 FORMAT = 2
 """Part of every store's address: raise it with any change to what the code below writes."""
@@ -147,8 +148,7 @@ class TokenStore:
             return None
 
     def _state(self) -> dict[str, list[int]]:
-        stats = {name: (self.folder / name).stat() for name in _CONTENT}
-        return {name: [s.st_size, s.st_ino, s.st_mtime_ns, s.st_ctime_ns] for name, s in stats.items()}
+        return {name: file_state(self.folder / name) for name in _CONTENT}
 
     def __reduce__(self) -> tuple[type["TokenStore"], tuple[Path]]:
         return type(self), (self.folder,)
@@ -170,7 +170,8 @@ def build_token_store(
         add_special_tokens: Whether the tokenizer puts its special tokens around each document.
 
     Raises:
-        ValueError: If ``cache_dir`` cannot be written, or a document is not fit for training (the message names it).
+        ValueError: If ``cache_dir`` cannot be written, a document is not fit for training (the message names it), or
+            the text changes meanwhile.
     """
     recipe = _recipe(source, tokenizer, add_special_tokens)
     folder = cache_dir / sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
@@ -187,6 +188,10 @@ def build_token_store(
             remove_folder(folder)
         with atomic_folder(folder) as temporary:
             _write(temporary, source, tokenizer, recipe)
+            if source.fingerprint() != recipe["source"]:
+                raise ValueError(
+                    "The training text changed while it was tokenized. Start again when nothing writes to it."
+                )
         return TokenStore(folder)
 
 

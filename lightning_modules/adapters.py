@@ -4,6 +4,7 @@ import copy
 import difflib
 import hashlib
 import importlib.util
+import logging
 import math
 import re
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from lightning_modules.zero import gathered
@@ -24,6 +26,13 @@ EMBEDDINGS_AND_NORMS = "embeddings-and-norms"
 
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Starting values of LoRA (``init_lora_weights``) that take something out of the base model's weights."""
+
+
+_ALL_NUMBERS = "all numbers "  # before fingerprints, unlike those of earlier versions
+_CHUNK = 1 << 22  # words of 8 bytes that share a checksum
+_FACTOR = 0x1E3779B97F4A7C15  # any large odd number: it spreads the places over all 64 bits
+
+_log = logging.getLogger(__name__)
 
 
 def add_adapters(model: PreTrainedModel, arguments: dict[str, Any], *, autocast: bool = False) -> PeftModel:
@@ -169,24 +178,43 @@ def trained_state(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in state.items() if name in trained}
 
 
-def frozen_fingerprint(module: nn.Module, numbers: int = 64) -> str:
-    """A hash of the first numbers of each frozen parameter, by which a model is known again.
+def frozen_fingerprint(module: nn.Module) -> str:
+    """Compute a hash of all frozen parameters, by which the model below adapters is known again.
 
-    Quantised weights are left out: another device may round them otherwise. Divided ones are gathered, so that all
+    Quantized weights are left out: another device may round them differently. Sharded ones are gathered, so that all
     processes must call this.
-
-    Args:
-        module: What holds the parameters.
-        numbers: How many of each.
     """
     digest = hashlib.sha256()
     for name, parameter in module.named_parameters():
         if not parameter.requires_grad and parameter.is_floating_point():
             with gathered([parameter]):
                 whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-                head = whole.detach().flatten()[:numbers].to("cpu", torch.float32)
-            digest.update(name.encode() + head.numpy().tobytes())
-    return digest.hexdigest()
+                digest.update(f"{name} {tuple(whole.shape)} {_checksums(whole.detach())}\n".encode())
+    return f"{_ALL_NUMBERS}{digest.hexdigest()}"
+
+
+def same_frozen(stored: str | None, own: str | None) -> bool:
+    """Whether two results of `frozen_fingerprint` are of the same weights.
+
+    Earlier versions looked at the first numbers of each parameter only; theirs cannot be compared.
+    """
+    if stored is not None and not stored.startswith(_ALL_NUMBERS):
+        _log.warning("The checkpoint is of an earlier version: the weights below its adapters are not compared.")
+        return True
+    return stored in (None, own)
+
+
+def _checksums(values: torch.Tensor) -> list[int]:
+    """Sum the bytes of a tensor chunk by chunk modulo 2**64, each 8 of them times a factor that their place decides.
+
+    Unlike a cryptographic hash it is computed where the tensor is: large models need not be copied to main memory.
+    """
+    data = values.contiguous().flatten().view(torch.uint8)
+    words = (F.pad(data, (0, -len(data) % 8)) if len(data) % 8 else data).view(torch.int64)
+    factors = 2 * _FACTOR * torch.arange(min(_CHUNK, len(words)), device=values.device) + 1
+    # The shift brings the highest bits to where a factor spreads them.
+    chunks = (chunk ^ (chunk >> 32) for chunk in words.split(_CHUNK))
+    return [int((chunk * factors[: len(chunk)]).sum()) for chunk in chunks]
 
 
 def _check_arguments(option: str, arguments: dict[str, Any], known: Any) -> None:

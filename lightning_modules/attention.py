@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -101,6 +101,20 @@ def register_document_attention() -> str:
         AttentionInterface.register(DOCUMENT_SDPA, document_attention)
     AttentionMaskInterface.register(DOCUMENT_SDPA, document_mask)
     return DOCUMENT_SDPA
+
+
+def index_free_length(config: PreTrainedConfig) -> int | None:
+    """Return the longest row in which attention does not depend on a token's index in the row; None if it never does.
+
+    Llama 4 has layers that see no token before the start of a chunk, and others that scale queries in steps of
+    ``floor_scale`` tokens. Both count from the start of the row, whatever the positions are: in a longer row a second
+    document would be scored as if it went on from the first.
+    """
+    config = config.get_text_config(decoder=True)
+    if config.model_type != "llama4_text":
+        return None
+    limits = (config.attention_chunk_size, config.floor_scale - 1 if config.attn_temperature_tuning else None)
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def isolation_arguments(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lightning_modules.adapters import active_module
-from lightning_modules.attention import Exchange, borders_given, isolation_arguments
+from lightning_modules.attention import Exchange, borders_given, index_free_length, isolation_arguments
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch, unscored_token
 from lightning_modules.functional import (
     ShortContext,
@@ -33,7 +33,7 @@ from lightning_modules.functional.windows import Window, draw_windows, row_windo
 from lightning_modules.last_layer import last_layer_reads_from
 from lightning_modules.modes import eval_mode, no_autocast_cache
 from lightning_modules.rotary_checks import check_rotary, check_static
-from lightning_modules.zero import GatheringModule, is_gathering_hook, share_parameters, whole_shape
+from lightning_modules.zero import GatheringModule, is_divided, is_gathering_hook, share_parameters, whole_shape
 
 Result = TypeVar("Result")
 
@@ -89,10 +89,11 @@ class Backbone(nn.Module):
     @property
     def decoder(self) -> Any:
         """The module that turns tokens into hidden states; None if there is none."""
-        base = self.base_model
-        decoder = base.get_decoder()
-        # Some models (Llama 4) do not say which of their parts it is and name themselves.
-        return getattr(base, base.base_model_prefix, None) if decoder is base else decoder
+        decoder = self.base_model.get_decoder()
+        if decoder is None or decoder.get_output_embeddings() is None:
+            return decoder
+        # Some models (Llama 4) name a whole language model with its head, or themselves, and another class's prefix.
+        return getattr(decoder, decoder.base_model_prefix, None) or getattr(decoder, "model", None)
 
     @property
     def vocabulary_size(self) -> int:
@@ -153,6 +154,7 @@ class Backbone(nn.Module):
             ValueError: If a document is longer than learned positions allow, or the model cannot keep documents apart.
         """
         trims = weighing is None and self.trims_last_layer and not torch.is_grad_enabled()
+        trims = trims and not self._must_part(batch)  # or it would leave out the first tokens of each document
         with no_autocast_cache(), last_layer_reads_from(self.decoder, first_scored - 1 if trims else 0):
             hidden_states = self.hidden_states(batch, exchange)
         if reading is not None:
@@ -188,15 +190,17 @@ class Backbone(nn.Module):
         """
         lengths = [stop - start for row in batch["document_borders"] for start, stop in pairwise(row)]
         self.check_length(max(lengths, default=0))
-        if not self.isolates_documents and any(len(borders) > 2 for borders in batch["document_borders"]):
-            raise ValueError(
-                f"`{type(self.base_model).__name__}` cannot keep the documents of a row apart ('{self.attention}'"
-                " attention): give it rows of one document, or `isolate_documents: false` for plain concatenation."
-            )
+        if self._must_part(batch):
+            return self._hidden_states_one_by_one(batch)
         arguments = isolation_arguments(
             self.attention, batch["document_borders"], batch["input_ids"].shape[1], batch["input_ids"].device
         )
         if exchange is not None:
+            if index_free_length(self.base_model.config) is not None:
+                raise ValueError(
+                    f"Processes cannot share the rows of `{type(self.base_model).__name__}`, whose attention counts"
+                    " tokens from the start of what a process holds: set `sequence_parallel_size: 1`."
+                )
             arguments["exchange"] = exchange
         with borders_given():
             hidden_states = self.decoder(
@@ -207,6 +211,36 @@ class Backbone(nn.Module):
             ).last_hidden_state
         # The last token of a part predicts one that stands in the next part, and has a label here.
         return hidden_states if exchange is None else F.pad(hidden_states, (0, 0, 0, 1))
+
+    def _must_part(self, batch: PackedBatch) -> bool:
+        """Whether the documents of these rows need passes of their own to be kept apart.
+
+        Raises:
+            ValueError: If they do, and processes that share weights would make different numbers of passes.
+        """
+        if all(len(borders) <= 2 for borders in batch["document_borders"]):
+            return False
+        limit = index_free_length(self.base_model.config)
+        if self.isolates_documents and (limit is None or batch["input_ids"].shape[1] <= limit):
+            return False
+        if self.in_step or is_divided(self._embedding):
+            raise ValueError(
+                f"`{type(self.base_model).__name__}` cannot keep the documents of a row apart where processes share its"
+                f" weights ('{self.attention}' attention): give it rows of one document, or `isolate_documents: false`"
+                " for plain concatenation."
+            )
+        return True
+
+    def _hidden_states_one_by_one(self, batch: PackedBatch) -> Tensor:
+        """``[B, T, D]`` last hidden states of documents that each have a pass of their own; 0 after the last one."""
+        rows = []
+        for tokens, borders in zip(batch["input_ids"], batch["document_borders"], strict=True):
+            documents = [
+                self.decoder(input_ids=tokens[None, start:stop], use_cache=False).last_hidden_state
+                for start, stop in pairwise(borders)
+            ]
+            rows.append(F.pad(torch.cat(documents, dim=1), (0, 0, 0, len(tokens) - borders[-1])))
+        return torch.cat(rows)
 
     @property
     def head(self) -> Head:
@@ -247,8 +281,8 @@ class Backbone(nn.Module):
         """What the model multiplies its logits by, and the soft cap that it puts on them then."""
         config = self.base_model.config.get_text_config(decoder=True)
         scale = 1.0
-        if (factor := getattr(config, "logit_scale", None)) is not None:  # Cohere
-            scale *= factor
+        for name in ("logit_scale", "lm_head_multiplier", "output_multiplier"):  # Cohere, Falcon-H1, Muse
+            scale *= getattr(config, name, None) or 1.0
         if (divisor := getattr(config, "logits_scaling", None)) is not None:  # Granite
             scale /= divisor
         return scale, getattr(config, "final_logit_softcapping", None)  # Gemma 2 and 3

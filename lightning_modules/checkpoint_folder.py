@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import tempfile
 import warnings
 import zipfile
 import zlib
@@ -19,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_modules import checkpoint_pickles
-from lightning_modules.files import building_prefix, publish_folder, to_disk, write_atomically
+from lightning_modules.files import create_folder, publish_folder, to_disk, write_atomically
 
 Result = TypeVar("Result")
 
@@ -173,9 +172,7 @@ def _together(function: Callable[[], Result]) -> list[Result]:
 
 def _building(target: Path) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=building_prefix(target), dir=target.parent))
-    folder.chmod(0o755)
-    return folder
+    return create_folder(target)
 
 
 def _written(folder: Path, write: Callable[[Path], None], rank: int) -> dict[str, tuple[int, int]]:

@@ -4,7 +4,6 @@ import functools
 import logging
 import pickle
 import shutil
-import stat
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,9 @@ from typing_extensions import override
 
 from lightning_modules.checkpoint_folder import CheckpointError, damage_found_together, damage_of_folder
 from lightning_modules.checkpoint_order import SUFFIX, check_one_run, contents, find_checkpoints, warn_of_times
+from lightning_modules.checkpoint_pickles import refused_pickle
 from lightning_modules.files import BUILDING, atomic_file, remove_folder
+from lightning_modules.utilities.identity import file_state
 
 _VERSION = "pytorch-lightning_version"
 
@@ -84,7 +85,7 @@ class CheckedCheckpointIO(TorchCheckpointIO):
             # machine would hold all of the file in main memory.
             return torch.load(path, map_location=map_location, weights_only=weights_only is not False, mmap=True)
         except (pickle.UnpicklingError, RuntimeError) as error:  # torch minds bits that zipfile passes over
-            raise refusal(path, f"cannot be loaded ({str(error).splitlines()[0]})") from error
+            raise refusal(path, refused_pickle(error)) from error
 
     @override
     def remove_checkpoint(self, path: str | Path) -> None:
@@ -142,7 +143,7 @@ def check_content(path: str | Path, option: str = "ckpt_path") -> None:
     try:
         content = contents(Path(path))
     except Exception as error:  # of an archive that torch did not write
-        raise refusal(path, f"cannot be loaded ({str(error).splitlines()[0]})", option) from error
+        raise refusal(path, refused_pickle(error), option) from error
     if not isinstance(content.get("state_dict"), dict) or _VERSION not in content:
         raise refusal(path, "was not written by `longce fit`: it has no weights with a version", option)
 
@@ -188,16 +189,14 @@ def damage(path: Path, *, content: bool = True) -> str | None:
     if path.is_dir():
         return damage_of_folder(path)
     try:
-        status = path.stat()
-    except (OSError, ValueError):  # ValueError: a NUL in the name
-        return "does not exist"
-    if not stat.S_ISREG(status.st_mode):
-        return "is no file"
-    return _damage(path, status.st_size, status.st_mtime_ns, content)
+        state = tuple(file_state(path))
+    except ValueError:
+        return "is no file" if path.exists() else "does not exist"
+    return _damage(path, state, content)
 
 
 @functools.cache
-def _damage(path: Path, _size: int, _changed: int, content: bool) -> str | None:
+def _damage(path: Path, _state: tuple[int, ...], content: bool) -> str | None:
     try:
         with zipfile.ZipFile(path) as archive:
             record = archive.testzip() if content else None
@@ -222,7 +221,7 @@ def _fault(path: Path, resume: bool, content: bool) -> str | None:
     try:
         loaded = contents(path)
     except (pickle.UnpicklingError, RuntimeError, OSError) as error:
-        return f"cannot be loaded ({str(error).splitlines()[0]})"
+        return refused_pickle(error)
     if not isinstance(loaded.get("state_dict"), dict):
         return "was not written by `longce fit`"
     return None if "optimizer_states" in loaded else "holds weights alone, from which training cannot go on"

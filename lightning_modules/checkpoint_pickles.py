@@ -1,7 +1,8 @@
-"""What is pickled in a sharded checkpoint, looked at before torch unpickles it, which would run any code in it."""
+"""Look into the pickles of a sharded checkpoint before torch loads them, and explain what torch refused to load."""
 
 import io
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,28 @@ def fault(folder: Path) -> str | None:
         if (folder / TRAINER_STATE).is_file():
             torch.load(folder / TRAINER_STATE, map_location="cpu", weights_only=True)
     except Exception as error:  # of a damaged pickle anything
-        return f"is damaged, or holds more than weights ({str(error).splitlines()[0] if str(error) else repr(error)})"
+        return f"is damaged, or holds more than weights ({_reason(error)})"
     return None
+
+
+def refused_pickle(error: BaseException) -> str:
+    """Return why torch did not load a file with ``weights_only``, as the end of a sentence.
+
+    Torch's own message advises to load the file without, which runs what is in it.
+    """
+    reason = _reason(error)
+    if named := re.search(r"GLOBAL (\S+)", reason):
+        return f"holds code and must not be loaded: it would run `{named[1]}`"
+    if isinstance(error, pickle.UnpicklingError):
+        return f"is torn, or holds more than weights and must not be loaded ({reason})"
+    return f"cannot be loaded ({reason})"
+
+
+def _reason(error: BaseException) -> str:
+    """Return the first line of what an error began with: torch puts its advice around it."""
+    while error.__cause__ or error.__context__:
+        error = error.__cause__ or error.__context__ or error
+    return next(iter(str(error).strip().splitlines()), "") or repr(error)
 
 
 class _IndexUnpickler(pickle.Unpickler):

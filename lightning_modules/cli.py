@@ -2,7 +2,7 @@
 
 import json
 import logging
-import os
+import multiprocessing
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -23,6 +23,7 @@ from lightning_modules.config_files import check_config_files, use_checked_yaml
 from lightning_modules.errors import stop_with
 from lightning_modules.experiment_cli import DataCLI, InfluenceCLI, LongceCLI, PlanCLI
 from lightning_modules.files import writable_folder, write_atomically
+from lightning_modules.user_modules import find_user_modules, user_modules
 
 USAGE = """\
 usage: longce COMMAND [OPTIONS]
@@ -48,6 +49,10 @@ commands:
   plan        FLOPs, time, memory and cost of `fit` and of scoring on given GPUs, without weights or a GPU
 
 `longce COMMAND --help` explains the options of each."""
+
+# A worker that is spawned, or forked from a server, imports the main program and unpickles its work, without `main`.
+if getattr(multiprocessing.current_process(), "_inheriting", False):
+    find_user_modules()
 
 
 def plan_command(arguments: Sequence[str]) -> None:
@@ -126,13 +131,12 @@ COMMANDS: dict[str, Callable[[Sequence[str]], object]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point of the console script; exits with 0 after success, 2 for what the user can mend.
+    """Entry point of the console script; exits with 0 after success, 2 for what the user can fix, 1 for the rest.
 
     Args:
         arguments: Words behind ``longce``; by default those of the command line.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    sys.path.append(os.getcwd())  # for an objective or data module of the user's own
     _set_up_messages()
     if not arguments or arguments[0] in ("-h", "--help"):
         sys.stdout.write(USAGE + "\n")
@@ -143,7 +147,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         use_checked_yaml()
         check_config_files(arguments)
-        COMMANDS.get(arguments[0], _lightning_command)(arguments)
+        with user_modules():
+            COMMANDS.get(arguments[0], _lightning_command)(arguments)
     except KeyboardInterrupt:
         sys.stderr.write("\nlongce: interrupted\n")
         sys.exit(130)

@@ -19,6 +19,8 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
+from lightning_modules.loopback import LOOPBACK
+
 GATHERING = 300.0
 """Seconds within which all processes of a run must have started: some may read their packages from a slow disk."""
 
@@ -52,13 +54,16 @@ class Companions(Callback):
         if trainer.world_size == 1 or self._connections:
             return
         if trainer.is_global_zero:
-            with socket.create_server(("", 0), backlog=trainer.world_size) as server:
+            with socket.create_server(
+                (LOOPBACK if trainer.num_nodes == 1 else "", 0), backlog=trainer.world_size
+            ) as server:
                 token = secrets.token_bytes(16)
                 trainer.strategy.broadcast((server.getsockname()[1], token))
                 self._connections = _accepted(server, token, trainer.world_size - 1)
         else:
             port, token = trainer.strategy.broadcast((0, b""))
-            self._connections = _connected(os.environ["MASTER_ADDR"], port, token)  # where they have met
+            address = LOOPBACK if trainer.num_nodes == 1 else os.environ["MASTER_ADDR"]  # where they have met
+            self._connections = _connected(address, port, token)
         for connection in self._connections:
             _keep_alive(connection)
         self._left = threading.Event()

@@ -1,6 +1,7 @@
 """YAML that says one thing once and stays small: what jsonargparse reads configs and option values with."""
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import jsonargparse
 import yaml
+from jsonargparse._loaders_dumpers import get_yaml_default_loader
 
 LARGEST = 1 << 20
 """Bytes of a config file."""
@@ -17,6 +19,10 @@ LARGEST_NODES = 100_000
 
 DEEPEST = 50
 """Levels of nesting of a config."""
+
+_OCTAL = re.compile(r"[-+]?0[0-7_]*[1-7][0-7_]*")
+_NULLS = ("", "~", "null", "Null", "NULL")
+_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -33,10 +39,11 @@ class _Collection:
 
 
 def use_checked_yaml() -> None:
-    """Let jsonargparse check YAML before it reads it; call it as often as you like."""
+    """Let jsonargparse check YAML before it reads it, and take ``2:30`` for no number; call it as often as you like."""
     read = jsonargparse.get_loader("yaml")
     if not isinstance(read, _Checked):
         jsonargparse.set_loader("yaml", _Checked(read), (yaml.YAMLError,))
+        _leave_out_base_60(get_yaml_default_loader())  # which reads the values of single options
 
 
 def check_config_files(arguments: Sequence[str]) -> None:
@@ -60,7 +67,7 @@ def check_yaml(text: str) -> None:
     """Refuse YAML with a key given twice, of which one would be ignored, or too large or deep when written out.
 
     Raises:
-        yaml.YAMLError: Naming the key and its lines, or the limit.
+        yaml.YAMLError: Naming the key and its lines, the limit, or a number that is not what it seems.
     """
     collections, sizes = [_Collection(None, False)], dict[str, int]()
     event: Any  # of which PyYAML's types say that marks may be missing
@@ -74,6 +81,7 @@ def check_yaml(text: str) -> None:
                 sizes[done.anchor] = done.size
             _add(collections[-1], event, done.size)
         elif isinstance(event, yaml.ScalarEvent):
+            _check_scalar(event, collections[-1])
             _add(collections[-1], event, 1)
         elif isinstance(event, yaml.AliasEvent):
             _add(collections[-1], event, _size_of_alias(event, collections, sizes))
@@ -83,6 +91,28 @@ def _size_of_alias(event: Any, collections: Sequence[_Collection], sizes: Mappin
     if any(event.anchor == outer.anchor for outer in collections):
         raise yaml.YAMLError(f"line {event.start_mark.line + 1}: '*{event.anchor}' stands within itself. Remove it.")
     return sizes.get(event.anchor, 1)  # of a single value
+
+
+def _check_scalar(event: Any, collection: _Collection) -> None:
+    """Refuse ``init_args`` of null, and ``010``, which is 8 in YAML 1.1 and 10 in YAML 1.2 and on the command line."""
+    is_value = collection.is_mapping and collection.entries % 2 == 1
+    is_null = is_value and event.implicit[0] and event.value in _NULLS
+    if is_null and next(reversed(collection.keys), "") == "init_args":
+        raise yaml.YAMLError(f"line {event.start_mark.line + 1}: `init_args` is null. Give settings, or leave it out.")
+    if event.implicit[0] and _OCTAL.fullmatch(event.value):
+        raise yaml.YAMLError(
+            f"line {event.start_mark.line + 1}: '{event.value}' is a number to base 8. Leave out its first 0, or quote"
+            " it if it is text."
+        )
+
+
+def _leave_out_base_60(loader: Any) -> None:
+    """Let a loader read ``2:30`` as text, as YAML 1.2 does, and not as 150: a typed option then refuses it."""
+    for first, resolvers in loader.yaml_implicit_resolvers.items():
+        loader.yaml_implicit_resolvers[first] = [
+            (tag, re.compile(f"(?!.*:){form.pattern}", form.flags) if tag in _NUMBERS else form)
+            for tag, form in resolvers
+        ]
 
 
 def _check_nesting(event: Any, collections: Sequence[_Collection]) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_modules.functional import key_token_mask
+from lightning_modules.scoring.key_tokens import count_characters, find_key_tokens
 from lightning_modules.token_scores import TokenScores
 
 PERCENTILES = (10, 25, 75, 90, 99)
@@ -22,6 +23,8 @@ COLUMNS: dict[str, type] = {
     "compared_tokens": int,
     "key_tokens": int,
     "key_token_ratio": float,
+    "tokens_sharing_characters": float,
+    "tokens_without_characters": float,
     "longppl": float,
     "perplexity": float,
     "benefit_mean": float,
@@ -55,6 +58,8 @@ def document_scores(
 
         - ``tokens``, ``scored_tokens`` (all but the first), ``compared_tokens`` (with a short context), ``key_tokens``;
         - ``key_token_ratio``: key tokens among the compared ones;
+        - ``tokens_sharing_characters``, ``tokens_without_characters``: shares of the tokens; they matter only to
+          evaluated models with another tokenizer;
         - ``longppl``: exponential of the mean negative long log-likelihood of the key tokens (Equation 4, the model
           being its own evaluator), None without any; ``perplexity``: the same of all scored tokens;
         - ``benefit_mean``, ``_median``, ``_std``, ``_p10`` .. ``_p99`` (percentiles, linear between tokens), in nats;
@@ -65,7 +70,7 @@ def document_scores(
     Raises:
         ValueError: If a threshold makes no sense, or short log-likelihoods are not known.
     """
-    key = key_token_mask(scores.long, scores.short, alpha=alpha, beta=beta).numpy()
+    key = find_key_tokens(scores, alpha=alpha, beta=beta).mask.numpy()
     weight = scores.soft_influence(gamma=gamma).double().numpy()
     long, short = scores.long.double().numpy(), scores.short.double().numpy()
     tokens, start = len(long), scores.context_length + scores.stride
@@ -75,6 +80,7 @@ def document_scores(
         "scored_tokens": tokens - 1,
         "compared_tokens": max(tokens - start, 0),
         "key_tokens": int(key.sum()),
+        **count_characters(scores.offsets).shares(),
         "perplexity": _perplexity(long[1:]),
     }
     if tokens > start:

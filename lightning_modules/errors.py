@@ -18,13 +18,19 @@ _REMEDIES = {
 """What to do about errors of torch, by what they say."""
 
 
+class IncompleteError(Exception):
+    """Part of the work failed. The rest is kept, and the message reports what failed and what to do."""
+
+
 def stop_with(error: Exception) -> NoReturn:
-    """Say what went wrong and exit: with 2 for what the user can mend, with 1 for what the machine lacked.
+    """Report what went wrong and exit: with 2 for what the user can fix, with 1 for what failed on the way.
 
     ``LONGCE_TRACEBACK=1`` shows where it arose. An error that nobody expected is raised again, with a note.
     """
     if isinstance(error, ValueError | OSError | FloatingPointError | MisconfigurationException):
         _exit(error, status=2)
+    if isinstance(error, IncompleteError):
+        _exit(error, status=1)
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         error.add_note("There is too little memory: `longce plan` says what these settings take, and what takes less.")
         _exit(error, status=1)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -11,12 +12,14 @@ from typing_extensions import override
 from lightning_modules.backbone import Backbone
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.context_ladder import ContextLadder, Rungs
-from lightning_modules.loading import has_weights, model_identity
+from lightning_modules.loading import has_weights
 from lightning_modules.metrics import LongPerplexity
+from lightning_modules.model_identity import model_identity
 from lightning_modules.prediction import DocumentScorer, Failed
 from lightning_modules.probe import check_scoring
 from lightning_modules.sequence_parallelism import SequenceGroup, sequence_group
 from lightning_modules.token_scores import TokenScores
+from lightning_modules.utilities.identity import content_hash
 
 
 class EvaluationSteps(LightningModule):
@@ -76,10 +79,13 @@ class EvaluationSteps(LightningModule):
     def scoring_settings(self) -> dict[str, Any]:
         """All that a document's scores depend on besides its tokens, in plain values; the model is not needed yet."""
         path, trusted = self._loading["pretrained_model_name_or_path"], self._loading["trust_remote_code"]
-        stored = has_weights(path)
+        if has_weights(path):
+            model: str | None = model_identity(path, self._loading["revision"], trust_remote_code=trusted)
+        else:  # random weights, or those of a checkpoint; a config if there is a path
+            model = None if path is None else f"sha256:{content_hash(Path(path).expanduser())}"
         names = ("model_config", "context_extension", "dtype", "lora", "quantization")
         return {
-            "model": model_identity(path, self._loading["revision"], trust_remote_code=trusted) if stored else path,
+            "model": model,
             **{name: self._loading[name] for name in names},
             "context_length": int(self.context_length),
             "stride": int(self.stride),

@@ -16,10 +16,11 @@ from lightning_modules.batch import PackedBatch, batch_to, unscored_token
 from lightning_modules.files import default_cache_dir, writable_folder
 from lightning_modules.functional import LikeliestTokens
 from lightning_modules.functional.windows import check_context
-from lightning_modules.loading import DType, load_backbone, load_config, model_identity
+from lightning_modules.loading import DType, load_backbone, load_config
+from lightning_modules.model_identity import check_same_model, model_identity
 from lightning_modules.probe import check_scoring
 from lightning_modules.sharding import load_sharded_backbone, world_mesh
-from lightning_modules.token_scores import TokenScores, text_sha256
+from lightning_modules.token_scores import FORMAT, TokenScores, text_sha256
 from lightning_modules.tokenization import encode_document, load_tokenizer, tokenizer_hash
 
 log = logging.getLogger(__name__)
@@ -66,6 +67,7 @@ def score_text(
         evaluator=evaluator,
         context_length=context_length,
         stride=stride,
+        token_ids=batch["input_ids"][0],
         offsets=batch["offsets"][0],
         # Copies: a tensor of inference mode cannot be changed outside of it.
         long=long[0].float().cpu().clone(),
@@ -90,6 +92,7 @@ class Evaluator:
         trust_remote_code: Run code from the model's repository; off unless you trust it.
         sharded: Divide the model among all processes, for one that does not fit on one device. All of them must then
             ask for scores equally often; who has no text to ask for calls `accompany` instead.
+        trimmed_offsets: As in `lightning_modules.tokenization.load_tokenizer`.
 
     Raises:
         ValueError: If the model or its tokenizer cannot be found, a length is below 1, or the cache cannot be written.
@@ -109,6 +112,7 @@ class Evaluator:
         cache_dir: str | None = None,
         trust_remote_code: bool = False,
         sharded: bool = False,
+        trimmed_offsets: bool = False,
     ) -> None:
         check_context(context_length, stride)
         self.sharded = sharded
@@ -121,15 +125,14 @@ class Evaluator:
         )
         load_config(pretrained_model_name_or_path, revision=revision, trust_remote_code=trust_remote_code)
         self.tokenizer = load_tokenizer(
-            tokenizer or pretrained_model_name_or_path, revision=revision, trust_remote_code=trust_remote_code
+            tokenizer or pretrained_model_name_or_path,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            trimmed_offsets=trimmed_offsets,
         )
-        self.identity = model_identity(pretrained_model_name_or_path, revision, trust_remote_code=trust_remote_code)
-        self._settings: dict[str, Any] = {
-            "revision": revision,
-            "dtype": dtype,
-            "attn_implementation": attn_implementation,
-            "trust_remote_code": trust_remote_code,
-        }
+        self._source: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+        self.identity = model_identity(pretrained_model_name_or_path, **self._source)
+        self._settings: dict[str, Any] = {"dtype": dtype, "attn_implementation": attn_implementation, **self._source}
         self._scores: dict[str, TokenScores] = {}
         self._backbone: Backbone | None = None
 
@@ -209,7 +212,15 @@ class Evaluator:
         """The file that holds the scores of the text with this hash, if need be only those for key tokens."""
         tokenizer = tokenizer_hash(self.tokenizer)
         numerics = (self._settings["dtype"], self._settings["attn_implementation"])
-        settings = (self.identity, tokenizer, numerics, self.context_length, self.stride, self.add_special_tokens)
+        settings = (
+            FORMAT,
+            self.identity,
+            tokenizer,
+            numerics,
+            self.context_length,
+            self.stride,
+            self.add_special_tokens,
+        )
         name = (sha256, settings, "key tokens only") if partial else (sha256, settings)
         key = hashlib.sha256(repr(name).encode()).hexdigest()
         return self.cache_dir / key[:2] / f"{key}.safetensors"
@@ -266,8 +277,10 @@ class Evaluator:
         if self._backbone is None:
             log.info("Loading the evaluator '%s'.", self.name)
             with torch.inference_mode(mode=torch.is_inference_mode_enabled() and not self.sharded):
-                self._backbone = self._load(device).eval().requires_grad_(False)
-                check_scoring(self._backbone)
+                backbone = self._load(device).eval().requires_grad_(False)
+                check_scoring(backbone)
+            check_same_model(self.identity, self.name, **self._source)
+            self._backbone = backbone
         return self._backbone
 
     def _load(self, device: torch.device | str) -> Backbone:

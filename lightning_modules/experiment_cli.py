@@ -1,8 +1,9 @@
 """LightningCLI for ``fit`` and its kin, and for the commands that take its options."""
 
 import argparse
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jsonargparse
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -16,6 +17,7 @@ from lightning_modules.checkpoint_io import CheckedCheckpointIO
 from lightning_modules.companions import Companions, gathering
 from lightning_modules.influence_trainer import InfluenceTrainer
 from lightning_modules.long_context_lm import LR_SCHEDULER, OPTIMIZER, LongContextLM
+from lightning_modules.loopback import loopback
 from lightning_modules.objectives import check_influence
 from lightning_modules.preemption import Preemption
 from lightning_modules.random_states import RandomStates
@@ -29,9 +31,22 @@ from lightning_modules.run_checkpoints import (
     say_how_to_go_on,
 )
 from lightning_modules.sequence_parallelism import sequence_parallel_size
+from lightning_modules.setting_checks import check_settings
 from lightning_modules.trainer_checks import check_strategy, check_trainer
 from lightning_modules.training.evaluation import at_checkpoint_step, place_evaluation
 from lightning_modules.training.run import Run, RunMember
+
+
+class ConciseParser(LightningArgumentParser):
+    """Reports what is wrong with a value without a list of all types that were tried, and without the whole config."""
+
+    @override
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        message = re.sub(r"\. Got value: Namespace\(.*", ".", message)
+        noise = r"Does not validate|Subtypes: |Errors:|Given value type|Given value: (.*Namespace\(|.{200})"
+        noise += r"|- Expected a <class '(NoneType|bool|.*Iterable)'>"
+        lines = [line for line in message.splitlines() if not re.match(rf"\s*({noise})", line)]
+        super().error("\n".join(lines) if len(lines) > 1 else message, ex)
 
 
 class LongceCLI(LightningCLI):
@@ -59,6 +74,7 @@ class LongceCLI(LightningCLI):
                         self.preemption,
                     ],
                 },
+                parser_class=ConciseParser,
                 parser_kwargs={"prog": "longce"},
                 **settings,
             )
@@ -79,9 +95,11 @@ class LongceCLI(LightningCLI):
 
     @override
     def before_instantiate_classes(self) -> None:
-        """Refuse a config that takes the model's settings away."""
+        """Refuse a config that takes the model's settings away, or a value that a class cannot work with."""
         if not isinstance(self._get(self.config, "model"), jsonargparse.Namespace):
             raise ValueError("`model` must hold settings of the model, as keys and values: leave it out, or mend it.")
+        for name, kind in (("model", LongContextLM), ("data", None), ("trainer", Trainer)):
+            check_settings(self._get(self.config, name), kind, name)
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
@@ -99,7 +117,7 @@ class LongceCLI(LightningCLI):
 
     @override
     def _run_subcommand(self, subcommand: str) -> None:
-        with gathering(self.trainer):
+        with loopback(self.trainer), gathering(self.trainer):
             super()._run_subcommand(subcommand)
 
     @override

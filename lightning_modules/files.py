@@ -4,6 +4,7 @@ import ctypes
 import errno
 import os
 import platform
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -64,18 +65,34 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
         OSError: If the folder cannot be written to.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=building_prefix(path))
+    descriptor, temporary = create_file(path.parent, building_prefix(path))
     try:
         with os.fdopen(descriptor, "wb") as stream:
             yield stream
             stream.flush()
             os.fsync(stream.fileno())
-        os.chmod(temporary, 0o644)
         os.replace(temporary, path)
         to_disk(path.parent)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
+
+
+def create_file(folder: Path, prefix: str, suffix: str = "") -> tuple[int, Path]:
+    """Create a file of a new name, with the permissions that the umask leaves: `tempfile` would ignore it.
+
+    Returns:
+        An open descriptor, and the path.
+    """
+    path = folder / f"{prefix}{secrets.token_hex(8)}{suffix}"
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), path
+
+
+def create_folder(target: Path) -> Path:
+    """Create an unfinished folder for ``target`` beside it, with the permissions that the umask leaves."""
+    folder = target.with_name(f"{building_prefix(target)}{secrets.token_hex(8)}")
+    folder.mkdir()
+    return folder
 
 
 @contextmanager
@@ -90,10 +107,9 @@ def atomic_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
         replace: Put it in the place of a folder that is there. Without, if somebody else was first to publish
             ``target``, theirs stays: equal names promise equal content.
     """
-    temporary = Path(tempfile.mkdtemp(prefix=building_prefix(target), dir=target.parent))
+    temporary = create_folder(target)
     try:
         yield temporary
-        temporary.chmod(0o755)  # `mkdtemp` lets nobody else in, but a cache may be shared
         for path in (*temporary.rglob("*"), temporary):
             to_disk(path)
         publish_folder(temporary, target, replace=replace)
@@ -135,7 +151,7 @@ def building_prefix(target: Path) -> str:
 
 def remove_folder(target: Path) -> None:
     """Remove a folder in one step: a process killed meanwhile leaves an unfinished folder, never half a target."""
-    doomed = Path(tempfile.mkdtemp(prefix=building_prefix(target), dir=target.parent))
+    doomed = create_folder(target)
     target.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
 

@@ -18,8 +18,9 @@ from typing_extensions import override
 from lightning_modules.backbone import Backbone
 from lightning_modules.batch import PackedBatch
 from lightning_modules.functional.windows import check_context
-from lightning_modules.loading import DType, load_backbone, load_config, model_identity
+from lightning_modules.loading import DType, load_backbone, load_config
 from lightning_modules.long_context_lm import LongContextLM
+from lightning_modules.model_identity import check_same_model, model_identity
 from lightning_modules.objectives import LongCE, StoredInfluence, innermost
 from lightning_modules.offline_influence import Transfer, make_transfer, row_influence
 from lightning_modules.probe import check_scoring
@@ -35,18 +36,27 @@ class InfluenceScorer(LightningModule):
         stride: Number d of tokens that share one window.
         gamma: Largest weight.
         transfer: For an evaluator with another tokenizer than the rows'.
+        identity: The evaluator's `model_identity` when the run began.
 
     Attributes:
         seconds: What this process took for its rows, without loading.
     """
 
     def __init__(
-        self, loading: dict[str, Any], *, context_length: int, stride: int, gamma: float, transfer: Transfer | None
+        self,
+        loading: dict[str, Any],
+        *,
+        context_length: int,
+        stride: int,
+        gamma: float,
+        transfer: Transfer | None,
+        identity: str,
     ) -> None:
         super().__init__()
         self._loading = loading
         self._settings: dict[str, Any] = {"context_length": context_length, "stride": stride, "gamma": gamma}
         self._transfer = transfer
+        self._identity = identity
         self._started = 0.0
         self.seconds = 0.0
 
@@ -58,6 +68,8 @@ class InfluenceScorer(LightningModule):
         autocast = str(self.trainer.precision).endswith("-mixed")
         device = self.trainer.strategy.root_device
         backbone = load_backbone(**self._loading, device=device, autocast=autocast)
+        names = ("pretrained_model_name_or_path", "revision", "trust_remote_code")
+        check_same_model(self._identity, **{name: self._loading[name] for name in names})
         self.backbone: Backbone = backbone.eval().requires_grad_(False)
 
     @override
@@ -162,7 +174,8 @@ class InfluenceTrainer(Trainer):
             "evaluator_attn_implementation": evaluator_attn_implementation,
             "precision": str(self.precision),
         }
-        self._run_influence(datamodule, made_from, output, InfluenceScorer(loading, **settings, transfer=transfer))
+        scorer = InfluenceScorer(loading, **settings, transfer=transfer, identity=made_from["evaluator"])
+        self._run_influence(datamodule, made_from, output, scorer)
 
     def _run_influence(
         self, datamodule: LightningDataModule, made_from: dict[str, Any], output: str | None, scorer: InfluenceScorer

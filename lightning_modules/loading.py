@@ -1,11 +1,10 @@
-"""Load a causal LM from a hub id, a local folder or a bare config, and say which one it is."""
+"""Load a causal LM from a hub id, a local folder or a bare config."""
 
 import contextlib
 import difflib
-import hashlib
 import importlib.util
 import logging
-from pathlib import Path
+import pickle
 from typing import Any, Literal, TypeGuard
 
 import torch
@@ -19,6 +18,7 @@ from transformers import (
 from lightning_modules.adapters import add_adapters, quantization_config
 from lightning_modules.attention import register_document_attention
 from lightning_modules.backbone import Backbone
+from lightning_modules.checkpoint_pickles import refused_pickle
 from lightning_modules.checkpointing import Checkpointing, enable_checkpointing
 from lightning_modules.context_extension import ContextExtension, extend_config
 from lightning_modules.functional.head_kernels import HeadKernel, check_installed
@@ -221,32 +221,6 @@ def resolve_attention(implementation: str, config: PreTrainedConfig, *, flash: b
     return implementation
 
 
-def model_identity(
-    pretrained_model_name_or_path: str, revision: str | None = None, *, trust_remote_code: bool = False
-) -> str:
-    """A name for exactly these weights and tokenizer, found without loading them.
-
-    Args:
-        pretrained_model_name_or_path: Hub id or local folder.
-        revision: Branch, tag or commit on the hub.
-        trust_remote_code: Run code from the model's repository; off unless you trust it.
-
-    Returns:
-        ``id@commit`` for a hub id; for a folder a SHA-256 over its files. Of one larger than 64 MiB (hashing all of a
-        70B model would take minutes) it covers size, time of change and samples: a copy counts as another model.
-    """
-    folder = Path(pretrained_model_name_or_path).expanduser()
-    if not folder.is_dir():
-        config = load_config(pretrained_model_name_or_path, revision=revision, trust_remote_code=trust_remote_code)
-        return f"{pretrained_model_name_or_path}@{getattr(config, '_commit_hash', None) or revision or 'main'}"
-    digest = hashlib.sha256()
-    for file in sorted(folder.iterdir()):
-        if file.suffix in {".json", ".safetensors", ".model", ".bin", ".txt", ".tiktoken", ".py"}:
-            digest.update(file.name.encode())
-            digest.update(_content(file))
-    return f"sha256:{digest.hexdigest()}"
-
-
 def _check_keys(overrides: dict[str, Any], config: PreTrainedConfig) -> None:
     for name in overrides:
         if not isinstance(name, str) or not hasattr(config, name):
@@ -266,6 +240,11 @@ def _load_weights(
         )
     except (ValueError, MemoryError, torch.OutOfMemoryError):
         raise
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"The weights of '{path}' cannot be used: a file {refused_pickle(error)}."
+            " Name a model with .safetensors files."
+        ) from error
     except Exception as error:  # of a wrong config transformers raises whatever it stumbles over
         if "mismatched" in str(error):
             error = ValueError("tensors have other shapes than its config asks for, see the table above")
@@ -283,16 +262,3 @@ def _load_weights(
             " random: the folder is incomplete or is no causal LM."
         )
     return model
-
-
-def _content(file: Path, whole: int = 64 << 20, block: int = 65_536, blocks: int = 64) -> bytes:
-    """What stands for a file in a hash: its SHA-256, or of a large one its size, time of change and some blocks."""
-    stat = file.stat()
-    with file.open("rb") as stream:
-        if stat.st_size <= whole:
-            return hashlib.file_digest(stream, "sha256").digest()
-        parts = [repr((stat.st_size, stat.st_mtime_ns)).encode()]
-        for index in range(blocks):
-            stream.seek(index * (stat.st_size - block) // (blocks - 1))
-            parts.append(stream.read(block))
-        return b"".join(parts)

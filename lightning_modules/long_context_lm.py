@@ -13,7 +13,13 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from typing_extensions import override
 
-from lightning_modules.adapters import changes_base, frozen_fingerprint, quantization_config, trained_state
+from lightning_modules.adapters import (
+    changes_base,
+    frozen_fingerprint,
+    quantization_config,
+    same_frozen,
+    trained_state,
+)
 from lightning_modules.backbone import Backbone
 from lightning_modules.batch import PackedBatch
 from lightning_modules.checkpoint_order import RUN_ID
@@ -282,7 +288,7 @@ class LongContextLM(EvaluationSteps):
         if "state_dict" in checkpoint:
             own = {name: part for name, part in self.named_parameters() if part.requires_grad}
             check_same_weights({name: there[name] for name in own}, own)
-        if checkpoint.get(FINGERPRINT) not in (None, self._fingerprint):
+        if not same_frozen(checkpoint.get(FINGERPRINT), self._fingerprint):
             raise ValueError(
                 "The checkpoint's adapters were trained on other weights than those of"
                 f" '{self._loading['pretrained_model_name_or_path']}' (or on the same in another `dtype`): give the"

@@ -49,6 +49,7 @@ class DocumentScorer:
                 evaluator=self.name,
                 context_length=self.context_length,
                 stride=self.stride,
+                token_ids=batch["input_ids"][row, : borders[-1]].cpu(),
                 offsets=batch["offsets"][row, : borders[-1]].cpu(),
                 long=long[row, : borders[-1]].float().cpu(),
                 short=short[row, : borders[-1]].float().cpu(),

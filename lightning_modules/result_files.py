@@ -4,7 +4,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,31 +40,37 @@ class Measured(NamedTuple):
     ours: bool = False
 
 
-def read_result_file(word: str) -> list[Measured]:
-    """What a file says, an entry for each model.
+def read_results(words: Sequence[str]) -> list[Measured]:
+    """Read what files report, one entry per file and model.
 
-    Read are the JSON files of ``longce score --output``, the ``results.json`` of ``longce evaluate`` and ``longce
-    harness``, a dictionary ``{"Qwen2-7B": {"LongBench": 42.0}}``, and a CSV file with a line for each model: its name
-    in the column ``model``, values in all others, some of them blank if need be.
+    The files are JSON of ``longce score --output``, the ``results.json`` of ``longce evaluate`` and ``longce harness``,
+    a dictionary ``{"Qwen2-7B": {"LongBench": 42.0}}``, or CSV with a line for each model: its name in the column
+    ``model``, and values in the others, where a cell may be blank.
 
     Args:
-        word: A file, or ``NAME=FILE`` for one that speaks of a single model, which gets this name.
+        words: Files; folders, of which the ``results.json`` is read, or else all ``.csv`` and ``.json`` files; and
+            ``NAME=FILE`` for a file of a single model, which gets this name.
 
     Raises:
-        ValueError: If there is no such file, or it is none of these, or ``NAME=`` is given to one of several models.
+        ValueError: If a file is missing or has another format, or ``NAME=`` is given to several models.
     """
+    return [entry for word in words for entry in _read_word(word)]
+
+
+def is_perplexity(name: str) -> bool:
+    """Return whether a value is a perplexity, by its name."""
+    return any(part in name.lower() for part in ("ppl", "perplexity", "bits_per_byte"))
+
+
+def _read_word(word: str) -> list[Measured]:
     name, equals, path = word.partition("=")
-    renamed = bool(equals) and not Path(word).expanduser().is_file()
-    file = Path(path if renamed else word).expanduser()
-    if file.is_dir():
-        file = file / "results.json"
-    if not file.is_file() or file.suffix not in (".csv", ".json") or (renamed and not name):
-        raise ValueError(
-            f"No results at '{word}': give .json or .csv files, folders with a results.json, or NAME=FILE."
-        )
-    entries = _csv_entries(file) if file.suffix == ".csv" else json_entries(file)
+    renamed = bool(equals) and not Path(word).expanduser().exists()
+    files = _find_files(Path(path if renamed else word).expanduser())
+    if not files or (renamed and not name):
+        raise ValueError(f"No results at '{word}': give .json or .csv files, folders of them, or NAME=FILE.")
+    entries = [entry for file in files for entry in _read_file(file)]
     if renamed and len(entries) != 1:
-        raise ValueError(f"'{file}' speaks of {len(entries)} models: rename them in the file, not by '{name}='.")
+        raise ValueError(f"'{path}' reports {len(entries)} models: rename them in the file, not by '{name}='.")
     if renamed:
         entries = [entries[0]._replace(model=name)]
     for entry in entries:
@@ -73,12 +79,19 @@ def read_result_file(word: str) -> list[Measured]:
     return entries
 
 
-def json_entries(file: Path) -> list[Measured]:
-    """What a JSON file says; ``model`` is empty if it does not say of which.
+def _find_files(path: Path) -> list[Path]:
+    if path.is_dir():
+        results = path / "results.json"
+        return [results] if results.is_file() else sorted([*path.glob("*.csv"), *path.glob("*.json")])
+    return [path] if path.is_file() and path.suffix in (".csv", ".json") else []
 
-    Raises:
-        ValueError: If it is none that `read_result_file` knows.
-    """
+
+def _read_file(file: Path) -> list[Measured]:
+    return _csv_entries(file) if file.suffix == ".csv" else _json_entries(file)
+
+
+def _json_entries(file: Path) -> list[Measured]:
+    """Read a JSON file; ``model`` is empty if the file does not name it."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:

@@ -16,13 +16,25 @@ from lightning_modules.backbone import Backbone
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch, batch_to
 from lightning_modules.evaluator import Evaluator
 from lightning_modules.files import writable_folder, write_atomically
-from lightning_modules.functional import key_token_mask, span_token_mask
+from lightning_modules.functional.influence import check_thresholds
 from lightning_modules.functional.windows import check_context
-from lightning_modules.loading import DType, load_backbone, load_config, model_identity
+from lightning_modules.loading import DType, load_backbone, load_config
 from lightning_modules.metrics import LongPerplexity
 from lightning_modules.model_checks import check_weight_files
+from lightning_modules.model_identity import model_identity
 from lightning_modules.probe import check_scoring
 from lightning_modules.report_blocks import plain
+from lightning_modules.scoring.key_tokens import (
+    CharacterCounts,
+    KeyTokens,
+    Rule,
+    add_counts,
+    character_warning,
+    check_rule,
+    count_characters,
+    document_tokens,
+    find_key_tokens,
+)
 from lightning_modules.token_scores import TokenScores, text_sha256
 from lightning_modules.tokenization import encode_document, load_tokenizer
 
@@ -38,6 +50,7 @@ def score(
     stride: int = 1024,
     alpha: float = 2.0,
     beta: float = -2.0,
+    key_tokens: Rule = "paper",
     key_tokens_only: bool = False,
     output: str | None = None,
     max_tokens: int | None = None,
@@ -62,6 +75,8 @@ def score(
         stride: Number d of tokens that share one short window.
         alpha: A key token's long-short difference exceeds it, in nats.
         beta: A key token's long log-likelihood exceeds it, in nats.
+        key_tokens: How key tokens come from the evaluator's tokens to the model's: ``paper`` (the same tokens as they
+            are, others by Equation 9), or ``authors``, exactly as their package does, for published numbers.
         key_tokens_only: Spare the evaluator's short pass tokens that cannot be key because their long log-likelihood is
             at most ``beta``. Its stored scores then serve no lower ``beta``, and no soft influence, later.
         output: JSON file to write the result to.
@@ -77,13 +92,17 @@ def score(
     Returns:
         ``longppl``, ``perplexity``, ``key_tokens`` and ``tokens`` of the corpus (averages over tokens, not documents)
         and under ``documents`` the same for each file, in order, with its name under ``file``. ``longppl`` is NaN
-        where there is no key token, ``perplexity`` where a document has a single token. ``model`` is its name, and
-        ``settings`` what both numbers depend on besides: the texts by their hash, the evaluator, lengths, thresholds.
+        where there is no key token, ``perplexity`` where a document has a single token. ``alignment`` tells how key
+        tokens came from the evaluator's tokens: ``tokens`` (both read the same tokens), ``characters`` (Equation 9) or
+        ``authors``; ``tokens_sharing_characters`` and ``tokens_without_characters`` are shares of the model's tokens.
+        ``model`` is its name, and ``settings`` what the numbers also depend on: the texts by their hash, the evaluator,
+        lengths, thresholds.
 
     Raises:
         ValueError: If a file, a model or a number cannot be used; before any model is loaded, where that can be known.
     """
-    key_token_mask(torch.zeros(1), torch.zeros(1), alpha=alpha, beta=beta)  # refuses thresholds without a meaning
+    check_thresholds(alpha, beta)
+    check_rule(key_tokens)
     check_context(context_length, stride)
     files = [files] if isinstance(files, str) else files
     if max_tokens is not None and max_tokens < 1:
@@ -104,9 +123,10 @@ def score(
         stride=stride,
         add_special_tokens=evaluator_add_special_tokens,
         cache_dir=cache_dir,
+        trimmed_offsets=key_tokens == "authors",
         **settings,
     )
-    tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
+    tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code, trimmed_offsets=key_tokens == "authors")
     documents = [
         encode_document(text, tokenizer, name=file, add_special_tokens=add_special_tokens, max_tokens=max_tokens)
         for file, text in zip(files, texts, strict=True)
@@ -117,7 +137,7 @@ def score(
     floor = beta if key_tokens_only else None
     for document in tqdm(documents, desc="evaluator", unit="document", disable=None):
         scores = judge.scores(document["text"][0], device=place, name=document["names"][0], beta=floor)
-        key = span_token_mask(document["offsets"], scores.key_spans(alpha=alpha, beta=beta))
+        key = find_key_tokens(scores, document_tokens(document), alpha=alpha, beta=beta, rule=key_tokens)
         judged.append(_Judged(document, key, _shared_pass(document, scores) if same else None))
     judge.release()
     result = _evaluate(judged, ScoredModel(model, place, settings))
@@ -133,6 +153,7 @@ def score(
             "stride": stride,
             "alpha": alpha,
             "beta": beta,
+            "key_tokens": key_tokens,
         },
     }
     if output is not None:
@@ -166,7 +187,7 @@ def read_text(file: str) -> str:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result of `score` as text: a row per document and one for the corpus."""
+    """Return the result of `score` as text: a row per document, one for the corpus, and how key tokens were found."""
     rows = [*result["documents"], {**result, "file": f"corpus of {len(result['documents'])}"}]
     width = max(len("document"), *(len(row["file"]) for row in rows))
     lines = [f"{'document':<{width}} {'tokens':>10} {'key tokens':>10} {'LongPPL':>12} {'perplexity':>12}"]
@@ -177,22 +198,25 @@ def table(result: dict[str, Any]) -> str:
     ]
     lines.insert(1, "-" * len(lines[0]))
     lines.insert(-1, "-" * len(lines[0]))
+    lines.append(
+        f"Key tokens aligned by {result['alignment']}; {result['tokens_sharing_characters']:.1%} of the tokens share a"
+        f" character, {result['tokens_without_characters']:.1%} cover none."
+    )
     return "\n".join(lines)
 
 
 class _Judged(NamedTuple):
-    """A document, its key tokens ``[1, T]``, and the model's log-likelihoods ``[1, T]`` if the evaluator's serve."""
+    """A document, its key tokens, and the model's log-likelihoods ``[1, T]`` if the evaluator's serve."""
 
     document: PackedBatch
-    key: torch.Tensor
+    key: KeyTokens
     log_likelihood: torch.Tensor | None
 
 
 def _shared_pass(document: PackedBatch, scores: TokenScores) -> torch.Tensor | None:
     """The long log-likelihoods of an evaluator that is the model itself, if both read the same tokens."""
-    offsets = document["offsets"]
-    if torch.equal(scores.offsets[: offsets.shape[1]], offsets[0]):
-        return scores.long[: offsets.shape[1]].unsqueeze(0)
+    if torch.equal(scores.token_ids, document["input_ids"][0]):
+        return scores.long.unsqueeze(0)
     log.info(
         "%s: evaluator and model are the same, but not their special tokens. Make `add_special_tokens` and"
         " `evaluator_add_special_tokens` equal to save a pass over the text.",
@@ -221,15 +245,17 @@ class ScoredModel:
 
 def _evaluate(judged: list[_Judged], model: ScoredModel) -> dict[str, Any]:
     corpus = {"longppl": LongPerplexity(), "perplexity": LongPerplexity()}
-    rows = []
-    for document, mask, known in tqdm(judged, desc="model", unit="document", disable=None):
+    rows: list[dict[str, Any]] = []
+    counts: list[CharacterCounts] = []
+    for document, (mask, alignment), known in tqdm(judged, desc="model", unit="document", disable=None):
         log_likelihood = model.log_likelihood(document) if known is None else known
         scored = document["labels"].ne(IGNORE_INDEX)
         key = mask & scored
         row: dict[str, Any] = {"file": document["names"][0]}
         for name, influence in (("longppl", key), ("perplexity", scored)):
             row[name] = float(corpus[name](log_likelihood, influence))
-        row |= {"key_tokens": int(key.sum()), "tokens": scored.numel()}
+        counts.append(count_characters(document["offsets"][0]))
+        row |= {"key_tokens": int(key.sum()), "tokens": scored.numel(), "alignment": alignment, **counts[-1].shares()}
         rows.append(row)
     without = sum(row["key_tokens"] == 0 for row in rows)
     if without:
@@ -241,7 +267,10 @@ def _evaluate(judged: list[_Judged], model: ScoredModel) -> dict[str, Any]:
         )
     totals: dict[str, Any] = {name: float(metric.compute()) for name, metric in corpus.items()}
     totals |= {name: sum(row[name] for row in rows) for name in ("key_tokens", "tokens")}
-    return {**totals, "documents": rows}
+    alignments, all_counts = {row["alignment"] for row in rows}, add_counts(counts)
+    if (warning := character_warning(all_counts, alignments)) is not None:
+        log.warning(warning)
+    return {**totals, "alignment": ", ".join(sorted(alignments)), **all_counts.shares(), "documents": rows}
 
 
 def find_device(name: str) -> torch.device:

@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_modules.batch import Origin
 from lightning_modules.document_scores import COLUMNS, document_scores, ladder_columns, ladder_scores
 from lightning_modules.prediction import Failed
+from lightning_modules.score_failures import LEFT_OUT
 from lightning_modules.token_scores import TokenScores
 
 TokenType = Literal["float16", "float32"]
@@ -90,15 +91,21 @@ class ScoreTable:
     def _per_token(self, scores: TokenScores) -> dict[str, Any]:
         if self.per_token is None:
             return {}
-        starts, ends = scores.offsets.int().unbind(-1)
-        values = (self._rounded(scores.long - scores.short), self._rounded(scores.long), starts, ends)
-        return dict(zip(PER_TOKEN, (value.numpy() for value in values), strict=True))
+        # Null where there is no value: token 0 is not scored, and the first short contexts are the whole context.
+        lsd = _null_before(scores.context_length + scores.stride, self._rounded(scores.long - scores.short))
+        lcl = _null_before(1, self._rounded(scores.long))
+        starts, ends = (place.numpy() for place in scores.offsets.int().unbind(-1))
+        return dict(zip(PER_TOKEN, (lsd, lcl, starts, ends), strict=True))
 
     def _rounded(self, values: Tensor) -> Tensor:
         if self.per_token == "float32":
             return values
         limit = float(np.finfo(np.float16).max)
         return values.clamp(-limit, limit).half()
+
+
+def _null_before(start: int, values: Tensor) -> pyarrow.Array:
+    return pyarrow.array(values.numpy(), mask=np.arange(len(values)) < start)
 
 
 def clashes(names: Sequence[str]) -> list[str]:
@@ -110,9 +117,11 @@ def clashes(names: Sequence[str]) -> list[str]:
 def counts(table: pyarrow.Table) -> dict[str, int]:
     """What the counts of a corpus are summed of."""
     compute = pyarrow.compute
+    left_out = compute.sum(compute.starts_with(table["error"], LEFT_OUT)).as_py() or 0
     return {
         "documents": len(table),
-        "failed": len(table) - table["error"].null_count,
+        "failed": len(table) - table["error"].null_count - left_out,
+        "left_out": left_out,
         "too_short": compute.sum(compute.equal(table["compared_tokens"], 0)).as_py() or 0,
         **{name: compute.sum(table[name]).as_py() or 0 for name in ("tokens", "compared_tokens", "key_tokens")},
     }

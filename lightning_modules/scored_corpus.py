@@ -1,6 +1,6 @@
 """What a corpus and those who keep its scores ask of each other; they meet in a trainer, and import neither."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import pyarrow
@@ -36,12 +36,20 @@ class ScoredCorpus(Protocol):
     """A data module of documents in files.
 
     Attributes:
-        versions: Of each file, by its name.
         column_types: What `Origin.columns` holds.
+        allowed_failures: Share of the documents of a source that may fail.
     """
 
-    versions: Mapping[str, str]
     column_types: Mapping[str, pyarrow.DataType]
+    allowed_failures: float
+
+    def source(self, file: str) -> str:
+        """Return the source that a file belongs to."""
+        ...
+
+    def versions(self, files: Iterable[str]) -> dict[str, str]:
+        """Identity of the content of some files by their names; an error if one has changed during the run."""
+        ...
 
     def scoring_settings(self) -> dict[str, Any]:
         """All that decides which tokens are scored, in plain values."""

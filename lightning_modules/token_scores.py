@@ -14,9 +14,9 @@ from safetensors.torch import save
 from torch import Tensor
 
 from lightning_modules.files import write_atomically
-from lightning_modules.functional import key_token_mask, merge_spans, soft_influence
+from lightning_modules.functional import merge_spans, soft_influence
 
-FORMAT = "longce-token-scores-1"
+FORMAT = "longce-token-scores-2"
 _RUNG = "context_"
 _SPAN = re.compile(r"\[\s*(\d+)\s*,\s*(\d+)\s*\]")
 
@@ -27,9 +27,10 @@ class TokenScores:
 
     Attributes:
         text_sha256: Hash of the document's UTF-8 text.
-        evaluator: Identity of the model that scored it (`lightning_modules.loading.model_identity`).
+        evaluator: Identity of the model that scored it (`lightning_modules.model_identity`).
         context_length: Length K of the shortest short context, in tokens.
         stride: Number d of tokens that shared one window.
+        token_ids: ``[N]`` int64 tokens of the document, as the evaluator's tokenizer makes them.
         offsets: ``[N, 2]`` int64 character span of each token.
         long: ``[N]`` float32 log-likelihoods given everything before the token, in nats.
         short: ``[N]`` float32 log-likelihoods given the short context, equal to ``long`` where there is none.
@@ -42,21 +43,12 @@ class TokenScores:
     evaluator: str
     context_length: int
     stride: int
+    token_ids: Tensor
     offsets: Tensor
     long: Tensor
     short: Tensor
     floor: float = -math.inf
     rungs: dict[int, Tensor] = field(default_factory=dict)
-
-    def key_spans(self, *, alpha: float = 2.0, beta: float = -2.0) -> Tensor:
-        """``[M, 2]`` character spans of the key tokens, those that touch merged.
-
-        Raises:
-            ValueError: If ``beta`` is below the floor.
-        """
-        if beta < self.floor:
-            raise ValueError(f"These scores know key tokens for a `beta` of {self.floor} or above, got {beta}.")
-        return merge_spans(self.offsets[key_token_mask(self.long, self.short, alpha=alpha, beta=beta)])
 
     def soft_influence(self, *, gamma: float = 5.0) -> Tensor:
         """``[N]`` soft influence of each token.
@@ -74,7 +66,7 @@ class TokenScores:
         Raises:
             OSError: If the folder cannot be written to.
         """
-        tensors = {"offsets": self.offsets, "long": self.long, "short": self.short}
+        tensors = {"token_ids": self.token_ids, "offsets": self.offsets, "long": self.long, "short": self.short}
         tensors |= {f"{_RUNG}{context}": scores for context, scores in self.rungs.items()}
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         header = {
@@ -124,14 +116,15 @@ def text_sha256(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", errors="surrogatepass")).hexdigest()
 
 
-def read_key_spans(path: str | os.PathLike[str]) -> Tensor:
-    """Key spans in the text format of the paper's authors: ``[start, end];[start, end];..``.
+def read_key_spans(path: str | os.PathLike[str], *, merge: bool = True) -> Tensor:
+    """Read key spans in the text format of the paper's authors: ``[start, end];[start, end];..``.
 
     Args:
         path: A text file of character spans; an empty file holds none.
+        merge: Join spans that touch or overlap; otherwise they come as they are.
 
     Returns:
-        ``[M, 2]`` int64 disjoint ascending spans.
+        ``[M, 2]`` int64 ascending spans, disjoint where merged.
 
     Raises:
         ValueError: If anything but ascending spans stands in the file; it is parsed, never evaluated.
@@ -143,8 +136,10 @@ def read_key_spans(path: str | os.PathLike[str]) -> Tensor:
         if match is None:
             raise ValueError(f"'{path}', span {number}: expected '[start, end]', got '{entry.strip()[:40]}'.")
         spans.append([int(match[1]), int(match[2])])
+    read = torch.tensor(spans, dtype=torch.int64).reshape(-1, 2)
     try:
-        return merge_spans(torch.tensor(spans, dtype=torch.int64).reshape(-1, 2))
+        merged = merge_spans(read)
+        return merged if merge else read
     except ValueError as error:
         raise ValueError(f"'{path}': {error}") from error
 

@@ -5,23 +5,33 @@ import json
 import re
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
+from tokenizers.models import BPE
+from tokenizers.processors import PostProcessor
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
+from lightning_modules.slow_tokenizers import SlowBackend
 
 
 def load_tokenizer(
-    pretrained_model_name_or_path: str, *, revision: str | None = None, trust_remote_code: bool = False
+    pretrained_model_name_or_path: str,
+    *,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    trimmed_offsets: bool = False,
 ) -> PreTrainedTokenizerFast:
-    """A tokenizer that tells which characters each token stands for.
+    """Load a tokenizer that reports the characters of each token.
 
     Args:
         pretrained_model_name_or_path: A hub id or a local folder.
         revision: Branch, tag or commit on the hub.
         trust_remote_code: Run code from the tokenizer's repository; off unless you trust it.
+        trimmed_offsets: Keep offsets that leave out the spaces of a token, if the tokenizer is stored so (GPT-NeoX and
+            RoBERTa), as the code of the paper's authors does. By default every character of a token counts.
 
     Raises:
         ValueError: If it cannot be found or gives no offsets.
@@ -33,16 +43,38 @@ def load_tokenizer(
         )
     except Exception as error:  # of a damaged tokenizer.json `tokenizers` raises a bare Exception
         raise ValueError(not_loaded("tokenizer", pretrained_model_name_or_path, error)) from error
-    if not tokenizer.is_fast:
-        raise ValueError(
-            f"The tokenizer '{pretrained_model_name_or_path}' ({type(tokenizer).__name__}) gives no character offsets,"
-            " which key tokens need: use its fast version (a folder with tokenizer.json)."
-        )
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        tokenizer.backend_tokenizer = SlowBackend(tokenizer, pretrained_model_name_or_path)
     # A stored truncation would cut documents, and the first call would change what `tokenizer_hash` sees.
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
+    if not trimmed_offsets:
+        untrim_offsets(tokenizer)
     _check_offsets(tokenizer, pretrained_model_name_or_path)
     return tokenizer
+
+
+def untrim_offsets(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Let the offsets of a tokenizer cover every character of a token, also the spaces.
+
+    Trimmed, a token of white space has no character left: it could never be key, and the model's LongPPL would be that
+    of other tokens.
+    """
+    backend = tokenizer.backend_tokenizer
+    if backend.post_processor is None:
+        return
+    specification = json.loads(backend.post_processor.__getstate__())
+    parts = specification.get("processors", [specification])
+    if any(part.get("trim_offsets") for part in parts):
+        for part in parts:
+            part |= {"trim_offsets": False} if "trim_offsets" in part else {}
+        backend.post_processor = _post_processor(specification)
+
+
+def _post_processor(specification: dict[str, Any]) -> PostProcessor:
+    """Make a post-processor of its JSON, which only a whole tokenizer can be read from."""
+    tokenizer = json.loads(Tokenizer(BPE()).to_str()) | {"post_processor": specification}
+    return Tokenizer.from_str(json.dumps(tokenizer)).post_processor
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerFast) -> str:
@@ -106,14 +138,17 @@ def encode_document(
     add_special_tokens: bool = False,
     max_tokens: int | None = None,
 ) -> PackedBatch:
-    """One document as a batch of one row.
+    """Return one document as a batch of one row.
+
+    Its tokens are always those of its text: where the text is cut, the rest is read again, so that every tokenizer of
+    the same kind reads the same tokens in it.
 
     Args:
         text: The document.
         tokenizer: A fast tokenizer.
         name: How messages and results cite the document.
         add_special_tokens: Whether the tokenizer adds its own, such as a first ``<s>``; they have empty offsets.
-        max_tokens: Tokens to keep; the text is cut behind the last one kept.
+        max_tokens: Tokens to keep, at most; the text is cut after the last of them that ends a character.
 
     Returns:
         ``[1, T]`` row with ``text``, ``offsets`` and ``names``. All tokens but the first are scored.
@@ -126,12 +161,15 @@ def encode_document(
     # The backend itself: it does not warn of a "maximum sequence length" before the row is cut.
     try:
         encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        while (end := _cut(encoding, max_tokens)) is not None:
+            text = text[:end]
+            encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens)
     except TypeError as error:
         raise ValueError(
-            f"Document '{name}' is no Unicode text: it holds a lone surrogate. Read its file with `errors='replace'`."
+            f"Document '{name}' is not Unicode text: it holds a lone surrogate. Read its file with `errors='replace'`."
         ) from error
     input_ids = torch.tensor([encoding.ids[:max_tokens]], dtype=torch.int64)
-    offsets = torch.tensor([encoding.offsets[:max_tokens]], dtype=torch.int64)
+    offsets = torch.tensor([encoding.offsets[:max_tokens]], dtype=torch.int64).reshape(1, -1, 2)
     length = input_ids.shape[1]
     if length == 0:
         raise ValueError(f"The tokenizer '{tokenizer.name_or_path}' finds no token in document '{name}'.")
@@ -142,8 +180,6 @@ def encode_document(
             " it is made for other text, and scores mean little.",
             stacklevel=2,
         )
-    if length < len(encoding.ids):
-        text = text[: int(offsets[..., 1].max())]
     labels = input_ids.clone()
     labels[:, 0] = IGNORE_INDEX
     return PackedBatch(
@@ -155,6 +191,20 @@ def encode_document(
         offsets=offsets,
         names=[name],
     )
+
+
+def _cut(encoding: Encoding, max_tokens: int | None) -> int | None:
+    """Return how many characters the first tokens hold whole, without one that goes on in a later token.
+
+    None if all characters are theirs: what is left out are special tokens, or nothing.
+    """
+    if max_tokens is None or len(encoding.ids) <= max_tokens:
+        return None
+    offsets = encoding.offsets
+    left_out = [start for start, end in offsets[max_tokens:] if end > start]
+    if not left_out:
+        return None
+    return min(max((end for _, end in offsets[:max_tokens]), default=0), *left_out)
 
 
 def local_or_hub(path_or_id: str, kind: str) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from lightning_modules.checkpoint_io import damage
+from lightning_modules.checkpoint_pickles import refused_pickle
 
 
 def is_zero_checkpoint(folder: Path) -> bool:
@@ -44,9 +45,8 @@ def check_zero_checkpoint(path: str | Path) -> None:
             with torch.serialization.safe_globals(_harmless()):
                 torch.load(file, map_location="cpu", mmap=True, weights_only=True)
         except (pickle.UnpicklingError, RuntimeError) as error:
-            reason = str(error).strip().splitlines()[0]
             raise ValueError(
-                f"`ckpt_path` '{path}': {file.name} holds more than weights, and DeepSpeed would run it ({reason})."
+                f"`ckpt_path` '{path}': {file.name} {refused_pickle(error)}. DeepSpeed would run what is in it."
                 " Name a checkpoint that `longce fit` wrote."
             ) from error
 

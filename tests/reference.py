@@ -69,8 +69,25 @@ def merge_spans(spans):
     return merged
 
 
+def character_units(offsets):
+    """Tokens of each unit: whoever shares a character, by way of others or not."""
+    units = []
+    for token, (start, end) in enumerate(offsets):
+        mine = {token}
+        for unit in [u for u in units if any(max(start, offsets[o][0]) < min(end, offsets[o][1]) for o in u)]:
+            units.remove(unit)
+            mine |= unit
+        units.append(mine)
+    return units
+
+
 def span_token_mask(offsets, spans):
-    return [start < end and any(a <= start and end <= b for a, b in spans) for start, end in offsets]
+    mask = [False] * len(offsets)
+    for unit in character_units(offsets):
+        start, end = min(offsets[token][0] for token in unit), max(offsets[token][1] for token in unit)
+        for token in unit:
+            mask[token] = start < end and any(a <= start and end <= b for a, b in spans)
+    return mask
 
 
 def transfer_influence(influence, offsets, target_offsets):
@@ -82,3 +99,29 @@ def transfer_influence(influence, offsets, target_offsets):
             characters.append(sum(owners) / len(owners) if owners else 1.0)
         result.append(sum(characters) / len(characters) if characters else 0.0)
     return result
+
+
+def key_tokens(ids, offsets, long, short, model_ids, model_offsets, alpha, beta):
+    """Key tokens of the evaluated model, by the paper's rule."""
+    covering = [[t for t, (a, b) in enumerate(spans) if a < b] for spans in (offsets, model_offsets)]
+    inner = [range(tokens[0], tokens[-1] + 1) if tokens else range(0) for tokens in covering]
+    readings = [
+        [(ids[t], tuple(offsets[t])) for t in inner[0]],
+        [(model_ids[t], tuple(model_offsets[t])) for t in inner[1]],
+    ]
+    if readings[0] == readings[1]:
+        mask = [False] * len(model_ids)
+        for theirs, ours in zip(*inner, strict=True):
+            mask[ours] = long[theirs] - short[theirs] > alpha and long[theirs] > beta
+        return mask
+    characters = set()
+    for unit in character_units(offsets):
+        unit_long, unit_short = sum(long[t] for t in unit), sum(short[t] for t in unit)
+        if unit_long - unit_short > alpha and unit_long > beta:
+            characters |= {c for t in unit for c in range(*offsets[t])}
+    mask = [False] * len(model_ids)
+    for unit in character_units(model_offsets):
+        own = {c for t in unit for c in range(*model_offsets[t])}
+        for token in unit:
+            mask[token] = model_offsets[token][0] < model_offsets[token][1] and own <= characters
+    return mask

@@ -14,7 +14,7 @@ import zstandard
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, ByT5Tokenizer
+from transformers import AutoModelForCausalLM
 
 from lightning_modules.cli import main
 from tests.conftest import tiny_model
@@ -83,6 +83,20 @@ CONFIGS = {
     "empty": ("", "Unexpected config"),
     "number for a key": ("1: 2\n", "Key must be a string"),
     "unknown key": ("m0del:\n  stride: 3\n", "m0del"),
+    "base 60": ("trainer:\n  min_steps: 2:3:4\n", "Given value: 2:3:4"),
+    "base 60 with a point": ("trainer:\n  gradient_clip_val: 1:30.5\n", "Given value: 1:30.5"),
+    "base 8": ("trainer:\n  max_steps: 010\n", "line 2: '010' is a number to base 8"),
+    "null for settings": ("data:\n  init_args: null\n", "line 2: `init_args` is null"),
+    "null in nested settings": (
+        "data:\n  init_args:\n    sequence_length:\n",
+        "`data.init_args.sequence_length` is null",
+    ),
+    "null deeper": (
+        "model:\n  objective: {class_path: LongCE, init_args: {gamma: null}}\n",
+        "objective.init_args.gamma`",
+    ),
+    "no objective": ("model:\n  objective: null\n", "`model.objective` is null"),
+    "no optimizer": ("model:\n  optimizer: null\n", "`model.optimizer` is null"),
     "no model": ("model: null\n", "`model` must hold settings"),
     "a list for the model": ("model: [1]\n", "`model` must hold settings"),
     "a class that is not there": ("trainer:\n  callbacks:\n    - class_path: no.such.Class\n", "no.such.Class"),
@@ -98,6 +112,30 @@ def test_configs(name, run, tmp_path):
     assert words in run("-c", path)
 
 
+LOGGERS = [
+    ("TensorBoardLogger", "max_queue", "x", "0 or more"),
+    ("TensorBoardLogger", "purge_step", 1.5, "0 or more"),
+    ("TensorBoardLogger", "flush_secs", [1], "0 or more"),
+    ("CSVLogger", "flush_logs_every_n_steps", 0, "1 or more"),
+]
+
+
+@pytest.mark.parametrize(("name", "option", "value", "limit"), LOGGERS)
+def test_arguments_of_loggers_that_have_no_type(name, option, value, limit, run, tmp_path):
+    logger = {"class_path": f"lightning.pytorch.loggers.{name}", "init_args": {"save_dir": "runs", option: value}}
+    (tmp_path / "logger.yaml").write_text(yaml.safe_dump({"trainer": {"logger": logger}}))
+    words = f"`trainer.logger.init_args.{option}` must be a whole number of {limit}, got {value!r}"
+    assert words in run("-c", tmp_path / "logger.yaml")
+
+
+def test_a_missing_argument_is_named_without_the_whole_config(run, tmp_path):
+    data = {"class_path": "datamodules.PG19DataModule", "init_args": {"path": "books"}}
+    (tmp_path / "data.yaml").write_text(yaml.safe_dump({"data": data}))
+    message = run("-c", tmp_path / "data.yaml", "--data.tokenizer", "null")
+    assert "the following arguments are required: tokenizer" in message
+    assert "Namespace" not in message
+
+
 def test_configs_that_cannot_be_read(run, tmp_path):
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     for path in (tmp_path, tmp_path / "none.yaml", tmp_path / "loop", "/proc/self/mem"):
@@ -109,6 +147,8 @@ def test_a_key_twice_on_the_command_line(run):
 
 
 OPTIONS = [
+    ("--trainer.min_steps", "2:3:4", "Given value: 2:3:4"),
+    ("--trainer.max_steps", "-2:30", "Got value: -2:30"),
     ("--model.context_length", "112", "`context_length` + `stride` is 112 + 16 = 128"),
     ("--model.context_length", "1e30", "context_length"),
     ("--model.stride", "0", "v>0"),
@@ -233,7 +273,9 @@ def without_a_layer(folder):
 def with_a_slow_tokenizer(folder):
     for file in folder.glob("tokenizer*"):
         file.unlink()
-    ByT5Tokenizer().save_pretrained(folder)
+    (folder / "vocab.json").write_text('{"<unk>": 0, "a": 1}')
+    (folder / "merges.txt").write_text("#version\n")
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "CTRLTokenizer"}')
 
 
 def adapters_alone(folder):
@@ -244,7 +286,7 @@ def adapters_alone(folder):
 
 MODELS = {
     "adapters": (adapters_alone, "holds adapters without their model"),
-    "slow tokenizer": (with_a_slow_tokenizer, "(ByT5Tokenizer) gives no character offsets"),
+    "slow tokenizer": (with_a_slow_tokenizer, "(CTRLTokenizer) reports no characters, and its tokens do not give back"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "There are no weights in"),
     "torn": (lambda folder: os.truncate(folder / "model.safetensors", 5000), "torn or damaged"),
     "empty": (lambda folder: os.truncate(folder / "model.safetensors", 0), "torn or damaged"),

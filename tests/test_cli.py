@@ -283,6 +283,14 @@ def test_a_corpus_is_scored_chosen_from_and_weighed(books, model_dir, tmp_path, 
     assert len(set(weights.values())) == 3
     said = refused(*scoring, "--model.stride", "8", monkeypatch=monkeypatch, folder=tmp_path, capsys=capsys)
     assert "`stride` was 16 and is 8" in said
+    (books / "test" / "7.txt").write_text(" ")
+    with pytest.raises(SystemExit) as stopped:
+        longce(*scoring, monkeypatch=monkeypatch, folder=tmp_path)
+    assert stopped.value.code == 1, "the command was right, and a document was not"
+    assert "test: 1 of 2 documents failed (50.0%)" in capsys.readouterr().err
+    assert not (tmp_path / "scores" / "_SUCCESS.json").exists()
+    longce(*scoring, "--data.allowed_failures", "0.5", monkeypatch=monkeypatch, folder=tmp_path)
+    assert json.loads((tmp_path / "scores" / "_SUCCESS.json").read_text())["failed"] == 1
 
 
 def test_the_command_line_wins_over_a_checkpoint(experiment, tmp_path, monkeypatch):

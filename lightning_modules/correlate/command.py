@@ -11,7 +11,7 @@ from lightning_modules.correlate.plots import scatter
 from lightning_modules.correlation import Interval
 from lightning_modules.files import writable_folder, write_atomically
 from lightning_modules.report_blocks import Block, Heading, Picture, Table, as_html, markdown, plain
-from lightning_modules.result_files import read_result_file
+from lightning_modules.result_files import read_results
 
 TITLE = "Perplexities and benchmark scores"
 
@@ -42,7 +42,7 @@ def correlate(
         ValueError: If a file cannot be read, a name is not there, two files contradict each other, or no pair of
             perplexity and score has at least three models.
     """
-    models = join([entry for word in files for entry in read_result_file(word)])
+    models = join(read_results(files))
     chosen = select(metrics, models.metrics, models, "metrics")
     against = select(scores, models.scores, models, "scores")
     pairs = correlations(models, chosen, against)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightning_modules.result_files import Measured
+from lightning_modules.result_files import Measured, is_perplexity
 
 _ALIASES = {"ppl": "perplexity", "longppl": "longppl", "perplexity": "perplexity"}
 """Names by which tables and people call the two; by their letters in small."""
@@ -26,11 +26,6 @@ class Models(NamedTuple):
     metrics: list[str]
     scores: list[str]
     main: set[str]
-
-
-def is_metric(name: str) -> bool:
-    """Whether a value is a perplexity, by its name."""
-    return any(part in name.lower() for part in ("ppl", "perplexity", "bits_per_byte"))
 
 
 def join(entries: Sequence[Measured]) -> Models:
@@ -64,8 +59,8 @@ def join(entries: Sequence[Measured]) -> Models:
             places.setdefault((model, label), entry.place)
             main |= {label} if name in entry.main else set()
     known_names = list(dict.fromkeys(label for entry in values.values() for label in entry))
-    metrics = [name for name in known_names if is_metric(name)]
-    return Models(values, metrics, [name for name in known_names if not is_metric(name)], main)
+    metrics = [name for name in known_names if is_perplexity(name)]
+    return Models(values, metrics, [name for name in known_names if not is_perplexity(name)], main)
 
 
 def select(wanted: Sequence[str] | None, there: Sequence[str], models: Models, kind: str) -> list[str]:

@@ -18,10 +18,11 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from lightning_modules.adapters import add_adapters, check_same_scaling, frozen_fingerprint, trained_state
+from lightning_modules.adapters import add_adapters, check_same_scaling, frozen_fingerprint, same_frozen, trained_state
 from lightning_modules.backbone import Backbone
 from lightning_modules.checkpoint_folder import gathered, is_sharded
 from lightning_modules.checkpoint_io import check_checkpoint
+from lightning_modules.checkpoint_pickles import refused_pickle
 from lightning_modules.context_extension import extend_config
 from lightning_modules.export.facts import TrainingFacts, loading_facts
 from lightning_modules.export.folder import check_replaceable
@@ -219,8 +220,7 @@ def _load_file(file: Path) -> Any:
     try:
         return torch.load(str(file), map_location="cpu", weights_only=True, mmap=True)
     except (pickle.UnpicklingError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"is torn, or holds more than weights: {reason}") from error
+        raise ValueError(refused_pickle(error)) from error
 
 
 class _Module(nn.Module):
@@ -260,7 +260,7 @@ def _load_base(facts: TrainingFacts, fingerprint: str) -> Backbone:
         dtype=facts.dtype,
         lora=facts.lora,
     )
-    if frozen_fingerprint(_Module(backbone)) != fingerprint:
+    if not same_frozen(fingerprint, frozen_fingerprint(_Module(backbone))):
         raise ValueError(
             f"The checkpoint's adapters were trained on other weights than those of '{facts.base_model}' now: export"
             " where that model is as it was, or with `--adapters kept`."

@@ -3,6 +3,7 @@
 import inspect
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -12,6 +13,7 @@ from lightning.pytorch import Trainer
 from transformers import PreTrainedTokenizerFast
 
 from lightning_modules.loading import DType
+from lightning_modules.model_identity import hub_commit
 from lightning_modules.objectives import Objective
 
 PACKAGES = ("longce", "torch", "transformers", "peft", "lightning")
@@ -95,7 +97,7 @@ def loading_facts(loading: Mapping[str, Any], config: Any) -> dict[str, Any]:
 
     Args:
         loading: Arguments of `lightning_modules.loading.load_backbone`.
-        config: Of the loaded model, which knows the commit if it came from the hub.
+        config: Of the loaded model.
     """
     path = loading["pretrained_model_name_or_path"]
     changes = dict(loading["model_config"] or {})
@@ -107,12 +109,18 @@ def loading_facts(loading: Mapping[str, Any], config: Any) -> dict[str, Any]:
     return {
         "base_model": base,
         "base_is_local": local,
-        "revision": None if local else getattr(config, "_commit_hash", None) or loading["revision"],
+        "revision": None if local or base is None else _fetched_commit(base, loading["revision"]),
         "changes": changes,
         "dtype": loading["dtype"],
         "lora": loading["lora"],
         "quantization": None if loading["quantization"] is None else _quantization(config.quantization_config),
     }
+
+
+def _fetched_commit(base: str, revision: str | None) -> str | None:
+    with suppress(ValueError):  # a read-only cache remembers none
+        return hub_commit(base, revision, fetched=True)
+    return revision
 
 
 def _absolute(path_or_id: str) -> str:

@@ -76,8 +76,9 @@ def _replaced(target: Path, facts: str) -> Iterator[Path]:
     with exclusive(target), atomic_folder(target, replace=True) as folder:
         yield folder
         files = [path for path in folder.rglob("*") if path.is_file()]
+        (folder / MARKER).touch()
         for path in files:
-            path.chmod(0o644)  # safetensors lets nobody else read, but a model is to be served or shared
+            path.chmod((folder / MARKER).stat().st_mode)  # safetensors ignores the umask and lets nobody else read
         names = sorted(str(path.relative_to(folder)) for path in files)
         marker = {"training": json.loads(facts), "files": names}
         (folder / MARKER).write_text(json.dumps(marker, indent=2) + "\n")

@@ -1,6 +1,13 @@
 """Pure torch: windows, influence, loss and metric as functions of the log-likelihoods of tokens."""
 
-from lightning_modules.functional.alignment import merge_spans, span_token_mask, transfer_influence
+from lightning_modules.functional.alignment import (
+    character_units,
+    merge_spans,
+    span_token_mask,
+    transfer_influence,
+    unit_spans,
+)
+from lightning_modules.functional.authors_alignment import merge_touching_spans, scan_token_mask
 from lightning_modules.functional.fused_long_cross_entropy import Weighing, WeightedLoss, fused_long_cross_entropy
 from lightning_modules.functional.greedy import greedy_targets
 from lightning_modules.functional.influence import (
@@ -24,6 +31,7 @@ __all__ = [
     "Weighing",
     "WeightedLoss",
     "Window",
+    "character_units",
     "fit_power_law",
     "fused_long_cross_entropy",
     "greedy_targets",
@@ -33,11 +41,14 @@ __all__ = [
     "long_perplexity",
     "long_short_difference",
     "merge_spans",
+    "merge_touching_spans",
     "mutual_information",
+    "scan_token_mask",
     "short_context_windows",
     "soft_influence",
     "span_token_mask",
     "threshold_influence",
     "token_log_likelihood",
     "transfer_influence",
+    "unit_spans",
 ]

@@ -34,22 +34,76 @@ def merge_spans(spans: Tensor) -> Tensor:
     return torch.stack([spans[torch.cat([edge, apart]), 0], reach[torch.cat([apart, edge])]], dim=1)
 
 
-def span_token_mask(offsets: Tensor, spans: Tensor) -> Tensor:
-    """Tokens that lie wholly inside one span.
+def character_units(offsets: Tensor) -> Tensor:
+    """Return the unit of each token: tokens that share a character are one unit.
 
-    Equation 9 of Fang et al. (2025), https://arxiv.org/abs/2410.23771: the key tokens of the evaluated model are
-    those whose characters all belong to key tokens of the evaluator.
+    Byte-level vocabularies and byte fallback split a letter into several tokens, and normalizers split a ligature. No
+    span of characters holds one part of a letter without the others, so such tokens are key together or not at all.
 
     Args:
-        offsets: ``[.., 2]`` character span of each token; a token without characters (a special token) lies nowhere.
+        offsets: ``[N, 2]`` integer character span of each token, in any order.
+
+    Returns:
+        ``[N]`` int64 unit numbers, ascending with the characters. A token without characters has a unit of its own,
+        after all others.
+
+    Raises:
+        ValueError: If ``offsets`` is not ``[N, 2]`` of integers.
+
+    Example:
+        >>> character_units(torch.tensor([[0, 3], [3, 4], [3, 4], [4, 9], [0, 0]])).tolist()
+        [0, 1, 1, 2, 3]
+    """
+    _check_offsets("offsets", offsets)
+    start, end = offsets.unbind(-1)
+    covering = (end > start).nonzero().squeeze(-1)
+    covering = covering[start[covering].argsort()]
+    # A token begins a unit where no earlier token reaches beyond its first character.
+    reach = end[covering].cummax(0).values
+    begins = torch.ones_like(covering, dtype=torch.bool)
+    begins[1:] = start[covering][1:] >= reach[:-1]
+    units = torch.empty_like(start, dtype=torch.int64)
+    units[covering] = begins.long().cumsum(0) - 1
+    empty = (end <= start).nonzero().squeeze(-1)
+    units[empty] = begins.sum() + torch.arange(len(empty), device=offsets.device)
+    return units
+
+
+def unit_spans(offsets: Tensor, units: Tensor) -> Tensor:
+    """Return the ``[M, 2]`` character span of each unit, from its first character to its last.
+
+    Args:
+        offsets: ``[N, 2]`` integer character span of each token.
+        units: ``[N]`` as `character_units` returns them.
+
+    Example:
+        >>> unit_spans(torch.tensor([[0, 3], [3, 5], [4, 6]]), torch.tensor([0, 1, 1])).tolist()
+        [[0, 3], [3, 6]]
+    """
+    count = int(units.max()) + 1 if len(units) else 0
+    spans = offsets.new_empty(count, 2)
+    spans[:, 0] = spans[:, 0].scatter_reduce(0, units, offsets[:, 0], "amin", include_self=False)
+    spans[:, 1] = spans[:, 1].scatter_reduce(0, units, offsets[:, 1], "amax", include_self=False)
+    return spans
+
+
+def span_token_mask(offsets: Tensor, spans: Tensor) -> Tensor:
+    """Return which tokens lie wholly inside one span.
+
+    Equation 9 of Fang et al. (2025), https://arxiv.org/abs/2410.23771: the key tokens of the evaluated model are
+    those whose characters all belong to key tokens of the evaluator. Tokens that share a character are inside together
+    or not at all.
+
+    Args:
+        offsets: ``[N, 2]`` character span of each token; a token without characters (a special token) is never inside.
         spans: ``[M, 2]`` ascending disjoint spans, as `merge_spans` returns them.
 
     Returns:
-        ``[..]`` bool.
+        ``[N]`` bool.
 
     Raises:
-        ValueError: If ``spans`` is not ``[M, 2]`` of integers, not ascending, not disjoint, or an end stands before its
-            start; or if ``offsets`` is not ``[.., 2]`` of integers.
+        ValueError: If ``spans`` is not ``[M, 2]`` of integers, not ascending, not disjoint, or an end is before its
+            start; or if ``offsets`` is not ``[N, 2]`` of integers.
 
     Example:
         >>> span_token_mask(torch.tensor([[0, 3], [3, 7], [8, 9]]), torch.tensor([[2, 7]])).tolist()
@@ -58,13 +112,13 @@ def span_token_mask(offsets: Tensor, spans: Tensor) -> Tensor:
     _check_spans(spans)
     if (spans[1:, 0] < spans[:-1, 1]).any():
         raise ValueError("Spans must be disjoint: join those that overlap by `merge_spans`.")
-    _check_offsets("offsets", offsets)
-    start, end = offsets[..., 0].contiguous().to(spans.dtype), offsets[..., 1]
-    if len(spans) == 0:
-        return torch.zeros_like(start, dtype=torch.bool)
-    span = torch.searchsorted(spans[:, 0].contiguous(), start, right=True) - 1
+    units = character_units(offsets)
+    if len(spans) == 0 or len(units) == 0:
+        return torch.zeros_like(units, dtype=torch.bool)
+    start, end = unit_spans(offsets, units).to(spans.dtype).unbind(-1)
+    span = torch.searchsorted(spans[:, 0].contiguous(), start.contiguous(), right=True) - 1
     inside = (span >= 0) & (end <= spans[span.clamp(min=0), 1])
-    return inside & (end > start)
+    return (inside & (end > start))[units]
 
 
 def transfer_influence(influence: Tensor, offsets: Tensor, target_offsets: Tensor) -> Tensor:
@@ -79,10 +133,10 @@ def transfer_influence(influence: Tensor, offsets: Tensor, target_offsets: Tenso
     Args:
         influence: ``[N]`` influence of the evaluator's tokens.
         offsets: ``[N, 2]`` character span of each of them.
-        target_offsets: ``[.., 2]`` character span of each token of the evaluated model, in the same text.
+        target_offsets: ``[M, 2]`` character span of each token of the evaluated model, in the same text.
 
     Returns:
-        ``[..]`` float64 influence; 0 for a token without characters.
+        ``[M]`` float64 influence; 0 for a token without characters.
 
     Raises:
         ValueError: If ``influence`` and ``offsets`` disagree in length, an influence is not finite, or a span does not
@@ -114,7 +168,7 @@ def transfer_influence(influence: Tensor, offsets: Tensor, target_offsets: Tenso
     prefix = torch.cat([per_character.new_zeros(1), per_character.cumsum(0)])
     start, end = target_offsets[..., 0], target_offsets[..., 1]
     characters = end - start
-    return torch.where(characters > 0, (prefix[end] - prefix[start]) / characters.clamp(min=1), 0.0)
+    return (prefix[end] - prefix[start]) / characters.clamp(min=1)
 
 
 def _coverage(weight: Tensor, offsets: Tensor, length: int) -> Tensor:
@@ -126,8 +180,8 @@ def _coverage(weight: Tensor, offsets: Tensor, length: int) -> Tensor:
 
 
 def _check_offsets(name: str, offsets: Tensor) -> None:
-    if offsets.ndim < 1 or offsets.shape[-1] != 2 or offsets.dtype not in _INTEGERS:
-        raise ValueError(f"`{name}` must be integers [.., 2], got {offsets.dtype} {list(offsets.shape)}.")
+    if offsets.ndim != 2 or offsets.shape[-1] != 2 or offsets.dtype not in _INTEGERS:
+        raise ValueError(f"`{name}` must be integers [N, 2], got {offsets.dtype} {list(offsets.shape)}.")
 
 
 def _check_spans(spans: Tensor) -> None:

@@ -3,6 +3,10 @@
 import torch
 from torch import Tensor
 
+_ROUNDING = 0.1
+"""Nats by which rounding may lift a log-likelihood above 0: 1e-7 in float32, 0.06 where a logit of 20 is bfloat16. Any
+corpus has tokens with a larger loss, so losses are still told from log-likelihoods."""
+
 
 def long_perplexity(log_likelihood: Tensor, influence: Tensor) -> Tensor:
     r"""LongPPL: exponential of the influence-weighted mean negative log-likelihood.
@@ -13,14 +17,14 @@ def long_perplexity(log_likelihood: Tensor, influence: Tensor) -> Tensor:
     key tokens of an evaluator give LongPPL, its soft influence gives soft LongPPL, all scored tokens give perplexity.
 
     Args:
-        log_likelihood: ``[..]`` log-likelihoods in nats, under the evaluated model.
+        log_likelihood: ``[..]`` log-likelihoods in nats, under the evaluated model: 0 or less.
         influence: ``[..]`` bool or float weights of the same shape, 0 or more; 0 for tokens that are not scored.
 
     Returns:
-        float64 scalar; NaN when the influences sum to 0.
+        float64 scalar; NaN unless the influences sum to more than 0.
 
     Raises:
-        ValueError: If shapes disagree.
+        ValueError: If shapes disagree, or a token that counts has a log-likelihood above 0.
 
     Example:
         >>> long_perplexity(torch.tensor([0.5, 0.25, 0.125]).log(), torch.tensor([False, True, True]))
@@ -29,18 +33,28 @@ def long_perplexity(log_likelihood: Tensor, influence: Tensor) -> Tensor:
     return _long_perplexity_compute(*_long_perplexity_update(log_likelihood, influence))
 
 
-def _long_perplexity_update(log_likelihood: Tensor, influence: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum of weighted log-likelihoods and sum of weights, both float64."""
+def _long_perplexity_update(log_likelihood: Tensor, influence: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the weighted sum of log-likelihoods, the sum of weights and the largest log-likelihood, in float64."""
     if log_likelihood.shape != influence.shape:
         raise ValueError(
             "`log_likelihood` and `influence` must have one shape,"
             f" got {list(log_likelihood.shape)} and {list(influence.shape)}."
         )
-    weight = influence.detach().double()
+    weight, scores = influence.detach().double(), log_likelihood.detach().double()
+    counts = weight != 0
     # A token of weight 0 must not matter even if its log-likelihood is -inf: 0 * inf is NaN.
-    weighted = torch.where(weight != 0, log_likelihood.detach().double() * weight, 0.0)
-    return weighted.sum(), weight.sum()
+    weighted = torch.where(counts, scores * weight, 0.0)
+    # The extra element gives `amax` a value when there is no token.
+    largest = torch.cat([torch.where(counts, scores, -torch.inf).flatten(), scores.new_full((1,), -torch.inf)]).amax()
+    return weighted.sum(), weight.sum(), largest
 
 
-def _long_perplexity_compute(log_likelihood: Tensor, influence: Tensor) -> Tensor:
-    return torch.exp(-log_likelihood / influence)
+def _long_perplexity_compute(log_likelihood: Tensor, influence: Tensor, largest: Tensor) -> Tensor:
+    # Checked here and not in each update: reading a value makes the CPU wait for the GPU.
+    if largest > _ROUNDING:
+        raise ValueError(
+            f"A log-likelihood is {float(largest):.4g}, and the logarithm of a probability is never above 0: pass"
+            " log-likelihoods, not losses (a loss is the negative log-likelihood)."
+        )
+    # Weights that cancel would divide by 0 and give 0 or infinity, depending on the sign of the sum.
+    return torch.where(influence > 0, torch.exp(-log_likelihood / influence), torch.nan)

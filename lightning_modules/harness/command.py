@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
 
+from lightning_modules.chat_templates import check_chat_template
 from lightning_modules.files import writable_folder
 from lightning_modules.harness import Truncation, check_installed
 from lightning_modules.harness.results import Results, write_json
-from lightning_modules.loading import DType, load_backbone, load_config, model_identity
+from lightning_modules.loading import DType, load_backbone, load_config
 from lightning_modules.model_checks import check_weight_files
+from lightning_modules.model_identity import model_identity
 from lightning_modules.probe import check_scoring
 from lightning_modules.score import find_device
 from lightning_modules.tokenization import load_tokenizer
@@ -86,6 +88,8 @@ def harness(
     config = load_config(model, trust_remote_code=trust_remote_code)
     check_weight_files(model)
     tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
+    if chat_template:
+        check_chat_template(tokenizer)
     positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     settings = {
         "model": model_identity(model, trust_remote_code=trust_remote_code),

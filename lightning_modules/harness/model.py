@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from typing_extensions import override
 
 from lightning_modules.backbone import Backbone
+from lightning_modules.chat_templates import render_chat
 from lightning_modules.generation import generate
 from lightning_modules.harness import Truncation
 from lightning_modules.harness.scoring import Continuation, score_continuations, share, shared
@@ -85,13 +86,11 @@ class HarnessModel(TemplateLM):
 
     @override
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        return str(
-            self.tokenizer.apply_chat_template(
-                chat_history,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
-            )
+        return render_chat(
+            self.tokenizer,
+            chat_history,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
         )
 
     @override

@@ -13,6 +13,7 @@ from lightning_modules.inspection.page import EvaluatedModel, Inspection
 from lightning_modules.loading import DType, load_config
 from lightning_modules.model_checks import check_weight_files
 from lightning_modules.score import ScoredModel, check_vocabulary, find_device
+from lightning_modules.scoring.key_tokens import document_tokens
 from lightning_modules.tokenization import encode_document, load_tokenizer
 
 MOST_ALTERNATIVES = 20
@@ -88,18 +89,16 @@ def inspect_document(
     )
     check_weight_files(evaluator)
     text = judge.encode(text, name=name, max_tokens=max_tokens)["text"][0]
-    row = judge.encode(text, name=name)
     document = None if model is None else _read_by(model, text, name, add_special_tokens, trust_remote_code)
     scores = judge.scores(text, device=place, name=name)
     found = judge.alternatives(text, count=alternatives, device=place, name=name) if alternatives else None
     judge.release()
-    ids = torch.cat([row["input_ids"][0], *(part.token_ids.flatten() for part in found or ())]).unique().tolist()
+    ids = torch.cat([scores.token_ids, *(part.token_ids.flatten() for part in found or ())]).unique().tolist()
     return Inspection(
         name=name,
         text=text,
         evaluator=evaluator,
         scores=scores,
-        token_ids=row["input_ids"][0],
         token_texts=dict(zip(ids, token_texts(judge.tokenizer, ids), strict=True)),
         alpha=alpha,
         beta=beta,
@@ -119,4 +118,4 @@ def _read_by(model: str, text: str, name: str, add_special_tokens: bool, trust_r
 
 
 def _evaluated(document: PackedBatch, model: ScoredModel) -> EvaluatedModel:
-    return EvaluatedModel(model.name, document["offsets"][0], model.log_likelihood(document)[0].float())
+    return EvaluatedModel(model.name, document_tokens(document), model.log_likelihood(document)[0].float())

@@ -20,21 +20,61 @@ function longPerplexity(logLikelihood, tokens) {
   return Math.exp(-total / tokens.length);
 }
 
-/** The evaluated model's tokens that lie wholly inside the characters of key tokens, those that touch joined. */
-function judgedKeyTokens(data, keys) {
-  const { start, stop } = data.judged, inside = [];
-  let next = 0;
-  for (let index = 0; index < keys.length;) {
-    const from = data.start[keys[index]];
-    let to = data.stop[keys[index]];
-    for (index++; index < keys.length && data.start[keys[index]] <= to; index++) {
-      to = Math.max(to, data.stop[keys[index]]);
-    }
-    while (next < start.length && start[next] < from) next++;
-    for (; next < start.length && start[next] < to; next++) {
-      if (stop[next] > start[next] && stop[next] <= to) inside.push(next);
-    }
+/** For each token the number of its unit, ascending: tokens that share a character are one. -1 for one without any. */
+function characterUnits({ start, stop }) {
+  const unit = new Int32Array(start.length).fill(-1);
+  for (let token = 0, last = -1, reach = 0; token < unit.length; token++) {
+    if (stop[token] === start[token]) continue;
+    if (start[token] >= reach) last++;
+    reach = Math.max(reach, stop[token]);
+    unit[token] = last;
   }
+  return unit;
+}
+
+/** Start and stop of each unit of tokens. */
+function unitSpans({ start, stop }, unit) {
+  const spans = [];
+  for (let token = 0; token < unit.length; token++) {
+    if (unit[token] < 0) continue;
+    const [from, to] = spans[unit[token]] ?? [start[token], stop[token]];
+    spans[unit[token]] = [Math.min(from, start[token]), Math.max(to, stop[token])];
+  }
+  return spans;
+}
+
+/** Spans of characters of the evaluator's key units, those that touch joined; likelihoods of a unit's tokens add up. */
+function keySpans(data, alpha, beta) {
+  const unit = characterUnits(data), spans = unitSpans(data, unit);
+  const long = new Float32Array(spans.length), short = new Float32Array(spans.length);
+  for (let token = 0; token < unit.length; token++) {
+    if (unit[token] < 0) continue;
+    long[unit[token]] += data.long[token];
+    short[unit[token]] += data.short[token];
+  }
+  const lsd = long.map((value, index) => value - short[index]), mask = new Uint8Array(spans.length), joined = [];
+  markKeyTokens({ lsd, long }, alpha, beta, mask);
+  for (const index of keyTokens(mask)) {
+    const [from, to] = spans[index], last = joined.at(-1);
+    if (last && from <= last[1]) last[1] = Math.max(last[1], to); else joined.push([from, to]);
+  }
+  return joined;
+}
+
+/** The evaluated model's key tokens: the evaluator's own if both read the same, else those inside its key spans. */
+function judgedKeyTokens(data, keys, alpha, beta) {
+  if (data.same_tokens !== null) {
+    const [first, stop, own] = data.same_tokens;
+    return keys.filter((token) => token >= first && token < stop).map((token) => token - first + own);
+  }
+  const unit = characterUnits(data.judged), units = unitSpans(data.judged, unit), inside = [];
+  const joined = keySpans(data, alpha, beta);
+  let next = 0;
+  const isInside = units.map(([from, to]) => {
+    while (next < joined.length && joined[next][1] <= from) next++;
+    return next < joined.length && joined[next][0] <= from && to <= joined[next][1];
+  });
+  for (let token = 0; token < unit.length; token++) if (isInside[unit[token]]) inside.push(token);
   return inside;
 }
 

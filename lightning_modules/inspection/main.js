@@ -73,7 +73,7 @@ class Page {
     find("share").textContent = `${number((100 * keys.length) / data.count)} %`;
     find("longppl").textContent = perplexity(longPerplexity(data.long, keys));
     if (data.judged) {
-      const inside = judgedKeyTokens(data, keys);
+      const inside = judgedKeyTokens(data, keys, this.scatter.alpha, this.scatter.beta);
       find("model-longppl").textContent = perplexity(longPerplexity(data.judged.long, inside));
       find("model-longppl").title = `${whole.format(inside.length)} of its own tokens`;
     }

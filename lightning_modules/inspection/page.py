@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_modules.alternatives import Alternatives
 from lightning_modules.files import write_atomically
-from lightning_modules.functional import key_token_mask, long_perplexity, span_token_mask
+from lightning_modules.functional import long_perplexity
 from lightning_modules.inspection.payload import (
     STEPS_PER_NAT,
     Vocabulary,
@@ -27,6 +27,7 @@ from lightning_modules.inspection.payload import (
     utf8,
     utf8_json,
 )
+from lightning_modules.scoring.key_tokens import Tokens, find_key_tokens, same_tokens
 from lightning_modules.token_scores import TokenScores
 
 _SCRIPTS = ("data.js", "key_tokens.js", "blocks.js", "card.js", "charts.js", "main.js")
@@ -37,12 +38,12 @@ class EvaluatedModel(NamedTuple):
 
     Attributes:
         name: Of the model.
-        offsets: ``[M, 2]`` character span of each of its tokens.
+        tokens: How it reads the document, in ``[M]`` tokens.
         log_likelihood: ``[M]`` float32 given everything before the token, in nats; token 0 is not scored.
     """
 
     name: str
-    offsets: Tensor
+    tokens: Tokens
     log_likelihood: Tensor
 
 
@@ -57,7 +58,6 @@ class Inspection:
         text: The document.
         evaluator: Name of the model that picks the key tokens.
         scores: Its log-likelihoods.
-        token_ids: ``[N]`` its tokens.
         token_texts: How each token reads that the page names, by its id.
         alpha: Long-short difference that a key token exceeds, in nats.
         beta: Long log-likelihood that a key token exceeds, in nats.
@@ -69,7 +69,6 @@ class Inspection:
     text: str
     evaluator: str
     scores: TokenScores
-    token_ids: Tensor
     token_texts: dict[int, str]
     alpha: float = 2.0
     beta: float = -2.0
@@ -131,13 +130,13 @@ class Inspection:
 
     @cached_property
     def _key(self) -> Tensor:
-        return key_token_mask(self.scores.long, self.scores.short, alpha=self.alpha, beta=self.beta)
+        return find_key_tokens(self.scores, alpha=self.alpha, beta=self.beta).mask
 
     @cached_property
     def _model_perplexities(self) -> tuple[float, float]:
         assert self.model is not None
-        log_likelihood, offsets = self.model.log_likelihood, self.model.offsets
-        inside = span_token_mask(offsets, self.scores.key_spans(alpha=self.alpha, beta=self.beta))
+        log_likelihood = self.model.log_likelihood
+        inside = find_key_tokens(self.scores, self.model.tokens, alpha=self.alpha, beta=self.beta).mask
         return (
             float(long_perplexity(log_likelihood, inside)),  # token 0 is never key: it has no shorter context
             float(long_perplexity(log_likelihood[1:], inside[1:].new_ones(len(inside) - 1))),
@@ -187,14 +186,14 @@ class Inspection:
             "facts": utf8_json(self._facts()),
             "text": utf8(self.text),
             "vocabulary": utf8_json([self.token_texts[index] for index in vocabulary.ids.tolist()]),
-            "token": vocabulary.numbers(self.token_ids),
+            "token": vocabulary.numbers(scores.token_ids),
             "long": scores.long.numpy(),
             "short": scores.short.numpy(),
             "advance": advance,
             "length": length,
         }
         if self.model is not None:
-            arrays["model_advance"], arrays["model_length"] = span_arrays(self.text, self.model.offsets)
+            arrays["model_advance"], arrays["model_length"] = span_arrays(self.text, self.model.tokens.offsets)
             arrays["model_long"] = self.model.log_likelihood.numpy()
         return arrays
 
@@ -208,7 +207,15 @@ class Inspection:
             "alternatives": 0 if self.alternatives is None else self.alternatives.long.token_ids.shape[-1],
             "steps_per_nat": STEPS_PER_NAT,
             "model": None if self.model is None else self.model.name,
+            "same_tokens": self._same_tokens(),
         }
+
+    def _same_tokens(self) -> list[int] | None:
+        """Return the evaluator's tokens, from first to beyond last, that the model reads too, and the model's first."""
+        own = Tokens(self.scores.token_ids, self.scores.offsets)
+        if self.model is None or (same := same_tokens(own, self.model.tokens)) is None:
+            return None
+        return [same[0].start, same[0].stop, same[1].start]
 
     def _alternative_arrays(self) -> dict[str, np.ndarray[Any, Any]]:
         if self.alternatives is None:
@@ -218,7 +225,7 @@ class Inspection:
     @cached_property
     def _vocabulary(self) -> Vocabulary:
         shown = () if self.alternatives is None else tuple(part.token_ids for part in self.alternatives)
-        return Vocabulary(self.token_ids, *shown)
+        return Vocabulary(self.scores.token_ids, *shown)
 
 
 def _read(name: str) -> str:

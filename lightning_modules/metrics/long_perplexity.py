@@ -15,8 +15,11 @@ class LongPerplexity(Metric):
 
     The influence given to `update` decides what it measures: the key tokens of an evaluator give LongPPL, its soft
     influence gives soft LongPPL, the mask of all scored tokens gives ordinary perplexity. The average is over tokens,
-    not over documents (Equation 4 of Fang et al., 2025, https://arxiv.org/abs/2410.23771, for a corpus). NaN while
-    the influences sum to 0.
+    not over documents (Equation 4 of Fang et al., 2025, https://arxiv.org/abs/2410.23771, for a corpus). NaN unless
+    the influences sum to more than 0.
+
+    Log-likelihoods above 0, such as losses passed by mistake, are an error of `compute`: `update` only keeps the
+    largest one, so that no batch waits for the GPU.
 
     Example:
         >>> metric = LongPerplexity()
@@ -33,21 +36,28 @@ class LongPerplexity(Metric):
 
     log_likelihood: Tensor
     influence: Tensor
+    largest: Tensor
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.add_state("log_likelihood", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("influence", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("largest", torch.tensor(-torch.inf, dtype=torch.float64), dist_reduce_fx="max")
 
     def update(self, log_likelihood: Tensor, influence: Tensor) -> None:
         """Add log-likelihoods (nats, any shape) and influences of the same shape."""
-        total, weight = _long_perplexity_update(log_likelihood, influence)
+        total, weight, largest = _long_perplexity_update(log_likelihood, influence)
         self.log_likelihood += total
         self.influence += weight
+        self.largest = torch.maximum(self.largest, largest)
 
     def compute(self) -> Tensor:
-        """LongPPL of everything seen since the last reset, float64."""
-        return _long_perplexity_compute(self.log_likelihood, self.influence)
+        """Return LongPPL of everything seen since the last reset, float64.
+
+        Raises:
+            ValueError: If a token that counts has a log-likelihood above 0.
+        """
+        return _long_perplexity_compute(self.log_likelihood, self.influence, self.largest)
 
     def plot(self, val: Tensor | Sequence[Tensor] | None = None, ax: Any = None) -> Any:
         """Plot one value or several of them, by default the present one, as every torchmetrics metric does.
@@ -63,9 +73,11 @@ class LongPerplexity(Metric):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], exclude_state: Sequence[str] = "") -> "LongPerplexity":
         """Move with the module but stay float64: `precision: bf16-true` would sum in bfloat16."""
-        log_likelihood, influence = self.log_likelihood, self.influence
+        sums = {name: getattr(self, name) for name in self._defaults}
         super()._apply(fn, exclude_state)
-        device = self.log_likelihood.device
-        self.log_likelihood, self.influence = log_likelihood.to(device), influence.to(device)
-        self._defaults = {name: torch.zeros((), dtype=torch.float64, device=device) for name in self._defaults}
+        for name, value in sums.items():
+            setattr(self, name, value.to(self.log_likelihood.device))
+            default = self._defaults[name]
+            assert isinstance(default, Tensor)
+            self._defaults[name] = default.to(self.log_likelihood.device, torch.float64)
         return self

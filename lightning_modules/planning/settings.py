@@ -1,6 +1,5 @@
 """What a plan needs of an experiment: its layered config, parsed and not instantiated."""
 
-import importlib
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +16,7 @@ from lightning_modules.patterns.blocks import BLOCK_BYTES, block_size
 from lightning_modules.planning.flops import Checkpointing
 from lightning_modules.planning.memory import FULLY_SHARDED, QUANTIZED_BYTES, Sharding, Training
 from lightning_modules.sequence_parallelism import check_processes, check_sequence_parallelism
+from lightning_modules.user_modules import import_object
 
 _AUTOCAST = {"bf16-mixed": "bfloat16", "bf16": "bfloat16", "16-mixed": "float16", "16": "float16"}
 _CAST = {"bf16-true": "bfloat16", "16-true": "float16", "64-true": "float64", "64": "float64"}
@@ -196,11 +196,10 @@ def _objective(objective: Any) -> Objective:
     """The loss itself: it is nothing but a few numbers."""
     if not isinstance(_plain(objective), dict):
         return objective
-    module, _, name = _class(objective).rpartition(".")
     arguments = _arguments(objective)
     if "objective" in arguments:  # one made of another one
         arguments["objective"] = _objective(arguments["objective"])
-    return getattr(importlib.import_module(module), name)(**arguments)
+    return import_object(_class(objective))(**arguments)
 
 
 def _not_planned(model: Any, config: PreTrainedConfig, tokens: int) -> list[str]:

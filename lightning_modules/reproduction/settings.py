@@ -1,6 +1,5 @@
 """What ``longce reproduce miniature`` trains and asks, as declared in its config before anything is trained."""
 
-import importlib
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -15,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lightning_modules.functional.influence import check_gamma, check_thresholds
 from lightning_modules.functional.windows import check_context
+from lightning_modules.user_modules import import_object
 
 CONFIG = Path(__file__).parents[2] / "configs" / "reproduce" / "miniature.yaml"
 
@@ -227,9 +227,8 @@ class Miniature:
         Raises:
             ValueError: If there is no such class, or it cannot be made of the arguments.
         """
-        module, _, name = self.corpus.rpartition(".")
         try:
-            made_by = getattr(importlib.import_module(module), name)
+            made_by = import_object(self.corpus)
         except (ImportError, AttributeError, ValueError) as error:
             raise ValueError(f"`corpus` must name a class as `module.Class`, got '{self.corpus}': {error}.") from error
         try:

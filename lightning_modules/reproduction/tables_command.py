@@ -73,7 +73,8 @@ def reproduce_table(
         models: Names, hub ids, folders or NAME=PATH; by default the models of the table.
         evaluators: Likewise; by default those of the table. Tables 1, 2 and 11 are of the first one.
         merge: Measure nothing: read the results here, beside those in `output`.
-        scores: CSV or JSON files, or folders of them, with the benchmark scores of models or runs.
+        scores: Files with the benchmark scores of models or runs, as `longce correlate` reads them. Perplexities in
+            them are left out.
         run: Train the models of the table, and export them, instead of printing the commands.
         fit_options: Further options of ``longce fit`` for each training, such as "-c configs/fsdp.yaml".
         documents: Documents to measure on.

@@ -18,13 +18,14 @@ from transformers import PreTrainedTokenizerFast
 
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.evaluator import Evaluator
-from lightning_modules.functional import span_token_mask, transfer_influence
-from lightning_modules.loading import model_identity
+from lightning_modules.functional import span_token_mask
+from lightning_modules.model_identity import model_identity
 from lightning_modules.reproduction.tables import NamedModel
 from lightning_modules.reproduction.tables_ngrams import repeated_ngram_spans
 from lightning_modules.reproduction.tables_results import ITSELF, DocumentResult, Result, reason
 from lightning_modules.reproduction.tables_times import EvaluatorTimes
 from lightning_modules.score import ScoredModel
+from lightning_modules.scoring.key_tokens import document_tokens, find_key_tokens, move_soft_influence
 from lightning_modules.token_scores import TokenScores, text_sha256
 from lightning_modules.tokenization import encode_document, load_tokenizer
 
@@ -96,16 +97,14 @@ def influences(document: PackedBatch, scores: TokenScores, *, gamma: float) -> d
         ``[1, T]`` weights by measure, 0 where a token is not scored: ``perplexity``, ``ngram``, ``soft`` and one for
         each pair of thresholds.
     """
-    offsets = document["offsets"]
-    scored = document["labels"].ne(IGNORE_INDEX)
+    tokens, scored = document_tokens(document), document["labels"].ne(IGNORE_INDEX)
     found = {
         "perplexity": scored,
-        "ngram": span_token_mask(offsets, repeated_ngram_spans(document["text"][0])) & scored,
-        "soft": transfer_influence(scores.soft_influence(gamma=gamma), scores.offsets, offsets) * scored,
+        "ngram": span_token_mask(tokens.offsets, repeated_ngram_spans(document["text"][0])) & scored,
+        "soft": move_soft_influence(scores, tokens, gamma=gamma) * scored,
     }
     for alpha, beta in THRESHOLDS:
-        key = span_token_mask(offsets, scores.key_spans(alpha=alpha, beta=beta))
-        found[threshold_name(alpha, beta)] = key & scored
+        found[threshold_name(alpha, beta)] = find_key_tokens(scores, tokens, alpha=alpha, beta=beta).mask & scored
     return found
 
 

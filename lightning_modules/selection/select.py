@@ -2,6 +2,7 @@
 
 import json
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +31,7 @@ FOLDER = "folder"
 
 _ALWAYS = ("key", "file", "row", "tokens", "error")
 _WRITTEN_TOGETHER = 64  # documents
+_NAMED, _EXCERPT = 3, 40  # documents in a warning, and characters of the key of each
 
 
 def select(
@@ -55,7 +57,8 @@ def select(
         rank_by: Column that ranks documents, and that `weights` are means of.
         by: Column that names a document's source; ``folder`` for the folder of its file.
         output: File of the chosen ones: ``.txt`` for their keys, one per line, ``.parquet`` or ``.jsonl`` for the
-            documents with ``text`` and scores. What is there is replaced.
+            documents with ``text`` and scores. What is there is replaced. A document whose key is empty or has several
+            lines is left out of a ``.txt`` file, with a warning.
         files: The documents' files, if they are no longer where they were scored; as `data.files`.
         weights: YAML file for the mean `rank_by` of each source, as `data.weights` of a mixture of these sources:
             lay it over the experiment by ``-c``.
@@ -164,7 +167,7 @@ class Chooser:
         try:
             self.shards.folder.open(SUCCESS).close()
         except FileNotFoundError:
-            return f"There is no {SUCCESS}: not all documents of the corpus are scored yet.\n\n"
+            return f"There is no {SUCCESS}: not all documents of the corpus are scored, or too many failed.\n\n"
         return ""
 
     def _sources(self, batch: pyarrow.RecordBatch) -> pyarrow.Array:
@@ -174,19 +177,24 @@ class Chooser:
         return pyarrow.compute.if_else(pyarrow.compute.equal(folders, ""), ".", folders)
 
     def write_keys(self, path: Path) -> None:
-        """A key on each line.
-
-        Raises:
-            ValueError: If a key has more than one line.
-        """
+        """Write a key on each line; a warning counts the documents whose key is empty or has several lines."""
+        left_out: list[str] = []
+        count = 0
         with atomic_file(path) as stream:
             for batch, mask in self.batches():
-                for key in batch.column("key").filter(pyarrow.array(mask)).to_pylist():
-                    if len(key.splitlines()) != 1:
-                        raise ValueError(
-                            f"The key {key!r} is not one line: write documents instead (.parquet, .jsonl)."
-                        )
-                    stream.write(f"{key}\n".encode())
+                for row in batch.select(["key", "file", "row"]).filter(pyarrow.array(mask)).to_pylist():
+                    if row["key"].strip() and len(row["key"].splitlines()) == 1:
+                        stream.write(f"{row['key']}\n".encode())
+                        continue
+                    count += 1
+                    if count <= _NAMED:
+                        left_out.append(f"row {row['row']} of '{row['file']}' ({_excerpt(row['key'])})")
+        if count:
+            warnings.warn(
+                f"{count:,} chosen document(s) are not in '{path}', because a key must be one line that is not empty:"
+                f" {', '.join(left_out)}{', ..' if count > _NAMED else ''}. Write .parquet or .jsonl instead.",
+                stacklevel=2,
+            )
 
     def write_documents(self, path: Path, files: str | list[str] | None) -> None:
         """Text and scores, in the order of the files.
@@ -220,7 +228,7 @@ class Chooser:
         files_there = codes.dictionary.take(codes.indices.take(pyarrow.array(starts))).to_pylist()
         rows = dict(zip(files_there, np.split(table["row"].to_numpy(), starts[1:]), strict=True))
         first = dict(zip(files_there, starts.tolist(), strict=True))
-        for origin, text in corpus.documents(rows):
+        for origin, text in corpus.documents(rows, self.shards.written().versions):
             place = first[origin.file] + int(np.searchsorted(rows[origin.file], origin.row))
             row = table.slice(place, 1).to_pylist()[0]
             if origin.error is not None or origin.key != row["key"]:
@@ -273,6 +281,10 @@ def _corpus(settings: dict[str, Any]) -> Any:
     parser.add_subclass_arguments(LightningDataModule, "data")
     config = {"class_path": CORPUS, "init_args": settings}
     return parser.instantiate(parser.parse_object({"data": config})).data
+
+
+def _excerpt(key: str) -> str:
+    return repr(key if len(key) <= _EXCERPT else f"{key[:_EXCERPT]}..")
 
 
 def _values(batch: pyarrow.RecordBatch, name: str) -> NDArray[np.float64]:

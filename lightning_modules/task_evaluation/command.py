@@ -10,9 +10,10 @@ import torch
 from tqdm import tqdm
 
 from lightning_modules.backbone import Backbone
-from lightning_modules.loading import DType, load_backbone, load_config, model_identity
+from lightning_modules.loading import DType, load_backbone, load_config
 from lightning_modules.locks import exclusive
 from lightning_modules.model_checks import check_weight_files
+from lightning_modules.model_identity import model_identity
 from lightning_modules.probe import check_scoring
 from lightning_modules.score import find_device
 from lightning_modules.task_evaluation.questions import (
@@ -31,6 +32,7 @@ from lightning_modules.tasks.prompter import Prompter
 from lightning_modules.tasks.registry import find_tasks
 from lightning_modules.tasks.task import Task
 from lightning_modules.tokenization import load_tokenizer, tokenizer_hash
+from lightning_modules.utilities.identity import content_hash
 
 QUESTIONS_AT_ONCE = 256
 TOKENS_AT_ONCE = 2**21
@@ -176,11 +178,9 @@ def _parts(keys: Sequence[Key]) -> Iterator[list[Key]]:
 
 
 def _described(path: Path) -> str:
-    """Path, number of files and bytes: by other texts these would be other questions."""
-    if not path.exists():
-        raise ValueError(f"There is no file or folder '{path}'. Check the path.")
-    files = list(path.glob("*.txt")) if path.is_dir() else [path]
-    return f"{path.resolve()} ({len(files)} files, {sum(file.stat().st_size for file in files)} bytes)"
+    """Hash of the texts that the questions are made of: by other texts these would be other questions."""
+    files = list(path.glob("*.txt")) if path.is_dir() else None
+    return f"sha256:{content_hash(path, files)}"
 
 
 def _ready(backbone: Backbone, place: torch.device) -> Backbone:

@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerFast
 
+from lightning_modules.chat_templates import check_chat_template, render_chat
+
 
 class ForcedAnswer(NamedTuple):
     """A question with its answer, for teacher forcing.
@@ -29,16 +31,14 @@ class Prompter:
         add_special_tokens: Whether the tokenizer adds its own, such as ``<s>``; a chat template has them already.
 
     Raises:
-        ValueError: If there shall be a chat template, and the tokenizer has none.
+        ValueError: If a chat template is asked for, and the tokenizer has none that can be used.
     """
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerFast, *, chat_template: bool = False, add_special_tokens: bool = True
     ) -> None:
-        if chat_template and tokenizer.chat_template is None:
-            raise ValueError(
-                f"The tokenizer '{tokenizer.name_or_path}' has no chat template: set `chat_template` to false."
-            )
+        if chat_template:
+            check_chat_template(tokenizer)
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         self.add_special_tokens = add_special_tokens and not chat_template
@@ -47,7 +47,7 @@ class Prompter:
         """All that the model reads, as text."""
         if self.chat_template:
             messages = [{"role": "user", "content": prompt}]
-            prompt = str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+            prompt = render_chat(self.tokenizer, messages, add_generation_prompt=True)
         return prompt + answer_prefix
 
     def encode(self, prompt: str, answer_prefix: str) -> list[int]:

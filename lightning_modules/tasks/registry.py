@@ -1,7 +1,6 @@
 """Tasks by their names."""
 
 import difflib
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -18,6 +17,7 @@ from lightning_modules.tasks.passkey import Passkey
 from lightning_modules.tasks.question_answering import QuestionAnswering
 from lightning_modules.tasks.task import Task
 from lightning_modules.tasks.variable_tracking import VariableTracking
+from lightning_modules.user_modules import import_object
 
 
 @dataclass(frozen=True)
@@ -147,9 +147,8 @@ def _choice() -> str:
 
 def _import(path: str) -> Task:
     """A task of the user's own."""
-    module, _, name = path.rpartition(".")
     try:
-        kind = getattr(importlib.import_module(module), name)
+        kind = import_object(path)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"The task '{path}' cannot be imported ({error}): is its folder on PYTHONPATH?") from None
     if not (isinstance(kind, type) and issubclass(kind, Task)):

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_modules.functional import key_token_mask, span_token_mask
+from lightning_modules.scoring.key_tokens import Tokens, find_key_tokens
 from lightning_modules.token_scores import TokenScores
 from lightning_modules.token_views.figures import position_figure
 from lightning_modules.token_views.panels import draw_documents, draw_learned, draw_scores
@@ -43,7 +43,7 @@ class EvaluationPanels:
     """
 
     def __init__(self, *, alpha: float, beta: float, tokens: int) -> None:
-        self.thresholds = {"alpha": alpha, "beta": beta}
+        self.thresholds: Any = {"alpha": alpha, "beta": beta}
         self.tokens = tokens
         self._first: dict[str, tuple[Tensor, int]] = {}
         self._drawn: set[str] = set()
@@ -93,15 +93,15 @@ class EvaluationPanels:
         """As the evaluator sees it."""
         if (scores := judge.get(document.scores.text_sha256)) is None:
             return None
-        return _scored_document(document, scores, key_token_mask(scores.long, scores.short, **self.thresholds))
+        return _scored_document(document, scores, find_key_tokens(scores, **self.thresholds).mask)
 
     def _own(self, document: InspectedDocument, judge: Mapping[str, TokenScores]) -> ScoredDocument:
         """As the model sees it, with the key tokens of the evaluator if there is one."""
         scores, key = document.scores, document.key
-        if key is None and (by_judge := judge.get(scores.text_sha256)) is not None:
-            key = span_token_mask(scores.offsets, by_judge.key_spans(**self.thresholds)) & document.scored
         if key is None:
-            key = key_token_mask(scores.long, scores.short, **self.thresholds) & document.scored
+            evaluator = judge.get(scores.text_sha256, scores)
+            key = find_key_tokens(evaluator, Tokens(scores.token_ids, scores.offsets), **self.thresholds).mask
+            key = key & document.scored
         return _scored_document(document, scores, key)
 
 

@@ -4,11 +4,13 @@ import json
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow
@@ -25,6 +27,7 @@ from lightning_modules import progress
 from lightning_modules.backbone import Backbone
 from lightning_modules.context_ladder import ContextLadder
 from lightning_modules.document_scores import document_scores, ladder_scores
+from lightning_modules.errors import IncompleteError
 from lightning_modules.files import BUILDING
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.prediction import DocumentScorer
@@ -32,7 +35,7 @@ from lightning_modules.score_shards import SUCCESS, ScoreShards
 from lightning_modules.scored_corpus import Delivered
 from lightning_modules.token_scores import text_sha256
 from lightning_modules.tokenization import encode_document, load_tokenizer
-from tests.conftest import make_text
+from tests.conftest import make_text, tiny_model
 
 ROOT = Path(__file__).parents[2]
 LENGTHS = [1, 30, 4, 60, 12, 45]
@@ -51,7 +54,8 @@ def documents(tmp_path):
 def run(tmp_path, documents, model_dir):
     def run(output=None, callbacks=None, trainer=(), data=(), model=(), writer=()):
         writers = [DocumentScoresWriter(str(output or tmp_path / "out"), **{**THRESHOLDS, **dict(writer)})]
-        module = LongContextLM(str(model_dir), **{"context_length": 16, "stride": 8, **dict(model)})
+        settings = {"pretrained_model_name_or_path": str(model_dir), "context_length": 16, "stride": 8, **dict(model)}
+        module = LongContextLM(**settings)
         settings = {"key_column": "id", "columns": ["n"], "num_workers": 0, **dict(data)}
         settings["files"] = settings.get("files", str(documents))
         Trainer(
@@ -91,8 +95,9 @@ def test_each_document_has_the_row_that_its_log_likelihoods_make(run, model_dir,
         expected = {**document_scores(scores, **THRESHOLDS, gamma=3.0), **ladder_scores(scores, (8, 32), **THRESHOLDS)}
         assert {name: row[name] for name in expected} == expected
         assert (row["key"], row["file"], row["error"], row["truncated"]) == (f"d{number}", "a.parquet", None, False)
-        assert np.array_equal(np.float32(row["lsd"]), (scores.long - scores.short).numpy())
-        assert np.array_equal(np.float32(row["lcl"]), scores.long.numpy())
+        assert row["lsd"] == [None] * min(24, row["tokens"]) + (scores.long - scores.short)[24:].tolist()
+        assert row["lcl"] == [None, *scores.long[1:].tolist()]
+        assert sum(value is not None for value in row["lsd"]) == row["compared_tokens"]
         assert [row["token_starts"], row["token_ends"]] == scores.offsets.T.tolist()
     assert any(row["benefit_mean"] is None for row in found)
     assert any(row["ladder_8_32_mean"] is not None for row in found)
@@ -108,6 +113,7 @@ def test_values_of_tokens_in_16_bits(run, tmp_path):
     table = pyarrow.parquet.read_table(tmp_path / "float16")
     assert table.schema.field("lsd").type == pyarrow.list_(pyarrow.float16())
     for half, whole in zip(rows(tmp_path / "float16"), rows(tmp_path / "float32"), strict=True):
+        assert [value is None for value in half["lsd"]] == [value is None for value in whole["lsd"]]
         np.testing.assert_allclose(np.float32(half["lsd"]), np.float32(whole["lsd"]), rtol=2e-3, atol=1e-3)
         assert half["benefit_mean"] == whole["benefit_mean"], "statistics are not those of rounded values"
 
@@ -176,7 +182,7 @@ def test_documents_that_fail_do_not_stop_the_others(run, documents, tmp_path, mo
         return score(self, batch, *arguments, **settings)
 
     monkeypatch.setattr(Backbone, "forward", too_large)
-    run()
+    run(data={"allowed_failures": 1.0})
     found = {(row["file"], row["row"]): row for row in rows(tmp_path / "out")}
     failed = {place: row["error"] for place, row in found.items() if row["error"]}
     assert "out of memory" in failed.pop(("a.parquet", 3))
@@ -186,6 +192,52 @@ def test_documents_that_fail_do_not_stop_the_others(run, documents, tmp_path, mo
     assert len(found) == 9
     assert all((row["tokens"] is None) == (row["error"] is not None) for row in found.values())
     assert success(tmp_path / "out")["failed"] == 3 + len(failed)
+
+
+def test_a_source_of_which_too_many_documents_fail_ends_in_a_report(run, documents, tmp_path, caplog):
+    """The others are scored, the failures of earlier runs count, and the same command can accept them."""
+    caplog.set_level(logging.INFO)
+    lines = [{"id": f"j{n}", "text": "ba ce di"} for n in range(30)] + [{"id": f"k{n}", "body": "x"} for n in range(8)]
+    (documents / "b.jsonl").write_text("\n".join([*map(json.dumps, lines), "{broken", '{"id": "e", "text": ""}']))
+    for folder, texts in (("books", ["ba ce"] * 9 + [" "]), ("fine", ["ba"])):
+        (documents / folder).mkdir()
+        for number, text in enumerate(texts):
+            (documents / folder / f"{number}.txt").write_text(text)
+    report = (
+        r"2 source\(s\) have more failed documents than `data.allowed_failures` = 0.09 allows:\n"
+        r"  b\.jsonl: 10 of 40 documents failed \(25\.0%\)\n"
+        r"    8 x no text in 'text', only \['body', 'id'\]\. \(row 30 of 'b\.jsonl'\)\n"
+        r"    1 x malformed JSON .* \(row 38 of 'b\.jsonl'\)\n"
+        r"    1 x Document 'e' is empty.* \(row 39 of 'b\.jsonl'\)\n"
+        r"  books: 1 of 10 documents failed \(10\.0%\)\n"
+        r"    1 x Document .* is empty.* \(row 0 of 'books/9\.txt'\)\n"
+        r"All scores are kept in .* without _SUCCESS\.json"
+    )
+    for _ in range(2):  # nothing is scored in the second run, which fails all the same
+        with pytest.raises(IncompleteError, match=report):
+            run(data={"allowed_failures": 0.09, "columns": []})
+        assert len(rows(tmp_path / "out")) == 6 + 40 + 10 + 1
+        assert not (tmp_path / "out" / SUCCESS).exists()
+    caplog.clear()
+    run(data={"allowed_failures": 0.25, "columns": []})  # as many as are allowed
+    assert (success(tmp_path / "out")["failed"], success(tmp_path / "out")["documents"]) == (11, 57)
+    assert "b.jsonl: 10 of 40 documents failed (25.0%)" in caplog.text
+
+
+def test_documents_that_are_left_out_on_purpose_do_not_count_as_failed(run, tmp_path):
+    run(data={"max_tokens": 40, "overlong": "skip", "allowed_failures": 0.0})
+    left_out = [row for row in rows(tmp_path / "out") if row["error"]]
+    assert len(left_out) > 1
+    counts = success(tmp_path / "out")
+    assert (counts["documents"], counts["failed"], counts["left_out"]) == (6, 0, len(left_out))
+
+
+def test_a_trial_of_some_documents_reports_failures_too(run, documents):
+    (documents / "a.parquet").unlink()
+    texts = ["ba", "", "ce", "di", "fo"]
+    (documents / "b.jsonl").write_text("\n".join(json.dumps({"id": "x", "text": text}) for text in texts))
+    with pytest.raises(IncompleteError, match="1 of 3 documents failed"):
+        run(trainer={"limit_predict_batches": 2}, data={"columns": []})
 
 
 def test_a_damaged_file_ends_in_an_error_when_all_else_is_done(run, documents, tmp_path):
@@ -198,13 +250,80 @@ def test_a_damaged_file_ends_in_an_error_when_all_else_is_done(run, documents, t
         run()
     assert [row["row"] for row in rows(tmp_path / "out")] == [0, 1, 2, 3]
     assert not (tmp_path / "out" / SUCCESS).exists()
-    stamp = os.stat(documents / "a.parquet")
     (documents / "a.parquet").write_bytes(content)
     with pytest.raises(ValueError, match="have changed since"):
         run()
-    os.utime(documents / "a.parquet", ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+    for shard in (tmp_path / "out").glob("part-*.parquet"):
+        if "a.parquet" in pyarrow.parquet.read_table(shard)["file"].to_pylist():
+            shard.unlink()
     run()
     assert success(tmp_path / "out")["documents"] == 6
+
+
+@pytest.mark.parametrize("attack", ["edit", "edit while it is scored", "touch", "copy"])
+def test_scores_belong_to_the_content_of_files(run, tmp_path, monkeypatch, attack):
+    file = tmp_path / "lines" / "b.jsonl"
+    file.parent.mkdir()
+    file.write_text("".join(json.dumps({"id": n, "text": make_text(30, n), "n": n}) + "\n" for n in range(2)))
+    before = file.stat()
+
+    def edit():
+        file.write_bytes(file.read_bytes().replace(b'"n": 1', b'"n": 7'))
+        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+    settings = {"data": {"files": str(file.parent)}}
+    if attack == "edit while it is scored":
+        end = DocumentScoresWriter.on_predict_end
+        monkeypatch.setattr(DocumentScoresWriter, "on_predict_end", lambda *args: (edit(), end(*args)))
+        with pytest.raises(ValueError, match=r"1 file\(s\) changed while their documents were scored, such as \['b"):
+            run(**settings)
+        assert not ScoreShards(str(tmp_path / "out")).names()
+        return
+    run(**settings)
+    if attack == "edit":
+        edit()
+        with pytest.raises(ValueError, match=r"have changed since .*'b\.jsonl'"):
+            run(**settings)
+    else:
+        shutil.copyfile(file, tmp_path / "copy")
+        (tmp_path / "copy").replace(file) if attack == "copy" else os.utime(file, (1, 1))
+        run(**settings)
+        assert success(tmp_path / "out")["documents"] == 2
+
+
+def test_scores_belong_to_the_content_of_the_checkpoint(tmp_path):
+    names, found = ("a.ckpt", "copy/a.ckpt", "other/a.ckpt"), []
+    model = SimpleNamespace(scoring_settings=lambda: {"model": "x"})
+    for name, content in zip(names, (b"one", b"one", b"two"), strict=True):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content)
+        os.utime(path, (1, 1))
+        found.append(DocumentScoresWriter("x")._weights(SimpleNamespace(ckpt_path=str(path)), model))
+    assert found[0] == found[1] != found[2]
+
+
+def test_scores_belong_to_the_content_of_a_bare_config(tmp_path, model_dir):
+    config, found = tmp_path / "config.json", []
+    for content in ("1e-06", "1e-02", "1e-06"):
+        config.write_text((model_dir / "config.json").read_text().replace("1e-06", content))
+        os.utime(config, (1, 1))
+        found.append(LongContextLM(str(config), context_length=16, stride=8).scoring_settings()["model"])
+    assert found[0] == found[2] != found[1]
+
+
+def test_a_model_that_changes_while_it_is_loaded_is_refused(run, tmp_path, model_dir, monkeypatch):
+    folder = shutil.copytree(model_dir, tmp_path / "model")
+    load = LongContextLM.configure_model
+
+    def exported_meanwhile(self):
+        load(self)
+        tiny_model("llama", self.backbone.base_model.config.vocab_size, seed=9).save_pretrained(folder)
+
+    monkeypatch.setattr(LongContextLM, "configure_model", exported_meanwhile)
+    with pytest.raises(ValueError, match=r"changed while it was loaded\. Start again"):
+        run(model={"pretrained_model_name_or_path": str(folder)})
+    assert not ScoreShards(str(tmp_path / "out")).names()
 
 
 def test_what_is_scored_is_kept_when_a_run_is_stopped(run, tmp_path, monkeypatch):
@@ -332,12 +451,14 @@ def test_the_pairs_of_a_corpus_become_files_too(run, documents, tmp_path, caplog
     monkeypatch.setattr(
         Backbone, "check_length", lambda self, n: (_ for _ in ()).throw(ValueError("long")) if n > 99 else None
     )
-    run(callbacks=[TokenScoresWriter(str(tmp_path / "pairs"))])
-    texts = [make_text(length, n) for n, length in enumerate(LENGTHS)]
+    (documents / "b.jsonl").write_text('{"id": "x", "text": "ba"}\n{"id": "y", "text": ""}')
+    run(callbacks=[TokenScoresWriter(str(tmp_path / "pairs"))], data={"columns": []})
+    texts = ["ba", *(make_text(length, n) for n, length in enumerate(LENGTHS))]
     written = {path.stem for path in (tmp_path / "pairs").iterdir()}
-    assert 0 < len(written) < 6
+    assert 1 < len(written) < 7
     assert written < {text_sha256(text) for text in texts}
     assert "has no scores: long" in caplog.text
+    assert "'y' has no scores: Document 'y' is empty" in caplog.text
 
 
 def outcome(kills):

@@ -14,6 +14,7 @@ from lightning_modules.evaluator import Evaluator, score_text
 from lightning_modules.functional import long_perplexity, span_token_mask, transfer_influence
 from lightning_modules.loading import load_backbone
 from lightning_modules.long_context_lm import LongContextLM
+from lightning_modules.scoring.key_tokens import key_spans
 from lightning_modules.token_scores import write_key_spans
 from lightning_modules.tokenization import encode_document, load_tokenizer
 from tests.conftest import make_text
@@ -51,8 +52,8 @@ def expected(model_dir, evaluator_dir, documents):
     for document in documents:
         scores = score_text(document["text"][0], judge, tokenizer, context_length=48, stride=16)
         scored = document["labels"].ne(IGNORE_INDEX)
-        hard = span_token_mask(document["offsets"], scores.key_spans(alpha=0.5, beta=-6.0)) & scored
-        soft = transfer_influence(scores.soft_influence(), scores.offsets, document["offsets"]) * scored
+        hard = span_token_mask(document["offsets"][0], key_spans(scores, alpha=0.5, beta=-6.0)) & scored
+        soft = transfer_influence(scores.soft_influence(), scores.offsets, document["offsets"][0]) * scored
         with torch.no_grad():
             parts.append([part[0] for part in (model(document), hard, soft, scored)])
     return [torch.cat(part) for part in zip(*parts, strict=True)]
@@ -117,7 +118,7 @@ def test_precomputed_spans_of_the_authors(model_dir, evaluator_dir, documents, t
     judge = Evaluator(str(evaluator_dir), context_length=48, stride=16)
     folder = tmp_path / "spans"
     for number, text in enumerate(TEXTS):
-        write_key_spans(folder / f"doc{number}.txt", judge.scores(text).key_spans(alpha=0.5, beta=-6.0))
+        write_key_spans(folder / f"doc{number}.txt", key_spans(judge.scores(text), alpha=0.5, beta=-6.0))
     result = run(model_dir, ExternalEvaluator(key_spans=str(folder)), documents, tmp_path)
     online = run(model_dir, ExternalEvaluator(str(evaluator_dir), **SETTINGS), documents, tmp_path)
     assert result["val/longppl"] == online["val/longppl"]

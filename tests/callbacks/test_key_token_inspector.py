@@ -12,6 +12,7 @@ from callbacks import ExternalEvaluator, KeyTokenInspector
 from lightning_modules.batch import IGNORE_INDEX
 from lightning_modules.functional import fit_power_law, span_token_mask
 from lightning_modules.long_context_lm import LongContextLM
+from lightning_modules.scoring.key_tokens import key_spans
 from lightning_modules.token_scores import text_sha256, write_key_spans
 from lightning_modules.token_views import PositionSums
 from lightning_modules.token_views.markdown import probability
@@ -109,7 +110,7 @@ def test_the_table_of_key_tokens_has_the_models_probabilities(run):
     module, _, judge, _, documents, events = run
     document = documents[1]
     scores = judge.scores[text_sha256(TEXTS[1])]
-    key = span_token_mask(document["offsets"][0], scores.key_spans(alpha=0.5, beta=-6.0))
+    key = span_token_mask(document["offsets"][0], key_spans(scores, alpha=0.5, beta=-6.0))
     with torch.no_grad():
         now = module.backbone.eval()(document)[0]
     found = re.search(
@@ -122,7 +123,7 @@ def test_the_table_of_key_tokens_has_the_models_probabilities(run):
     assert found[2] != found[3]
     (histogram,) = events.Histograms("key_tokens/model_log_likelihood_nats")[1:]
     other = span_token_mask(
-        documents[0]["offsets"][0], judge.scores[text_sha256(TEXTS[0])].key_spans(alpha=0.5, beta=-6.0)
+        documents[0]["offsets"][0], key_spans(judge.scores[text_sha256(TEXTS[0])], alpha=0.5, beta=-6.0)
     )
     assert histogram.histogram_value.num == key.sum() + other.sum()
 

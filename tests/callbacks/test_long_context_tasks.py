@@ -77,14 +77,14 @@ def test_training_is_the_same_bit_for_bit(setup, tmp_path, monkeypatch):
     seen = rounds(monkeypatch)
     plain = fit(setup, tmp_path)
     assert len(plain.losses) == 4
-    both = [
+    for tasks in (
         LongContextTasks(**TASKS, mode="generate", every_n_steps=1, at_start=True),
         LongContextTasks(**TASKS, mode="teacher_forced"),
-    ]
-    watched = fit(setup, tmp_path, *both)
-    assert watched.losses == plain.losses
-    assert torch.equal(watched.weights, plain.weights)
-    assert watched.module.backbone.training
+    ):
+        watched = fit(setup, tmp_path, tasks)
+        assert watched.losses == plain.losses
+        assert torch.equal(watched.weights, plain.weights)
+        assert watched.module.backbone.training
     assert seen.count((8, "generate")) == 5
     assert seen.count((8, "teacher_forced")) == 2
 

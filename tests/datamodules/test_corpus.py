@@ -146,6 +146,49 @@ def test_files_in_which_all_documents_would_fail_are_refused_at_once(tmp_path):
         assert all_of(find_corpus([str(tmp_path)], COLUMNS)) == {("b.parquet", 0): "x"}
 
 
+def test_one_file_of_many_in_which_all_documents_would_fail_is_refused_at_once(tmp_path):
+    for number in range(70):  # more than the files whose lines are measured
+        write_lines(tmp_path / "c" / f"{number:02}.jsonl", b"{torn", {"text": "x"})
+    write_lines(tmp_path / "c" / "07.jsonl", {"body": "x", "id": 1}, b"{torn")
+    write_lines(tmp_path / "c" / "09.jsonl", {"body": "x"})
+    message = (
+        r"first 2 lines of .*07\.jsonl \(and of 1 other files\) .* 'text', only \['body', 'id'\].*data\.text_column"
+    )
+    with pytest.raises(ValueError, match=message):
+        find_corpus([str(tmp_path)], COLUMNS)
+    assert len(all_of(find_corpus([str(tmp_path)], COLUMNS, lenient=True))) == 68 * 2 + 3
+    (tmp_path / "c" / "07.jsonl").write_text("")  # nothing fails in an empty file
+    (tmp_path / "c" / "09.jsonl").unlink()
+    find_corpus([str(tmp_path)], COLUMNS)
+    write_parquet(tmp_path / "c" / "p.parquet", pyarrow.array([None] * 4, pyarrow.string()), content=["x"] * 4)
+    with pytest.raises(
+        ValueError, match=r"p\.parquet: column 'text' holds nulls only; the file also has \['content'\]"
+    ):
+        find_corpus([str(tmp_path)], COLUMNS)
+    write_parquet(tmp_path / "c" / "p.parquet", [None, None, None, "x"], content=["x"] * 4)
+    write_parquet(tmp_path / "c" / "q.parquet", pyarrow.array([], pyarrow.string()))
+    find_corpus([str(tmp_path)], COLUMNS)
+
+
+def test_one_broken_document_of_any_length_does_not_speak_for_its_file(tmp_path):
+    write_lines(tmp_path / "a.jsonl", *[b"{" + b"x" * 300_000] * 7, {"text": "x"})
+    assert len(all_of(find_corpus([str(tmp_path)], COLUMNS))) == 8
+
+
+def test_files_without_text_pass_only_where_all_failures_are_allowed(tmp_path, word_tokenizer):
+    write_lines(tmp_path / "a.jsonl", {"body": "x"})
+    write_lines(tmp_path / "b.jsonl", {"text": "x"})
+    with pytest.raises(ValueError, match=r"a\.jsonl"):
+        DocumentCorpus(str(tmp_path), tokenizer=word_tokenizer, allowed_failures=0.99).setup("predict")
+    DocumentCorpus(str(tmp_path), tokenizer=word_tokenizer, allowed_failures=1).setup("predict")
+
+
+def test_a_source_is_a_file_or_the_folder_of_text_files():
+    corpus = DocumentCorpus("x")
+    files = {"a.jsonl": "a.jsonl", "web/a.parquet": "web/a.parquet", "books/1.txt": "books", "2.txt.gz": "."}
+    assert {file: corpus.source(file) for file in files} == files
+
+
 def test_a_broken_document_keeps_its_key_and_columns(tmp_path):
     write_parquet(tmp_path / "a.parquet", ["fine", None], id=["p", "q"], n=[1, 2])
     files = find_corpus([str(tmp_path)], CorpusColumns("text", "id", ("n",)))
@@ -179,7 +222,7 @@ def test_lines_are_counted_by_their_length(tmp_path, word_tokenizer):
         write_lines(tmp_path / f"{number}.jsonl", *({"text": "a" * 40} for _ in range(100)))
     (tmp_path / "t.txt").write_text("a")
     corpus = DocumentCorpus(str(tmp_path), tokenizer=word_tokenizer, num_workers=0)
-    versions = find_corpus(corpus.files, COLUMNS).versions
+    versions = find_corpus(corpus.files, COLUMNS).versions()
     done = {"3.jsonl": np.arange(60), "t.txt": np.array([0])}
     written = Written(done, {name: versions[name] for name in done}, {}, {}, 1)
     attached(corpus, Keeper(written)).setup("predict")
@@ -198,7 +241,7 @@ def test_broken_rows_have_a_reason_and_the_others_are_read(tmp_path):
     for place, reason in {
         ("a.jsonl", 1): "malformed JSON",
         ("a.jsonl", 2): "must be a string, got int",
-        ("a.jsonl", 3): "no text in 'text'",
+        ("a.jsonl", 3): "no text in 'text', only ['title']",
         ("a.jsonl", 4): "expected a JSON object",
         ("b.txt", 0): "not UTF-8",
         ("c.parquet", 1): "no text in 'text'",
@@ -261,7 +304,7 @@ def test_settings_of_the_data_module(folder, word_tokenizer):
     skipping.setup("predict")
     (batch,) = list(skipping.predict_dataloader())
     errors = {origin.file: origin.error for origin in batch["failed"]}
-    assert errors["t.txt"] == "3 tokens are more than `max_tokens` = 2"
+    assert errors["t.txt"] == "left out: 3 tokens are more than `max_tokens` = 2"
     assert {origin.key for origin in batch["origins"]} == {"b.jsonl:2", "z.json.gz:0"}
     assert skipping.scoring_settings()["max_tokens"] == 2
     assert skipping.scoring_settings()["tokenizer"] == corpus.scoring_settings()["tokenizer"]
@@ -309,7 +352,7 @@ def test_each_document_comes_once_to_one_process(folder, word_tokenizer, world_s
 
 def test_what_is_done_is_left_out_before_it_is_tokenised(folder, word_tokenizer, monkeypatch):
     corpus = DocumentCorpus(f"{folder}/**/*.*", tokenizer=word_tokenizer, num_workers=0)
-    versions = find_corpus(corpus.files, COLUMNS).versions
+    versions = find_corpus(corpus.files, COLUMNS).versions()
     done = {"web/a.parquet": np.array([0, 1, 2, 4]), "b.jsonl": np.array([2]), "t.txt": np.array([0])}
     written = Written(done, {name: versions[name] for name in done}, {}, {}, 1)
     attached(corpus, object(), Keeper(written)).setup("predict")

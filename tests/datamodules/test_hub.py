@@ -1,3 +1,6 @@
+import os
+from pathlib import Path
+
 import datasets
 import pytest
 
@@ -34,6 +37,20 @@ def test_filter_on_a_nested_column(parquet_folder):
 def test_fingerprint_is_stable_and_tells_splits_apart(parquet_folder):
     fingerprints = [HubDataset(parquet_folder, split).fingerprint() for split in ("train", "train", "test")]
     assert fingerprints[0] == fingerprints[1] != fingerprints[2]
+
+
+def test_an_edited_local_file_is_read_again_though_its_time_is_the_old_one(parquet_folder):
+    before = HubDataset(parquet_folder, "train")
+    assert next(iter(before)).text == "a of train"
+    first = before.fingerprint()
+    path = Path(parquet_folder, "data", "train-00000-of-00001.parquet")
+    times = path.stat()
+    rows = datasets.Dataset.from_parquet(str(path)).to_list()
+    datasets.Dataset.from_list([{**row, "text": row["text"].replace("of", "in")} for row in rows]).to_parquet(path)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    after = HubDataset(parquet_folder, "train")
+    assert [document.text for document in after] == ["a in train", "b in train"]
+    assert after.fingerprint() != first
 
 
 def test_missing_column_and_split_are_named(parquet_folder):

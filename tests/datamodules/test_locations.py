@@ -1,9 +1,12 @@
+import hashlib
 import os
 
 import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
-from datamodules.locations import RemoteFile, file_size, files_fingerprint, find_files
+from datamodules import locations
+from datamodules.locations import RemoteFile, file_identities, file_size, files_fingerprint, find_files
 from datamodules.sources import JsonLines
 
 NAMES = [
@@ -55,8 +58,7 @@ def test_nothing_to_read_is_named(root, name):
         find_files(f"{root}/{name}")
 
 
-def test_fingerprint_is_had_without_reading_and_sees_edits(root, monkeypatch):
-    monkeypatch.setattr(RemoteFile, "open", None)
+def test_fingerprint_sees_edits(root):
     before = files_fingerprint(find_files(root))
     assert files_fingerprint(find_files(root)) == before
     with fsspec.open(f"{root}/a.jsonl", "wb") as file:
@@ -66,22 +68,62 @@ def test_fingerprint_is_had_without_reading_and_sees_edits(root, monkeypatch):
     assert files_fingerprint(find_files(root)) != before
 
 
+def test_an_address_of_a_local_file_is_a_path(tmp_path):
+    (tmp_path / "a.txt").write_text("one")
+    assert find_files(f"file://{tmp_path}") == find_files(str(tmp_path)) == (tmp_path / "a.txt",)
+
+
 def remote(name, **info):
     return RemoteFile(fsspec.filesystem("memory"), name, info)
 
 
-def test_the_surest_sign_of_a_version_counts():
-    one = files_fingerprint([remote("/a", size=3, ETag='"x"', mtime=1)])
-    assert files_fingerprint([remote("/b/a", size=3, ETag='"x"', mtime=2)]) == one
-    assert files_fingerprint([remote("/a", size=3, ETag='"y"', mtime=1)]) != one
-    assert files_fingerprint([remote("/a", size=4, ETag='"x"', mtime=1)]) != one
+MD5 = '"0123456789abcdef0123456789abcdef-12"'
 
 
-def test_a_server_that_tells_no_version(caplog):
-    assert files_fingerprint([remote("/a")]) != files_fingerprint([remote("/a", size=1)])
-    assert "memory:///a: its server tells no version" in caplog.text
-    assert file_size(remote("/a")) is None
-    assert JsonLines((remote("/a"),)).text_bytes() is None
+@pytest.mark.parametrize("info", [{"ETag": MD5}, {"md5Hash": "x"}, {"blob_id": "x", "ETag": '"y"'}])
+def test_a_checksum_counts_wherever_the_file_is(info, caplog):
+    one = file_identities([remote("/a", size=3, mtime=1, **info)])
+    assert file_identities([remote("/b/c", size=3, mtime=2, **info)]) == one
+    (key, value), *_ = info.items()
+    assert file_identities([remote("/a", size=3, mtime=1, **{**info, key: value.replace("x", "z")[::-1]})]) != one
+    assert not caplog.records
+
+
+def test_an_entity_tag_counts_at_its_address(caplog):
+    tags = [
+        file_identities([remote(name, size=size, ETag=tag, mtime=time)])[0]
+        for name, size, tag, time in (
+            ("/a", 3, '"5f-3"', 1),
+            ("/a", 3, '"5f-3"', 2),
+            ("/b", 3, '"5f-3"', 1),  # a web server makes tags of size and time
+            ("/a", 4, '"5f-3"', 1),
+            ("/a", 3, '"60-3"', 1),
+        )
+    ]
+    assert tags[0] == tags[1]
+    assert len(set(tags)) == 4
+    assert not caplog.records
+
+
+def test_a_server_that_reports_times_only_is_named(caplog):
+    locations._warn_of_times.cache_clear()
+    found = file_identities(
+        [remote("/a", size=3, mtime=1), remote("/a", size=3, mtime=2), remote("/b", size=3, mtime=1)]
+    )
+    assert len(set(found)) == 3
+    assert [record.getMessage()[:25] for record in caplog.records] == ["Files of memory report ne"]
+
+
+def test_a_server_that_reports_nothing_is_read(monkeypatch):
+    monkeypatch.setattr(MemoryFileSystem, "info", lambda self, path: {"type": "file"})
+    file = remote("/a.txt")
+    found = set()
+    for text in (b"one", b"two", b"one"):
+        file.system.pipe_file(file.path, text)
+        found.update(file_identities([file]))
+    assert found == {f"sha256:{hashlib.sha256(text).hexdigest()}" for text in (b"one", b"two")}
+    assert file_size(file) is None
+    assert JsonLines((file,)).text_bytes() is None
 
 
 def test_the_query_of_a_web_address_is_no_part_of_the_name():

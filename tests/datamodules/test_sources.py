@@ -141,17 +141,25 @@ def test_json_lines_are_read_one_by_one(tmp_path):
     assert [document.text for document in islice(source, 2)] == ["one", "two"]
 
 
-def test_fingerprint_sees_edits_but_not_the_folder(tmp_path):
-    def folder(name, text, mtime):
+def test_fingerprint_is_the_content_and_not_the_name_or_time(tmp_path):
+    def folder(name, text, mtime, file="a.txt"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "a.txt").write_text(text)
-        os.utime(tmp_path / name / "a.txt", (mtime, mtime))
+        (tmp_path / name / file).write_text(text)
+        os.utime(tmp_path / name / file, (mtime, mtime))
         return TextFolder(tmp_path / name).fingerprint()
 
     first = folder("one", "text", 1)
-    assert folder("moved", "text", 1) == first
-    assert folder("touched", "text", 2) != first
+    assert folder("moved", "text", 2, "b.txt") == first
+    assert folder("edited", "next", 1) != first
     assert folder("longer", "texts", 1) != first
+
+
+def test_order_of_files_counts(tmp_path):
+    files = [tmp_path / name for name in ("a.jsonl", "b.jsonl")]
+    for file in files:
+        write_lines(file, {"text": file.stem})
+    assert JsonLines(tuple(files)).fingerprint() != JsonLines(tuple(files[::-1])).fingerprint()
+    assert TextFiles(tuple(files)).fingerprint() != TextFiles(tuple(files[::-1])).fingerprint()
 
 
 def test_fingerprint_sees_what_is_taken(tmp_path):

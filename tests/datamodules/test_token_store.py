@@ -1,4 +1,5 @@
 import multiprocessing
+import os
 import pickle
 import shutil
 import time
@@ -12,9 +13,10 @@ import pytest
 from datamodules import checksums, token_store, tokenising
 from datamodules.packing import pack_documents
 from datamodules.rows import PackedRowDataset
-from datamodules.sources import Document
+from datamodules.sources import Document, TextFiles, TextFolder
 from datamodules.token_store import TokenStore, build_token_store
 from lightning_modules.tokenization import load_tokenizer
+from lightning_modules.utilities import identity
 
 FILES = (token_store.TOKENS, token_store.DOCUMENT_BORDERS, token_store.CHECKSUMS, token_store.MANIFEST)
 
@@ -48,6 +50,64 @@ def test_tokens_borders_and_end_of_text(word_tokenizer, tmp_path):
     assert store.document_borders.tolist() == [0, 3, 5, 9]
     assert store.tokens.dtype == np.dtype("<u2")
     assert (store.manifest["documents"], store.manifest["tokens"]) == (3, 9)
+
+
+TIME = 1_700_000_000
+
+
+def text_file(path, text):
+    """A file whose name, size and modification time say nothing of its text."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    os.utime(path, (TIME, TIME))
+    return path
+
+
+def tokens_of(source, tokenizer, tmp_path):
+    return build(source, tokenizer, tmp_path / "cache").tokens.tolist()
+
+
+def test_folders_that_differ_in_text_alone_have_their_own_tokens(word_tokenizer, tmp_path):
+    for name, text in (("one", "a b"), ("two", "c d")):
+        text_file(tmp_path / name / "x.txt", text)
+    assert tokens_of(TextFolder(tmp_path / "one"), word_tokenizer, tmp_path) == [1, 2, 0]
+    assert tokens_of(TextFolder(tmp_path / "two"), word_tokenizer, tmp_path) == [3, 4, 0]
+
+
+def test_files_in_another_order_have_their_own_tokens(word_tokenizer, tmp_path):
+    files = (text_file(tmp_path / "x.txt", "a b"), text_file(tmp_path / "y.txt", "c d"))
+    assert tokens_of(TextFiles(files), word_tokenizer, tmp_path) == [1, 2, 0, 3, 4, 0]
+    assert tokens_of(TextFiles(files[::-1]), word_tokenizer, tmp_path) == [3, 4, 0, 1, 2, 0]
+
+
+def test_an_edit_that_restores_size_and_time_is_noticed(word_tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(identity, "SETTLING_TIME", 0)
+    file = text_file(tmp_path / "x.txt", "a b")
+    assert tokens_of(TextFiles((file,)), word_tokenizer, tmp_path) == [1, 2, 0]
+    text_file(file, "c d")
+    assert tokens_of(TextFiles((file,)), word_tokenizer, tmp_path) == [3, 4, 0]
+
+
+def test_a_copied_or_renamed_folder_is_not_tokenized_again(word_tokenizer, tmp_path, monkeypatch):
+    text_file(tmp_path / "one" / "x.txt", "a b")
+    assert tokens_of(TextFolder(tmp_path / "one"), word_tokenizer, tmp_path) == [1, 2, 0]
+    monkeypatch.setattr(token_store, "_write", None)
+    shutil.copytree(tmp_path / "one", tmp_path / "copy", copy_function=shutil.copyfile)
+    (tmp_path / "copy" / "x.txt").rename(tmp_path / "copy" / "y.txt")
+    assert tokens_of(TextFolder(tmp_path / "copy"), word_tokenizer, tmp_path) == [1, 2, 0]
+
+
+def test_text_that_changes_while_it_is_tokenized_is_refused(word_tokenizer, tmp_path):
+    file = text_file(tmp_path / "x.txt", "a b")
+
+    class Edited(TextFiles):
+        def __iter__(self):
+            yield from super().__iter__()
+            text_file(file, "c d")
+
+    with pytest.raises(ValueError, match=r"changed while it was tokenized\. Start again"):
+        build(Edited((file,)), word_tokenizer, tmp_path / "cache")
+    assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
 
 
 def test_wide_vocabulary_without_end_of_text(wide_tokenizer, tmp_path):

@@ -271,6 +271,28 @@ def test_a_checkpoint_of_other_adapters_or_another_model_is_refused(folder, tmp_
         )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("attack", ["one number", "two swapped", "two opposite"])
+def test_any_change_of_frozen_weights_is_noticed(monkeypatch, dtype, attack):
+    monkeypatch.setattr(adapters, "_CHUNK", 100)  # several for 40 x 60 numbers
+    module = torch.nn.Linear(60, 40, dtype=dtype).requires_grad_(False)
+    first = adapters.frozen_fingerprint(module)
+    assert adapters.frozen_fingerprint(copy.deepcopy(module)) == first
+    numbers = module.weight.view(-1)
+    if attack == "one number":
+        numbers[2399] *= 2
+    elif attack == "two swapped":
+        numbers[[100, 1999]] = numbers[[1999, 100]].clone()
+    else:
+        numbers[[1, 1001]] = -numbers[[1, 1001]]
+    assert not adapters.same_frozen(first, adapters.frozen_fingerprint(module))
+
+
+def test_fingerprints_of_earlier_versions_are_not_compared(caplog):
+    assert adapters.same_frozen("0" * 64, adapters.frozen_fingerprint(torch.nn.Linear(2, 2).requires_grad_(False)))
+    assert "the weights below its adapters are not compared" in caplog.text
+
+
 def test_adapters_of_a_model_without_stored_weights_keep_it_in_the_checkpoint(folder, tmp_path):
     module = lm(folder / "config.json", lora={"r": 2, "target_modules": ["q_proj"]})
     fit(tmp_path, module).save_checkpoint(tmp_path / "a.ckpt")

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
-from transformers import AutoModelForCausalLM, GPT2Config
+from transformers import AutoModelForCausalLM, GPT2Config, Llama4Config, Llama4ForConditionalGeneration
 
 from lightning_modules import backbone as backbone_module
 from lightning_modules.attention import isolation_arguments, register_document_attention
@@ -52,8 +52,31 @@ def build(architecture, attention="document_sdpa", **overrides):
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32).eval()
 
 
-# Logit scale, soft cap, division, bias; learned positions; tied and fused weights; sliding windows.
+LLAMA4 = {
+    "head_dim": 8,
+    "intermediate_size_mlp": 64,
+    "num_hidden_layers": 4,  # the last one without rotation
+    "num_local_experts": 2,
+    "attention_chunk_size": 9,  # shorter than documents
+    "floor_scale": 4,
+}
+FALCON_H1 = {
+    "mamba_d_ssm": 32,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 8,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 8,
+    "lm_head_multiplier": 0.3,
+    "embedding_multiplier": 2.0,
+    "mlp_multipliers": [0.5, 2.0],
+    "ssm_multipliers": [0.5, 0.6, 0.7, 0.8, 0.9],
+    "key_multiplier": 0.7,
+}
+# Logit scale, soft cap, division, bias; learned positions; tied and fused weights; sliding windows and chunks; states.
 ARCHITECTURES = [
+    ("llama4_text", LLAMA4),
+    ("llama4_text", {**LLAMA4, "attention_chunk_size": 30, "floor_scale": 40}),  # longer than rows
+    ("falcon_h1", FALCON_H1),
     ("llama", {}),
     ("mistral", {}),
     ("mistral", {"sliding_window": 9}),
@@ -337,8 +360,10 @@ def test_a_model_that_our_attention_cannot_split_gets_masks(monkeypatch):
     assert (leaking - masked).abs().max() > 0.01
 
 
-def test_a_model_that_leaks_all_the_same_is_refused_packed_rows_only(monkeypatch):
+def test_a_model_that_leaks_scores_documents_one_by_one_or_not_at_all_where_weights_are_shared(monkeypatch):
     scorer = Backbone(build("llama"))
+    with torch.no_grad():
+        expected = scorer(packed(documents(9, 12), documents(20, seed=1)))
     decoder = scorer.base_model.get_decoder()
     forward = decoder.forward
 
@@ -347,9 +372,41 @@ def test_a_model_that_leaks_all_the_same_is_refused_packed_rows_only(monkeypatch
 
     monkeypatch.setattr(decoder, "forward", without_borders)
     check_scoring(scorer)
+    with torch.no_grad():
+        actual = scorer(packed(documents(9, 12), documents(20, seed=1)), first_scored=3)
+        torch.testing.assert_close(actual[:, 3:], expected[:, 3:])
+    scorer.in_step = True
     scorer(packed(documents(9)))
     with pytest.raises(ValueError, match="cannot keep the documents of a row apart"):
         scorer(packed(documents(9, 12)))
+
+
+def test_long_rows_of_llama_4_are_windowed_and_trained_as_documents_alone():
+    """Attention counts from the start of the row: in chunks, and in what queries are scaled by."""
+    model = build("llama4_text", **LLAMA4)
+    assert model.config.layer_types.count("full_attention") not in (0, len(model.config.layer_types))
+    scorer = Backbone(model)
+    check_scoring(scorer)
+    parts = documents(31, 25)
+    whole, *alone = (packed(rows) for rows in (parts, parts[:1], parts[1:]))
+    for score in (scorer, lambda batch: scorer.short_log_likelihood(batch, context_length=10, stride=5).log_likelihood):
+        expected = torch.cat([score(batch)[0] for batch in alone])
+        torch.testing.assert_close(score(whole)[0], expected, atol=2e-5, rtol=1e-4)
+        assert expected.abs().sum() > 0
+    short = scorer.short_log_likelihood(alone[0], context_length=10, stride=5).log_likelihood[0]
+    window = reference.document_log_likelihood(model, parts[0][5:20])  # scores tokens 15 to 19
+    torch.testing.assert_close(short[15:20].double(), window[10:15], atol=2e-5, rtol=1e-4)
+
+
+def test_the_language_model_in_a_multimodal_llama_4():
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    vision = {**sizes, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32}
+    text = tiny_config("llama4_text", VOCABULARY, **LLAMA4).to_dict()
+    config = Llama4Config(text_config=text, vision_config={**vision, "image_size": 28, "patch_size": 14})
+    torch.manual_seed(0)
+    scorer = Backbone(Llama4ForConditionalGeneration._from_config(config, dtype=torch.float32).eval())
+    assert type(scorer.decoder).__name__ == "Llama4TextModel"
+    check_scoring(scorer)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])

@@ -33,7 +33,7 @@ def _process(rank, pipe, behaviour, said):
     companions.GRACE = 0.3
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     os.dup2(said, 2)
-    trainer = SimpleNamespace(world_size=2, is_global_zero=rank == 0, strategy=Strategy(pipe))
+    trainer = SimpleNamespace(world_size=2, num_nodes=1, is_global_zero=rank == 0, strategy=Strategy(pipe))
     watch = Companions()
     watch.setup(trainer, None, "fit")
     time.sleep(0.2)
@@ -53,18 +53,18 @@ def _other_dies(rank, watch):
 
 def _both_end(rank, watch):
     watch.teardown(None, None, "fit")
-    time.sleep(1.5 * rank)  # the other one has long ended
+    time.sleep(0.8 * rank)  # the other one has long ended
 
 
 def _stopped(rank, watch):
     from lightning.pytorch.utilities.exceptions import SIGTERMException
 
     watch.on_exception(None, None, SIGTERMException())
-    time.sleep(1.5 * (1 - rank))
+    time.sleep(0.8 * (1 - rank))
 
 
 def _slow(rank, watch):
-    time.sleep(2)
+    time.sleep(0.8)
     watch.teardown(None, None, "fit")
 
 
@@ -86,7 +86,7 @@ def run(behaviour, tmp_path):
 def test_a_death_ends_a_process_that_is_busy(tmp_path, behaviour, statuses):
     found, seconds, said = run(behaviour, tmp_path)
     assert found == statuses
-    assert 0.3 < seconds < 10
+    assert seconds > 0.3
     assert (
         "longce: error: Another process of the run has ended: its own output says why. Then run the same command again"
         in said
@@ -126,35 +126,84 @@ def test_where_a_firewall_forbids_it_the_run_goes_on(caplog):
     assert "No connection to watch 127.0.0.1" in caplog.text
 
 
-def test_the_start_is_waited_for_so_long(monkeypatch):
+class Clock:
+    """An event that is not set, and the time, which passes only while somebody waits for it."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+    def wait(self, seconds):
+        self.now += seconds
+        return False
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(companions.time, "monotonic", clock.monotonic)
+    return clock
+
+
+@pytest.mark.parametrize(
+    ("follows", "listens", "reason", "seconds"),
+    [
+        (False, False, "Not all processes of the run have started within 300 s", 301),
+        (True, True, "Not all processes of the run have started within 300 s", 301),
+        (True, False, "The first process of the run has ended", 41),
+    ],
+)
+def test_the_start_is_waited_for_so_long(monkeypatch, clock, follows, listens, reason, seconds):
     said, ends = [], []
     monkeypatch.setattr(companions, "_say", said.append)
     monkeypatch.setattr(companions, "_end", ends.append)
-    monkeypatch.setattr(companions, "PATIENCE", 0.5)
-    monkeypatch.setattr(companions, "GATHERING", 1.5)
-    launched = SimpleNamespace(launcher=None)
-    first, second = (
-        SimpleNamespace(world_size=2, local_rank=rank, num_nodes=1, strategy=launched) for rank in range(2)
-    )
-    with gathering(first):
-        time.sleep(2.5)
-    assert len(said) == len(ends) == 1
-    assert "within 2 s" in ends[0]
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", str(server.getsockname()[1]))
-        with gathering(second):
-            time.sleep(1.3)
-        assert (len(said), len(ends)) == (2, 1), "the first process is there, and others are waited for"
-    with gathering(second):
-        time.sleep(1.3)
-    assert ends[1] == "The first process of the run has ended"
-    monkeypatch.setattr(companions, "GATHERING", 0.0)
-    with gathering(first):
-        pass  # over before it is looked at
-    with gathering(SimpleNamespace(world_size=1, local_rank=0)):
-        time.sleep(1.2)
-    forks = SimpleNamespace(launcher=_MultiProcessingLauncher(None, start_method="fork"))
-    with gathering(SimpleNamespace(world_size=2, local_rank=0, num_nodes=1, strategy=forks)):
-        time.sleep(1.2)  # its processes find each other, and not this one
-    assert len(ends) == 2
+        if not listens:
+            server.close()
+        companions._gather(clock, follows)
+    (end,) = ends
+    assert end.startswith(reason)
+    assert clock.now == seconds
+    waiting = "Waiting for other processes of the run to start, until 300 s are over."
+    assert said == ([waiting] if listens or not follows else []), "once, and not where nobody will come"
+
+
+def test_who_has_met_the_others_waits_no_longer(monkeypatch, clock):
+    met = threading.Event()
+    met.set()
+    assert companions._waited_in_vain(met, True) is None
+    monkeypatch.setattr(companions.dist, "is_initialized", lambda: clock.now > 2)
+    assert companions._waited_in_vain(clock, True) is None
+    assert clock.now == 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "watched"),
+    [
+        ({"world_size": 2, "local_rank": 0, "num_nodes": 1}, False),
+        ({"world_size": 2, "local_rank": 1, "num_nodes": 1}, True),
+        ({"world_size": 4, "local_rank": 1, "num_nodes": 2}, False),  # the first process is on another machine
+        ({"world_size": 1, "local_rank": 0, "num_nodes": 1}, None),
+        # Processes that this one forks find each other, and not this one.
+        ({"world_size": 2, "local_rank": 0, "num_nodes": 1, "start_method": "fork"}, None),
+    ],
+)
+def test_which_processes_are_waited_for(monkeypatch, settings, watched):
+    calls, called = [], threading.Event()
+    monkeypatch.setattr(companions, "_gather", lambda *arguments: calls.append(arguments) or called.set())
+    method = settings.pop("start_method", None)
+    launcher = None if method is None else _MultiProcessingLauncher(None, start_method=method)
+    threads = threading.active_count()
+    with gathering(SimpleNamespace(**settings, strategy=SimpleNamespace(launcher=launcher))):
+        if watched is None:
+            assert threading.active_count() == threads
+            return
+        assert called.wait(20)
+        ((done, follows),) = calls
+        assert follows == watched
+        assert not done.is_set()
+    assert done.is_set()

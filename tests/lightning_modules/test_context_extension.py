@@ -154,6 +154,10 @@ def test_full_attention_switches_sliding_windows_off_where_asked(architecture, s
         model = load_backbone(path, context_extension=extension("abf", full_attention=asked)).model.eval()
         model.save_pretrained(tmp_path / "saved")
         for part in (model, load_backbone(str(tmp_path / "saved")).model.eval()):
+            if asked:  # each of these, as readers of the saved config differ in which they look at
+                assert getattr(part.config, "sliding_window", None) is None
+                assert not getattr(part.config, "use_sliding_window", False)
+                assert set(getattr(part.config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
             far = (part(tokens).logits - part(other).logits)[0, 60:].abs().max()  # of one layer: beyond its window
             assert (far > 1e-4) == asked
 

@@ -9,6 +9,9 @@ from hypothesis import strategies as st
 from lightning_modules.document_scores import COLUMNS, document_scores, ladder_columns, ladder_scores
 from lightning_modules.token_scores import TokenScores
 
+OFFSETS = [[2 * (t // 3) + (t % 3 == 2), 2 * (t // 3) + 1 + (t % 3 == 2) * (t % 2)] for t in range(60)]
+"""Of each three tokens two share a character, and the third one has a character or none by turns."""
+
 
 def make_scores(tokens, seed=0, context_length=6, stride=3, rungs=()):
     generator = torch.Generator().manual_seed(seed)
@@ -22,7 +25,8 @@ def make_scores(tokens, seed=0, context_length=6, stride=3, rungs=()):
         evaluator="",
         context_length=context_length,
         stride=stride,
-        offsets=torch.zeros(tokens, 2, dtype=torch.int64),
+        token_ids=torch.zeros(tokens, dtype=torch.int64),
+        offsets=torch.tensor(OFFSETS[:tokens]),
         long=long,
         short=short,
         rungs={c: long[-window:] - torch.randn(window, generator=generator) for c in (rungs[0] if rungs else ())},
@@ -44,6 +48,10 @@ def reference(scores, alpha, beta, gamma):
     n, start = len(long), scores.context_length + scores.stride
     compared = range(start, n)
     keys = [t for t in range(n) if long[t] - short[t] > alpha and long[t] > beta]
+    inner = [*scores.offsets.tolist()]
+    while inner[-1][0] == inner[-1][1]:  # as a special token at the end
+        inner.pop()
+    sharing = sum(a < b and inner.count([a, b]) > 1 for a, b in inner)
     benefit = {t: long[t] - short[t] for t in compared}
     values = dict.fromkeys(COLUMNS)
     values |= {
@@ -52,6 +60,8 @@ def reference(scores, alpha, beta, gamma):
         "compared_tokens": len(compared),
         "key_tokens": len(keys),
         "perplexity": math.exp(-sum(long[1:]) / (n - 1)) if n > 1 else None,
+        "tokens_sharing_characters": sharing / len(inner),
+        "tokens_without_characters": sum(a == b for a, b in inner) / len(inner),
     }
     if not compared:
         return values
@@ -89,7 +99,8 @@ def test_columns_are_those_of_the_slow_reference(tokens, seed, alpha, beta):
 def test_a_document_without_a_short_context_has_a_perplexity_only():
     found = document_scores(make_scores(9))
     known = {name for name, value in found.items() if value is not None}
-    assert known == {"tokens", "scored_tokens", "compared_tokens", "key_tokens", "perplexity"}
+    shares = {"tokens_sharing_characters", "tokens_without_characters"}
+    assert known == {"tokens", "scored_tokens", "compared_tokens", "key_tokens", "perplexity"} | shares
     assert (found["tokens"], found["compared_tokens"]) == (9, 0)
     assert document_scores(make_scores(10))["benefit_mean"] is not None
 

@@ -1,4 +1,5 @@
 import errno
+import logging
 
 import pytest
 import torch
@@ -7,6 +8,7 @@ from lightning_modules import evaluator as evaluator_module
 from lightning_modules import token_scores
 from lightning_modules.evaluator import Evaluator, score_text
 from lightning_modules.loading import load_backbone
+from lightning_modules.scoring.key_tokens import key_spans
 from lightning_modules.tokenization import encode_document, load_tokenizer
 from tests import reference
 from tests.conftest import make_text, tiny_model
@@ -87,12 +89,83 @@ def test_empty_document(text, tokenizer):
         encode_document(text, tokenizer, name="empty.txt")
 
 
+def test_what_is_found_can_be_changed_and_says_who_found_it(model_dir):
+    judge = Evaluator(str(model_dir), **SETTINGS)
+    scores = judge.scores(make_text(60))
+    assert (scores.evaluator, scores.context_length, scores.stride) == (judge.identity, 32, 16)
+    for values in (scores.long, scores.short):
+        assert not values.requires_grad
+        values += 1.0  # which tensors of inference mode do not allow
+    own = score_text(make_text(60), load_backbone(str(model_dir)), judge.tokenizer, **SETTINGS)
+    assert not own.long.requires_grad, "the weights of a model in training do"
+
+
+def test_the_model_is_loaded_once_until_it_is_released(model_dir, caplog):
+    caplog.set_level(logging.INFO, logger=evaluator_module.__name__)
+    judge = Evaluator(str(model_dir), **SETTINGS)
+    judge.release()
+    for words in (20, 30):
+        judge.scores(make_text(words))
+    assert caplog.text.count("Loading the evaluator") == 1
+    judge.release()
+    judge.scores(make_text(40))
+    assert caplog.text.count("Loading the evaluator") == 2
+
+
+def test_the_alternatives_of_a_text_agree_with_its_scores(model_dir, other_tokenizer, tmp_path):
+    judge = Evaluator(str(model_dir), **SETTINGS)
+    scores, found = judge.scores(make_text(60)), judge.alternatives(make_text(60), count=len(judge.tokenizer))
+    tokens = judge.encode(make_text(60))["input_ids"][0, 1:, None]
+    for alternatives, expected in ((found.long, scores.long), (found.short, scores.short)):
+        own = (alternatives.log_likelihood[1:] * alternatives.token_ids[1:].eq(tokens)).sum(-1)
+        torch.testing.assert_close(own, expected[1:], atol=1e-5, rtol=1e-5)
+    assert judge.alternatives(make_text(60)).long.token_ids.shape[1] == 5
+    tiny_model("llama", 100).save_pretrained(tmp_path)
+    wrong = Evaluator(str(tmp_path), tokenizer=str(model_dir), **SETTINGS)
+    with pytest.raises(ValueError, match=r"Token id \d+ is beyond the embedding of 100 tokens"):
+        wrong.alternatives(make_text(60))
+    assert judge.encode(make_text(60), max_tokens=9)["input_ids"].shape == (1, 9)
+    with pytest.raises(ValueError, match="'a book' is empty"):
+        judge.alternatives(" ", name="a book")
+    with pytest.raises(ValueError, match="'a book' is empty"):
+        judge.scores(" ", name="a book")
+
+
+def test_a_model_that_cannot_be_scored_is_refused_before_its_numbers_are_kept(tokenizer, tmp_path):
+    model = tiny_model("llama", len(tokenizer))
+    model.lm_head.weight.data[7] = float("nan")
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "damaged")
+    judge = Evaluator(str(tmp_path / "damaged"), cache_dir=str(tmp_path / "cache"), **SETTINGS)
+    with pytest.raises(ValueError, match="logits that are not finite"):
+        judge.scores(make_text(60))
+    assert not list((tmp_path / "cache").rglob("*.safetensors"))
+
+
+def test_a_folder_with_a_tokenizer_and_no_model(tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="config"):
+        Evaluator(str(tmp_path), **SETTINGS)
+
+
+def test_too_little_memory_says_for_which_document(model_dir, monkeypatch):
+    def too_large(*arguments, **settings):
+        raise torch.OutOfMemoryError("out of memory")
+
+    judge = Evaluator(str(model_dir), **SETTINGS)
+    monkeypatch.setattr(evaluator_module, "score_text", too_large)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        judge.scores(make_text(60), name="a book")
+    (note,) = caught.value.__notes__
+    assert f"'{model_dir}' was scoring 'a book'" in note
+
+
 def test_a_document_of_one_token_and_one_too_short_for_a_short_context(model_dir):
     judge = Evaluator(str(model_dir), add_special_tokens=False, **SETTINGS)
     for text in ("b", "bace di"):
         scores = judge.scores(text)
         assert torch.equal(scores.long, scores.short)
-        assert len(scores.key_spans()) == 0
+        assert len(key_spans(scores)) == 0
 
 
 def test_cut_documents_keep_the_text_of_their_tokens(tokenizer):
@@ -101,13 +174,6 @@ def test_cut_documents_keep_the_text_of_their_tokens(tokenizer):
     assert document["input_ids"].shape == (1, 20)
     assert text.startswith(document["text"][0])
     assert len(document["text"][0]) == document["offsets"][0, -1, 1]
-
-
-def test_slow_tokenizers_are_refused(tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "t5"}')
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "ByT5Tokenizer"}')
-    with pytest.raises(ValueError, match="offsets"):
-        load_tokenizer(str(tmp_path))
 
 
 def test_key_tokens_only_cost_less_and_never_pass_for_more(model_dir, tmp_path, monkeypatch):
@@ -124,7 +190,7 @@ def test_key_tokens_only_cost_less_and_never_pass_for_more(model_dir, tmp_path, 
     assert some.short.isnan().any()
     assert torch.equal(judge().scores(text, beta=-5.0).long, some.long), "read from disk"
     with pytest.raises(ValueError, match="beta"):
-        some.key_spans(beta=-6.0)
+        key_spans(some, beta=-6.0)
     with pytest.raises(ValueError, match="not computed"):
         some.soft_influence()
     assert calls == [-5.0]
@@ -137,6 +203,6 @@ def test_key_tokens_only_cost_less_and_never_pass_for_more(model_dir, tmp_path, 
     assert judge().scores(text, beta=-5.5).floor == -6.0, "a lower floor on disk serves"
     assert len(calls) == 3
     for scores, beta in ((some, -5.0), (lower, -6.0), (lower, -5.0)):
-        spans = [each.key_spans(alpha=0.3, beta=beta).tolist() for each in (scores, whole)]
+        spans = [key_spans(each, alpha=0.3, beta=beta).tolist() for each in (scores, whole)]
         assert spans[0] == spans[1]
         assert len(spans[0]) > 2

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from lightning_modules import files
-from lightning_modules.files import atomic_folder, default_cache_dir, remove_folder, writable_folder
+from lightning_modules.files import atomic_folder, default_cache_dir, remove_folder, writable_folder, write_atomically
 
 
 def test_the_folder_appears_whole(tmp_path):
@@ -16,6 +16,19 @@ def test_the_folder_appears_whole(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["target"]
     assert (tmp_path / "target" / "file").read_text() == "content"
     assert (tmp_path / "target").stat().st_mode & 0o777 == 0o755
+
+
+@pytest.mark.parametrize(("umask", "file", "folder"), [(0o022, 0o644, 0o755), (0o077, 0o600, 0o700), (0, 0o666, 0o777)])
+def test_the_umask_decides_who_may_read(tmp_path, umask, file, folder):
+    before = os.umask(umask)
+    try:
+        write_atomically(tmp_path / "file", b"content")
+        with atomic_folder(tmp_path / "folder") as unfinished:
+            (unfinished / "inside").touch()
+    finally:
+        os.umask(before)
+    modes = [(tmp_path / name).stat().st_mode & 0o777 for name in ("file", "folder", "folder/inside")]
+    assert modes == [file, folder, file]
 
 
 def test_a_failure_leaves_nothing(tmp_path):

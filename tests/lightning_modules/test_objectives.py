@@ -57,7 +57,17 @@ def test_stored_weights_capped_lower_than_the_objective_says_are_refused():
         check_cap(Scheduled(Interpolated(StoredInfluence(gamma=5.0), 0.5)), 3.0)
 
 
-PAIR = (-torch.rand(2, 50, generator=torch.Generator().manual_seed(1)), -9 * torch.rand(2, 50))
+GENERATOR = torch.Generator().manual_seed(1)
+PAIR = (-torch.rand(2, 50, generator=GENERATOR), -9 * torch.rand(2, 50, generator=GENERATOR))
+
+
+def test_defaults_of_objectives():
+    assert (LongCE().gamma, StoredInfluence().gamma) == (5.0, 5.0)
+    assert Sparse().threshold == 0.5
+    assert torch.equal(MutualInformation().influence(*PAIR), mutual_information(*PAIR, part="positive", shift=1.0))
+    torch.testing.assert_close(Interpolated(LongCE()).influence(*PAIR), 0.5 + 0.5 * soft_influence(*PAIR, gamma=5.0))
+    schedule = Scheduled(LongCE())
+    assert all(schedule.at_step(step).influence(*PAIR).ne(1).any() for step in (0, 1, 10**9)), "always on"
 
 
 def test_weights_of_mutual_information_and_of_a_threshold_are_normalised():

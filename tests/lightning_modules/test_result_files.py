@@ -4,7 +4,7 @@ import math
 import pytest
 
 from lightning_modules.reproduction.tables_scores import read_scores
-from lightning_modules.result_files import read_result_file
+from lightning_modules.result_files import read_results
 from lightning_modules.tasks.registry import GROUPS
 
 
@@ -50,18 +50,18 @@ def test_results_of_score(tmp_path):
         "evaluator": "e",
         "alpha": 2.0,
     }
-    (entry,) = read_result_file(write(tmp_path, "score.json", content))
+    (entry,) = read_results([write(tmp_path, "score.json", content)])
     assert entry.model == "m"
     assert math.isnan(entry.values["longppl"])
     assert entry.values["perplexity"] == 3.5
     assert entry.settings["perplexity"] == {"texts": "t", "max_tokens": None, "add_special_tokens": False}
     assert entry.settings["longppl"]["evaluator"] == "e"
-    (renamed,) = read_result_file(f"other={tmp_path / 'score.json'}")
+    (renamed,) = read_results([f"other={tmp_path / 'score.json'}"])
     assert renamed.model == "other"
 
 
 def test_results_of_evaluate(evaluation):
-    (entry,) = read_result_file(evaluation)
+    (entry,) = read_results([evaluation])
     assert entry.model == "org/M"
     assert entry.values["RULER"] == pytest.approx((100 + 12 * 60) / 13)
     assert entry.values["LongEval"] == entry.values["LongEval 4k"] == 30.0
@@ -79,7 +79,7 @@ def test_results_of_evaluate(evaluation):
 def test_lengths_that_are_no_multiples_of_1024_keep_their_names(evaluation, tmp_path):
     content = json.loads((tmp_path / "evaluation.json").read_text())
     content["tasks"]["longeval_lines"] = {"1024": cell(1.0), "1500": cell(2.0), "16000": cell(3.0)}
-    (entry,) = read_result_file(write(tmp_path, "evaluation.json", content))
+    (entry,) = read_results([write(tmp_path, "evaluation.json", content)])
     found = {name: value for name, value in entry.values.items() if name.startswith("LongEval ")}
     assert found == {"LongEval 1k": 1.0, "LongEval 1500": 2.0, "LongEval 16000": 3.0}
 
@@ -87,11 +87,11 @@ def test_lengths_that_are_no_multiples_of_1024_keep_their_names(evaluation, tmp_
 def test_half_an_evaluation_is_refused(evaluation, tmp_path):
     content = json.loads((tmp_path / "evaluation.json").read_text())
     with pytest.raises(ValueError, match="lacks the results of 7 questions: the same `longce evaluate` puts them"):
-        read_result_file(write(tmp_path, "half.json", content | {"missing": 7}))
+        read_results([write(tmp_path, "half.json", content | {"missing": 7})])
 
 
 def test_results_of_the_harness(harness_result):
-    (entry,) = read_result_file(harness_result)
+    (entry,) = read_results([harness_result])
     assert entry.values == {
         "LongBench": 31.5,
         "Summarization": 20.0,
@@ -113,8 +113,24 @@ def test_tables_read_them_too(evaluation, harness_result, tmp_path):
     content = json.loads((tmp_path / "harness.json").read_text())
     write(tmp_path, "harness.json", content | {"model": str(run)})
     assert set(read_scores([harness_result])) == {"B-CE-100"}
-    with pytest.raises(ValueError, match=r"is no results\.json of one model: leave 'A='"):
+    with pytest.raises(ValueError, match="reports 2 models: rename them in the file, not by 'A='"):
         read_scores([f"A={tmp_path}"])
+
+
+def test_the_table_of_the_documentation_serves_both_commands(tmp_path):
+    (tmp_path / "more.csv").write_text("model,longppl,perplexity,RULER\nQwen/Qwen2-7B,4.1,6.5,80.5\nM,5,,\n")
+    first, second = read_results([str(tmp_path)])  # of a folder all files
+    assert first.values == {"longppl": 4.1, "perplexity": 6.5, "RULER": 80.5}
+    assert second.values == {"longppl": 5.0}
+    assert read_scores([str(tmp_path / "more.csv")]) == {"Qwen2-7B-128k": {"RULER": 80.5}}
+
+
+def test_a_folder_with_results_is_read_for_them_alone(harness_result, tmp_path):
+    (tmp_path / "questions.json").write_text("[]")
+    (tmp_path / "harness.json").rename(tmp_path / "results.json")
+    (entry,) = read_results([str(tmp_path)])
+    assert entry.model == "org/M"
+    assert read_scores([str(tmp_path)]) == {"org/M": {"LongBench": 31.5, "Summarization": 20.0}}
 
 
 @pytest.mark.parametrize(
@@ -128,17 +144,17 @@ def test_tables_read_them_too(evaluation, harness_result, tmp_path):
         ("a.json", '{"tasks": {"vt": 3}, "average": {}}', "a.json", "is damaged"),
         ("a.json", '{"longppl": 2, "perplexity": 3, "documents": []}', "a.json", "does not say which model"),
         ("a.csv", "name\n", "a.csv", "no column 'model'"),
-        ("a.csv", "model,x\na,1\nb,2\n", "m=a.csv", "speaks of 2 models"),
+        ("a.csv", "model,x\na,1\nb,2\n", "m=a.csv", "reports 2 models"),
     ],
 )
 def test_bad_files_are_refused(tmp_path, monkeypatch, name, content, word, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=message):
-        read_result_file(word)
+        read_results([word])
 
 
 def test_a_table_in_another_encoding_is_named(tmp_path):
     (tmp_path / "a.csv").write_bytes("model,x\nModèle,1\n".encode("latin-1"))
     with pytest.raises(ValueError, match=r"a\.csv' is not UTF-8"):
-        read_result_file(str(tmp_path / "a.csv"))
+        read_results([str(tmp_path / "a.csv")])

@@ -55,14 +55,19 @@ def test_command_prints_a_table_and_writes_json(files, model_dir, evaluator_dir,
     main(["score", *files, *models, *OPTIONS, "--output", str(output)])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["document", "tokens", "key", "tokens", "LongPPL", "perplexity"]
-    assert [line.split()[0] for line in lines if line[0] != "-"] == ["document", *files, "corpus"]
+    assert [line.split()[0] for line in lines if line[0] != "-"] == ["document", *files, "corpus", "Key"]
     assert "nan" in lines[4]
     written = json.loads(output.read_text())
-    assert set(written) == {"longppl", "perplexity", "key_tokens", "tokens", "documents", "model", "settings"}
+    shares = {"alignment", "tokens_sharing_characters", "tokens_without_characters"}
+    numbers = {"longppl", "perplexity", "key_tokens", "tokens"}
+    assert set(written) == numbers | shares | {"documents", "model", "settings"}
+    assert set(written["documents"][0]) == numbers | shares | {"file"}
+    assert (written["alignment"], written["settings"]["key_tokens"]) == ("characters", "paper")
     assert written["model"] == str(model_dir)
     assert written["settings"]["evaluator"] == str(evaluator_dir)
     assert written["documents"][2]["longppl"] is None
-    assert f"{written['longppl']:.4f}" in lines[-1]
+    assert f"{written['longppl']:.4f}" in lines[-2]
+    assert lines[-1].startswith("Key tokens aligned by characters; 0.0% of the tokens share a character")
 
 
 def test_max_tokens_is_counted_by_the_model(files, model_dir, evaluator_dir):

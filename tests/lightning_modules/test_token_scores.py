@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from lightning_modules.functional import merge_spans
+from lightning_modules.scoring.key_tokens import key_spans
 from lightning_modules.token_scores import TokenScores, read_key_spans, text_sha256, write_key_spans
 
 
@@ -15,6 +16,7 @@ def scores():
         evaluator="judge@1",
         context_length=8,
         stride=4,
+        token_ids=torch.arange(50),
         offsets=torch.stack([torch.cat([ends.new_zeros(1), ends[:-1]]), ends], dim=1),
         long=long,
         short=torch.where(torch.arange(50) < 12, long, long - 5 * torch.rand(50)),
@@ -24,7 +26,7 @@ def scores():
 def test_comes_back_as_it_was(scores, tmp_path):
     scores.save(tmp_path / "deep" / "scores.safetensors")
     loaded = TokenScores.load(tmp_path / "deep" / "scores.safetensors")
-    for name in ("offsets", "long", "short"):
+    for name in ("token_ids", "offsets", "long", "short"):
         assert torch.equal(getattr(loaded, name), getattr(scores, name))
     assert (loaded.text_sha256, loaded.evaluator) == (scores.text_sha256, scores.evaluator)
     assert (loaded.context_length, loaded.stride) == (8, 4)
@@ -34,8 +36,8 @@ def test_comes_back_as_it_was(scores, tmp_path):
 def test_thresholds_are_applied_afterwards(scores):
     key = (scores.long - scores.short > 1.0) & (scores.long > -3.0)
     assert key.any()
-    assert scores.key_spans(alpha=1.0, beta=-3.0).tolist() == merge_spans(scores.offsets[key]).tolist()
-    assert len(scores.key_spans(alpha=100.0)) == 0
+    assert key_spans(scores, alpha=1.0, beta=-3.0).tolist() == merge_spans(scores.offsets[key]).tolist()
+    assert len(key_spans(scores, alpha=100.0)) == 0
     assert float(scores.soft_influence(gamma=2.0).max()) == 2.0
 
 
@@ -102,7 +104,16 @@ def test_what_is_no_span_is_refused_and_never_run(text, tmp_path, monkeypatch):
 
 
 def test_a_floor_survives_the_file(tmp_path):
-    scores = TokenScores("0" * 64, "model", 4, 2, torch.zeros(3, 2, dtype=torch.int64), *torch.randn(2, 3), floor=-2.5)
+    scores = TokenScores(
+        "0" * 64,
+        "model",
+        4,
+        2,
+        torch.zeros(3, dtype=torch.int64),
+        torch.zeros(3, 2, dtype=torch.int64),
+        *torch.randn(2, 3),
+        floor=-2.5,
+    )
     scores.short[1] = torch.nan
     scores.save(tmp_path / "scores")
     loaded = TokenScores.load(tmp_path / "scores")

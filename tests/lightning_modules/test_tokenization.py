@@ -2,7 +2,7 @@ import json
 import re
 
 import pytest
-from transformers import AutoTokenizer, ByT5Tokenizer
+from transformers import AutoTokenizer
 
 from lightning_modules.tokenization import (
     load_tokenizer,
@@ -40,12 +40,6 @@ def test_vocabulary_size_is_one_more_than_the_largest_id(model_dir):
 def test_unknown_tokenizer_is_named(tmp_path):
     with pytest.raises(ValueError, match=re.escape(f"No tokenizer at '{tmp_path / 'none'}'")):
         load_tokenizer(str(tmp_path / "none"))
-
-
-def test_slow_tokenizer_is_refused(tmp_path):
-    ByT5Tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="no character offsets"):
-        load_tokenizer(str(tmp_path))
 
 
 def test_a_tokenizer_that_is_nowhere_survives_as_json(tokenizer):

@@ -150,7 +150,7 @@ def test_a_checkpoint_that_would_run_code_is_refused(two, root, tmp_path):
     copy = shutil.copytree(folder, tmp_path / "copy.ckpt")
     file = sorted((copy / "checkpoint").glob("*optim*"))[0]
     torch.save({**torch.load(file, weights_only=False), "attack": Attack()}, file)
-    with pytest.raises(ValueError, match=r"optim_states\.pt holds more than weights"):
+    with pytest.raises(ValueError, match=r"optim_states\.pt holds code and must not be loaded"):
         check_zero_checkpoint(copy)
     file.write_bytes(pickle.dumps(Attack()))
     with pytest.raises(ValueError, match=r"is torn or no checkpoint"):

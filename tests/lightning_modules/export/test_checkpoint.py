@@ -199,7 +199,7 @@ def weights_of_another(path):
     [
         (torn, "is torn or no checkpoint"),
         (another, "was not written by this version"),
-        (hostile, "holds more than weights"),
+        (hostile, "must not be loaded"),
         (weights_of_another, "extra' is unknown"),
         (lambda path: path.unlink(), "does not exist"),
         (lambda path: (path.unlink(), path.mkdir()), "is a folder, and no checkpoint of FSDP2"),

@@ -3,7 +3,7 @@ import random
 import pytest
 import torch
 
-from lightning_modules.functional import merge_spans, span_token_mask, transfer_influence
+from lightning_modules.functional import character_units, merge_spans, span_token_mask, transfer_influence, unit_spans
 from tests import reference
 
 
@@ -22,6 +22,10 @@ def test_spans_masks_and_weights_match_loops(seed):
     generator = random.Random(seed)
     offsets, target = random_offsets(generator), random_offsets(generator)
     chosen = [span for span in offsets if generator.random() < 0.5]
+    units = character_units(torch.tensor(offsets))
+    assert {frozenset((units == unit).nonzero().flatten().tolist()) for unit in units} == {
+        frozenset(unit) for unit in reference.character_units(offsets)
+    }
     spans = merge_spans(torch.tensor(chosen, dtype=torch.int64).reshape(-1, 2))
     assert spans.tolist() == reference.merge_spans(chosen)
     mask = span_token_mask(torch.tensor(target), spans)
@@ -38,10 +42,10 @@ def test_the_same_tokenizer_moves_weights_to_themselves():
     torch.testing.assert_close(transfer_influence(influence, offsets, offsets), influence.double())
 
 
-def test_no_spans_and_batches():
-    offsets = torch.tensor([[[0, 2], [2, 4]], [[0, 1], [1, 4]]])
-    assert span_token_mask(offsets, torch.zeros(0, 2, dtype=torch.int64)).tolist() == [[False] * 2] * 2
-    assert span_token_mask(offsets, torch.tensor([[1, 4]])).tolist() == [[False, True], [False, True]]
+def test_no_spans_and_no_tokens():
+    none = torch.zeros(0, 2, dtype=torch.int64)
+    assert span_token_mask(torch.tensor([[0, 2], [2, 4]]), none).tolist() == [False, False]
+    assert span_token_mask(none, torch.tensor([[1, 4]])).tolist() == []
     assert merge_spans(torch.zeros(0, 2, dtype=torch.int64)).shape == (0, 2)
 
 
@@ -53,5 +57,48 @@ def test_bad_spans_are_refused(spans):
         span_token_mask(torch.zeros(1, 2, dtype=torch.int64), torch.tensor(spans))
 
 
+def test_overlapping_spans_are_refused_where_they_must_be_disjoint():
+    for spans in ([[0, 4], [3, 5]], [[0, 1], [2, 5], [4, 6]]):
+        with pytest.raises(ValueError, match="Spans must be disjoint"):
+            span_token_mask(torch.zeros(1, 2, dtype=torch.int64), torch.tensor(spans))
+
+
 def test_special_tokens_may_stand_at_the_end():
     assert merge_spans(torch.tensor([[0, 0], [0, 3], [3, 5], [0, 0]])).tolist() == [[0, 5]]
+
+
+def test_units_in_any_order_and_of_tokens_without_characters():
+    offsets = torch.tensor([[4, 6], [0, 0], [0, 2], [1, 3], [3, 4], [5, 7], [9, 9]])
+    units = character_units(offsets)
+    assert units.tolist() == [2, 3, 0, 0, 1, 2, 4]
+    assert unit_spans(offsets, units).tolist() == [[0, 3], [3, 4], [4, 7], [0, 0], [9, 9]]
+    assert unit_spans(offsets[:0], units[:0]).shape == (0, 2)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_a_unit_is_inside_as_a_whole_whatever_the_integers(dtype):
+    offsets = torch.tensor([[0, 3], [3, 5], [4, 6], [6, 7], [7, 7]], dtype=dtype)
+    for spans, inside in (
+        ([[0, 5]], [1, 0, 0, 0, 0]),
+        ([[3, 6]], [0, 1, 1, 0, 0]),
+        ([[0, 1], [2, 3], [3, 9]], [0, 1, 1, 1, 0]),
+        ([[2, 2], [3, 6]], [0, 1, 1, 0, 0]),
+    ):
+        assert span_token_mask(offsets, torch.tensor(spans)).int().tolist() == inside
+
+
+@pytest.mark.parametrize("wrong", [[[-1, 2]], [[2, 1]], [[0, 1, 2]], [0, 1], [[0.0, 1.0]]])
+def test_bad_offsets_are_refused(wrong):
+    right, one = torch.tensor([[0, 1]]), torch.ones(1)
+    with pytest.raises(ValueError, match="`target_offsets` must be"):
+        transfer_influence(one, right, torch.tensor(wrong))
+    if torch.tensor(wrong).shape == (1, 2):
+        with pytest.raises(ValueError, match="`offsets` must be"):
+            transfer_influence(one, torch.tensor(wrong), right)
+
+
+@pytest.mark.parametrize("influence", [torch.ones(2), torch.ones(1, 1), torch.tensor([torch.nan])])
+def test_bad_influences_are_refused(influence):
+    with pytest.raises(ValueError, match="influence"):
+        transfer_influence(influence, torch.tensor([[0, 1]]), torch.tensor([[0, 1]]))

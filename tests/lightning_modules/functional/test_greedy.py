@@ -34,7 +34,19 @@ def test_nothing_to_score_and_bad_input():
     head = torch.nn.Linear(2, 3)
     found, likeliest = greedy_targets(torch.zeros(0, 2), head, torch.zeros(0, dtype=torch.int64))
     assert found.shape == likeliest.shape == (0,)
-    with pytest.raises(ValueError, match=r"`targets` \[N\] of int64"):
-        greedy_targets(torch.zeros(2, 2), head, torch.zeros(1, dtype=torch.int64))
+    assert likeliest.dtype == torch.bool
+    for dtype, wide in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
+        own = torch.nn.Linear(2, 3, dtype=dtype)
+        found, _ = greedy_targets(torch.zeros(0, 2, dtype=dtype), own, torch.zeros(0, dtype=torch.int64))
+        assert found.dtype == wide
+    for predictors, targets in (
+        (torch.zeros(2, 2), torch.zeros(1, dtype=torch.int64)),
+        (torch.zeros(2, 2), torch.zeros(2, dtype=torch.int32)),
+        (torch.zeros(2, 2, 2), torch.zeros(2, dtype=torch.int64)),
+    ):
+        with pytest.raises(ValueError, match=r"`predictors` must be \[N, D\] and `targets` \[N\] of int64"):
+            greedy_targets(predictors, head, targets)
+    with pytest.raises(ValueError, match="`chunk_size` must be an integer"):
+        greedy_targets(torch.zeros(1, 2), head, torch.tensor([0]), chunk_size=-1)
     with pytest.raises(ValueError, match="Label 3 is none of the 3 tokens"):
         greedy_targets(torch.zeros(1, 2), head, torch.tensor([3]))

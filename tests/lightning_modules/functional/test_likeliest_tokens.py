@@ -66,3 +66,14 @@ def test_only_scored_tokens_have_logits_and_half_precision_gives_float32(problem
 def test_a_count_without_a_meaning_is_refused(problem, count):
     with pytest.raises(ValueError, match="`count` must be an integer"):
         likeliest_tokens(*problem, count=count)
+
+
+def test_bad_arguments_are_refused_before_there_are_logits(problem):
+    hidden, _, labels = problem
+    for arguments, name in (({"count": 0}, "`count`"), ({"chunk_size": 0}, "`chunk_size`")):
+        with pytest.raises(ValueError, match=f"{name} must be an integer"):
+            likeliest_tokens(hidden, lambda rows: pytest.fail("the head was called"), labels, **arguments)
+
+
+def test_five_tokens_by_default(problem):
+    assert likeliest_tokens(*problem).token_ids.shape == (2, 17, 5)

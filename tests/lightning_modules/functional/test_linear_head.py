@@ -86,18 +86,97 @@ def test_half_precision_and_autocast_give_float32():
 def test_nothing_is_as_large_as_the_logits_of_a_chunk(monkeypatch):
     monkeypatch.setattr(linear_head, "_tile_elements", lambda _: 16 * 4)
     hidden, head, labels = problem()
-    sizes = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            if isinstance(out, torch.Tensor):
-                sizes.append(out.numel() if func is not torch.ops.aten.t.default else 0)
-            return out
-
-    with Watch(), torch.no_grad():
+    with Watch() as watch, torch.no_grad():
         token_log_likelihood(hidden, head, labels, chunk_size=16)
-    assert max(sizes) < 16 * VOCABULARY
+    weight = head.weight.data_ptr()  # whose transpose is a view
+    assert max(tensor.numel() for tensor in watch.tensors if tensor.data_ptr() != weight) < 16 * VOCABULARY
+
+
+class Watch(TorchDispatchMode):
+    """Records every tensor that an operation gives, and how many matrix products there are."""
+
+    def __init__(self):
+        super().__init__()
+        self.tensors, self.products = [], 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.products += func.overloadpacket is torch.ops.aten.mm
+        self.tensors += [out] if isinstance(out, torch.Tensor) else []
+        return out
+
+
+@pytest.mark.parametrize(("width", "products"), [(0.5, 57), (1, 57), (7, 9), (57, 1), (10_000, 1)])
+def test_a_tile_is_as_wide_as_its_elements_allow_and_one_token_at_least(monkeypatch, width, products):
+    monkeypatch.setattr(linear_head, "_tile_elements", lambda _: int(16 * width))
+    hidden, head, labels = problem()
+    rows = hidden[labels != IGNORE_INDEX][:16]
+    with Watch() as watch, torch.no_grad():
+        linear_head.tiled_log_likelihood(rows, head, torch.zeros(16, dtype=torch.int64))
+    assert watch.products == products
+
+
+def test_a_tile_fits_a_processors_cache_and_fills_an_accelerator():
+    mebibytes = {
+        device: 4 * linear_head._tile_elements(torch.empty(1, device=device)) / 2**20 for device in ("cpu", "meta")
+    }
+    assert 1 <= mebibytes["cpu"] <= 16
+    assert 256 <= mebibytes["meta"] <= 1024
+
+
+def test_softmax_takes_the_place_of_the_logits():
+    logits = torch.randn(5, 9, dtype=torch.float64)
+    expected = logits.logsumexp(-1, keepdim=True), logits.softmax(-1)
+    place = logits.data_ptr()
+    with Watch() as watch:
+        total = linear_head.log_sum_exp_and_softmax(logits)
+    torch.testing.assert_close((total, logits), expected)
+    assert {tensor.data_ptr() for tensor in watch.tensors if tensor.numel() == logits.numel()} == {place}
+
+
+@pytest.mark.filterwarnings("error")  # torch resizes a result of the wrong shape, and warns
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("transform", [{}, {"scale": 3.0}, {"soft_cap": 2.0}, {"scale": 3.0, "soft_cap": 2.0}])
+def test_wide_logits_are_those_of_the_head(bias, transform):
+    hidden, head, _ = problem(bias=bias, **transform)
+    expected = head(hidden[0])
+    for form in (head, lambda rows: head(rows)):  # a head that is not known to be linear, too
+        torch.testing.assert_close(linear_head.wide_logits(hidden[0], form), expected)
+
+
+def test_wide_logits_of_half_precision_are_float32():
+    hidden, head, _ = problem(torch.bfloat16)
+    for form in (head, lambda rows: head(rows)):
+        logits = linear_head.wide_logits(hidden[0], form)
+        assert logits.dtype == torch.float32
+        torch.testing.assert_close(logits, head(hidden[0]).float(), atol=0.02, rtol=0.02)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_sum_over_the_vocabulary_is_wider_than_half_precision_logits(bias):
+    hidden, head, _ = problem(torch.bfloat16, bias=bias)
+    targets = torch.arange(17)
+    with torch.no_grad():
+        actual = linear_head.tiled_log_likelihood(hidden[0], head, targets)
+        logits = torch.mm(hidden[0], head.weight.T)
+        logits = logits if head.bias is None else logits + head.bias
+    expected = logits.float().log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+    torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_where_a_device_widens_the_product_nothing_is_rounded(tile, monkeypatch, bias):
+    """As on a GPU, whose product of half-precision operands is float32."""
+    monkeypatch.setattr(linear_head, "_widens", lambda operand: operand.dtype == torch.bfloat16)
+    monkeypatch.setattr(linear_head, "_widening_product", lambda rows, weight: rows.float() @ weight.float().T)
+    hidden, head, _ = problem(torch.bfloat16, bias=bias, soft_cap=2.0)
+    exact = LinearHead(head.weight.double(), None if head.bias is None else head.bias.double(), soft_cap=2.0)
+    targets = torch.arange(17)
+    expected = exact(hidden[0].double()).log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+    with torch.no_grad():
+        actual = linear_head.tiled_log_likelihood(hidden[0], head, targets)
+    torch.testing.assert_close(actual, expected.float())
 
 
 @pytest.mark.gpu

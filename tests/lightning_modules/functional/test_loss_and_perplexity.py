@@ -81,3 +81,21 @@ def test_shapes_are_checked(scores):
         long_cross_entropy(log_likelihood, log_likelihood, labels[:, :8])
     with pytest.raises(ValueError, match=r"\[2, 9\] and \[9\]"):
         long_perplexity(log_likelihood, labels[0])
+
+
+def test_weights_that_cancel_are_nan_whatever_the_sign_of_the_sum():
+    for sign in (1, -1):  # the quotient alone would be infinity and 0
+        log_likelihood = torch.tensor([-1.0, -1.0 - 0.5 * sign])
+        assert math.isnan(long_perplexity(log_likelihood, torch.tensor([1.0, -1.0])))
+    assert math.isnan(long_perplexity(torch.tensor([-1.0]), torch.tensor([-1.0])))
+
+
+def test_losses_are_refused_and_rounding_is_not():
+    losses, key = torch.tensor([-1.0, 0.2]), torch.tensor([True, True])
+    with pytest.raises(ValueError, match=r"A log-likelihood is 0.2,.*not losses"):
+        long_perplexity(losses, key)
+    assert float(long_perplexity(losses, torch.tensor([True, False]))) == pytest.approx(math.e)
+    logit = torch.tensor(20.06)  # the next numbers in bfloat16 are 20 and 20.125
+    rounded = (logit.bfloat16().float() - logit).abs()
+    assert rounded > 0.05
+    assert float(long_perplexity(rounded, torch.tensor(True))) == pytest.approx(1.0, abs=0.1)

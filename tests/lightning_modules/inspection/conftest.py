@@ -47,8 +47,7 @@ def make_inspection(tokenizer, text=NASTY, count=4, seed=0, **changes):
         "name": "nasty.txt",
         "text": text,
         "evaluator": "an evaluator",
-        "scores": TokenScores(text_sha256(text), "identity", 32, 16, offsets, long, short),
-        "token_ids": ids,
+        "scores": TokenScores(text_sha256(text), "identity", 32, 16, ids, offsets, long, short),
         "token_texts": dict(zip(used, token_texts(tokenizer, used), strict=True)),
         "alternatives": alternatives,
     }

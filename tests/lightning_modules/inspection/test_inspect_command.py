@@ -52,7 +52,7 @@ def test_alternatives_are_those_of_the_model(file, evaluator_dir):
     inspection = inspect_document(text, str(evaluator_dir), alternatives=3, **SETTINGS)
     assert isinstance(inspection.alternatives, Alternatives)
     long, scores = inspection.alternatives.long, inspection.scores
-    own = long.token_ids == inspection.token_ids.unsqueeze(-1)
+    own = long.token_ids == inspection.scores.token_ids.unsqueeze(-1)
     assert own[1:].any()
     torch.testing.assert_close(long.log_likelihood[own][1:], scores.long.unsqueeze(-1).expand(own.shape)[own][1:])
     assert (long.log_likelihood[1:, 0] >= scores.long[1:] - 1e-5).all()
@@ -86,7 +86,7 @@ def test_max_tokens_is_counted_by_the_evaluator(file, evaluator_dir):
     text = Path(file).read_text(encoding="utf-8")
     whole = inspect_document(text, str(evaluator_dir), alternatives=0, **SETTINGS)
     cut = inspect_document(text, str(evaluator_dir), alternatives=0, max_tokens=90, **SETTINGS)
-    assert len(cut.token_ids) == 90
+    assert len(cut.scores.token_ids) == 90
     assert text.startswith(cut.text)
     torch.testing.assert_close(cut.scores.long, whole.scores.long[:90], atol=1e-5, rtol=0)
 
@@ -143,5 +143,5 @@ def test_a_text_that_is_no_unicode_is_refused(evaluator_dir):
 def test_a_short_document_has_a_page_without_key_tokens(evaluator_dir):
     inspection = inspect_document("ba ce di.", str(evaluator_dir), **SETTINGS)
     assert re.search(r"0 key tokens \(0\.00 %\), LongPPL —", inspection.summary())
-    assert as_json(unpacked(inspection.html(), "scores")["facts"])["first_short"] == len(inspection.token_ids)
+    assert as_json(unpacked(inspection.html(), "scores")["facts"])["first_short"] == len(inspection.scores.token_ids)
     assert unpacked(inspection.html(), "alternatives")["short_token"].shape == (0, 5)

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_modules.functional import key_token_mask, long_perplexity, span_token_mask
+from lightning_modules.functional import key_token_mask, long_perplexity
 from lightning_modules.inspection import EvaluatedModel
+from lightning_modules.scoring.key_tokens import document_tokens, find_key_tokens
+from lightning_modules.tokenization import encode_document
 from tests.lightning_modules.inspection.conftest import NASTY, as_json, make_inspection, unpacked
 
 
@@ -52,7 +54,7 @@ def test_numbers_in_the_page_are_those_of_the_scores_to_the_bit(inspection):
     assert np.array_equal(arrays["short"], scores.short.numpy())
     vocabulary = as_json(arrays["vocabulary"])
     assert [vocabulary[number] for number in arrays["token"]] == [
-        inspection.token_texts[index] for index in inspection.token_ids.tolist()
+        inspection.token_texts[index] for index in inspection.scores.token_ids.tolist()
     ]
     key = key_token_mask(scores.long, scores.short)
     assert 20 < key.sum() < len(key)
@@ -143,11 +145,11 @@ def test_a_dropped_beta_is_null_and_counts_without_it(tokenizer):
 
 def test_a_judged_model_has_figures_of_its_own(tokenizer, other_tokenizer):
     text = NASTY.replace("<", "ba")
-    offsets = torch.tensor(other_tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).offsets)
-    log_likelihood = -torch.rand(len(offsets), generator=torch.Generator().manual_seed(5))
-    model = EvaluatedModel("<b>judged</b>", offsets, log_likelihood)
+    tokens = document_tokens(encode_document(text, other_tokenizer))
+    log_likelihood = -torch.rand(len(tokens.ids), generator=torch.Generator().manual_seed(5))
+    model = EvaluatedModel("<b>judged</b>", tokens, log_likelihood)
     inspection = make_inspection(tokenizer, text=text, model=model)
-    inside = span_token_mask(offsets, inspection.scores.key_spans())
+    inside, _ = find_key_tokens(inspection.scores, tokens)
     assert inside[1:].sum() > 5
     expected = long_perplexity(log_likelihood[1:], inside[1:])
     page = inspection.html()

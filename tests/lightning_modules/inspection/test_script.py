@@ -11,8 +11,10 @@ from importlib.resources import files
 import pytest
 import torch
 
-from lightning_modules.functional import key_token_mask, long_perplexity, span_token_mask
+from lightning_modules.functional import key_token_mask, long_perplexity
 from lightning_modules.inspection import EvaluatedModel
+from lightning_modules.scoring.key_tokens import document_tokens, find_key_tokens
+from lightning_modules.tokenization import encode_document
 from tests.lightning_modules.inspection.conftest import NASTY, make_inspection
 
 pytestmark = pytest.mark.skipif(shutil.which("node") is None, reason="no Node to run the script in")
@@ -38,10 +40,11 @@ def run(inspection, body):
     return json.loads(found.stdout)
 
 
-def test_key_tokens_are_those_of_torch_for_any_thresholds(tokenizer, other_tokenizer):
-    offsets = torch.tensor(other_tokenizer.backend_tokenizer.encode(NASTY, add_special_tokens=False).offsets)
-    log_likelihood = -torch.rand(len(offsets), generator=torch.Generator().manual_seed(5))
-    inspection = make_inspection(tokenizer, model=EvaluatedModel("judged", offsets, log_likelihood))
+@pytest.mark.parametrize("alignment", ["characters", "tokens"])
+def test_key_tokens_are_those_of_torch_for_any_thresholds(alignment, tokenizer, other_tokenizer):
+    tokens = document_tokens(encode_document(NASTY, tokenizer if alignment == "tokens" else other_tokenizer))
+    log_likelihood = -torch.rand(len(tokens.ids), generator=torch.Generator().manual_seed(5))
+    inspection = make_inspection(tokenizer, model=EvaluatedModel("judged", tokens, log_likelihood))
     scores = inspection.scores
     # At the thresholds themselves, which float32 rounds: a comparison in float64 would take or leave other tokens.
     scores.long[200:203] = torch.tensor([-0.5, -1.7, -0.05])
@@ -53,7 +56,7 @@ def test_key_tokens_are_those_of_torch_for_any_thresholds(tokenizer, other_token
         return {asked}.map(([alpha, beta]) => {{
           const mask = new Uint8Array(data.count);
           markKeyTokens(data, alpha, beta ?? -Infinity, mask);
-          const keys = keyTokens(mask), inside = judgedKeyTokens(data, keys);
+          const keys = keyTokens(mask), inside = judgedKeyTokens(data, keys, alpha, beta ?? -Infinity);
           const longppl = longPerplexity(data.long, keys), model = longPerplexity(data.judged.long, inside);
           return {{ keys, inside, longppl, model }};
         }});""",
@@ -61,8 +64,8 @@ def test_key_tokens_are_those_of_torch_for_any_thresholds(tokenizer, other_token
     for (alpha, beta), answer in zip(THRESHOLDS, found, strict=True):
         key = key_token_mask(scores.long, scores.short, alpha=alpha, beta=beta)
         assert answer["keys"] == key.nonzero().squeeze(-1).tolist()
-        inside = span_token_mask(offsets, scores.key_spans(alpha=alpha, beta=beta))
-        inside[0] = False
+        inside, found_by = find_key_tokens(scores, tokens, alpha=alpha, beta=beta)
+        assert found_by == alignment
         assert answer["inside"] == inside.nonzero().squeeze(-1).tolist()
         for name, values, mask in (("longppl", scores.long, key), ("model", log_likelihood, inside)):
             expected = float(long_perplexity(values, mask))
@@ -93,7 +96,7 @@ def test_blocks_and_cells_make_up_the_document(inspection):
     assert "".join(block["text"] for block in found) == NASTY
     cells = [cell for block in found for cell in block["cells"]]
     assert [cell["first"] for cell in cells[1:]] == [cell["last"] for cell in cells[:-1]]
-    assert (cells[0]["first"], cells[-1]["last"]) == (0, len(inspection.token_ids))
+    assert (cells[0]["first"], cells[-1]["last"]) == (0, len(inspection.scores.token_ids))
     assert "".join(cell["text"] for cell in cells) == NASTY
     texts = [cell["text"] for cell in cells]
     assert {"👩\u200d👩\u200d👧\u200d👦", "🙂", "🇨🇭", "日", "\r\n"} <= {text.strip(" ") or text for text in texts}
@@ -143,7 +146,7 @@ def test_alternatives_know_the_token_itself_exactly(inspection):
 
 def test_distances_to_the_last_equal_token(tokenizer):
     inspection = make_inspection(tokenizer, text="ba ce ba, di 🙂 ba 🙂" + " fo" * 60)
-    texts = [inspection.token_texts[index].strip() for index in inspection.token_ids.tolist()]
+    texts = [inspection.token_texts[index].strip() for index in inspection.scores.token_ids.tolist()]
     distances = run(inspection, "return [...distancesToEqual(data)];")
     for token, (text, distance) in enumerate(zip(texts, distances, strict=True)):
         earlier = [token - other for other in range(token) if texts[other] == text and text]

@@ -51,10 +51,36 @@ def test_sums_stay_float64_when_the_module_that_holds_the_metric_is_cast(cast):
     cast(module)
     assert module.metric.influence.dtype == torch.float64
     assert float(module.metric._defaults["influence"]) == 0.0
+    assert float(module.metric._defaults["largest"]) == -math.inf
+    assert float(module.metric.largest) == float(torch.tensor(-1.001))
     module.metric._computed = None
     assert float(module.metric.compute()) == float(before)
     module.metric.reset()
     assert module.metric.log_likelihood.dtype == torch.float64
+
+
+def test_losses_are_refused_at_compute_also_those_of_an_earlier_batch():
+    metric = LongPerplexity()
+    metric.update(torch.tensor([1.5]), torch.tensor([True]))
+    metric.update(torch.tensor([-1.0]), torch.tensor([True]))
+    with pytest.raises(ValueError, match=r"A log-likelihood is 1.5.*not losses"):
+        metric.compute()
+    metric.reset()
+    metric.update(torch.tensor([-1.0, 1.5]), torch.tensor([True, False]))  # not counted, so it may be anything
+    assert float(metric.compute()) == pytest.approx(math.e)
+
+
+def test_update_reads_no_value(monkeypatch):
+    for name in ("item", "__bool__", "__float__", "tolist", "cpu"):  # each would make the CPU wait for the GPU
+        monkeypatch.setattr(torch.Tensor, name, lambda *_: pytest.fail("a value was read"))
+    LongPerplexity().update(torch.tensor([-1.0, 1.5]), torch.tensor([True, True]))
+
+
+def test_every_sum_moves_with_the_module():
+    metric = LongPerplexity().to("meta")
+    assert {getattr(metric, name).device.type for name in metric._defaults} == {"meta"}
+    metric.reset()
+    assert {getattr(metric, name).device.type for name in metric._defaults} == {"meta"}
 
 
 def test_pickles_and_keeps_out_of_checkpoints():
@@ -80,6 +106,10 @@ def _uneven_documents(rank, world_size, expected):
     empty = LongPerplexity()
     if rank == 0:
         empty.update(*documents()[0])
+    wrong = LongPerplexity()
+    wrong.update(torch.tensor([0.5 if rank == 1 else -0.5]), torch.tensor([True]))
+    with pytest.raises(ValueError, match="not losses"):  # in each process, though one alone has a loss
+        wrong.compute()
     assert float(empty.compute()) == pytest.approx(reference.long_perplexity(*documents()[0]), rel=1e-12)
 
 

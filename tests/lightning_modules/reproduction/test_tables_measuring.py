@@ -6,6 +6,7 @@ import torch
 from datamodules.sources import Document
 from lightning_modules.batch import IGNORE_INDEX
 from lightning_modules.reproduction.tables_measuring import influences, select_documents, threshold_name, weighted_sums
+from lightning_modules.scoring.key_tokens import document_tokens
 from lightning_modules.token_scores import TokenScores
 from lightning_modules.tokenization import encode_document
 from tests.conftest import make_text
@@ -35,11 +36,11 @@ def test_too_few_long_documents_are_refused(tokenizer):
 def test_influences_token_by_token(tokenizer, other_tokenizer):
     text = make_text(60, seed=3) + " " + make_text(12, seed=3)
     document = encode_document(text, tokenizer)
-    offsets = encode_document(text, other_tokenizer)["offsets"][0]
+    ids, offsets = document_tokens(encode_document(text, other_tokenizer))
     generator = torch.Generator().manual_seed(0)
     long = -4 * torch.rand(len(offsets), generator=generator)
     short = long - 4 * torch.rand(len(offsets), generator=generator)
-    scores = TokenScores("", "", 48, 16, offsets, long, short)
+    scores = TokenScores("", "", 48, 16, ids, offsets, long, short)
     found = influences(document, scores, gamma=5.0)
     owner = {position: token for token, (start, end) in enumerate(offsets.tolist()) for position in range(start, end)}
     scored = (document["labels"] != IGNORE_INDEX)[0]

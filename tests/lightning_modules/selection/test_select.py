@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from datamodules import DocumentCorpus, MixtureDataModule, TextDataModule
+from datamodules.corpus_files import find_corpus
 from lightning_modules.batch import Origin
 from lightning_modules.cli import main
 from lightning_modules.prediction import Failed
@@ -34,6 +35,7 @@ def scored(tmp_path):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(files["x/a.parquet"]), corpus / "x" / "a.parquet")
     (corpus / "x" / "b.jsonl").write_text("\n".join(map(json.dumps, files["x/b.jsonl"])))
     module = DocumentCorpus([str(corpus)], key_column="id", columns=["source"])
+    versions = find_corpus(module.files, module.column_names).versions()
     shards = ScoreShards(str(tmp_path / "scores"))
     table = ScoreTable(TYPES, CONTEXTS, per_token="float16")
     order = np.random.default_rng(0).permutation(24)
@@ -43,7 +45,8 @@ def scored(tmp_path):
         scores = make_scores(12 + number, number, rungs=(CONTEXTS[: 1 + number % 2], 3))
         table.add(origin, Failed("broken") if number == 5 else scores)
         if place % 8 == 7:
-            header = {"settings": {}, "source": module.source_settings(), "files": {}, "counts": counts(table.table())}
+            header = {"settings": {}, "source": module.source_settings(), "files": versions}
+            header["counts"] = counts(table.table())
             shards.write(table.table(), header, 0)
             table.clear()
     return tmp_path
@@ -173,12 +176,9 @@ def test_documents_that_are_elsewhere_or_others(scored):
     moved = [str(scored / "moved")]
     select(str(scored / "scores"), output=str(scored / "docs.jsonl"), files=moved[0])
     assert len((scored / "docs.jsonl").read_text().splitlines()) == 23
-    lines = (scored / "moved" / "x" / "b.jsonl").read_text().splitlines()
-    (scored / "moved" / "x" / "b.jsonl").write_text("\n".join(lines[1:]))
-    with pytest.raises(ValueError, match=r"Row 0 of 'x/b.jsonl' is not the document"):
-        select(str(scored / "scores"), output=str(scored / "docs.jsonl"), files=moved)
-    (scored / "moved" / "x" / "b.jsonl").write_text("\n".join(lines[:-1]))
-    with pytest.raises(ValueError, match="1 of the 23 documents are not there"):
+    changed = scored / "moved" / "x" / "b.jsonl"
+    changed.write_text(changed.read_text().replace("text 20", "text 02"))
+    with pytest.raises(ValueError, match=r"1 file\(s\) have changed since .*'x/b\.jsonl'"):
         select(str(scored / "scores"), output=str(scored / "docs.jsonl"), files=moved)
     assert len((scored / "docs.jsonl").read_text().splitlines()) == 23, "the earlier file stays"
 
@@ -277,13 +277,20 @@ def test_a_weight_is_never_rounded_to_nothing(tmp_path):
     assert weights == {"a": 1.0, "b": 1e-9}
 
 
-def test_keys_of_several_lines_are_no_ids(tmp_path):
+def test_keys_that_are_not_one_line_are_named_and_do_not_stop_the_others(tmp_path):
     table = ScoreTable({})
-    table.add(Origin("two\nlines", "a", 0, {}), make_scores(12))
+    for row, key in enumerate(
+        ["first", "two\nlines", "", "with space", "return\rhere", "a\u2028b" * 30, " \t", "last"]
+    ):
+        table.add(Origin(key, "a.jsonl", row, {}), make_scores(12))
     header = {"settings": {}, "source": {}, "files": {}, "counts": {}}
     ScoreShards(str(tmp_path)).write(table.table(), header, 0)
-    with pytest.raises(ValueError, match="is not one line"):
-        select(str(tmp_path), output=str(tmp_path / "ids.txt"))
+    with pytest.warns(UserWarning, match=r"5 chosen document\(s\) are not in .*ids\.txt") as caught:
+        report = select(str(tmp_path), output=str(tmp_path / "ids.txt"))
+    named = r"row 1 of 'a.jsonl' ('two\nlines'), row 2 of 'a.jsonl' (''), row 4 of 'a.jsonl' ('return\rhere'), .."
+    assert named in str(caught[0].message)
+    assert (tmp_path / "ids.txt").read_text() == "first\nwith space\nlast\n"
+    assert table_of(report, "all")[2] == "8"
 
 
 def test_columns_of_a_corpus_that_scores_have_too():

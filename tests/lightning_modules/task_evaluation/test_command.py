@@ -104,7 +104,7 @@ def test_a_folder_of_other_settings_is_refused_before_the_model_is_loaded(guessi
         ({"device": "tpu7"}, "not to be had here"),
         ({"chat_template": True}, "has no chat template"),
         ({"haystack": "nowhere"}, "nowhere"),
-        ({"squad": "nowhere"}, "no file or folder 'nowhere'"),
+        ({"squad": "nowhere"}, r"nowhere' cannot be read \(No such file"),
         ({"mode": "forced"}, "`mode` must be one of generate, teacher_forced, got 'forced'"),
         ({"model": "/nowhere/at/all"}, "nowhere/at/all"),
     ],
@@ -124,13 +124,18 @@ def test_a_process_without_a_place(guessing_dir, tmp_path, monkeypatch, rank, pr
 
 
 def test_texts_that_have_changed_are_other_questions(guessing_dir, tmp_path):
-    (tmp_path / "essays").mkdir()
-    (tmp_path / "essays" / "a.txt").write_text("ba ce. Di fo gu. Ka le.")
-    settings = {"haystack": str(tmp_path / "essays"), "mode": "teacher_forced", **TASKS}
-    evaluate(str(guessing_dir), str(tmp_path / "out"), **settings)
-    (tmp_path / "essays" / "b.txt").write_text("Mi no.")
-    with pytest.raises(ValueError, match=r"haystack = .*\(1 files, 23 bytes\)', and now it is .*\(2 files, 29 bytes\)"):
-        evaluate(str(guessing_dir), str(tmp_path / "out"), **settings)
+    essays, moved = tmp_path / "essays", tmp_path / "moved"
+    essays.mkdir()
+    (essays / "a.txt").write_text("ba ce. Di fo gu. Ka le.")
+
+    def run(haystack):
+        evaluate(str(guessing_dir), str(tmp_path / "out"), mode="teacher_forced", haystack=str(haystack), **TASKS)
+
+    run(essays)
+    run(essays.rename(moved))
+    (moved / "a.txt").write_text("ba ce. Di fo gu. Ka mi.")
+    with pytest.raises(ValueError, match=r"haystack = 'sha256:\w+', and now it is 'sha256:"):
+        run(moved)
 
 
 def test_long_questions_are_made_a_few_at_a_time(guessing_dir, tmp_path, asked, monkeypatch):

@@ -1,0 +1,76 @@
+"""Render the chat template of a tokenizer, which is a program of whoever made the model."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from jinja2 import TemplateError
+from jinja2.exceptions import SecurityError
+from transformers import PreTrainedTokenizerBase
+
+RENDERING_SECONDS = 10.0
+"""Time limit of a rendering: real templates take milliseconds."""
+
+
+def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Render a short chat, before a model is loaded for the others.
+
+    Raises:
+        ValueError: If the tokenizer has no chat template, or one that cannot be used.
+    """
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            f"The tokenizer '{tokenizer.name_or_path}' has no chat template: set `chat_template` to false."
+        )
+    render_chat(tokenizer, [{"role": "user", "content": "Hello"}], add_generation_prompt=True)
+
+
+def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]], **options: Any) -> str:
+    """Render a chat as text.
+
+    Args:
+        tokenizer: With a chat template.
+        messages: Turns with ``role`` and ``content``.
+        options: Further arguments of `apply_chat_template`.
+
+    Raises:
+        ValueError: If the template leaves its sandbox, fails or takes longer than `RENDERING_SECONDS`.
+    """
+    try:
+        with _time_limit(RENDERING_SECONDS):
+            return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
+    except TimeoutError:
+        reason = f"takes longer than {RENDERING_SECONDS:g} s, as if it looped forever"
+    except SecurityError as error:
+        reason = f"does what its sandbox forbids ({error}): do not trust this model"
+    except (TemplateError, ArithmeticError, LookupError, MemoryError, RecursionError, TypeError, ValueError) as error:
+        reason = f"fails ({str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__})"
+    raise ValueError(
+        f"The chat template of '{tokenizer.name_or_path}' {reason}."
+        " Set `chat_template` to false, or correct the template."
+    )
+
+
+@contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Raise a ``TimeoutError`` from Python code that this thread still runs in the block when the time is up.
+
+    A trace function looks at the clock at each line. It works in every thread, which an alarm signal does not, costs no
+    process, and what it interrupts is gone, unlike a thread that is left behind. A template is compiled to Python, so
+    that loops cannot escape; only a single operation on a huge value can take longer.
+    """
+    deadline, before = time.monotonic() + seconds, sys.gettrace()
+
+    def look(frame: FrameType, event: str, argument: Any) -> Callable[..., Any]:
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        return look
+
+    sys.settrace(look)
+    try:
+        yield
+    finally:
+        sys.settrace(before)

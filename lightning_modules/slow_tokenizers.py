@@ -1,0 +1,156 @@
+"""Tokenizers that do not report characters (written in Python, mistral-common): offsets by decoding, checked."""
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+_LONGEST_GROUP = 64
+"""Tokens that may share a character or stand beside one without an own: a few, or the text is not what they give."""
+
+_SAMPLE = "The cat sat on the mat."
+_INCOMPLETE = "\ufffd"
+"""What decoders write for bytes that are no whole character."""
+
+
+class SlowBackend:
+    """Stands where a fast tokenizer has its ``backend_tokenizer``, and does what we ask of that.
+
+    Args:
+        tokenizer: Any tokenizer that encodes and decodes.
+        name: How messages name it.
+
+    Raises:
+        ValueError: If it does not give back a plain sentence.
+    """
+
+    post_processor = None
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+        self._tokenizer = tokenizer
+        self._name = f"The tokenizer '{name}' ({type(tokenizer).__name__})"
+        # Some decoders write special tokens that stand in a text, and others show their inner spelling then.
+        sample = self.encode(_SAMPLE, add_special_tokens=False).ids
+        self._skips = self.decode(sample, skip_special_tokens=False) != _SAMPLE
+        self.offsets(sample, _SAMPLE)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> "SlowEncoding":
+        """Encode a text; the offsets are only worked out when they are asked for."""
+        plain = list(self._tokenizer.encode(text, add_special_tokens=False))
+        ids = list(self._tokenizer.encode(text, add_special_tokens=True)) if add_special_tokens else plain
+        first = next((i for i in range(len(ids) - len(plain) + 1) if ids[i : i + len(plain)] == plain), None)
+        if first is None:
+            raise ValueError(f"{self._name} reads a text in another way where it adds special tokens.")
+        return SlowEncoding(ids, slice(first, first + len(plain)), text, self)
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list["SlowEncoding"]:
+        """Encode texts one after the other."""
+        return [self.encode(text, add_special_tokens) for text in texts]
+
+    encode_batch_fast = encode_batch
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Return the text of tokens as the tokenizer itself writes it."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    def id_to_token(self, index: int) -> str | None:
+        """Return the token of an index; None beyond the vocabulary."""
+        return self._tokens.get(index)
+
+    def to_str(self) -> str:
+        """Return what decides which tokens a text becomes, as JSON: a hash of all files that the tokenizer writes."""
+        content = {"decoder": {"type": type(self._tokenizer).__name__}, "added_tokens": [], "files": self._files}
+        return json.dumps(content, sort_keys=True)
+
+    def no_truncation(self) -> None:
+        """Do nothing: nothing is cut unless it is asked for."""
+
+    def no_padding(self) -> None:
+        """Do nothing: nothing is padded unless it is asked for."""
+
+    def offsets(self, ids: Sequence[int], text: str) -> list[tuple[int, int]]:
+        """Return the characters of each token, where tokens that share a character get all that they hold together.
+
+        Raises:
+            ValueError: If the tokens do not give back the text.
+        """
+        found, reached = decoded_offsets(lambda part: self.decode(part, self._skips), ids, text)
+        if reached < len(text) or len(found) < len(ids):
+            raise ValueError(
+                f"{self._name} reports no characters, and its tokens do not give back the text from character {reached}"
+                f" on ({text[reached : reached + 20]!r}), so that key tokens cannot be found in it: use its fast"
+                " version (a folder with tokenizer.json)."
+            )
+        return found
+
+    @cached_property
+    def _tokens(self) -> dict[int, str]:
+        return {index: token for token, index in self._tokenizer.get_vocab().items()}
+
+    @cached_property
+    def _files(self) -> dict[str, str]:
+        with tempfile.TemporaryDirectory() as folder:
+            self._tokenizer.save_pretrained(folder)
+            return {path.name: _content_hash(path) for path in sorted(Path(folder).iterdir())}
+
+
+class SlowEncoding:
+    """Token ids of a text, and the characters of each; special tokens that were added have none."""
+
+    def __init__(self, ids: list[int], own: slice, text: str, backend: SlowBackend) -> None:
+        self.ids = ids
+        self._own, self._text, self._backend = own, text, backend
+
+    @cached_property
+    def offsets(self) -> list[tuple[int, int]]:
+        """Character spans ``(start, end)`` of all tokens.
+
+        Raises:
+            ValueError: If the tokens do not give back the text.
+        """
+        before, after = self._own.start, len(self.ids) - self._own.stop
+        spans = self._backend.offsets(self.ids[self._own], self._text)
+        return [*before * [(0, 0)], *spans, *after * [(0, 0)]]
+
+
+def decoded_offsets(
+    decode: Callable[[Sequence[int]], str], ids: Sequence[int], text: str
+) -> tuple[list[tuple[int, int]], int]:
+    """Find the characters of tokens by what each adds to the decoded text.
+
+    Tokens are decoded together with those before, as some decoders drop a space at the start, and taken together until
+    they give whole characters: of a part of a character, decoders make a sign for it or nothing.
+
+    Returns:
+        Spans of the tokens up to where tokens and text part, and the character at which they do.
+    """
+    spans: list[tuple[int, int]] = []
+    context, known, position = 0, "", 0  # the first token of the context, what it decodes to, and where that ends
+    for stop in range(1, len(ids) + 1):
+        decoded = decode(ids[context:stop])
+        piece = decoded[len(known) :]
+        cut = decoded.endswith(_INCOMPLETE) and stop < len(ids)
+        if piece and not cut and decoded.startswith(known) and text.startswith(piece, position):
+            start = len(spans)
+            spans += (stop - start) * [(position, position + len(piece))]
+            context, position = start, position + len(piece)
+            known = decode(ids[context:stop])
+        elif stop - len(spans) > _LONGEST_GROUP:
+            break
+    if position == len(text):  # nothing is left for the last tokens
+        spans += (len(ids) - len(spans)) * [(position, position)]
+    return spans, position
+
+
+def _content_hash(path: Path) -> str:
+    """Hash a file of a tokenizer; of its settings without where it was loaded from."""
+    content = path.read_bytes()
+    if path.suffix == ".json" and isinstance(settings := json.loads(content), dict):
+        kept: dict[str, Any] = {name: settings[name] for name in settings.keys() - {"name_or_path"}}
+        content = json.dumps(kept, sort_keys=True).encode()
+    return hashlib.sha256(content).hexdigest()

@@ -1,0 +1,98 @@
+"""Import the user's own classes from the working directory, and nothing else from there.
+
+A folder on ``sys.path`` answers every import: with the working directory there, a file ``wandb.py`` in it would run as
+soon as any library looks for the optional package of that name. Here only a name that the user gives is found in it.
+"""
+
+import importlib
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any
+
+from typing_extensions import override
+
+_IMPORTERS = {__name__, "jsonargparse._util", "multiprocessing.spawn"}
+"""Modules that import what the user names: here, in options and configs, and where a worker process unpickles it."""
+
+_SAFE_PATH = "PYTHONSAFEPATH"
+
+
+class UserModules(MetaPathFinder):
+    """Finds modules of one folder, after all installed ones: those that the user names, and those that these import.
+
+    Args:
+        folder: The folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = str(folder)
+        self._found: set[str] = set()
+
+    @override
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if path is not None:  # a submodule, which is beside its package
+            return None
+        importer = _importing_module(sys._getframe(1))
+        if importer not in _IMPORTERS and importer.partition(".")[0] not in self._found:
+            return None
+        spec = PathFinder.find_spec(fullname, [self._folder], target)
+        if spec is not None:
+            self._found.add(fullname)
+        return spec
+
+
+def _importing_module(frame: FrameType | None) -> str:
+    """Return the name of the module whose code asks for an import."""
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__", ""))
+        if name.partition(".")[0] != "importlib":
+            return name
+        frame = frame.f_back
+    return ""
+
+
+def find_user_modules() -> UserModules:
+    """Let the user name classes of modules in the working directory."""
+    finder = UserModules(Path.cwd())
+    sys.meta_path.append(finder)
+    return finder
+
+
+@contextmanager
+def user_modules() -> Iterator[None]:
+    """Let the user name classes of modules in the working directory, within the block, and keep it off the path.
+
+    Python puts the working directory first on the path of a process that it starts by ``-c``, as it starts spawned
+    workers; `PYTHONSAFEPATH` forbids that. If the folder is on the path of this process (``python -m``), it stays on
+    theirs.
+    """
+    finder, safe_path = find_user_modules(), os.environ.get(_SAFE_PATH)
+    if not {"", os.getcwd()} & set(sys.path):
+        os.environ[_SAFE_PATH] = "1"
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        os.environ.pop(_SAFE_PATH, None)
+        if safe_path is not None:
+            os.environ[_SAFE_PATH] = safe_path
+
+
+def import_object(path: str) -> Any:
+    """Import what the user names as ``package.module.Name``.
+
+    Raises:
+        ImportError: If there is no such module.
+        AttributeError: If the module does not have it.
+        ValueError: If the path has no dot.
+    """
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)

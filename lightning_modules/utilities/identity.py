@@ -1,0 +1,188 @@
+"""Identity by content: the SHA-256 of all bytes, computed once per file and remembered on disk.
+
+A cached or resumed result is identified by the content that it was computed from. Paths, sizes, times and inodes are
+never the identity; they only tell whether a file is the one whose hash is remembered. What cannot be noticed is a
+change that leaves path, size, inode, modification time and change time (ctime) as they were. No program can set the
+change time on Linux file systems and NFS; a few others (FUSE mounts of object stores) do not keep one.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import stat
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+SETTLING_TIME = 2_000_000_000
+"""Age in nanoseconds from which the times of a file are trusted. Of two changes within one tick of the file system's
+clock the second leaves no trace in them, and the coarsest tick in use is 2 s (FAT)."""
+
+_LOCK_TIMEOUT = 3600.0  # seconds; after it, hash without the lock rather than wait forever
+_LOGGED_SIZE = 1 << 30  # bytes; hashing fewer takes about a second
+
+_log = logging.getLogger(__name__)
+
+
+def file_hashes(files: Iterable[Path]) -> list[str]:
+    """Compute the SHA-256 of each file's bytes, the one that ``sha256sum`` prints.
+
+    Files are hashed in parallel, one thread each. Of several processes that need the same hashes one computes them and
+    the others read them from its memo, in ``$LONGCE_CACHE/identity`` or ``~/.cache/longce/identity``.
+
+    Args:
+        files: Regular files; links are followed.
+
+    Returns:
+        The hashes in hexadecimal, in the order of ``files``.
+
+    Raises:
+        ValueError: If a file is missing, unreadable, not a regular file, or changes while it is hashed.
+    """
+    paths = [os.path.realpath(file) for file in files]
+    if not paths:
+        return []
+    memo = _memo_path(os.path.commonpath([os.path.dirname(path) for path in paths]))
+    found = _remembered(memo, paths)
+    if len(found) < len(set(paths)):
+        with _locked(memo):
+            found = _remembered(memo, paths)  # again: the process that held the lock may have hashed them
+            found |= _hash_and_remember(memo, sorted(set(paths) - found.keys()))
+    return [found[path] for path in paths]
+
+
+def content_hash(path: Path, files: Iterable[Path] | None = None) -> str:
+    """Compute the SHA-256 of a file; of a folder, one hash of its files' bytes and their names inside the folder.
+
+    Args:
+        path: A file or a folder. Its own name and place do not matter.
+        files: The files of the folder that count, in any order; by default all, at any depth.
+
+    Raises:
+        ValueError: As in `file_hashes`.
+    """
+    if not path.is_dir():
+        return file_hashes([path])[0]
+    chosen = [file for file in (path.rglob("*") if files is None else files) if not file.is_dir()]
+    names = [file.relative_to(path).as_posix() for file in chosen]
+    return combined_hash(dict(zip(names, file_hashes(chosen), strict=True)))
+
+
+def combined_hash(values: Any) -> str:
+    """Compute one SHA-256 of plain values such as hashes, names and settings. Lists have an order, mappings do not."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def file_state(path: str | Path) -> list[int]:
+    """Look up size, inode, modification time and change time of a file, which a change of its content changes.
+
+    Use it to tell whether a file must be read again, never as an identity. It misses a second change within one tick of
+    the file system's clock, see `SETTLING_TIME`.
+
+    Raises:
+        ValueError: If the file is missing or not a regular file.
+    """
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        raise ValueError(_unreadable(path, error)) from error
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError(f"'{path}' is not a regular file and has no content to identify it by. Name a file.")
+    return [status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns]
+
+
+def _hash_and_remember(memo: Path, paths: list[str]) -> dict[str, str]:
+    """Hash files that are not in the memo, and add those to it that have not changed just now."""
+    if not paths:
+        return {}
+    size = sum(file_state(path)[0] for path in paths)
+    if size >= _LOGGED_SIZE:
+        _log.info("Hashing %d files (%.1f GB), such as %s. They are remembered.", len(paths), size / 1e9, paths[0])
+    with ThreadPoolExecutor(min(len(paths), os.cpu_count() or 1)) as pool:
+        hashed = dict(zip(paths, pool.map(_hash, paths), strict=True))
+    if settled := {path: [*state, digest] for path, (state, digest, old) in hashed.items() if old}:
+        _remember(memo, settled)
+    return {path: digest for path, (_, digest, _) in hashed.items()}
+
+
+def _hash(path: str) -> tuple[list[int], str, bool]:
+    """State and SHA-256 of a file, and whether its times were old enough to tell it from a later version."""
+    state, started = file_state(path), time.time_ns()
+    try:
+        with open(path, "rb", buffering=0) as stream:
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        raise ValueError(_unreadable(path, error)) from error
+    if file_state(path) != state:
+        raise ValueError(f"'{path}' changed while it was hashed. Wait until nothing writes to it and start again.")
+    _, _, modified, changed = state
+    # A modification time far in the future was set on purpose; the change time never is.
+    return state, digest, changed < started - SETTLING_TIME and abs(started - modified) > SETTLING_TIME
+
+
+def _unreadable(path: str | Path, error: Exception) -> str:
+    reason = getattr(error, "strerror", None) or error
+    return f"'{path}' cannot be read ({reason}). Check the path, your access rights and whether the disk is mounted."
+
+
+def _memo_path(folder: str) -> Path:
+    cache = Path(os.environ.get("LONGCE_CACHE") or "~/.cache/longce").expanduser()
+    return cache / "identity" / f"{hashlib.sha256(os.fsencode(folder)).hexdigest()}.json"
+
+
+def _remembered(memo: Path, paths: Iterable[str]) -> dict[str, str]:
+    """The hashes of files that are as they were when the memo was written."""
+    entries = _entries(memo)
+    known = ((path, entries.get(path)) for path in set(paths))
+    return {path: entry[-1] for path, entry in known if entry is not None and entry[:-1] == file_state(path)}
+
+
+def _entries(memo: Path) -> dict[str, list[Any]]:
+    """The content of a memo; a missing or damaged one has none."""
+    try:
+        entries = json.loads(memo.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return {path: entry for path, entry in entries.items() if _is_entry(entry)} if isinstance(entries, dict) else {}
+
+
+def _is_entry(entry: Any) -> bool:
+    return isinstance(entry, list) and len(entry) == 5 and isinstance(entry[-1], str) and len(entry[-1]) == 64
+
+
+def _remember(memo: Path, entries: Mapping[str, list[Any]]) -> None:
+    """Add to a memo, which other processes see whole or not at all."""
+    temporary = memo.with_name(f".{memo.name}-{uuid.uuid4().hex}")
+    try:
+        temporary.write_text(json.dumps({**_entries(memo), **entries}))
+        os.replace(temporary, memo)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        _log.warning(
+            "Content hashes cannot be stored in %s (%s), so that every process hashes these files again. Set"
+            " $LONGCE_CACHE to a folder that you can write to.",
+            memo.parent,
+            error.strerror,
+        )
+
+
+@contextmanager
+def _locked(memo: Path) -> Iterator[None]:
+    """Let one process at a time hash the files of a memo, where the cache can be written to."""
+    lock = FileLock(memo.with_suffix(".lock"), timeout=_LOCK_TIMEOUT)
+    try:
+        memo.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except (OSError, NotImplementedError, Timeout) as error:  # hashing twice is slow, not wrong
+        _log.info("No lock beside %s (%s): other processes may hash the same files.", memo, error)
+    try:
+        yield
+    finally:
+        lock.release()

@@ -1,0 +1,130 @@
+"""The same question asked by two commands gets the same answer."""
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from torch.utils.data import DataLoader
+
+from callbacks import ExternalEvaluator
+from lightning_modules.inspection import inspect_document
+from lightning_modules.long_context_lm import LongContextLM
+from lightning_modules.score import score
+from lightning_modules.scoring.key_tokens import find_key_tokens
+from lightning_modules.tokenization import encode_document, load_tokenizer
+from tests.conftest import tiny_model
+from tests.support.texts import LANGUAGES, TOKENIZERS, text_of
+
+THRESHOLDS = {"alpha": 0.5, "beta": -6.0}
+WINDOWS = {"context_length": 24, "stride": 8}
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*are unknown to the tokenizer", "ignore:.*have no key token", "ignore:.*share a character"
+)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """The same models with one tokenizer that trims its offsets, the same one that does not, and another one."""
+    found = {}
+    for name in ("byte_level_trimmed", "byte_level", "byte_fallback"):
+        folder = found[name] = tmp_path_factory.mktemp(name)
+        tiny_model("gpt_neox", 600, seed=5).save_pretrained(folder)
+        TOKENIZERS[name]().save_pretrained(folder)
+    return {name: str(folder) for name, folder in found.items()}
+
+
+def scored(path, text, model, evaluator):
+    path.write_text(text, encoding="utf-8")
+    return score(str(path), model, evaluator, evaluator_add_special_tokens=False, **WINDOWS, **THRESHOLDS)
+
+
+def validated(document, model, evaluator):
+    """What validation logs, and the mask of the callback."""
+    settings = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = Trainer(accelerator="cpu", enable_checkpointing=False, **settings)
+    callback = ExternalEvaluator(evaluator, add_special_tokens=False, **WINDOWS, **THRESHOLDS)
+    trainer.callbacks.append(callback)
+    loader = DataLoader([document], batch_size=None)
+    (logged,) = trainer.validate(LongContextLM(model, **WINDOWS), loader, verbose=False)
+    return logged, callback.influence(document, 0, torch.device("cpu"))[0]
+
+
+def predicted(document, model):
+    module = LongContextLM(model, **WINDOWS)
+    module.configure_model()
+    with torch.no_grad():
+        (scores,) = module.eval().predict_step(document, 0)
+    return scores
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_score_validate_predict_and_inspect_with_the_model_as_its_own_evaluator(language, folders, tmp_path):
+    text = text_of(language, words=30)
+    answers = []
+    for name in ("byte_level_trimmed", "byte_level"):
+        model = folders[name]
+        document = encode_document(text, load_tokenizer(model), name="document")
+        by_score = scored(tmp_path / "document.txt", text, model, model)
+        logged, mask = validated(document, model, model)
+        scores = predicted(document, model)
+        page = inspect_document(
+            text, model, model=model, alternatives=0, evaluator_add_special_tokens=False, **WINDOWS, **THRESHOLDS
+        )
+
+        key = find_key_tokens(scores, **THRESHOLDS).mask
+        assert torch.equal(mask, key)
+        assert torch.equal(page._key, key)
+        assert by_score["alignment"] == "tokens"
+        assert by_score["key_tokens"] == logged["val/key_tokens"] == int(key.sum()) > 3
+        longppl = float(torch.exp(-scores.long[key].double().mean()))
+        assert by_score["longppl"] == pytest.approx(longppl, rel=1e-6)
+        assert logged["val/longppl"] == pytest.approx(longppl, rel=1e-6)
+        assert page._model_perplexities[0] == pytest.approx(longppl, rel=1e-6)
+        answers.append((int(key.sum()), longppl))
+    assert answers[0] == answers[1], "trimmed offsets or not"
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+@pytest.mark.parametrize("model", ["byte_level_trimmed", "byte_fallback"])
+def test_score_validate_and_inspect_with_another_tokenizer(model, language, folders, tmp_path):
+    text = text_of(language, words=30)
+    path, other = folders[model], folders["byte_fallback" if model == "byte_level_trimmed" else "byte_level_trimmed"]
+    document = encode_document(text, load_tokenizer(path), name="document")
+    by_score = scored(tmp_path / "document.txt", text, path, other)
+    logged, mask = validated(document, path, other)
+    page = inspect_document(
+        text, other, model=path, alternatives=0, evaluator_add_special_tokens=False, **WINDOWS, **THRESHOLDS
+    )
+    assert by_score["alignment"] == "characters"
+    assert logged["val/documents_aligned_by_characters"] == 1
+    assert by_score["key_tokens"] == logged["val/key_tokens"] == int(mask.sum())
+    assert torch.equal(find_key_tokens(page.scores, page.model.tokens, **THRESHOLDS).mask, mask)
+    for name in ("tokens_sharing_characters", "tokens_without_characters"):
+        assert logged[f"val/{name}"] == pytest.approx(by_score[name])
+    if language not in ("english", "latex"):
+        assert by_score["tokens_sharing_characters"] > 0
+    if mask.any():
+        assert logged["val/longppl"] == pytest.approx(by_score["longppl"], rel=1e-6)
+        assert page._model_perplexities[0] == pytest.approx(by_score["longppl"], rel=1e-6)
+
+
+def test_the_rule_of_the_authors_in_score_and_validation(folders, tmp_path, caplog):
+    """Offsets come as they are stored: white space is key with trimmed offsets where its place is in a span."""
+    text, model = text_of("cjk", words=30), folders["byte_level_trimmed"]
+    (tmp_path / "document.txt").write_text(text, encoding="utf-8")
+    rule = {"key_tokens": "authors", **WINDOWS, **THRESHOLDS}
+    by_score = score(str(tmp_path / "document.txt"), model, folders["byte_fallback"], **rule)
+    assert "share a character" in caplog.text
+    callback = ExternalEvaluator(folders["byte_fallback"], **rule)
+    data = type("Data", (), {"tokenizer_name": model, "tokenizer_revision": None})
+    callback.setup(type("Trainer", (), {"datamodule": data, "callbacks": [callback]}), None, "validate")
+    document = encode_document(text, load_tokenizer(model))
+    mask, _, alignment = callback.influence(document, 0, torch.device("cpu"))
+    assert alignment == by_score["alignment"] == "authors"
+    assert int(mask.sum()) == by_score["key_tokens"]
+    paper = score(str(tmp_path / "document.txt"), model, folders["byte_fallback"], **{**rule, "key_tokens": "paper"})
+    assert paper["key_tokens"] != by_score["key_tokens"]
+    with pytest.raises(ValueError, match="needs a data module with a `tokenizer_name`"):
+        callback.setup(type("Trainer", (), {"datamodule": None, "callbacks": [callback]}), None, "validate")
+    with pytest.raises(ValueError, match="not made of the tokens"):
+        callback.influence({**document, "input_ids": document["input_ids"] + 1}, 0, torch.device("cpu"))

@@ -1,0 +1,164 @@
+import hashlib
+import json
+import os
+import shutil
+
+import pytest
+
+from lightning_modules.evaluator import Evaluator
+from lightning_modules.export import loading_facts
+from lightning_modules.loading import load_config
+from lightning_modules.model_identity import model_identity
+from lightning_modules.utilities import identity
+from tests.conftest import make_text, tiny_model
+
+
+@pytest.fixture
+def model(tmp_path, model_dir):
+    return shutil.copytree(model_dir, tmp_path / "model")
+
+
+def edit(path, change):
+    """Change a file in place and give it back its modification time."""
+    before = path.stat()
+    content = bytearray(path.read_bytes())
+    change(content)
+    path.write_bytes(content)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def flip_last_bit(content):
+    content[-1] ^= 1
+
+
+def test_identity_follows_what_is_loaded_and_not_the_path(model, model_dir):
+    assert model_identity(str(model)) == model_identity(str(model_dir))
+    seen = {model_identity(str(model))}
+    (model / "chat_template.jinja").write_text("{{ messages }}")
+    seen.add(model_identity(str(model)))
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.1}))
+    seen.add(model_identity(str(model)))
+    for name in ("model.safetensors", "tokenizer.json"):
+        edit(model / name, flip_last_bit)
+        seen.add(model_identity(str(model)))
+    assert len(seen) == 5
+
+
+def test_files_that_are_not_loaded_do_not_count(model):
+    first = model_identity(str(model))
+    (model / "checkpoints").mkdir()
+    for name in ("README.md", "train.log", "training_args.bin", "pytorch_model.bin", "checkpoints/last.ckpt"):
+        (model / name).write_bytes(b"x")
+    assert model_identity(str(model)) == first
+    (model / "model.safetensors").unlink()  # now the other file would be loaded
+    loaded = model_identity(str(model))
+    (model / "pytorch_model.bin").write_bytes(b"y")
+    assert len({first, loaded, model_identity(str(model))}) == 3
+
+
+def test_code_counts_where_it_runs(model):
+    first = model_identity(str(model), trust_remote_code=True)
+    assert first == model_identity(str(model))
+    (model / "parts").mkdir()
+    (model / "parts" / "modeling.py").write_text("x = 1")
+    assert model_identity(str(model)) == first
+    trusted = model_identity(str(model), trust_remote_code=True)
+    (model / "parts" / "modeling.py").write_text("x = 2")
+    assert len({first, trusted, model_identity(str(model), trust_remote_code=True)}) == 3
+
+
+def test_any_byte_of_a_large_shard_counts(tmp_path):
+    shard = tmp_path / "model.safetensors"
+    with shard.open("wb") as file:
+        file.truncate(70 << 20)  # sampling of blocks would pass over almost all of it
+    before, seen = shard.stat(), {model_identity(str(tmp_path))}
+    for place in (500_000, 40_000_001, (70 << 20) - 1):
+        with shard.open("r+b") as file:
+            file.seek(place)
+            file.write(b"1")
+        os.utime(shard, ns=(before.st_atime_ns, before.st_mtime_ns))
+        seen.add(model_identity(str(tmp_path)))
+    assert len(seen) == 4
+
+
+def test_an_evaluator_that_changes_before_it_is_loaded_is_refused(model, tmp_path):
+    judge = Evaluator(str(model), cache_dir=str(tmp_path / "scores"), context_length=32, stride=16)
+    tiny_model("llama", json.loads((model / "config.json").read_text())["vocab_size"], seed=9).save_pretrained(model)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"model '.*' changed after this run had begun.*Start again"):
+            judge.scores(make_text(60))
+    assert not list((tmp_path / "scores").glob("*/*"))
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def hub(tmp_path, model_dir, monkeypatch):
+    """The hub's cache on this machine with one model, as `huggingface_hub` lays it out; gives its snapshot."""
+    repository = tmp_path / "hub" / "models--owner--tiny"
+    snapshot = repository / "snapshots" / COMMIT
+    for folder in (snapshot, repository / "blobs", repository / "refs"):
+        folder.mkdir(parents=True)
+    (repository / "refs" / "main").write_text(COMMIT)
+    for file in model_dir.iterdir():
+        content = file.read_bytes()
+        git = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+        name = hashlib.sha256(content).hexdigest() if file.suffix == ".safetensors" else git
+        (repository / "blobs" / name).write_bytes(content)
+        (snapshot / file.name).symlink_to(f"../../blobs/{name}")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    return snapshot
+
+
+def test_a_hub_model_is_its_commit(hub, caplog):
+    assert type(load_config("owner/tiny")).__name__ == "LlamaConfig"  # transformers finds the same files
+    assert model_identity("owner/tiny") == model_identity("owner/tiny", COMMIT) == f"owner/tiny@{COMMIT}"
+    assert model_identity("owner/tiny", trust_remote_code=True) == f"owner/tiny@{COMMIT} with its code"
+    (hub / "model.safetensors").unlink()  # not fetched yet
+    assert model_identity("owner/tiny") == f"owner/tiny@{COMMIT}"
+    assert not caplog.records
+
+
+def test_training_facts_name_the_commit(hub):
+    loading = dict.fromkeys(("model_config", "context_extension", "revision", "dtype", "lora", "quantization"))
+    facts = loading_facts({**loading, "pretrained_model_name_or_path": "owner/tiny"}, load_config("owner/tiny"))
+    assert (facts["base_model"], facts["revision"]) == ("owner/tiny", COMMIT)
+
+
+def test_a_branch_that_moves_on_is_another_model(hub):
+    first = model_identity("owner/tiny")
+    (hub.parents[1] / "refs" / "main").write_text(COMMIT[::-1])
+    assert model_identity("owner/tiny") != first
+
+
+@pytest.mark.parametrize("attack", ["edit weights", "edit config", "replace config", "add template"])
+def test_an_edited_cache_of_the_hub_is_another_model(hub, caplog, attack):
+    if attack == "add template":
+        (hub / "chat_template.jinja").write_text("{{ messages }}")
+    elif attack == "replace config":  # as editors do, which put a file in the place of the link
+        config = (hub / "config.json").read_text()
+        (hub / "config.json").unlink()
+        (hub / "config.json").write_text(config.replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-02'))
+    elif attack == "edit config":
+        edit((hub / "config.json").resolve(), lambda content: content.extend(b"\n"))
+    else:
+        edit((hub / "model.safetensors").resolve(), flip_last_bit)
+    found = model_identity("owner/tiny")
+    assert found.startswith(f"owner/tiny@{COMMIT} with files ")
+    assert f"are not those of commit {COMMIT}" in caplog.text
+    assert model_identity("owner/tiny") == found
+
+
+@pytest.mark.parametrize(("name", "revision"), [("owner/none", None), ("owner/tiny", "v2"), ("{}/config.json", None)])
+def test_what_cannot_be_identified_is_refused(hub, model, name, revision):
+    with pytest.raises(ValueError, match=r"cannot be identified: .*Give a local folder with weights, or a hub id"):
+        model_identity(name.format(model), revision)
+
+
+def test_a_second_look_reads_no_weights(model, monkeypatch):
+    monkeypatch.setattr(identity, "SETTLING_TIME", 0)
+    first = model_identity(str(model))
+    monkeypatch.setattr(identity, "_hash", None)
+    assert model_identity(str(model)) == first

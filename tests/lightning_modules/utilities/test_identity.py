@@ -1,0 +1,236 @@
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lightning_modules.utilities import identity
+from lightning_modules.utilities.identity import combined_hash, content_hash, file_hashes
+
+
+@pytest.fixture
+def settled(monkeypatch):
+    """Trust the times of files that were written just now, as if the test had waited."""
+    monkeypatch.setattr(identity, "SETTLING_TIME", 0)
+
+
+@pytest.fixture
+def hashed(monkeypatch):
+    """Names of the files whose bytes are read."""
+    names = []
+    original = identity._hash
+    monkeypatch.setattr(identity, "_hash", lambda path: names.append(Path(path).name) or original(path))
+    return names
+
+
+def write(folder, **contents):
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in contents.items():
+        (folder / name).write_bytes(content)
+    return sorted(folder.iterdir())
+
+
+def edit_in_place(path, content):
+    """Change the bytes; size, inode and modification time stay."""
+    before = path.stat()
+    with path.open("r+b") as file:
+        file.write(content)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    after = path.stat()
+    assert (after.st_size, after.st_ino, after.st_mtime_ns) == (before.st_size, before.st_ino, before.st_mtime_ns)
+
+
+def memos():
+    return list(Path(os.environ["LONGCE_CACHE"], "identity").glob("*.json"))
+
+
+def test_hash_is_that_of_all_bytes_in_the_order_asked_for(tmp_path):
+    a, b = write(tmp_path / "x", a=b"one", b=b"two")
+    expected = [hashlib.sha256(content).hexdigest() for content in (b"two", b"one", b"two")]
+    assert file_hashes([b, a, b]) == expected
+    assert file_hashes([]) == []
+    assert content_hash(b) == expected[0]
+
+
+def test_folder_is_its_names_and_bytes_wherever_it_is(tmp_path):
+    write(tmp_path / "x", a=b"one", b=b"two")
+    first = content_hash(tmp_path / "x")
+    shutil.copytree(tmp_path / "x", tmp_path / "deep" / "copy")
+    assert content_hash(tmp_path / "deep" / "copy") == first
+    write(tmp_path / "swapped", a=b"two", b=b"one")
+    write(tmp_path / "renamed", a=b"one", c=b"two")
+    write(tmp_path / "more" / "below", c=b"")
+    write(tmp_path / "more", a=b"one", b=b"two")
+    assert len({first, *(content_hash(tmp_path / name) for name in ("swapped", "renamed", "more"))}) == 4
+    assert content_hash(tmp_path / "more", [tmp_path / "more" / name for name in "ba"]) == first
+
+
+def test_any_changed_byte_of_any_shard_is_noticed(tmp_path, settled):
+    shards = write(tmp_path / "x", **{f"{index}.safetensors": bytes(200_000) for index in range(3)})
+    seen = {content_hash(tmp_path / "x")}
+    places = [(shard, place) for shard in shards for place in (0, 65_536, 123_457, 199_999)]
+    for shard, place in places:
+        content = bytearray(shard.read_bytes())
+        content[place] ^= 1
+        edit_in_place(shard, content)
+        seen.add(content_hash(tmp_path / "x"))
+    assert len(seen) == 1 + len(places)
+
+
+def test_files_are_read_once(tmp_path, settled, hashed):
+    files = write(tmp_path / "x", a=b"one", b=b"two")
+    first = file_hashes(files)
+    (tmp_path / "linked").symlink_to(tmp_path / "x")
+    assert file_hashes([tmp_path / "linked" / "a", files[1]]) == first
+    assert sorted(hashed) == ["a", "b"]
+    write(tmp_path / "x", c=b"three")
+    file_hashes([*files, tmp_path / "x" / "c"])
+    assert sorted(hashed) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("attack", ["edit", "replace", "copy back", "grow"])
+def test_a_changed_file_is_hashed_again_though_its_time_is_the_old_one(tmp_path, settled, attack):
+    (file,) = write(tmp_path / "x", a=b"one")
+    content_hash(file)
+    before = file.stat()
+    if attack == "edit":
+        edit_in_place(file, b"two")
+    elif attack == "grow":
+        file.write_bytes(b"three")
+    else:
+        (other,) = write(tmp_path / "y", a=b"two")
+        other.replace(file) if attack == "replace" else shutil.copyfile(other, file)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert content_hash(file) == hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize("keeps_change_times", [True, False])
+def test_a_file_that_changed_within_a_tick_of_the_clock_is_not_remembered(tmp_path, monkeypatch, keeps_change_times):
+    (file,) = write(tmp_path / "x", a=b"one")
+    coarse = file.stat().st_mtime_ns
+    state = [3, 1, coarse, coarse if keeps_change_times else 0]  # the same before and after the change
+    monkeypatch.setattr(identity, "file_state", lambda path: state)
+    assert content_hash(file) == hashlib.sha256(b"one").hexdigest()
+    file.write_bytes(b"two")
+    assert content_hash(file) == hashlib.sha256(b"two").hexdigest()
+
+
+@pytest.mark.parametrize("hours", [-24, 24])
+def test_a_clock_that_was_moved_makes_no_old_hash_true(tmp_path, monkeypatch, hours):
+    (file,) = write(tmp_path / "x", a=b"one")
+    now = time.time_ns
+    monkeypatch.setattr(time, "time_ns", lambda: now() + hours * 3600 * 10**9)
+    content_hash(file)
+    assert bool(memos()) == (hours > 0)  # the file is from the future, or from yesterday
+    edit_in_place(file, b"two")
+    assert content_hash(file) == hashlib.sha256(b"two").hexdigest()
+
+
+def test_a_modification_time_in_the_future_does_not_keep_a_file_from_being_remembered(tmp_path, settled, hashed):
+    (file,) = write(tmp_path / "x", a=b"one")
+    os.utime(file, (2**32, 2**32))
+    content_hash(file)
+    content_hash(file)
+    assert hashed == ["a"]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: "",
+        lambda text: text[: len(text) // 2],
+        lambda text: "[" * 100_000,
+        lambda text: "[1]",
+        lambda text: json.dumps({path: [1] for path in json.loads(text)}),
+        lambda text: json.dumps(dict.fromkeys(json.loads(text), None)),
+        lambda text: "\0" * len(text),
+    ],
+)
+def test_a_damaged_memo_is_ignored_and_replaced(tmp_path, settled, hashed, damage):
+    (file,) = write(tmp_path / "x", a=b"one")
+    expected = content_hash(file)
+    (memo,) = memos()
+    memo.write_text(damage(memo.read_text()))
+    assert [content_hash(file), content_hash(file)] == [expected] * 2
+    assert hashed == ["a", "a"]
+
+
+_PROCESS = """
+import os, sys, time
+from pathlib import Path
+from lightning_modules.utilities import identity
+identity.SETTLING_TIME, original = 0, identity._hash
+def _hash(path):
+    with open(sys.argv[2], "a") as log:
+        log.write(os.path.basename(path) + "\\n")
+    time.sleep(0.3)
+    return original(path)
+identity._hash = _hash
+while not Path(sys.argv[3]).exists():
+    time.sleep(0.01)
+print(identity.content_hash(Path(sys.argv[1])))
+"""
+
+
+def test_of_many_processes_one_hashes(tmp_path):
+    write(tmp_path / "x", a=b"one", b=b"two")
+    arguments = [sys.executable, "-c", _PROCESS, *(str(tmp_path / name) for name in ("x", "log", "go"))]
+    running = [subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    (tmp_path / "go").touch()
+    found = {process.communicate()[0].strip() for process in running}
+    assert found == {content_hash(tmp_path / "x")}
+    assert sorted((tmp_path / "log").read_text().split()) == ["a", "b"]
+
+
+def test_without_a_memo_all_is_hashed_each_time(tmp_path, settled, hashed, monkeypatch, caplog):
+    monkeypatch.setenv("LONGCE_CACHE", "/proc/longce")
+    (file,) = write(tmp_path / "x", a=b"one")
+    assert content_hash(file) == content_hash(file) == hashlib.sha256(b"one").hexdigest()
+    assert hashed == ["a", "a"]
+    assert "cannot be stored in /proc/longce/identity" in caplog.text
+
+
+def test_files_that_cannot_be_hashed_are_named(tmp_path, monkeypatch):
+    (file,) = write(tmp_path / "x", a=b"one")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "dangling").symlink_to(tmp_path / "none")
+    for name, message in {
+        "none": "No such file",
+        "pipe": "not a regular",
+        "x": "not a reg",
+        "dangling": "No suc",
+    }.items():
+        with pytest.raises(ValueError, match=rf"'{tmp_path}.*{message}"):
+            file_hashes([file, tmp_path / name])
+    monkeypatch.setattr(
+        "builtins.open", lambda *_, **__: (_ for _ in ()).throw(PermissionError(13, "Permission denied"))
+    )
+    with pytest.raises(ValueError, match=r"x/a' cannot be read \(Permission denied\)\. Check"):
+        file_hashes([file])
+
+
+@pytest.mark.parametrize(("change", "message"), [("write", "changed while it was hashed"), ("remove", "No such file")])
+def test_a_file_that_changes_meanwhile_is_refused(tmp_path, monkeypatch, change, message):
+    (file,) = write(tmp_path / "x", a=b"one")
+    original = hashlib.file_digest
+
+    def file_digest(*arguments):
+        digest = original(*arguments)
+        file.write_bytes(b"longer") if change == "write" else file.unlink()
+        return digest
+
+    monkeypatch.setattr(hashlib, "file_digest", file_digest)
+    with pytest.raises(ValueError, match=message):
+        content_hash(file)
+    assert not memos()
+
+
+def test_lists_have_an_order_and_mappings_have_none():
+    assert combined_hash({"a": 1, "b": 2}) == combined_hash({"b": 2, "a": 1})
+    assert combined_hash(["a", "b"]) != combined_hash(["b", "a"])
+    assert combined_hash(["ab", ""]) != combined_hash(["a", "b"])
