@@ -138,21 +138,11 @@ def _rank_file(rank: int | str) -> str:
     return f".rank-{rank}{_SUFFIX}"
 
 
-def _stop(compromise: LeaseCompromise) -> None:
-    """Stop this process before two runs write to a folder."""
-    path = Path(compromise.lock_file)
-    if compromise.reason == "refresh-failed":
-        _log.warning("Cannot touch %s (%s): others may take this run for dead.", path, compromise.error)
-        return
-    os.write(2, f"longce: error: '{path.parent}' was taken over by {_holder(path)}.\n".encode())
-    os._exit(1)
-
-
 class _Watch:
     """A lock that may have a holder."""
 
     def __init__(self, path: Path) -> None:
-        self.lease = _lease(path, _stop)
+        self.lease = _lease(path, self._lost)
         self._path = path
         self._first: tuple[str | None, int] | None = None
 
@@ -166,6 +156,20 @@ class _Watch:
         with self._path.open("a") as file:
             file.write(f"since={time.strftime('%Y-%m-%d %H:%M:%S %z')}\ninode={self._path.stat().st_ino}\n")
         return True
+
+    def _lost(self, compromise: LeaseCompromise) -> None:
+        """Take a deleted lock again; stop this process before two runs write to a folder."""
+        if compromise.reason == "refresh-failed":
+            _log.warning("Cannot touch %s (%s): others may take this run for dead.", self._path, compromise.error)
+            return
+        if compromise.reason == "marker-missing":
+            self.lease.release()
+            if self.take():
+                _log.warning("%s was deleted: taken again, as this run is still writing.", self._path)
+                return
+        holder = _holder(self._path)
+        os.write(2, f"longce: error: '{self._path.parent}' was taken over by {holder}.\n".encode())
+        os._exit(1)
 
     def lives(self) -> bool:
         """Whether the holder is known to live, after an attempt to take the lock."""
@@ -184,7 +188,10 @@ class _Watch:
 
 
 def _lease(path: Path, lost: Callable[[LeaseCompromise], None] | None = None) -> SoftFileLease:
-    return SoftFileLease(path, lease_duration=LEASE, heartbeat_interval=HEARTBEAT, on_compromise=lost)
+    # Not thread-local: a deleted lock is taken again by the thread that notices.
+    return SoftFileLease(
+        path, lease_duration=LEASE, heartbeat_interval=HEARTBEAT, on_compromise=lost, thread_local=False
+    )
 
 
 def _entries(path: Path) -> dict[str, str]:

@@ -309,7 +309,9 @@ def test_forked_children_do_not_keep_a_run_that_has_left(tmp_path):
 
 def test_a_run_survives_a_disk_that_does_not_answer(tmp_path, caplog):
     error = OSError("Stale file handle")
-    locks._stop(LeaseCompromise(str(tmp_path / ".rank-0.lock"), "abc", "refresh-failed", error))
+    locks._Watch(tmp_path / ".rank-0.lock")._lost(
+        LeaseCompromise(str(tmp_path / ".rank-0.lock"), "abc", "refresh-failed", error)
+    )
     assert "Cannot touch" in caplog.text
     assert "Stale file handle" in caplog.text
 
@@ -329,6 +331,18 @@ def taken_over(folder):
     lock = RunLock(folder)
     lock.begin()
     time.sleep(20)
+
+
+def test_a_deleted_lock_is_taken_again_by_a_run_that_lives(tmp_path, impatient, caplog):
+    lock, path = RunLock(tmp_path), tmp_path / ".rank-0.lock"
+    lock.begin()
+    path.unlink()
+    until(path.exists)
+    until(lambda: "was deleted: taken again" in caplog.text)
+    with pytest.raises(ValueError, match="in use"):
+        RunLock(tmp_path).begin(patience=0)
+    lock.leave()
+    assert names(tmp_path) == []
 
 
 def test_a_run_that_was_taken_over_ends(tmp_path, impatient, capfd):
