@@ -21,20 +21,19 @@ from lightning_modules.loading import DType
 from lightning_modules.metrics import LongPerplexity
 from lightning_modules.scoring.key_tokens import (
     Alignment,
-    CharacterCounts,
+    Coverage,
     Rule,
     Tokens,
-    character_warning,
     check_rule,
-    count_characters,
     document_tokens,
     find_key_tokens,
+    measure_coverage,
     move_soft_influence,
 )
 from lightning_modules.token_scores import TokenScores, read_key_spans, text_sha256
 from lightning_modules.tokenization import load_tokenizer
 
-_COUNTS = 5 + len(CharacterCounts._fields)
+_COUNTS = 4 + len(Coverage._fields)
 
 
 class ExternalEvaluator(Callback):
@@ -42,10 +41,11 @@ class ExternalEvaluator(Callback):
 
     Logged as ``val/longppl``, ``val/longppl_soft``, ``val/key_tokens``, ``val/key_token_share`` and
     ``val/documents_without_key_tokens`` (``test/..`` in test), with histograms of the evaluator's long-short
-    difference and long log-likelihood. ``val/documents_aligned_by_characters`` counts those that the evaluator reads as
-    other tokens; ``val/tokens_sharing_characters`` and ``val/tokens_without_characters`` are shares of the model's
-    tokens. The evaluator scores each document once; its scores are stored, so that other thresholds, later epochs and
-    other models need no second pass, and its memory is given back after the evaluation.
+    difference and long log-likelihood. ``val/documents_aligned_by_characters`` counts those whose key tokens came by
+    way of characters; ``val/tokens_sharing_characters`` and ``val/tokens_without_characters`` are shares of the model's
+    tokens, ``val/evaluator_tokens_..`` of the evaluator's. The evaluator scores each document once; its scores are
+    stored, so that other thresholds, later epochs and other models need no second pass, and its memory is given back
+    after the evaluation.
     It lives here and not in the module: it is neither optimised nor checkpointed nor cast.
 
     Args:
@@ -145,7 +145,14 @@ class ExternalEvaluator(Callback):
                 raise ValueError("`key_tokens: authors` needs a data module with a `tokenizer_name`. Use `paper`.")
             self._stored_tokenizer = load_tokenizer(name, revision=revision, trimmed_offsets=True)
 
-    def influence(self, batch: PackedBatch, row: int, device: torch.device) -> tuple[Tensor, Tensor | None, Alignment]:
+    def read(self, batch: PackedBatch, row: int) -> Tokens:
+        """Return the tokens of a row's document, with the offsets that the rule goes by."""
+        tokens = document_tokens(batch, row)
+        if self._stored_tokenizer is None:
+            return tokens
+        return tokens._replace(offsets=stored_offsets(batch["text"][row], tokens, self._stored_tokenizer))
+
+    def influence(self, batch: PackedBatch, row: int, device: torch.device) -> tuple[Tensor, Tensor | None, Coverage]:
         """Return the key tokens of the model in training, and their soft weights if an evaluator gave them.
 
         Args:
@@ -154,28 +161,21 @@ class ExternalEvaluator(Callback):
             device: Where the evaluator shall run.
 
         Returns:
-            ``[T]`` bool and ``[T]`` float64, both 0 where a token is not scored, and how key tokens came from those of
-            the evaluator.
+            ``[T]`` bool and ``[T]`` float64, both 0 where a token is not scored, and how tokens cover the characters.
         """
-        text, name, tokens = batch["text"][row], batch["names"][row], self._tokens(batch, row)
+        text, name, tokens = batch["text"][row], batch["names"][row], self.read(batch, row)
         scored = batch["labels"][row].ne(IGNORE_INDEX).cpu()
         hard, soft = torch.zeros_like(scored), torch.zeros(len(scored), dtype=torch.float64)
         end = len(tokens.ids)
         if self.evaluator is None:
             spans = self._precomputed_spans(text, name)
             hard[:end], alignment = self._inside(tokens.offsets, spans)
-            return hard & scored, None, alignment
+            return hard & scored, None, measure_coverage(tokens, None, alignment)
         scores = self.evaluator.scores(text, device=device, name=name)
         self.scores[scores.text_sha256] = scores
         hard[:end], alignment = find_key_tokens(scores, tokens, alpha=self.alpha, beta=self.beta, rule=self.rule)
         soft[:end] = move_soft_influence(scores, tokens, gamma=self.gamma)
-        return hard & scored, soft * scored, alignment
-
-    def _tokens(self, batch: PackedBatch, row: int) -> Tokens:
-        tokens = document_tokens(batch, row)
-        if self._stored_tokenizer is None:
-            return tokens
-        return tokens._replace(offsets=stored_offsets(batch["text"][row], tokens, self._stored_tokenizer))
+        return hard & scored, soft * scored, measure_coverage(tokens, scores, alignment)
 
     def _inside(self, offsets: Tensor, spans: Tensor) -> tuple[Tensor, Alignment]:
         if self.rule == "authors":
@@ -209,25 +209,25 @@ class ExternalEvaluator(Callback):
                     self.evaluator.accompany(device=pl_module.device)
                 continue
             log_likelihood = outputs["log_likelihood"][row]
-            hard, soft, alignment = self.influence(batch, row, pl_module.device)
+            hard, soft, coverage = self.influence(batch, row, pl_module.device)
             self.longppl.update(log_likelihood, hard.to(log_likelihood.device))
             if soft is not None:
                 self.longppl_soft.update(log_likelihood, soft.to(log_likelihood.device))
             scored = batch["labels"][row].ne(IGNORE_INDEX).sum()
-            characters = count_characters(self._tokens(batch, row).offsets)
-            counts = [hard.sum(), scored, not hard.any(), 1, alignment != "tokens", *characters]
+            counts = [hard.sum(), scored, not hard.any(), 1, *coverage]
             self._counts += torch.tensor(counts, dtype=torch.float64)
 
     def _end(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         counts = trainer.strategy.reduce(self._counts.to(pl_module.device), reduce_op="sum")
-        key_tokens, scored, without, documents, by_characters, *characters = counts.tolist()
+        key_tokens, scored, without, documents = counts[:4].tolist()
+        coverage = Coverage(*counts[4:].tolist())
         values = {
             "longppl": self.longppl.compute(),
             "key_tokens": key_tokens,
             "key_token_share": key_tokens / max(scored, 1),
             "documents_without_key_tokens": without,
-            "documents_aligned_by_characters": by_characters,
-            **CharacterCounts(*characters).shares(),
+            "documents_aligned_by_characters": coverage.by_characters,
+            **coverage.shares(),
         }
         if self.evaluator is not None:
             values["longppl_soft"] = self.longppl_soft.compute()
@@ -237,8 +237,7 @@ class ExternalEvaluator(Callback):
                 + (": LongPPL is not a number." if key_tokens == 0 else " and do not count in LongPPL.")
                 + " They may be too short for `context_length`, or the evaluator may not use the long context."
             )
-        alignment: Alignment = "characters" if by_characters else "tokens"
-        if (warning := character_warning(CharacterCounts(*characters), [alignment])) is not None:
+        if (warning := coverage.warning()) is not None:
             rank_zero_warn(f"{stage} documents: {warning}")
         for name, value in values.items():
             value = torch.as_tensor(value, dtype=torch.float32)

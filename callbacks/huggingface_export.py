@@ -1,10 +1,12 @@
 """The trained model as a folder that Hugging Face loads."""
 
 from pathlib import Path
+from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
 from lightning_modules.export import (
@@ -16,6 +18,7 @@ from lightning_modules.export import (
     export_model,
 )
 from lightning_modules.long_context_lm import LongContextLM
+from lightning_modules.tokenization import load_tokenizer
 
 
 class HuggingFaceExport(Callback):
@@ -47,6 +50,7 @@ class HuggingFaceExport(Callback):
     ) -> None:
         self.output_dir = Path(output_dir).expanduser()
         self.options = ExportOptions(adapters, dtype, legacy_rope_keys, eabf_as_abf)
+        self._tokenizer: PreTrainedTokenizerBase | None = None
         check_replaceable(self.output_dir)
 
     @override
@@ -58,6 +62,11 @@ class HuggingFaceExport(Callback):
                 " remove the callback, and run `longce export` on the last checkpoint."
             )
         check_export(pl_module.backbone.model, self.output_dir, self.options, pl_module.training_facts())
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        self._tokenizer = getattr(data, "tokenizer", None)
+        name, revision = getattr(data, "tokenizer_name", None), getattr(data, "tokenizer_revision", None)
+        if self._tokenizer is not None and self._tokenizer.name_or_path and name is not None:
+            self._tokenizer = load_tokenizer(name, revision=revision, trimmed_offsets=True)  # as it is stored
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -65,7 +74,7 @@ class HuggingFaceExport(Callback):
         if trainer.is_global_zero and trainer.global_step > 0:
             export_model(
                 pl_module.backbone.model,
-                getattr(trainer.datamodule, "tokenizer", None),  # type: ignore[attr-defined]
+                self._tokenizer,
                 self.output_dir,
                 options=self.options,
                 facts=pl_module.training_facts(),

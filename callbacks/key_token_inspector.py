@@ -17,6 +17,7 @@ from lightning_modules.evaluation_steps import EvaluationSteps
 from lightning_modules.functional import Weighing, key_token_mask
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.rotary_checks import check_static
+from lightning_modules.scoring.key_tokens import Rule
 from lightning_modules.token_scores import TokenScores, text_sha256
 from lightning_modules.token_views import (
     EvaluationPanels,
@@ -86,16 +87,17 @@ class KeyTokenInspector(Callback):
             raise ValueError(f"`KeyTokenInspector` looks at a `LongContextLM`, not at a `{type(pl_module).__name__}`.")
         check_single(trainer, KeyTokenInspector, lambda callback: callback.documents, "val/power_law_.., documents")
         alpha, beta = self.alpha, self.beta
+        rule: Rule = "paper"
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         self._evaluator = next((other for other in callbacks if isinstance(other, ExternalEvaluator)), None)
         if self._evaluator is not None:
-            alpha, beta = self._evaluator.alpha, self._evaluator.beta
+            alpha, beta, rule = self._evaluator.alpha, self._evaluator.beta, self._evaluator.rule
         elif not self.short_context:
             raise ValueError(
                 "Without an `ExternalEvaluator` only the model's own short context tells key tokens: set"
                 " `short_context: true`, or add `callbacks.ExternalEvaluator`."
             )
-        self._panels = EvaluationPanels(alpha=alpha, beta=beta, tokens=self.excerpt_tokens)
+        self._panels = EvaluationPanels(alpha=alpha, beta=beta, tokens=self.excerpt_tokens, rule=rule)
         if not any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers):
             rank_zero_warn(
                 "`KeyTokenInspector` draws for TensorBoard, and there is no `TensorBoardLogger`: it is idle."
@@ -208,6 +210,7 @@ class KeyTokenInspector(Callback):
             ),
             scored=batch["labels"][row, :tokens].ne(IGNORE_INDEX).cpu(),
             key=key,
+            tokens=None if self._evaluator is None else self._evaluator.read(batch, row),
         )
 
     @override

@@ -132,7 +132,8 @@ class CorpusFiles:
 
     def _text(self, record: Mapping[str, Any], place: str) -> str:
         if (text := nested(record, self.columns.text)) is None:
-            raise ValueError(f"{place}: no text in {self.columns.text!r}, only {sorted(record)[:_FIELDS]}.")
+            found = "it is null" if self.columns.text in record else f"only {sorted(record)[:_FIELDS]}"
+            raise ValueError(f"{place}: no text in {self.columns.text!r}, {found}.")
         return checked_text(text, place)
 
     def _records(

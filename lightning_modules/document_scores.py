@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_modules.functional import key_token_mask
-from lightning_modules.scoring.key_tokens import count_characters, find_key_tokens
+from lightning_modules.scoring.key_tokens import Tokens, find_key_tokens, measure_coverage
 from lightning_modules.token_scores import TokenScores
 
 PERCENTILES = (10, 25, 75, 90, 99)
@@ -80,7 +80,7 @@ def document_scores(
         "scored_tokens": tokens - 1,
         "compared_tokens": max(tokens - start, 0),
         "key_tokens": int(key.sum()),
-        **count_characters(scores.offsets).shares(),
+        **measure_coverage(Tokens(scores.token_ids, scores.offsets), None, "tokens").shares(),
         "perplexity": _perplexity(long[1:]),
     }
     if tokens > start:

@@ -203,14 +203,24 @@ def _csv_entries(file: Path) -> list[Measured]:
     except UnicodeDecodeError as error:
         raise ValueError(f"'{file}' is not UTF-8 ({error}): save it as CSV in UTF-8.") from None
     with io.StringIO(text, newline="") as stream:
-        reader = csv.DictReader(stream)
-        if "model" not in (reader.fieldnames or ()):
-            raise ValueError(f"'{file}' has no column 'model', only {reader.fieldnames}: add a first line of names.")
-        entries = []
-        for line in reader:
-            model = line.pop("model")
-            entries.append(_plain(f"{file}:{reader.line_num}", model, {name: line[name] or None for name in line}))
-    return entries
+        lines = [(number, [cell.strip() for cell in line]) for number, line in enumerate(csv.reader(stream), 1) if line]
+    names = lines[0][1] if lines else []
+    if "model" not in names:
+        raise ValueError(f"'{file}' has no column 'model', only {names}: add a first line of names.")
+    if len(set(names)) < len(names):
+        raise ValueError(f"'{file}' names a column twice: {names}. Leave one of them out.")
+    if len(lines) == 1:
+        raise ValueError(f"'{file}' names columns and holds no model: add a line for each.")
+    return [_csv_entry(f"{file}:{number}", names, cells) for number, cells in lines[1:]]
+
+
+def _csv_entry(place: str, names: Sequence[str], cells: Sequence[str]) -> Measured:
+    if len(cells) > len(names):
+        raise ValueError(f"{place}: {len(cells)} cells for {len(names)} columns: quote cells that hold a comma.")
+    values: dict[str, Any] = {name: cell or None for name, cell in zip(names, cells, strict=False)}
+    if not (model := values.pop("model", None)):
+        raise ValueError(f"{place}: the column 'model' is empty: name the model.")
+    return _plain(place, model, values)
 
 
 def _plain(place: str, model: str, entry: Mapping[str, Any]) -> Measured:

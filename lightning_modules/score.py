@@ -25,15 +25,14 @@ from lightning_modules.model_identity import model_identity
 from lightning_modules.probe import check_scoring
 from lightning_modules.report_blocks import plain
 from lightning_modules.scoring.key_tokens import (
-    CharacterCounts,
-    KeyTokens,
+    Alignment,
+    Coverage,
     Rule,
-    add_counts,
-    character_warning,
+    add_coverage,
     check_rule,
-    count_characters,
     document_tokens,
     find_key_tokens,
+    measure_coverage,
 )
 from lightning_modules.token_scores import TokenScores, text_sha256
 from lightning_modules.tokenization import encode_document, load_tokenizer
@@ -94,9 +93,9 @@ def score(
         and under ``documents`` the same for each file, in order, with its name under ``file``. ``longppl`` is NaN
         where there is no key token, ``perplexity`` where a document has a single token. ``alignment`` tells how key
         tokens came from the evaluator's tokens: ``tokens`` (both read the same tokens), ``characters`` (Equation 9) or
-        ``authors``; ``tokens_sharing_characters`` and ``tokens_without_characters`` are shares of the model's tokens.
-        ``model`` is its name, and ``settings`` what the numbers also depend on: the texts by their hash, the evaluator,
-        lengths, thresholds.
+        ``authors``. ``tokens_sharing_characters`` and ``tokens_without_characters`` are shares of the model's tokens,
+        the same names after ``evaluator_`` of the evaluator's. ``model`` is its name, and ``settings`` what the numbers
+        also depend on: the texts by their hash, the evaluator, lengths, thresholds.
 
     Raises:
         ValueError: If a file, a model or a number cannot be used; before any model is loaded, where that can be known.
@@ -137,8 +136,10 @@ def score(
     floor = beta if key_tokens_only else None
     for document in tqdm(documents, desc="evaluator", unit="document", disable=None):
         scores = judge.scores(document["text"][0], device=place, name=document["names"][0], beta=floor)
-        key = find_key_tokens(scores, document_tokens(document), alpha=alpha, beta=beta, rule=key_tokens)
-        judged.append(_Judged(document, key, _shared_pass(document, scores) if same else None))
+        tokens = document_tokens(document)
+        key = find_key_tokens(scores, tokens, alpha=alpha, beta=beta, rule=key_tokens)
+        coverage = measure_coverage(tokens, scores, key.alignment)
+        judged.append(_Judged(document, *key, coverage, _shared_pass(document, scores) if same else None))
     judge.release()
     result = _evaluate(judged, ScoredModel(model, place, settings))
     result |= {
@@ -153,7 +154,7 @@ def score(
             "stride": stride,
             "alpha": alpha,
             "beta": beta,
-            "key_tokens": key_tokens,
+            "key_token_rule": key_tokens,
         },
     }
     if output is not None:
@@ -200,16 +201,20 @@ def table(result: dict[str, Any]) -> str:
     lines.insert(-1, "-" * len(lines[0]))
     lines.append(
         f"Key tokens aligned by {result['alignment']}; {result['tokens_sharing_characters']:.1%} of the tokens share a"
-        f" character, {result['tokens_without_characters']:.1%} cover none."
+        f" character, {result['tokens_without_characters']:.1%} cover none; of the evaluator's"
+        f" {result.get('evaluator_tokens_sharing_characters', 0):.1%} and"
+        f" {result.get('evaluator_tokens_without_characters', 0):.1%}."
     )
     return "\n".join(lines)
 
 
 class _Judged(NamedTuple):
-    """A document, its key tokens, and the model's log-likelihoods ``[1, T]`` if the evaluator's serve."""
+    """A document, its key tokens ``[T]``, and the model's log-likelihoods ``[1, T]`` if the evaluator's serve."""
 
     document: PackedBatch
-    key: KeyTokens
+    key: torch.Tensor
+    alignment: Alignment
+    coverage: Coverage
     log_likelihood: torch.Tensor | None
 
 
@@ -246,16 +251,14 @@ class ScoredModel:
 def _evaluate(judged: list[_Judged], model: ScoredModel) -> dict[str, Any]:
     corpus = {"longppl": LongPerplexity(), "perplexity": LongPerplexity()}
     rows: list[dict[str, Any]] = []
-    counts: list[CharacterCounts] = []
-    for document, (mask, alignment), known in tqdm(judged, desc="model", unit="document", disable=None):
+    for document, mask, alignment, coverage, known in tqdm(judged, desc="model", unit="document", disable=None):
         log_likelihood = model.log_likelihood(document) if known is None else known
         scored = document["labels"].ne(IGNORE_INDEX)
         key = mask & scored
         row: dict[str, Any] = {"file": document["names"][0]}
         for name, influence in (("longppl", key), ("perplexity", scored)):
             row[name] = float(corpus[name](log_likelihood, influence))
-        counts.append(count_characters(document["offsets"][0]))
-        row |= {"key_tokens": int(key.sum()), "tokens": scored.numel(), "alignment": alignment, **counts[-1].shares()}
+        row |= {"key_tokens": int(key.sum()), "tokens": scored.numel(), "alignment": alignment, **coverage.shares()}
         rows.append(row)
     without = sum(row["key_tokens"] == 0 for row in rows)
     if without:
@@ -267,10 +270,11 @@ def _evaluate(judged: list[_Judged], model: ScoredModel) -> dict[str, Any]:
         )
     totals: dict[str, Any] = {name: float(metric.compute()) for name, metric in corpus.items()}
     totals |= {name: sum(row[name] for row in rows) for name in ("key_tokens", "tokens")}
-    alignments, all_counts = {row["alignment"] for row in rows}, add_counts(counts)
-    if (warning := character_warning(all_counts, alignments)) is not None:
+    coverage = add_coverage(document.coverage for document in judged)
+    if (warning := coverage.warning()) is not None:
         log.warning(warning)
-    return {**totals, "alignment": ", ".join(sorted(alignments)), **all_counts.shares(), "documents": rows}
+    alignments = sorted({row["alignment"] for row in rows})
+    return {**totals, "alignment": ", ".join(alignments), **coverage.shares(), "documents": rows}
 
 
 def find_device(name: str) -> torch.device:

@@ -97,6 +97,10 @@ class TokenScores:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping
         except (SafetensorError, OSError) as error:
             raise ValueError(f"'{path}' cannot be read as token scores ({error}).") from error
+        if header.get("format", FORMAT) != FORMAT and str(header["format"]).startswith(FORMAT.rstrip("0123456789")):
+            raise ValueError(
+                f"'{path}' was written by another version ({header['format']}, not {FORMAT}): score again."
+            )
         if header.get("format") != FORMAT or header.pop("checksum", None) != _checksum(header, tensors):
             raise ValueError(f"'{path}' is damaged or no file of token scores ({FORMAT}).")
         rungs = {int(name[len(_RUNG) :]): tensors.pop(name) for name in sorted(tensors) if name.startswith(_RUNG)}

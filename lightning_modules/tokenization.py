@@ -14,6 +14,7 @@ from tokenizers.processors import PostProcessor
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
+from lightning_modules.functional import character_units, unit_spans
 from lightning_modules.slow_tokenizers import SlowBackend
 
 
@@ -163,6 +164,10 @@ def encode_document(
         encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens)
         while (end := _cut(encoding, max_tokens)) is not None:
             text = text[:end]
+            if not text.strip():
+                raise ValueError(
+                    f"`max_tokens` of {max_tokens} leaves nothing but white space of document '{name}': raise it."
+                )
             encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens)
     except TypeError as error:
         raise ValueError(
@@ -178,6 +183,13 @@ def encode_document(
         warnings.warn(
             f"{unknown:.0%} of the tokens of document '{name}' are unknown to the tokenizer '{tokenizer.name_or_path}':"
             " it is made for other text, and scores mean little.",
+            stacklevel=2,
+        )
+    covered = int(unit_spans(offsets[0], character_units(offsets[0])).diff(dim=1).sum())
+    if covered < 0.9 * len("".join(text.split())):
+        warnings.warn(
+            f"The tokens of document '{name}' cover {covered:,} of its {len(text):,} characters: the tokenizer"
+            f" '{tokenizer.name_or_path}' drops the others, and scores say nothing about them.",
             stacklevel=2,
         )
     labels = input_ids.clone()

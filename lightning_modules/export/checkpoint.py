@@ -172,15 +172,15 @@ def export_checkpoint(
 def _tokenizer(
     name: str | None, revision: str | None, facts: TrainingFacts, made: str | None
 ) -> PreTrainedTokenizerFast:
-    """The one asked for, or that of the training, which is in the checkpoint if the data module made it."""
+    """Return the one asked for, or that of the training (in the checkpoint if the data module made it), as stored."""
     if name is not None:
-        return load_tokenizer(name, revision=revision)
+        return load_tokenizer(name, revision=revision, trimmed_offsets=True)
     if made is not None:
         return tokenizer_from_json(made)
     if facts.tokenizer is None:
         raise ValueError("The checkpoint names no tokenizer: give one by `--tokenizer`.")
     try:
-        return load_tokenizer(facts.tokenizer, revision=facts.tokenizer_revision)
+        return load_tokenizer(facts.tokenizer, revision=facts.tokenizer_revision, trimmed_offsets=True)
     except ValueError as error:
         raise ValueError(f"{error} Name another tokenizer than that of the training by `--tokenizer`.") from error
 

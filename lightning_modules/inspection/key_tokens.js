@@ -61,11 +61,12 @@ function keySpans(data, alpha, beta) {
   return joined;
 }
 
-/** The evaluated model's key tokens: the evaluator's own if both read the same, else those inside its key spans. */
+/** The evaluated model's key tokens: the evaluator's own if both read the same, else those inside its key spans.
+ *  Token 0 is not scored. */
 function judgedKeyTokens(data, keys, alpha, beta) {
   if (data.same_tokens !== null) {
     const [first, stop, own] = data.same_tokens;
-    return keys.filter((token) => token >= first && token < stop).map((token) => token - first + own);
+    return keys.filter((token) => token >= first && token < stop).map((token) => token - first + own).filter(Boolean);
   }
   const unit = characterUnits(data.judged), units = unitSpans(data.judged, unit), inside = [];
   const joined = keySpans(data, alpha, beta);
@@ -74,7 +75,7 @@ function judgedKeyTokens(data, keys, alpha, beta) {
     while (next < joined.length && joined[next][1] <= from) next++;
     return next < joined.length && joined[next][0] <= from && to <= joined[next][1];
   });
-  for (let token = 0; token < unit.length; token++) if (isInside[unit[token]]) inside.push(token);
+  for (let token = 1; token < unit.length; token++) if (isInside[unit[token]]) inside.push(token);
   return inside;
 }
 

@@ -138,7 +138,7 @@ class Inspection:
         log_likelihood = self.model.log_likelihood
         inside = find_key_tokens(self.scores, self.model.tokens, alpha=self.alpha, beta=self.beta).mask
         return (
-            float(long_perplexity(log_likelihood, inside)),  # token 0 is never key: it has no shorter context
+            float(long_perplexity(log_likelihood[1:], inside[1:])),  # token 0 is not scored
             float(long_perplexity(log_likelihood[1:], inside[1:].new_ones(len(inside) - 1))),
         )
 

@@ -62,25 +62,50 @@ class KeyTokens(NamedTuple):
     alignment: Alignment
 
 
-class CharacterCounts(NamedTuple):
-    """How the tokens of documents cover their characters; special tokens around a document are left out.
+class Coverage(NamedTuple):
+    """How tokens cover the characters of one document, or of several; special tokens around a text are left out.
 
     Attributes:
-        tokens: Number of tokens.
-        sharing: Tokens that share a character with another one.
-        without: Tokens without a character.
+        by_characters: Documents whose key tokens came by way of characters.
+        tokens: Number of the model's tokens.
+        sharing: Those that share a character with another one.
+        without: Those without a character.
+        evaluator_tokens: Number of the evaluator's tokens; 0 if they are not known.
+        evaluator_sharing: Those that share a character with another one.
+        evaluator_without: Those without a character.
     """
 
-    tokens: int
-    sharing: int
-    without: int
+    by_characters: int = 0
+    tokens: int = 0
+    sharing: int = 0
+    without: int = 0
+    evaluator_tokens: int = 0
+    evaluator_sharing: int = 0
+    evaluator_without: int = 0
 
     def shares(self) -> dict[str, float]:
-        """The two kinds as shares of all tokens, named as in results."""
-        return {
+        """Return the shares of tokens of each kind, named as in results."""
+        shares = {
             "tokens_sharing_characters": self.sharing / max(self.tokens, 1),
             "tokens_without_characters": self.without / max(self.tokens, 1),
         }
+        if self.evaluator_tokens:
+            shares["evaluator_tokens_sharing_characters"] = self.evaluator_sharing / self.evaluator_tokens
+            shares["evaluator_tokens_without_characters"] = self.evaluator_without / self.evaluator_tokens
+        return shares
+
+    def warning(self) -> str | None:
+        """Return a warning if many tokens share a character or cover none, and key tokens depend on it."""
+        odd = self.sharing + self.without, self.evaluator_sharing + self.evaluator_without
+        sizes = self.tokens, self.evaluator_tokens
+        if not self.by_characters or all(n <= NOTABLE_SHARE * size for n, size in zip(odd, sizes, strict=True)):
+            return None
+        return (
+            f"{odd[0] / max(sizes[0], 1):.1%} of the model's tokens and {odd[1] / max(sizes[1], 1):.1%} of the"
+            " evaluator's share a character with another one or cover none, and key tokens came as spans of characters,"
+            " which cannot tell such tokens apart. With an evaluator that has the model's tokenizer, and `key_tokens:"
+            " paper`, each token is decided by itself."
+        )
 
 
 def check_rule(rule: str) -> None:
@@ -179,30 +204,22 @@ def key_spans(scores: TokenScores, *, alpha: float = 2.0, beta: float = -2.0) ->
     return merge_spans(spans[key_token_mask(long, short, alpha=alpha, beta=beta)])
 
 
-def count_characters(offsets: Tensor) -> CharacterCounts:
-    """Count how the tokens of one document, ``[N, 2]`` offsets, cover its characters."""
+def measure_coverage(tokens: Tokens, scores: TokenScores | None, alignment: Alignment) -> Coverage:
+    """Count how the tokens of a model cover a document, and those of an evaluator if its scores are known."""
+    counts = _count(tokens.offsets) + (() if scores is None else _count(scores.offsets))
+    return Coverage(int(alignment != "tokens"), *counts)
+
+
+def add_coverage(parts: Iterable[Coverage]) -> Coverage:
+    """Add up the coverage of documents."""
+    return Coverage(*map(sum, zip(Coverage(), *parts, strict=True)))
+
+
+def _count(offsets: Tensor) -> tuple[int, int, int]:
     inner = offsets[_inner(offsets)]
     units = character_units(inner)
     members = torch.bincount(units, minlength=1)[units]
-    return CharacterCounts(len(inner), int((members > 1).sum()), int((inner[:, 0] == inner[:, 1]).sum()))
-
-
-def add_counts(counts: Iterable[CharacterCounts]) -> CharacterCounts:
-    """Add up the counts of documents."""
-    return CharacterCounts(*map(sum, zip(CharacterCounts(0, 0, 0), *counts, strict=True)))
-
-
-def character_warning(counts: CharacterCounts, alignments: Iterable[Alignment]) -> str | None:
-    """Return a warning about tokens that share characters or cover none, or None where no number depends on them."""
-    if set(alignments) <= {"tokens"} or counts.sharing + counts.without <= NOTABLE_SHARE * counts.tokens:
-        return None
-    shares = counts.shares()
-    return (
-        f"{shares['tokens_sharing_characters']:.1%} of the tokens share a character with another token, and"
-        f" {shares['tokens_without_characters']:.1%} cover none. The evaluator reads other tokens, so its key tokens"
-        " become spans of characters, which cannot tell such tokens apart. An evaluator with the model's own tokenizer"
-        " decides each token by itself."
-    )
+    return len(inner), int((members > 1).sum()), int((inner[:, 0] == inner[:, 1]).sum())
 
 
 def _check_floor(scores: TokenScores, beta: float) -> None:

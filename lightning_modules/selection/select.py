@@ -192,7 +192,7 @@ class Chooser:
         if count:
             warnings.warn(
                 f"{count:,} chosen document(s) are not in '{path}', because a key must be one line that is not empty:"
-                f" {', '.join(left_out)}{', ..' if count > _NAMED else ''}. Write .parquet or .jsonl instead.",
+                f" {', '.join(left_out)}{' and others' if count > _NAMED else ''}. Write .parquet or .jsonl instead.",
                 stacklevel=2,
             )
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_modules.scoring.key_tokens import Tokens, find_key_tokens
+from lightning_modules.scoring.key_tokens import Rule, Tokens, find_key_tokens
 from lightning_modules.token_scores import TokenScores
 from lightning_modules.token_views.figures import position_figure
 from lightning_modules.token_views.panels import draw_documents, draw_learned, draw_scores
@@ -24,6 +24,7 @@ class InspectedDocument:
         scores: Of the model.
         scored: ``[N]`` bool, the tokens of the model that count.
         key: ``[N]`` bool, its key tokens where these are known beforehand; else None, and scores tell them.
+        tokens: How the model reads it, for an evaluator's key tokens, if other offsets than those of the scores count.
     """
 
     name: str
@@ -31,6 +32,7 @@ class InspectedDocument:
     scores: TokenScores
     scored: Tensor
     key: Tensor | None = None
+    tokens: Tokens | None = None
 
 
 class EvaluationPanels:
@@ -40,9 +42,11 @@ class EvaluationPanels:
         alpha: A key token's long-short difference exceeds it, in nats.
         beta: A key token's long log-likelihood exceeds it, in nats.
         tokens: Shown of each document, at most.
+        rule: How key tokens come from an evaluator.
     """
 
-    def __init__(self, *, alpha: float, beta: float, tokens: int) -> None:
+    def __init__(self, *, alpha: float, beta: float, tokens: int, rule: Rule = "paper") -> None:
+        self.rule: Rule = rule
         self.thresholds: Any = {"alpha": alpha, "beta": beta}
         self.tokens = tokens
         self._first: dict[str, tuple[Tensor, int]] = {}
@@ -99,8 +103,11 @@ class EvaluationPanels:
         """As the model sees it, with the key tokens of the evaluator if there is one."""
         scores, key = document.scores, document.key
         if key is None:
-            evaluator = judge.get(scores.text_sha256, scores)
-            key = find_key_tokens(evaluator, Tokens(scores.token_ids, scores.offsets), **self.thresholds).mask
+            tokens = document.tokens or Tokens(scores.token_ids, scores.offsets)
+            if (evaluator := judge.get(scores.text_sha256)) is None:
+                key = find_key_tokens(scores, **self.thresholds).mask
+            else:
+                key = find_key_tokens(evaluator, tokens, **self.thresholds, rule=self.rule).mask
             key = key & document.scored
         return _scored_document(document, scores, key)
 

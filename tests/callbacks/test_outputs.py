@@ -14,9 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from callbacks import HuggingFaceExport, TokenScoresWriter, huggingface_export
 from lightning_modules.cli import main
+from lightning_modules.export import export_checkpoint
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.token_scores import TokenScores, text_sha256
-from lightning_modules.tokenization import encode_document
+from lightning_modules.tokenization import encode_document, load_tokenizer
 from tests.conftest import make_text, tiny_model
 from tests.distributed import run_distributed
 
@@ -176,6 +177,24 @@ def _train(rank, world_size, base, root, documents):
     trainer.fit(make_module(base, context_extension=None), Documents(documents))
     assert written == ([0] if rank == 0 else [])
     assert (root / "out" / "model.safetensors").is_file(), "it is there when any process goes on"
+
+
+def test_a_tokenizer_is_exported_as_it_is_stored(base, documents, tmp_path):
+    """With trimmed offsets, which loading makes whole: the rule of the authors goes by them."""
+    path = Path(base) / "tokenizer.json"
+    stored = json.loads(path.read_text())
+    trimmed = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+    stored["post_processor"] = {"type": "Sequence", "processors": [trimmed, stored["post_processor"]]}
+    path.write_text(json.dumps(stored))
+    data = Documents(documents, base)
+    data.tokenizer = load_tokenizer(base)
+    trainer = make_trainer([HuggingFaceExport(str(tmp_path / "callback"))], tmp_path)
+    trainer.fit(make_module(base), data)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    export_checkpoint(str(tmp_path / "a.ckpt"), str(tmp_path / "command"))
+    for name in ("callback", "command"):
+        exported = json.loads((tmp_path / name / "tokenizer.json").read_text())
+        assert exported["post_processor"] == stored["post_processor"]
 
 
 @pytest.mark.slow

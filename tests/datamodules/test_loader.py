@@ -1,3 +1,5 @@
+import tempfile
+
 import lightning
 import pytest
 import torch
@@ -34,6 +36,7 @@ class Recorder(lightning.LightningModule):
 def rows_seen(num_workers, callbacks=(), checkpoint=None, **kwargs):
     module = Recorder()
     silent = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    silent["default_root_dir"] = tempfile.mkdtemp()  # Lightning saves at the end of each epoch
     trainer = lightning.Trainer(
         max_epochs=3, accelerator="cpu", callbacks=list(callbacks), use_distributed_sampler=False, **silent, **kwargs
     )

@@ -144,6 +144,11 @@ def test_a_folder_with_results_is_read_for_them_alone(harness_result, tmp_path):
         ("a.json", '{"tasks": {"vt": 3}, "average": {}}', "a.json", "is damaged"),
         ("a.json", '{"longppl": 2, "perplexity": 3, "documents": []}', "a.json", "does not say which model"),
         ("a.csv", "name\n", "a.csv", "no column 'model'"),
+        ("a.csv", "", "a.csv", "no column 'model'"),
+        ("a.csv", "model,x\n", "a.csv", "holds no model"),
+        ("a.csv", "model,x,x\na,1,2\n", "a.csv", "names a column twice"),
+        ("a.csv", "model,x\na,1,7\n", "a.csv", r"a\.csv:2: 3 cells for 2 columns"),
+        ("a.csv", "model,x\na,1\n ,2\n", "a.csv", r"a\.csv:3: the column 'model' is empty"),
         ("a.csv", "model,x\na,1\nb,2\n", "m=a.csv", "reports 2 models"),
     ],
 )
@@ -152,6 +157,12 @@ def test_bad_files_are_refused(tmp_path, monkeypatch, name, content, word, messa
     (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=message):
         read_results([word])
+
+
+def test_spaces_around_cells_do_not_count(tmp_path):
+    (tmp_path / "a.csv").write_text("model, longppl ,RULER\n a , 2.5,\n")
+    (measured,) = read_results([str(tmp_path / "a.csv")])
+    assert (measured.model, measured.values) == ("a", {"longppl": 2.5})
 
 
 def test_a_table_in_another_encoding_is_named(tmp_path):

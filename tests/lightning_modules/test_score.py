@@ -58,11 +58,12 @@ def test_command_prints_a_table_and_writes_json(files, model_dir, evaluator_dir,
     assert [line.split()[0] for line in lines if line[0] != "-"] == ["document", *files, "corpus", "Key"]
     assert "nan" in lines[4]
     written = json.loads(output.read_text())
-    shares = {"alignment", "tokens_sharing_characters", "tokens_without_characters"}
+    kinds = ("tokens_sharing_characters", "tokens_without_characters")
+    shares = {"alignment", *kinds, *(f"evaluator_{kind}" for kind in kinds)}
     numbers = {"longppl", "perplexity", "key_tokens", "tokens"}
     assert set(written) == numbers | shares | {"documents", "model", "settings"}
     assert set(written["documents"][0]) == numbers | shares | {"file"}
-    assert (written["alignment"], written["settings"]["key_tokens"]) == ("characters", "paper")
+    assert (written["alignment"], written["settings"]["key_token_rule"]) == ("characters", "paper")
     assert written["model"] == str(model_dir)
     assert written["settings"]["evaluator"] == str(evaluator_dir)
     assert written["documents"][2]["longppl"] is None

@@ -1,15 +1,22 @@
 """The same question asked by two commands gets the same answer."""
 
+import copy
+import warnings
+
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningDataModule, Trainer
+from longppl.longppl import compute_longppl
+from tokenizers import Regex, normalizers
 from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from callbacks import ExternalEvaluator
+from lightning_modules.evaluator import Evaluator
 from lightning_modules.inspection import inspect_document
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.score import score
-from lightning_modules.scoring.key_tokens import find_key_tokens
+from lightning_modules.scoring.key_tokens import document_tokens, find_key_tokens
 from lightning_modules.tokenization import encode_document, load_tokenizer
 from tests.conftest import tiny_model
 from tests.support.texts import LANGUAGES, TOKENIZERS, text_of
@@ -119,8 +126,9 @@ def test_the_rule_of_the_authors_in_score_and_validation(folders, tmp_path, capl
     data = type("Data", (), {"tokenizer_name": model, "tokenizer_revision": None})
     callback.setup(type("Trainer", (), {"datamodule": data, "callbacks": [callback]}), None, "validate")
     document = encode_document(text, load_tokenizer(model))
-    mask, _, alignment = callback.influence(document, 0, torch.device("cpu"))
-    assert alignment == by_score["alignment"] == "authors"
+    mask, _, coverage = callback.influence(document, 0, torch.device("cpu"))
+    assert by_score["alignment"] == "authors"
+    assert coverage.shares().items() <= by_score.items()
     assert int(mask.sum()) == by_score["key_tokens"]
     paper = score(str(tmp_path / "document.txt"), model, folders["byte_fallback"], **{**rule, "key_tokens": "paper"})
     assert paper["key_tokens"] != by_score["key_tokens"]
@@ -128,3 +136,65 @@ def test_the_rule_of_the_authors_in_score_and_validation(folders, tmp_path, capl
         callback.setup(type("Trainer", (), {"datamodule": None, "callbacks": [callback]}), None, "validate")
     with pytest.raises(ValueError, match="not made of the tokens"):
         callback.influence({**document, "input_ids": document["input_ids"] + 1}, 0, torch.device("cpu"))
+
+
+class Documents(LightningDataModule):
+    """One document, as the data modules read it."""
+
+    def __init__(self, text, model, *, add_special_tokens):
+        super().__init__()
+        self.tokenizer_name, self.tokenizer_revision = model, None
+        self.document = encode_document(text, load_tokenizer(model), name="d", add_special_tokens=add_special_tokens)
+
+    def val_dataloader(self):
+        return DataLoader([self.document], batch_size=None)
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("precomputed", [False, True])
+def test_validation_by_the_rule_of_the_authors_equals_their_raw_output(special, precomputed, folders, tmp_path):
+    """Trimmed offsets on both sides, tokens that share characters, and special tokens in the data."""
+    text, evaluator, model = text_of("mixed", words=40, seed=3), folders["byte_fallback"], folders["byte_level_trimmed"]
+    if not precomputed:
+        evaluator, model = model, evaluator
+    models = [AutoModelForCausalLM.from_pretrained(name) for name in (model, evaluator)]
+    tokenizers = [AutoTokenizer.from_pretrained(name) for name in (model, evaluator)]
+    (tmp_path / "spans").mkdir()
+    spans = str(tmp_path / "spans" / "d.txt")
+    theirs = compute_longppl(text, *models, *tokenizers, spans, 24, 8, *THRESHOLDS.values())
+
+    source = {"key_spans": str(tmp_path / "spans")} if precomputed else {"evaluator": evaluator}
+    callback = ExternalEvaluator(**source, key_tokens="authors", **WINDOWS, **THRESHOLDS)
+    settings = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = Trainer(accelerator="cpu", enable_checkpointing=False, callbacks=[callback], **settings)
+    data = Documents(text, model, add_special_tokens=special)
+    with pytest.warns(UserWarning, match="key tokens came as spans of characters"):
+        (logged,) = trainer.validate(LongContextLM(model, **WINDOWS), data, verbose=False)
+
+    assert logged["val/key_tokens"] == theirs["n_key_token"] > 3
+    assert logged["val/documents_aligned_by_characters"] == 1
+    if not special:
+        assert logged["val/longppl"] == pytest.approx(float(theirs["longppl"]), rel=1e-4)
+    paper = find_key_tokens(
+        Evaluator(evaluator, **WINDOWS).scores(text), document_tokens(data.document), **THRESHOLDS
+    ).mask.sum()
+    assert paper != theirs["n_key_token"], "the rules differ here, so that this test can fail"
+    if model == folders["byte_level_trimmed"]:
+        assert logged["val/tokens_without_characters"] > 0, "of the offsets as they are stored"
+
+
+def test_text_that_a_tokenizer_drops_is_noticed(tokenizer):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.backend_tokenizer.normalizer = normalizers.Replace(Regex("[^a-z ]"), "")
+    with pytest.warns(UserWarning, match=r"cover 8 of its 17 characters"):
+        encode_document("bace di 日本語文字列テスト", tokenizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        encode_document("bace di bace di 日", tokenizer)
+
+
+def test_a_cut_that_leaves_no_character_is_refused(folders):
+    tokenizer = load_tokenizer(folders["byte_level"])
+    for special in (False, True):
+        with pytest.raises(ValueError, match="`max_tokens` of 1 leaves nothing but white space of document 'e'"):
+            encode_document("👩\u200d👧 hello", tokenizer, name="e", max_tokens=1, add_special_tokens=special)

@@ -14,16 +14,15 @@ from lightning_modules.functional import merge_touching_spans, scan_token_mask, 
 from lightning_modules.inspection import inspect_document
 from lightning_modules.score import score
 from lightning_modules.scoring.key_tokens import (
-    CharacterCounts,
+    Coverage,
     Tokens,
-    add_counts,
-    character_warning,
+    add_coverage,
     check_rule,
-    count_characters,
     document_tokens,
     evaluator_key_tokens,
     find_key_tokens,
     key_spans,
+    measure_coverage,
     move_soft_influence,
 )
 from lightning_modules.token_scores import TokenScores
@@ -73,7 +72,7 @@ def test_every_pair_of_tokenizers_matches_the_slow_definition(evaluator, languag
 
 def test_the_same_tokens_keep_mask_and_influence_also_where_they_share_characters(tokenizers):
     tokens = read(text_of("cjk"), tokenizers["byte_level"])
-    assert count_characters(tokens.offsets).sharing > 100
+    assert coverage_of(tokens.offsets).sharing > 100
     scores = random_scores(tokens)
     key = (scores.long - scores.short > 0.5) & (scores.long > -3.0)
     soft = scores.soft_influence().double()
@@ -135,8 +134,8 @@ def test_trimmed_offsets_are_made_whole_when_a_tokenizer_is_loaded(name, tmp_pat
     for add_special_tokens in (False, True):
         before, after = (read(text, tokenizer, add_special_tokens=add_special_tokens) for tokenizer in (trimmed, whole))
         assert torch.equal(before.ids, after.ids)
-        assert count_characters(before.offsets).without > 0
-        assert count_characters(after.offsets).without == 0
+        assert coverage_of(before.offsets).without > 0
+        assert coverage_of(after.offsets).without == 0
         inner = [span for span in after.offsets.tolist() if span[0] < span[1]]
         assert all(end == start for (_, end), (start, _) in itertools.pairwise(inner)), "every character belongs to one"
         assert (inner[0][0], inner[-1][1]) == (0, len(text))
@@ -159,24 +158,31 @@ def test_a_cut_text_is_read_again_and_no_character_is_cut_in_two(tokenizers):
         assert document["offsets"].max() == len(kept)
 
 
+def coverage_of(offsets):
+    return measure_coverage(Tokens(torch.arange(len(offsets)), offsets), None, "tokens")
+
+
 def test_how_tokens_cover_characters():
     offsets = torch.tensor([[0, 0], [0, 2], [2, 3], [2, 3], [3, 3], [3, 5], [5, 5]])
-    counts = count_characters(offsets)
-    assert counts == (5, 2, 1), "special tokens around the text do not count"
+    tokens = Tokens(torch.arange(7), offsets)
+    counts = coverage_of(offsets)
+    assert counts == (0, 5, 2, 1, 0, 0, 0), "special tokens around the text do not count"
     assert counts.shares() == {"tokens_sharing_characters": 0.4, "tokens_without_characters": 0.2}
-    assert count_characters(torch.zeros(3, 2, dtype=torch.int64)) == (0, 0, 0)
-    assert add_counts([counts, CharacterCounts(5, 0, 0)]) == (10, 2, 1)
-    assert CharacterCounts(0, 0, 0).shares() == {"tokens_sharing_characters": 0.0, "tokens_without_characters": 0.0}
+    assert coverage_of(torch.zeros(3, 2, dtype=torch.int64)) == Coverage()
+    scores = TokenScores("", "", 8, 4, torch.arange(2), torch.tensor([[0, 5], [4, 5]]), torch.zeros(2), torch.zeros(2))
+    both = measure_coverage(tokens, scores, "characters")
+    assert both == (1, 5, 2, 1, 2, 2, 0)
+    assert both.shares() | {"evaluator_tokens_sharing_characters": 1.0} == both.shares()
+    assert add_coverage([both, counts, Coverage(1, 10)]) == (2, 20, 4, 2, 2, 2, 0)
+    assert Coverage().shares() == {"tokens_sharing_characters": 0.0, "tokens_without_characters": 0.0}
 
 
 def test_a_warning_where_characters_decide_and_many_tokens_share_them():
-    many, few = CharacterCounts(1000, 8, 3), CharacterCounts(1000, 7, 3)
-    assert character_warning(many, {"tokens"}) is None, "each token is decided by itself"
-    assert character_warning(few, {"characters"}) is None
-    for alignments in ({"characters"}, {"tokens", "characters"}, {"authors"}):
-        assert "0.8% of the tokens share a character with another token, and 0.3% cover none" in character_warning(
-            many, alignments
-        )
+    assert Coverage(0, 1000, 8, 3).warning() is None, "each token is decided by itself"
+    assert Coverage(1, 1000, 7, 3, 1000, 10, 0).warning() is None
+    for many in (Coverage(1, 1000, 8, 3, 1000), Coverage(2, 1000, 8, 3)):
+        assert many.warning().startswith("1.1% of the model's tokens and 0.0% of the evaluator's share a character")
+    assert "0.0% of the model's tokens and 82.8% of" in Coverage(1, 1000, 0, 0, 1000, 828).warning()
 
 
 def test_an_unknown_rule_is_refused():
