@@ -30,7 +30,8 @@ from lightning_modules.run_checkpoints import (
 from lightning_modules.saved_config import SavedConfig
 from lightning_modules.sequence_parallelism import sequence_parallel_size
 from lightning_modules.setting_checks import check_settings
-from lightning_modules.trainer_checks import check_strategy, check_trainer
+from lightning_modules.sharding import check_strategy
+from lightning_modules.trainer_checks import check_trainer
 
 
 class ConciseParser(LightningArgumentParser):
@@ -86,6 +87,7 @@ class LongceCLI(LightningCLI):
             raise ValueError("`model` must hold settings of the model, as keys and values: leave it out, or mend it.")
         for name, kind in (("model", LongContextLM), ("data", None), ("trainer", Trainer)):
             check_settings(self._get(self.config, name), kind, name)
+        check_strategy(self._get(self.config, "trainer").get("strategy"))
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
@@ -110,7 +112,7 @@ class LongceCLI(LightningCLI):
     def after_instantiate_classes(self) -> None:
         """Refuse what cannot work now: nothing is tokenised or loaded yet."""
         if self.subcommand is not None:
-            check_strategy(self.trainer)
+            check_strategy(self.trainer.strategy)
             options = self.config_init[self.subcommand]
             logger, resume = self._get(self.config, "trainer").logger, self.subcommand == "fit"
             self._asked = options.ckpt_path
