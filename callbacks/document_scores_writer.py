@@ -132,7 +132,7 @@ class DocumentScoresWriter(Callback):
         elif self.shards.folder.local is not None:
             self._lock = RunLock(self.shards.folder.local)
         if self._lock is not None:
-            self._lock.join()
+            self._lock.join(trainer.global_rank)
 
     def _weights(self, trainer: Trainer, pl_module: EvaluationSteps) -> dict[str, Any]:
         """Identities of the model and of the checkpoint that gives its weights, a file or a folder."""

@@ -25,7 +25,10 @@ Result = TypeVar("Result")
 MANIFEST = "checksums.json"
 """File of sizes and CRC-32 of all others in the folder; the last one to be written."""
 
-_INDEX, _REST = ".metadata", "meta.pt"  # torch's: what is in which part; Lightning's: all that is not divided
+_INDEX = ".metadata"  # torch's: what is in which part
+REST = "meta.pt"
+"""Lightning's file of all that is not divided."""
+
 _DEEPSPEED = "latest"  # the file that DeepSpeed writes last
 _BLOCK = 1 << 20
 
@@ -40,7 +43,7 @@ class _PartError(Exception):
 
 def is_sharded(path: Path) -> bool:
     """Whether a sharded strategy finished writing this folder: FSDP2, or DeepSpeed in an earlier version."""
-    return all((path / name).exists() for name in (_INDEX, _REST)) or (path / _DEEPSPEED).is_file()
+    return all((path / name).exists() for name in (_INDEX, REST)) or (path / _DEEPSPEED).is_file()
 
 
 def write_together(target: Path, write: Callable[[Path], None]) -> None:
@@ -127,7 +130,7 @@ def gathered(path: Path) -> dict[str, Any]:
         _compare(path, 0, 1)
     except _PartError as error:
         raise ValueError(f"is damaged ({error})") from error
-    content: dict[str, Any] = torch.load(path / _REST, map_location="cpu", weights_only=True)
+    content: dict[str, Any] = torch.load(path / REST, map_location="cpu", weights_only=True)
     reader = dcp.FileSystemReader(path)
     prefix = "state_dict."
     weights: dict[str, Any] = {

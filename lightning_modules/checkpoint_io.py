@@ -1,11 +1,9 @@
 """Checkpoints that a kill, a full disk or a flipped bit cannot turn into wrong weights."""
 
-import contextlib
 import functools
 import logging
 import pickle
 import shutil
-import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,14 +15,11 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from typing_extensions import override
 
 from lightning_modules.checkpoint_folder import CheckpointError, damage_found_together, damage_of_folder
+from lightning_modules.checkpoint_order import SUFFIX, check_one_run, contents, find_checkpoints, warn_of_times
 from lightning_modules.checkpoint_pickles import refused_pickle
 from lightning_modules.files import BUILDING, atomic_file, remove_folder
 from lightning_modules.utilities.identity import file_state
 
-ABANDONED = 3600
-"""Seconds without a change after which an unfinished checkpoint counts as left by a process that was killed."""
-
-_SUFFIX = ".ckpt"
 _VERSION = "pytorch-lightning_version"
 
 _log = logging.getLogger(__name__)
@@ -51,7 +46,6 @@ class CheckedCheckpointIO(TorchCheckpointIO):
             return
         torch.serialization.set_crc32_options(True)  # the default, without which no file could be checked
         try:
-            _remove_abandoned(Path(path).parent)
             with atomic_file(Path(path)) as stream:
                 torch.save(checkpoint, stream)
         except (OSError, RuntimeError) as error:
@@ -147,36 +141,39 @@ def check_content(path: str | Path, option: str = "ckpt_path") -> None:
     if Path(path).is_dir():
         return
     try:
-        content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        content = contents(Path(path))
     except Exception as error:  # of an archive that torch did not write
         raise refusal(path, refused_pickle(error), option) from error
-    if not isinstance(content, dict) or not isinstance(content.get("state_dict"), dict) or _VERSION not in content:
+    if not isinstance(content.get("state_dict"), dict) or _VERSION not in content:
         raise refusal(path, "was not written by `longce fit`: it has no weights with a version", option)
 
 
 def newest_checkpoint(folder: Path, *, resume: bool = True, content: bool = True) -> Path | None:
-    """The newest checkpoint in a folder, or in its ``checkpoints``, that is whole.
+    """Find the checkpoint of the largest step in a folder, or in its ``checkpoints``, that is whole.
 
-    Damaged ones are passed over, and the log says so.
+    Steps decide, not times of change. The log names damaged ones that are passed over.
 
     Args:
         folder: Of a run, or of its checkpoints.
-        resume: Whether training shall go on from it: files with weights alone do not count then.
+        resume: Whether training resumes from it: files with weights alone do not count then.
         content: As in `check_checkpoint`.
 
     Returns:
-        The checkpoint; None if there is none at all.
+        The checkpoint; None if the folder has none.
 
     Raises:
-        ValueError: If all that there are cannot be used.
+        ValueError: If none can be used, or they come from different runs.
     """
+    candidates = find_checkpoints(folder)
+    check_one_run(folder, candidates)
     faults: dict[Path, str] = {}
-    for path in _candidates(folder):
-        if (fault := _fault(path, resume, content)) is None:
+    for candidate in candidates:
+        if (fault := _fault(candidate.path, resume, content)) is None:
             for damaged, reason in faults.items():
                 _log.warning("Passing over %s: it %s.", damaged, reason)
-            return path
-        faults[path] = fault
+            warn_of_times(candidate, candidates)
+            return candidate.path
+        faults[candidate.path] = fault
     if not faults:
         return None
     listed = ", ".join(f"{path.name} {fault}" for path, fault in faults.items())
@@ -210,40 +207,27 @@ def _damage(path: Path, _state: tuple[int, ...], content: bool) -> str | None:
 
 def refusal(path: str | Path, problem: str, option: str = "ckpt_path", *, content: bool = True) -> ValueError:
     """An error that says what is wrong with a checkpoint, and names the newest good one beside it."""
-    others = (other for other in _candidates(Path(path).parent) if other.absolute() != Path(path).absolute())
+    others = [one.path for one in find_checkpoints(Path(path).parent) if one.path.absolute() != Path(path).absolute()]
     content = content and not _several()
-    good = next((other for other in others if _fault(other, content=content) is None), None)
+    good = next((other for other in others if _fault(other, resume=True, content=content) is None), None)
     remedy = f"The newest good one beside it is {good}." if good else "Name another one."
     return ValueError(f"`{option}` '{path}' {problem}. {remedy}")
 
 
-def _fault(path: Path, resume: bool = True, content: bool = True) -> str | None:
+def _fault(path: Path, resume: bool, content: bool) -> str | None:
     """Why training cannot go on from a checkpoint, or it cannot be loaded at all; None if it can."""
     if (problem := damage(path, content=content)) is not None or path.is_dir() or not resume:
         return problem
     try:
-        loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)  # leaves the tensors on disk
+        loaded = contents(path)
     except (pickle.UnpicklingError, RuntimeError, OSError) as error:
         return refused_pickle(error)
-    if not isinstance(loaded, dict) or not isinstance(loaded.get("state_dict"), dict):
+    if not isinstance(loaded.get("state_dict"), dict):
         return "was not written by `longce fit`"
     return None if "optimizer_states" in loaded else "holds weights alone, from which training cannot go on"
 
 
-def _candidates(folder: Path) -> list[Path]:
-    """Checkpoints of a run, the newest first; links only name one of them again."""
-    changed = {}
-    for path in (*folder.glob(f"*{_SUFFIX}"), *folder.glob(f"checkpoints/*{_SUFFIX}")):
-        with contextlib.suppress(FileNotFoundError):  # a run that still goes on removes its older ones
-            if not path.is_symlink():
-                changed[path] = path.stat().st_mtime_ns
-    return sorted(changed, key=lambda path: -changed[path])
-
-
-def _remove_abandoned(folder: Path) -> None:
-    """Remove what killed processes have left, each as large as a checkpoint; who still writes changes his file."""
-    for path in folder.glob(f"{BUILDING}*{_SUFFIX}@*"):
-        with contextlib.suppress(FileNotFoundError):
-            files = path.iterdir() if path.is_dir() else ()
-            if time.time() - max(file.stat().st_mtime for file in (path, *files)) > ABANDONED:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+def remove_unfinished(folder: Path) -> None:
+    """Remove what killed processes have left, each as large as a checkpoint; nobody else may be writing there."""
+    for path in folder.glob(f"{BUILDING}*{SUFFIX}@*"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)

@@ -175,6 +175,7 @@ def _set_up_messages() -> None:
     warnings.formatwarning = lambda message, category, *_, **__: f"{category.__name__}: {message}\n"
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # Lightning's use of torch
     warnings.filterwarnings("ignore", message="The dirpath has changed")  # each run has its own
+    warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")  # `Run` checks that
 
 
 def _to_stderr(record: logging.LogRecord) -> bool:

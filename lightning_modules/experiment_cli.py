@@ -2,6 +2,7 @@
 
 import argparse
 import re
+from pathlib import Path
 from typing import Any, NoReturn
 
 import jsonargparse
@@ -25,13 +26,16 @@ from lightning_modules.run_checkpoints import (
     check_checkpoint_folders,
     find_checkpoint,
     goes_on,
+    is_numbered,
+    owned_folders,
     say_how_to_go_on,
 )
-from lightning_modules.saved_config import SavedConfig
 from lightning_modules.sequence_parallelism import sequence_parallel_size
 from lightning_modules.setting_checks import check_settings
 from lightning_modules.sharding import check_strategy
 from lightning_modules.trainer_checks import check_trainer
+from lightning_modules.training.evaluation import at_checkpoint_step, place_evaluation
+from lightning_modules.training.run import Run, RunMember
 
 
 class ConciseParser(LightningArgumentParser):
@@ -51,22 +55,32 @@ class LongceCLI(LightningCLI):
 
     def __init__(self, args: ArgsType = None, run: bool = True, **settings: Any) -> None:
         self.preemption = Preemption()
+        self.training_run = Run()
         self._asked: str | None = None  # --ckpt_path, as it was given
-        super().__init__(
-            LongContextLM,
-            args=args,
-            run=run,
-            auto_configure_optimizers=False,
-            save_config_kwargs={"overwrite": True},
-            # The data modules share documents and rows out themselves: without repeating any.
-            trainer_defaults={
-                "use_distributed_sampler": False,
-                "callbacks": [Companions(), SameCheckpoint(), RandomStates(), self.preemption],
-            },
-            parser_class=ConciseParser,
-            parser_kwargs={"prog": "longce"},
-            **{"save_config_callback": SavedConfig, **settings},
-        )
+        try:
+            super().__init__(
+                LongContextLM,
+                args=args,
+                run=run,
+                auto_configure_optimizers=False,
+                save_config_callback=None,  # `Run` saves it
+                # The data modules share documents and rows out themselves: without repeating any.
+                trainer_defaults={
+                    "use_distributed_sampler": False,
+                    "callbacks": [
+                        Companions(),
+                        SameCheckpoint(),
+                        RunMember(self.training_run),
+                        RandomStates(),
+                        self.preemption,
+                    ],
+                },
+                parser_class=ConciseParser,
+                parser_kwargs={"prog": "longce"},
+                **settings,
+            )
+        finally:
+            self.training_run.leave()
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -110,23 +124,51 @@ class LongceCLI(LightningCLI):
 
     @override
     def after_instantiate_classes(self) -> None:
-        """Refuse what cannot work now: nothing is tokenised or loaded yet."""
-        if self.subcommand is not None:
-            check_strategy(self.trainer.strategy)
-            options = self.config_init[self.subcommand]
-            logger, resume = self._get(self.config, "trainer").logger, self.subcommand == "fit"
-            self._asked = options.ckpt_path
-            if self.subcommand == "predict":
-                options.return_predictions = False  # callbacks write them, and memory would not hold those of a corpus
-            options.ckpt_path = find_checkpoint(options.ckpt_path, self.trainer, logger, resume=resume)
-            if self.subcommand == "fit":
-                check_checkpoint_folders(self.trainer)
-            rows = getattr(self.datamodule, "sequence_length", None) if self.subcommand == "fit" else None
-            self.model.check_early(rows, sequence_parallel_size(self.trainer))
-            if self.subcommand == "fit":
-                _check_curriculum(self.model, getattr(self.datamodule, "curriculum", None))
-                stored = getattr(self.datamodule, "influence", None)
-                check_influence(self.model.objective, stored and f"in '{stored}'")
+        """Refuse what cannot work now: nothing is tokenized or loaded yet."""
+        if self.subcommand is None:
+            return
+        check_strategy(self.trainer.strategy)
+        fits, options = self.subcommand == "fit", self.config_init[self.subcommand]
+        rows = getattr(self.datamodule, "sequence_length", None) if fits else None
+        self.model.check_early(rows, sequence_parallel_size(self.trainer))
+        if fits:
+            _check_curriculum(self.model, getattr(self.datamodule, "curriculum", None))
+            stored = getattr(self.datamodule, "influence", None)
+            check_influence(self.model.objective, stored and f"in '{stored}'")
+            self._begin_run()
+        self._asked = options.ckpt_path
+        if self.subcommand == "predict":
+            options.return_predictions = False  # callbacks write them, and memory would not hold those of a corpus
+        logger = self._get(self.config, "trainer").logger
+        options.ckpt_path = find_checkpoint(options.ckpt_path, self.trainer, logger, resume=fits)
+        self._record(None if options.ckpt_path in (None, "best", "hpc") else Path(options.ckpt_path), logger)
+
+    @property
+    def _tries_out(self) -> bool:
+        """Whether nothing is logged or saved."""
+        return bool(self._get(self.config, "trainer").fast_dev_run)
+
+    def _begin_run(self) -> None:
+        """Keep other runs out of the folders of this one."""
+        check_checkpoint_folders(self.trainer)
+        if self.trainer.is_global_zero and not self._tries_out:
+            self.training_run.begin(owned_folders(self.trainer))
+
+    def _record(self, checkpoint: Path | None, logger: Any) -> None:
+        """Save the config where this command writes its logs, and name the run."""
+        fits = self.subcommand == "fit"
+        if checkpoint is not None and not fits:
+            at_checkpoint_step(self.trainer, checkpoint)
+        if not self.trainer.is_global_zero or self._tries_out:
+            return
+        config = self.config[str(self.subcommand)]
+        text = self._parser(self.subcommand).dump(config, skip_none=False)
+        if fits:
+            named = checkpoint is not None and str(checkpoint) == self._asked
+            self.training_run.record(checkpoint, text, config.seed_everything, named=named)
+            self.model.run_id = self.training_run.id
+        else:
+            place_evaluation(self.trainer, str(self.subcommand), checkpoint, text, numbered=is_numbered(logger))
 
     def fit(self, **arguments: Any) -> None:
         """Train; whoever asked for a stop is told how to go on."""
@@ -163,7 +205,7 @@ class InfluenceCLI(LongceCLI):
     """The same configs for ``longce influence``; logger, callbacks and checkpoints of a training take no part."""
 
     def __init__(self) -> None:
-        super().__init__(trainer_class=InfluenceTrainer, save_config_callback=None)
+        super().__init__(trainer_class=InfluenceTrainer)
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:

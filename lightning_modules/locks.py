@@ -1,192 +1,215 @@
-"""Work that several processes need and one shall do: locks that die with their holder, and what the dead leave."""
+"""Locks between processes, on one machine or several: leases of `filelock` that end with their holder.
 
-import errno
-import fcntl
+A lock is a small file that names its holder (host, process, start) and is touched every two seconds. A process of this
+machine loses it when it ends, one of another machine after two minutes without a touch, by the clock of whoever waits.
+So neither moved clocks nor file systems without ``flock`` matter.
+"""
+
 import logging
 import os
 import shutil
+import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from lightning_modules.files import BUILDING, HOST, building_prefix
+from filelock import LeaseCompromise, SoftFileLease, Timeout
 
-ABANDONED = 24 * 3600
-"""Seconds without a change after which another machine's unfinished folder counts as abandoned, its lock being free."""
+from lightning_modules.files import BUILDING
+
+LEASE = 120.0
+"""Seconds without a touch after which a holder on another machine has ended; NFS may show a touch a minute late."""
+
+HEARTBEAT = 2.0
+"""Seconds between two touches."""
 
 _SUFFIX = ".lock"
-_UNSUPPORTED = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
+_POLL = 0.05
 
 _log = logging.getLogger(__name__)
 
 
 @contextmanager
 def exclusive(target: Path) -> Iterator[None]:
-    """Keep every other process out that asks for the same target; waits, and says for whom.
+    """Wait until no other process works on the target, and keep others waiting meanwhile.
 
-    The lock is a file beside the target, locked by ``flock``: the kernel frees it however its holder ends. On NFS
-    (Linux 2.6.12 or later) the server keeps it, so that it holds between machines, and frees that of a machine that
-    died when its lease runs out. Where the file system knows no locks, or only for each machine alone (Lustre without
-    ``flock``), the work may be done twice; publishing in one step makes that harmless.
-
-    What dead processes have left beside the target is removed on entering.
+    What dead processes have left beside the target is removed first. A holder that was suspended for minutes may find
+    that another process has done its work; publishing in one step makes that harmless.
 
     Args:
-        target: File or folder to be made; its folder exists and can be written to.
+        target: File or folder to make; its parent folder exists and is writable.
     """
-    path = _lock_path(target)
-    descriptor = _acquired(path)
-    try:
-        if descriptor is not None:
-            _remove_leftovers(target)
+    path = target.parent / f".{target.name}{_SUFFIX}"
+    told = False
+
+    def tell() -> bool:
+        nonlocal told
+        if not told:
+            _log.warning("Waiting for %s, which prepares %s.", _holder(path), target.name)
+        told = True
+        return False
+
+    with _lease(path).acquire(cancel_check=tell):
+        _remove_unfinished(target)
+        for other in target.parent.glob(f".*{_SUFFIX}"):
+            if other != path:
+                with suppress(OSError, Timeout), _lease(other).acquire(timeout=0.1):  # its holder is dead
+                    _remove_unfinished(other.with_name(other.stem[1:]))
         yield
-    finally:
-        if descriptor is not None:
-            path.unlink(missing_ok=True)  # while it is locked: who waits for it then sees that it is gone
-            os.close(descriptor)
-
-
-def _acquired(path: Path) -> int | None:
-    """Descriptor of the locked file; None where there are no locks."""
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        with suppress(OSError):  # a cache may be shared: whoever may write to the folder may wait, whatever the umask
-            os.fchmod(descriptor, 0o666)
-        try:
-            if not _locked(descriptor):
-                _log.warning("Waiting for %s, which prepares %s.", _holder(descriptor), path.stem[1:])
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if _is_at(descriptor, path):
-                os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, f"process {os.getpid()} on {HOST}".encode(), 0)
-                return descriptor
-        except OSError as error:
-            os.close(descriptor)
-            if error.errno in _UNSUPPORTED:
-                _log.warning("%s: no locks here (%s); the same work may be done twice.", path.parent, error.strerror)
-                return None
-            raise
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)  # the holder before us removed it: agree with everybody else on the new one
-
-
-def _locked(descriptor: int) -> bool:
-    """Whether the lock could be had without waiting."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether the open file is still the one that others find at `path`."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
-
-
-def _holder(descriptor: int) -> str:
-    return os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
-
-
-def _lock_path(target: Path) -> Path:
-    return target.parent / f".{target.name}{_SUFFIX}"
-
-
-def _remove_leftovers(target: Path) -> None:
-    """Remove unfinished folders of dead processes: of this target, whose lock is ours, and where a lock is free."""
-    _remove_unfinished(target)
-    for path in target.parent.glob(f".*{_SUFFIX}"):
-        if path == _lock_path(target):
-            continue
-        with suppress(OSError):  # another user's, or gone meanwhile
-            descriptor = os.open(path, os.O_RDWR)
-            try:
-                if _locked(descriptor) and _is_at(descriptor, path):
-                    _remove_unfinished(path.with_name(path.stem[1:]))
-                    path.unlink()
-            finally:
-                os.close(descriptor)
 
 
 def _remove_unfinished(target: Path) -> None:
+    """Remove the unfinished folders of a target, whose lock this process holds."""
     for folder in target.parent.glob(f"{BUILDING}{target.name}@*"):
-        # Some file systems lock for each machine alone: a free lock then says nothing of what others are at.
-        if folder.name.startswith(building_prefix(target)) or time.time() - _last_change(folder) > ABANDONED:
-            _log.info("Removing %s, which a process that died has left.", folder)
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _last_change(folder: Path) -> float:
-    """When something in the folder was last written to, in seconds since 1970; now, if it is just disappearing."""
-    try:
-        return max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
-    except OSError:
-        return time.time()
+        _log.info("Removing %s, left by a process that died.", folder)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 class RunLock:
-    """Held by all processes of a run that writes to a folder: the next run begins when the last of them is gone.
+    """Folders that the processes of one run write to; the next run begins when the last of them has ended.
 
-    After a kill of one process the others live on for some seconds, and may still write what a new run is to do again.
+    The first process keeps other runs out. Every other process holds a lock of its own: after a kill of the first one
+    the others live for some seconds, and may still write.
 
     Args:
-        folder: A local folder that exists.
+        folders: Local folders that exist and are writable.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / f".run{_SUFFIX}"
-        self._descriptor: int | None = None
+    def __init__(self, *folders: Path) -> None:
+        self._folders = folders
+        self._leases: list[SoftFileLease] = []
 
-    def begin(self, patience: float = 60.0) -> None:
-        """For the first process of a run, before it looks at the folder; it waits for what is left of the run before.
+    def begin(self, patience: float = LEASE + 30) -> None:
+        """Take the folders, in the first process of a run.
+
+        A live holder is refused within seconds. What may have died elsewhere, and the other processes of a run whose
+        first one died, are waited for.
 
         Args:
             patience: Seconds to wait.
 
         Raises:
-            ValueError: If another run is still writing there.
+            ValueError: If another run is using a folder; the message names its process.
         """
-        deadline = time.monotonic() + patience
-        descriptor = self._opened()
         try:
-            while not _locked(descriptor):
-                if time.monotonic() > deadline:
-                    raise ValueError(
-                        f"Another run is writing to {self._path.parent}. Wait for its end, or name another folder."
-                    )
-                time.sleep(0.1)
-        except OSError as error:
-            if error.errno not in _UNSUPPORTED:
-                raise
-            _log.warning("%s: no locks here (%s); let no two runs write there.", self._path.parent, error.strerror)
-        except ValueError:
-            os.close(descriptor)
+            own = self._paths(0)
+            self._take(own, patience, refuse_live=True)
+            others = [path for folder in self._folders for path in folder.glob(_rank_file("*")) if path not in own]
+            leftovers = RunLock()
+            try:
+                leftovers._take(others, patience, refuse_live=False)
+            finally:
+                leftovers.leave()
+        except BaseException:
+            self.leave()
             raise
-        self._descriptor = descriptor
 
-    def join(self) -> None:
-        """For every process of the run, once the first one has begun."""
-        if self._descriptor is None:
-            self._descriptor = self._opened()
-        with suppress(OSError):  # no locks here, as `begin` has said
-            fcntl.flock(self._descriptor, fcntl.LOCK_SH)
+    def join(self, rank: int) -> None:
+        """Take part in the run, in every process, once the first one has begun."""
+        if rank > 0 and not self._leases:
+            self._take(self._paths(rank), LEASE + 30, refuse_live=False)
 
     def leave(self) -> None:
-        """This process writes nothing any more. Forked children share the lock and lose it, too."""
-        if self._descriptor is not None:
-            with suppress(OSError):
-                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
-            os.close(self._descriptor)
-            self._descriptor = None
+        """Write nothing from now on."""
+        while self._leases:
+            self._leases.pop().release()
 
-    def _opened(self) -> int:
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
-        with suppress(OSError):
-            os.fchmod(descriptor, 0o666)
-        return descriptor
+    def _paths(self, rank: int) -> list[Path]:
+        return [folder / _rank_file(rank) for folder in self._folders]
+
+    def _take(self, paths: list[Path], patience: float, *, refuse_live: bool) -> None:
+        # One after the other: of two runs that start at once, the one that gets the first folder gets them all.
+        for path in paths:
+            _remove_copy(path)
+            watch = _Watch(path)
+            deadline = time.monotonic() + patience
+            while not watch.take():
+                if (watch.lives() and refuse_live) or time.monotonic() > deadline:
+                    raise ValueError(
+                        f"'{path.parent}' is in use by {_holder(path)}. Wait for its end, or give this run a folder of"
+                        f" its own. If you are sure that this process is gone, delete '{path}'."
+                    )
+                time.sleep(_POLL)
+            self._leases.append(watch.lease)
+
+
+def _rank_file(rank: int | str) -> str:
+    return f".rank-{rank}{_SUFFIX}"
+
+
+class _Watch:
+    """A lock that may have a holder."""
+
+    def __init__(self, path: Path) -> None:
+        self.lease = _lease(path, self._lost)
+        self._path = path
+        self._first: tuple[str | None, int] | None = None
+
+    def take(self) -> bool:
+        """Take the lock if it is free, or its holder has ended."""
+        try:
+            self.lease.acquire(timeout=0)
+        except Timeout:
+            return False
+        # filelock ignores lines that it does not know. A copy of the folder has another inode.
+        with self._path.open("a") as file:
+            file.write(f"since={time.strftime('%Y-%m-%d %H:%M:%S %z')}\ninode={self._path.stat().st_ino}\n")
+        return True
+
+    def _lost(self, compromise: LeaseCompromise) -> None:
+        """Take a deleted lock again; stop this process before two runs write to a folder."""
+        if compromise.reason == "refresh-failed":
+            _log.warning("Cannot touch %s (%s): others may take this run for dead.", self._path, compromise.error)
+            return
+        if compromise.reason == "marker-missing":
+            self.lease.release()
+            if self.take():
+                _log.warning("%s was deleted: taken again, as this run is still writing.", self._path)
+                return
+        holder = _holder(self._path)
+        os.write(2, f"longce: error: '{self._path.parent}' was taken over by {holder}.\n".encode())
+        os._exit(1)
+
+    def lives(self) -> bool:
+        """Whether the holder is known to live, after an attempt to take the lock."""
+        owner = self.lease.owner
+        if owner is None:
+            return False
+        if owner.hostname == socket.gethostname():  # the attempt would have replaced a dead process of this machine
+            return True
+        with suppress(FileNotFoundError):
+            beat = (owner.token, self._path.stat().st_mtime_ns)
+            if self._first is None or self._first[0] != owner.token:
+                self._first = beat
+                _log.warning("%s holds %s: waiting for a sign of life.", _holder(self._path), self._path.parent)
+            return beat != self._first
+        return False
+
+
+def _lease(path: Path, lost: Callable[[LeaseCompromise], None] | None = None) -> SoftFileLease:
+    # Not thread-local: a deleted lock is taken again by the thread that notices.
+    return SoftFileLease(
+        path, lease_duration=LEASE, heartbeat_interval=HEARTBEAT, on_compromise=lost, thread_local=False
+    )
+
+
+def _entries(path: Path) -> dict[str, str]:
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except OSError:
+        return {}
+    return dict(line.split("=", 1) for line in lines if "=" in line)
+
+
+def _holder(path: Path) -> str:
+    found = _entries(path)
+    since = f" since {found['since']}" if "since" in found else ""
+    return f"process {found['pid']} on {found['host']}{since}" if {"pid", "host"} <= found.keys() else "another process"
+
+
+def _remove_copy(path: Path) -> None:
+    """Remove a lock that came with a copy of a folder: its holder works elsewhere."""
+    with suppress(FileNotFoundError):
+        if _entries(path).get("inode", str(inode := path.stat().st_ino)) != str(inode):
+            path.unlink()

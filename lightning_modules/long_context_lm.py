@@ -22,6 +22,7 @@ from lightning_modules.adapters import (
 )
 from lightning_modules.backbone import Backbone
 from lightning_modules.batch import PackedBatch
+from lightning_modules.checkpoint_order import RUN_ID
 from lightning_modules.checkpointing import Checkpointing
 from lightning_modules.context_ladder import ContextLadder
 from lightning_modules.evaluation_steps import EvaluationSteps
@@ -118,6 +119,9 @@ class LongContextLM(EvaluationSteps):
 
     token_observer: Callable[[Tensor, Tensor, Weighing, Tensor], None] | None = None
     """Shown the ``[B, T]`` log-likelihoods, weights, weighing and labels of each batch, for a callback."""
+
+    run_id: str | None = None
+    """Of the run that trains the model; its checkpoints carry it."""
 
     def __init__(
         self,
@@ -247,6 +251,8 @@ class LongContextLM(EvaluationSteps):
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Leave out what adapters leave as it was, for 7B 27 GB in each checkpoint; its fingerprint stands for it."""
+        if self.run_id is not None:
+            checkpoint[RUN_ID] = self.run_id
         # For `longce export`.
         made = made_tokenizer(getattr(self.trainer, "datamodule", None))
         checkpoint[KEY] = stored(self.backbone.base_model, self.training_facts(), made)

@@ -11,6 +11,8 @@ import torch
 from lightning.pytorch.cli import LightningCLI
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from lightning_modules.training.evaluation import FOLDER
+
 CONFIGS = Path(__file__).parents[1] / "configs"
 RUNS = (
     ("A tiny model learns the made-up language, in short rows.", "fit", "quickstart_base.yaml"),
@@ -38,7 +40,7 @@ def quickstart(run: Callable[[Sequence[str]], LightningCLI], options: Sequence[s
     # threads wait for each other for minutes.
     torch.set_num_threads(1)
     started = time.monotonic()
-    # The last two runs share a folder, so that TensorBoard draws one curve from step 0 on.
+    # The last two runs share a folder, so that TensorBoard shows them together.
     version = time.strftime("%Y-%m-%d_%H-%M-%S")
     for number, (purpose, command, config) in enumerate(RUNS, start=1):
         words = [command, "-c", str(CONFIGS / "base.yaml"), "-c", str(CONFIGS / config), *options]
@@ -51,12 +53,13 @@ def quickstart(run: Callable[[Sequence[str]], LightningCLI], options: Sequence[s
 
 
 def summary(log_dir: str) -> str:
-    """LongPPL and perplexity by step as a table, from the events of a run."""
-    events = EventAccumulator(log_dir)
-    events.Reload()
-    columns = {
-        tag: {event.step: event.value for event in events.Scalars(tag)} for tag in ("val/longppl", "val/perplexity")
-    }
+    """Make a table of LongPPL and perplexity by step, from the events of a run and of its evaluations."""
+    columns: dict[str, dict[int, float]] = {"val/longppl": {}, "val/perplexity": {}}
+    for folder in (Path(log_dir), *Path(log_dir, FOLDER).iterdir()):
+        events = EventAccumulator(str(folder))
+        events.Reload()
+        for tag, column in columns.items():
+            column |= {event.step: event.value for event in events.Scalars(tag)}
     lines = [f"{'step':>6} {'LongPPL':>12} {'perplexity':>12}"]
     for step in sorted(columns["val/longppl"]):
         values = [column.get(step, math.nan) for column in columns.values()]

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import shlex
 import sys
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ def find_checkpoint(path: str | None, trainer: Trainer, logger: Any, *, resume: 
 
     Args:
         path: A file, which must be whole; a sharded checkpoint; the folder of a run, or ``last`` for that of this run:
-            the newest checkpoint there that is whole. Other names (``best``) are Lightning's.
+            the whole checkpoint of the largest step there. Other names (``best``) are Lightning's.
         trainer: Of this run.
         logger: Its configuration, which says whether the folder of this run is a new one at each start.
         resume: Whether training goes on from it, for which weights alone are not enough.
@@ -82,7 +83,7 @@ def check_checkpoint_folders(trainer: Trainer) -> None:
     """
     logs = [Path(logger.save_dir) for logger in trainer.loggers if logger.save_dir]
     for folder in (*_folders(trainer), *logs) if trainer.is_global_zero else ():
-        if "://" not in str(folder):
+        if not is_remote(folder):
             # Loggers choose names when training starts: it is enough that folders can be made.
             existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
             writable_folder(existing, remedy="Set `dirpath` of the checkpoint callback, or `save_dir` of the logger.")
@@ -129,7 +130,7 @@ def _last(trainer: Trainer, logger: Any, resume: bool) -> str | None:
     folder = next(_folders(trainer), None)
     if folder is None:
         raise ValueError("`ckpt_path: last` needs a checkpoint callback in `trainer.callbacks`.")
-    if _is_numbered(logger) and not any(callback.dirpath for callback in _callbacks(trainer)):
+    if is_numbered(logger) and not any(callback.dirpath for callback in _callbacks(trainer)):
         raise ValueError(
             "`ckpt_path: last` looks in the folder of this run, and the logger makes a new one at each start. Name the"
             f" folder of the run to go on with (--ckpt_path {folder.parent.parent}/..), or give this run a name"
@@ -147,7 +148,7 @@ def _reads(trainer: Trainer) -> bool:
     return trainer.world_size == 1
 
 
-def _is_numbered(logger: Any) -> bool:
+def is_numbered(logger: Any) -> bool:
     """Whether a logger of this configuration numbers its runs."""
     first = logger[0] if isinstance(logger, list) and logger else logger
     return first is not False and (first in (None, True) or first.init_args.get("version") is None)
@@ -157,14 +158,33 @@ def _callbacks(trainer: Trainer) -> list[ModelCheckpoint]:
     return [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
 
 
+def run_folder(trainer: Trainer) -> Path:
+    """Folder of a run, in which Lightning puts logs and checkpoints by default."""
+    if not trainer.loggers:
+        return Path(trainer.default_root_dir)
+    logger = trainer.loggers[0]
+    version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
+    return Path(logger.save_dir or trainer.default_root_dir, str(logger.name), version)
+
+
+def owned_folders(trainer: Trainer) -> list[Path]:
+    """Local folders that a training writes to, its own one first.
+
+    The working folder belongs to the user. A logger that numbers its runs on a server has no folder yet.
+    """
+    named = not trainer.loggers or None not in (trainer.loggers[0].name, trainer.loggers[0].version)
+    found = [run_folder(trainer)] if named else []
+    found += [folder for folder in _folders(trainer) if named or folder.parent != run_folder(trainer)]
+    local = [folder.expanduser().absolute() for folder in found if not is_remote(folder)]
+    return [folder for folder in dict.fromkeys(local) if folder.resolve() != Path.cwd()]
+
+
+def is_remote(folder: Path) -> bool:
+    """Whether a path was an address such as ``s3://bucket``, of which `Path` keeps one slash."""
+    return re.match(r"\w+:/", str(folder)) is not None
+
+
 def _folders(trainer: Trainer) -> Iterator[Path]:
-    """Where the checkpoint callbacks of a run save, as they find it out when training starts."""
+    """Yield where the checkpoint callbacks of a run save, as they find out when training starts."""
     for callback in _callbacks(trainer):
-        if callback.dirpath is not None:
-            yield Path(callback.dirpath)
-        elif trainer.loggers:
-            logger = trainer.loggers[0]
-            version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
-            yield Path(logger.save_dir or trainer.default_root_dir, str(logger.name), version, "checkpoints")
-        else:
-            yield Path(trainer.default_root_dir, "checkpoints")
+        yield Path(callback.dirpath) if callback.dirpath is not None else run_folder(trainer) / "checkpoints"

@@ -385,7 +385,6 @@ def test_what_killed_runs_have_left_is_removed(run, tmp_path):
     (tmp_path / "out" / f"{BUILDING}part-00000").write_bytes(b"half a shard")
     run()
     assert sorted(path.name for path in (tmp_path / "out").iterdir() if not path.name.startswith("part-")) == [
-        ".run.lock",
         SUCCESS,
     ]
 

@@ -1,3 +1,5 @@
+import os
+
 import pytest
 import torch
 from lightning import LightningModule, Trainer
@@ -157,6 +159,8 @@ def test_a_run_that_is_stopped_again_and_again_keeps_as_many_as_another(tmp_path
     for module.last in (1, 2, 5, 8):
         save = {"every_n_train_steps": every, "filename": "{step}", "save_on_exception": True, **newest}
         before = sorted(tmp_path.glob("step=*"), key=lambda path: int(path.stem[5:]))
+        for number, path in enumerate(before):  # as if a copy or a moved clock had turned the times around
+            os.utime(path, (4e9 - number,) * 2)
         with pytest.raises(RuntimeError, match="planned"):
             fit(module, 9, StepCheckpoint(tmp_path, **save), before[-1] if before else None)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["last.ckpt", *(f"step={step}.ckpt" for step in kept)]

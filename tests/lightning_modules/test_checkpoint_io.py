@@ -1,13 +1,17 @@
 import errno
 import io
+import json
 import multiprocessing
 import os
 import pickle
 import signal
 import time
+import zipfile
+from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch.distributed.checkpoint.metadata import Metadata
 
 from lightning_modules import checkpoint_io, files
@@ -15,6 +19,7 @@ from lightning_modules.checkpoint_io import (
     CheckedCheckpointIO,
     CheckpointError,
     check_checkpoint,
+    check_content,
     damage,
     newest_checkpoint,
 )
@@ -106,6 +111,181 @@ def test_the_newest_that_is_good_is_chosen_and_the_log_says_what_was_passed_over
         newest_checkpoint(tmp_path)
 
 
+def sharded(path):
+    """What FSDP2 leaves, without any part."""
+    path.mkdir()
+    (path / ".metadata").write_bytes(pickle.dumps(Metadata(state_dict_metadata={}, storage_data={})))
+    torch.save({}, path / "meta.pt")
+    return path
+
+
+def test_a_sharded_checkpoint_names_the_strategy_that_loads_it(tmp_path):
+    whole = sharded(tmp_path / "step-1.ckpt")
+    with pytest.raises(ValueError, match=r"is divided among processes: set `trainer.strategy`"):
+        CheckedCheckpointIO().load_checkpoint(whole)
+    (whole / "meta.pt").unlink()
+    with pytest.raises(ValueError, match="is an incomplete sharded checkpoint"):
+        CheckedCheckpointIO().load_checkpoint(whole)
+
+
+def test_files_folders_and_links_are_removed(tmp_path):
+    file, folder, kept = save(tmp_path / "a.ckpt"), sharded(tmp_path / "b.ckpt"), sharded(tmp_path / "kept.ckpt")
+    (tmp_path / "link.ckpt").symlink_to("kept.ckpt")
+    for path in (file, str(folder), tmp_path / "link.ckpt"):
+        CheckedCheckpointIO().remove_checkpoint(path)
+    assert list(tmp_path.iterdir()) == [kept]
+    assert len(list(kept.iterdir())) == 2
+
+
+def test_a_folder_loses_its_name_before_its_files(tmp_path, monkeypatch):
+    folder = sharded(tmp_path / "b.ckpt")
+    monkeypatch.setattr(files.shutil, "rmtree", lambda *_, **__: None)  # as if killed there
+    CheckedCheckpointIO().remove_checkpoint(folder)
+    assert [path.name.startswith(files.BUILDING) for path in tmp_path.iterdir()] == [True]
+
+
+def test_what_is_no_file_is_no_checkpoint(tmp_path):
+    assert damage(Path("/dev/zero")) == "is no file"
+    assert damage(Path("a\0b")) == "does not exist"
+
+
+def test_weights_alone_are_evaluated_and_not_trained_on(tmp_path):
+    whole = save(tmp_path / "step-1.ckpt")
+    weights = save(tmp_path / "step-2.ckpt", {"state_dict": {}})
+    check_checkpoint(weights)
+    check_checkpoint(whole, resume=True)
+    with pytest.raises(ValueError, match=r"`x` '.*step-2.ckpt' holds weights alone"):
+        check_checkpoint(weights, "x", resume=True)
+    assert newest_checkpoint(tmp_path, resume=False) == weights
+    assert newest_checkpoint(tmp_path) == whole
+    save(tmp_path / "step-3.ckpt", {"optimizer_states": []})
+    assert newest_checkpoint(tmp_path) == whole, "no weights"
+
+
+def flip_tensor_bit(path):
+    content = bytearray(path.read_bytes())
+    content[content.index(STATE["state_dict"]["weight"].numpy().tobytes()) + 40] ^= 1
+    path.write_bytes(content)
+
+
+def test_without_reading_the_content_a_file_only_has_to_be_complete(tmp_path):
+    good, flipped = save(tmp_path / "step-1.ckpt"), save(tmp_path / "step-2.ckpt")
+    flip_tensor_bit(flipped)
+    check_checkpoint(flipped, content=False)
+    assert newest_checkpoint(tmp_path, content=False) == flipped
+    assert newest_checkpoint(tmp_path) == good
+    with pytest.raises(
+        ValueError, match=r"is damaged: '.*' in it is not what was written. The newest good .*step-1.ckpt"
+    ):
+        check_checkpoint(flipped)
+    flip_tensor_bit(good)
+    with pytest.raises(ValueError, match=r"not what was written. Name another one."):
+        check_checkpoint(flipped)
+    (torn := tmp_path / "step-3.ckpt").write_bytes(b"PK")
+    with pytest.raises(ValueError, match=r"is torn .*beside it is .*step-2.ckpt"):
+        check_checkpoint(torn, content=False)
+
+
+@pytest.mark.parametrize("content", [3, {}, {"state_dict": {}}, {"state_dict": 1, "pytorch-lightning_version": ""}])
+def test_only_checkpoints_of_lightning_are_accepted(tmp_path, content):
+    torch.save(content, tmp_path / "a.ckpt")
+    with pytest.raises(ValueError, match=r"`x` '.*a.ckpt' was not written by `longce fit`"):
+        check_content(tmp_path / "a.ckpt", "x")
+    torch.save({"state_dict": {}, "pytorch-lightning_version": ""}, tmp_path / "a.ckpt")
+    check_content(tmp_path / "a.ckpt")
+    check_content(tmp_path)  # a sharded one, which its strategy checks
+
+
+def test_an_archive_of_others_is_refused(tmp_path):
+    with zipfile.ZipFile(tmp_path / "a.ckpt", "w") as archive:
+        archive.writestr("a", "b")
+    flip_tensor_bit(save(tmp_path / "b.ckpt"))
+    with pytest.raises(ValueError, match=r"cannot be loaded .* Name another one."):
+        check_content(tmp_path / "a.ckpt")
+    (tmp_path / "b.ckpt").unlink()
+    with pytest.raises(ValueError, match="cannot be loaded"):
+        CheckedCheckpointIO().load_checkpoint(tmp_path / "a.ckpt")
+    with pytest.raises(ValueError, match=r"a.ckpt cannot be loaded"):
+        newest_checkpoint(tmp_path)
+
+
+def test_what_is_saved_can_be_checked_whatever_torch_was_told(tmp_path):
+    torch.serialization.set_crc32_options(False)
+    try:
+        path = save(tmp_path / "a.ckpt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert damage(path) is None
+    flip_tensor_bit(path)
+    assert "not what was written" in damage(path)
+
+
+def test_what_no_disk_is_to_blame_for_is_raised_as_it_is(tmp_path, monkeypatch):
+    def failing(*_):
+        raise RuntimeError("not the disk")
+
+    monkeypatch.setattr(torch, "save", failing)
+    with pytest.raises(RuntimeError, match="not the disk"):
+        CheckedCheckpointIO().save_checkpoint(STATE, tmp_path / "a.ckpt")
+
+
+def test_addresses_and_options_are_lightnings(tmp_path, monkeypatch):
+    seen = []
+    for name in ("save_checkpoint", "remove_checkpoint"):
+        monkeypatch.setattr(TorchCheckpointIO, name, lambda *arguments: seen.append(arguments[-1]))
+    CheckedCheckpointIO().save_checkpoint(STATE, "memory://a.ckpt")
+    CheckedCheckpointIO().save_checkpoint(STATE, tmp_path / "a.ckpt", storage_options="x")
+    CheckedCheckpointIO().remove_checkpoint("memory://a.ckpt")
+    assert seen == [None, "x", "memory://a.ckpt"]
+
+
+def test_loading_maps_the_file(tmp_path):
+    """Each process of a machine would hold all of it otherwise."""
+    path = save(tmp_path / "a.ckpt", {"weight": torch.zeros(1 << 24)})  # 64 MiB
+    before = memory()
+    loaded = CheckedCheckpointIO().load_checkpoint(path)
+    assert memory() - before < 32 << 20
+    assert loaded["weight"].shape == (1 << 24,)
+
+
+def memory():
+    return int(next(line for line in open("/proc/self/status") if line.startswith("VmRSS")).split()[1]) << 10
+
+
+def test_code_runs_only_where_that_is_asked_for(tmp_path):
+    path = tmp_path / "a.ckpt"
+    torch.save({"x": Evil(str(tmp_path / "ran"))}, path)
+    for asked in (None, True):
+        with pytest.raises(ValueError, match="holds code and must not be loaded"):
+            CheckedCheckpointIO().load_checkpoint(path, weights_only=asked)
+    assert not (tmp_path / "ran").exists()
+    CheckedCheckpointIO().load_checkpoint(path, weights_only=False)
+    assert (tmp_path / "ran").exists()
+
+
+def test_only_unfinished_checkpoints_are_removed(tmp_path):
+    (tmp_path / f"{files.BUILDING}a.ckpt@here-1").touch()
+    sharded(tmp_path / f"{files.BUILDING}b.ckpt@elsewhere-2")
+    kept = [tmp_path / f"{files.BUILDING}run.json@here-1", save(tmp_path / "a.ckpt")]
+    kept[0].touch()
+    checkpoint_io.remove_unfinished(tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted(kept)
+
+
+def test_a_folder_of_two_runs_has_no_newest(tmp_path):
+    for step, run in enumerate("ab"):
+        save(tmp_path / f"step-{step}.ckpt", {**STATE, "global_step": step, "run_id": run})
+    with pytest.raises(ValueError, match="checkpoints of 2 runs"):
+        newest_checkpoint(tmp_path)
+
+
+def test_the_log_says_where_times_disagree_with_steps(tmp_path, caplog):
+    newest = save(tmp_path / "step-2.ckpt", age=10)
+    save(tmp_path / "step-1.ckpt")
+    assert newest_checkpoint(tmp_path) == newest
+    assert "The step decides" in caplog.text
+
+
 class Evil:
     def __init__(self, marker):
         self.marker = marker
@@ -158,23 +338,42 @@ def _save_for_ever(path):
 
 def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
     path = save(tmp_path / "a.ckpt", {"step": -1, "weight": torch.full((200_000,), -1.0)})
-    steps = []
     for trial in range(12):
+        before = path.stat().st_ino
         process = multiprocessing.get_context("fork").Process(target=_save_for_ever, args=(path,))
         process.start()
-        time.sleep(0.02 + 0.003 * trial)
+        while path.stat().st_ino == before:  # until its first checkpoint is there
+            assert process.is_alive()
+            time.sleep(0.0005)
+        time.sleep(0.003 * trial)
         os.kill(process.pid, signal.SIGKILL)
         process.join()
         loaded = CheckedCheckpointIO().load_checkpoint(path)
+        assert loaded["step"] >= 0
         assert torch.equal(loaded["weight"], torch.full((200_000,), float(loaded["step"])))
-        steps.append(loaded["step"])
-    assert max(steps) > 0, "kills came too early to prove anything"
-    left = [file for file in tmp_path.iterdir() if file != path]
-    assert all(file.name.startswith(files.BUILDING) for file in left)
-    if left:
-        os.utime(left[0], (time.time() - checkpoint_io.ABANDONED - 1,) * 2)
-    save(path)
-    assert len(list(tmp_path.iterdir())) == max(len(left), 1), "only what nobody has written to for long is removed"
+    assert all(file == path or file.name.startswith(files.BUILDING) for file in tmp_path.iterdir())
+    checkpoint_io.remove_unfinished(tmp_path)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.fixture
+def group_of_one():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_a_single_process_compares_all_by_itself(tmp_path, group_of_one):
+    file, folder = save(tmp_path / "a.ckpt"), sharded(tmp_path / "b.ckpt")
+    checkpoint_io.check_together(file)
+    checkpoint_io.check_together(folder)
+    flip_tensor_bit(file)
+    with pytest.raises(ValueError, match=r"is damaged: '.*' in it is not what was written"):
+        checkpoint_io.check_together(file)
+    size = (folder / "meta.pt").stat().st_size
+    (folder / "checksums.json").write_text(json.dumps({"meta.pt": [size, 1]}))
+    with pytest.raises(ValueError, match=r"is damaged \(process 0: 'meta.pt' is not what was written"):
+        checkpoint_io.check_together(folder)
 
 
 def load_and_count(rank, world_size, whole, damaged):
@@ -191,9 +390,7 @@ def load_and_count(rank, world_size, whole, damaged):
 
 def test_several_processes_read_it_once_together(tmp_path):
     whole, damaged = save(tmp_path / "whole.ckpt", age=10), save(tmp_path / "damaged.ckpt")
-    content = bytearray(damaged.read_bytes())
-    content[content.index(STATE["state_dict"]["weight"].numpy().tobytes()) + 40] ^= 1
-    damaged.write_bytes(content)
+    flip_tensor_bit(damaged)
     run_distributed(load_and_count, whole, damaged)
 
 

@@ -11,7 +11,13 @@ from lightning import Trainer
 from callbacks import StepCheckpoint
 from lightning_modules import run_checkpoints
 from lightning_modules.export import export_checkpoint
-from lightning_modules.run_checkpoints import SameCheckpoint, check_checkpoint_folders, find_checkpoint, goes_on
+from lightning_modules.run_checkpoints import (
+    SameCheckpoint,
+    check_checkpoint_folders,
+    find_checkpoint,
+    goes_on,
+    owned_folders,
+)
 
 WEIGHTS = {"state_dict": {}, "pytorch-lightning_version": "2.6.6"}
 WHOLE = {**WEIGHTS, "optimizer_states": []}
@@ -117,3 +123,28 @@ def test_who_stopped_a_run_hears_what_is_saved(trainer, tmp_path, monkeypatch, c
     with caplog.at_level("INFO"):
         run_checkpoints.say_how_to_go_on(trainer)
     assert caplog.messages[-1].startswith(said.format(folder=tmp_path / "own"))
+
+
+def numbering(name, version, save_dir="runs"):
+    return SimpleNamespace(name=name, version=version, save_dir=save_dir)
+
+
+@pytest.mark.parametrize(
+    ("loggers", "dirpaths", "owned"),
+    [
+        ([numbering("longce", "mine")], [None], ["runs/longce/mine", "runs/longce/mine/checkpoints"]),
+        ([numbering("longce", 3)], ["a", "b", "a"], ["runs/longce/version_3", "a", "b"]),
+        ([numbering("project", None)], [None], []),  # a server will name it
+        ([numbering("project", None)], [None, "a"], ["a"]),
+        ([numbering("longce", "mine", "s3://bucket")], [None, "a"], ["a"]),
+        ([], [None], ["checkpoints"]),  # the working folder is the user's
+        ([], [], []),
+    ],
+)
+def test_which_folders_belong_to_a_run(tmp_path, monkeypatch, loggers, dirpaths, owned):
+    monkeypatch.chdir(tmp_path)
+    callbacks = [StepCheckpoint(dirpath) for dirpath in dirpaths]
+    for callback, dirpath in zip(callbacks, dirpaths, strict=True):
+        callback.dirpath = dirpath
+    trainer = SimpleNamespace(loggers=loggers, checkpoint_callbacks=callbacks, default_root_dir=str(tmp_path))
+    assert owned_folders(trainer) == [tmp_path / folder for folder in owned]

@@ -1,0 +1,201 @@
+"""Evaluations as a user runs them: beside a run, at the step of its checkpoint, and never among its files."""
+
+import hashlib
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from lightning_modules.cli import main
+from lightning_modules.locks import RunLock
+from lightning_modules.long_context_lm import LongContextLM
+from lightning_modules.training import evaluation
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+SAVE = {
+    "class_path": "callbacks.StepCheckpoint",
+    "init_args": {
+        "filename": "step-{step}",
+        "auto_insert_metric_name": False,
+        "every_n_train_steps": 1,
+        "monitor": "step",
+        "mode": "max",
+        "save_top_k": 2,
+        "save_last": "link",
+    },
+}
+FIT = [
+    "fit",
+    "-c",
+    str(CONFIGS / "base.yaml"),
+    "-c",
+    str(CONFIGS / "longce_pg19.yaml"),
+    "-c",
+    str(CONFIGS / "debug.yaml"),
+]
+FIT += ["-c", "own.yaml", "--trainer.max_steps", "2"]
+RUN = Path("runs/longce/mine")
+
+
+def longce(*words):
+    sys.argv = ["longce", *map(str, words)]
+    main()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder in which a run of two steps has trained."""
+    folder, before = tmp_path_factory.mktemp("trained"), os.getcwd()
+    logger = {"save_dir": "runs", "name": "longce", "version": "mine", "default_hp_metric": False}
+    trainer = {
+        "logger": {"class_path": "lightning.pytorch.loggers.TensorBoardLogger", "init_args": logger},
+        "callbacks": [SAVE],
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    (folder / "own.yaml").write_text(yaml.safe_dump({"trainer": trainer}))
+    os.chdir(folder)
+    try:
+        longce(*FIT)
+    finally:
+        os.chdir(before)
+    return folder
+
+
+@pytest.fixture
+def folder(trained, tmp_path, monkeypatch):
+    """A copy of it, to do anything with; it is the working folder."""
+    shutil.copytree(trained, tmp_path / "copy", symlinks=True)
+    monkeypatch.chdir(tmp_path / "copy")
+    monkeypatch.setattr(sys, "argv", [])
+    return tmp_path / "copy"
+
+
+def hashes(run):
+    files = [path for path in run.rglob("*") if path.is_file() and evaluation.FOLDER not in path.parts]
+    return {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def events(folder):
+    found = EventAccumulator(str(folder))
+    found.Reload()
+    return {tag: [event.step for event in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
+
+
+def refused(capsys, *words):
+    with pytest.raises(SystemExit) as stopped:
+        longce(*words)
+    assert stopped.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_evaluations_leave_a_run_alone_and_log_at_the_checkpoints_step(folder):
+    before = hashes(RUN)
+    assert len(before) > 5
+    own = ["-c", RUN / "config.yaml", "--ckpt_path", RUN]
+    scores = {"class_path": "callbacks.TokenScoresWriter", "init_args": {"output_dir": "scores"}}
+    longce("validate", *own, "--model.stride", "8")
+    longce("validate", *own)
+    longce("test", *own[:-1], RUN / "checkpoints" / "step-1.ckpt")
+    longce("predict", *own, "--trainer.callbacks", f"[{scores}]")
+    assert hashes(RUN) == before
+    found = {path.name: path for path in (RUN / evaluation.FOLDER).iterdir()}
+    assert set(found) == {"validate-step-2", "validate-step-2-2", "test-step-1", "predict-step-2"}
+    assert yaml.safe_load((found["validate-step-2"] / "config.yaml").read_text())["model"]["stride"] == 8
+    assert yaml.safe_load((found["validate-step-2-2"] / "config.yaml").read_text())["model"]["stride"] == 16
+    assert events(found["validate-step-2"])["val/perplexity"] == [2]
+    assert events(found["test-step-1"])["test/perplexity"] == [1]
+    assert list(Path("runs/longce").iterdir()) == [RUN]
+
+
+def test_an_evaluation_of_weights_alone_logs_at_their_step(folder):
+    content = torch.load(RUN / "checkpoints" / "step-2.ckpt", weights_only=True)
+    weights = {key: content[key] for key in ("state_dict", "loops", "global_step", "pytorch-lightning_version")}
+    Path("elsewhere").mkdir()
+    torch.save(weights, "elsewhere/weights.ckpt")
+    longce("validate", *FIT[1:-2], "--ckpt_path", "elsewhere/weights.ckpt")
+    assert events(RUN / evaluation.FOLDER / "validate-step-2")["val/perplexity"] == [2]
+
+
+def test_an_evaluation_without_a_checkpoint(folder):
+    before = hashes(RUN)
+    longce("validate", *FIT[1:-2])
+    longce("validate", *FIT[1:-2], "--trainer.logger.init_args.version", "null")
+    assert events(RUN / evaluation.FOLDER / "validate")["val/perplexity"] == [0]
+    assert events(RUN.parent / evaluation.FOLDER / "validate")["val/perplexity"] == [0]
+    assert hashes(RUN) == before
+
+
+def test_a_run_that_is_read_only_is_evaluated_beside_the_logger(folder, monkeypatch):
+    """As with the checkpoint of a colleague."""
+
+    def read_only(path, **_):
+        raise ValueError(path)
+
+    monkeypatch.setattr(evaluation, "writable_folder", read_only)
+    shutil.move("runs", "theirs")
+    longce("validate", *FIT[1:-2], "--ckpt_path", "theirs/longce/mine")
+    assert not Path("theirs/longce/mine", evaluation.FOLDER).exists()
+    assert events(RUN / evaluation.FOLDER / "validate-step-2")["val/perplexity"] == [2]
+
+
+def test_an_evaluation_without_logs_leaves_the_working_folder_alone(folder):
+    """Its config may be the one that the run was started with."""
+    Path("config.yaml").write_text(Path("own.yaml").read_text())
+    before = set(folder.iterdir())
+    longce("validate", *FIT[1:-2], "--trainer.logger", "false")
+    assert set(folder.iterdir()) == before
+    assert Path("config.yaml").read_text() == Path("own.yaml").read_text()
+
+
+def test_a_resumed_run_keeps_its_config_and_takes_the_largest_step(folder, caplog):
+    first, identity = (RUN / "config.yaml").read_bytes(), (RUN / "run.json").read_bytes()
+    os.utime(RUN / "checkpoints" / "step-1.ckpt", (time.time() + 1e6,) * 2)
+    longce(*FIT[:-1], "3", "--ckpt_path", "last")
+    assert "step-1.ckpt (step 1) was changed after" in caplog.text
+    longce(*FIT[:-1], "3", "--ckpt_path", RUN)
+    longce(*FIT[:-1], "4", "--ckpt_path", RUN)
+    assert (RUN / "config.yaml").read_bytes() == first
+    assert (RUN / "run.json").read_bytes() == identity
+    added = sorted(path.name for path in RUN.glob("config-*"))
+    assert added == [f"config-resumed-at-step-{step}.yaml" for step in ("2", "3-2", "3")]
+    kept = {path.name: torch.load(path, weights_only=True) for path in (RUN / "checkpoints").glob("step-*")}
+    assert set(kept) == {"step-3.ckpt", "step-4.ckpt"}
+    assert {one["run_id"] for one in kept.values()} == {yaml.safe_load(identity)["id"]}
+
+
+def test_a_second_fit_is_refused_before_it_loads_anything(folder, capsys, monkeypatch):
+    monkeypatch.setattr(LongContextLM, "configure_model", lambda self: pytest.fail("loaded"))
+    before = hashes(RUN)
+    lock = RunLock(RUN)
+    lock.begin()
+    try:
+        message = refused(capsys, *FIT, "--ckpt_path", "last")
+    finally:
+        lock.leave()
+    assert f"'{folder / RUN}' is in use by process {os.getpid()} on " in message
+    before.pop(RUN / ".rank-0.lock", None)
+    assert hashes(RUN) == before
+    assert "an earlier training (step-2.ckpt): resume it" in refused(capsys, *FIT)
+    assert hashes(RUN) == before
+
+
+def test_a_copy_of_a_run_is_a_run_of_its_own(folder):
+    shutil.copytree(RUN, RUN.parent / "copied", symlinks=True)
+    before = hashes(RUN)
+    longce(*FIT[:-1], "3", "--ckpt_path", "last", "--trainer.logger.init_args.version", "copied")
+    assert (RUN.parent / "copied" / "checkpoints" / "step-3.ckpt").exists()
+    assert hashes(RUN) == before
+
+
+def test_checkpoints_of_two_runs_in_one_folder_are_refused(folder, capsys):
+    longce(*FIT, "--trainer.logger.init_args.version", "other", "--seed_everything", "1")
+    shutil.copy(RUN.parent / "other/checkpoints/step-2.ckpt", RUN / "checkpoints/step-9.ckpt")
+    for command in (FIT, ["validate", *FIT[1:-2]]):
+        assert "holds checkpoints of 2 runs (step-" in refused(capsys, *command, "--ckpt_path", RUN)

@@ -1,0 +1,232 @@
+"""Attacks on the folder of a run: by second runs, copies, evaluations, wrong checkpoints."""
+
+import hashlib
+import json
+import multiprocessing
+import os
+import pickle
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+
+from lightning_modules.locks import RunLock
+from lightning_modules.training.run import RUN_FILE, Run, RunMember, read_run
+
+FORK = multiprocessing.get_context("fork")
+
+
+def save(folder, step, run=None, *, name=None):
+    path = folder / "checkpoints" / (name or f"step-{step}.ckpt")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = {"state_dict": {}, "optimizer_states": [], "global_step": step}
+    torch.save(content | ({} if run is None else {"run_id": run}), path)
+    return path
+
+
+def start(folder, checkpoint=None, config="model: 1\n", **options):
+    """What a training does with its folder before it loads anything."""
+    run = Run()
+    run.begin([folder, folder / "checkpoints"])
+    try:
+        run.record(checkpoint, config, 7, **options)
+    finally:
+        run.leave()
+    return run.id
+
+
+def configs(folder):
+    return {path.name: path.read_text() for path in folder.glob("*.yaml")}
+
+
+def test_a_run_is_recorded_once(tmp_path):
+    folder = tmp_path / "run"
+    identity = start(folder)
+    content = (folder / RUN_FILE).read_bytes()
+    assert json.loads(content)["id"] == identity
+    assert json.loads(content)["seed"] == 7
+    assert json.loads(content)["config_sha256"] == hashlib.sha256(b"model: 1\n").hexdigest()
+    last = save(folder, 8, identity)
+    assert start(folder, last, "model: 2\n") == start(folder, last, "model: 3\n") == identity
+    assert (folder / RUN_FILE).read_bytes() == content
+    assert configs(folder) == {
+        "config.yaml": "model: 1\n",
+        "config-resumed-at-step-8.yaml": "model: 2\n",
+        "config-resumed-at-step-8-2.yaml": "model: 3\n",
+    }
+
+
+def test_two_runs_have_two_identities(tmp_path):
+    assert start(tmp_path / "a") != start(tmp_path / "b")
+
+
+def test_a_config_of_the_users_own_is_left_alone(tmp_path):
+    (tmp_path / "config.yaml").write_text("mine")
+    start(tmp_path)
+    assert configs(tmp_path) == {"config.yaml": "mine", "config-resumed-at-step-0.yaml": "model: 1\n"}
+    assert read_run(tmp_path)["config"] == "config-resumed-at-step-0.yaml"
+
+
+def test_a_changed_config_is_noticed(tmp_path, caplog):
+    start(tmp_path)
+    start(tmp_path)
+    assert not caplog.messages
+    (tmp_path / "config.yaml").write_text("model: 2\n")
+    start(tmp_path)
+    assert "config.yaml is not as the run wrote it" in caplog.text
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b'{"id": "a"}'])
+def test_a_damaged_record_is_named(tmp_path, content):
+    (tmp_path / RUN_FILE).write_bytes(content)
+    with pytest.raises(ValueError, match=r"run.json' is damaged \(.*delete it"):
+        start(tmp_path)
+
+
+def test_a_training_from_scratch_does_not_mix_with_an_earlier_one(tmp_path):
+    save(tmp_path, 8, start(tmp_path))
+    with pytest.raises(
+        ValueError, match=r"an earlier training \(step-8.ckpt\): resume it with `--ckpt_path .*checkpoints`"
+    ):
+        start(tmp_path)
+    assert list(configs(tmp_path)) == ["config.yaml"]
+
+
+def test_a_checkpoint_of_another_run_is_refused_in_a_run(tmp_path):
+    save(tmp_path / "a", 8, start(tmp_path / "a"))
+    other = save(tmp_path / "b", 9, start(tmp_path / "b"))
+    with pytest.raises(ValueError, match="checkpoints of 2 runs"):
+        start(tmp_path / "a", other)
+    old = save(tmp_path / "old", 9)
+    with pytest.raises(ValueError, match=r"holds other checkpoints than '.*old"):
+        start(tmp_path / "a", old)
+    assert start(tmp_path / "c", other) != read_run(tmp_path / "b")["id"], "a new run"
+
+
+def test_a_backup_of_a_run_resumes_it(tmp_path):
+    identity = start(tmp_path / "a")
+    save(tmp_path / "a", 8, identity)
+    assert start(tmp_path / "a", save(tmp_path / "backup", 9, identity)) == identity
+
+
+def test_going_back_is_refused_while_later_checkpoints_would_win(tmp_path):
+    identity = start(tmp_path)
+    early, late = save(tmp_path, 8, identity), save(tmp_path, 12, identity)
+    with pytest.raises(ValueError, match=r"goes back to step 8, and '.*step-12.ckpt' of step 12 would still count"):
+        start(tmp_path, early, named=True)
+    late.write_bytes(late.read_bytes()[:-50])
+    start(tmp_path, early, named=True)
+    assert "config-resumed-at-step-8.yaml" in configs(tmp_path)
+
+
+def test_damage_that_the_record_does_not_show_is_passed_over(tmp_path):
+    """The newest good one is known by then; the process that loads it compares its content."""
+    identity = start(tmp_path)
+    early, _ = save(tmp_path, 8, identity), save(tmp_path, 12, identity)
+    start(tmp_path, early)
+
+
+def test_checkpoints_kept_elsewhere_stay_with_their_run(tmp_path):
+    """A logger that numbers its runs makes a new folder at each start; `dirpath` is the same."""
+    ids = []
+    for number in range(3):
+        run = Run()
+        run.begin([tmp_path / f"version_{number}", tmp_path / "checkpoints"])
+        run.record(tmp_path / "checkpoints" / f"step-{number}.ckpt" if number else None, "", 0)
+        run.leave()
+        save(tmp_path, number + 1, run.id)
+        ids.append(run.id)
+    assert len(set(ids)) == 1
+
+
+def test_a_link_to_the_last_checkpoint_resumes(tmp_path):
+    save(tmp_path, 8)  # of an earlier version, without an id
+    link = tmp_path / "checkpoints" / "last.ckpt"
+    link.symlink_to("step-8.ckpt")
+    start(tmp_path, link, named=True)
+
+
+def hold(folder, ready, end):
+    run = Run()
+    run.begin([folder, folder / "checkpoints"])
+    run.record(None, "", 0)
+    ready.set()
+    end.wait(20)
+    os._exit(1)
+
+
+def test_a_second_run_is_refused_and_changes_nothing(tmp_path):
+    ready, end = FORK.Event(), FORK.Event()
+    process = FORK.Process(target=hold, args=(tmp_path / "run", ready, end))
+    process.start()
+    assert ready.wait(20)
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    for folders in (
+        ["run"],
+        ["other", "run/checkpoints"],
+    ):  # as well with the checkpoints of one and the logs of another
+        with pytest.raises(ValueError, match=f"in use by process {process.pid} "):
+            Run().begin([tmp_path / folder for folder in folders])
+    after = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    assert after == before
+    assert not (tmp_path / "other").exists()
+    process.kill()
+    process.join()
+    start(tmp_path / "run")
+
+
+def test_the_other_processes_keep_the_run(tmp_path):
+    """The first one may have died, and they may still write."""
+    run = Run()
+    trainer = SimpleNamespace(world_size=3, is_global_zero=False, global_rank=2)
+    trainer.strategy = SimpleNamespace(broadcast=lambda folders: [tmp_path, tmp_path / "of the first node"])
+    member = RunMember(run)
+    member.setup(trainer, None, "validate")
+    assert not list(tmp_path.iterdir())
+    member.setup(trainer, None, "fit")
+    with pytest.raises(ValueError, match="in use by process"):
+        RunLock(tmp_path).begin(patience=0.1)
+    member.teardown(trainer, None, "fit")
+    lock = RunLock(tmp_path)
+    lock.begin(patience=0)
+    lock.leave()
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_first_process_keeps_the_run_until_its_command_ends(tmp_path, processes):
+    """`fit` returns before other commands of the process are done, and a single process asks nobody."""
+    run = Run()
+    run.begin([tmp_path])
+    told = []
+    trainer = SimpleNamespace(world_size=processes, is_global_zero=True, global_rank=0)
+    trainer.strategy = SimpleNamespace(broadcast=lambda folders: told.append(folders) or folders)
+    RunMember(run).setup(trainer, None, "fit")
+    RunMember(run).teardown(trainer, None, "fit")
+    assert told == [[tmp_path]] * (processes - 1)
+    with pytest.raises(ValueError, match="in use"):
+        RunLock(tmp_path).begin()
+    run.leave()
+
+
+def test_a_process_that_launches_others_keeps_its_locks(tmp_path):
+    run = Run()
+    run.begin([tmp_path])
+    pickle.loads(pickle.dumps(RunMember(run)))._run.leave()
+    with pytest.raises(ValueError, match="in use"):
+        RunLock(tmp_path).begin()
+    run.leave()
+
+
+def test_what_killed_processes_have_left_is_removed(tmp_path):
+    folder = tmp_path / "checkpoints"
+    (folder / ".building-step-9.ckpt@elsewhere-xyz").mkdir(parents=True)
+    (folder / ".building-step-9.ckpt@here-xyz").touch()
+    start(tmp_path)
+    assert not folder.exists(), "empty"
+
+
+def test_a_saved_config_can_be_compared_with_its_hash(tmp_path):
+    start(tmp_path, config=yaml.safe_dump({"seed_everything": 7}))
+    saved = (tmp_path / "config.yaml").read_bytes()
+    assert read_run(tmp_path)["config_sha256"] == hashlib.sha256(saved).hexdigest()
