@@ -223,6 +223,12 @@ def test_options(option, value, words, run):
     assert len(message) < 8000
 
 
+def test_a_strategy_derived_from_deepspeed_s(run, tmp_path):
+    code = "from lightning.pytorch.strategies import DeepSpeedStrategy\nclass Divided(DeepSpeedStrategy): ..."
+    (tmp_path / "own_strategy.py").write_text(code)
+    assert "DeepSpeed ZeRO is not supported" in run("--trainer.strategy={class_path: own_strategy.Divided}")
+
+
 LINES = {
     "torn": ('{"text": "a', "malformed JSON"),
     "array": ("[1]", "expected a JSON object, got list"),
