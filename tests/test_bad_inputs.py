@@ -198,9 +198,6 @@ OPTIONS = [
     ("--trainer.devices", "-2", "`trainer` cannot be made"),
     ("--trainer.devices", "100000", "more processes than this machine bears"),
     ("--trainer.strategy", "nosuch", "invalid strategy name"),
-    ("--trainer.strategy", "deepspeed", "DeepSpeed ZeRO is not supported. Use FSDP2: add `-c configs/fsdp.yaml`"),
-    ("--trainer.strategy", "deepspeed_stage_3_offload_nvme", "DeepSpeed ZeRO is not supported"),
-    ("--trainer.strategy", "lightning.pytorch.strategies.DeepSpeedStrategy", "DeepSpeed ZeRO is not supported"),
     ("--trainer.accelerator", "quantum", "invalid accelerator name"),
     ("--trainer.accumulate_grad_batches", "0", "`trainer.accumulate_grad_batches` must be 1 or more"),
     ("--trainer.accumulate_grad_batches", "-1", "`trainer.accumulate_grad_batches` must be 1 or more"),
@@ -223,7 +220,17 @@ def test_options(option, value, words, run):
     assert len(message) < 8000
 
 
-def test_a_strategy_derived_from_deepspeed_s(run, tmp_path):
+DEEPSPEED = "lightning.pytorch.strategies.DeepSpeedStrategy"
+
+
+@pytest.mark.parametrize("value", ["deepspeed", "deepspeed_stage_3_offload", DEEPSPEED, f"{{class_path: {DEEPSPEED}}}"])
+def test_deepspeed_is_refused_and_its_package_is_not_asked_for(value, run, monkeypatch):
+    monkeypatch.setattr("lightning.pytorch.strategies.deepspeed._DEEPSPEED_AVAILABLE", False)
+    message = run(f"--trainer.strategy={value}")
+    assert "DeepSpeed ZeRO is not supported. Use FSDP2: add `-c configs/fsdp.yaml`" in message
+
+
+def test_a_strategy_derived_from_that_of_deepspeed(run, tmp_path):
     code = "from lightning.pytorch.strategies import DeepSpeedStrategy\nclass Divided(DeepSpeedStrategy): ..."
     (tmp_path / "own_strategy.py").write_text(code)
     assert "DeepSpeed ZeRO is not supported" in run("--trainer.strategy={class_path: own_strategy.Divided}")
