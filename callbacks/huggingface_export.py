@@ -5,7 +5,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
@@ -56,7 +56,7 @@ class HuggingFaceExport(Callback):
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(pl_module, LongContextLM)
-        if isinstance(trainer.strategy, FSDPStrategy | DeepSpeedStrategy | ModelParallelStrategy):
+        if isinstance(trainer.strategy, FSDPStrategy | ModelParallelStrategy):
             raise ValueError(
                 f"HuggingFaceExport needs all weights in one process; {type(trainer.strategy).__name__} shards them:"
                 " remove the callback, and run `longce export` on the last checkpoint."

@@ -19,8 +19,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
-from lightning_modules.zero import gathered
-
 EMBEDDINGS_AND_NORMS = "embeddings-and-norms"
 """A value of ``modules_to_save``, in the manner of peft's ``target_modules: all-linear``."""
 
@@ -187,9 +185,8 @@ def frozen_fingerprint(module: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, parameter in module.named_parameters():
         if not parameter.requires_grad and parameter.is_floating_point():
-            with gathered([parameter]):
-                whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-                digest.update(f"{name} {tuple(whole.shape)} {_checksums(whole.detach())}\n".encode())
+            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            digest.update(f"{name} {tuple(whole.shape)} {_checksums(whole.detach())}\n".encode())
     return f"{_ALL_NUMBERS}{digest.hexdigest()}"
 
 

@@ -33,7 +33,6 @@ from lightning_modules.functional.windows import Window, draw_windows, row_windo
 from lightning_modules.last_layer import last_layer_reads_from
 from lightning_modules.modes import eval_mode, no_autocast_cache
 from lightning_modules.rotary_checks import check_rotary, check_static
-from lightning_modules.zero import GatheringModule, is_divided, is_gathering_hook, share_parameters, whole_shape
 
 Result = TypeVar("Result")
 
@@ -77,7 +76,6 @@ class Backbone(nn.Module):
         self.in_step = False
         self.cache_use: CacheUse | None = None
         self._longest_told = 0
-        self._at_head = GatheringModule()
         if self.base_model.get_output_embeddings() is None or self.decoder is None:
             raise ValueError(f"`{type(self.base_model).__name__}` is no causal LM with a decoder and an output head.")
 
@@ -98,7 +96,7 @@ class Backbone(nn.Module):
     @property
     def vocabulary_size(self) -> int:
         """Rows of the embedding: token ids must stay below it."""
-        return whole_shape(self._embedding)[0]
+        return self._embedding.shape[0]
 
     @property
     def has_dropout(self) -> bool:
@@ -114,7 +112,7 @@ class Backbone(nn.Module):
 
     @property
     def _embedding(self) -> nn.Parameter:
-        return next(self.base_model.get_input_embeddings().parameters())  # by `.weight` DeepSpeed would gather it
+        return next(self.base_model.get_input_embeddings().parameters())
 
     @overload
     def forward(
@@ -158,8 +156,8 @@ class Backbone(nn.Module):
         with no_autocast_cache(), last_layer_reads_from(self.decoder, first_scored - 1 if trims else 0):
             hidden_states = self.hidden_states(batch, exchange)
         if reading is not None:
-            return self._at_head(hidden_states, function=lambda hidden: reading(hidden, self.head, batch["labels"]))
-        return self._at_head(hidden_states, function=lambda hidden: self._read(hidden, batch["labels"], weighing))
+            return reading(hidden_states, self.head, batch["labels"])
+        return self._read(hidden_states, batch["labels"], weighing)
 
     def _read(self, hidden_states: Tensor, labels: Tensor, weighing: Weighing | None) -> Tensor | WeightedLoss:
         kernel = self.head_kernel if torch.is_grad_enabled() else "chunked"
@@ -177,11 +175,7 @@ class Backbone(nn.Module):
 
         Such weights are whole only inside of a pass, and this is one. All processes must call it.
         """
-        return self._at_head(function=function)
-
-    def gather_head(self) -> None:
-        """Have DeepSpeed gather the head's weights where they are used, which is not only in a call of the head."""
-        share_parameters(self._at_head, self.base_model.get_output_embeddings().parameters())
+        return function()
 
     def hidden_states(self, batch: PackedBatch, exchange: Exchange | None = None) -> Tensor:
         """``[B, T, D]`` last hidden states, entry ``t`` having seen tokens ``0 .. t`` of its document.
@@ -223,7 +217,7 @@ class Backbone(nn.Module):
         limit = index_free_length(self.base_model.config)
         if self.isolates_documents and (limit is None or batch["input_ids"].shape[1] <= limit):
             return False
-        if self.in_step or is_divided(self._embedding):
+        if self.in_step:
             raise ValueError(
                 f"`{type(self.base_model).__name__}` cannot keep the documents of a row apart where processes share its"
                 f" weights ('{self.attention}' attention): give it rows of one document, or `isolate_documents: false`"
@@ -247,7 +241,7 @@ class Backbone(nn.Module):
         """Maps hidden states to logits, with the scale and soft cap that the model applies, in the fastest way."""
         head = active_module(self.base_model.get_output_embeddings())
         kinds = (head._forward_pre_hooks, head._forward_hooks, head._backward_pre_hooks, head._backward_hooks)
-        hooked = any(not is_gathering_hook(hook) for hooks in kinds for hook in hooks.values())
+        hooked = any(kinds)
         # Anything else (an adapter, a quantised weight) has to be asked for its logits.
         if type(head) is not nn.Linear or hooked or "forward" in vars(head):
             return self.logits

@@ -29,6 +29,7 @@ _INDEX = ".metadata"  # torch's: what is in which part
 REST = "meta.pt"
 """Lightning's file of all that is not divided."""
 
+_DEEPSPEED = "latest"  # the file that DeepSpeed writes last
 _BLOCK = 1 << 20
 
 
@@ -41,8 +42,8 @@ class _PartError(Exception):
 
 
 def is_sharded(path: Path) -> bool:
-    """Whether it is a folder that a sharded strategy wrote to its end: FSDP2, or DeepSpeed (``latest``)."""
-    return all((path / name).exists() for name in (_INDEX, REST)) or (path / "latest").exists()
+    """Whether a sharded strategy finished writing this folder: FSDP2, or DeepSpeed in an earlier version."""
+    return all((path / name).exists() for name in (_INDEX, REST)) or (path / _DEEPSPEED).is_file()
 
 
 def write_together(target: Path, write: Callable[[Path], None]) -> None:
@@ -82,6 +83,11 @@ def damage_of_folder(path: Path) -> str | None:
     """
     if not is_sharded(path):
         return "is an incomplete sharded checkpoint, or none"
+    if (path / _DEEPSPEED).is_file():
+        return (
+            "was written by DeepSpeed ZeRO, which is no longer supported: convert it with `longce export` of the"
+            " version of longce that wrote it"
+        )
     try:
         entries = _entries(path)
         wrong = [name for name, (size, _) in entries.items() if (path / name).stat().st_size != size]
@@ -91,7 +97,7 @@ def damage_of_folder(path: Path) -> str | None:
         return f"is damaged: {error}"
     if wrong:
         return f"is torn: {wrong[0]} has not the size that was written"
-    return checkpoint_pickles.fault(path) if (path / _INDEX).exists() else None
+    return checkpoint_pickles.fault(path)
 
 
 def damage_found_together(path: Path) -> str | None:

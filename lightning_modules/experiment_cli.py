@@ -32,7 +32,8 @@ from lightning_modules.run_checkpoints import (
 )
 from lightning_modules.sequence_parallelism import sequence_parallel_size
 from lightning_modules.setting_checks import check_settings
-from lightning_modules.trainer_checks import check_strategy, check_trainer
+from lightning_modules.sharding import check_strategy
+from lightning_modules.trainer_checks import check_trainer
 from lightning_modules.training.evaluation import at_checkpoint_step, place_evaluation
 from lightning_modules.training.run import Run, RunMember
 
@@ -100,6 +101,7 @@ class LongceCLI(LightningCLI):
             raise ValueError("`model` must hold settings of the model, as keys and values: leave it out, or mend it.")
         for name, kind in (("model", LongContextLM), ("data", None), ("trainer", Trainer)):
             check_settings(self._get(self.config, name), kind, name)
+        check_strategy(self._get(self.config, "trainer").get("strategy"))
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
@@ -125,7 +127,7 @@ class LongceCLI(LightningCLI):
         """Refuse what cannot work now: nothing is tokenized or loaded yet."""
         if self.subcommand is None:
             return
-        check_strategy(self.trainer)
+        check_strategy(self.trainer.strategy)
         fits, options = self.subcommand == "fit", self.config_init[self.subcommand]
         rows = getattr(self.datamodule, "sequence_length", None) if fits else None
         self.model.check_early(rows, sequence_parallel_size(self.trainer))

@@ -51,11 +51,8 @@ from lightning_modules.rotary_checks import check_static
 from lightning_modules.sequence_parallelism import check_sequence_parallelism
 from lightning_modules.sharding import (
     divide_gradients,
-    ends_accumulation,
     load_trainer_backbone,
-    prepare_deepspeed,
     saves_parts,
-    start_backward,
 )
 from lightning_modules.statistics import TrainingStatistics
 from lightning_modules.tokenization import warn_of_other_tokenizer
@@ -224,10 +221,6 @@ class LongContextLM(EvaluationSteps):
             raise ValueError("Quantised weights cannot be trained: set `model.lora`, which trains adapters over them.")
 
     @override
-    def setup(self, stage: str) -> None:
-        prepare_deepspeed(self.trainer, self._loading["dtype"])
-
-    @override
     def configure_model(self) -> None:
         if "backbone" not in self._modules:
             self.backbone = self._load_backbone()
@@ -378,19 +371,16 @@ class LongContextLM(EvaluationSteps):
         The mean of the batches' means would count the tokens of a batch with few of them (padding, prompts that are
         not learned, the last rows of an epoch) for more than others.
         """
-        start_backward(self.trainer.strategy)
         share = self._statistics.batch_tokens / REFERENCE_TOKENS
         loss.register_hook(lambda gradient: gradient * share.to(gradient.dtype))
 
     @override
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Take gradients and log the means over all tokens of the step, of all its batches and processes."""
-        if not ends_accumulation(self.trainer.strategy):
-            return
         values = self._statistics.compute(self.trainer.strategy)
         # Lightning has divided the loss by the batches of a step, the strategy the gradients by the processes.
         divided_by = REFERENCE_TOKENS * self.trainer.accumulate_grad_batches * self.trainer.world_size
-        divide_gradients(self.trainer.strategy, self.parameters(), self._statistics.step_divisor / divided_by)
+        divide_gradients(self.parameters(), self._statistics.step_divisor / divided_by)
         self._statistics.reset()
         self.log_dict({f"train/{name}": value for name, value in values.items()}, batch_size=1)
         self.log("loss", values["loss"], prog_bar=True, logger=False, batch_size=1)

@@ -1,4 +1,4 @@
-"""FSDP2 and DeepSpeed: a backbone whose weights, gradients and optimizer state are divided among processes."""
+"""FSDP2: a backbone whose weights, gradients and optimizer state are divided among processes."""
 
 import contextlib
 import functools
@@ -17,12 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from typing_extensions import override
 
-from lightning_modules import zero
 from lightning_modules.backbone import Backbone
 from lightning_modules.checkpoint_folder import no_code, write_together
 from lightning_modules.checkpoint_io import check_together
 from lightning_modules.loading import load_backbone
-from lightning_modules.zero_checkpoints import check_zero_checkpoint
 
 _REMEDY = "set `trainer.strategy` to `lightning_modules.sharding.FullyShardedStrategy`"
 
@@ -88,13 +86,11 @@ def data_parallel_mesh(trainer: Trainer) -> DeviceMesh | None:
     """The processes among which a trainer's strategy divides the weights; None if each holds all of them.
 
     Raises:
-        ValueError: If the strategy is FSDP1, divides single tensors, or evaluates in inference mode, in which weights
-            cannot be gathered and trained afterwards.
+        ValueError: If the strategy is DeepSpeed's or FSDP1, divides single tensors, or evaluates in inference mode, in
+            which weights cannot be gathered and trained afterwards.
     """
     strategy = trainer.strategy
-    if _is_stage_3(strategy):
-        _check_inference(trainer)
-        return init_device_mesh(strategy.root_device.type, (trainer.world_size,))
+    check_strategy(strategy)
     if isinstance(strategy, FSDPStrategy):
         raise ValueError(f"FSDP1 (`trainer.strategy: fsdp`) is not supported: {_REMEDY}, which is FSDP2.")
     if not isinstance(strategy, ModelParallelStrategy):
@@ -105,80 +101,36 @@ def data_parallel_mesh(trainer: Trainer) -> DeviceMesh | None:
             f"Tensor parallelism is not supported, and {type(strategy).__name__} divides tensors among"
             f" {mesh['tensor_parallel'].size()} devices: {_REMEDY}."
         )
-    _check_inference(trainer)
+    if trainer.validate_loop.inference_mode:
+        raise ValueError(
+            f"{type(strategy).__name__} cannot gather weights in torch's inference mode: set"
+            " `trainer.inference_mode: false`."
+        )
     return mesh["data_parallel"]
 
 
-def prepare_deepspeed(trainer: Trainer, dtype: str) -> None:
-    """Refuse what DeepSpeed would do wrong, or notice only after the model is loaded, and in one process alone.
+def check_strategy(strategy: Any) -> None:
+    """Refuse DeepSpeed's strategy, whose ZeRO stages FSDP2 replaces.
 
     Args:
-        trainer: With any strategy.
-        dtype: Of the weights, as the user wants them.
+        strategy: The strategy, or how a config names it.
 
     Raises:
-        ValueError: If DeepSpeed divides nothing, scales a loss in float16 or is to compute in float64, or the
-            checkpoint to go on with would make it run code.
+        ValueError: If it is DeepSpeed's.
     """
-    strategy = trainer.strategy
-    if not isinstance(strategy, DeepSpeedStrategy):
-        return
-    config = strategy.config or {}
-    if config.get("zero_optimization", {}).get("stage", 0) not in (1, 2, 3):
-        raise ValueError("DeepSpeed without a stage of ZeRO (1, 2 or 3) divides nothing: set `trainer.strategy: ddp`.")
-    if str(trainer.precision).startswith("16"):
+    name = str(getattr(strategy, "class_path", strategy))
+    if isinstance(strategy, DeepSpeedStrategy) or name.rpartition(".")[2].lower().startswith("deepspeed"):
         raise ValueError(
-            f"`trainer.precision: {trainer.precision}` is not supported with DeepSpeed, whose loss scale of its own"
-            " would not go with a mean over all tokens of a step: set `bf16-mixed`."
-        )
-    if dtype == "float64":
-        raise ValueError("DeepSpeed computes in float32 or bfloat16: set `model.dtype: float32`.")
-    if config.get("data_types", {}).get("grad_accum_dtype") is not None:
-        raise ValueError(
-            "DeepSpeed's `data_types.grad_accum_dtype` brings in optimizers that take no divisor for gradients, so that"
-            " a step would not be a mean over its tokens: leave it out."
-        )
-    if trainer.ckpt_path is not None and not (_is_stage_3(strategy) and strategy.load_full_weights):
-        check_zero_checkpoint(trainer.ckpt_path)
-    # For its log of throughput alone; or Lightning asks for training data to find it, also where there is no training.
-    config.setdefault("train_micro_batch_size_per_gpu", 1)
-
-
-def _check_inference(trainer: Trainer) -> None:
-    if trainer.validate_loop.inference_mode:
-        raise ValueError(
-            f"{type(trainer.strategy).__name__} cannot gather weights in torch's inference mode: set"
-            " `trainer.inference_mode: false`."
+            f"`trainer.strategy`: DeepSpeed ZeRO is not supported. Use FSDP2: add `-c configs/fsdp.yaml`, or {_REMEDY}"
+            " and `trainer.inference_mode: false`."
         )
 
 
-def ends_accumulation(strategy: Strategy) -> bool:
-    """Whether the optimizer steps now: DeepSpeed is asked to after each micro-batch, and does so after the last one."""
-    if not isinstance(strategy, DeepSpeedStrategy):
-        return True
-    return strategy.deepspeed_engine.is_gradient_accumulation_boundary()
-
-
-def divide_gradients(strategy: Strategy, parameters: Iterable[nn.Parameter], divisor: Tensor) -> None:
-    """Divide gradients between backward pass and step, before they are clipped.
-
-    DeepSpeed keeps them to itself, and divides them in its step by the scale that it takes the loss to have had.
-    `start_backward` says that it had none.
-    """
-    if isinstance(strategy, DeepSpeedStrategy):
-        engine = strategy.deepspeed_engine
-        # Lightning has divided the loss by the batches of a step, and DeepSpeed has done it once more.
-        engine.optimizer.loss_scale = divisor.item() / engine.gradient_accumulation_steps()
-        return
+def divide_gradients(parameters: Iterable[nn.Parameter], divisor: Tensor) -> None:
+    """Divide gradients between backward pass and step, before they are clipped."""
     for parameter in parameters:
         if parameter.grad is not None:
             parameter.grad.div_(divisor)
-
-
-def start_backward(strategy: Strategy) -> None:
-    """The loss is not scaled by DeepSpeed, whatever `divide_gradients` said."""
-    if isinstance(strategy, DeepSpeedStrategy):
-        strategy.deepspeed_engine.optimizer.loss_scale = 1.0
 
 
 def saves_parts(strategy: Strategy) -> bool:
@@ -203,21 +155,10 @@ def load_trainer_backbone(trainer: Trainer, **loading: Any) -> Backbone:
     Raises:
         ValueError: As `data_parallel_mesh` and `load_sharded_backbone` do.
     """
-    strategy, precision = trainer.strategy, str(trainer.precision)
-    device = strategy.root_device
-    with zero.whole_modules() if _is_stage_3(strategy) else contextlib.nullcontext():
-        if (mesh := data_parallel_mesh(trainer)) is not None:
-            return load_sharded_backbone(mesh, device=device, precision=precision, strategy=strategy, **loading)
-        backbone = load_backbone(**loading, device=device, autocast=precision.endswith("-mixed"))
-    if isinstance(strategy, DeepSpeedStrategy):  # which wants all of one type, and says so in the first process only
-        for parameter in backbone.parameters():
-            if parameter.is_floating_point():
-                parameter.data = parameter.data.to(_parameter_dtype(precision))
-    return backbone
-
-
-def _is_stage_3(strategy: Strategy) -> bool:
-    return isinstance(strategy, DeepSpeedStrategy) and strategy.zero_stage_3
+    device, precision = trainer.strategy.root_device, str(trainer.precision)
+    if (mesh := data_parallel_mesh(trainer)) is not None:
+        return load_sharded_backbone(mesh, device=device, precision=precision, **loading)
+    return load_backbone(**loading, device=device, autocast=precision.endswith("-mixed"))
 
 
 def load_sharded_backbone(
@@ -225,7 +166,6 @@ def load_sharded_backbone(
     *,
     device: torch.device | str,
     precision: str = "32-true",
-    strategy: Strategy | None = None,
     **loading: Any,
 ) -> Backbone:
     """Load a model that no process but the first ever holds as a whole.
@@ -237,7 +177,6 @@ def load_sharded_backbone(
         mesh: The processes, in one dimension.
         device: Where the model will run.
         precision: Of the trainer: in ``bf16-mixed`` weights are gathered in bfloat16, and gradients summed in float32.
-        strategy: Of the trainer, if that is what divides the model; DeepSpeed's stage 3 does it in its own way.
         **loading: Arguments of `load_backbone`.
 
     Returns:
@@ -250,24 +189,17 @@ def load_sharded_backbone(
     """
     if loading.get("quantization") is not None:
         raise ValueError("Quantised weights cannot be divided among processes: leave `quantization` out, or use DDP.")
-    engine = strategy if isinstance(strategy, DeepSpeedStrategy) else None
     autocast = precision.endswith("-mixed")
     first = mesh.get_local_rank() == 0
     backbone = load_backbone(**loading, device=device, autocast=autocast, with_weights=first)
-    dtypes = _dtypes(backbone, mesh, None if engine is None else _parameter_dtype(precision))
+    dtypes = _dtypes(backbone, mesh)
     policy = _mixed_precision(backbone, precision)
     for module in (*_layers(backbone), backbone):
         _send(module, dtypes, mesh, torch.device(device))
-        if engine is not None:
-            zero.divide(module, engine.config or {}, engine.remote_device)
-        else:
-            # Resharded: the loss has its gradients already, so nothing between forward and backward pass reads head
-            # and embedding; and outside of a pass all parameters are parts, whatever came before.
-            fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
-    if engine is not None:
-        backbone.gather_head()
-    else:
-        register_fsdp_forward_method(backbone, "within")
+        # Resharded: the loss has its gradients already, so nothing between forward and backward pass reads head and
+        # embedding; and outside of a pass all parameters are parts, whatever came before.
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    register_fsdp_forward_method(backbone, "within")
     backbone.in_step = True
     return backbone
 
@@ -293,19 +225,13 @@ def _layers(backbone: Backbone) -> list[nn.Module]:
     return layers
 
 
-def _parameter_dtype(precision: str) -> torch.dtype:
-    """What DeepSpeed computes with; the float32 weights beside those of half precision are its optimizer's."""
-    return {"bf16": torch.bfloat16, "16": torch.float16, "32": torch.float32}[precision.partition("-")[0]]
-
-
-def _dtypes(backbone: Backbone, mesh: DeviceMesh, wanted: torch.dtype | None) -> dict[int, torch.dtype]:
-    """Type of each tensor, by its identity: as the first process has loaded it, or as parameters are wanted."""
+def _dtypes(backbone: Backbone, mesh: DeviceMesh) -> dict[int, torch.dtype]:
+    """Type of each tensor, by its identity: as the first process has loaded it."""
     tensors = [*backbone.named_parameters(), *backbone.named_buffers()]
     sent: list[Any] = [[(name, tensor.dtype) for name, tensor in tensors]]
     dist.broadcast_object_list(sent, src=0, group=mesh.get_group())
     assert [name for name, _ in sent[0]] == [name for name, _ in tensors], "both are built from the same settings"
-    dtypes = {id(tensor): dtype for (_, tensor), (_, dtype) in zip(tensors, sent[0], strict=True)}
-    return dtypes if wanted is None else {**dtypes, **{id(part): wanted for part in backbone.parameters()}}
+    return {id(tensor): dtype for (_, tensor), (_, dtype) in zip(tensors, sent[0], strict=True)}
 
 
 def _send(module: nn.Module, dtypes: dict[int, torch.dtype], mesh: DeviceMesh, device: torch.device) -> None:

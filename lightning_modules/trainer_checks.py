@@ -5,9 +5,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from jsonargparse import Namespace
-from lightning.pytorch import Trainer
-from lightning.pytorch.accelerators import CUDAAccelerator
-from lightning.pytorch.strategies import DeepSpeedStrategy
 
 LEAST = {"accumulate_grad_batches": 1, "val_check_interval": 0, "gradient_clip_val": 0, "limit_train_batches": 0}
 """Smallest values; 0 itself only where it switches something off."""
@@ -31,16 +28,3 @@ def check_trainer(options: Mapping[str, Any] | Namespace) -> None:
     most, devices = max(64, 4 * (os.cpu_count() or 1)), str(options.get("devices"))
     if devices.isdecimal() and int(devices) > most:
         raise ValueError(f"`trainer.devices` = {devices} are more processes than this machine bears: {most} at most.")
-
-
-def check_strategy(trainer: Trainer) -> None:
-    """Refuse a strategy for which there is no device; Lightning does so later, with an error of its own.
-
-    Raises:
-        ValueError: If it is DeepSpeed's, without a GPU.
-    """
-    if isinstance(trainer.strategy, DeepSpeedStrategy) and not isinstance(trainer.accelerator, CUDAAccelerator):
-        raise ValueError(
-            "Lightning runs DeepSpeed on NVIDIA's GPUs only, and none is used: set `trainer.accelerator: gpu`, or"
-            " `trainer.strategy` to `ddp` or `lightning_modules.sharding.FullyShardedStrategy`."
-        )

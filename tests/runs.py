@@ -10,8 +10,6 @@ from lightning_modules.batch import IGNORE_INDEX
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.sharding import FullyShardedStrategy
 from lightning_modules.token_scores import TokenScores
-from lightning_modules.zero import gathered
-from tests.deepspeed_on_cpu import DeepSpeedOnCPU
 
 STEPS, MICRO_BATCHES = 5, 4
 VARIANTS = {
@@ -23,8 +21,6 @@ VARIANTS = {
 def make_trainer(root, processes, strategy, **settings):
     if strategy == "fsdp":
         strategy = FullyShardedStrategy(save_distributed_checkpoint=settings.pop("parts", False))
-    elif strategy.startswith("deepspeed"):
-        strategy = DeepSpeedOnCPU(int(strategy[-1]))
     return Trainer(
         accelerator="cpu",
         strategy=strategy,
@@ -55,9 +51,8 @@ def make_data(setup, **settings):
 
 
 def whole(tensor):
-    with gathered([tensor]):
-        tensor = tensor.detach()
-        return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 
 class Losses:

@@ -220,6 +220,22 @@ def test_options(option, value, words, run):
     assert len(message) < 8000
 
 
+DEEPSPEED = "lightning.pytorch.strategies.DeepSpeedStrategy"
+
+
+@pytest.mark.parametrize("value", ["deepspeed", "deepspeed_stage_3_offload", DEEPSPEED, f"{{class_path: {DEEPSPEED}}}"])
+def test_deepspeed_is_refused_and_its_package_is_not_asked_for(value, run, monkeypatch):
+    monkeypatch.setattr("lightning.pytorch.strategies.deepspeed._DEEPSPEED_AVAILABLE", False)
+    message = run(f"--trainer.strategy={value}")
+    assert "DeepSpeed ZeRO is not supported. Use FSDP2: add `-c configs/fsdp.yaml`" in message
+
+
+def test_a_strategy_derived_from_that_of_deepspeed(run, tmp_path):
+    code = "from lightning.pytorch.strategies import DeepSpeedStrategy\nclass Divided(DeepSpeedStrategy): ..."
+    (tmp_path / "own_strategy.py").write_text(code)
+    assert "DeepSpeed ZeRO is not supported" in run("--trainer.strategy={class_path: own_strategy.Divided}")
+
+
 LINES = {
     "torn": ('{"text": "a', "malformed JSON"),
     "array": ("[1]", "expected a JSON object, got list"),

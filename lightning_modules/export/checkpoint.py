@@ -30,7 +30,6 @@ from lightning_modules.export.model import check_export, export_model
 from lightning_modules.export.options import Adapters, ExportDType, ExportOptions
 from lightning_modules.loading import load_backbone
 from lightning_modules.tokenization import load_tokenizer, tokenizer_from_json, tokenizer_to_json
-from lightning_modules.zero_checkpoints import is_zero_checkpoint
 
 KEY = "longce_export"
 """Where a checkpoint holds what `stored` gives."""
@@ -188,9 +187,7 @@ def _tokenizer(
 def _read(path: str) -> dict[str, Any]:
     """The checkpoint; the weights in a file are left on disk until they are asked for."""
     file = Path(path).expanduser()
-    if file.is_dir() and is_zero_checkpoint(file):
-        raise ValueError(f"`checkpoint` '{path}' is a folder. {_how_to_consolidate(file)}")
-    if file.is_dir() and not (is_sharded(file) and (file / "meta.pt").exists()):
+    if file.is_dir() and not is_sharded(file):
         raise ValueError(
             f"`checkpoint` '{path}' is a folder, and no checkpoint of FSDP2: name one of the checkpoints in it."
         )
@@ -205,15 +202,6 @@ def _read(path: str) -> dict[str, Any]:
             " built. Go on with it for a step (`longce fit --ckpt_path`) to have it written anew, or name another one."
         )
     return content
-
-
-def _how_to_consolidate(folder: Path) -> str:
-    function = "convert_zero_checkpoint_to_fp32_state_dict"
-    command = f"from lightning.pytorch.utilities.deepspeed import {function} as convert"
-    return (
-        "Make DeepSpeed's parts one file first, if you trust it, for this runs what code it may hold:"
-        f" python -c \"{command}; convert('{folder}', '{folder}.one')\""
-    )
 
 
 def _load_file(file: Path) -> Any:

@@ -32,7 +32,6 @@ class Sharding:
         gradients: Whether the gradients are.
         optimizer: Whether the optimizer's state is.
         gradient_copy: Whether the gradients exist twice, in the buckets of DDP.
-        master_weights: Whether the optimizer holds float32 weights beside those of the model (DeepSpeed).
         offload: Whether the optimizer's state is in main memory.
     """
 
@@ -41,7 +40,6 @@ class Sharding:
     gradients: bool = False
     optimizer: bool = False
     gradient_copy: bool = False
-    master_weights: bool = False
     offload: bool = False
 
 
@@ -170,8 +168,6 @@ def lasting_memory(shape: ModelShape, training: Training) -> dict[str, float]:
     if sharding.gradient_copy:
         parts["gradient buckets of DDP"] = gradients
     parts["optimizer"] = 0.0 if sharding.offload else _optimizer(shape, training, training.moments)
-    if sharding.master_weights and not sharding.offload:
-        parts["float32 weights of the optimizer"] = shape.trained * 4.0 / training.gpus
     return parts
 
 
@@ -261,5 +257,5 @@ def _short_windows(shape: ModelShape, activations: ActivationBytes, training: Tr
 
 def _optimizer(shape: ModelShape, training: Training, numbers: float) -> float:
     divided = training.gpus if training.sharding.optimizer else 1
-    size = 4 if training.sharding.master_weights else _trained_bytes(shape, training)
+    size = _trained_bytes(shape, training)
     return math.ceil(shape.trained / divided) * size * numbers

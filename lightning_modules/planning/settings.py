@@ -21,11 +21,6 @@ from lightning_modules.user_modules import import_object
 _AUTOCAST = {"bf16-mixed": "bfloat16", "bf16": "bfloat16", "16-mixed": "float16", "16": "float16"}
 _CAST = {"bf16-true": "bfloat16", "16-true": "float16", "64-true": "float64", "64": "float64"}
 _MOMENTS = {"Adagrad": 1, "RMSprop": 1, "Lion": 1, "Rprop": 2, "Adafactor": 0}
-_DEEPSPEED = {
-    1: Sharding("DeepSpeed stage 1: optimizer divided", optimizer=True),
-    2: Sharding("DeepSpeed stage 2: gradients and optimizer divided", gradients=True, optimizer=True),
-    3: replace(FULLY_SHARDED, name="DeepSpeed stage 3: weights, gradients and optimizer divided"),
-}
 
 
 @dataclass(frozen=True)
@@ -118,8 +113,6 @@ def read_experiment(options: Any, *, gpus: int | None = None, evaluator: str | N
     shared = _arguments(trainer.get("strategy") or "auto").get("sequence_parallel_size", 1)
     check_processes(shared, count)
     check_sequence_parallelism(config, shared, model.get("attn_implementation") or "auto")
-    if sharding.name.startswith("DeepSpeed") and autocast is not None:
-        dtype, autocast, sharding = autocast, None, replace(sharding, master_weights=True)
     optimizer, moments = _optimizer(model.get("optimizer"), notes)
     arguments = _arguments(model.get("optimizer"))
     training = Training(
@@ -258,14 +251,9 @@ def _sharding(strategy: Any, gpus: int) -> Sharding:
         return Sharding("DDP: everything on each GPU", gradient_copy=not view)
     if plain.startswith(("fsdp", "fullysharded", "modelparallel")):
         return _fully_sharded(plain, arguments)
-    if plain.startswith("deepspeed"):
-        stage = next((int(letter) for letter in plain if letter.isdecimal()), arguments.get("stage") or 2)
-        offload = "offload" in plain or bool(arguments.get("offload_optimizer"))
-        if stage in _DEEPSPEED:
-            return replace(_DEEPSPEED[stage], offload=offload)
     raise ValueError(
         f"`trainer.strategy` '{name}' cannot be planned: known are auto, ddp, fsdp, FullyShardedStrategy,"
-        " ModelParallelStrategy, UlyssesStrategy, FullyShardedUlyssesStrategy and deepspeed_stage_1 to 3."
+        " ModelParallelStrategy, UlyssesStrategy and FullyShardedUlyssesStrategy."
     )
 
 
@@ -276,8 +264,6 @@ def _not_supported(strategy: Any, sharding: Sharding) -> list[str]:
         return [f"`longce fit` refuses this strategy: {remedy}"]
     if _arguments(strategy).get("sequence_parallel_size", 1) > 1:
         return ["rows shared by GPUs have been tried with longce on CPUs only; exchange and its buffers do not count"]
-    if sharding.name.startswith("DeepSpeed"):
-        return ["DeepSpeed has been tried with longce on CPUs only"]
     return []
 
 

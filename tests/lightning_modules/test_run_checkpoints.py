@@ -10,6 +10,7 @@ from lightning import Trainer
 
 from callbacks import StepCheckpoint
 from lightning_modules import run_checkpoints
+from lightning_modules.export import export_checkpoint
 from lightning_modules.run_checkpoints import (
     SameCheckpoint,
     check_checkpoint_folders,
@@ -44,6 +45,20 @@ def test_weights_alone_can_be_evaluated_and_not_trained_on(trainer, tmp_path):
     torch.save(WHOLE, path.with_name("whole.ckpt"))
     with pytest.raises(ValueError, match=r"weights alone.*The newest good one beside it is .*whole.ckpt"):
         find_checkpoint(str(path), trainer, False)
+
+
+def test_a_checkpoint_of_deepspeed_is_refused_or_passed_over(trainer, tmp_path):
+    folder = tmp_path / "own" / "step-2.ckpt"
+    folder.mkdir(parents=True)
+    (folder / "latest").write_text("checkpoint")
+    convert = "DeepSpeed ZeRO, which is no longer supported: convert it with `longce export` of the version"
+    for name in (str(folder), str(folder.parent), "last"):
+        with pytest.raises(ValueError, match=rf"step-2.ckpt'? was written by {convert}"):
+            find_checkpoint(name, trainer, False)
+    with pytest.raises(ValueError, match=rf"`checkpoint` '.*step-2.ckpt' was written by {convert}"):
+        export_checkpoint(str(folder), str(tmp_path / "exported"))
+    torch.save(WHOLE, folder.with_name("step-1.ckpt"))
+    assert find_checkpoint("last", trainer, False) == str(folder.with_name("step-1.ckpt"))
 
 
 def test_which_command_goes_on_with_what_it_has_saved(trainer, tmp_path):

@@ -17,7 +17,6 @@ from lightning_modules.loading import load_backbone
 from lightning_modules.sharding import (
     FullyShardedStrategy,
     data_parallel_mesh,
-    ends_accumulation,
     load_sharded_backbone,
 )
 from tests.conftest import make_text
@@ -221,7 +220,7 @@ def test_half_precision_is_that_of_the_products_and_not_of_the_rotation(two, pre
 def _strategy(kind, tensor_parallel=1):
     strategy = kind.__new__(kind)
     sizes = {"tensor_parallel": SimpleNamespace(size=lambda: tensor_parallel)}
-    strategy._device_mesh, strategy.config = sizes, {"zero_optimization": {"stage": 3}}
+    strategy._device_mesh = sizes
     return SimpleNamespace(strategy=strategy, validate_loop=SimpleNamespace(inference_mode=True))
 
 
@@ -229,7 +228,7 @@ def _strategy(kind, tensor_parallel=1):
     ("trainer", "message"),
     [
         (_strategy(FSDPStrategy), r"FSDP1 .*FullyShardedStrategy"),
-        (_strategy(DeepSpeedStrategy), r"DeepSpeedStrategy cannot gather .*inference_mode: false"),
+        (_strategy(DeepSpeedStrategy), r"DeepSpeed ZeRO is not supported.*FullyShardedStrategy"),
         (_strategy(ModelParallelStrategy, 4), r"among 4 devices: set .*FullyShardedStrategy"),
         (_strategy(FullyShardedStrategy), r"inference_mode: false"),
     ],
@@ -237,16 +236,6 @@ def _strategy(kind, tensor_parallel=1):
 def test_what_cannot_be_divided_is_refused(trainer, message):
     with pytest.raises(ValueError, match=message):
         data_parallel_mesh(trainer)
-
-
-@pytest.mark.parametrize("boundary", [True, False])
-def test_deepspeed_steps_at_the_end_of_an_accumulation_only(boundary):
-    """It asks after each micro-batch; values are logged when it steps."""
-    trainer = _strategy(DeepSpeedStrategy)
-    engine = SimpleNamespace(is_gradient_accumulation_boundary=lambda: boundary)
-    trainer.strategy.model = engine
-    assert ends_accumulation(trainer.strategy) == boundary
-    assert ends_accumulation(_strategy(FullyShardedStrategy).strategy)
 
 
 def test_quantised_weights_are_refused_before_anything_is_loaded():

@@ -89,12 +89,7 @@ def test_what_lasts_with_one_gpu_and_with_several(eight):
     gathered = fsdp.pop("gathered weights (two layers, head, embedding)")
     assert fsdp == {name: part / 8 for name, part in alone.items()}
     assert gathered == 2 * (2 * 218_112_000 + 2 * 128256 * 4096)
-    stage_2 = Sharding(gradients=True, optimizer=True, master_weights=True)
-    deepspeed = lasting_memory(shape, replace(BF16, sharding=stage_2, gpus=8))
-    assert deepspeed["weights"] == size / 2
-    assert deepspeed["gradients"] == size / 2 / 8
-    assert deepspeed["optimizer"] == 2 * deepspeed["float32 weights of the optimizer"] == 2 * size / 8
-    assert lasting_memory(shape, replace(BF16, sharding=replace(stage_2, offload=True), gpus=8))["optimizer"] == 0
+    assert lasting_memory(shape, replace(training, sharding=replace(FULLY_SHARDED, offload=True)))["optimizer"] == 0
 
 
 def test_checkpointing_decides_what_is_kept(eight):
