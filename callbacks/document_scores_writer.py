@@ -6,14 +6,12 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pyarrow
 import pyarrow.compute
-import torch.distributed as dist
 from jsonargparse.typing import PositiveFloat, PositiveInt
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
@@ -33,6 +31,7 @@ from lightning_modules.score_shards import SUCCESS, ScoreShards, Written, check_
 from lightning_modules.score_table import ScoreTable, TokenType, clashes, counts
 from lightning_modules.scored_corpus import Delivered, ScoredCorpus
 from lightning_modules.token_scores import TokenScores
+from lightning_modules.utilities.collectives import gathered, patient_group
 from lightning_modules.utilities.identity import content_hash
 
 _SHARD_TOKENS = 2**24  # about 200 MB with values for each token
@@ -285,31 +284,6 @@ class DocumentScoresWriter(Callback):
         if self._lock is not None:
             self._lock.leave()
             self._lock = None
-
-
-def patient_group() -> dist.ProcessGroup | None:
-    """All processes, by connections that wait for days; None if there is one.
-
-    Ordinary communication gives up after half an hour, by which the shares of a long run may well differ. Made when all
-    are there: the end of one then closes its connections, which the others notice at once. One that has ended before
-    they are made would be waited for.
-    """
-    if not (dist.is_available() and dist.is_initialized()):
-        return None
-    return dist.new_group(backend="gloo", timeout=timedelta(days=30))
-
-
-def gathered(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """The value of each process of a `patient_group`, when all have come here.
-
-    Raises:
-        RuntimeError: If another process has ended.
-    """
-    if group is None:
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
 
 
 def _report(found: dict[str, int], place: str) -> str:

@@ -20,6 +20,7 @@ from datamodules.corpus_stream import CorpusLoader, CorpusRows, CorpusStream
 from lightning_modules.batch import Origin
 from lightning_modules.scored_corpus import Delivered, KeepsScores
 from lightning_modules.tokenization import load_tokenizer, tokenizer_hash
+from lightning_modules.utilities.collectives import gathered, patient_group
 
 _NAMED = 3  # files that a message tells of
 
@@ -114,11 +115,13 @@ class DocumentCorpus(LightningDataModule):
         if stage != "predict":
             raise ValueError(f"DocumentCorpus is for `longce predict`, not for {stage}: name another data module.")
         found: Any = None
+        group = patient_group() if self.trainer else None
         if self._process()[0] == 0:
             try:
                 found = self._found()
             except (ValueError, OSError) as error:  # or the others would wait for it
                 found = error
+        gathered(None, group)  # hashing a corpus may take hours, and a broadcast gives up after half an hour
         found = self.trainer.strategy.broadcast(found) if self.trainer else found
         if isinstance(found, Exception):
             raise found

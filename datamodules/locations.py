@@ -72,6 +72,11 @@ class RemoteFile:
         except OSError as error:
             raise ValueError(f"{self}: cannot be read ({error}). Check the network and your access rights.") from error
 
+    @functools.cached_property
+    def identity(self) -> str:
+        """Text that tells the content from any other; computed once, because it may take a request or a download."""
+        return _remote_identity(self)
+
     def details(self) -> dict[str, Any]:
         """Ask the file system about this file; lists of files may tell less."""
         with suppress(OSError):
@@ -123,14 +128,14 @@ def file_identities(files: Iterable[File]) -> list[str]:
 
     For a local file it is the SHA-256 of its bytes. For one elsewhere it is the checksum that the file system reports;
     else address, size and entity tag; else address, size and time, with a warning, as an edit may keep those; else the
-    SHA-256 of its bytes, which are fetched.
+    SHA-256 of its bytes, which are fetched, once for each `RemoteFile`.
 
     Raises:
         ValueError: If a file cannot be read.
     """
     files = tuple(files)
     hashes = iter(file_hashes(file for file in files if isinstance(file, Path)))
-    return [f"sha256:{next(hashes)}" if isinstance(file, Path) else _remote_identity(file) for file in files]
+    return [f"sha256:{next(hashes)}" if isinstance(file, Path) else file.identity for file in files]
 
 
 def file_size(file: File) -> int | None:

@@ -3,12 +3,10 @@
 import sys
 import time
 import warnings
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
@@ -25,6 +23,7 @@ from lightning_modules.objectives import LongCE, StoredInfluence, innermost
 from lightning_modules.offline_influence import Transfer, make_transfer, row_influence
 from lightning_modules.probe import check_scoring
 from lightning_modules.tokenization import load_tokenizer, tokenizer_hash
+from lightning_modules.utilities.collectives import gathered, patient_group
 
 
 class InfluenceScorer(LightningModule):
@@ -184,7 +183,7 @@ class InfluenceTrainer(Trainer):
         warnings.filterwarnings("ignore", message="Total length of .* across ranks is zero")
         rows = datamodule.influence_rows(made_from, output)  # type: ignore[attr-defined]
         self.predict(scorer, datamodule=rows, return_predictions=False)
-        wait_for_all_processes()
+        gathered(None, patient_group())  # the shares of a long run may differ by more than half an hour
         if self.is_global_zero:
             rows.writer.finish()
             sys.stdout.write(report(rows, scorer.seconds))
@@ -206,15 +205,6 @@ class InfluenceTrainer(Trainer):
                 f" 'auto' or 'ddp', not {type(self.strategy).__name__}."
             )
         return objective.gamma
-
-
-def wait_for_all_processes() -> None:
-    """Return when every process has come here, be it days after the first.
-
-    An ordinary barrier gives up after half an hour, by which the shares of a long run may well differ.
-    """
-    if dist.is_available() and dist.is_initialized():
-        dist.barrier(dist.new_group(backend="gloo", timeout=timedelta(days=30)))
 
 
 def report(rows: Any, seconds: float) -> str:

@@ -1,15 +1,16 @@
 """Identity of a stored model by all that decides its output: weights, config, tokenizer, chat templates and code."""
 
-import hashlib
-import logging
-import os
+import json
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from huggingface_hub import is_offline_mode, resolve_revision, try_to_load_from_cache
+from huggingface_hub import is_offline_mode, resolve_revision, snapshot_download
 from huggingface_hub.errors import RevisionResolutionError
 
 from lightning_modules.tokenization import local_or_hub
-from lightning_modules.utilities.identity import combined_hash, content_hash, file_hashes
+from lightning_modules.utilities.identity import content_hash
 
 _LOADED = {".safetensors", ".bin", ".json", ".jinja", ".model", ".tiktoken", ".txt", ".vocab"}
 _NOT_LOADED = {
@@ -20,16 +21,15 @@ _NOT_LOADED = {
 
 _SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 
-_log = logging.getLogger(__name__)
-
 
 def model_identity(
     pretrained_model_name_or_path: str, revision: str | None = None, *, trust_remote_code: bool = False
 ) -> str:
     """Compute a text that is equal for equal weights, config, tokenizer and code, without loading them.
 
-    All bytes are hashed, once for each file (`lightning_modules.utilities.identity`). Code that a config fetches from
-    the repository of another model is not covered.
+    All bytes are hashed, once for each file (`lightning_modules.utilities.identity`). A model on the hub is fetched
+    first, and is the same as a local copy of it. Code that a config fetches from the repository of another model is
+    not covered.
 
     Args:
         pretrained_model_name_or_path: Hub id or local folder.
@@ -37,19 +37,15 @@ def model_identity(
         trust_remote_code: Whether the model's own code runs; only then it is part of the identity.
 
     Returns:
-        For a folder ``sha256:`` and a hash of the files that are loaded, wherever they are. For a hub id
-        ``id@commit``; files that were changed in the hub's cache on this machine add their hash.
+        ``sha256:`` and a hash of the files that are loaded, wherever they are.
 
     Raises:
-        ValueError: If the model cannot be found, has no stored weights, or a file cannot be read.
+        ValueError: If the model cannot be found, or a file cannot be read.
     """
     folder = Path(local_or_hub(pretrained_model_name_or_path, "model"))
-    if folder.is_dir():
-        return f"sha256:{content_hash(folder, _loaded_files(folder, trust_remote_code))}"
-    commit = hub_commit(pretrained_model_name_or_path, revision)
-    code = " with its code" if trust_remote_code else ""
-    edits = _edits(pretrained_model_name_or_path, commit, trust_remote_code)
-    return f"{pretrained_model_name_or_path}@{commit}{code}{edits}"
+    if not folder.is_dir():
+        folder = _fetched_snapshot(pretrained_model_name_or_path, revision, trust_remote_code)
+    return f"sha256:{content_hash(folder, _loaded_files(folder, trust_remote_code))}"
 
 
 def check_same_model(
@@ -82,11 +78,31 @@ def hub_commit(name: str, revision: str | None = None, *, fetched: bool = False)
         local = fetched or is_offline_mode()
         return resolve_revision(name, revision=revision, local_files_only=local).resolved
     except (OSError, ValueError, RevisionResolutionError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(
-            f"The model '{name}' (revision {revision or 'main'}) cannot be identified: {reason.rstrip('.')}. Give a"
-            " local folder with weights, or a hub id that exists and that this machine can reach or has in its cache."
-        ) from error
+        raise ValueError(_unidentified(name, revision, error)) from error
+
+
+def _unidentified(name: str, revision: str | None, error: Exception) -> str:
+    reason = str(error).strip().splitlines()[0]
+    return (
+        f"The model '{name}' (revision {revision or 'main'}) cannot be identified: {reason.rstrip('.')}. Give a"
+        " local folder with weights, or a hub id that exists and that this machine can reach or has in its cache."
+    )
+
+
+def _fetched_snapshot(name: str, revision: str | None, with_code: bool) -> Path:
+    """Fetch all files that may be loaded. Those that were fetched later would make it another model."""
+    fetch = partial(snapshot_download, name, revision=hub_commit(name, revision))
+    others = ["*/*", "pytorch_model*", "consolidated*", *_NOT_LOADED]  # in folders, or in other formats
+    try:
+        if is_offline_mode():
+            return Path(fetch(allow_patterns=[], local_files_only=True))  # as it is, complete or not
+        folder = Path(fetch(allow_patterns=[f"*{ending}" for ending in _LOADED], ignore_patterns=others))
+        named = [file.relative_to(folder).as_posix() for file in _named_weights(folder)]
+        pickles = [] if any((folder / weights).exists() for weights in _SAFETENSORS) else ["pytorch_model*"]
+        code = ["*.py"] if with_code else []
+        return Path(fetch(allow_patterns=["additional_chat_templates/*", *named, *pickles, *code]))
+    except (OSError, ValueError) as error:
+        raise ValueError(_unidentified(name, revision, error)) from error
 
 
 def _loaded_files(folder: Path, with_code: bool) -> list[Path]:
@@ -95,37 +111,22 @@ def _loaded_files(folder: Path, with_code: bool) -> list[Path]:
     files = {file for file in found if file.suffix in _LOADED and file.name not in _NOT_LOADED}
     if any((folder / name).exists() for name in _SAFETENSORS):  # transformers then ignores these
         files -= set(folder.glob("pytorch_model*"))
+    files |= {file for file in _named_weights(folder) if file.is_file()}
     return sorted(files.union(folder.rglob("*.py") if with_code else ()))
 
 
-def _edits(name: str, commit: str, with_code: bool) -> str:
-    """A hash of the files in the hub's cache that are not those of the commit; an empty text if there are none.
-
-    The cache names each file by its content, so that a changed or damaged one shows.
-    """
-    config = try_to_load_from_cache(name, "config.json", revision=commit)
-    if not isinstance(config, str):
-        return ""
-    snapshot = Path(config).parent
-    files = _loaded_files(snapshot, with_code)
-    hashes = dict(zip(files, file_hashes(files), strict=True))
-    edited = {
-        file.relative_to(snapshot).as_posix(): content
-        for file, content in hashes.items()
-        if not file.is_symlink() or Path(os.readlink(file)).name not in (content, _git_hash(file))
-    }
-    if not edited:
-        return ""
-    _log.warning(
-        "%s of '%s' in %s are not those of commit %s: they were changed or damaged on this machine. Results are"
-        " identified by what is there. Delete the folder to fetch the files again.",
-        *(", ".join(edited), name, snapshot, commit),
-    )
-    return f" with files {combined_hash(edited)}"
+def _named_weights(folder: Path) -> set[Path]:
+    """The weight files that the config or an index names; they may be in folders below."""
+    named = _json_object(folder / "config.json").get("transformers_weights")
+    index = named if isinstance(named, str) and named.endswith(".index.json") else _SAFETENSORS[1]
+    shards = _json_object(folder / index).get("weight_map")
+    names = [named, *(shards.values() if isinstance(shards, dict) else ())]
+    return {folder / name for name in names if isinstance(name, str)}
 
 
-def _git_hash(file: Path) -> str:
-    """The name that git gives a file's content; files of more than 10 MB are named by SHA-256 on the hub."""
-    size = file.stat().st_size
-    content = file.read_bytes() if size <= 10 << 20 else b""
-    return hashlib.sha1(b"blob %d\0" % size + content, usedforsecurity=False).hexdigest()
+def _json_object(file: Path) -> dict[str, Any]:
+    """The content of a JSON file; empty if it cannot be read, which loading the model reports."""
+    with suppress(OSError, ValueError):
+        content = json.loads(file.read_bytes())
+        return content if isinstance(content, dict) else {}
+    return {}

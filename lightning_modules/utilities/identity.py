@@ -11,11 +11,12 @@ import json
 import logging
 import os
 import stat
+import threading
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,11 @@ clock the second leaves no trace in them, and the coarsest tick in use is 2 s (F
 
 _LOCK_TIMEOUT = 3600.0  # seconds; after it, hash without the lock rather than wait forever
 _LOGGED_SIZE = 1 << 30  # bytes; hashing fewer takes about a second
+_CHUNK_SIZE = 1 << 20  # bytes; between two of them a thread notices that it is to stop
+_STORE_INTERVAL = 10.0  # seconds between writes of the memo, to lose no more when the process is killed
+
+_unstored: dict[str, list[Any]] = {}
+"""Entries of memos that this process could not write. They spare it hashing the same files again."""
 
 _log = logging.getLogger(__name__)
 
@@ -105,26 +111,40 @@ def _hash_and_remember(memo: Path, paths: list[str]) -> dict[str, str]:
     size = sum(file_state(path)[0] for path in paths)
     if size >= _LOGGED_SIZE:
         _log.info("Hashing %d files (%.1f GB), such as %s. They are remembered.", len(paths), size / 1e9, paths[0])
-    with ThreadPoolExecutor(min(len(paths), os.cpu_count() or 1)) as pool:
-        hashed = dict(zip(paths, pool.map(_hash, paths), strict=True))
-    if settled := {path: [*state, digest] for path, (state, digest, old) in hashed.items() if old}:
+    hashes: dict[str, str] = {}
+    settled: dict[str, list[Any]] = {}
+    stop, stored_at = threading.Event(), time.monotonic()
+    pool = ThreadPoolExecutor(min(len(paths), os.cpu_count() or 1))
+    try:
+        for future in as_completed([pool.submit(_hash, path, stop) for path in paths]):
+            path, state, hashes[path], is_settled = future.result()
+            if is_settled:
+                settled[path] = [*state, hashes[path]]
+            if time.monotonic() - stored_at > _STORE_INTERVAL:
+                _remember(memo, settled)
+                stored_at = time.monotonic()
+    finally:  # after Ctrl-C or an unreadable file, keep the finished hashes and do not wait for the others
+        stop.set()
+        pool.shutdown(wait=False, cancel_futures=True)
         _remember(memo, settled)
-    return {path: digest for path, (_, digest, _) in hashed.items()}
+    return hashes
 
 
-def _hash(path: str) -> tuple[list[int], str, bool]:
-    """State and SHA-256 of a file, and whether its times were old enough to tell it from a later version."""
-    state, started = file_state(path), time.time_ns()
+def _hash(path: str, stop: threading.Event) -> tuple[str, list[int], str, bool]:
+    """Path, state and SHA-256 of a file, and whether its times were old enough to tell it from a later version."""
+    state, started, digest = file_state(path), time.time_ns(), hashlib.sha256()
     try:
         with open(path, "rb", buffering=0) as stream:
-            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+            while (chunk := stream.read(_CHUNK_SIZE)) and not stop.is_set():
+                digest.update(chunk)
     except OSError as error:
         raise ValueError(_unreadable(path, error)) from error
     if file_state(path) != state:
         raise ValueError(f"'{path}' changed while it was hashed. Wait until nothing writes to it and start again.")
     _, _, modified, changed = state
     # A modification time far in the future was set on purpose; the change time never is.
-    return state, digest, changed < started - SETTLING_TIME and abs(started - modified) > SETTLING_TIME
+    is_settled = changed < started - SETTLING_TIME and abs(started - modified) > SETTLING_TIME
+    return path, state, digest.hexdigest(), is_settled
 
 
 def _unreadable(path: str | Path, error: Exception) -> str:
@@ -133,13 +153,17 @@ def _unreadable(path: str | Path, error: Exception) -> str:
 
 
 def _memo_path(folder: str) -> Path:
-    cache = Path(os.environ.get("LONGCE_CACHE") or "~/.cache/longce").expanduser()
+    cache = Path(os.environ.get("LONGCE_CACHE") or "~/.cache/longce")
+    try:
+        cache = cache.expanduser()
+    except RuntimeError:  # no home directory: no folder can be made below this path, and a warning follows
+        cache = Path(os.devnull)
     return cache / "identity" / f"{hashlib.sha256(os.fsencode(folder)).hexdigest()}.json"
 
 
 def _remembered(memo: Path, paths: Iterable[str]) -> dict[str, str]:
     """The hashes of files that are as they were when the memo was written."""
-    entries = _entries(memo)
+    entries = {**_unstored, **_entries(memo)}
     known = ((path, entries.get(path)) for path in set(paths))
     return {path: entry[-1] for path, entry in known if entry is not None and entry[:-1] == file_state(path)}
 
@@ -159,18 +183,23 @@ def _is_entry(entry: Any) -> bool:
 
 def _remember(memo: Path, entries: Mapping[str, list[Any]]) -> None:
     """Add to a memo, which other processes see whole or not at all."""
+    if not entries:
+        return
     temporary = memo.with_name(f".{memo.name}-{uuid.uuid4().hex}")
     try:
         temporary.write_text(json.dumps({**_entries(memo), **entries}))
         os.replace(temporary, memo)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
-        _log.warning(
-            "Content hashes cannot be stored in %s (%s), so that every process hashes these files again. Set"
-            " $LONGCE_CACHE to a folder that you can write to.",
-            memo.parent,
-            error.strerror,
-        )
+        with suppress(OSError):  # a read-only file system also refuses to delete what does not exist
+            temporary.unlink()
+        if not _unstored:
+            _log.warning(
+                "Content hashes cannot be stored in %s (%s), so that every process hashes these files again. Set"
+                " $LONGCE_CACHE to a folder that you can write to.",
+                memo.parent,
+                error.strerror,
+            )
+        _unstored.update(entries)
 
 
 @contextmanager

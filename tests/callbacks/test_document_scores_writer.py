@@ -21,7 +21,6 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 
 from callbacks import DocumentScoresWriter, TokenScoresWriter
-from callbacks.document_scores_writer import gathered, patient_group
 from datamodules import DocumentCorpus, TextDataModule
 from lightning_modules import progress
 from lightning_modules.backbone import Backbone
@@ -35,6 +34,7 @@ from lightning_modules.score_shards import SUCCESS, ScoreShards
 from lightning_modules.scored_corpus import Delivered
 from lightning_modules.token_scores import text_sha256
 from lightning_modules.tokenization import encode_document, load_tokenizer
+from lightning_modules.utilities.collectives import gathered, patient_group
 from tests.conftest import make_text, tiny_model
 
 ROOT = Path(__file__).parents[2]

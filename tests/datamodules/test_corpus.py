@@ -2,8 +2,12 @@
 
 import gzip
 import json
+import multiprocessing
 import os
+import socket
+import time
 from collections import Counter
+from datetime import timedelta
 from itertools import chain
 from types import SimpleNamespace
 
@@ -12,6 +16,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
@@ -427,3 +432,41 @@ def test_bad_settings(tmp_path, folder):
     corpus = DocumentCorpus(str(folder))
     with pytest.raises(ValueError, match="Several callbacks"):
         attached(corpus, Keeper(None), Keeper(None)).setup("predict")
+
+
+def set_up_slowly(rank, port, folder):
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    limit = timedelta(seconds=1)  # in place of half an hour
+    dist.init_process_group("gloo", rank=rank, world_size=2, timeout=limit)
+
+    def broadcast(value):
+        values = [value]
+        dist.broadcast_object_list(values)
+        return values[0]
+
+    corpus = DocumentCorpus(str(folder))
+    corpus._tokenizer = object()
+    corpus.trainer = SimpleNamespace(
+        global_rank=rank, world_size=2, callbacks=[], strategy=SimpleNamespace(broadcast=broadcast)
+    )
+    found = corpus._found
+    corpus._found = lambda: time.sleep(2) or found()
+    corpus.setup("predict")
+    assert set(corpus.stream.corpus.names) == set(corpus._versions)
+    dist.barrier()
+
+
+def test_processes_wait_for_the_one_that_hashes(folder):
+    context = multiprocessing.get_context("fork")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = [context.Process(target=set_up_slowly, args=(rank, port, folder)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    assert codes == [0, 0]

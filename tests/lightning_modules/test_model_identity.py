@@ -2,9 +2,12 @@ import hashlib
 import json
 import os
 import shutil
+from types import SimpleNamespace
 
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 
+from lightning_modules import model_identity as identity_of_models
 from lightning_modules.evaluator import Evaluator
 from lightning_modules.export import loading_facts
 from lightning_modules.loading import load_config
@@ -112,13 +115,42 @@ def hub(tmp_path, model_dir, monkeypatch):
     return snapshot
 
 
-def test_a_hub_model_is_its_commit(hub, caplog):
+def test_a_hub_model_is_its_files_as_a_local_copy_of_them(hub, model_dir):
     assert type(load_config("owner/tiny")).__name__ == "LlamaConfig"  # transformers finds the same files
-    assert model_identity("owner/tiny") == model_identity("owner/tiny", COMMIT) == f"owner/tiny@{COMMIT}"
-    assert model_identity("owner/tiny", trust_remote_code=True) == f"owner/tiny@{COMMIT} with its code"
-    (hub / "model.safetensors").unlink()  # not fetched yet
-    assert model_identity("owner/tiny") == f"owner/tiny@{COMMIT}"
-    assert not caplog.records
+    assert model_identity("owner/tiny") == model_identity("owner/tiny", COMMIT) == model_identity(str(model_dir))
+    (hub / "modeling.py").write_text("x = 1")
+    assert model_identity("owner/tiny", trust_remote_code=True) != model_identity("owner/tiny")
+
+
+def test_the_hub_is_asked_and_all_files_are_fetched_before_they_are_hashed(hub, monkeypatch):
+    files = ["config.json", "model.safetensors", "additional_chat_templates/tool.jinja", "code/modeling.py"]
+    left_out = [
+        "consolidated.safetensors",
+        "pytorch_model.bin",
+        "training_args.bin",
+        "step-9/model.safetensors",
+        "x.h5",
+    ]
+    fetched = set()
+
+    def fetch(name, *, allow_patterns, ignore_patterns=None, **revision):
+        assert (name, revision) == ("owner/tiny", {"revision": COMMIT})
+        found = filter_repo_objects([*files, *left_out], allow_patterns=allow_patterns, ignore_patterns=ignore_patterns)
+        fetched.update(found)
+        return str(hub)
+
+    def resolve(name, *, revision, local_files_only):
+        assert not local_files_only
+        return SimpleNamespace(resolved=COMMIT)
+
+    monkeypatch.setattr(identity_of_models, "is_offline_mode", lambda: False)
+    monkeypatch.setattr(identity_of_models, "resolve_revision", resolve)
+    monkeypatch.setattr(identity_of_models, "snapshot_download", fetch)
+    model_identity("owner/tiny", "v2", trust_remote_code=True)
+    assert fetched == set(files)
+    (hub / "model.safetensors").unlink()
+    model_identity("owner/tiny", "v2")
+    assert fetched == {*files, "pytorch_model.bin"}
 
 
 def test_training_facts_name_the_commit(hub):
@@ -127,28 +159,56 @@ def test_training_facts_name_the_commit(hub):
     assert (facts["base_model"], facts["revision"]) == ("owner/tiny", COMMIT)
 
 
-def test_a_branch_that_moves_on_is_another_model(hub):
+def test_a_branch_that_moves_on_is_what_it_moves_to(hub):
     first = model_identity("owner/tiny")
+    shutil.copytree(hub, hub.parent / COMMIT[::-1], symlinks=True)
     (hub.parents[1] / "refs" / "main").write_text(COMMIT[::-1])
-    assert model_identity("owner/tiny") != first
+    assert model_identity("owner/tiny") == first
+    (hub.parent / COMMIT[::-1] / "chat_template.jinja").write_text("{{ messages }}")
+    assert model_identity("owner/tiny") != first == model_identity("owner/tiny", COMMIT)
 
 
-@pytest.mark.parametrize("attack", ["edit weights", "edit config", "replace config", "add template"])
-def test_an_edited_cache_of_the_hub_is_another_model(hub, caplog, attack):
+@pytest.mark.parametrize("attack", ["edit weights", "replace config", "add template", "other link"])
+def test_an_edited_cache_of_the_hub_is_another_model(hub, attack):
+    first = model_identity("owner/tiny")
     if attack == "add template":
         (hub / "chat_template.jinja").write_text("{{ messages }}")
     elif attack == "replace config":  # as editors do, which put a file in the place of the link
         config = (hub / "config.json").read_text()
         (hub / "config.json").unlink()
         (hub / "config.json").write_text(config.replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-02'))
-    elif attack == "edit config":
-        edit((hub / "config.json").resolve(), lambda content: content.extend(b"\n"))
+    elif attack == "other link":  # to a blob of another commit, whose name is that of its content
+        blob = hub.parents[1] / "blobs" / hashlib.sha256(b"other").hexdigest()
+        blob.write_bytes(b"other")
+        (hub / "model.safetensors").unlink()
+        (hub / "model.safetensors").symlink_to(blob)
     else:
         edit((hub / "model.safetensors").resolve(), flip_last_bit)
-    found = model_identity("owner/tiny")
-    assert found.startswith(f"owner/tiny@{COMMIT} with files ")
-    assert f"are not those of commit {COMMIT}" in caplog.text
-    assert model_identity("owner/tiny") == found
+    assert model_identity("owner/tiny") != first
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "qwen.tiktoken", "additional_chat_templates/tool.jinja"])
+def test_every_kind_of_loaded_file_counts(model, name):
+    seen = {model_identity(str(model))}
+    (model / name).parent.mkdir(exist_ok=True)
+    for content in "ab":
+        (model / name).write_text(content)
+        seen.add(model_identity(str(model)))
+    assert len(seen) == 3
+
+
+@pytest.mark.parametrize("name", ["low/w.safetensors", "pytorch_model.safetensors", "low/w.safetensors.index.json"])
+def test_weights_that_the_config_names_count_wherever_they_are(model, name):
+    (model / "low").mkdir()
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "transformers_weights": name}))
+    (model / name).write_text(json.dumps({"weight_map": {"x": "low/shard.safetensors"}}))
+    weights = model / ("low/shard.safetensors" if name.endswith("index.json") else name)
+    seen = set()
+    for content in "ab":
+        weights.write_text(content)
+        seen.add(model_identity(str(model)))
+    assert len(seen) == 2
 
 
 @pytest.mark.parametrize(("name", "revision"), [("owner/none", None), ("owner/tiny", "v2"), ("{}/config.json", None)])

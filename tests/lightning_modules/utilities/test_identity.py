@@ -1,9 +1,11 @@
+import errno
 import hashlib
 import json
 import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -19,12 +21,17 @@ def settled(monkeypatch):
     monkeypatch.setattr(identity, "SETTLING_TIME", 0)
 
 
+@pytest.fixture(autouse=True)
+def _new_process(monkeypatch):
+    monkeypatch.setattr(identity, "_unstored", {})
+
+
 @pytest.fixture
 def hashed(monkeypatch):
     """Names of the files whose bytes are read."""
     names = []
     original = identity._hash
-    monkeypatch.setattr(identity, "_hash", lambda path: names.append(Path(path).name) or original(path))
+    monkeypatch.setattr(identity, "_hash", lambda path, stop: names.append(Path(path).name) or original(path, stop))
     return names
 
 
@@ -90,6 +97,7 @@ def test_files_are_read_once(tmp_path, settled, hashed):
     assert sorted(hashed) == ["a", "b"]
     write(tmp_path / "x", c=b"three")
     file_hashes([*files, tmp_path / "x" / "c"])
+    file_hashes(files)  # an entry that is added leaves the others
     assert sorted(hashed) == ["a", "b", "c"]
 
 
@@ -148,6 +156,7 @@ def test_a_modification_time_in_the_future_does_not_keep_a_file_from_being_remem
         lambda text: "[1]",
         lambda text: json.dumps({path: [1] for path in json.loads(text)}),
         lambda text: json.dumps(dict.fromkeys(json.loads(text), None)),
+        lambda text: json.dumps({path: [*entry[:-1], entry[-1][:63]] for path, entry in json.loads(text).items()}),
         lambda text: "\0" * len(text),
     ],
 )
@@ -165,11 +174,11 @@ import os, sys, time
 from pathlib import Path
 from lightning_modules.utilities import identity
 identity.SETTLING_TIME, original = 0, identity._hash
-def _hash(path):
+def _hash(path, stop):
     with open(sys.argv[2], "a") as log:
         log.write(os.path.basename(path) + "\\n")
     time.sleep(0.3)
-    return original(path)
+    return original(path, stop)
 identity._hash = _hash
 while not Path(sys.argv[3]).exists():
     time.sleep(0.01)
@@ -187,12 +196,61 @@ def test_of_many_processes_one_hashes(tmp_path):
     assert sorted((tmp_path / "log").read_text().split()) == ["a", "b"]
 
 
-def test_without_a_memo_all_is_hashed_each_time(tmp_path, settled, hashed, monkeypatch, caplog):
-    monkeypatch.setenv("LONGCE_CACHE", "/proc/longce")
-    (file,) = write(tmp_path / "x", a=b"one")
-    assert content_hash(file) == content_hash(file) == hashlib.sha256(b"one").hexdigest()
-    assert hashed == ["a", "a"]
-    assert "cannot be stored in /proc/longce/identity" in caplog.text
+def fail_with(number):
+    def fail(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+@pytest.mark.parametrize("attack", ["no such folder", "file", "no home", errno.EROFS, errno.ENOTDIR])
+def test_without_a_memo_each_process_hashes_once_and_warns_once(tmp_path, settled, hashed, monkeypatch, caplog, attack):
+    a, b = write(tmp_path / "x", a=b"one", b=b"two")
+    if isinstance(attack, int):  # as on a read-only file system, where deleting fails, too
+        for name in ("write_text", "unlink"):
+            monkeypatch.setattr(Path, name, fail_with(attack))
+    elif attack == "no home":
+        monkeypatch.delenv("LONGCE_CACHE")
+        monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # what it does for an unknown user
+    else:
+        monkeypatch.setenv("LONGCE_CACHE", "/proc/longce" if attack == "no such folder" else str(a))
+    assert content_hash(a) == content_hash(a) == hashlib.sha256(b"one").hexdigest()
+    content_hash(b)
+    assert hashed == ["a", "b"]
+    assert caplog.text.count("Content hashes cannot be stored in ") == 1
+    b.write_bytes(b"three")
+    assert content_hash(b) == hashlib.sha256(b"three").hexdigest()
+
+
+def test_interrupted_hashing_keeps_finished_files_and_stops_within_the_others(tmp_path, settled, hashed, monkeypatch):
+    files = write(tmp_path / "x", a=b"one", b=b"two", c=b"three", d=b"four")
+    endless = os.path.realpath("/dev/zero")
+    original = identity.file_state
+    monkeypatch.setattr(identity, "file_state", lambda path: [0, 1, 0, 0] if path == endless else original(path))
+    monkeypatch.setattr(identity, "_STORE_INTERVAL", -1.0)
+    remember, stored = identity._remember, []
+
+    def interrupt(memo, entries):
+        remember(memo, entries)
+        stored.append(len(entries))
+        if len(entries) == len(files):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(identity, "_remember", interrupt)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)  # one of the threads stays with the endless file
+    before = set(threading.enumerate())
+    with pytest.raises(KeyboardInterrupt):
+        file_hashes([Path(endless), *files])
+    monkeypatch.setattr(identity, "_remember", remember)
+    deadline = time.monotonic() + 10
+    while set(threading.enumerate()) - before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not set(threading.enumerate()) - before
+    assert stored[0] == 1
+    hashed.clear()
+    monkeypatch.setattr(identity, "_memo_path", lambda _: memos()[0])
+    file_hashes(files)
+    assert not hashed
 
 
 def test_files_that_cannot_be_hashed_are_named(tmp_path, monkeypatch):
@@ -217,14 +275,14 @@ def test_files_that_cannot_be_hashed_are_named(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("change", "message"), [("write", "changed while it was hashed"), ("remove", "No such file")])
 def test_a_file_that_changes_meanwhile_is_refused(tmp_path, monkeypatch, change, message):
     (file,) = write(tmp_path / "x", a=b"one")
-    original = hashlib.file_digest
+    original = hashlib.sha256
 
-    def file_digest(*arguments):
-        digest = original(*arguments)
-        file.write_bytes(b"longer") if change == "write" else file.unlink()
-        return digest
+    def sha256(*arguments):
+        if not arguments and file.exists():  # the hash of the file begins
+            file.write_bytes(b"longer") if change == "write" else file.unlink()
+        return original(*arguments)
 
-    monkeypatch.setattr(hashlib, "file_digest", file_digest)
+    monkeypatch.setattr(hashlib, "sha256", sha256)
     with pytest.raises(ValueError, match=message):
         content_hash(file)
     assert not memos()
