@@ -36,9 +36,10 @@ from lightning_modules.backbone import Backbone
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.checkpointing import enable_checkpointing
 from lightning_modules.evaluator import score_text
-from lightning_modules.functional import Weighing, long_perplexity, span_token_mask
+from lightning_modules.functional import Weighing, long_perplexity
 from lightning_modules.objectives import CrossEntropy, LongCE, StoredInfluence
 from lightning_modules.planning import Flops, ModelShape, longce_step_flops, scoring_floor_flops
+from lightning_modules.scoring.key_tokens import document_tokens, find_key_tokens
 from lightning_modules.tokenization import encode_document
 
 SHAPES = {
@@ -189,8 +190,8 @@ def score(
     scores = score_text(text, evaluator, tokenizer, **setting.sizes, beta=beta)
     with torch.no_grad():
         log_likelihood = scores.long.unsqueeze(0) if model is None else model(document)
-    key = span_token_mask(document["offsets"], scores.key_spans(alpha=alpha, beta=beta))
-    key &= document["labels"].ne(IGNORE_INDEX)
+    key = find_key_tokens(scores, document_tokens(document), alpha=alpha, beta=beta).mask
+    key = key & document["labels"].ne(IGNORE_INDEX)
     return float(long_perplexity(log_likelihood, key)), int(key.sum())
 
 

@@ -71,8 +71,9 @@ class Backbone(nn.Module):
             raise ValueError("Prompt learning adds tokens that nobody scores: use LoRA or another weight adapter.")
         self.model = model
         self.head_kernel: HeadKernel = head_kernel
-        self.isolates_documents = True
-        self.trims_last_layer = True
+        # A state runs on from token to token: no position and no mask can keep documents apart, or leave tokens out.
+        # Known of the architecture, as weights may make it too small to be measured.
+        self.isolates_documents = self.trims_last_layer = not self.is_stateful
         self.in_step = False
         self.cache_use: CacheUse | None = None
         self._longest_told = 0
@@ -92,6 +93,11 @@ class Backbone(nn.Module):
             return decoder
         # Some models (Llama 4) name a whole language model with its head, or themselves, and another class's prefix.
         return getattr(decoder, decoder.base_model_prefix, None) or getattr(decoder, "model", None)
+
+    @property
+    def is_stateful(self) -> bool:
+        """Whether layers carry a state along the row, as Mamba's do (transformers knows of its classes)."""
+        return any(getattr(part, "_is_stateful", False) for part in (self.base_model, self.decoder))
 
     @property
     def vocabulary_size(self) -> int:

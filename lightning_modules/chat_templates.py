@@ -60,7 +60,7 @@ def _time_limit(seconds: float) -> Iterator[None]:
 
     A trace function looks at the clock at each line. It works in every thread, which an alarm signal does not, costs no
     process, and what it interrupts is gone, unlike a thread that is left behind. A template is compiled to Python, so
-    that loops cannot escape; only a single operation on a huge value can take longer.
+    that loops cannot escape; only a single operation on huge values (a power of a power) can take longer.
     """
     deadline, before = time.monotonic() + seconds, sys.gettrace()
 

@@ -107,6 +107,22 @@ def test_packed_documents_score_as_if_alone(architecture, overrides):
             torch.testing.assert_close(actual[index, : len(alone)].double(), alone, atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("spread", [0.02, 0.3])
+def test_states_are_known_of_the_architecture_where_the_probe_is_too_coarse(spread, dtype):
+    """Small weights or half precision hide that a state runs on into the next document."""
+    scorer = Backbone(build("falcon_h1", **{**FALCON_H1, "initializer_range": spread}).to(dtype))
+    parts = documents(31, 25, 13)
+    for probed in (False, True):
+        if probed:
+            check_scoring(scorer)
+        assert not scorer.isolates_documents
+        assert not scorer.trims_last_layer
+        with torch.no_grad():
+            alone = torch.cat([scorer(packed([part]))[0] for part in parts])
+            assert torch.equal(scorer(packed(parts))[0], alone)
+
+
 def log_likelihood_and_gradients(scorer, batch):
     scorer.zero_grad()
     scored = scorer(batch)

@@ -238,7 +238,7 @@ def test_bad_input_is_refused_before_any_model_is_loaded(
         ("the evaluator of 'M' by 'E' is", ("table5", *one[:2], "--evaluators", f"E={model_dir}"), {}),
         ("Only 3 of the documents have 100 tokens, and 9", ("table5", *one), {"documents": 9}),
         ("No results in", ("table5", "--merge", str(tmp_path / "nowhere")), {}),
-        ("No scores at 'nowhere.csv'", ("table1", "--scores", "nowhere.csv"), {}),
+        ("No results at 'nowhere.csv'", ("table1", "--scores", "nowhere.csv"), {}),
         ("no models to train", ("table5", "--run"), {}),
         ('"context_length"', ("table5", *one), {"context_length": 0}),
     ]
