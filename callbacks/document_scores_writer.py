@@ -239,14 +239,15 @@ class DocumentScoresWriter(Callback):
                 f" {'; '.join(unreadable[:_NAMED])} -- Replace these files, delete the shards that have them in the"
                 " column `file`, and run the same command again."
             )
-        if not all(delivered.complete for delivered, _ in found):
-            rank_zero_info("Not all documents are done: run the same command, without a limit of batches, to go on.")
-            return None
+        complete, allowed = all(delivered.complete for delivered, _ in found), self._corpus.allowed_failures
         try:
             written = self.shards.written()
-            check_failures(self.shards, written.rows, self._corpus.source, allowed=self._corpus.allowed_failures)
+            check_failures(self.shards, written.rows, self._corpus.source, allowed=allowed, complete=complete)
         except (ValueError, OSError, IncompleteError) as error:
             return error
+        if not complete:
+            rank_zero_info("Not all documents are done: run the same command, without a limit of batches, to go on.")
+            return None
         before = 0 if self._before is None else sum(map(len, self._before.rows.values()))
         there, due = sum(map(len, written.rows.values())), before + sum(each.documents for each, _ in found)
         if there != due:

@@ -20,7 +20,9 @@ _VARIABLE = re.compile(r"\[.*|\d+")  # lists of fields, and numbers of rows, byt
 _log = logging.getLogger(__name__)
 
 
-def check_failures(shards: ScoreShards, rows: Rows, source: Callable[[str], str], *, allowed: float) -> None:
+def check_failures(
+    shards: ScoreShards, rows: Rows, source: Callable[[str], str], *, allowed: float, complete: bool
+) -> None:
     """Report the failed documents of this run and of earlier ones, by source and reason.
 
     Args:
@@ -28,13 +30,14 @@ def check_failures(shards: ScoreShards, rows: Rows, source: Callable[[str], str]
         rows: Rows that have been scored or have failed, by file.
         source: Source that a file belongs to.
         allowed: Share of the documents of a source that may fail.
+        complete: Whether all documents are done. Too many failures of a trial are a warning.
 
     Raises:
-        IncompleteError: If more documents of a source failed: one of 20 is more than 1%.
+        IncompleteError: If all are done, and more documents of a source failed: one of 20 is more than 1%.
     """
     failures = _find_failures(shards, rows, source)
     above = {name: one for name, one in failures.items() if one.failed / one.documents > allowed}
-    if above:
+    if above and complete:
         raise IncompleteError(
             f"{len(above):,} source(s) have more failed documents than `data.allowed_failures` = {allowed:g} allows:\n"
             f"{_report(above)}\nAll scores are kept in {shards.folder}, without {SUCCESS}. Correct these documents and"
@@ -42,7 +45,9 @@ def check_failures(shards: ScoreShards, rows: Rows, source: Callable[[str], str]
             " `data.allowed_failures` scores nothing again."
         )
     if failures:
-        _log.info("Failed documents, as many as `data.allowed_failures` allows:\n%s", _report(failures))
+        amount = "more than" if above else "as many as"
+        level = logging.WARNING if above else logging.INFO
+        _log.log(level, "Failed documents, %s `data.allowed_failures` allows:\n%s", amount, _report(failures))
 
 
 @dataclass
