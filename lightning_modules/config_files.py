@@ -47,13 +47,13 @@ def use_checked_yaml() -> None:
 
 
 def check_config_files(arguments: Sequence[str]) -> None:
-    """Check the configs and the mappings in a command line, so that a message can name the file or the option.
+    """Check the configs, mappings and lists in a command line, so that a message can name the file or the option.
 
     Args:
         arguments: Words of the command line, in which ``-c`` and ``--config`` stand before files.
 
     Raises:
-        ValueError: If one cannot be read, is too large, no UTF-8, or no YAML that says each thing once, or if a mapping
+        ValueError: If one cannot be read, is too large, no UTF-8, or no YAML that says each thing once, or if a value
             has a key twice or a number to base 8.
     """
     for index, word in enumerate(arguments):
@@ -61,8 +61,8 @@ def check_config_files(arguments: Sequence[str]) -> None:
         value = value or (arguments[index + 1] if index + 1 < len(arguments) else "")
         if option in ("-c", "--config") and os.path.isfile(value):
             _check_file(Path(value))
-        elif option.startswith("--") and value.startswith("{"):
-            _check_mapping(option, value)
+        elif option.startswith("--") and value.startswith(("{", "[")):
+            _check_collection(option, value)
 
 
 def check_yaml(text: str) -> None:
@@ -150,11 +150,11 @@ class _Checked:
         return self.read(text)
 
 
-def _check_mapping(option: str, value: str) -> None:
-    """Check the value of an option: jsonargparse would drop the message, and only report that it is not a mapping."""
+def _check_collection(option: str, value: str) -> None:
+    """Check the value of an option: jsonargparse would drop the message, and only report the wrong type."""
     try:
         check_yaml(value)
-    except yaml.MarkedYAMLError:  # the text of an option that is not a mapping
+    except yaml.MarkedYAMLError:  # text that is not YAML
         return
     except yaml.YAMLError as error:
         raise ValueError(f"`{option}={value:.300}` cannot be used: {error}") from error

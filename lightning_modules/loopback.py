@@ -62,7 +62,8 @@ def _bind(port: str) -> socket.socket:
     try:
         return socket.create_server((LOOPBACK, int(port)))
     except (ValueError, OverflowError, OSError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not a port number"
         raise ValueError(
-            f"`MASTER_PORT` is {port!r}, which cannot be used ({error}): unset it to use any free port, or set another"
+            f"`MASTER_PORT` is {port!r}, which cannot be used: {reason}. Unset it to use any free port, or set another"
             " number up to 65535."
         ) from error

@@ -11,11 +11,11 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 _LONGEST_GROUP = 64
-"""Tokens that may share a character or stand beside one without an own: a few, or the text is not what they give."""
+"""Tokens that may share a character, at most: if more add nothing that is in the text, they are not its tokens."""
 
 _SAMPLE = "The cat sat on the mat."
 _INCOMPLETE = "\ufffd"
-"""What many decoders write for an incomplete character. A text may contain it, too."""
+"""What many decoders write for an incomplete character. A text may also contain it."""
 
 
 class SlowBackend:

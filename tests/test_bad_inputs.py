@@ -168,6 +168,7 @@ OPTIONS = [
     ("--model.lora", "{target_modules: [q_proj], r: 0}", "`r` should be a positive integer"),
     ("--model.lora", "{rank: 3}", "`lora` has no 'rank'"),
     ("--model.lora", '{"r": 010}', "'010' is a number to base 8"),
+    ("--trainer.devices", "[010]", "'010' is a number to base 8"),
     ("--model.objective", "{no: [mapping", "model.objective"),
     ("--model.model_config", "{rope_parameters: {rope_type: nosuch}}", "'nosuch', which transformers does not know"),
     ("--model.model_config", "{rope_parameters: {rope_type: linear, factor: 0.5}}", "a number of 1 or more, got 0.5"),
