@@ -207,7 +207,9 @@ def _checksums(values: torch.Tensor) -> list[int]:
     Unlike a cryptographic hash it is computed where the tensor is: large models need not be copied to main memory.
     """
     data = values.contiguous().flatten().view(torch.uint8)
-    words = (F.pad(data, (0, -len(data) % 8)) if len(data) % 8 else data).view(torch.int64)
+    if len(data) % 8 or data.storage_offset() % 8:  # words of 8 bytes need a copy
+        data = F.pad(data, (0, -len(data) % 8))
+    words = data.view(torch.int64)
     factors = 2 * _FACTOR * torch.arange(min(_CHUNK, len(words)), device=values.device) + 1
     # The shift brings the highest bits to where a factor spreads them.
     chunks = (chunk ^ (chunk >> 32) for chunk in words.split(_CHUNK))

@@ -39,7 +39,7 @@ class _Collection:
 
 
 def use_checked_yaml() -> None:
-    """Let jsonargparse check YAML before it reads it, and take ``2:30`` for no number; call it as often as you like."""
+    """Let jsonargparse check YAML before it reads it, and read ``2:30`` as text. Further calls change nothing."""
     read = jsonargparse.get_loader("yaml")
     if not isinstance(read, _Checked):
         jsonargparse.set_loader("yaml", _Checked(read), (yaml.YAMLError,))
@@ -47,20 +47,22 @@ def use_checked_yaml() -> None:
 
 
 def check_config_files(arguments: Sequence[str]) -> None:
-    """Check the configs that a command line names, so that a message can name the file.
+    """Check the configs, mappings and lists in a command line, so that a message can name the file or the option.
 
     Args:
         arguments: Words of the command line, in which ``-c`` and ``--config`` stand before files.
 
     Raises:
-        ValueError: If one cannot be read, is too large, no UTF-8, or no YAML that says each thing once.
+        ValueError: If one cannot be read, is too large, no UTF-8, or no YAML that says each thing once, or if a value
+            has a key twice or a number to base 8.
     """
     for index, word in enumerate(arguments):
         option, _, value = word.partition("=")
-        if option in ("-c", "--config"):
-            path = value or (arguments[index + 1] if index + 1 < len(arguments) else "")
-            if os.path.isfile(path):
-                _check_file(Path(path))
+        value = value or (arguments[index + 1] if index + 1 < len(arguments) else "")
+        if option in ("-c", "--config") and os.path.isfile(value):
+            _check_file(Path(value))
+        elif option.startswith("--") and value.startswith(("{", "[")):
+            _check_collection(option, value)
 
 
 def check_yaml(text: str) -> None:
@@ -146,6 +148,16 @@ class _Checked:
     def __call__(self, text: str) -> Any:
         check_yaml(text)
         return self.read(text)
+
+
+def _check_collection(option: str, value: str) -> None:
+    """Check the value of an option: jsonargparse would drop the message, and only report the wrong type."""
+    try:
+        check_yaml(value)
+    except yaml.MarkedYAMLError:  # text that is not YAML
+        return
+    except yaml.YAMLError as error:
+        raise ValueError(f"`{option}={value:.300}` cannot be used: {error}") from error
 
 
 def _check_file(path: Path) -> None:

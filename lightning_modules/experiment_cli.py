@@ -36,6 +36,7 @@ from lightning_modules.sharding import check_strategy
 from lightning_modules.trainer_checks import check_trainer
 from lightning_modules.training.evaluation import at_checkpoint_step, place_evaluation
 from lightning_modules.training.run import Run, RunMember
+from lightning_modules.user_modules import hidden_module_hint
 
 
 class ConciseParser(LightningArgumentParser):
@@ -47,7 +48,8 @@ class ConciseParser(LightningArgumentParser):
         noise = r"Does not validate|Subtypes: |Errors:|Given value type|Given value: (.*Namespace\(|.{200})"
         noise += r"|- Expected a <class '(NoneType|bool|.*Iterable)'>"
         lines = [line for line in message.splitlines() if not re.match(rf"\s*({noise})", line)]
-        super().error("\n".join(lines) if len(lines) > 1 else message, ex)
+        message = "\n".join(lines) if len(lines) > 1 else message
+        super().error(message + hidden_module_hint(message), ex)
 
 
 class LongceCLI(LightningCLI):

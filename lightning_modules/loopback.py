@@ -12,16 +12,27 @@ from torch.distributed import TCPStore
 
 LOOPBACK = "127.0.0.1"
 
+_VARIABLES = (
+    "GLOO_SOCKET_IFNAME",
+    "NCCL_SOCKET_IFNAME",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_USE_AGENT_STORE",
+)
+
 _stores: list[TCPStore] = []  # served as long as this process lives
 
 
 @contextmanager
 def loopback(trainer: Trainer) -> Iterator[None]:
-    """Let the processes of a run on one machine talk over the loopback interface, within the block.
+    """Let the processes of a run on one machine communicate over the loopback interface, within the block.
 
-    Torch's store listens on all interfaces and asks nobody who he is. Here it gets a socket that is bound already, and
-    the processes are told to connect to it, as they do to the store of torchrun. Where something else starts the
-    processes (torchrun, SLURM) or names an address by ``MASTER_ADDR``, that decides where the store is.
+    Torch's store listens on all interfaces without authentication. Here it gets a socket that is already bound, and the
+    processes connect to it as they do to the store of torchrun. A ``MASTER_ADDR`` is ignored. If something else starts
+    the processes (torchrun, SLURM), that also decides where the store is.
+
+    Raises:
+        ValueError: If ``MASTER_PORT`` is not a port, or it is in use.
     """
     before = dict(os.environ)
     if trainer.num_nodes == 1 and trainer.world_size > 1:
@@ -29,7 +40,7 @@ def loopback(trainer: Trainer) -> Iterator[None]:
     try:
         yield
     finally:
-        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
+        for name in _VARIABLES:
             os.environ.pop(name, None)
             if name in before:
                 os.environ[name] = before[name]
@@ -38,9 +49,21 @@ def loopback(trainer: Trainer) -> Iterator[None]:
 def _use_loopback(trainer: Trainer) -> None:
     for backend in ("GLOO", "NCCL"):
         os.environ.setdefault(f"{backend}_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-    if "MASTER_ADDR" in os.environ or type(trainer.strategy.cluster_environment) is not LightningEnvironment:  # type: ignore[attr-defined]
+    environment = trainer.strategy.cluster_environment  # type: ignore[attr-defined]
+    if type(environment) is not LightningEnvironment or environment.creates_processes_externally:
         return
-    server = socket.create_server((LOOPBACK, int(os.environ.get("MASTER_PORT", 0))))
+    server = _bind(os.environ.get("MASTER_PORT", "0"))
     port = server.getsockname()[1]
     _stores.append(TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach()))
-    os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+
+
+def _bind(port: str) -> socket.socket:
+    try:
+        return socket.create_server((LOOPBACK, int(port)))
+    except (ValueError, OverflowError, OSError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not a port number"
+        raise ValueError(
+            f"`MASTER_PORT` is {port!r}, which cannot be used: {reason}. Unset it to use any free port, or set another"
+            " number up to 65535."
+        ) from error

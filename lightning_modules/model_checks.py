@@ -78,10 +78,13 @@ def check_weight_files(folder: str) -> None:
     files, pickled = sorted(path.glob("*.safetensors")), sorted(path.glob("pytorch_model*.bin"))
     if not files:
         _check_pickles(pickled)
-    if not files and not any(path.glob("*.bin")):
-        raise ValueError(f"There are no weights in '{folder}': it has no .safetensors file. Fetch the model again.")
+    if not files and not pickled and not (path / "pytorch_model.bin.index.json").is_file():
+        raise ValueError(
+            f"There are no weights in '{folder}': it has no .safetensors file and no pytorch_model.bin. Fetch the model"
+            " again."
+        )
     index = path / INDEX
-    if index.is_file() and (missing := _indexed(index) - {file.name for file in files}):
+    if index.is_file() and (missing := {name for name in _indexed(index) if not (path / name).is_file()}):
         raise ValueError(f"'{folder}' lacks {', '.join(sorted(missing))}, which {INDEX} names. Fetch the model again.")
     for file in files:
         try:

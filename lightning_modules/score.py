@@ -166,10 +166,15 @@ def read_text(file: str) -> str:
     """The text of a UTF-8 file.
 
     Raises:
-        ValueError: If there is no such file, it is no UTF-8, or it holds no text.
+        ValueError: If there is no such file, it holds records (``.jsonl``), it is no UTF-8, or it holds no text.
     """
     if not os.path.isfile(file):
         raise ValueError(f"No file {file!r:.300}: give UTF-8 text files, one document each.")
+    if Path(file).suffix.lower() in (".json", ".jsonl", ".parquet"):
+        raise ValueError(
+            f"'{file}' holds records, not one text: write each document to a text file, or score the file as a corpus"
+            " with `longce predict -c configs/score_corpus.yaml`."
+        )
     try:
         content = Path(file).read_bytes()
     except OSError as error:

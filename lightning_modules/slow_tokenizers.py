@@ -11,15 +11,15 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 _LONGEST_GROUP = 64
-"""Tokens that may share a character or stand beside one without an own: a few, or the text is not what they give."""
+"""Tokens that may share a character, at most: if more add nothing that is in the text, they are not its tokens."""
 
 _SAMPLE = "The cat sat on the mat."
 _INCOMPLETE = "\ufffd"
-"""What decoders write for bytes that are no whole character."""
+"""What many decoders write for an incomplete character. A text may also contain it."""
 
 
 class SlowBackend:
-    """Stands where a fast tokenizer has its ``backend_tokenizer``, and does what we ask of that.
+    """Replace the ``backend_tokenizer`` of a fast tokenizer.
 
     Args:
         tokenizer: Any tokenizer that encodes and decodes.
@@ -124,7 +124,7 @@ def decoded_offsets(
     """Find the characters of tokens by what each adds to the decoded text.
 
     Tokens are decoded together with those before, as some decoders drop a space at the start, and taken together until
-    they give whole characters: of a part of a character, decoders make a sign for it or nothing.
+    they give whole characters: for part of a character, decoders write U+FFFD or nothing.
 
     Returns:
         Spans of the tokens up to where tokens and text part, and the character at which they do.
@@ -134,8 +134,8 @@ def decoded_offsets(
     for stop in range(1, len(ids) + 1):
         decoded = decode(ids[context:stop])
         piece = decoded[len(known) :]
-        cut = decoded.endswith(_INCOMPLETE) and stop < len(ids)
-        if piece and not cut and decoded.startswith(known) and text.startswith(piece, position):
+        matches = bool(piece) and decoded.startswith(known) and text.startswith(piece, position)
+        if matches and not (piece.endswith(_INCOMPLETE) and _is_incomplete(decode, ids, context, stop)):
             start = len(spans)
             spans += (stop - start) * [(position, position + len(piece))]
             context, position = start, position + len(piece)
@@ -145,6 +145,18 @@ def decoded_offsets(
     if position == len(text):  # nothing is left for the last tokens
         spans += (len(ids) - len(spans)) * [(position, position)]
     return spans, position
+
+
+def _is_incomplete(decode: Callable[[Sequence[int]], str], ids: Sequence[int], context: int, stop: int) -> bool:
+    """Return whether the final U+FFFD, which the text also has, is only part of that character.
+
+    If so, one of the next two tokens completes it: the tokens have text of their own, and add none.
+    """
+    length = len(decode(ids[context:stop]))
+    return any(
+        decode(ids[stop:end]) and len(decode(ids[context:end])) <= length
+        for end in range(stop + 1, min(stop + 2, len(ids)) + 1)
+    )
 
 
 def _content_hash(path: Path) -> str:

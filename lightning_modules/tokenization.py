@@ -17,6 +17,9 @@ from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional import character_units, unit_spans
 from lightning_modules.slow_tokenizers import SlowBackend
 
+_TOKENIZER_FILES = ("tokenizer.*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
+"""One of these is in the folder of every tokenizer with a vocabulary."""
+
 
 def load_tokenizer(
     pretrained_model_name_or_path: str,
@@ -224,6 +227,8 @@ def local_or_hub(path_or_id: str, kind: str) -> str:
     if not path_or_id or "\0" in path_or_id:
         raise ValueError(f"No {kind} at {path_or_id!r}: give a local folder or a hub id.")
     local = Path(path_or_id).expanduser()
+    if local.is_file() and local.suffix != ".json":
+        raise ValueError(f"The {kind} '{path_or_id}' is a file: name its folder '{local.parent}'.")
     if local.exists():
         return str(local)
     if path_or_id.startswith((".", "/", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path_or_id):
@@ -244,4 +249,9 @@ def not_loaded(kind: str, path: str, error: Exception) -> str:
     remedy = "Give a local folder, or a hub id that exists and that this machine can reach or has in its cache."
     if kind == "model" and (Path(path) / "adapter_config.json").exists():
         remedy = "It holds adapters without their model: export them merged (`longce export`)."
+    elif (
+        kind == "tokenizer" and Path(path).is_dir() and not any(any(Path(path).glob(name)) for name in _TOKENIZER_FILES)
+    ):
+        reason = "its folder has no tokenizer files, such as tokenizer.json"
+        remedy = "Copy them from the model that it was made of, or name a folder that has them."
     return f"The {kind} '{path}' could not be loaded: {reason.rstrip('.')}. {remedy}"

@@ -5,7 +5,9 @@ soon as any library looks for the optional package of that name. Here only a nam
 """
 
 import importlib
+import multiprocessing.util
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,8 +21,6 @@ from typing_extensions import override
 
 _IMPORTERS = {__name__, "jsonargparse._util", "multiprocessing.spawn"}
 """Modules that import what the user names: here, in options and configs, and where a worker process unpickles it."""
-
-_SAFE_PATH = "PYTHONSAFEPATH"
 
 
 class UserModules(MetaPathFinder):
@@ -70,20 +70,34 @@ def find_user_modules() -> UserModules:
 def user_modules() -> Iterator[None]:
     """Let the user name classes of modules in the working directory, within the block, and keep it off the path.
 
-    Python puts the working directory first on the path of a process that it starts by ``-c``, as it starts spawned
-    workers; `PYTHONSAFEPATH` forbids that. If the folder is on the path of this process (``python -m``), it stays on
-    theirs.
+    Python puts the working directory first on the path of a process that it starts by ``-c``, as multiprocessing starts
+    its processes. They get the option ``-P``, which prevents that; other processes, such as scripts that a callback
+    starts, stay as they are. If the folder is on the path of this process (``python -m``), it stays on theirs.
     """
-    finder, safe_path = find_user_modules(), os.environ.get(_SAFE_PATH)
+    finder, options = find_user_modules(), multiprocessing.util._args_from_interpreter_flags  # type: ignore[attr-defined]
     if not {"", os.getcwd()} & set(sys.path):
-        os.environ[_SAFE_PATH] = "1"
+        multiprocessing.util._args_from_interpreter_flags = lambda: [*options(), "-P"]  # type: ignore[attr-defined]
+    if sys.flags.safe_path:  # Lightning starts the other processes of a run without the options of this one
+        os.environ["PYTHONSAFEPATH"] = "1"
     try:
         yield
     finally:
         sys.meta_path.remove(finder)
-        os.environ.pop(_SAFE_PATH, None)
-        if safe_path is not None:
-            os.environ[_SAFE_PATH] = safe_path
+        multiprocessing.util._args_from_interpreter_flags = options  # type: ignore[attr-defined]
+
+
+def hidden_module_hint(message: str) -> str:
+    """Return a line about a file in the working directory that has the name of an installed package.
+
+    Args:
+        message: Reports that a class was not found; anything else gets an empty line.
+    """
+    if (match := re.search(r"class_path '(\w+)\.", message)) is None:
+        return ""
+    installed, own = (PathFinder.find_spec(match[1], path) for path in (None, [str(Path.cwd())]))
+    if installed is None or own is None or own.origin in (None, installed.origin):
+        return ""
+    return f"\n    '{match[1]}' is the installed package of that name, not '{own.origin}': rename the file."
 
 
 def import_object(path: str) -> Any:

@@ -17,6 +17,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from lightning_modules.cli import main
+from lightning_modules.loading import load_backbone
+from lightning_modules.model_checks import check_weight_files
 from tests.conftest import tiny_model
 
 BASE = str(Path(__file__).parent.parent / "configs" / "base.yaml")
@@ -143,7 +145,8 @@ def test_configs_that_cannot_be_read(run, tmp_path):
 
 
 def test_a_key_twice_on_the_command_line(run):
-    assert "model.lora" in run("--model.lora", "{r: 4, r: 8}")
+    message = run("--model.lora", "{r: 4, r: 8}")
+    assert "`--model.lora={r: 4, r: 8}` cannot be used: 'r' is given twice" in message
 
 
 OPTIONS = [
@@ -164,6 +167,9 @@ OPTIONS = [
     ("--model.lora", "{target_modules: [q_proj], lora_alpha: .nan}", "`lora.lora_alpha` scales"),
     ("--model.lora", "{target_modules: [q_proj], r: 0}", "`r` should be a positive integer"),
     ("--model.lora", "{rank: 3}", "`lora` has no 'rank'"),
+    ("--model.lora", '{"r": 010}', "'010' is a number to base 8"),
+    ("--trainer.devices", "[010]", "'010' is a number to base 8"),
+    ("--model.objective", "{no: [mapping", "model.objective"),
     ("--model.model_config", "{rope_parameters: {rope_type: nosuch}}", "'nosuch', which transformers does not know"),
     ("--model.model_config", "{rope_parameters: {rope_type: linear, factor: 0.5}}", "a number of 1 or more, got 0.5"),
     ("--model.model_config", "{rope_parameters: {rope_type: linear}}", "a number of 1 or more, got None"),
@@ -311,7 +317,11 @@ MODELS = {
         lambda folder: (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "b.safetensors"}}'),
         "lacks b.safetensors",
     ),
-    "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "The tokenizer '"),
+    "weights of another name": (
+        lambda folder: (folder / "model.safetensors").rename(folder / "model.bin"),
+        "There are no weights in",
+    ),
+    "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "its folder has no tokenizer files, such as"),
     "torn tokenizer": (lambda folder: (folder / "tokenizer.json").write_text('{"version": '), "The tokenizer '"),
     "no config": (lambda folder: (folder / "config.json").unlink(), "model_type"),
     "torn config": (lambda folder: (folder / "config.json").write_text('{"model_type": "lla'), "not a valid JSON"),
@@ -349,6 +359,23 @@ def test_model_folders(name, place, model_dir, evaluator_dir, tmp_path, capsys):
     damage(folder)
     assert words in scored(place, folder, evaluator_dir, capsys)
     assert words in scored(place, evaluator_dir, folder, capsys)
+
+
+def test_a_file_for_a_model(place, model_dir, evaluator_dir, capsys):
+    file = model_dir / "model.safetensors"
+    assert f"is a file: name its folder '{model_dir}'" in scored(place, file, evaluator_dir, capsys)
+    assert f"is a file: name its folder '{model_dir}'" in scored(place, evaluator_dir, file, capsys)
+
+
+def test_an_index_may_name_pickled_weights(model_dir, tmp_path):
+    folder = edited(model_dir, tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save(weights, folder / "pytorch_model-1.bin")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(weights, "pytorch_model-1.bin")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    check_weight_files(str(folder))
+    load_backbone(str(folder))
 
 
 @pytest.mark.parametrize(("changes", "words"), CHANGES, ids=str)
@@ -391,6 +418,12 @@ def test_score_files(model_dir, tmp_path, capsys):
         message = refused("score", file, "--model", model_dir, "--evaluator", model_dir, capsys=capsys)
         assert Path(file).name.replace("\0", r"\x00")[:200] in message
         assert len(message) < 1000
+
+
+@pytest.mark.parametrize("command", ["score", "inspect"])
+def test_files_of_records_are_not_scored_as_text(command, place, model_dir, capsys):
+    words = [command, place / "good.jsonl", "--evaluator", model_dir, "--model", model_dir]
+    assert "good.jsonl' holds records, not one text" in refused(*words, capsys=capsys)
 
 
 def test_files_that_are_scored_twice(place, model_dir, evaluator_dir, tmp_path, capsys, caplog):

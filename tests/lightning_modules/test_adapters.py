@@ -272,7 +272,7 @@ def test_a_checkpoint_of_other_adapters_or_another_model_is_refused(folder, tmp_
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("attack", ["one number", "two swapped", "two opposite"])
+@pytest.mark.parametrize("attack", ["one number", "two swapped", "two swapped in a chunk", "two opposite"])
 def test_any_change_of_frozen_weights_is_noticed(monkeypatch, dtype, attack):
     monkeypatch.setattr(adapters, "_CHUNK", 100)  # several for 40 x 60 numbers
     module = torch.nn.Linear(60, 40, dtype=dtype).requires_grad_(False)
@@ -283,9 +283,25 @@ def test_any_change_of_frozen_weights_is_noticed(monkeypatch, dtype, attack):
         numbers[2399] *= 2
     elif attack == "two swapped":
         numbers[[100, 1999]] = numbers[[1999, 100]].clone()
+    elif attack == "two swapped in a chunk":
+        numbers[[3, 11]] = numbers[[11, 3]].clone()
     else:
-        numbers[[1, 1001]] = -numbers[[1, 1001]]
+        numbers[[3, 11]] = -numbers[[3, 11]]  # the highest bits of two words in a chunk
     assert not adapters.same_frozen(first, adapters.frozen_fingerprint(module))
+
+
+def fingerprint(values):
+    return adapters.frozen_fingerprint(torch.nn.ParameterList([torch.nn.Parameter(values, requires_grad=False)]))
+
+
+@pytest.mark.parametrize("size", [0, 1, 3, 8])
+def test_fingerprints_do_not_depend_on_where_weights_are_in_memory(size):
+    part = torch.arange(size + 1, dtype=torch.bfloat16)[1:]
+    assert fingerprint(part) == fingerprint(part.clone())
+
+
+def test_shapes_count_in_fingerprints():
+    assert fingerprint(torch.zeros(2, 3)) != fingerprint(torch.zeros(3, 2))
 
 
 def test_fingerprints_of_earlier_versions_are_not_compared(caplog):

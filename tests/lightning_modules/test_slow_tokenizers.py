@@ -9,12 +9,19 @@ from transformers import ByT5Tokenizer
 
 from datamodules.text import TextDataModule
 from lightning_modules.score import score
-from lightning_modules.slow_tokenizers import SlowBackend
+from lightning_modules.slow_tokenizers import SlowBackend, decoded_offsets
 from lightning_modules.tokenization import encode_document, load_tokenizer, tokenizer_hash
 from tests.conftest import make_text, tiny_model
 
 PLAIN = [make_text(200), " two  spaces\n\nand a line ", "x"]
-UNICODE = ["Größe, 猫🙂 and 👩‍👧 \n العربية", "\ufffd is a character", "a\ufffd"]
+UNICODE = [
+    "Größe, 猫🙂 and 👩‍👧 \n العربية",
+    "\ufffd is a character",
+    "a\ufffd",
+    "a\ufffdb",
+    "🙂\ufffd🙂",
+    70 * "\ufffd",
+]
 
 
 class Slow:
@@ -40,9 +47,23 @@ def test_offsets_are_those_of_the_fast_tokenizer(tokenizer, text, add_special_to
     expected = tokenizer.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens)
     found = SlowBackend(Slow(tokenizer), "x").encode(text, add_special_tokens)
     assert found.ids == expected.ids
-    if "\ufffd" not in text:
-        assert found.offsets == expected.offsets
+    assert found.offsets == expected.offsets
     assert covered(found.offsets) == list(range(len(text)))
+
+
+def replace_each(ids):
+    """Decode bytes as decoders with a fallback do: U+FFFD for each byte of an incomplete character."""
+    return bytes(ids).decode(errors="surrogateescape").translate(dict.fromkeys(range(0xDC80, 0xDD00), "\ufffd"))
+
+
+@pytest.mark.parametrize("text", UNICODE)
+@pytest.mark.parametrize(
+    "decode",
+    [replace_each, lambda ids: bytes(ids).decode(errors="replace"), lambda ids: bytes(ids).decode(errors="ignore")],
+)
+def test_bytes_have_the_characters_that_they_are_part_of(decode, text):
+    expected = [(index, index + 1) for index, character in enumerate(text) for _ in character.encode()]
+    assert decoded_offsets(decode, list(text.encode()), text) == (expected, len(text))
 
 
 def test_a_decoder_that_drops_the_first_space(other_tokenizer):

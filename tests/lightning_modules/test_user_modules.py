@@ -1,12 +1,16 @@
 """Who may find modules in the working directory."""
 
 import importlib.util
+import multiprocessing
 import os
+import subprocess
 import sys
+from multiprocessing.spawn import get_command_line
+from types import SimpleNamespace
 
 import pytest
 
-from lightning_modules.user_modules import import_object, user_modules
+from lightning_modules.user_modules import hidden_module_hint, import_object, user_modules
 
 LIBRARY = (
     "def look(name):\n    import importlib\n    return importlib.util.find_spec(name), importlib.import_module(name)\n"
@@ -56,14 +60,41 @@ def test_libraries_find_nothing_even_if_they_are_installed_below_the_folder(fold
             um_library.look(name)
 
 
-@pytest.mark.parametrize("before", [None, "", "1"])
-def test_processes_that_are_started_do_not_search_the_folder(folder, monkeypatch, before):
-    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
-    if before is not None:
-        monkeypatch.setenv("PYTHONSAFEPATH", before)
+def test_processes_of_multiprocessing_do_not_search_the_folder(folder, monkeypatch):
+    (folder / "pickle.py").write_text("raise AssertionError('a decoy was run')")
+    before = get_command_line()
     with user_modules():
-        assert os.environ["PYTHONSAFEPATH"] == "1"
-    assert os.environ.get("PYTHONSAFEPATH") == before
+        assert "-P" in get_command_line()
+        worker = multiprocessing.get_context("spawn").Process()
+        worker.start()
+        worker.join()
+        assert worker.exitcode == 0
+    assert get_command_line() == before
     monkeypatch.setattr(sys, "path", ["", *sys.path])  # as `python -m` has it
     with user_modules():
-        assert os.environ.get("PYTHONSAFEPATH") == before
+        assert get_command_line() == before
+
+
+def test_scripts_that_the_user_starts_find_their_neighbors(folder, monkeypatch):
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    (folder / "tools").mkdir()
+    (folder / "tools" / "neighbor.py").write_text("")
+    (folder / "tools" / "run.py").write_text("import neighbor")
+    with user_modules():
+        subprocess.run([sys.executable, "tools/run.py"], check=True)
+
+
+def test_other_processes_of_a_run_keep_the_safe_path_of_the_first(monkeypatch):
+    monkeypatch.setenv("PYTHONSAFEPATH", "")
+    monkeypatch.setattr(sys, "flags", SimpleNamespace(safe_path=True))  # `python -P`
+    with user_modules():
+        assert os.environ["PYTHONSAFEPATH"] == "1"
+
+
+def test_a_file_with_the_name_of_an_installed_package_is_named(folder):
+    message = "Problem with given class_path '{}.Foo'"
+    assert hidden_module_hint(message.format("datasets")) == ""
+    (folder / "datasets.py").write_text("class Foo: ...")
+    assert f"not '{folder / 'datasets.py'}': rename the file" in hidden_module_hint(message.format("datasets"))
+    assert hidden_module_hint(message.format("um_sibling")) == ""
+    assert hidden_module_hint("another message") == ""
