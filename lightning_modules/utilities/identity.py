@@ -23,8 +23,8 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 SETTLING_TIME = 2_000_000_000
-"""Age in nanoseconds from which the times of a file are trusted. Of two changes within one tick of the file system's
-clock the second leaves no trace in them, and the coarsest tick in use is 2 s (FAT)."""
+"""Age in nanoseconds from which the times of a file are trusted. If a file changes twice within one tick of the file
+system's clock, the second change leaves no trace in them, and the coarsest tick in use is 2 s (FAT)."""
 
 _LOCK_TIMEOUT = 3600.0  # seconds; after it, hash without the lock rather than wait forever
 _LOGGED_SIZE = 1 << 30  # bytes; hashing fewer takes about a second
