@@ -91,6 +91,9 @@ def test_a_unit_is_inside_as_a_whole_whatever_the_integers(dtype):
 @pytest.mark.parametrize("wrong", [[[-1, 2]], [[2, 1]], [[0, 1, 2]], [0, 1], [[0.0, 1.0]]])
 def test_bad_offsets_are_refused(wrong):
     right, one = torch.tensor([[0, 1]]), torch.ones(1)
+    if torch.tensor(wrong).shape != (1, 2) or torch.tensor(wrong).is_floating_point():
+        with pytest.raises(ValueError, match=r"`offsets` must be integers \[N, 2\]"):
+            character_units(torch.tensor(wrong))
     with pytest.raises(ValueError, match="`target_offsets` must be"):
         transfer_influence(one, right, torch.tensor(wrong))
     if torch.tensor(wrong).shape == (1, 2):
