@@ -206,3 +206,9 @@ def test_key_tokens_only_cost_less_and_never_pass_for_more(model_dir, tmp_path, 
         spans = [key_spans(each, alpha=0.3, beta=beta).tolist() for each in (scores, whole)]
         assert spans[0] == spans[1]
         assert len(spans[0]) > 2
+
+
+@pytest.mark.parametrize("sizes", [{"context_length": 0, "stride": 16}, {"context_length": 48, "stride": -1}])
+def test_lengths_without_a_meaning_are_refused_before_the_model_is_looked_for(sizes):
+    with pytest.raises(ValueError, match=r"must be"):
+        Evaluator("no/such-model", **sizes)
