@@ -11,6 +11,7 @@ import torch
 from tokenizers import Encoding, Tokenizer
 from tokenizers.models import BPE
 from tokenizers.processors import PostProcessor
+from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
@@ -181,20 +182,7 @@ def encode_document(
     length = input_ids.shape[1]
     if length == 0:
         raise ValueError(f"The tokenizer '{tokenizer.name_or_path}' finds no token in document '{name}'.")
-    unknown = 0.0 if tokenizer.unk_token_id is None else input_ids.eq(tokenizer.unk_token_id).float().mean().item()
-    if unknown > 0.1:
-        warnings.warn(
-            f"{unknown:.0%} of the tokens of document '{name}' are unknown to the tokenizer '{tokenizer.name_or_path}':"
-            " it is made for other text, and scores mean little.",
-            stacklevel=2,
-        )
-    covered = int(unit_spans(offsets[0], character_units(offsets[0])).diff(dim=1).sum())
-    if covered < 0.9 * len("".join(text.split())):
-        warnings.warn(
-            f"The tokens of document '{name}' cover {covered:,} of its {len(text):,} characters: the tokenizer"
-            f" '{tokenizer.name_or_path}' drops the others, and scores say nothing about them.",
-            stacklevel=2,
-        )
+    _warn_of_unread_text(text, input_ids[0], offsets[0], tokenizer, name)
     labels = input_ids.clone()
     labels[:, 0] = IGNORE_INDEX
     return PackedBatch(
@@ -206,6 +194,26 @@ def encode_document(
         offsets=offsets,
         names=[name],
     )
+
+
+def _warn_of_unread_text(
+    text: str, ids: Tensor, offsets: Tensor, tokenizer: PreTrainedTokenizerFast, name: str
+) -> None:
+    """Warn where a tokenizer does not know much of a text, or drops it."""
+    unknown = 0.0 if tokenizer.unk_token_id is None else ids.eq(tokenizer.unk_token_id).float().mean().item()
+    if unknown > 0.1:
+        warnings.warn(
+            f"{unknown:.0%} of the tokens of document '{name}' are unknown to the tokenizer '{tokenizer.name_or_path}':"
+            " it is made for other text, and scores mean little.",
+            stacklevel=3,
+        )
+    covered = int(unit_spans(offsets, character_units(offsets)).diff(dim=1).sum())
+    if covered < 0.9 * len("".join(text.split())):  # many tokenizers leave out white space
+        warnings.warn(
+            f"The tokens of document '{name}' cover {covered:,} of its {len(text):,} characters: the tokenizer"
+            f" '{tokenizer.name_or_path}' drops the others, and scores say nothing about them.",
+            stacklevel=3,
+        )
 
 
 def _cut(encoding: Encoding, max_tokens: int | None) -> int | None:
