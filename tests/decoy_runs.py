@@ -1,6 +1,6 @@
 """Run commands one after the other in one process, as the console script does: ``decoy_runs.py COMMANDS.json``.
 
-A script, so that ``sys.path[0]`` is this folder and not the working directory. An argument ``--lookups FILE`` writes
+A script, so that ``sys.path[0]`` is not the working directory. An argument ``--lookups FILE`` writes
 the top-level modules that were looked for in vain: what decoys should be named.
 """
 
@@ -24,6 +24,7 @@ class Lookups:
 if __name__ == "__main__":
     if "--lookups" in sys.argv:
         sys.meta_path.append(Lookups(Path(sys.argv[sys.argv.index("--lookups") + 1])))
+    sys.path[0] = str(Path(__file__).parents[1])  # not `tests`, which has folders with the names of the packages
     from lightning_modules.cli import main
 
     failed = []
