@@ -16,9 +16,9 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from typing_extensions import override
 
-from lightning_modules.utilities.loopback import LOOPBACK
 from lightning_modules.utilities.orphans import LAUNCHER
 
+_LOOPBACK = "127.0.0.1"
 _USER_ERROR = 2
 _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 
@@ -62,11 +62,11 @@ def launch(words: Sequence[str], options: Namespace) -> int:
     alone = options.nnodes == 1
     parameters = RendezvousParameters(
         backend="c10d",
-        endpoint=f"{LOOPBACK}:0" if alone else options.rdzv_endpoint,
+        endpoint=f"{_LOOPBACK}:0" if alone else options.rdzv_endpoint,
         run_id=uuid.uuid4().hex if alone else os.environ.get("SLURM_JOB_ID", "longce"),
         min_nodes=options.nnodes,
         max_nodes=options.nnodes,
-        local_addr=LOOPBACK if alone else None,
+        local_addr=_LOOPBACK if alone else None,
     )
     spec = WorkerSpec(
         role="longce",

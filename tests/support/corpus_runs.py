@@ -21,6 +21,7 @@ import pyarrow.parquet
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
+from lightning_modules.training.companions import Companions
 
 from callbacks import DocumentScoresWriter
 from datamodules import DocumentCorpus
@@ -28,7 +29,6 @@ from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.scoring.context_lengths import ContextLadder
 from lightning_modules.scoring.score_shards import SUCCESS
 from lightning_modules.training import companions
-from lightning_modules.training.companions import Companions
 from lightning_modules.training.fsdp import FullyShardedStrategy
 from tests.conftest import byte_level_tokenizer, make_text, tiny_model
 

@@ -11,6 +11,8 @@ import jsonargparse
 import yaml
 from jsonargparse._loaders_dumpers import get_yaml_default_loader
 
+from lightning_modules.commands.cli.old_paths import find_moved_config, rename_old_paths
+
 LARGEST = 1 << 20
 """Bytes of a config file."""
 
@@ -59,6 +61,8 @@ def check_config_files(arguments: Sequence[str]) -> None:
     for index, word in enumerate(arguments):
         option, _, value = word.partition("=")
         value = value or (arguments[index + 1] if index + 1 < len(arguments) else "")
+        if option in ("-c", "--config") and value.endswith((".yaml", ".yml")) and "\n" not in value:
+            _check_exists(Path(value))
         if option in ("-c", "--config") and os.path.isfile(value):
             _check_file(Path(value))
         elif option.startswith("--") and value.startswith(("{", "[")):
@@ -147,7 +151,7 @@ class _Checked:
 
     def __call__(self, text: str) -> Any:
         check_yaml(text)
-        return self.read(text)
+        return self.read(rename_old_paths(text))
 
 
 def _check_collection(option: str, value: str) -> None:
@@ -158,6 +162,12 @@ def _check_collection(option: str, value: str) -> None:
         return
     except yaml.YAMLError as error:
         raise ValueError(f"`{option}={value:.300}` cannot be used: {error}") from error
+
+
+def _check_exists(path: Path) -> None:
+    if not path.is_file():
+        moved = find_moved_config(path)
+        raise ValueError(f"There is no config '{path}'." + (f" It is now '{moved}'." if moved else ""))
 
 
 def _check_file(path: Path) -> None:

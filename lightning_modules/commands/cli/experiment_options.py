@@ -1,14 +1,18 @@
-"""Options of the commands that read the configs of ``longce fit``, checked and explained before torch is imported."""
+"""Options of the commands that read the configs of ``longce fit``, explained and checked before torch is imported."""
 
 import argparse
 import difflib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jsonargparse
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-_COMMON = "config help print_config seed_everything trainer model data ckpt_path weights_only verbose return_predictions"
+_COMMON = (
+    *("config", "help", "print_config", "seed_everything", "trainer", "model", "data", "ckpt_path", "weights_only"),
+    *("verbose", "return_predictions"),
+)
+"""Options of ``longce fit``, ``validate``, ``test`` and ``predict``, without their second parts."""
 
 
 def add_plan_options(parser: Any) -> None:
@@ -42,7 +46,56 @@ def add_data_options(parser: Any) -> None:
     accept_saved_config(parser)
 
 
+def add_influence_options(parser: Any) -> None:
+    """Add the options of ``longce influence``, which are arguments of `InfluenceTrainer.influence`."""
+    parser.prog = "longce influence"
+    parser.description = "LongCE weights of the training rows by an evaluator, so that training makes no short pass."
+    parser.add_argument(
+        "--evaluator", required=True, help="Hub id or local folder of the model that weighs the tokens."
+    )
+    parser.add_argument("--evaluator_tokenizer", help="Of its tokenizer; by default that of the evaluator.")
+    parser.add_argument("--evaluator_revision", help="Branch, tag or commit on the hub.")
+    parser.add_argument(
+        "--evaluator_add_special_tokens", type=bool, default=True, help="Whether its tokenizer adds its own."
+    )
+    dtypes = Literal["auto", "float32", "bfloat16", "float16", "float64"]
+    parser.add_argument("--evaluator_dtype", type=dtypes, default="auto", help="Of its weights; auto: the stored one.")
+    parser.add_argument("--evaluator_attn_implementation", default="auto", help="As in transformers.")
+    parser.add_argument("--evaluator_model_config", type=dict | None, help="Values that replace those of its config.")
+    parser.add_argument("--evaluator_trust_remote_code", type=bool, default=False, help="Run code from its repository.")
+    parser.add_argument("--output", help="Folder of the weights; by default `data.influence`, or one in the cache.")
+
+
 def accept_saved_config(parser: Any) -> None:
     """Accept and ignore what the saved config of a run holds in addition to model, data and trainer."""
     for name in ("ckpt_path", "weights_only"):
         parser.add_argument(f"--{name}", type=Any, default=None, help=argparse.SUPPRESS)
+
+
+def check_options(words: Sequence[str], add_options: Callable[[Any], None] | None = None) -> None:
+    """Print the help of a command, or refuse an option that it does not have.
+
+    Args:
+        words: Words after the command.
+        add_options: Adds the command's own options; None for the commands of LightningCLI, which print their own help.
+
+    Raises:
+        ValueError: Naming an unknown option, and the one that may be meant.
+    """
+    parser = jsonargparse.ArgumentParser(
+        epilog="It takes the configs and options of `longce fit` as well: see `longce fit --help`."
+    )
+    parser.add_argument("-c", "--config", metavar="FILE", help="YAML file of `longce fit`; may be repeated.")
+    if add_options is not None:
+        add_options(parser)
+        if {"-h", "--help"} & set(words):
+            parser.print_help()
+            raise SystemExit(0)
+    known = sorted({*_COMMON, *parser.get_defaults().as_dict()})
+    for word in words:
+        option, _, _ = word.partition("=")
+        name = option.removeprefix("--").partition(".")[0].removesuffix("+")
+        if option.startswith("--") and not any(other.startswith(name) for other in known):
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f" Did you mean `--{close[0]}`?" if close else f" There are: {', '.join(known)}."
+            raise ValueError(f"There is no option `{option}`.{hint}")

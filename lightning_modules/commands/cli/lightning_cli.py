@@ -1,18 +1,17 @@
 """LightningCLI for ``fit`` and its kin, and for the commands that take its options."""
 
-import argparse
 import re
 from pathlib import Path
 from typing import Any, NoReturn
 
 import jsonargparse
-from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
+from lightning_modules.commands.cli.experiment_options import accept_saved_config, add_data_options, add_plan_options
 from lightning_modules.commands.cli.setting_checks import check_settings
 from lightning_modules.commands.cli.trainer_checks import check_trainer
 from lightning_modules.commands.influence import InfluenceTrainer
@@ -28,7 +27,6 @@ from lightning_modules.training.checkpoints.resume import (
     owned_folders,
     say_how_to_go_on,
 )
-from lightning_modules.training.companions import Companions, gathering
 from lightning_modules.training.evaluation import at_checkpoint_step, place_evaluation
 from lightning_modules.training.fsdp import check_strategy
 from lightning_modules.training.preemption import Preemption
@@ -36,6 +34,7 @@ from lightning_modules.training.random_states import RandomStates
 from lightning_modules.training.run import Run, RunMember
 from lightning_modules.training.sequence_parallel import sequence_parallel_size
 from lightning_modules.utilities.loopback import loopback
+from lightning_modules.utilities.orphans import children_end_with_us
 from lightning_modules.utilities.user_modules import hidden_module_hint
 
 
@@ -70,7 +69,6 @@ class LongceCLI(LightningCLI):
                 trainer_defaults={
                     "use_distributed_sampler": False,
                     "callbacks": [
-                        Companions(),
                         SameCheckpoint(),
                         RunMember(self.training_run),
                         RandomStates(),
@@ -121,7 +119,7 @@ class LongceCLI(LightningCLI):
 
     @override
     def _run_subcommand(self, subcommand: str) -> None:
-        with loopback(self.trainer), gathering(self.trainer):
+        with loopback(self.trainer), children_end_with_us():
             super()._run_subcommand(subcommand)
 
     @override
@@ -197,12 +195,6 @@ def _check_curriculum(model: LongContextLM, curriculum: Any) -> None:
         )
 
 
-def accept_saved_config(parser: LightningArgumentParser) -> None:
-    """Take what the saved config of a run of ``longce fit`` holds besides model, data and trainer, and ignore it."""
-    for name in ("ckpt_path", "weights_only"):
-        parser.add_argument(f"--{name}", type=Any, default=None, help=argparse.SUPPRESS)
-
-
 class InfluenceCLI(LongceCLI):
     """The same configs for ``longce influence``; logger, callbacks and checkpoints of a training take no part."""
 
@@ -240,20 +232,7 @@ class PlanCLI(LongceCLI):
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         super().add_arguments_to_parser(parser)
-        parser.prog = "longce plan"
-        parser.description = "What a run of `longce fit` with these options, and scoring, would take on given GPUs."
-        parser.add_argument("--gpu", type=str | None, help="Name of the card, such as H200 or A100-80.")
-        parser.add_argument("--gpus", type=PositiveInt | None, help="How many; by default trainer.devices x num_nodes.")
-        parser.add_argument("--gpu_tflops", type=PositiveFloat | None, help="Peak dense bfloat16 rate of another card.")
-        parser.add_argument("--gpu_memory", type=PositiveFloat | None, help="Memory of another card, GiB.")
-        parser.add_argument(
-            "--evaluator",
-            type=str | None,
-            help="Hub id, folder or config.json of the evaluator; by default that of the callback ExternalEvaluator.",
-        )
-        parser.add_argument("--price_per_gpu_hour", type=NonNegativeFloat | None, help="In any currency.")
-        parser.add_argument("--output", type=str | None, help="JSON file to write the numbers to.")
-        accept_saved_config(parser)
+        add_plan_options(parser)
 
     @override
     def _set_seed(self) -> None:
@@ -273,15 +252,7 @@ class DataCLI(LongceCLI):
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         super().add_arguments_to_parser(parser)
-        parser.prog = "longce data inspect"
-        parser.description = "The rows that `longce fit` with these options would train on, as text."
-        parser.add_argument("--rows", type=NonNegativeInt, nargs="+", help="Numbers of the rows to show, from 0.")
-        parser.add_argument("--count", type=NonNegativeInt, default=3, help="First rows to show, if not by `--rows`.")
-        parser.add_argument("--width", type=PositiveInt, default=400, help="Characters to show of each text.")
-        parser.add_argument(
-            "--names", type=bool, default=False, help="Name documents; the source is read up to the last one shown."
-        )
-        accept_saved_config(parser)
+        add_data_options(parser)
 
     @override
     def _set_seed(self) -> None:

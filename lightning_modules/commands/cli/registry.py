@@ -1,11 +1,22 @@
-"""The commands with options of their own, which are not those of ``longce fit``."""
+"""All commands. Each checks its words first, and imports torch and the rest only to work."""
 
+import argparse
+import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jsonargparse
-from jsonargparse.typing import NonNegativeFloat, PositiveInt
+from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
+
+from lightning_modules.commands.cli.experiment_options import (
+    add_data_options,
+    add_influence_options,
+    add_plan_options,
+    check_options,
+)
+from lightning_modules.utilities.files import writable_folder, write_atomically
 
 
 def score_command(arguments: Sequence[str]) -> None:
@@ -139,3 +150,124 @@ def reproduce_command(arguments: Sequence[str]) -> None:
 def summary(function: Callable[..., object]) -> str:
     """What a function does: the first paragraph of its docstring."""
     return (function.__doc__ or "").partition("\n\n")[0]
+
+
+def plan_command(arguments: Sequence[str]) -> None:
+    """Run ``longce plan`` and print its report."""
+    check_options(arguments[1:], add_plan_options)
+    from lightning_modules.commands.cli.lightning_cli import PlanCLI
+    from lightning_modules.commands.plan.hardware import find_gpu
+    from lightning_modules.commands.plan.plan import Planner
+    from lightning_modules.commands.plan.report import report
+    from lightning_modules.commands.plan.settings import read_experiment
+
+    sys.argv[1:] = arguments[1:]
+    options = PlanCLI().config
+    gpu = find_gpu(options.gpu, tflops=options.gpu_tflops, memory=options.gpu_memory)
+    if options.output is not None:
+        if Path(options.output).is_dir():
+            raise ValueError(f"`output` must be a file, and '{options.output}' is a folder.")
+        writable_folder(Path(options.output).parent, remedy="Name another file by `--output`.")
+    experiment = read_experiment(options, gpus=options.gpus, evaluator=options.evaluator)
+    plan = Planner(experiment, gpu, options.price_per_gpu_hour).plan()
+    sys.stdout.write(report(plan) + "\n")
+    if options.output is not None:
+        write_atomically(Path(options.output), (json.dumps(plan, indent=2) + "\n").encode())
+
+
+def data_command(arguments: Sequence[str]) -> None:
+    """Run ``longce data inspect`` and print its report."""
+    if arguments[1:2] in (["-h"], ["--help"]):
+        arguments = ["data", "inspect", "--help"]
+    if arguments[1:2] != ["inspect"]:
+        raise ValueError("`longce data` has one command: `longce data inspect`, with the options of `longce fit`.")
+    check_options(arguments[2:], add_data_options)
+    from lightning_modules.commands.cli.lightning_cli import DataCLI
+
+    sys.argv[1:] = arguments[2:]
+    cli = DataCLI()
+    if not callable(getattr(cli.datamodule, "inspect", None)):
+        raise ValueError(f"`data` has no packed training rows to inspect: {type(cli.datamodule).__name__}.")
+    options = cli.config
+    sys.stdout.write(
+        cli.datamodule.inspect(options.rows, count=options.count, width=options.width, names=options.names)
+    )
+
+
+def influence_command(arguments: Sequence[str]) -> None:
+    """Run ``longce influence``."""
+    check_options(arguments[1:], add_influence_options)
+    from lightning_modules.commands.cli.lightning_cli import InfluenceCLI
+
+    sys.argv[1:] = arguments
+    InfluenceCLI()
+
+
+def quickstart_command(arguments: Sequence[str]) -> None:
+    """Run ``longce quickstart``; further options go to each of its runs."""
+    from lightning_modules.commands.quickstart import quickstart
+
+    if "-h" in arguments or "--help" in arguments:
+        sys.stdout.write(f"usage: longce quickstart [OPTIONS of longce fit]\n\n{summary(quickstart)}\n")
+        return
+    check_options(arguments[1:])
+    quickstart(run_experiment, arguments[1:])
+
+
+def run_experiment(arguments: Sequence[str]) -> Any:
+    """Run ``longce fit``, ``validate``, ``test`` or ``predict``."""
+    check_options(arguments[1:])
+    from lightning_modules.commands.cli.lightning_cli import LongceCLI
+
+    sys.argv[1:] = arguments
+    return LongceCLI()
+
+
+def launch_command(arguments: Sequence[str]) -> None:
+    """Run ``longce launch`` and exit with the status of the command it starts."""
+    parser = argparse.ArgumentParser(
+        prog="longce launch",
+        usage="longce launch --nproc_per_node N [OPTIONS] -- COMMAND ..",
+        description="Run a command of longce in several processes, restart them after a crash, and stop them together."
+        " On SIGTERM, SIGINT, SIGHUP and SIGUSR1 all processes save and stop.",
+    )
+    parser.add_argument("--nproc_per_node", type=PositiveInt, required=True, help="processes on this machine")
+    parser.add_argument("--nnodes", type=PositiveInt, default=1, help="machines, each with this command (default: 1)")
+    parser.add_argument("--rdzv_endpoint", metavar="HOST:PORT", help="where several machines meet")
+    parser.add_argument("--max_restarts", type=NonNegativeInt, default=0, help="restarts after a crash (default: 0)")
+    parser.add_argument(
+        "--shutdown_timeout",
+        type=PositiveInt,
+        default=300,
+        help="seconds from a signal to SIGKILL: an optimizer step and a checkpoint must fit in (default: 300)",
+    )
+    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND ..", help="such as: -- fit -c FILE")
+    options = parser.parse_args(list(arguments[1:]))
+    words = options.words[1:] if options.words[:1] == ["--"] else options.words
+    if not words or words[0] not in COMMANDS or words[0] == "launch":
+        parser.error(f"after `--` comes a command of longce and its options, got {words[:1]}.")
+    if options.nnodes > 1 and options.rdzv_endpoint is None:
+        parser.error("several machines need `--rdzv_endpoint HOST:PORT`, the same on each.")
+    if options.max_restarts and words[0] == "fit" and not any(word.startswith("--ckpt_path") for word in words):
+        parser.error("a restarted `fit` would begin again: add `--ckpt_path last`, and name the run's `version`.")
+    from lightning_modules.commands.launch import launch
+
+    sys.exit(launch(words, options))
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], object]] = {
+    "plan": plan_command,
+    "score": score_command,
+    "inspect": inspect_command,
+    "evaluate": evaluate_command,
+    "influence": influence_command,
+    "select": select_command,
+    "export": export_command,
+    "harness": harness_command,
+    "correlate": correlate_command,
+    "data": data_command,
+    "quickstart": quickstart_command,
+    "reproduce": reproduce_command,
+    "launch": launch_command,
+    **dict.fromkeys(("fit", "validate", "test", "predict"), run_experiment),
+}
