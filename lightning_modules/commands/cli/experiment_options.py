@@ -8,6 +8,8 @@ from typing import Any, Literal
 import jsonargparse
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from lightning_modules.commands.cli.options import TABLE_LISTS, TABLES, add_options
+
 _COMMON = (
     *("config", "help", "print_config", "seed_everything", "trainer", "model", "data", "ckpt_path", "weights_only"),
     *("verbose", "return_predictions"),
@@ -64,6 +66,20 @@ def add_influence_options(parser: Any) -> None:
     parser.add_argument("--evaluator_model_config", type=dict | None, help="Values that replace those of its config.")
     parser.add_argument("--evaluator_trust_remote_code", type=bool, default=False, help="Run code from its repository.")
     parser.add_argument("--output", help="Folder of the weights; by default `data.influence`, or one in the cache.")
+
+
+def add_table_options(parser: Any) -> None:
+    """Add the options of ``longce reproduce TABLE``."""
+    parser.prog = "longce reproduce"
+    parser.description = (
+        "Measure a table of the paper again, ours beside theirs. `--list` lists the tables; `longce reproduce"
+        " miniature` has options of its own."
+    )
+    parser.add_argument("table", nargs="?", help="table1 to table12, or table5-package.")
+    for name, text in TABLE_LISTS.items():
+        parser.add_argument(f"--{name}", nargs="*", type=str, help=text)
+    parser.add_argument("--run", action="store_true", help="Train the models of the table; do not only print how.")
+    add_options(parser, TABLES)
 
 
 def accept_saved_config(parser: Any) -> None:

@@ -1,11 +1,11 @@
 """`longce launch`: processes that are restarted after a crash, stopped together, and never left behind."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -32,9 +32,13 @@ def start(folder, *words, restarts=0):
 
 
 def ranks(launcher):
-    """Return the two processes, rank 0 first."""
-    found = [child for child in psutil.Process(launcher.pid).children() if "-P" in child.cmdline()]
-    return sorted(found, key=lambda process: process.environ()["RANK"])
+    """Return the running processes of a launcher, rank 0 first."""
+    found = {}
+    for child in psutil.Process(launcher.pid).children():
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            if "-P" in child.cmdline():
+                found[child.environ()["RANK"]] = child
+    return [found[rank] for rank in sorted(found)]
 
 
 def wait_for(moment, launcher, seconds=120):
@@ -43,11 +47,6 @@ def wait_for(moment, launcher, seconds=120):
         assert launcher.poll() is None, "the run has ended"
         assert time.monotonic() < deadline
         time.sleep(0.05)
-
-
-def losses(run, rank):
-    """Return batches and losses of a rank, those after the restart in place of those before."""
-    return {number: rest for number, *rest in run.records(rank)}
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +66,7 @@ def test_a_killed_rank_is_restarted_with_equal_losses_and_a_signal_stops_all(fol
     wait_for(lambda: len(runs[1].records()) >= 6, launcher)
     victim = ranks(launcher)[1]
     victim.send_signal(signal.SIGKILL)
-    wait_for(lambda: len(ranks(launcher)) == 2 and victim.pid not in [rank.pid for rank in ranks(launcher)], launcher)
+    wait_for(lambda: len(ranks(launcher)) == 2 and victim not in ranks(launcher), launcher)
     before = len(runs[1].records())
     wait_for(lambda: len(runs[1].records()) > before + 2, launcher)
     launcher.send_signal(signal.SIGHUP)
@@ -75,8 +74,6 @@ def test_a_killed_rank_is_restarted_with_equal_losses_and_a_signal_stops_all(fol
     assert "stopping after this optimizer step" in runs[1].log()
 
     assert start(runs[1].folder, *FIT).wait(300) == 0, runs[1].log()
-    for rank in range(2):
-        assert losses(runs[1], rank) == losses(runs[0], rank)
     assert not runs[1].differences(runs[0])
 
 
@@ -107,7 +104,8 @@ time.sleep(60)
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
 def test_a_process_ends_with_the_launcher_that_started_it(tmp_path):
     inner = f"import os, subprocess, sys; os.environ['{LAUNCHER}'] = str(os.getpid());"
-    inner += f"p = subprocess.Popen([sys.executable, '-c', {ORPHAN!r}], stdout=open('said', 'w')); print(p.pid, flush=True); p.wait()"
+    inner += f"p = subprocess.Popen([sys.executable, '-c', {ORPHAN!r}], stdout=open('said', 'w'));"
+    inner += "print(p.pid, flush=True); p.wait()"
     outer = subprocess.Popen(
         [sys.executable, "-c", inner], cwd=tmp_path, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)}
     )
