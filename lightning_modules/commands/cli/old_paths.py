@@ -5,14 +5,10 @@ import warnings
 from pathlib import Path
 
 _MODULES = {
-    "callbacks.harness": "callbacks.lm_evaluation_harness",
-    "datamodules.curriculum": "datamodules.packing.curriculum",
     "lightning_modules.context_extension": "lightning_modules.models.context_extension.methods",
     "lightning_modules.context_ladder": "lightning_modules.scoring.context_lengths",
-    "lightning_modules.patterns": "lightning_modules.models.context_extension.patterns",
     "lightning_modules.sequence_parallelism": "lightning_modules.training.sequence_parallel",
     "lightning_modules.sharding": "lightning_modules.training.fsdp",
-    "lightning_modules.tasks.task": "lightning_modules.tasks.questions.task",
 }
 _OLD = re.compile(rf"\b(?<!\.)({'|'.join(map(re.escape, _MODULES))})(?=\.\w)")
 _CONFIGS = {

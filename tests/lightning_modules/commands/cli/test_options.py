@@ -38,7 +38,9 @@ def run(*words, folder):
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("command", ["", *(name for name in COMMANDS if name not in EXPERIMENTS), "reproduce miniature"])
+@pytest.mark.parametrize(
+    "command", ["", *(name for name in COMMANDS if name not in EXPERIMENTS), "reproduce miniature"]
+)
 def test_help_imports_no_torch(command, tmp_path):
     result = run(*command.split(), "--help", folder=tmp_path)
     assert result.returncode == 0, result.stderr
