@@ -1,8 +1,11 @@
 """Start the processes of a run by torchrun's agent, and restart them after a crash."""
 
+import contextlib
 import os
 import signal
+import subprocess
 import sys
+import time
 import uuid
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
@@ -28,8 +31,12 @@ class Agent(LocalElasticAgent):
 
     def stopped_cleanly(self) -> bool:
         """Whether every process of this machine has saved and ended with status 0 after a signal."""
+        processes = self._processes()
+        return bool(processes) and all(process.poll() == 0 for process in processes)
+
+    def _processes(self) -> list[subprocess.Popen[bytes]]:
         handlers = getattr(self._pcontext, "subprocess_handlers", {})
-        return bool(handlers) and all(handler.proc.poll() == 0 for handler in handlers.values())
+        return [handler.proc for handler in handlers.values()]
 
     @override
     def _monitor_workers(self, worker_group: Any) -> Any:
@@ -40,9 +47,20 @@ class Agent(LocalElasticAgent):
 
     @override
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        """Ask the processes to save and stop, by a signal they handle: USR1 under SLURM also requeues the job."""
+        """Ask the processes to save and stop, by a signal they handle, and kill those that run after the timeout.
+
+        Torchrun would signal their data loaders as well, whose end is an error before anything is saved. SIGUSR1 under
+        SLURM also requeues the job.
+        """
         requeues = death_sig == signal.SIGUSR1 and "SLURM_JOB_ID" in os.environ
-        super()._shutdown(signal.SIGUSR1 if requeues else signal.SIGTERM, timeout)
+        running = [process for process in self._processes() if process.poll() is None]
+        for process in running:
+            process.send_signal(signal.SIGUSR1 if requeues else signal.SIGTERM)
+        deadline = time.monotonic() + timeout
+        for process in running:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+        super()._shutdown(signal.SIGKILL, timeout)
 
 
 def launch(words: Sequence[str], options: Namespace) -> int:

@@ -12,8 +12,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lightning_modules.commands.cli.experiment_options import accept_saved_config, add_data_options, add_plan_options
-from lightning_modules.commands.cli.setting_checks import check_settings
-from lightning_modules.commands.cli.trainer_checks import check_trainer
+from lightning_modules.commands.cli.setting_checks import check_settings, check_trainer
 from lightning_modules.commands.influence import InfluenceTrainer
 from lightning_modules.long_context_lm import LR_SCHEDULER, OPTIMIZER, LongContextLM
 from lightning_modules.objectives import check_influence

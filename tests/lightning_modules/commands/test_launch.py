@@ -59,7 +59,7 @@ def folder(tmp_path_factory):
 @pytest.mark.slow
 def test_a_killed_rank_is_restarted_with_equal_losses_and_a_signal_stops_all(folder):
     config = yaml.safe_load((folder / "config.yaml").read_text())
-    runs = [new_run(folder / name, config, ranks=2) for name in ("undisturbed", "killed")]
+    runs = [new_run(folder / name, config, ranks=2, workers=1) for name in ("undisturbed", "killed")]
     assert start(runs[0].folder, *FIT).wait(300) == 0
 
     launcher = start(runs[1].folder, *FIT, restarts=1)
