@@ -3,12 +3,13 @@
 import argparse
 import difflib
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jsonargparse
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from lightning_modules.commands.cli.options import TABLE_LISTS, TABLES, add_options
+from lightning_modules.models.config import DType
 
 _COMMON = (
     *("config", "help", "print_config", "seed_everything", "trainer", "model", "data", "ckpt_path", "weights_only"),
@@ -60,8 +61,7 @@ def add_influence_options(parser: Any) -> None:
     parser.add_argument(
         "--evaluator_add_special_tokens", type=bool, default=True, help="Whether its tokenizer adds its own."
     )
-    dtypes = Literal["auto", "float32", "bfloat16", "float16", "float64"]
-    parser.add_argument("--evaluator_dtype", type=dtypes, default="auto", help="Of its weights; auto: the stored one.")
+    parser.add_argument("--evaluator_dtype", type=DType, default="auto", help="Of its weights; auto: the stored one.")
     parser.add_argument("--evaluator_attn_implementation", default="auto", help="As in transformers.")
     parser.add_argument("--evaluator_model_config", type=dict | None, help="Values that replace those of its config.")
     parser.add_argument("--evaluator_trust_remote_code", type=bool, default=False, help="Run code from its repository.")

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import jsonargparse
-from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
+from jsonargparse.typing import PositiveInt
 
 REQUIRED: Any = object()
 
 Row = tuple[str, Any, Any, str]
 
 MODEL: tuple[Row, ...] = (
-    ("dtype", Literal["auto", "float32", "bfloat16", "float16", "float64"], "auto", "Weights; auto: as stored."),
+    ("dtype", DType, "auto", "Type of the weights; auto: as stored."),
     ("attn_implementation", str, "auto", "As in transformers; auto: flash attention where it is installed."),
     ("device", str, "auto", "Such as cuda:0 or cpu; auto: the GPU of this process, if there is one."),
     ("trust_remote_code", bool, False, "Run code from the model's repository."),
@@ -43,35 +43,6 @@ INSPECT: tuple[Row, ...] = (
     *EVALUATOR,
     ("model", str | None, None, "Hub id or folder of a model to evaluate by the key tokens; any tokenizer."),
     ("alternatives", int, 5, "Likeliest tokens to show at each token; 0 spares the evaluator a second pass."),
-)
-EVALUATE: tuple[Row, ...] = (
-    ("model", str, REQUIRED, "Hub id or folder."),
-    ("output", str, REQUIRED, "Folder for the results and for the report; results there are not measured again."),
-    ("samples", int, 20, "Questions of each task and length, and of each depth if depths are given."),
-    ("mode", Literal["generate", "teacher_forced"], "generate", "Whether the model writes its answer, or is given the"
-     " right one token by token, in a single pass that gives perplexities as well."),
-    ("haystack", str | None, None, "Folder of text files to hide needles in; synthetic prose by default."),
-    ("squad", str | None, None, "Local file of SQuAD, for qa_1."),
-    ("hotpot", str | None, None, "Local file of HotpotQA, for qa_2."),
-    ("nq_open", str | None, None, "Local file for multi_document_qa, as Lost in the Middle publishes them."),
-    ("documents", int | None, None, "Passages of multi_document_qa; by default those that fit the length."),
-    ("seed", int, 0, "Of all that is random in the questions."),
-    ("chat_template", bool, False, "Whether the prompt is the user's turn of the tokenizer's chat template."),
-    ("add_special_tokens", bool, True, "Whether the tokenizer adds its own where there is no chat template."),
-    *MODEL,
-)  # fmt: skip
-HARNESS: tuple[Row, ...] = (
-    ("model", str, REQUIRED, "Hub id or folder."),
-    ("output", str, REQUIRED, "Folder of the results; a task that is done there is not asked again."),
-    ("include_path", str | None, None, "Folder of further task files, which win over those of the harness."),
-    ("num_fewshot", NonNegativeInt | None, None, "Examples in each prompt; by default those of each task."),
-    ("limit", PositiveFloat | None, None, "Questions of each task, or below 1 their fraction; all by default."),
-    ("max_length", PositiveInt | None, None, "Tokens to read and generate; by default those of the model's config."),
-    ("truncation", Literal["middle", "left"], "middle", "Where long prompts lose tokens: as LongBench, or as lm-eval."),
-    ("chat_template", bool, False, "Whether prompts are turns of the tokenizer's chat template."),
-    ("batch_tokens", PositiveInt, 16_384, "Tokens of a pass that scores, padding included."),
-    ("log_samples", bool, False, "Keep questions and answers."),
-    *MODEL,
 )
 EXPORT: tuple[Row, ...] = (
     ("adapters", Literal["merged", "kept"], "merged", "Into the weights, or apart with the base config in base/."),

@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,7 @@ from lightning_modules.commands.cli.experiment_options import (
 )
 from lightning_modules.commands.cli.options import (
     CORRELATE,
-    EVALUATE,
     EXPORT,
-    HARNESS,
     INSPECT,
     MINIATURE,
     SCORE,
@@ -28,6 +27,7 @@ from lightning_modules.commands.cli.options import (
     add_options,
     make_parser,
 )
+from lightning_modules.tasks.evaluation.config import EvaluationConfig
 from lightning_modules.utilities.files import writable_folder, write_atomically
 from lightning_modules.utilities.text_files import check_output, read_text
 
@@ -46,8 +46,10 @@ def score_command(arguments: Sequence[str]) -> None:
 
 def evaluate_command(arguments: Sequence[str]) -> None:
     """Run ``longce evaluate`` and print its table."""
-    parser = make_parser("evaluate", "Scores of a model on long-context tasks, by length and depth.", EVALUATE)
-    names = "Names of tasks or of groups (ruler, ruler_synthetic, longeval, lost_in_the_middle, ..), or import paths."
+    description = "Score a model on long-context tasks and tasks of lm-evaluation-harness."
+    parser = make_parser("evaluate", description, ())
+    parser.add_class_arguments(EvaluationConfig, skip={"tasks", "lengths", "depths"}, as_positional=False)
+    names = "Names of tasks, groups and sets, import paths of your own tasks, and task files of lm-evaluation-harness."
     parser.add_argument("--tasks", nargs="+", type=str, default=["ruler_synthetic"], help=names)
     parser.add_argument(
         "--lengths", nargs="+", type=PositiveInt, default=[4096], help="Tokens of prompt and answer together."
@@ -61,6 +63,12 @@ def evaluate_command(arguments: Sequence[str]) -> None:
     from lightning_modules.commands.evaluate import evaluate
 
     sys.stdout.write(evaluate(**options) + "\n")
+
+
+def harness_command(arguments: Sequence[str]) -> None:
+    """Run ``longce evaluate`` under its former name."""
+    warnings.warn("`longce harness` is deprecated: use `longce evaluate`, which takes the same options.", stacklevel=2)
+    evaluate_command(arguments)
 
 
 def inspect_command(arguments: Sequence[str]) -> None:
@@ -92,19 +100,6 @@ def export_command(arguments: Sequence[str]) -> None:
     from lightning_modules.training.export import export_checkpoint
 
     sys.stdout.write(f"{export_checkpoint(**options)}\n")
-
-
-def harness_command(arguments: Sequence[str]) -> None:
-    """Run ``longce harness`` and print its table."""
-    parser = make_parser("harness", "Tasks of lm-evaluation-harness: LongBench, RULER, MMLU, or your own.", HARNESS)
-    tasks = "Tasks, groups, task files, and the sets short, longbench and ruler."
-    parser.add_argument("--tasks", nargs="+", type=str, required=True, help=tasks)
-    parser.add_argument("--lengths", nargs="+", type=PositiveInt, default=[4096], help="Tokens of RULER's prompts.")
-    options = _parse(parser, arguments)
-    from lightning_modules.commands.harness import harness
-    from lightning_modules.tasks.harness.results import table
-
-    sys.stdout.write(table(harness(**options)) + "\n")
 
 
 def correlate_command(arguments: Sequence[str]) -> None:

@@ -12,8 +12,6 @@ from benchmarks.reproduction.tables.command import reproduce_table
 from lightning_modules.commands.cli import experiment_options, options
 from lightning_modules.commands.cli.registry import COMMANDS
 from lightning_modules.commands.correlate.command import correlate
-from lightning_modules.commands.evaluate import evaluate
-from lightning_modules.commands.harness import harness
 from lightning_modules.commands.influence import InfluenceTrainer
 from lightning_modules.commands.select import select
 from lightning_modules.scoring.score import score
@@ -86,8 +84,6 @@ def test_usage_errors_import_no_torch(words, message, tmp_path):
     [
         (options.SCORE, score, {"files"}),
         (options.INSPECT, inspect_document, {"text", "name"}),
-        (options.EVALUATE, evaluate, {"tasks", "lengths", "depths"}),
-        (options.HARNESS, harness, {"tasks", "lengths"}),
         (options.EXPORT, export_checkpoint, {"checkpoint", "output_dir"}),
         (options.SELECT, select, {"scores"}),
         (options.CORRELATE, correlate, {"files", "metrics", "scores"}),
