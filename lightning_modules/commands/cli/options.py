@@ -9,6 +9,8 @@ from typing import Any, Literal
 import jsonargparse
 from jsonargparse.typing import PositiveInt
 
+from lightning_modules.models.config import DType
+
 REQUIRED: Any = object()
 
 Row = tuple[str, Any, Any, str]

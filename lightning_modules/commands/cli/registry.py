@@ -47,7 +47,7 @@ def score_command(arguments: Sequence[str]) -> None:
 def evaluate_command(arguments: Sequence[str]) -> None:
     """Run ``longce evaluate`` and print its table."""
     description = "Score a model on long-context tasks and tasks of lm-evaluation-harness."
-    parser = make_parser("evaluate", description, ())
+    parser = make_parser(arguments[0], description, ())  # also by its former name
     parser.add_class_arguments(EvaluationConfig, skip={"tasks", "lengths", "depths"}, as_positional=False)
     names = "Names of tasks, groups and sets, import paths of your own tasks, and task files of lm-evaluation-harness."
     parser.add_argument("--tasks", nargs="+", type=str, default=["ruler_synthetic"], help=names)
