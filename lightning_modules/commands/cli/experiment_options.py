@@ -8,7 +8,7 @@ from typing import Any
 import jsonargparse
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from lightning_modules.commands.cli.options import TABLE_LISTS, TABLES, add_options
+from lightning_modules.commands.cli.options import REQUIRED, TABLE_LISTS, TABLES, Row, add_options
 from lightning_modules.models.config import DType
 
 _COMMON = (
@@ -18,21 +18,38 @@ _COMMON = (
 """Options of ``longce fit``, ``validate``, ``test`` and ``predict``, without their second parts."""
 
 
+PLAN: tuple[Row, ...] = (
+    ("gpu", str | None, None, "Name of the card, such as H200 or A100-80."),
+    ("gpus", PositiveInt | None, None, "How many; by default trainer.devices x num_nodes."),
+    ("gpu_tflops", PositiveFloat | None, None, "Peak dense bfloat16 rate of another card."),
+    ("gpu_memory", PositiveFloat | None, None, "Memory of another card, GiB."),
+    ("evaluator", str | None, None, "Hub id, folder or config.json; by default that of ExternalEvaluator."),
+    ("price_per_gpu_hour", NonNegativeFloat | None, None, "In any currency."),
+    ("output", str | None, None, "JSON file to write the numbers to."),
+)
+DATA: tuple[Row, ...] = (
+    ("count", NonNegativeInt, 3, "First rows to show, if not by `--rows`."),
+    ("width", PositiveInt, 400, "Characters to show of each text."),
+    ("names", bool, False, "Name documents; the source is read up to the last one shown."),
+)
+INFLUENCE: tuple[Row, ...] = (
+    ("evaluator", str, REQUIRED, "Hub id or folder of the model that weighs the tokens."),
+    ("evaluator_tokenizer", str | None, None, "Hub id or folder of its tokenizer; by default its own."),
+    ("evaluator_revision", str | None, None, "Branch, tag or commit on the hub."),
+    ("evaluator_add_special_tokens", bool, True, "Whether its tokenizer adds its own."),
+    ("evaluator_dtype", DType, "auto", "Type of its weights; auto: as stored."),
+    ("evaluator_attn_implementation", str, "auto", "As in transformers."),
+    ("evaluator_model_config", dict[str, Any] | None, None, "Values that replace those of its config."),
+    ("evaluator_trust_remote_code", bool, False, "Run code from its repository."),
+    ("output", str | None, None, "Folder of the weights; by default data.influence, or one in the cache."),
+)
+
+
 def add_plan_options(parser: Any) -> None:
     """Add the options of ``longce plan``."""
     parser.prog = "longce plan"
     parser.description = "What a run of `longce fit` with these options, and scoring, would take on given GPUs."
-    parser.add_argument("--gpu", type=str | None, help="Name of the card, such as H200 or A100-80.")
-    parser.add_argument("--gpus", type=PositiveInt | None, help="How many; by default trainer.devices x num_nodes.")
-    parser.add_argument("--gpu_tflops", type=PositiveFloat | None, help="Peak dense bfloat16 rate of another card.")
-    parser.add_argument("--gpu_memory", type=PositiveFloat | None, help="Memory of another card, GiB.")
-    parser.add_argument(
-        "--evaluator",
-        type=str | None,
-        help="Hub id, folder or config.json of the evaluator; by default that of the callback ExternalEvaluator.",
-    )
-    parser.add_argument("--price_per_gpu_hour", type=NonNegativeFloat | None, help="In any currency.")
-    parser.add_argument("--output", type=str | None, help="JSON file to write the numbers to.")
+    add_options(parser, PLAN)
     accept_saved_config(parser)
 
 
@@ -41,11 +58,7 @@ def add_data_options(parser: Any) -> None:
     parser.prog = "longce data inspect"
     parser.description = "The rows that `longce fit` with these options would train on, as text."
     parser.add_argument("--rows", type=NonNegativeInt, nargs="+", help="Numbers of the rows to show, from 0.")
-    parser.add_argument("--count", type=NonNegativeInt, default=3, help="First rows to show, if not by `--rows`.")
-    parser.add_argument("--width", type=PositiveInt, default=400, help="Characters to show of each text.")
-    parser.add_argument(
-        "--names", type=bool, default=False, help="Name documents; the source is read up to the last one shown."
-    )
+    add_options(parser, DATA)
     accept_saved_config(parser)
 
 
@@ -53,19 +66,7 @@ def add_influence_options(parser: Any) -> None:
     """Add the options of ``longce influence``, which are arguments of `InfluenceTrainer.influence`."""
     parser.prog = "longce influence"
     parser.description = "LongCE weights of the training rows by an evaluator, so that training makes no short pass."
-    parser.add_argument(
-        "--evaluator", required=True, help="Hub id or local folder of the model that weighs the tokens."
-    )
-    parser.add_argument("--evaluator_tokenizer", help="Of its tokenizer; by default that of the evaluator.")
-    parser.add_argument("--evaluator_revision", help="Branch, tag or commit on the hub.")
-    parser.add_argument(
-        "--evaluator_add_special_tokens", type=bool, default=True, help="Whether its tokenizer adds its own."
-    )
-    parser.add_argument("--evaluator_dtype", type=DType, default="auto", help="Of its weights; auto: the stored one.")
-    parser.add_argument("--evaluator_attn_implementation", default="auto", help="As in transformers.")
-    parser.add_argument("--evaluator_model_config", type=dict | None, help="Values that replace those of its config.")
-    parser.add_argument("--evaluator_trust_remote_code", type=bool, default=False, help="Run code from its repository.")
-    parser.add_argument("--output", help="Folder of the weights; by default `data.influence`, or one in the cache.")
+    add_options(parser, INFLUENCE)
 
 
 def add_table_options(parser: Any) -> None:

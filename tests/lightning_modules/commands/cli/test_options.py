@@ -88,6 +88,7 @@ def test_usage_errors_import_no_torch(words, message, tmp_path):
         (options.SELECT, select, {"scores"}),
         (options.CORRELATE, correlate, {"files", "metrics", "scores"}),
         (options.MINIATURE, reproduce_miniature, set()),
+        (experiment_options.INFLUENCE, InfluenceTrainer.influence, {"self", "model", "datamodule"}),
         (options.TABLES, reproduce_table, {"table", "data", "run", *options.TABLE_LISTS}),
     ],
 )
@@ -99,15 +100,3 @@ def test_tables_of_options_are_those_of_the_functions(rows, function, others):
     assert given.keys() == expected.keys()
     assert required == {name for name, default in expected.items() if default is inspect.Parameter.empty}
     assert all(given[name] == expected[name] for name in given.keys() - required)
-
-
-def test_options_of_influence_are_those_of_the_trainer():
-    parser = options.jsonargparse.ArgumentParser()
-    experiment_options.add_influence_options(parser)
-    parameters = inspect.signature(InfluenceTrainer.influence).parameters
-    expected = {name: parameter.default for name, parameter in parameters.items()}
-    for name in ("self", "model", "datamodule", "evaluator"):
-        del expected[name]
-    given = parser.get_defaults().as_dict()
-    assert given.pop("evaluator") is None
-    assert given == expected
