@@ -7,10 +7,10 @@ from lightning_modules.utilities.files import writable_folder
 
 
 def read_text(file: str) -> str:
-    """The text of a UTF-8 file.
+    """Return the text of a UTF-8 file.
 
     Raises:
-        ValueError: If there is no such file, it holds records (``.jsonl``), it is no UTF-8, or it holds no text.
+        ValueError: If the file is missing, holds records (``.jsonl``), is not UTF-8, or has no text.
     """
     if not os.path.isfile(file):
         raise ValueError(f"No file {file!r:.300}: give UTF-8 text files, one document each.")
@@ -28,7 +28,7 @@ def read_text(file: str) -> str:
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise ValueError(
-            f"'{file}', line {line}: byte {content[error.start]:#04x} at offset {error.start} is no UTF-8."
+            f"'{file}', line {line}: byte {content[error.start]:#04x} at offset {error.start} is not UTF-8."
             " Convert the file, for example with `iconv -f latin1 -t utf-8`."
         ) from error
     if not text.strip():

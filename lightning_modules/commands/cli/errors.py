@@ -1,4 +1,4 @@
-"""Report errors: what went wrong and what to do about it, or a traceback for what nobody expected."""
+"""Report errors: what went wrong and what to do about it, or a traceback of an unexpected error."""
 
 import os
 import re
@@ -11,16 +11,16 @@ from lightning_modules.utilities.errors import IncompleteError
 _REMEDIES = {
     "DataLoader worker": "A loader process was killed, by the system if memory ran out: lower `data.num_workers`.",
     "Connection (closed|reset) by peer|gloo|NCCL": (
-        "Another process of the run has ended or does not answer: its own output says why."
+        "Another process of the run has ended or does not answer: see its own output."
     ),
 }
-"""What to do about errors of torch, by a pattern of their message."""
+"""Advice for errors of torch, by a pattern of their message."""
 
 
 def stop_with(error: Exception) -> NoReturn:
     """Report an error and exit: with 2 for what the user can fix, with 1 for what failed on the way.
 
-    ``LONGCE_TRACEBACK=1`` shows where it arose. An error that nobody expected is raised again, with a note.
+    ``LONGCE_TRACEBACK=1`` shows where it arose. An unexpected error is raised again, with a note.
     """
     kinds = {kind.__name__ for kind in type(error).__mro__}  # of Lightning and torch, which may not be imported
     if isinstance(error, ValueError | OSError | FloatingPointError) or "MisconfigurationException" in kinds:
@@ -28,7 +28,9 @@ def stop_with(error: Exception) -> NoReturn:
     if isinstance(error, IncompleteError):
         _exit(error, status=1)
     if isinstance(error, MemoryError) or "OutOfMemoryError" in kinds:
-        error.add_note("There is too little memory: `longce plan` says what these settings take, and what takes less.")
+        error.add_note(
+            "There is too little memory: `longce plan` estimates what these settings take, and what takes less."
+        )
         _exit(error, status=1)
     if isinstance(error, RuntimeError):
         _exit_with_remedy(error)

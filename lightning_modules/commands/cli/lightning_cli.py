@@ -95,16 +95,18 @@ class LongceCLI(LightningCLI):
 
     @override
     def before_instantiate_classes(self) -> None:
-        """Refuse a config that takes the model's settings away, or a value that a class cannot work with."""
+        """Refuse a config without settings of the model, or a value that a class cannot work with."""
         if not isinstance(self._get(self.config, "model"), jsonargparse.Namespace):
-            raise ValueError("`model` must hold settings of the model, as keys and values: leave it out, or mend it.")
+            raise ValueError(
+                "`model` must hold settings of the model, as keys and values: leave it out, or correct it."
+            )
         for name, kind in (("model", LongContextLM), ("data", None), ("trainer", Trainer)):
             check_settings(self._get(self.config, name), kind, name)
         check_strategy(self._get(self.config, "trainer").get("strategy"))
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Write and read checkpoints in our way, unless the config has one of its own."""
+        """Write and read checkpoints by our plugin, unless the config names another."""
         options = self._get(self.config_init, "trainer")
         check_trainer(options)
         plugins = options.get("plugins") or []
@@ -170,7 +172,7 @@ class LongceCLI(LightningCLI):
             place_evaluation(self.trainer, str(self.subcommand), checkpoint, text, numbered=is_numbered(logger))
 
     def fit(self, **arguments: Any) -> None:
-        """Train; whoever asked for a stop is told how to go on."""
+        """Train, and print how to resume after a stop that was asked for."""
         try:
             self.trainer.fit(**arguments)
         except SystemExit as stopped:  # of status 0 after SIGTERM, 1 after Ctrl-C
@@ -207,7 +209,7 @@ class InfluenceCLI(LongceCLI):
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Accept what a saved config of ``longce fit`` holds besides."""
+        """Accept what else a saved config of ``longce fit`` holds."""
         super().add_arguments_to_parser(parser)
         accept_saved_config(parser)
 

@@ -28,7 +28,7 @@ def check_settings(settings: Any, kind: type | None, path: str) -> None:
 
     Args:
         settings: Arguments as parsed, in which other classes may be nested.
-        kind: The class that takes them; None if there is none.
+        kind: The class that takes them, or None.
         path: How messages name the settings.
 
     Raises:
