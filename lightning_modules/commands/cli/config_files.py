@@ -79,7 +79,7 @@ def _count_values(node: yaml.Node, outer: tuple[yaml.Node, ...], known: dict[yam
         if isinstance(node, yaml.CollectionNode):
             parts = _check_keys(node) if isinstance(node, yaml.MappingNode) else node.value
             known[node] += sum(_count_values(part, (*outer, node), known) for part in parts)
-        elif node.style is None and node.tag.endswith(":int") and _OCTAL.fullmatch(node.value):
+        elif isinstance(node, yaml.ScalarNode) and _is_octal(node):
             # It is 8 in YAML 1.1, and 10 in YAML 1.2 and on the command line.
             raise yaml.YAMLError(
                 f"{line}: '{node.value}' is a number to base 8. Leave out its first 0, or quote it if it is text."
@@ -89,6 +89,10 @@ def _count_values(node: yaml.Node, outer: tuple[yaml.Node, ...], known: dict[yam
             f"{line}: more than {MAX_VALUES:,} values, with all aliases written out. Use fewer aliases."
         )
     return known[node]
+
+
+def _is_octal(node: yaml.ScalarNode) -> bool:
+    return node.style is None and node.tag.endswith(":int") and _OCTAL.fullmatch(node.value) is not None
 
 
 def _check_keys(node: yaml.MappingNode) -> list[yaml.Node]:
