@@ -438,7 +438,7 @@ def test_files_that_are_scored_twice(place, model_dir, evaluator_dir, tmp_path, 
 
 
 def test_pipes_that_end_early(run, model_dir, capsys):
-    for content, words in ((b"model: {stri", "did not find expected"), (b"", "Unexpected config")):
+    for content, words in ((b"model: {stri", "expected ',' or '}'"), (b"", "Unexpected config")):
         reader, writer = os.pipe()
         os.write(writer, content)
         os.close(writer)
