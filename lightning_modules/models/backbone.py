@@ -3,12 +3,11 @@
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -28,11 +27,14 @@ from lightning_modules.functional.head_kernels import (
 from lightning_modules.functional.linear_head import LinearHead
 from lightning_modules.functional.log_likelihood import Head
 from lightning_modules.functional.windows import Window, draw_windows, row_windows, trim_windows, window_batch
-from lightning_modules.models.adapters import active_module
+from lightning_modules.models.adapters import active_module, is_peft_model
 from lightning_modules.models.attention import Exchange, borders_given, index_free_length, isolation_arguments
 from lightning_modules.models.context_extension.rotary_checks import check_rotary, check_static
 from lightning_modules.models.optimizations.last_layer import last_layer_reads_from
 from lightning_modules.models.optimizations.modes import eval_mode, no_autocast_cache
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 Result = TypeVar("Result")
 
@@ -65,9 +67,9 @@ class Backbone(nn.Module):
         ValueError: If the model is no causal LM with a decoder and an output head, or uses prompt learning.
     """
 
-    def __init__(self, model: PreTrainedModel | PeftModel, head_kernel: HeadKernel = "chunked") -> None:
+    def __init__(self, model: "PreTrainedModel | PeftModel", head_kernel: HeadKernel = "chunked") -> None:
         super().__init__()
-        if isinstance(model, PeftModel) and model.peft_config[model.active_adapter].is_prompt_learning:
+        if is_peft_model(model) and model.peft_config[model.active_adapter].is_prompt_learning:
             raise ValueError("Prompt learning adds tokens that nobody scores: use LoRA or another weight adapter.")
         self.model = model
         self.head_kernel: HeadKernel = head_kernel
@@ -83,7 +85,7 @@ class Backbone(nn.Module):
     @property
     def base_model(self) -> PreTrainedModel:
         """The Hugging Face model itself; adapters inside it stay active."""
-        return self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
+        return self.model.get_base_model() if is_peft_model(self.model) else self.model
 
     @property
     def decoder(self) -> Any:
