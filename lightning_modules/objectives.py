@@ -1,42 +1,80 @@
-"""What a training run minimises: how much each token counts, as a function of its long and short log-likelihood."""
+"""Training objectives: how much each token counts in the loss, as a function of its long and short log-likelihood."""
 
 import copy
 from abc import ABC, abstractmethod
+from typing import Any, Literal
 
 import torch
 from jsonargparse.typing import NonNegativeInt
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from lightning_modules.functional import mutual_information, soft_influence, threshold_influence
-from lightning_modules.functional.influence import Part, check_gamma, check_part, check_threshold
+from lightning_modules.batch import IGNORE_INDEX, PackedBatch
+from lightning_modules.functional import (
+    ShortContext,
+    largest_influence,
+    mutual_information,
+    soft_influence,
+    threshold_influence,
+)
+from lightning_modules.functional.influence import Part, check_fraction, check_gamma, check_part, check_threshold
 
 
 class Objective(ABC):
-    """Weights for the log-likelihoods of a batch; the loss is `long_cross_entropy` with them.
+    """Weights for the tokens of a batch; the loss is `long_cross_entropy` with them.
 
-    A weighting of your own is a subclass with one pure function, `influence`. It is pointwise: the weight of a token
-    depends on nothing but its own pair of log-likelihoods, so that it can be computed wherever those are.
+    A weighting of your own is a subclass with one pure function, `token_weights`. It may look at whole sequences; then
+    it declares ``pointwise = False``.
     """
 
     uses_short_context: bool
-    """Whether `influence` looks at ``short``; if not, the passes over short windows are saved."""
+    """Whether `token_weights` looks at ``short``; if not, the passes over short windows are saved."""
+
+    pointwise: bool = True
+    """Whether the weight of a token depends on no other token. Only such weights stay right on average when some short
+    windows are left out (`model.short_window_share`)."""
 
     uses_stored_influence: bool = False
-    """Whether weights come with the rows (`data.influence`); `influence` then gets them in the place of ``short``."""
+    """Whether weights come with the batch (`data.influence`)."""
 
     largest_weight: float | None = None
-    """Cap of the weights, whose share at the cap is logged; None without one."""
+    """Cap of the weights; the fraction of tokens at the cap is logged. None without one."""
 
-    normalised: bool = False
+    normalized: bool = False
     """Whether the loss of an optimizer step is divided by the sum of the weights of all its scored tokens, so that
     their mean is 1, instead of by the number of these tokens."""
 
     @abstractmethod
-    def influence(self, long: Tensor, short: Tensor) -> Tensor:
-        """``[..]`` weights from ``[..]`` long and short log-likelihoods in nats, all without gradient."""
+    def token_weights(self, long: Tensor, short: Tensor, batch: PackedBatch) -> Tensor:
+        """Return the weight of each token; what it is for a token that is not scored does not matter.
+
+        Args:
+            long: ``[B, T]`` log-likelihoods given everything before the token, in nats and without gradient; 0 where a
+                token is not scored.
+            short: ``[B, T]`` log-likelihoods given the short context, equal to ``long`` where there is none.
+            batch: The whole sequences, also where several processes share them.
+        """
+
+    @torch.no_grad()
+    def __call__(self, long: Tensor, short: ShortContext | None, batch: PackedBatch) -> Tensor:
+        """Return ``[B, T]`` token weights, 0 where a token is not scored.
+
+        If only some windows were scored, the weights of their tokens are scaled up around those of tokens without a
+        short context, so that weights are right on average: ``1 + (I - 1) / fraction`` for LongCE. They can be below 0.
+
+        Args:
+            long: ``[B, T]`` log-likelihoods, in nats.
+            short: The short context; None if the objective does not look at it.
+            batch: The sequences.
+        """
+        weights = self.token_weights(long, long if short is None else short.filled(long), batch)
+        if short is not None and short.window_fraction < 1:
+            unhelped = self.token_weights(long, long, batch)
+            weights = unhelped + (weights - unhelped) / short.window_fraction
+        return weights.to(long.dtype).masked_fill(batch["labels"].eq(IGNORE_INDEX), 0)
 
     def at_step(self, step: int) -> "Objective":
-        """The objective of one optimizer step, for those that change in training.
+        """Return the objective of one optimizer step, for those that change in training.
 
         Args:
             step: Optimizer steps before this one.
@@ -49,8 +87,8 @@ class CrossEntropy(Objective):
 
     uses_short_context = False
 
-    def influence(self, long: Tensor, short: Tensor) -> Tensor:
-        """Ones."""
+    def token_weights(self, long: Tensor, short: Tensor, batch: PackedBatch) -> Tensor:
+        """Return ones."""
         return torch.ones_like(long)
 
 
@@ -70,7 +108,7 @@ class LongCE(Objective):
         check_gamma(gamma)
         self.gamma = self.largest_weight = gamma
 
-    def influence(self, long: Tensor, short: Tensor) -> Tensor:
+    def token_weights(self, long: Tensor, short: Tensor, batch: PackedBatch) -> Tensor:
         """`soft_influence`, capped at ``gamma``."""
         return soft_influence(long, short, gamma=self.gamma)
 
@@ -78,9 +116,10 @@ class LongCE(Objective):
 class MutualInformation(Objective):
     """A token counts by what the far context says of it: PPMI, NPMI and dense weights of Helm et al. (2025).
 
-    Their paper (https://arxiv.org/abs/2503.09202) scales the weights of each row to a mean of 1, and takes uniform ones
-    where all are 0. Here they are scaled over all tokens of an optimizer step, and a step of zeros changes nothing.
-    Their dense weights are ``part: absolute``; interpolate them with cross entropy (`Interpolated`), as they do.
+    The weights are scaled to a mean of 1 over all scored tokens of an optimizer step, and a step of zeros changes
+    nothing. The paper (https://arxiv.org/abs/2503.09202) scales them over each sequence: wrap the objective in
+    ``Normalized`` with ``mean_over: sequence``. Its dense weights are ``part: absolute``, interpolated with cross
+    entropy (`Interpolated`).
 
     Args:
         part: ``positive`` for tokens that the long context makes likelier, ``negative`` for those that it makes less
@@ -92,40 +131,53 @@ class MutualInformation(Objective):
     """
 
     uses_short_context = True
-    normalised = True
+    normalized = True
 
     def __init__(self, part: Part = "positive", shift: float = 1.0) -> None:
         check_part(part, shift)
         self.part: Part = part
         self.shift = shift
 
-    def influence(self, long: Tensor, short: Tensor) -> Tensor:
+    def token_weights(self, long: Tensor, short: Tensor, batch: PackedBatch) -> Tensor:
         """`mutual_information`."""
         return mutual_information(long, short, part=self.part, shift=self.shift)
 
 
 class Sparse(Objective):
-    """Only tokens that the far context changes by more than a threshold count: sparse weights of Helm et al. (2025).
+    """Only tokens that the far context changes much count: sparse weights of Helm et al. (2025).
 
-    Their paper (https://arxiv.org/abs/2503.09202) takes a fixed share of each row's tokens. The weights are scaled to a
-    mean of 1 over all tokens of an optimizer step; a step without such tokens changes nothing.
+    The weights are scaled to a mean of 1 over all tokens of an optimizer step; a step without such tokens changes
+    nothing. As in the paper (https://arxiv.org/abs/2503.09202): a ``fraction`` of each sequence, in ``Normalized`` with
+    ``mean_over: sequence``.
 
     Args:
-        threshold: Of the difference of log-likelihoods, in nats; 0 or more.
+        threshold: Smallest difference of log-likelihoods, in nats; 0 or more. By default 0.5, unless ``fraction`` is
+            given.
+        fraction: Take those tokens of each sequence whose difference is largest instead; above 0, at most 1.
 
     Raises:
-        ValueError: If ``threshold`` is negative, infinite or not a number.
+        ValueError: If a number has no meaning, or both are given.
     """
 
     uses_short_context = True
-    normalised = True
+    normalized = True
 
-    def __init__(self, threshold: float = 0.5) -> None:
-        check_threshold(threshold)
-        self.threshold = threshold
+    def __init__(self, threshold: float | None = None, fraction: float | None = None) -> None:
+        if fraction is None:
+            threshold = 0.5 if threshold is None else threshold
+            check_threshold(threshold)
+        elif threshold is not None:
+            raise ValueError(f"Give `threshold` or `fraction`, not both, got {threshold} and {fraction}.")
+        else:
+            check_fraction(fraction)
+        self.threshold, self.fraction = threshold, fraction
+        self.pointwise = fraction is None
 
-    def influence(self, long: Tensor, short: Tensor) -> Tensor:
-        """`threshold_influence`."""
+    def token_weights(self, long: Tensor, short: Tensor, batch: PackedBatch) -> Tensor:
+        """`threshold_influence` or `largest_influence`."""
+        if self.fraction is not None:
+            return largest_influence(long, short, batch["labels"].ne(IGNORE_INDEX), fraction=self.fraction)
+        assert self.threshold is not None
         return threshold_influence(long, short, threshold=self.threshold)
 
 
@@ -141,44 +193,68 @@ class Wrapper(Objective):
         self.uses_short_context = objective.uses_short_context
         self.uses_stored_influence = objective.uses_stored_influence
         self.largest_weight = objective.largest_weight
-        self.normalised = objective.normalised
+        self.normalized = objective.normalized
+        self.pointwise = objective.pointwise
 
-    def influence(self, long: Tensor, short: Tensor) -> Tensor:
-        """That of the other one."""
-        return self.objective.influence(long, short)
+    def token_weights(self, long: Tensor, short: Tensor, batch: PackedBatch) -> Tensor:
+        """Return the weights of the other one."""
+        return self.objective.token_weights(long, short, batch)
 
     def at_step(self, step: int) -> Objective:
-        """Of the other objective at that step."""
+        """Return the same around the other objective at that step."""
         inner = self.objective.at_step(step)
         if inner is self.objective:
             return self
         wrapper = copy.copy(self)
         wrapper.objective = inner
         wrapper.uses_short_context = inner.uses_short_context
-        wrapper.largest_weight = inner.largest_weight
+        if self.largest_weight is not None:
+            wrapper.largest_weight = inner.largest_weight
         return wrapper
 
 
 def innermost(objective: Objective) -> Objective:
-    """What is left of an objective without its wrappers."""
+    """Return an objective without its wrappers."""
     while isinstance(objective, Wrapper):
         objective = objective.objective
     return objective
 
 
-class Normalised(Wrapper):
-    """The weights of another objective, scaled so that their mean is 1 over all scored tokens of an optimizer step.
+class Normalized(Wrapper):
+    """The weights of another objective, scaled so that their mean is 1.
 
-    The sum is that of all batches and processes of the step. Without it the gradient of LongCE is larger than that of
-    cross entropy where its weights are above 1 on average. The logged weights are those before the scaling.
+    Without it the gradient of LongCE is larger than that of cross entropy where its weights are above 1 on average.
 
     Args:
-        objective: Whose weights they are.
+        objective: The other one.
+        mean_over: ``step``: over all scored tokens of all batches and processes of an optimizer step; the logged
+            weights are those before the scaling. ``sequence``: over each training sequence by itself, as Helm et al.
+            (2025) do; a sequence whose weights are all 0 gets weights of 1.
     """
 
-    def __init__(self, objective: Objective) -> None:
+    def __init__(self, objective: Objective, mean_over: Literal["step", "sequence"] = "step") -> None:
         super().__init__(objective)
-        self.normalised = True
+        self.mean_over = mean_over
+        self.normalized = mean_over == "step"
+        if mean_over == "sequence":
+            self.pointwise, self.largest_weight = False, None
+
+    def token_weights(self, long: Tensor, short: Tensor, batch: PackedBatch) -> Tensor:
+        """Return the other weights, scaled if their mean is over a sequence; that over a step is known at its end."""
+        weights = self.objective.token_weights(long, short, batch)
+        if self.mean_over == "step":
+            return weights
+        scored = batch["labels"].ne(IGNORE_INDEX)
+        total = weights.masked_fill(~scored, 0).sum(-1, keepdim=True)
+        return torch.where(total > 0, weights * scored.sum(-1, keepdim=True) / total, 1.0)
+
+
+class Normalised(Normalized):
+    """Deprecated name of `Normalized`."""
+
+    def __init__(self, objective: Objective, **settings: Any) -> None:
+        rank_zero_warn("The objective `Normalised` is now called `Normalized`: the old name will be removed.")
+        super().__init__(objective, **settings)
 
 
 class Interpolated(Wrapper):
@@ -186,9 +262,8 @@ class Interpolated(Wrapper):
 
     .. math:: w_t = \lambda + (1 - \lambda) I_t
 
-    Of an objective that is normalised the weights are mixed first, and scaled to a mean of 1 then. Helm et al. (2025),
-    https://arxiv.org/abs/2503.09202, scale first. The losses are the same for weights whose mean is 1 as they are; with
-    another mean :math:`m`, our :math:`\lambda` is their :math:`\lambda / (\lambda + (1 - \lambda) m)`.
+    Weights that are scaled over an optimizer step are mixed first, and scaled to a mean of 1 then. Helm et al. (2025),
+    https://arxiv.org/abs/2503.09202, scale each sequence first: interpolate ``Normalized`` with ``mean_over: sequence``.
 
     Args:
         objective: The other one.
@@ -208,9 +283,9 @@ class Interpolated(Wrapper):
         if objective.largest_weight is not None:
             self.largest_weight = cross_entropy_share + (1 - cross_entropy_share) * objective.largest_weight
 
-    def influence(self, long: Tensor, short: Tensor) -> Tensor:
-        """The mean of 1 and the other weight."""
-        other, cap = self.objective.influence(long, short), self.objective.largest_weight
+    def token_weights(self, long: Tensor, short: Tensor, batch: PackedBatch) -> Tensor:
+        """Return the mean of 1 and the other weight."""
+        other, cap = self.objective.token_weights(long, short, batch), self.objective.largest_weight
         weight = self.cross_entropy_share + (1 - self.cross_entropy_share) * other
         if cap is None or self.largest_weight is None:
             return weight
@@ -218,7 +293,7 @@ class Interpolated(Wrapper):
         return torch.where(other >= torch.tensor(cap, dtype=other.dtype), self.largest_weight, weight)
 
     def at_step(self, step: int) -> Objective:
-        """Of the other objective at that step."""
+        """Return the same around the other objective at that step."""
         return Interpolated(self.objective.at_step(step), self.cross_entropy_share)
 
 
@@ -230,7 +305,7 @@ class Scheduled(Wrapper):
     Args:
         objective: The other one.
         start: Optimizer step with which it begins, counted from 0.
-        warmup: Over so many steps the weights go from 1 to the full ones.
+        warmup: Number of steps over which the weights go from 1 to the full ones.
         stop: Optimizer step from which on it is cross entropy again; null for never.
 
     Raises:
@@ -254,7 +329,7 @@ class Scheduled(Wrapper):
         self.start, self.warmup, self.stop = start, warmup, stop
 
     def at_step(self, step: int) -> Objective:
-        """Cross entropy, a mean of it and the other objective, or the other objective."""
+        """Return cross entropy, a mean of it and the other objective, or the other objective."""
         if step < self.start or (self.stop is not None and step >= self.stop):
             return CrossEntropy()
         objective, passed = self.objective.at_step(step), step - self.start
@@ -264,10 +339,10 @@ class Scheduled(Wrapper):
 
 
 def check_influence(objective: Objective, influence: str | None) -> None:
-    """Refuse stored weights that nobody would look at, and an objective that has none to look at.
+    """Refuse stored weights that the objective would ignore, and an objective whose stored weights are missing.
 
     Args:
-        objective: Of the training.
+        objective: Training objective.
         influence: Where the stored weights are, if the data module has some (`data.influence`).
 
     Raises:
@@ -286,29 +361,33 @@ def check_influence(objective: Objective, influence: str | None) -> None:
         )
 
 
-def check_normalised(objective: Objective, window_share: float) -> None:
-    """Refuse to divide by a sum of weights that may be 0 or below.
+def check_drawn_windows(objective: Objective, window_fraction: float) -> None:
+    """Refuse to leave out windows if the weights would then be wrong on average, or a divisor 0 or below.
 
     Args:
-        objective: Of the training.
-        window_share: Share of the short windows that is computed.
+        objective: Training objective.
+        window_fraction: Fraction of the short windows that is computed.
 
     Raises:
-        ValueError: If the objective is normalised and some windows are left out.
+        ValueError: If the objective is normalized or not pointwise, and some windows are left out.
     """
-    if objective.normalised and window_share < 1:
+    if window_fraction < 1 and (objective.normalized or not objective.pointwise):
+        reason = (
+            "divides by the sum of its weights, and those of windows drawn at random can be below 0"
+            if objective.pointwise
+            else "compares the tokens of a sequence, all of which need their short context"
+        )
         raise ValueError(
-            f"The objective {type(objective).__name__} divides by the sum of its weights, and those of windows drawn at"
-            f" random can be below 0: set `model.short_window_share` to 1 instead of {window_share}, or choose an"
-            " objective like LongCE."
+            f"The objective {type(objective).__name__} {reason}: set `model.short_window_share` to 1 instead of"
+            f" {window_fraction}, or choose an objective like LongCE."
         )
 
 
 def check_cap(objective: Objective, stored: float | None) -> None:
-    """Refuse stored weights that were capped at a smaller value than the objective says.
+    """Refuse stored weights that were capped at a smaller value than that of the objective.
 
     Args:
-        objective: Of the training.
+        objective: Training objective.
         stored: What the stored weights were capped at; None if there are none, or it is not known.
 
     Raises:
@@ -345,6 +424,6 @@ class StoredInfluence(Objective):
         check_gamma(gamma)
         self.gamma = self.largest_weight = gamma
 
-    def influence(self, long: Tensor, short: Tensor) -> Tensor:
-        """The stored weights, which stand in the place of ``short``, capped at ``gamma``."""
-        return short.clamp(max=self.gamma)
+    def token_weights(self, long: Tensor, short: Tensor, batch: PackedBatch) -> Tensor:
+        """Return the stored weights of the batch, capped at ``gamma``."""
+        return batch["influence"].clamp(max=self.gamma)

@@ -13,6 +13,7 @@ from lightning_modules.batch import PackedBatch
 from lightning_modules.detokenization import TokenCharacters
 from lightning_modules.evaluator import score_text
 from lightning_modules.functional import short_context_windows, soft_influence, transfer_influence
+from lightning_modules.short_context import long_and_short
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ def row_influence(batch: PackedBatch, backbone: Backbone, *, context_length: int
     ]
     if not any(windows):  # no token has a short context that differs
         return torch.ones_like(batch["labels"], dtype=torch.float32)
-    long, short = backbone.long_and_short(batch, context_length=context_length, stride=stride)
+    long, short = long_and_short(backbone, batch, context_length=context_length, stride=stride)
     return soft_influence(long, short, gamma=gamma).float()
 
 

@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from lightning_modules.backbone import Backbone
-from lightning_modules.batch import PackedBatch, unscored_token
+from lightning_modules.batch import PackedBatch
 from lightning_modules.context_ladder import Rungs
+from lightning_modules.passes import lockstep
+from lightning_modules.short_context import long_and_short
 from lightning_modules.token_scores import TokenScores, text_sha256
 
 
@@ -39,10 +41,12 @@ class DocumentScorer:
 
     def score(self, batch: PackedBatch) -> list[TokenScores]:
         """Score rows of one document each, with ``text`` and ``offsets``."""
-        long, short = self.backbone.long_and_short(batch, context_length=self.context_length, stride=self.stride)
         ladders: list[dict[int, Tensor]] = [{} for _ in batch["document_borders"]]
-        if self.rungs is not None:
-            ladders = self.rungs.log_likelihood(self.backbone, batch, long)
+        with lockstep(self.backbone):
+            sizes = {"context_length": self.context_length, "stride": self.stride}
+            long, short = long_and_short(self.backbone, batch, **sizes)
+            if self.rungs is not None:
+                ladders = self.rungs.log_likelihood(self.backbone, batch, long)
         return [
             TokenScores(
                 text_sha256=text_sha256(batch["text"][row]),
@@ -75,12 +79,11 @@ class DocumentScorer:
                 fitting.append(row)
             except ValueError as error:
                 results[row] = Failed(str(error))
-        if not fitting:
-            self._accompany()
-            return results
-        scored = self._in_parts(batch if len(fitting) == len(results) else rows_of(batch, fitting))
-        for row, result in zip(fitting, scored, strict=True):
-            results[row] = result if isinstance(result, Failed) else checked(result)
+        with lockstep(self.backbone):  # in which this process takes part even if nothing fits
+            if fitting:
+                scored = self._in_parts(batch if len(fitting) == len(results) else rows_of(batch, fitting))
+                for row, result in zip(fitting, scored, strict=True):
+                    results[row] = result if isinstance(result, Failed) else checked(result)
         return results
 
     def _in_parts(self, batch: PackedBatch) -> list[TokenScores | Failed]:
@@ -91,7 +94,7 @@ class DocumentScorer:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            if self.backbone.in_step:
+            if self.backbone.is_sharded:
                 error.add_note(
                     "Processes that divide the weights among them cannot leave out a document that one of them has no"
                     f" memory for ({_sizes(batch)}): lower `data.max_tokens`, or have more processes."
@@ -103,14 +106,6 @@ class DocumentScorer:
         if rows == 1:
             return [Failed(f"out of memory ({_sizes(batch)})")]
         return [self._in_parts(rows_of(batch, [row]))[0] for row in range(rows)]
-
-    def _accompany(self) -> None:
-        """Make the passes that other processes wait for, if any do."""
-        if self.backbone.in_step:
-            batch = unscored_token(self.backbone.device)
-            long, _ = self.backbone.long_and_short(batch, context_length=self.context_length, stride=self.stride)
-            if self.rungs is not None:
-                self.rungs.log_likelihood(self.backbone, batch, long)
 
 
 def rows_of(batch: PackedBatch, rows: Sequence[int]) -> PackedBatch:
