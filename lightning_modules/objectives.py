@@ -263,7 +263,8 @@ class Interpolated(Wrapper):
     .. math:: w_t = \lambda + (1 - \lambda) I_t
 
     Weights that are scaled over an optimizer step are mixed first, and scaled to a mean of 1 then. Helm et al. (2025),
-    https://arxiv.org/abs/2503.09202, scale each sequence first: interpolate ``Normalized`` with ``mean_over: sequence``.
+    https://arxiv.org/abs/2503.09202, scale each sequence first: interpolate a ``Normalized`` objective with
+    ``mean_over: sequence``.
 
     Args:
         objective: The other one.

@@ -195,7 +195,7 @@ def largest_influence(long: Tensor, short: Tensor, scored: Tensor, *, fraction: 
 
     .. math:: w_t = [\, |\ell_t^{long} - \ell_t^{short}| \ge q \,]
 
-    The sparse weights of Helm et al. (2025), https://arxiv.org/abs/2503.09202: ``q`` is chosen for each sequence so that
+    The sparse weights of Helm et al. (2025), https://arxiv.org/abs/2503.09202: for each sequence ``q`` is such that
     ``fraction`` of its scored tokens have weight 1, at least one. Tokens with equal differences are treated alike, and
     tokens without a difference have weight 0. It carries no gradient.
 

@@ -33,9 +33,7 @@ class LinearHead(NamedTuple):
             logits = logits * self.scale
         return logits if self.soft_cap is None else torch.tanh(logits / self.soft_cap) * self.soft_cap
 
-    def operands(
-        self, hidden_states: Tensor, dtype: torch.dtype | None = None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    def operands(self, hidden_states: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return hidden states, weight and bias of the product that gives the logits before the cap.
 
         The scale is in them. By default they have the type that autocast would give them.

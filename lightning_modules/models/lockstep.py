@@ -1,0 +1,59 @@
+"""Lockstep: all ranks that share a model's weights run the same number of forward passes."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_modules.batch import unscored_token
+from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.optimizations.modes import eval_mode
+
+
+@contextmanager
+def lockstep(backbone: Backbone) -> Iterator[Callable[..., Any]]:
+    """Run the same number of forward passes in all ranks, however much work each of them has.
+
+    Where weights are sharded, every pass gathers them from all ranks. Each pass in the block is announced to the other
+    ranks; at the end of the block, a rank runs dummy passes until all ranks have run out of work. A rank without any
+    work enters the block and leaves it. A block inside another is a part of it.
+
+    Args:
+        backbone: The model. If its weights are not sharded, the block does nothing.
+
+    Yields:
+        ``run(function, *args, **kwargs)``, which calls a function that makes one forward pass: the backbone, or its
+        method `Backbone.unsharded`.
+
+    Example:
+        >>> with lockstep(backbone) as run:  # doctest: +SKIP
+        ...     log_likelihoods = [run(backbone, batch) for batch in batches]
+    """
+    if not backbone.is_sharded:
+        yield lambda function, *args, **kwargs: function(*args, **kwargs)
+        return
+
+    def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        any_rank(True, backbone.device)
+        return function(*args, **kwargs)
+
+    is_outermost, backbone.in_lockstep = not backbone.in_lockstep, True
+    try:
+        yield run
+        if is_outermost:
+            with torch.no_grad(), eval_mode(backbone):
+                while any_rank(False, backbone.device):
+                    backbone(unscored_token(backbone.device))
+    finally:
+        backbone.in_lockstep = not is_outermost
+
+
+def any_rank(value: bool, device: torch.device | str) -> bool:
+    """Return whether the value is true in any rank; all of them must ask at the same time."""
+    if not dist.is_initialized():
+        return value
+    flag = torch.tensor(int(value), device=device)
+    dist.all_reduce(flag, dist.ReduceOp.MAX)
+    return bool(flag)
