@@ -37,6 +37,7 @@ from lightning_modules.functional import Weighing, long_perplexity
 from lightning_modules.models.attention import register_document_attention
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.optimizations.gradient_checkpointing import enable_checkpointing
+from lightning_modules.models.short_context import long_and_short, short_log_likelihood
 from lightning_modules.models.tokenization.tokenizer import encode_document
 from lightning_modules.objectives import CrossEntropy, LongCE, StoredInfluence
 from lightning_modules.scoring.evaluator import score_text
@@ -141,7 +142,7 @@ def plain_longce_step(model: transformers.PreTrainedModel, ids: Tensor, context_
 def longce_step(backbone: Backbone, batch: PackedBatch, sizes: dict[str, int]) -> float:
     """The step as `LongContextLM` makes it."""
     backbone.train()
-    short = backbone.short_log_likelihood(batch, **sizes)
+    short = short_log_likelihood(backbone, batch, **sizes)
     return _step(backbone, batch, Weighing(LongCE().influence, *short))
 
 
@@ -254,7 +255,7 @@ def compare(setting: Setting, rounds: int, chosen: list[str]) -> dict[str, dict[
 
 def _thresholds(scorer: Backbone, batch: PackedBatch, setting: Setting) -> tuple[float, float]:
     """Alpha and beta with the shares of candidates and key tokens that are wanted."""
-    long, short = scorer.long_and_short(batch, **setting.sizes)
+    long, short = long_and_short(scorer, batch, **setting.sizes)
     differs = long != short
     alpha = (long - short)[differs].quantile(1 - KEYS).item()
     return max(alpha, 0.0), long[differs].quantile(1 - CANDIDATES).item()

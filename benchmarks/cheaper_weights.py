@@ -24,6 +24,7 @@ from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.loading import load_backbone
 from lightning_modules.models.optimizations.low_precision import short_precision
 from lightning_modules.models.probe import check_scoring
+from lightning_modules.models.short_context import short_log_likelihood
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
 from lightning_modules.scoring.influence_transfer import make_transfer, row_influence
 
@@ -50,7 +51,8 @@ class Comparison:
             started = time.process_time()
             with short_precision(self.backbone.decoder, self.backbone.device, dtype):
                 short.append(
-                    self.backbone.short_log_likelihood(
+                    short_log_likelihood(
+                        self.backbone,
                         batch,
                         context_length=self.options.context_length,
                         stride=stride or self.options.stride,
@@ -75,7 +77,7 @@ class Comparison:
             result = self.backbone(batch, weighing)
             (result.loss / len(self.rows)).backward()
             if short is not None:
-                pair = torch.where(short[number].differs, short[number].log_likelihood, result.log_likelihood)
+                pair = torch.where(short[number].has_short_context, short[number].log_likelihood, result.log_likelihood)
                 thresholds = {"alpha": self.options.alpha, "beta": self.options.beta}
                 keys.append(key_token_mask(result.log_likelihood, pair, **thresholds))
         parts = [p.grad.flatten() for p in self.backbone.parameters() if p.grad is not None]

@@ -38,6 +38,7 @@ from lightning_modules.models.attention import register_document_attention
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.optimizations.gradient_checkpointing import Checkpointing, enable_checkpointing
 from lightning_modules.models.probe import check_scoring
+from lightning_modules.models.short_context import long_and_short, short_log_likelihood
 from lightning_modules.objectives import CrossEntropy, LongCE
 
 
@@ -102,7 +103,7 @@ def cases(
             backbone.train()
             weighing = Weighing(CrossEntropy().influence)
             if short_pass:
-                weighing = Weighing(LongCE().influence, *backbone.short_log_likelihood(row, **sizes))
+                weighing = Weighing(LongCE().influence, *short_log_likelihood(backbone, row, **sizes))
             backbone(row, weighing).loss.backward()
             backbone.zero_grad()
 
@@ -119,7 +120,7 @@ def cases(
     memory = scoring_memory(shape, bytes_, length, torch.bfloat16, windows=pair).peak
     yield Case("perplexity: one pass", scoring(lambda: backbone(row)), forward_flops(shape, length, length - 1), memory)
     both = scoring_flops(shape, shape, length, *pair, shared_pass=True)
-    yield Case("LongPPL, evaluator = model", scoring(lambda: backbone.long_and_short(row, **sizes)), both, memory)
+    yield Case("LongPPL, evaluator = model", scoring(lambda: long_and_short(backbone, row, **sizes)), both, memory)
     for kind, name in ((True, "full"), ("selective", "selective")):
         plan = Training(
             tokens=length,

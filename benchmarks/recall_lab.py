@@ -17,6 +17,7 @@ from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional import Weighing, long_perplexity
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.optimizations.low_precision import short_precision
+from lightning_modules.models.short_context import short_log_likelihood
 from lightning_modules.objectives import CrossEntropy, Objective
 
 LENGTH, ROWS, FAR = 512, 4, 128  # tokens of a row, rows of a step, and what is far: K + d
@@ -136,7 +137,8 @@ class Run:
         weighing = Weighing(objective.influence, stored, None if stored is None else torch.ones_like(stored).bool())
         if objective.uses_short_context:
             with short_precision(self.backbone.decoder, self.backbone.device, setting.short_dtype):
-                short = self.backbone.short_log_likelihood(
+                short = short_log_likelihood(
+                    self.backbone,
                     batch,
                     context_length=setting.context_length,
                     stride=setting.stride,

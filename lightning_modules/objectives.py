@@ -74,11 +74,7 @@ class Objective(ABC):
         return weights.to(long.dtype).masked_fill(batch["labels"].eq(IGNORE_INDEX), 0)
 
     def at_step(self, step: int) -> "Objective":
-        """Return the objective of one optimizer step, for those that change in training.
-
-        Args:
-            step: Optimizer steps before this one.
-        """
+        """Return the objective of an optimizer step, counted from 0, for those that change in training."""
         return self
 
 
@@ -97,9 +93,6 @@ class LongCE(Objective):
 
     Args:
         gamma: Largest token weight, 1 or more.
-
-    Raises:
-        ValueError: If ``gamma`` is below 1, infinite or not a number.
     """
 
     uses_short_context = True
@@ -113,21 +106,39 @@ class LongCE(Objective):
         return soft_influence(long, short, gamma=self.gamma)
 
 
+class StoredInfluence(Objective):
+    """LongCE with weights that ``longce influence`` computed beforehand: a step costs what cross entropy costs.
+
+    They are those of a fixed evaluator, where LongCE asks the model itself at every step: an approximation.
+
+    Args:
+        gamma: Largest token weight, 1 or more. The stored weights were capped when they were made, and are capped
+            again at a smaller value.
+    """
+
+    uses_short_context = False
+    uses_stored_influence = True
+
+    def __init__(self, gamma: float = 5.0) -> None:
+        check_gamma(gamma)
+        self.gamma = self.largest_weight = gamma
+
+    def token_weights(self, long: Tensor, short: Tensor, batch: PackedBatch) -> Tensor:
+        """Return the stored weights of the batch, capped at ``gamma``."""
+        return batch["influence"].clamp(max=self.gamma)
+
+
 class MutualInformation(Objective):
     """A token counts by what the far context says of it: PPMI, NPMI and dense weights of Helm et al. (2025).
 
-    The weights are scaled to a mean of 1 over all scored tokens of an optimizer step, and a step of zeros changes
-    nothing. The paper (https://arxiv.org/abs/2503.09202) scales them over each sequence: wrap the objective in
-    ``Normalized`` with ``mean_over: sequence``. Its dense weights are ``part: absolute``, interpolated with cross
-    entropy (`Interpolated`).
+    The weights are scaled to a mean of 1 over all scored tokens of an optimizer step; a step of zeros changes nothing.
+    The paper (https://arxiv.org/abs/2503.09202) scales them over each sequence: ``Normalized`` with ``mean_over:
+    sequence``. Its dense weights are ``part: absolute``, interpolated with cross entropy (`Interpolated`).
 
     Args:
         part: ``positive`` for tokens that the long context makes likelier, ``negative`` for those that it makes less
             likely, ``absolute`` for both.
         shift: How many times likelier one context must make a token than the other; above 0, and 1 for ``absolute``.
-
-    Raises:
-        ValueError: If ``part`` is unknown or ``shift`` has no meaning.
     """
 
     uses_short_context = True
@@ -146,17 +157,12 @@ class MutualInformation(Objective):
 class Sparse(Objective):
     """Only tokens that the far context changes much count: sparse weights of Helm et al. (2025).
 
-    The weights are scaled to a mean of 1 over all tokens of an optimizer step; a step without such tokens changes
-    nothing. As in the paper (https://arxiv.org/abs/2503.09202): a ``fraction`` of each sequence, in ``Normalized`` with
-    ``mean_over: sequence``.
+    The weights are scaled as those of `MutualInformation`. In the paper they are a ``fraction`` of each sequence.
 
     Args:
         threshold: Smallest difference of log-likelihoods, in nats; 0 or more. By default 0.5, unless ``fraction`` is
             given.
         fraction: Take those tokens of each sequence whose difference is largest instead; above 0, at most 1.
-
-    Raises:
-        ValueError: If a number has no meaning, or both are given.
     """
 
     uses_short_context = True
@@ -164,21 +170,19 @@ class Sparse(Objective):
 
     def __init__(self, threshold: float | None = None, fraction: float | None = None) -> None:
         if fraction is None:
-            threshold = 0.5 if threshold is None else threshold
-            check_threshold(threshold)
+            check_threshold(threshold := 0.5 if threshold is None else threshold)
         elif threshold is not None:
             raise ValueError(f"Give `threshold` or `fraction`, not both, got {threshold} and {fraction}.")
         else:
             check_fraction(fraction)
-        self.threshold, self.fraction = threshold, fraction
-        self.pointwise = fraction is None
+        self.threshold, self.fraction, self.pointwise = threshold, fraction, fraction is None
 
     def token_weights(self, long: Tensor, short: Tensor, batch: PackedBatch) -> Tensor:
         """`threshold_influence` or `largest_influence`."""
-        if self.fraction is not None:
-            return largest_influence(long, short, batch["labels"].ne(IGNORE_INDEX), fraction=self.fraction)
-        assert self.threshold is not None
-        return threshold_influence(long, short, threshold=self.threshold)
+        if self.threshold is not None:
+            return threshold_influence(long, short, threshold=self.threshold)
+        assert self.fraction is not None
+        return largest_influence(long, short, batch["labels"].ne(IGNORE_INDEX), fraction=self.fraction)
 
 
 class Wrapper(Objective):
@@ -269,9 +273,6 @@ class Interpolated(Wrapper):
     Args:
         objective: The other one.
         cross_entropy_share: Share of cross entropy, from 0 to 1.
-
-    Raises:
-        ValueError: If ``cross_entropy_share`` is not in [0, 1].
     """
 
     def __init__(self, objective: Objective, cross_entropy_share: float = 0.5) -> None:
@@ -337,94 +338,3 @@ class Scheduled(Wrapper):
         if passed >= self.warmup:
             return objective
         return Interpolated(objective, 1 - passed / self.warmup) if passed else CrossEntropy()
-
-
-def check_influence(objective: Objective, influence: str | None) -> None:
-    """Refuse stored weights that the objective would ignore, and an objective whose stored weights are missing.
-
-    Args:
-        objective: Training objective.
-        influence: Where the stored weights are, if the data module has some (`data.influence`).
-
-    Raises:
-        ValueError: If only one of both is there.
-    """
-    name = type(objective).__name__
-    if objective.uses_stored_influence and influence is None:
-        raise ValueError(
-            f"The objective {name} takes stored token weights, and the data module gives none: make them with"
-            " `longce influence` and set `data.influence` to their folder, or choose another `model.objective`."
-        )
-    if influence is not None and not objective.uses_stored_influence:
-        raise ValueError(
-            f"The objective {name} would ignore the stored token weights {influence}: set `model.objective` to"
-            " StoredInfluence, or leave `data.influence` out."
-        )
-
-
-def check_drawn_windows(objective: Objective, window_fraction: float) -> None:
-    """Refuse to leave out windows if the weights would then be wrong on average, or a divisor 0 or below.
-
-    Args:
-        objective: Training objective.
-        window_fraction: Fraction of the short windows that is computed.
-
-    Raises:
-        ValueError: If the objective is normalized or not pointwise, and some windows are left out.
-    """
-    if window_fraction < 1 and (objective.normalized or not objective.pointwise):
-        reason = (
-            "divides by the sum of its weights, and those of windows drawn at random can be below 0"
-            if objective.pointwise
-            else "compares the tokens of a sequence, all of which need their short context"
-        )
-        raise ValueError(
-            f"The objective {type(objective).__name__} {reason}: set `model.short_window_share` to 1 instead of"
-            f" {window_fraction}, or choose an objective like LongCE."
-        )
-
-
-def check_cap(objective: Objective, stored: float | None) -> None:
-    """Refuse stored weights that were capped at a smaller value than that of the objective.
-
-    Args:
-        objective: Training objective.
-        stored: What the stored weights were capped at; None if there are none, or it is not known.
-
-    Raises:
-        ValueError: If the objective's cap would have no effect.
-    """
-    objective = innermost(objective)
-    cap = objective.largest_weight
-    if objective.uses_stored_influence and stored is not None and cap is not None and stored < cap:
-        raise ValueError(
-            f"The stored token weights were capped at {stored:g}, below the `gamma` {cap:g} of the objective: set"
-            f" `model.objective.gamma` to {stored:g}, or run `longce influence` again with the larger one."
-        )
-
-
-class StoredInfluence(Objective):
-    """LongCE with weights that ``longce influence`` computed beforehand: a step costs what cross entropy costs.
-
-    They are those of a fixed evaluator, where LongCE asks the model itself at every step. That is an approximation:
-    on the quickstart's models the gradient with another model's weights had a cosine of 0.85 to that of LongCE, and
-    plain cross entropy's 0.89.
-
-    Args:
-        gamma: Largest token weight, 1 or more. The stored weights were capped when they were made, and are capped
-            again at a smaller value.
-
-    Raises:
-        ValueError: If ``gamma`` is below 1, infinite or not a number.
-    """
-
-    uses_short_context = False
-    uses_stored_influence = True
-
-    def __init__(self, gamma: float = 5.0) -> None:
-        check_gamma(gamma)
-        self.gamma = self.largest_weight = gamma
-
-    def token_weights(self, long: Tensor, short: Tensor, batch: PackedBatch) -> Tensor:
-        """Return the stored weights of the batch, capped at ``gamma``."""
-        return batch["influence"].clamp(max=self.gamma)

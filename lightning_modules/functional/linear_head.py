@@ -131,7 +131,7 @@ class _LinearLogLikelihood(torch.autograd.Function):
         operands = LinearHead(weight, bias, scale, soft_cap).operands(hidden_states)
         ctx.dtype = operands[0].dtype  # autocast may be off when gradients are computed
         parts = [
-            _forward_chunk(_Tiles(rows, *operands[1:], soft_cap, chunk_size), chunk_targets)
+            _forward_chunk(_Tiles(rows, operands[1], operands[2], soft_cap), chunk_targets)
             for rows, chunk_targets in zip(operands[0].split(chunk_size), targets.split(chunk_size), strict=True)
         ]
         log_likelihood, total = (torch.cat(part) for part in zip(*parts, strict=True))
@@ -144,7 +144,7 @@ class _LinearLogLikelihood(torch.autograd.Function):
         hidden_states, weight, bias, targets, total = ctx.saved_tensors
         scale, soft_cap = ctx.head
         with torch.autocast(hidden_states.device.type, enabled=False):
-            rows, *parameters = LinearHead(weight, bias, scale).operands(hidden_states, ctx.dtype)
+            rows, operand, bias_operand = LinearHead(weight, bias, scale).operands(hidden_states, ctx.dtype)
             grad_hidden = torch.empty_like(hidden_states)
             # Float32, because many small contributions are summed: in bfloat16 the sum would stop growing.
             wide = torch.promote_types(ctx.dtype, torch.float32)
@@ -154,7 +154,7 @@ class _LinearLogLikelihood(torch.autograd.Function):
             )
             chunks = [part.split(ctx.chunk_size) for part in (rows, targets, total, upstream, grad_hidden)]
             for chunk, chunk_targets, chunk_total, chunk_upstream, target in zip(*chunks, strict=True):
-                tiles = _Tiles(chunk, *parameters, soft_cap, ctx.chunk_size)
+                tiles = _Tiles(chunk, operand, bias_operand, soft_cap)
                 grad = _backward_chunk(tiles, chunk_targets, chunk_total, chunk_upstream, grad_weight, grad_bias)
                 target.copy_(grad.mul_(scale))
             if grad_bias is not None:
@@ -167,11 +167,9 @@ class _LinearLogLikelihood(torch.autograd.Function):
 class _Tiles:
     """The logits of a chunk of hidden states, a tile of the vocabulary at a time."""
 
-    def __init__(
-        self, rows: Tensor, weight: Tensor, bias: Tensor | None, soft_cap: float | None, chunk_size: int
-    ) -> None:
+    def __init__(self, rows: Tensor, weight: Tensor, bias: Tensor | None, soft_cap: float | None) -> None:
         self.rows, self.weight, self.bias, self.soft_cap = rows, weight, bias, soft_cap
-        self.width = max(1, _tile_elements(rows) // min(chunk_size, max(1, len(rows))))
+        self.width = max(1, _tile_elements(rows) // max(1, len(rows)))
         self.buffer = logits_buffer(rows, len(rows), min(self.width, len(weight)))
 
     def __iter__(self) -> Iterator[tuple[slice, Tensor]]:

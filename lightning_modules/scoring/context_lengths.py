@@ -64,6 +64,12 @@ class ContextLadder:
         powers = (context_length << doubling for doubling in range(longest.bit_length()))
         return Rungs(tuple(context for context in powers if context <= longest) or (context_length,), window)
 
+    def model_rungs(self, backbone: Backbone, context_length: int, stride: int) -> "Rungs":
+        """Return the rungs for a model that has been loaded, scored with these lengths."""
+        config = backbone.base_model.config.get_text_config(decoder=True)
+        longest = getattr(config, "max_position_embeddings", None)
+        return self.rungs(context_length=context_length, stride=stride, longest=longest)
+
 
 @dataclass(frozen=True)
 class Rungs:

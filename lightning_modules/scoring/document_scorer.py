@@ -1,17 +1,22 @@
 """Documents to log-likelihoods, and what becomes of a document for which that fails."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_modules.batch import PackedBatch
 from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.identity import model_identity
+from lightning_modules.models.loading import has_weights
 from lightning_modules.models.lockstep import lockstep
 from lightning_modules.models.short_context import long_and_short
-from lightning_modules.scoring.context_lengths import Rungs
+from lightning_modules.scoring.context_lengths import ContextLadder, Rungs
 from lightning_modules.scoring.token_scores import TokenScores, text_sha256
+from lightning_modules.utilities.identity import content_hash
 
 
 @dataclass
@@ -27,7 +32,7 @@ class DocumentScorer:
 
     Args:
         backbone: The model.
-        name: Of the model, as scores cite it.
+        name: Name of the model, as scores cite it.
         context_length: Length K of the shortest short context, in tokens.
         stride: Number d of tokens that share one short window.
         rungs: Of a context ladder, if there is one.
@@ -137,3 +142,30 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def _sizes(batch: PackedBatch) -> str:
     return " + ".join(str(borders[-1]) for borders in batch["document_borders"]) + " tokens"
+
+
+def scoring_settings(
+    loading: Mapping[str, Any], context_length: int, stride: int, ladder: ContextLadder | None
+) -> dict[str, Any]:
+    """Return all that a document's scores depend on besides its tokens, in plain values.
+
+    Args:
+        loading: Arguments of `load_backbone`; the model itself is not needed yet.
+        context_length: Length K of the shortest short context, in tokens.
+        stride: Number d of tokens that share one short window.
+        ladder: Context ladder, if there is one.
+    """
+    path = loading["pretrained_model_name_or_path"]
+    if has_weights(path):
+        trusted = loading["trust_remote_code"]
+        model: str | None = model_identity(path, loading["revision"], trust_remote_code=trusted)
+    else:  # random weights, or those of a checkpoint; a config if there is a path
+        model = None if path is None else f"sha256:{content_hash(Path(path).expanduser())}"
+    names = ("model_config", "context_extension", "dtype", "lora", "quantization")
+    return {
+        "model": model,
+        **{name: loading[name] for name in names},
+        "context_length": context_length,
+        "stride": stride,
+        "ladder": None if ladder is None else asdict(ladder),
+    }

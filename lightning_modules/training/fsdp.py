@@ -145,16 +145,20 @@ def world_mesh(device: torch.device | str) -> DeviceMesh | None:
     return init_device_mesh(torch.device(device).type, (dist.get_world_size(),))
 
 
-def load_trainer_backbone(trainer: Trainer, **loading: Any) -> Backbone:
-    """Load a model as a trainer's strategy wants it: whole, or divided among processes.
+def load_trainer_backbone(trainer: Trainer | None, **loading: Any) -> Backbone:
+    """Load a model as a trainer's strategy wants it: whole, or sharded.
 
     Args:
-        trainer: Its strategy has been set up.
+        trainer: Its strategy has been set up. None to load the model by itself.
         **loading: Arguments of `load_backbone`.
 
     Raises:
-        ValueError: As `data_parallel_mesh` and `load_sharded_backbone` do.
+        ValueError: As `data_parallel_mesh` and `load_sharded_backbone` do, or if the device cannot sum in float64.
     """
+    if trainer is None:
+        return load_backbone(**loading)
+    if trainer.strategy.root_device.type == "mps":
+        raise ValueError("Corpus sums are float64, which Apple's GPUs do not have: set `trainer.accelerator: cpu`.")
     device, precision = trainer.strategy.root_device, str(trainer.precision)
     if (mesh := data_parallel_mesh(trainer)) is not None:
         return load_sharded_backbone(mesh, device=device, precision=precision, **loading)

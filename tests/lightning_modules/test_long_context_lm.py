@@ -15,8 +15,10 @@ from lightning_modules.functional import Weighing, long_perplexity
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.loading import load_backbone
+from lightning_modules.models.short_context import long_and_short
 from lightning_modules.models.tokenization.tokenizer import encode_document
 from lightning_modules.objectives import CrossEntropy, LongCE, StoredInfluence
+from lightning_modules.training.preflight import check_early
 from tests.conftest import make_text, tiny_model
 from tests.support import reference
 from tests.support.distributed import run_distributed
@@ -149,7 +151,7 @@ def test_cross_entropy_is_that_of_transformers_and_costs_no_short_pass(folder, m
 
 def test_stored_weights_give_the_loss_and_gradients_of_longce_without_a_short_pass(folder, monkeypatch):
     batch = row(0, borders=(0, 23, LENGTH))
-    long, short = load_backbone(folder).long_and_short(batch, context_length=8, stride=4)
+    long, short = long_and_short(load_backbone(folder), batch, context_length=8, stride=4)
     weights = (long - short).exp()
     assert (weights > 4).any()
     results = []
@@ -198,7 +200,7 @@ def test_fit_logs_means_over_all_micro_batches_and_lowers_the_loss(folder, tmp_p
     names = ("loss", "perplexity", "weight_mean", *shares, "tokens_per_second")
     assert set(logged[0]) == {f"train/{name}" for name in names}
     with torch.no_grad():
-        pairs = [first.backbone.long_and_short(batch, context_length=8, stride=4) for batch in rows]
+        pairs = [long_and_short(first.backbone, batch, context_length=8, stride=4) for batch in rows]
     long, short = (torch.cat([part[0][1:] for part in parts]) for parts in zip(*pairs, strict=True))
     weight = (long - short).exp().clamp(max=5)
     assert logged[0]["train/loss"] == pytest.approx(float(-(weight * long).mean()), rel=1e-4)
@@ -417,7 +419,7 @@ def test_windows_are_drawn_anew_for_each_batch_epoch_process_and_seed(folder, tm
 
 def test_options_of_the_short_pass_without_one_are_pointed_out(folder):
     with pytest.warns(UserWarning, match="no effect: CrossEntropy"):
-        LongContextLM(folder, CrossEntropy(), short_dtype="bfloat16").check_early(None)
+        check_early(LongContextLM(folder, CrossEntropy(), short_dtype="bfloat16"), None)
 
 
 def test_a_card_that_cannot_is_refused_when_the_fit_starts(folder, tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ from lightning_modules.functional import (
 from lightning_modules.functional.linear_head import LinearHead
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.optimizations.gradient_checkpointing import enable_checkpointing
+from lightning_modules.models.short_context import long_and_short, short_log_likelihood
 from lightning_modules.objectives import CrossEntropy, LongCE
 from tests.conftest import tiny_model
 from tests.lightning_modules.models.test_backbone import packed
@@ -60,7 +61,7 @@ def test_a_longce_step_needs_no_more_than_a_ce_step(checkpointing):
         with LiveBytes() as memory:
             weighing = Weighing(objective.influence)
             if objective.uses_short_context:
-                short = backbone.short_log_likelihood(batch, context_length=128, stride=64)
+                short = short_log_likelihood(backbone, batch, context_length=128, stride=64)
                 weighing = Weighing(objective.influence, *short)
             backbone(batch, weighing).loss.backward()
         backbone.zero_grad()
@@ -73,7 +74,7 @@ def test_scoring_grows_by_one_layer_of_one_pass():
     def peak(tokens, layers):
         backbone = Backbone(tiny_model("llama", 400, num_hidden_layers=layers).eval())
         with LiveBytes() as memory:
-            backbone.long_and_short(packed([torch.arange(tokens) % 400]), context_length=128, stride=64)
+            long_and_short(backbone, packed([torch.arange(tokens) % 400]), context_length=128, stride=64)
         return memory.peak
 
     assert peak(2048, 6) < 1.05 * peak(2048, 2)

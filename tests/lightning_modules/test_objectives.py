@@ -7,7 +7,7 @@ from lightning_modules.objectives import (
     Interpolated,
     LongCE,
     MutualInformation,
-    Normalised,
+    Normalized,
     Scheduled,
     Sparse,
     StoredInfluence,
@@ -95,14 +95,14 @@ def test_interpolated_is_a_mean_with_cross_entropy_and_keeps_what_is_at_the_cap(
 
 
 def test_wrappers_are_like_what_they_wrap():
-    for wrap in (Interpolated, Normalised, Scheduled):
+    for wrap in (Interpolated, Normalized, Scheduled):
         assert wrap(LongCE()).uses_short_context
         assert not wrap(StoredInfluence()).uses_short_context
         assert wrap(StoredInfluence()).uses_stored_influence
         assert wrap(MutualInformation()).normalised
-        assert wrap(LongCE()).normalised == (wrap is Normalised)
-    assert torch.equal(Normalised(LongCE()).influence(*PAIR), LongCE().influence(*PAIR))
-    check_influence(Normalised(Interpolated(StoredInfluence())), "in 'x'")
+        assert wrap(LongCE()).normalised == (wrap is Normalized)
+    assert torch.equal(Normalized(LongCE()).influence(*PAIR), LongCE().influence(*PAIR))
+    check_influence(Normalized(Interpolated(StoredInfluence())), "in 'x'")
 
 
 def test_a_schedule_goes_from_cross_entropy_to_the_weights_and_back():
@@ -120,7 +120,7 @@ def test_a_schedule_goes_from_cross_entropy_to_the_weights_and_back():
 
 
 def test_a_schedule_within_another_objective():
-    for objective in (Normalised(Scheduled(LongCE(), warmup=2)), Scheduled(Normalised(LongCE()), warmup=2)):
+    for objective in (Normalized(Scheduled(LongCE(), warmup=2)), Scheduled(Normalized(LongCE()), warmup=2)):
         assert not objective.at_step(0).uses_short_context
         assert objective.at_step(1).normalised
         torch.testing.assert_close(objective.at_step(1).influence(*PAIR), 0.5 + 0.5 * soft_influence(*PAIR))
@@ -159,7 +159,7 @@ def test_numbers_without_a_meaning_are_refused(make, message):
 
 
 def test_a_sum_of_weights_that_is_no_divisor_is_refused():
-    check_normalised(Normalised(LongCE()), window_share=1.0)
+    check_normalised(Normalized(LongCE()), window_share=1.0)
     check_normalised(LongCE(), window_share=0.5)
     with pytest.raises(ValueError, match=r"Sparse divides.*short_window_share` to 1 instead of 0\.5"):
         check_normalised(Sparse(), window_share=0.5)

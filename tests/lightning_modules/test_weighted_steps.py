@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_modules.batch import IGNORE_INDEX
-from lightning_modules.objectives import Interpolated, LongCE, MutualInformation, Normalised, Scheduled, Sparse
+from lightning_modules.objectives import Interpolated, LongCE, MutualInformation, Normalized, Scheduled, Sparse
 from lightning_modules.training.export import objective_facts
 from lightning_modules.training.export.card import _named
 from tests.conftest import tiny_model
@@ -61,7 +61,7 @@ def weighted_sums(model, rows, weigh):
 
 
 OBJECTIVES = {
-    "normalised": (Normalised(LongCE(2.0)), lambda long, short: (long - short).exp().clamp(max=2)),
+    "normalised": (Normalized(LongCE(2.0)), lambda long, short: (long - short).exp().clamp(max=2)),
     "PPMI": (MutualInformation(shift=1.5), lambda long, short: (long - short - torch.tensor(1.5).log()).clamp(min=0)),
     "dense": (
         Interpolated(MutualInformation("absolute"), 0.3),
@@ -131,16 +131,16 @@ def test_a_schedule_makes_short_passes_only_where_there_are_weights(folder, tmp_
 
 def test_a_normalised_objective_refuses_drawn_windows_before_anything_is_loaded():
     with pytest.raises(ValueError, match="short_window_share"):
-        lm("nowhere", objective=Normalised(LongCE()), short_window_share=0.5)
+        lm("nowhere", objective=Normalized(LongCE()), short_window_share=0.5)
 
 
 def test_facts_of_an_objective_in_another_one():
-    objective = Interpolated(Normalised(LongCE(3.0)), 0.25)
+    objective = Interpolated(Normalized(LongCE(3.0)), 0.25)
     facts = objective_facts(objective, 8, 4)["objective"]
-    inner = {"name": "Normalised", "objective": {"name": "LongCE", "gamma": 3.0}}
+    inner = {"name": "Normalized", "objective": {"name": "LongCE", "gamma": 3.0}}
     assert facts == {"name": "Interpolated", "objective": inner, "cross_entropy_share": 0.25}
     assert _named(copy.deepcopy(facts)) == (
-        "Interpolated (objective = Normalised (objective = LongCE (gamma = 3.0)), cross_entropy_share = 0.25)"
+        "Interpolated (objective = Normalized (objective = LongCE (gamma = 3.0)), cross_entropy_share = 0.25)"
     )
 
 

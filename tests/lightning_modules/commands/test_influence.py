@@ -18,7 +18,8 @@ from lightning_modules.commands.influence import InfluenceTrainer
 from lightning_modules.functional import Weighing
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.loading import load_backbone
-from lightning_modules.objectives import CrossEntropy, LongCE, Normalised, StoredInfluence
+from lightning_modules.models.short_context import short_log_likelihood
+from lightning_modules.objectives import CrossEntropy, LongCE, Normalized, StoredInfluence
 from tests.conftest import make_text
 from tests.support.distributed import run_distributed
 
@@ -80,7 +81,7 @@ def test_weights_by_the_model_itself_are_those_of_longce_at_step_0(own, model_di
     values = []
     for row in rows:
         batch = {key: value.unsqueeze(0) if torch.is_tensor(value) else [value] for key, value in row.items()}
-        short = backbone.short_log_likelihood(batch, **SETTINGS)
+        short = short_log_likelihood(backbone, batch, **SETTINGS)
         online = backbone(batch, Weighing(LongCE(4.0).influence, *short)).influence[0].detach()
         scored = row["labels"] != IGNORE_INDEX
         assert (online[scored] != 1).any()
@@ -117,7 +118,7 @@ def test_weights_of_padded_rows_serve_with_and_without_loss_on_the_prompt(model_
         stored = StoredInfluence(4.0)
         for row in data.rows:
             batch = collate_rows([row])
-            short = backbone.short_log_likelihood(batch, **SETTINGS)
+            short = short_log_likelihood(backbone, batch, **SETTINGS)
             online = backbone(batch, Weighing(LongCE(4.0).influence, *short))
             given = Weighing(stored.influence, batch["influence"], torch.ones_like(batch["influence"], dtype=bool))
             offline = backbone(batch, given)
@@ -214,7 +215,7 @@ def test_what_cannot_work_is_refused_before_anything_is_loaded(model_dir, texts,
     with pytest.raises(ValueError, match=r"LongCE, and `model.objective` is CrossEntropy"):
         run(model_dir, texts, texts / "x", objective=CrossEntropy())
     with pytest.raises(ValueError, match=r"LongCE, and `model.objective` is CrossEntropy"):
-        run(model_dir, texts, texts / "x", objective=Normalised(CrossEntropy()))
+        run(model_dir, texts, texts / "x", objective=Normalized(CrossEntropy()))
     with pytest.raises(ValueError, match=r"No model at '\./nowhere'"):
         run(model_dir, texts, texts / "x", evaluator="./nowhere")
     data = Folder(model_dir, texts)
@@ -222,7 +223,7 @@ def test_what_cannot_work_is_refused_before_anything_is_loaded(model_dir, texts,
     with pytest.raises(ValueError, match=r"24 \+ 8 = 32"):
         run(model_dir, texts, texts / "x", data=data)
     with pytest.raises(ValueError, match="no packed training rows"):
-        run(model_dir, texts, texts / "x", data=torch.nn.Module(), objective=Normalised(StoredInfluence()))
+        run(model_dir, texts, texts / "x", data=torch.nn.Module(), objective=Normalized(StoredInfluence()))
 
 
 def test_weights_that_are_no_numbers_stop_the_run(model_dir, texts, monkeypatch):

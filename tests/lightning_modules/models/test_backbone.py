@@ -12,6 +12,7 @@ from lightning_modules.models import backbone as backbone_module
 from lightning_modules.models.attention import isolation_arguments, register_document_attention
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.probe import check_scoring
+from lightning_modules.models.short_context import long_and_short, short_log_likelihood
 from tests.conftest import tiny_config
 from tests.support import reference
 
@@ -173,7 +174,7 @@ def test_long_and_short_match_one_window_at_a_time(context_length, stride, windo
         monkeypatch.setattr(Backbone, "_windows_per_pass", lambda *_: 5)
     model = build("llama")
     rows = [documents(30, 8, 17), documents(40)]
-    long, short = Backbone(model).long_and_short(packed(*rows), context_length=context_length, stride=stride)
+    long, short = long_and_short(Backbone(model), packed(*rows), context_length=context_length, stride=stride)
     with torch.no_grad():
         for index, row in enumerate(rows):
             pairs = [reference.long_and_short(model, document, context_length, stride) for document in row]
@@ -188,13 +189,13 @@ def test_tokens_that_cannot_be_key_are_spared(beta, monkeypatch):
     scorer = Backbone(build("llama"))
     batch = packed(documents(60, 8, 30), documents(70))
     sizes = {"context_length": 6, "stride": 3}
-    long, short = scorer.long_and_short(batch, **sizes)
+    long, short = long_and_short(scorer, batch, **sizes)
     scored = []
     original = backbone_module.window_batch
     monkeypatch.setattr(
         backbone_module, "window_batch", lambda *a: scored.append(int((w := original(*a))["labels"].ge(0).sum())) or w
     )
-    same, some = scorer.long_and_short(batch, **sizes, beta=beta)
+    same, some = long_and_short(scorer, batch, **sizes, beta=beta)
     torch.testing.assert_close(same, long)
     spared = (long <= beta) & (batch["position_ids"] >= 9)
     assert torch.equal(some.isnan(), spared)
@@ -217,7 +218,7 @@ def test_chunks_windows_per_pass_and_trimming_change_nothing_that_matters(archit
                 monkeypatch.setattr(Backbone, "_windows_per_pass", lambda *_, windows=windows: windows)
                 monkeypatch.setattr(log_likelihood, "default_chunk_size", lambda _, rows=rows: rows)
                 scorer.trims_last_layer = trims
-                results.append(scorer.long_and_short(batch, context_length=20, stride=7))
+                results.append(long_and_short(scorer, batch, context_length=20, stride=7))
     for long, short in results[1:]:
         torch.testing.assert_close(long, results[0][0], atol=1e-5, rtol=0)
         torch.testing.assert_close(short, results[0][1], atol=1e-5, rtol=0)
@@ -285,24 +286,26 @@ def test_a_share_of_the_windows_is_drawn_by_the_seed():
     scorer = Backbone(build("llama"))
     batch = packed(documents(60, 8, 30), documents(70))
     sizes = {"context_length": 6, "stride": 3}
-    whole = scorer.short_log_likelihood(batch, **sizes)
-    part = scorer.short_log_likelihood(batch, **sizes, window_share=0.4, seed=3)
-    again = scorer.short_log_likelihood(batch, **sizes, window_share=0.4, seed=3)
-    other = scorer.short_log_likelihood(batch, **sizes, window_share=0.4, seed=4)
-    assert torch.equal(part.differs, again.differs)
-    assert not torch.equal(part.differs, other.differs)
-    assert not (part.differs & ~whole.differs).any()
-    assert 0.3 < part.differs.sum() / whole.differs.sum() < 0.5
+    whole = short_log_likelihood(scorer, batch, **sizes)
+    part = short_log_likelihood(scorer, batch, **sizes, window_fraction=0.4, seed=3)
+    again = short_log_likelihood(scorer, batch, **sizes, window_fraction=0.4, seed=3)
+    other = short_log_likelihood(scorer, batch, **sizes, window_fraction=0.4, seed=4)
+    assert torch.equal(part.has_short_context, again.has_short_context)
+    assert not torch.equal(part.has_short_context, other.has_short_context)
+    assert not (part.has_short_context & ~whole.has_short_context).any()
+    assert 0.3 < part.has_short_context.sum() / whole.has_short_context.sum() < 0.5
     assert part.share == pytest.approx(0.4, abs=0.03)
-    torch.testing.assert_close(part.log_likelihood[part.differs], whole.log_likelihood[part.differs])
+    torch.testing.assert_close(
+        part.log_likelihood[part.has_short_context], whole.log_likelihood[part.has_short_context]
+    )
 
 
 def test_short_pass_leaves_modes_and_gradients_alone():
     scorer = Backbone(build("llama", attention_dropout=0.5).train())
     scorer.model.model.layers[0].eval()
     batch = packed(documents(40))
-    first, *_ = scorer.short_log_likelihood(batch, context_length=6, stride=3)
-    again, differs, _ = scorer.short_log_likelihood(batch, context_length=6, stride=3)
+    first, *_ = short_log_likelihood(scorer, batch, context_length=6, stride=3)
+    again, differs, _ = short_log_likelihood(scorer, batch, context_length=6, stride=3)
     torch.testing.assert_close(first, again, msg="dropout was on")
     assert not first.requires_grad
     assert differs[0].tolist() == [t >= 9 for t in range(40)]
@@ -318,7 +321,7 @@ def test_autocast_weights_cached_by_the_short_pass_do_not_rob_the_long_pass_of_g
         scorer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
             if with_short_pass:
-                scorer.short_log_likelihood(batch, context_length=6, stride=3)
+                short_log_likelihood(scorer, batch, context_length=6, stride=3)
             scorer(batch).sum().backward()
         gradients.append({name: p.grad for name, p in scorer.named_parameters()})
     for name, gradient in gradients[0].items():
@@ -391,7 +394,7 @@ def test_a_model_that_leaks_scores_documents_one_by_one_or_not_at_all_where_weig
     with torch.no_grad():
         actual = scorer(packed(documents(9, 12), documents(20, seed=1)), first_scored=3)
         torch.testing.assert_close(actual[:, 3:], expected[:, 3:])
-    scorer.in_step = True
+    scorer.is_sharded = True
     scorer(packed(documents(9)))
     with pytest.raises(ValueError, match="cannot keep the documents of a row apart"):
         scorer(packed(documents(9, 12)))
@@ -405,11 +408,14 @@ def test_long_rows_of_llama_4_are_windowed_and_trained_as_documents_alone():
     check_scoring(scorer)
     parts = documents(31, 25)
     whole, *alone = (packed(rows) for rows in (parts, parts[:1], parts[1:]))
-    for score in (scorer, lambda batch: scorer.short_log_likelihood(batch, context_length=10, stride=5).log_likelihood):
+    for score in (
+        scorer,
+        lambda batch: short_log_likelihood(scorer, batch, context_length=10, stride=5).log_likelihood,
+    ):
         expected = torch.cat([score(batch)[0] for batch in alone])
         torch.testing.assert_close(score(whole)[0], expected, atol=2e-5, rtol=1e-4)
         assert expected.abs().sum() > 0
-    short = scorer.short_log_likelihood(alone[0], context_length=10, stride=5).log_likelihood[0]
+    short = short_log_likelihood(scorer, alone[0], context_length=10, stride=5).log_likelihood[0]
     window = reference.document_log_likelihood(model, parts[0][5:20])  # scores tokens 15 to 19
     torch.testing.assert_close(short[15:20].double(), window[10:15], atol=2e-5, rtol=1e-4)
 
@@ -481,7 +487,7 @@ def test_rotation_that_depends_on_the_length_is_refused_for_short_contexts(rope_
     scorer = Backbone(build("llama", rope_parameters=parameters))
     scorer(packed(documents(40)))
     with pytest.raises(ValueError, match=f"'{rope_type}' rotates by the length"):
-        scorer.long_and_short(packed(documents(40)), context_length=6, stride=3)
+        long_and_short(scorer, packed(documents(40)), context_length=6, stride=3)
 
 
 def test_dropout_is_noticed():
@@ -497,7 +503,7 @@ has_torch_kernel = pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), re
 def training_step(scorer, batch):
     """Loss, what it was made of, and the gradients of all weights."""
     scorer.zero_grad()
-    short = scorer.short_log_likelihood(batch, context_length=6, stride=3)
+    short = short_log_likelihood(scorer, batch, context_length=6, stride=3)
     result = scorer(batch, Weighing(soft_influence, *short))
     result.loss.backward()
     return result, {name: p.grad for name, p in scorer.named_parameters()}

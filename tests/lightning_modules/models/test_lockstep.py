@@ -104,7 +104,7 @@ def test_a_process_whose_weights_are_its_own_asks_nobody(monkeypatch):
 
 def test_an_error_in_the_block_is_not_hidden_by_waiting_for_others(monkeypatch):
     backbone = alone(monkeypatch)
-    backbone.in_step = True
+    backbone.is_sharded = True
     with pytest.raises(KeyError, match="the cause"), Passes(backbone):
         raise KeyError("the cause")
     assert backbone.passes == 0

@@ -6,6 +6,7 @@ import torch
 from lightning_modules.batch import PackedBatch
 from lightning_modules.functional.windows import short_context_windows
 from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.short_context import long_and_short
 from lightning_modules.scoring.alternatives import long_and_short_alternatives
 from tests.conftest import tiny_model
 
@@ -62,6 +63,6 @@ def test_they_agree_with_the_scores_of_the_tokens():
     batch, sizes = row(40), {"context_length": 8, "stride": 4}
     found = long_and_short_alternatives(backbone, batch, count=VOCABULARY, **sizes)
     assert backbone.training
-    for context, scores in zip(found, backbone.eval().long_and_short(batch, **sizes), strict=True):
+    for context, scores in zip(found, long_and_short(backbone.eval(), batch, **sizes), strict=True):
         own = context.log_likelihood.where(context.token_ids == batch["input_ids"].unsqueeze(-1), 0.0).sum(-1)
         torch.testing.assert_close(own[:, 1:], scores[:, 1:])

@@ -61,7 +61,7 @@ def test_where_weights_are_divided_it_stops_the_run(tokenizer):
     backbone, batch = Backbone(tiny_model(vocab_size=len(tokenizer))), make_batch(tokenizer, 10)
     no_room_for(backbone, 3, torch.OutOfMemoryError("CUDA out of memory"))
     backbone._keep_in_step = lambda passes: None
-    backbone.in_step = True
+    backbone.is_sharded = True
     with pytest.raises(torch.OutOfMemoryError) as raised:
         scorer(backbone).try_to_score(batch)
     assert "data.max_tokens" in raised.value.__notes__[0]
@@ -90,7 +90,7 @@ def test_processes_that_are_in_step_make_the_passes_of_a_document_that_fails(tok
     backbone = Backbone(tiny_model("gpt2", len(tokenizer), max_position_embeddings=64, n_embd=32, n_layer=1, n_head=2))
     passes = []
     backbone._keep_in_step = passes.append
-    backbone.in_step = True
+    backbone.is_sharded = True
     forward = backbone.forward
     backbone.forward = lambda *a, **k: passes.append("pass") or forward(*a, **k)
     scorer(backbone, rungs=Rungs((8,), 4)).try_to_score(make_batch(tokenizer, 60))

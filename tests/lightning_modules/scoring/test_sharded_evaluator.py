@@ -29,7 +29,7 @@ class Group:
     def load(self, mesh, *, device, pretrained_model_name_or_path, **settings):
         assert (mesh, str(device)) == ("mesh", "cpu")
         self.backbone = load_backbone(pretrained_model_name_or_path, **settings)
-        self.backbone.in_step = True
+        self.backbone.is_sharded = True
         score = self.backbone.long_and_short
 
         def recorded(batch, **arguments):

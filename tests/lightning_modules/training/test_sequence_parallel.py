@@ -252,7 +252,7 @@ def test_parts_are_the_tokens_and_what_they_predict():
     assert [part["position_ids"].tolist() for part in parts] == [[[0, 1, 2, 3]], [[4, 0, 1, 0]]]
     assert all(part["document_borders"] == [[0, 5, 7, 8]] for part in parts)
     assert [part.short.tolist() for part in weighings] == [[[0, 1, 2, 3, 4]], [[0, 5, 6, 0, 0]]]
-    assert [part.differs.sum() for part in weighings] == [2, 2]
+    assert [part.has_short_context.sum() for part in weighings] == [2, 2]
     assert _group(1, 2).part_of_weighing(Weighing(torch.add)) == Weighing(torch.add)
 
 
