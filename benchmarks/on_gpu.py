@@ -33,7 +33,7 @@ from lightning_modules.commands.plan import (
     scoring_flops,
 )
 from lightning_modules.commands.plan.memory import GIB, Training, scoring_memory, training_memory
-from lightning_modules.functional import Weighing
+from lightning_modules.functional import long_cross_entropy
 from lightning_modules.models.attention import register_document_attention
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.optimizations.gradient_checkpointing import Checkpointing, enable_checkpointing
@@ -101,10 +101,11 @@ def cases(
         def step() -> None:
             enable_checkpointing(backbone.base_model, kind)
             backbone.train()
-            weighing = Weighing(CrossEntropy().influence)
+            objective, short = CrossEntropy(), None
             if short_pass:
-                weighing = Weighing(LongCE().influence, *short_log_likelihood(backbone, row, **sizes))
-            backbone(row, weighing).loss.backward()
+                objective, short = LongCE(), short_log_likelihood(backbone, row, **sizes)
+            long = backbone(row)
+            long_cross_entropy(long, objective(long.detach(), short, row), row["labels"]).backward()
             backbone.zero_grad()
 
         return step

@@ -89,13 +89,17 @@ def score_windows(
         Windows that shared a forward pass, and the ``[W, longest window]`` log-likelihoods of their tokens in nats, 0
         for tokens that are not scored; or what ``head_fn`` returns.
     """
-    longest = max((window.stop - window.start for _, window in windows), default=1)
-    size = 1 if backbone.device.type == "cpu" else max(1, WINDOW_TOKENS_PER_PASS // longest)
+    size = windows_per_pass(backbone.device, max((window.stop - window.start for _, window in windows), default=1))
     with eval_mode(backbone), lockstep(backbone) as run:
         for first in range(0, len(windows), size):
             group = windows[first : first + size]
             unread = min(window.scored - window.start for _, window in group)
             yield group, run(backbone, window_batch(batch, group), first_scored=unread, head_fn=head_fn)
+
+
+def windows_per_pass(device: torch.device, window_length: int) -> int:
+    """Return how many windows share a forward pass."""
+    return 1 if device.type == "cpu" else max(1, WINDOW_TOKENS_PER_PASS // window_length)
 
 
 @torch.no_grad()
