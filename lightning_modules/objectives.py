@@ -61,17 +61,17 @@ class Objective(ABC):
 
         If only some windows were scored, the weights of their tokens are scaled up around those of tokens without a
         short context, so that weights are right on average: ``1 + (I - 1) / fraction`` for LongCE. They can be below 0.
-
-        Args:
-            long: ``[B, T]`` log-likelihoods, in nats.
-            short: The short context; None if the objective does not look at it.
-            batch: The sequences.
         """
         weights = self.token_weights(long, long if short is None else short.filled(long), batch)
         if short is not None and short.window_fraction < 1:
             unhelped = self.token_weights(long, long, batch)
             weights = unhelped + (weights - unhelped) / short.window_fraction
         return weights.to(long.dtype).masked_fill(batch["labels"].eq(IGNORE_INDEX), 0)
+
+    def __init_subclass__(cls) -> None:
+        if "influence" in vars(cls):
+            rank_zero_warn(f"`{cls.__name__}.influence(long, short)`: call it `token_weights(long, short, batch)`.")
+            cls.token_weights = lambda self, long, short, _: self.influence(long, short)  # type: ignore
 
     def at_step(self, step: int) -> "Objective":
         """Return the objective of an optimizer step, counted from 0, for those that change in training."""
@@ -186,11 +186,7 @@ class Sparse(Objective):
 
 
 class Wrapper(Objective):
-    """An objective made of another one, and like it unless it says otherwise.
-
-    Args:
-        objective: The other one.
-    """
+    """An objective made of another one, and like it unless it says otherwise."""
 
     def __init__(self, objective: Objective) -> None:
         self.objective = objective
@@ -277,9 +273,7 @@ class Interpolated(Wrapper):
 
     def __init__(self, objective: Objective, cross_entropy_share: float = 0.5) -> None:
         if not 0 <= cross_entropy_share <= 1:
-            raise ValueError(
-                f"`cross_entropy_share` must be from 0 to 1, which is cross entropy, {cross_entropy_share=}."
-            )
+            raise ValueError(f"`cross_entropy_share` must be from 0 to 1, got {cross_entropy_share=}.")
         super().__init__(objective)
         self.cross_entropy_share = cross_entropy_share
         if objective.largest_weight is not None:
@@ -309,9 +303,6 @@ class Scheduled(Wrapper):
         start: Optimizer step with which it begins, counted from 0.
         warmup: Number of steps over which the weights go from 1 to the full ones.
         stop: Optimizer step from which on it is cross entropy again; null for never.
-
-    Raises:
-        ValueError: If ``start`` or ``warmup`` is negative, or ``stop`` leaves no step with weights.
     """
 
     def __init__(

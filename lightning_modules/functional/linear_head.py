@@ -127,13 +127,12 @@ class _LinearLogLikelihood(torch.autograd.Function):
         soft_cap: float | None,
         chunk_size: int,
     ) -> Tensor:
-        ctx.head, ctx.chunk_size = (scale, soft_cap), chunk_size
-        operands = LinearHead(weight, bias, scale, soft_cap).operands(hidden_states)
+        ctx.head, ctx.chunk_size = (scale, soft_cap), min(chunk_size, max(1, len(targets)))
+        operands = LinearHead(weight, bias, scale).operands(hidden_states)
         ctx.dtype = operands[0].dtype  # autocast may be off when gradients are computed
-        parts = [
-            _forward_chunk(_Tiles(rows, operands[1], operands[2], soft_cap), chunk_targets)
-            for rows, chunk_targets in zip(operands[0].split(chunk_size), targets.split(chunk_size), strict=True)
-        ]
+        tiles = _Tiles(*operands, soft_cap, ctx.chunk_size)
+        chunks = [part.split(ctx.chunk_size) for part in (operands[0], targets)]
+        parts = [_forward_chunk(tiles, *chunk) for chunk in zip(*chunks, strict=True)]
         log_likelihood, total = (torch.cat(part) for part in zip(*parts, strict=True))
         ctx.save_for_backward(hidden_states, weight, bias, targets, total)
         return log_likelihood
@@ -144,7 +143,8 @@ class _LinearLogLikelihood(torch.autograd.Function):
         hidden_states, weight, bias, targets, total = ctx.saved_tensors
         scale, soft_cap = ctx.head
         with torch.autocast(hidden_states.device.type, enabled=False):
-            rows, operand, bias_operand = LinearHead(weight, bias, scale).operands(hidden_states, ctx.dtype)
+            operands = LinearHead(weight, bias, scale).operands(hidden_states, ctx.dtype)
+            tiles = _Tiles(*operands, soft_cap, ctx.chunk_size)
             grad_hidden = torch.empty_like(hidden_states)
             # Float32, because many small contributions are summed: in bfloat16 the sum would stop growing.
             wide = torch.promote_types(ctx.dtype, torch.float32)
@@ -152,10 +152,9 @@ class _LinearLogLikelihood(torch.autograd.Function):
                 torch.zeros_like(parameter, dtype=wide) if wanted else None
                 for parameter, wanted in zip((weight, bias), ctx.needs_input_grad[1:3], strict=True)
             )
-            chunks = [part.split(ctx.chunk_size) for part in (rows, targets, total, upstream, grad_hidden)]
-            for chunk, chunk_targets, chunk_total, chunk_upstream, target in zip(*chunks, strict=True):
-                tiles = _Tiles(chunk, operand, bias_operand, soft_cap)
-                grad = _backward_chunk(tiles, chunk_targets, chunk_total, chunk_upstream, grad_weight, grad_bias)
+            chunks = [part.split(ctx.chunk_size) for part in (operands[0], targets, total, upstream, grad_hidden)]
+            for rows, chunk_targets, chunk_total, chunk_upstream, target in zip(*chunks, strict=True):
+                grad = _backward_chunk(tiles, rows, chunk_targets, chunk_total, chunk_upstream, grad_weight, grad_bias)
                 target.copy_(grad.mul_(scale))
             if grad_bias is not None:
                 grad_bias = grad_bias.mul_(scale).to(bias.dtype)
@@ -165,31 +164,33 @@ class _LinearLogLikelihood(torch.autograd.Function):
 
 
 class _Tiles:
-    """The logits of a chunk of hidden states, a tile of the vocabulary at a time."""
+    """The logits of a chunk of hidden states, a tile of the vocabulary at a time, in memory for one tile."""
 
-    def __init__(self, rows: Tensor, weight: Tensor, bias: Tensor | None, soft_cap: float | None) -> None:
-        self.rows, self.weight, self.bias, self.soft_cap = rows, weight, bias, soft_cap
-        self.width = max(1, _tile_elements(rows) // max(1, len(rows)))
-        self.buffer = logits_buffer(rows, len(rows), min(self.width, len(weight)))
+    def __init__(
+        self, rows: Tensor, weight: Tensor, bias: Tensor | None, soft_cap: float | None, chunk_size: int
+    ) -> None:
+        self.weight, self.bias, self.soft_cap = weight, bias, soft_cap
+        self.width = max(1, _tile_elements(rows) // chunk_size)
+        self.buffer = logits_buffer(rows, chunk_size, min(self.width, len(weight)))
 
-    def __iter__(self) -> Iterator[tuple[slice, Tensor]]:
+    def of(self, rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Yield tokens of the vocabulary and their ``[n, tile]`` logits, in memory that the next tile overwrites."""
         for start in range(0, len(self.weight), self.width):
             columns = slice(start, start + self.width)
-            yield columns, self._logits(columns)  # no name here holds them, or the next tile's would meet them
+            yield columns, self._logits(rows, columns)  # no name here holds them, or the next tile's would meet them
 
-    def _logits(self, columns: slice) -> Tensor:
+    def _logits(self, rows: Tensor, columns: slice) -> Tensor:
         bias = None if self.bias is None else self.bias[columns]
-        logits = wide_linear(self.rows, self.weight[columns], bias, self.buffer)
+        logits = wide_linear(rows, self.weight[columns], bias, self.buffer)
         return logits if self.soft_cap is None else logits.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
 
 
-def _forward_chunk(tiles: _Tiles, targets: Tensor) -> tuple[Tensor, Tensor]:
+def _forward_chunk(tiles: _Tiles, rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Return ``[n]`` log-likelihoods and ``[n]`` log-sum-exps over the vocabulary, by a running sum over tiles."""
-    wide = torch.promote_types(tiles.rows.dtype, torch.float32)
-    total = tiles.rows.new_full((len(targets), 1), -torch.inf, dtype=wide)
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    total = rows.new_full((len(targets), 1), -torch.inf, dtype=wide)
     target_logit = torch.zeros_like(total)
-    for columns, logits in tiles:
+    for columns, logits in tiles.of(rows):
         index, inside = _target_columns(targets, columns, logits.shape[1])
         target_logit = torch.where(inside, logits.gather(-1, index).to(wide), target_logit)
         parts = logits.to(wide)
@@ -202,6 +203,7 @@ def _forward_chunk(tiles: _Tiles, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 def _backward_chunk(
     tiles: _Tiles,
+    rows: Tensor,
     targets: Tensor,
     total: Tensor,
     upstream: Tensor,
@@ -209,25 +211,37 @@ def _backward_chunk(
     grad_bias: Tensor | None,
 ) -> Tensor:
     """Return the ``[n, D]`` gradient of the hidden states, and add to those of weight and bias."""
-    total, upstream = total.unsqueeze(-1), upstream.to(total.dtype).unsqueeze(-1)
-    grad_rows = torch.zeros_like(tiles.rows, dtype=total.dtype)
-    for columns, logits in tiles:
+    grad_rows = torch.zeros_like(rows, dtype=total.dtype)
+    for columns, logits in tiles.of(rows):
         grad = logits.to(total.dtype)
         slope = None if tiles.soft_cap is None else 1 - (grad / tiles.soft_cap).square()
-        # The gradient of a log-likelihood: one for the target, minus the probabilities.
-        grad.sub_(total).exp_().mul_(-upstream)
         index, inside = _target_columns(targets, columns, grad.shape[1])
-        grad.scatter_add_(-1, index, torch.where(inside, upstream, 0.0))
+        differentiate_softmax_(grad, index, inside, total, upstream)
         if slope is not None:
             grad.mul_(slope)
         if grad_bias is not None:
             grad_bias[columns] += grad.sum(0)
-        grad = grad.to(tiles.rows.dtype)
+        grad = grad.to(rows.dtype)
         _add_product(grad_rows, grad, tiles.weight[columns])
         if grad_weight is not None:
-            _add_product(grad_weight[columns], grad.T, tiles.rows)
+            _add_product(grad_weight[columns], grad.T, rows)
         del logits, grad
     return grad_rows
+
+
+def differentiate_softmax_(logits: Tensor, index: Tensor, inside: Tensor, total: Tensor, upstream: Tensor) -> None:
+    """Replace ``[n, v]`` logits by the gradient in them of the targets' log-likelihoods.
+
+    Args:
+        logits: Logits of all tokens of the vocabulary, or some.
+        index: ``[n, 1]`` columns of the targets.
+        inside: ``[n, 1]`` bool, whether the target is among these tokens.
+        total: ``[n]`` log-sum-exp over the whole vocabulary.
+        upstream: ``[n]`` gradient of the log-likelihoods.
+    """
+    upstream = upstream.to(logits.dtype).unsqueeze(-1)
+    logits.sub_(total.unsqueeze(-1)).exp_().mul_(-upstream)  # minus the probabilities ..
+    logits.scatter_add_(-1, index, torch.where(inside, upstream, 0.0))  # .. and one for the target
 
 
 def _target_columns(targets: Tensor, columns: slice, width: int) -> tuple[Tensor, Tensor]:

@@ -1,15 +1,16 @@
 """From hidden states to the log-likelihood of each token, without ever holding the logits of a sequence."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from lightning_modules.batch import IGNORE_INDEX
 from lightning_modules.functional.checks import check_count
-from lightning_modules.functional.linear_head import LinearHead, linear_log_likelihood
+from lightning_modules.functional.linear_head import LinearHead, differentiate_softmax_, linear_log_likelihood
 
 Head = Callable[[Tensor], Tensor] | LinearHead
 """Maps ``[N, D]`` hidden states to ``[N, V]`` logits. A module or function, not a weight: a LoRA adapter, a bias, a
@@ -51,7 +52,8 @@ def token_log_likelihood(hidden_states: Tensor, head: Head, labels: Tensor, *, c
         found = linear_log_likelihood(rows, head, targets, chunk_size=chunk_size)
     else:
         # `split`, not slices: the gradient of each slice would be as long as the whole.
-        chunks = zip(rows.split(chunk_size), targets.split(chunk_size), strict=True)
+        size = min(chunk_size, max(1, len(targets)))
+        chunks = zip(rows.split(size), targets.split(size), strict=True)
         found = torch.cat([_chunk_log_likelihood(*chunk, head) for chunk in chunks])
     return found.new_zeros(labels.shape).masked_scatter(scored, found)
 
@@ -62,11 +64,31 @@ def _chunk_log_likelihood(rows: Tensor, targets: Tensor, head: Head) -> Tensor:
     def forward(rows: Tensor) -> Tensor:
         logits = head(rows)
         check_targets(targets, logits.shape[-1])
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return -F.cross_entropy(logits, targets, reduction="none")
+        result: Tensor = _TargetLogLikelihood.apply(logits, targets)
+        return result
 
     # `checkpoint` restores the random state, for heads with dropout in their adapters.
     return checkpoint(forward, rows, use_reentrant=False) if torch.is_grad_enabled() else forward(rows)
+
+
+class _TargetLogLikelihood(torch.autograd.Function):
+    """``[n]`` log-likelihoods of targets from ``[n, V]`` logits; `F.cross_entropy` holds a second chunk of them."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        total = wide.logsumexp(-1)
+        ctx.save_for_backward(logits, targets, total)
+        return wide.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
+        logits, targets, total = ctx.saved_tensors
+        grad = logits.to(total.dtype, copy=True)
+        index = targets.unsqueeze(-1)
+        differentiate_softmax_(grad, index, torch.ones_like(index, dtype=torch.bool), total, upstream)
+        return grad.to(logits.dtype), None
 
 
 def default_chunk_size(hidden_states: Tensor) -> int:

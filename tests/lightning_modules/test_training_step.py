@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from lightning_modules.batch import IGNORE_INDEX
 from lightning_modules.functional import long_cross_entropy, soft_influence
 from lightning_modules.long_context_lm import LongContextLM
+from lightning_modules.models.attention import register_document_attention
 from lightning_modules.objectives import (
     CrossEntropy,
     Interpolated,
@@ -119,13 +120,17 @@ def rows():
     return batches
 
 
+def save_model(root, head):
+    architecture, overrides, settings = HEADS[head]
+    attention = settings.get("attn_implementation", "sdpa")
+    model = tiny_model(architecture, VOCABULARY, seed=6, attn_implementation=attention, **overrides)
+    model.save_pretrained(root / head)
+
+
 def record(root, case, rank=0):
     """Gradients of each optimizer step before clipping, what was logged, and the model before training."""
     strategy, precision, head, objective = case
-    architecture, overrides, settings = HEADS[head]
-    folder = root / f"{head} {rank}"
-    attention = settings.get("attn_implementation", "sdpa")
-    tiny_model(architecture, VOCABULARY, seed=6, attn_implementation=attention, **overrides).save_pretrained(folder)
+    settings, folder = HEADS[head][2], root / head
     torch.manual_seed(0)
     module = LongContextLM(
         str(folder),
@@ -218,6 +223,7 @@ def check(case, steps, logged, model):
 
 @pytest.mark.parametrize("case", TABLE, ids=" ".join)
 def test_a_step_in_one_process(case, tmp_path):
+    save_model(tmp_path, case[2])
     check(case, *record(tmp_path, case))
 
 
@@ -239,7 +245,10 @@ def test_a_step_in_two_processes(strategy, tmp_path):
     if strategy == "Ulysses":
         pytest.importorskip("deepspeed")
     cases = [case for case in SHARED if case[0] == strategy]
+    for _, _, head, _ in cases:
+        save_model(tmp_path, head)
     run_distributed(_record_shared, tmp_path, cases)
+    register_document_attention()  # which the models that come back name
     for number, case in enumerate(cases):
         check(case, *torch.load(tmp_path / f"{number}.pt", weights_only=False))
 

@@ -43,10 +43,11 @@ def test_a_normalised_objective_refuses_drawn_windows_before_anything_is_loaded(
 def test_facts_of_an_objective_in_another_one():
     objective = Interpolated(Normalized(LongCE(3.0)), 0.25)
     facts = objective_facts(objective, 8, 4)["objective"]
-    inner = {"name": "Normalized", "objective": {"name": "LongCE", "gamma": 3.0}}
+    inner = {"name": "Normalized", "objective": {"name": "LongCE", "gamma": 3.0}, "mean_over": "step"}
     assert facts == {"name": "Interpolated", "objective": inner, "cross_entropy_share": 0.25}
     assert _named(copy.deepcopy(facts)) == (
-        "Interpolated (objective = Normalized (objective = LongCE (gamma = 3.0)), cross_entropy_share = 0.25)"
+        "Interpolated (objective = Normalized (objective = LongCE (gamma = 3.0), mean_over = step),"
+        " cross_entropy_share = 0.25)"
     )
 
 
