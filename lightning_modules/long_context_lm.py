@@ -16,7 +16,6 @@ from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional import ShortContext, long_cross_entropy
 from lightning_modules.metrics import LongPerplexity
 from lightning_modules.models.adapters import changes_base, frozen_fingerprint
-from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.loading import DType, has_weights
 from lightning_modules.models.optimizations.gradient_checkpointing import Checkpointing
 from lightning_modules.models.optimizations.low_precision import ShortDType, short_precision
@@ -50,32 +49,26 @@ class LongContextLM(LightningModule):
         objective: Weights of the tokens in the loss.
         context_length: Length K of the shortest short context, in tokens.
         stride: Number d of tokens that share one short window.
-        short_dtype: Compute the short pass in fewer bits than the long one: ``bfloat16``, or ``float8`` on GPUs that
-            have it. By default as the long one.
+        short_dtype: Type of the short pass: ``bfloat16``, or ``float8`` on GPUs that have it, else as the long one.
         short_window_share: Share of the short windows that is computed, drawn at random for each batch. The influence
             of their tokens is scaled up so that weights are right on average (and may be below 0).
-        model_config: Values that replace those of the model's config; dictionaries in it (``rope_parameters``) are
-            merged key by key.
+        model_config: Values for the model's config; dictionaries (``rope_parameters``) are merged key by key.
         context_extension: How the model's context is extended: arguments of
             `lightning_modules.models.context_extension.methods.ContextExtension`.
         revision: Branch, tag or commit on the hub.
         dtype: Of the weights: float32 for training in mixed precision, ``auto`` for the stored one.
-        attn_implementation: As in transformers; ``auto`` is ``flash_attention_2`` where it is installed and the model
-            runs on a GPU in half precision, else torch's scaled dot product attention.
+        attn_implementation: As in transformers; ``auto`` is ``flash_attention_2`` where it can run, else ``sdpa``.
         gradient_checkpointing: Recompute the activations of each layer in the backward pass; with ``selective`` all but
             the outputs of attention, which is faster and takes ``tokens * hidden size`` numbers per layer more.
         lora: Arguments of ``peft.LoraConfig``; the other weights are frozen. ``modules_to_save: embeddings-and-norms``
-            trains those in full besides, as LongLoRA does.
-        quantization: Arguments of ``transformers.BitsAndBytesConfig``: the frozen weights are held in 4 or 8 bits, as
-            in QLoRA. Needs bitsandbytes.
+            trains those in full as well, as LongLoRA does.
+        quantization: Arguments of ``transformers.BitsAndBytesConfig``: frozen weights in 4 or 8 bits, as in QLoRA.
         trust_remote_code: Run code from the model's repository; off unless you trust it.
         head_kernel: Deprecated, without effect.
         ladder: In prediction, score documents on a context ladder, too: ``{contexts: [4096, 8192, 16384]}``.
         optimizer: Takes the trainable parameters.
         lr_scheduler: Takes the optimizer and steps once per optimizer step; the default warms up over 20 steps.
     """
-
-    backbone: Backbone
 
     token_observer: Callable[[Tensor, Tensor, ShortContext | None, Tensor], None] | None = None
     """Called with the ``[B, T]`` log-likelihoods, weights, short context and labels of each batch, for a callback."""
@@ -229,8 +222,6 @@ class LongContextLM(LightningModule):
         self._perplexity.update(log_likelihood, batch["labels"].ne(IGNORE_INDEX))
         return {"log_likelihood": log_likelihood}
 
-    test_step = validation_step
-
     @override
     def predict_step(self, batch: PackedBatch, batch_idx: int) -> Sequence[TokenScores | Failed]:
         """Return long and short log-likelihoods of each document. A document of a corpus may fail by itself."""
@@ -256,14 +247,10 @@ class LongContextLM(LightningModule):
             if self._sequence_group is not None:
                 self._sequence_group.check(self.backbone)
 
-    on_test_start = on_predict_start = on_validation_start
-
     @override
     def on_validation_epoch_start(self) -> None:
         self._perplexity.reset()
         self._statistics.stop_clock()
-
-    on_test_epoch_start = on_validation_epoch_start
 
     @override
     def on_validation_epoch_end(self) -> None:
@@ -274,7 +261,9 @@ class LongContextLM(LightningModule):
     def on_test_epoch_end(self) -> None:
         self.log("test/perplexity", self._perplexity.compute().float(), sync_dist=True)
 
-    # --------------------------------------------------------------------------------------- model and checkpoints
+    test_step = validation_step
+    on_test_start = on_predict_start = on_validation_start
+    on_test_epoch_start = on_validation_epoch_start
 
     @override
     def configure_model(self) -> None:

@@ -23,16 +23,14 @@ from lightning_modules.functional.influence import Part, check_fraction, check_g
 class Objective(ABC):
     """Weights for the tokens of a batch; the loss is `long_cross_entropy` with them.
 
-    A weighting of your own is a subclass with one pure function, `token_weights`. It may look at whole sequences; then
-    it declares ``pointwise = False``.
+    A weighting of your own is a subclass with one pure function, `token_weights`.
     """
 
     uses_short_context: bool
     """Whether `token_weights` looks at ``short``; if not, the passes over short windows are saved."""
 
     pointwise: bool = True
-    """Whether the weight of a token depends on no other token. Only such weights stay right on average when some short
-    windows are left out (`model.short_window_share`)."""
+    """Whether the weight of a token depends on no other token, so that short windows can be left out at random."""
 
     uses_stored_influence: bool = False
     """Whether weights come with the batch (`data.influence`)."""
@@ -41,16 +39,14 @@ class Objective(ABC):
     """Cap of the weights; the fraction of tokens at the cap is logged. None without one."""
 
     normalized: bool = False
-    """Whether the loss of an optimizer step is divided by the sum of the weights of all its scored tokens, so that
-    their mean is 1, instead of by the number of these tokens."""
+    """Whether the loss of an optimizer step is divided by the sum of its weights, instead of the number of tokens."""
 
     @abstractmethod
     def token_weights(self, long: Tensor, short: Tensor, batch: PackedBatch) -> Tensor:
         """Return the weight of each token; what it is for a token that is not scored does not matter.
 
         Args:
-            long: ``[B, T]`` log-likelihoods given everything before the token, in nats and without gradient; 0 where a
-                token is not scored.
+            long: ``[B, T]`` log-likelihoods given everything before the token, in nats; 0 where it is not scored.
             short: ``[B, T]`` log-likelihoods given the short context, equal to ``long`` where there is none.
             batch: The whole sequences, also where several processes share them.
         """
@@ -109,11 +105,10 @@ class LongCE(Objective):
 class StoredInfluence(Objective):
     """LongCE with weights that ``longce influence`` computed beforehand: a step costs what cross entropy costs.
 
-    They are those of a fixed evaluator, where LongCE asks the model itself at every step: an approximation.
+    They are those of a fixed evaluator: an approximation of LongCE, which asks the model itself at every step.
 
     Args:
-        gamma: Largest token weight, 1 or more. The stored weights were capped when they were made, and are capped
-            again at a smaller value.
+        gamma: Largest token weight, 1 or more; the stored weights are capped at it again.
     """
 
     uses_short_context = False
@@ -157,31 +152,26 @@ class MutualInformation(Objective):
 class Sparse(Objective):
     """Only tokens that the far context changes much count: sparse weights of Helm et al. (2025).
 
-    The weights are scaled as those of `MutualInformation`. In the paper they are a ``fraction`` of each sequence.
+    They are scaled as those of `MutualInformation`. In the paper they are a ``fraction`` of each sequence.
 
     Args:
-        threshold: Smallest difference of log-likelihoods, in nats; 0 or more. By default 0.5, unless ``fraction`` is
-            given.
-        fraction: Take those tokens of each sequence whose difference is largest instead; above 0, at most 1.
+        threshold: Smallest difference of log-likelihoods, in nats; 0 or more.
+        fraction: Instead of a threshold, take this fraction of each sequence, the tokens whose difference is largest.
     """
 
     uses_short_context = True
     normalized = True
 
-    def __init__(self, threshold: float | None = None, fraction: float | None = None) -> None:
-        if fraction is None:
-            check_threshold(threshold := 0.5 if threshold is None else threshold)
-        elif threshold is not None:
-            raise ValueError(f"Give `threshold` or `fraction`, not both, got {threshold} and {fraction}.")
-        else:
+    def __init__(self, threshold: float = 0.5, fraction: float | None = None) -> None:
+        check_threshold(threshold)
+        if fraction is not None:
             check_fraction(fraction)
         self.threshold, self.fraction, self.pointwise = threshold, fraction, fraction is None
 
     def token_weights(self, long: Tensor, short: Tensor, batch: PackedBatch) -> Tensor:
         """`threshold_influence` or `largest_influence`."""
-        if self.threshold is not None:
+        if self.fraction is None:
             return threshold_influence(long, short, threshold=self.threshold)
-        assert self.fraction is not None
         return largest_influence(long, short, batch["labels"].ne(IGNORE_INDEX), fraction=self.fraction)
 
 
@@ -236,13 +226,13 @@ class Normalized(Wrapper):
         super().__init__(objective)
         self.mean_over = mean_over
         self.normalized = mean_over == "step"
-        if mean_over == "sequence":
+        if not self.normalized:
             self.pointwise, self.largest_weight = False, None
 
     def token_weights(self, long: Tensor, short: Tensor, batch: PackedBatch) -> Tensor:
-        """Return the other weights, scaled if their mean is over a sequence; that over a step is known at its end."""
+        """Return the other weights, scaled over each sequence; a mean over a step is known at its end."""
         weights = self.objective.token_weights(long, short, batch)
-        if self.mean_over == "step":
+        if self.normalized:
             return weights
         scored = batch["labels"].ne(IGNORE_INDEX)
         total = weights.masked_fill(~scored, 0).sum(-1, keepdim=True)

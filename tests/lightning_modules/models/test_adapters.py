@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader
 
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional.linear_head import LinearHead
-from lightning_modules.long_context_lm import LongContextLM
+from lightning_modules.long_context_lm import REFERENCE_TOKENS, LongContextLM
 from lightning_modules.models import adapters
 from lightning_modules.models.adapters import add_adapters, embeddings_and_norms, quantization_config
 from lightning_modules.models.backbone import Backbone
@@ -221,7 +221,8 @@ def test_gradients_through_quantised_weights_after_a_short_pass(folder):
             torch.nn.init.normal_(parameter, std=0.1)
     model = copy.deepcopy(module.backbone.model)
     module.backbone.train()
-    module.training_step(row(0), 0).backward()  # the short pass runs in eval mode
+    loss = module.training_step(row(0), 0) * REFERENCE_TOKENS / (row(0)["labels"].shape[1] - 1)
+    loss.backward()  # the short pass runs in eval mode
 
     for name, part in list(model.named_modules()):
         if name.endswith("base_layer"):
