@@ -1,4 +1,4 @@
-"""The results of ``longce harness``: a file per task as soon as it is done, and one for all."""
+"""Results of tasks of lm-evaluation-harness: a file per task as soon as it is done, and one for all."""
 
 import hashlib
 import json
@@ -9,13 +9,14 @@ from typing import Any
 
 from lightning_modules.utilities.files import write_atomically
 from lightning_modules.utilities.plain_json import plain
+from lightning_modules.visualization.report import Table, as_text_table
 
 
 class Results:
     """The folder of results.
 
     ``tasks/NAME.json`` is a task's, ``names/NAME.json`` says which tasks and groups a name stands for once all of
-    them are done, ``samples/NAME.jsonl`` holds questions and answers, and ``results.json`` all that is known.
+    them are done, ``samples/NAME.jsonl`` holds questions and answers, and ``harness.json`` all that is known.
 
     Args:
         folder: Which can be written to.
@@ -91,7 +92,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """The results of `harness` as text: a row per metric, then the scores of sets in percent."""
+    """Format results as text: a row per metric, then the scores of sets in percent."""
     rows = []
     for kind in ("tasks", "groups"):
         for name, entry in result[kind].items():
@@ -106,17 +107,8 @@ def table(result: Mapping[str, Any]) -> str:
                 rows.append((name, *about, label, f"{value:.4f}", "" if error is None else f"{error:.4f}"))
     rows += [(name, "", "", "score, %", f"{value:.1f}", "") for name, value in result["scores"].items()]
     head = ("task", "questions", "examples", "metric", "value", "± error")
-    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if column in (0, 3) else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in (head, *rows)
-    ]
+    text = as_text_table(Table(head, rows), left=(0, 3))
     cut = sum(entry["truncated"] for entry in result["tasks"].values())
     if cut:
-        lines.append(
-            f"{cut:,} prompts were too long for `max_length` = {result['settings']['max_length']} and were cut."
-        )
-    return "\n".join((lines[0], "-" * len(lines[0]), *lines[1:]))
+        text += f"\n{cut:,} prompts were too long for `max_length` = {result['settings']['max_length']} and were cut."
+    return text
