@@ -49,6 +49,7 @@ from torch import Tensor
 from lightning_modules.commands.plan.flops import ce_step_flops, forward_flops, short_pass_flops
 from lightning_modules.commands.plan.shapes import ModelShape
 from lightning_modules.functional import key_token_mask
+from lightning_modules.models.short_context import long_and_short
 from lightning_modules.objectives import (
     CrossEntropy,
     Interpolated,
@@ -161,7 +162,7 @@ class Comparison:
     def _examination(self, seed: int, count: int) -> Examination:
         ids = documents(count, length=LENGTH, slot=16, seed=seed)
         judged = min(64, count)
-        pair = self.scorers["evaluator"].long_and_short(batch_of(ids[:judged]), context_length=64, stride=64)
+        pair = long_and_short(self.scorers["evaluator"], batch_of(ids[:judged]), context_length=64, stride=64)
         return Examination(ids, key_token_mask(*pair))
 
     def result(self, stage: str, name: str, learning_rate: float, seed: int) -> dict[str, Any]:
