@@ -33,12 +33,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.commands.plan import Flops, ModelShape, longce_step_flops, scoring_floor_flops
-from lightning_modules.functional import Weighing, long_perplexity
+from lightning_modules.functional import ShortContext, long_cross_entropy, long_perplexity
 from lightning_modules.models.attention import register_document_attention
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.optimizations.gradient_checkpointing import enable_checkpointing
+from lightning_modules.models.short_context import long_and_short, short_log_likelihood
 from lightning_modules.models.tokenization.tokenizer import encode_document
-from lightning_modules.objectives import CrossEntropy, LongCE, StoredInfluence
+from lightning_modules.objectives import CrossEntropy, LongCE, Objective, StoredInfluence
 from lightning_modules.scoring.evaluator import score_text
 from lightning_modules.scoring.key_tokens import document_tokens, find_key_tokens
 
@@ -141,25 +142,24 @@ def plain_longce_step(model: transformers.PreTrainedModel, ids: Tensor, context_
 def longce_step(backbone: Backbone, batch: PackedBatch, sizes: dict[str, int]) -> float:
     """The step as `LongContextLM` makes it."""
     backbone.train()
-    short = backbone.short_log_likelihood(batch, **sizes)
-    return _step(backbone, batch, Weighing(LongCE().influence, *short))
+    return _step(backbone, batch, LongCE(), short_log_likelihood(backbone, batch, **sizes))
 
 
 def cross_entropy_step(backbone: Backbone, batch: PackedBatch) -> float:
     """The same without a short pass."""
     backbone.train()
-    return _step(backbone, batch, Weighing(CrossEntropy().influence))
+    return _step(backbone, batch, CrossEntropy())
 
 
 def stored_step(backbone: Backbone, batch: PackedBatch, stored: Tensor) -> float:
     """The same with weights that come with the row."""
     backbone.train()
-    everywhere = torch.ones_like(stored, dtype=torch.bool)
-    return _step(backbone, batch, Weighing(StoredInfluence().influence, stored, everywhere))
+    return _step(backbone, PackedBatch(**batch, influence=stored), StoredInfluence())
 
 
-def _step(backbone: Backbone, batch: PackedBatch, weighing: Weighing) -> float:
-    loss = backbone(batch, weighing).loss
+def _step(backbone: Backbone, batch: PackedBatch, objective: Objective, short: ShortContext | None = None) -> float:
+    long = backbone(batch)
+    loss = long_cross_entropy(long, objective(long.detach(), short, batch), batch["labels"])
     loss.backward()
     backbone.zero_grad()
     backbone.eval()
@@ -237,11 +237,6 @@ def compare(setting: Setting, rounds: int, chosen: list[str]) -> dict[str, dict[
             ),
         },
     }
-    if hasattr(F, "linear_cross_entropy"):
-        other = Backbone(model, head_kernel="torch")
-        work["LongCE step"]["ours, head_kernel torch"] = partial(
-            step, True, partial(longce_step, other, batch, setting.sizes)
-        )
     results = {}
     for name in chosen:
         functions = dict(work[name])
@@ -254,7 +249,7 @@ def compare(setting: Setting, rounds: int, chosen: list[str]) -> dict[str, dict[
 
 def _thresholds(scorer: Backbone, batch: PackedBatch, setting: Setting) -> tuple[float, float]:
     """Alpha and beta with the shares of candidates and key tokens that are wanted."""
-    long, short = scorer.long_and_short(batch, **setting.sizes)
+    long, short = long_and_short(scorer, batch, **setting.sizes)
     differs = long != short
     alpha = (long - short)[differs].quantile(1 - KEYS).item()
     return max(alpha, 0.0), long[differs].quantile(1 - CANDIDATES).item()

@@ -9,7 +9,7 @@ gradient's noise over several draws, relative to the exact gradient, and of what
 
 import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_modules.batch import PackedBatch
-from lightning_modules.functional import ShortContext, Weighing, key_token_mask, soft_influence
+from lightning_modules.functional import ShortContext, key_token_mask, long_cross_entropy
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.loading import load_backbone
 from lightning_modules.models.optimizations.low_precision import short_precision
 from lightning_modules.models.probe import check_scoring
+from lightning_modules.models.short_context import short_log_likelihood
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
+from lightning_modules.objectives import LongCE, Objective, StoredInfluence
 from lightning_modules.scoring.influence_transfer import make_transfer, row_influence
 
 
@@ -50,34 +52,36 @@ class Comparison:
             started = time.process_time()
             with short_precision(self.backbone.decoder, self.backbone.device, dtype):
                 short.append(
-                    self.backbone.short_log_likelihood(
+                    short_log_likelihood(
+                        self.backbone,
                         batch,
                         context_length=self.options.context_length,
                         stride=stride or self.options.stride,
-                        window_share=share,
+                        window_fraction=share,
                         seed=seed * len(self.rows) + number,
                     )
                 )
             seconds += time.process_time() - started
-        return self._outcome([Weighing(soft_influence, *context) for context in short], short, seconds)
+        return self._outcome(LongCE(), self.rows, short, seconds)
 
     def stored(self, weights: list[Tensor]) -> Outcome:
         """With weights from elsewhere."""
-        weighings = [
-            Weighing(lambda _, stored: stored, weight, torch.ones_like(weight, dtype=torch.bool)) for weight in weights
-        ]
-        return self._outcome(weighings, None, 0.0)
+        rows = [PackedBatch(**batch, influence=weight) for batch, weight in zip(self.rows, weights, strict=True)]
+        return self._outcome(StoredInfluence(), rows, [None] * len(rows), 0.0)
 
-    def _outcome(self, weighings: list[Weighing], short: list[ShortContext] | None, seconds: float) -> Outcome:
+    def _outcome(
+        self, objective: Objective, rows: list[PackedBatch], shorts: Sequence[ShortContext | None], seconds: float
+    ) -> Outcome:
         self.backbone.zero_grad()
         keys = []
-        for number, (batch, weighing) in enumerate(zip(self.rows, weighings, strict=True)):
-            result = self.backbone(batch, weighing)
-            (result.loss / len(self.rows)).backward()
+        for batch, short in zip(rows, shorts, strict=True):
+            long = self.backbone(batch)
+            known = long.detach()
+            loss = long_cross_entropy(long, objective(known, short, batch), batch["labels"])
+            (loss / len(rows)).backward()
             if short is not None:
-                pair = torch.where(short[number].differs, short[number].log_likelihood, result.log_likelihood)
                 thresholds = {"alpha": self.options.alpha, "beta": self.options.beta}
-                keys.append(key_token_mask(result.log_likelihood, pair, **thresholds))
+                keys.append(key_token_mask(known, short.filled(known), **thresholds))
         parts = [p.grad.flatten() for p in self.backbone.parameters() if p.grad is not None]
         return Outcome(torch.cat(parts).clone(), keys, seconds)
 

@@ -49,12 +49,13 @@ from torch import Tensor
 from lightning_modules.commands.plan.flops import ce_step_flops, forward_flops, short_pass_flops
 from lightning_modules.commands.plan.shapes import ModelShape
 from lightning_modules.functional import key_token_mask
+from lightning_modules.models.short_context import long_and_short
 from lightning_modules.objectives import (
     CrossEntropy,
     Interpolated,
     LongCE,
     MutualInformation,
-    Normalised,
+    Normalized,
     Scheduled,
     Sparse,
     StoredInfluence,
@@ -76,7 +77,7 @@ SETTINGS: dict[str, Setting] = {
     "LongCE, first third": Setting(lambda steps: Scheduled(LongCE(), stop=steps // 3)),
     "LongCE, warm-up": Setting(lambda steps: Scheduled(LongCE(), warmup=steps // 3)),
     "LongCE, K=128, gamma=20": Setting(lambda _: LongCE(20.0), 128, 128),
-    "LongCE, K=128, normalised": Setting(lambda _: Normalised(LongCE()), 128, 128),
+    "LongCE, K=128, normalised": Setting(lambda _: Normalized(LongCE()), 128, 128),
     "LongCE, K=128, half CE": Setting(lambda _: Interpolated(LongCE()), 128, 128),
     "dense, K=128, half CE": Setting(lambda _: Interpolated(MutualInformation("absolute")), 128, 128),
     "PPMI, K=128, half CE": Setting(lambda _: Interpolated(MutualInformation("positive")), 128, 128),
@@ -161,7 +162,7 @@ class Comparison:
     def _examination(self, seed: int, count: int) -> Examination:
         ids = documents(count, length=LENGTH, slot=16, seed=seed)
         judged = min(64, count)
-        pair = self.scorers["evaluator"].long_and_short(batch_of(ids[:judged]), context_length=64, stride=64)
+        pair = long_and_short(self.scorers["evaluator"], batch_of(ids[:judged]), context_length=64, stride=64)
         return Examination(ids, key_token_mask(*pair))
 
     def result(self, stage: str, name: str, learning_rate: float, seed: int) -> dict[str, Any]:

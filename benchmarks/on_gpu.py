@@ -33,11 +33,12 @@ from lightning_modules.commands.plan import (
     scoring_flops,
 )
 from lightning_modules.commands.plan.memory import GIB, Training, scoring_memory, training_memory
-from lightning_modules.functional import Weighing
+from lightning_modules.functional import long_cross_entropy
 from lightning_modules.models.attention import register_document_attention
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.optimizations.gradient_checkpointing import Checkpointing, enable_checkpointing
 from lightning_modules.models.probe import check_scoring
+from lightning_modules.models.short_context import long_and_short, short_log_likelihood
 from lightning_modules.objectives import CrossEntropy, LongCE
 
 
@@ -100,10 +101,11 @@ def cases(
         def step() -> None:
             enable_checkpointing(backbone.base_model, kind)
             backbone.train()
-            weighing = Weighing(CrossEntropy().influence)
+            objective, short = CrossEntropy(), None
             if short_pass:
-                weighing = Weighing(LongCE().influence, *backbone.short_log_likelihood(row, **sizes))
-            backbone(row, weighing).loss.backward()
+                objective, short = LongCE(), short_log_likelihood(backbone, row, **sizes)
+            long = backbone(row)
+            long_cross_entropy(long, objective(long.detach(), short, row), row["labels"]).backward()
             backbone.zero_grad()
 
         return step
@@ -119,7 +121,7 @@ def cases(
     memory = scoring_memory(shape, bytes_, length, torch.bfloat16, windows=pair).peak
     yield Case("perplexity: one pass", scoring(lambda: backbone(row)), forward_flops(shape, length, length - 1), memory)
     both = scoring_flops(shape, shape, length, *pair, shared_pass=True)
-    yield Case("LongPPL, evaluator = model", scoring(lambda: backbone.long_and_short(row, **sizes)), both, memory)
+    yield Case("LongPPL, evaluator = model", scoring(lambda: long_and_short(backbone, row, **sizes)), both, memory)
     for kind, name in ((True, "full"), ("selective", "selective")):
         plan = Training(
             tokens=length,

@@ -14,9 +14,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from datamodules.recall import GET, recall_documents, recall_tokenizer
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
-from lightning_modules.functional import Weighing, long_perplexity
+from lightning_modules.functional import long_cross_entropy, long_perplexity
+from lightning_modules.models import short_context
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.optimizations.low_precision import short_precision
+from lightning_modules.models.short_context import short_log_likelihood
 from lightning_modules.objectives import CrossEntropy, Objective
 
 LENGTH, ROWS, FAR = 512, 4, 128  # tokens of a row, rows of a step, and what is far: K + d
@@ -37,13 +39,6 @@ class Setting:
 
 
 CROSS_ENTROPY = Setting(lambda _: CrossEntropy())
-
-
-class BatchedBackbone(Backbone):
-    """All windows of a batch in one pass: at this size a pass costs more than what it computes."""
-
-    def _windows_per_pass(self, window_length: int) -> int:
-        return 1 << 20
 
 
 # ---------------------------------------------------------------------------------------------------------------- data
@@ -109,10 +104,12 @@ def new_model(length: int, theta: float) -> LlamaForCausalLM:
     )
 
 
-def long_model(state: dict[str, Tensor]) -> BatchedBackbone:
+def long_model(state: dict[str, Tensor]) -> Backbone:
     model = new_model(LENGTH, 4000.0)
     model.load_state_dict(state)
-    return BatchedBackbone(model)
+    # All windows of a batch in one pass: at this size a pass costs more than what it computes.
+    short_context.windows_per_pass = lambda *_: 1 << 20
+    return Backbone(model)
 
 
 class Run:
@@ -133,20 +130,22 @@ class Run:
         """Train on a batch as `LongContextLM` does; CPU seconds."""
         started = time.process_time()
         objective, setting = self.objective.at_step(number), self.setting
-        weighing = Weighing(objective.influence, stored, None if stored is None else torch.ones_like(stored).bool())
+        batch = batch if stored is None else PackedBatch(**batch, influence=stored)
+        short = None
         if objective.uses_short_context:
             with short_precision(self.backbone.decoder, self.backbone.device, setting.short_dtype):
-                short = self.backbone.short_log_likelihood(
+                short = short_log_likelihood(
+                    self.backbone,
                     batch,
                     context_length=setting.context_length,
                     stride=setting.stride,
-                    window_share=setting.window_share,
+                    window_fraction=setting.window_share,
                     seed=self.seed * 100_003 + number,
                 )
-            weighing = Weighing(objective.influence, *short)
-        loss, _, influence = self.backbone(batch, weighing)
-        if objective.normalised and influence.sum() > 0:
-            loss = loss * batch["labels"].ne(IGNORE_INDEX).sum() / influence.sum()
+        long = self.backbone(batch)
+        weights = objective(long.detach(), short, batch)
+        divisor = float(weights.sum()) if objective.normalized and weights.sum() > 0 else None
+        loss = long_cross_entropy(long, weights, batch["labels"], divisor=divisor)
         self.optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.backbone.parameters(), 1.0)
@@ -197,7 +196,7 @@ def trained_base(folder: Path, seed: int, accuracy: float = 0.5) -> dict[str, Te
 
     def learn() -> dict[str, Tensor]:
         torch.manual_seed(seed)
-        run = Run(BatchedBackbone(new_model(128, 500.0)), CROSS_ENTROPY, steps=1_000_000, learning_rate=5e-3, seed=seed)
+        run = Run(Backbone(new_model(128, 500.0)), CROSS_ENTROPY, steps=1_000_000, learning_rate=5e-3, seed=seed)
         ids = documents(200, length=128, slot=8, seed=900)
         wanted = recalled(ids, beyond=0)
         for number in range(1500):
@@ -214,7 +213,7 @@ def trained_base(folder: Path, seed: int, accuracy: float = 0.5) -> dict[str, Te
     return stored_tensors(folder / f"base_{seed}.pt", learn)
 
 
-def trained_evaluator(folder: Path, base: dict[str, Tensor], steps: int) -> BatchedBackbone:
+def trained_evaluator(folder: Path, base: dict[str, Tensor], steps: int) -> Backbone:
     """A model that was trained longer, on dense text, in rows of 512 tokens."""
 
     def learn() -> dict[str, Tensor]:

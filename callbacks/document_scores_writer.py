@@ -19,8 +19,8 @@ from tqdm import tqdm
 from typing_extensions import override
 
 from lightning_modules.batch import PackedBatch
-from lightning_modules.evaluation_steps import EvaluationSteps
 from lightning_modules.functional.influence import check_gamma, check_thresholds
+from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.scoring.corpus_protocols import Delivered, ScoredCorpus
 from lightning_modules.scoring.document_scorer import Failed
 from lightning_modules.scoring.score_failures import check_failures
@@ -108,7 +108,7 @@ class DocumentScoresWriter(Callback):
         if stage != "predict":
             return
         corpus: Any = getattr(trainer, "datamodule", None)
-        if not (isinstance(corpus, ScoredCorpus) and isinstance(pl_module, EvaluationSteps)):
+        if not (isinstance(corpus, ScoredCorpus) and isinstance(pl_module, LongContextLM)):
             raise ValueError(
                 "`DocumentScoresWriter` writes what `longce predict` makes of a corpus: set `data.class_path` to"
                 f" datamodules.DocumentCorpus, not {type(corpus).__name__}."
@@ -133,7 +133,7 @@ class DocumentScoresWriter(Callback):
         if self._lock is not None:
             self._lock.join(trainer.global_rank)
 
-    def _weights(self, trainer: Trainer, pl_module: EvaluationSteps) -> dict[str, Any]:
+    def _weights(self, trainer: Trainer, pl_module: LongContextLM) -> dict[str, Any]:
         """Identities of the model and of the checkpoint that gives its weights, a file or a folder."""
         path = trainer.ckpt_path
         checkpoint = None if path is None else f"sha256:{content_hash(Path(path))}"
@@ -154,10 +154,10 @@ class DocumentScoresWriter(Callback):
 
     @override
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        assert isinstance(pl_module, EvaluationSteps)
+        assert isinstance(pl_module, LongContextLM)
         if any(self._settings[name] != found for name, found in self._weights(trainer, pl_module).items()):
             raise ValueError("The model or checkpoint changed while it was loaded. Start again when it is complete.")
-        rungs = pl_module.rungs()
+        rungs = pl_module.document_scorer().rungs
         contexts = rungs.contexts if rungs is not None else ()
         self._table = ScoreTable(self._corpus.column_types, contexts, per_token=self.per_token, **self.statistics)
         self._documents = self._tokens = 0  # in the shards of this process and run

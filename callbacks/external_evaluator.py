@@ -206,7 +206,7 @@ class ExternalEvaluator(Callback):
         for row, text in enumerate(batch["text"]):
             if not text:  # a row that only keeps the processes in step
                 if self.evaluator is not None:
-                    self.evaluator.accompany(device=pl_module.device)
+                    self.evaluator.join(device=pl_module.device)
                 continue
             log_likelihood = outputs["log_likelihood"][row]
             hard, soft, coverage = self.influence(batch, row, pl_module.device)

@@ -13,10 +13,10 @@ from typing_extensions import override
 from callbacks.external_evaluator import ExternalEvaluator
 from callbacks.same_names import check_single
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
-from lightning_modules.evaluation_steps import EvaluationSteps
-from lightning_modules.functional import Weighing, key_token_mask
+from lightning_modules.functional import ShortContext, key_token_mask
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.context_extension.rotary_checks import check_static
+from lightning_modules.models.short_context import short_log_likelihood
 from lightning_modules.scoring.key_tokens import Rule
 from lightning_modules.scoring.token_scores import TokenScores, text_sha256
 from lightning_modules.visualization.tensorboard import (
@@ -83,7 +83,7 @@ class KeyTokenInspector(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if not isinstance(pl_module, EvaluationSteps):
+        if not isinstance(pl_module, LongContextLM):
             raise ValueError(f"`KeyTokenInspector` looks at a `LongContextLM`, not at a `{type(pl_module).__name__}`.")
         check_single(trainer, KeyTokenInspector, lambda callback: callback.documents, "val/power_law_.., documents")
         alpha, beta = self.alpha, self.beta
@@ -130,12 +130,12 @@ class KeyTokenInspector(Callback):
         if not (objective.uses_short_context or objective.uses_stored_influence):
             return  # every weight is 1
 
-        def observe(log_likelihood: Tensor, influence: Tensor, weighing: Weighing, labels: Tensor) -> None:
+        def observe(long: Tensor, token_weights: Tensor, short: ShortContext | None, labels: Tensor) -> None:
             step = trainer.global_step + 1  # the one that this batch is a part of
             if step == 1 or step % self.weights_every_n_steps == 0:
                 self._weights_step = step
-                short = (weighing.short, weighing.differs) if objective.uses_short_context else (None, None)
-                self._weights.add(log_likelihood, influence, labels, *short)
+                context = (None, None) if short is None else (short.log_likelihood, short.has_short_context)
+                self._weights.add(long, token_weights, labels, *context)
 
         pl_module.token_observer = observe
 
@@ -181,14 +181,14 @@ class KeyTokenInspector(Callback):
 
         Where weights are divided, all processes ask, whether they have such rows or not.
         """
-        if not self.short_context or not (rows or pl_module.backbone.in_step):
+        if not self.short_context or not (rows or pl_module.backbone.is_sharded):
             return long
         wanted = torch.zeros_like(batch["labels"], dtype=torch.bool)
         wanted[rows] = True
         lengths = {"context_length": pl_module.context_length, "stride": pl_module.stride}
         with trainer.precision_plugin.forward_context():
-            short = pl_module.backbone.short_log_likelihood(batch, **lengths, wanted=wanted)
-        return torch.where(short.differs, short.log_likelihood, long)
+            short = short_log_likelihood(pl_module.backbone, batch, **lengths, wanted=wanted)
+        return short.filled(long)
 
     def _inspect(self, pl_module: Any, batch: PackedBatch, row: int, long: Tensor, short: Tensor) -> InspectedDocument:
         tokens = batch["document_borders"][row][-1]

@@ -76,10 +76,12 @@ def tiny_config(architecture="llama", vocab_size=400, **overrides):
     return AutoConfig.for_model(architecture, vocab_size=vocab_size, **{**settings, **overrides})
 
 
-def tiny_model(architecture="llama", vocab_size=400, *, seed=0, dtype=torch.float32, **overrides):
+def tiny_model(
+    architecture="llama", vocab_size=400, *, seed=0, dtype=torch.float32, attn_implementation="sdpa", **overrides
+):
     torch.manual_seed(seed)
     config = tiny_config(architecture, vocab_size, **overrides)
-    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype).eval()
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation, dtype=dtype).eval()
 
 
 def pytest_collection_modifyitems(items):

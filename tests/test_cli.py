@@ -17,10 +17,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from datamodules.influence.store import InfluenceStore
 from datamodules.influence.writer import InfluenceWriter
 from datamodules.recall import recall_tokenizer
+from lightning_modules import long_context_lm
 from lightning_modules.commands.cli.lightning_cli import DataCLI, LongceCLI
 from lightning_modules.commands.cli.main import main
 from lightning_modules.long_context_lm import LongContextLM
-from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer, tokenizer_hash
 from tests.conftest import make_text, tiny_config, tiny_model
 
@@ -198,11 +198,11 @@ def test_stored_influence_survives_a_kill_and_trains_like_longce_without_short_p
     assert advice == [*stored, "--model.objective.gamma", "5"]
 
     losses = []
-    short_pass = Backbone.short_log_likelihood
+    short_pass = long_context_lm.short_log_likelihood
     for name, options in (("online", []), ("stored", advice)):
         passes = []
         monkeypatch.setattr(
-            Backbone, "short_log_likelihood", lambda *a, p=passes, **k: p.append(1) or short_pass(*a, **k)
+            long_context_lm, "short_log_likelihood", lambda *a, p=passes, **k: p.append(1) or short_pass(*a, **k)
         )
         (tmp_path / name).mkdir()
         longce(*fit, *options, monkeypatch=monkeypatch, folder=tmp_path / name)

@@ -16,8 +16,6 @@ from datamodules.packing.samplers import RowSampler
 from datamodules.packing.up_sampling import LongDocuments, pack_in_order
 from lightning_modules.batch import IGNORE_INDEX, LONGEST_ROW, PackedBatch
 from lightning_modules.functional import (
-    Weighing,
-    fused_long_cross_entropy,
     key_token_mask,
     long_cross_entropy,
     long_perplexity,
@@ -184,14 +182,12 @@ def problem(seed, dtype=torch.float64):
 
 
 def both(hidden, head, labels, **options):
-    """By all ways there are: with and without gradient, of a linear head and of any, fused and not."""
+    """By all ways there are: with and without gradient, of a linear head and of any."""
     any_head = lambda rows: head(rows)  # noqa: E731
     for each in (head, any_head):
         yield token_log_likelihood(hidden, each, labels, **options)
         with torch.no_grad():
             yield token_log_likelihood(hidden, each, labels, **options)
-        weighing = Weighing(lambda long, _: torch.ones_like(long))
-        yield fused_long_cross_entropy(hidden, each, [], labels, weighing, **options).log_likelihood
 
 
 @hypothesis.given(st.integers(0, 9), st.one_of(st.none(), NUMBERS))
@@ -212,7 +208,7 @@ def test_labels(seed, row, column, label):
         for found in both(hidden, head, labels):
             same_numbers(found, reference.token_log_likelihood(hidden, head, labels))
     else:
-        for way in range(6):
+        for way in range(4):
             refused(
                 lambda way=way: next(itertools.islice(_one_way(hidden, head, labels, way), 1)),
                 f"Label {label} ",
@@ -221,11 +217,8 @@ def test_labels(seed, row, column, label):
 
 
 def _one_way(hidden, head, labels, way):
-    each = head if way < 3 else (lambda rows: head(rows))
-    if way % 3 == 2:
-        weighing = Weighing(lambda long, _: torch.ones_like(long))
-        yield fused_long_cross_entropy(hidden, each, [], labels, weighing).log_likelihood
-    with torch.set_grad_enabled(way % 3 == 0):
+    each = head if way < 2 else (lambda rows: head(rows))
+    with torch.set_grad_enabled(way % 2 == 0):
         yield token_log_likelihood(hidden, each, labels)
 
 
@@ -254,27 +247,6 @@ def test_rows_without_a_token_to_score(shape):
     labels = torch.full(shape[:2], IGNORE_INDEX)
     for found in both(torch.zeros(shape, dtype=torch.float64), LinearHead(torch.zeros(4, 2).double()), labels):
         same_numbers(found, torch.zeros(shape[:2]))
-
-
-@hypothesis.given(NUMBERS, SHAPES)
-def test_weighing(share, shape):
-    hypothesis.assume(not 0 < share < 1e-6)  # of a million windows, one
-    hidden, head, labels = problem(0)
-    short = -torch.ones(shape, dtype=torch.float64)
-    differs = torch.ones(shape, dtype=torch.bool)
-    good = shape == (2, 5)
-    for other, fits in ((torch.Size(shape), good), (labels.shape, True)):
-        pair = (short, differs) if other == shape else (-torch.ones(2, 5).double(), torch.ones(2, 5, dtype=torch.bool))
-        weighing = Weighing(soft_influence, *pair, share)
-        call = lambda weighing=weighing: fused_long_cross_entropy(hidden, head, [], labels, weighing)  # noqa: E731
-        if fits and 0 < share <= 1:
-            assert call().loss.isfinite()
-        else:
-            refused(call, "`short` and `differs`", "`short_window_share`")
-    refused(
-        lambda: fused_long_cross_entropy(hidden, head, [], labels, Weighing(soft_influence, pair[0])),
-        "`short` and `differs`",
-    )
 
 
 # ------------------------------------------------------------------------------------------------------------- windows

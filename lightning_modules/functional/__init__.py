@@ -8,10 +8,10 @@ from lightning_modules.functional.alignment import (
     unit_spans,
 )
 from lightning_modules.functional.authors_alignment import merge_touching_spans, scan_token_mask
-from lightning_modules.functional.fused_long_cross_entropy import Weighing, WeightedLoss, fused_long_cross_entropy
 from lightning_modules.functional.greedy import greedy_targets
 from lightning_modules.functional.influence import (
     key_token_mask,
+    largest_influence,
     long_short_difference,
     mutual_information,
     soft_influence,
@@ -28,14 +28,12 @@ __all__ = [
     "LikeliestTokens",
     "PowerLaw",
     "ShortContext",
-    "Weighing",
-    "WeightedLoss",
     "Window",
     "character_units",
     "fit_power_law",
-    "fused_long_cross_entropy",
     "greedy_targets",
     "key_token_mask",
+    "largest_influence",
     "likeliest_tokens",
     "long_cross_entropy",
     "long_perplexity",

@@ -1,14 +1,15 @@
 """Log-likelihoods of given tokens, and whether greedy decoding would have chosen them."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_modules.functional.linear_head import wide_logits
 from lightning_modules.functional.log_likelihood import (
     Head,
     check_chunk_size,
+    check_targets,
     default_chunk_size,
-    softmax_blocks,
 )
 
 
@@ -51,9 +52,7 @@ def greedy_targets(
     with torch.no_grad():
         for rows, tokens in zip(predictors.split(size), targets.split(size), strict=True):
             logits = wide_logits(rows, head)
-            likeliest.append(logits.argmax(-1) == tokens)  # before the softmax takes the logits' place
-            log_likelihood += [block for _, _, block in softmax_blocks(logits, tokens)]
-    if not log_likelihood:
-        wide = torch.promote_types(predictors.dtype, torch.float32)
-        return predictors.new_zeros(0, dtype=wide), targets.new_zeros(0, dtype=torch.bool)
+            check_targets(tokens, logits.shape[-1])
+            likeliest.append(logits.argmax(-1) == tokens)
+            log_likelihood.append(-F.cross_entropy(logits, tokens, reduction="none"))
     return torch.cat(log_likelihood), torch.cat(likeliest)

@@ -160,9 +160,8 @@ def threshold_influence(long: Tensor, short: Tensor, *, threshold: float = 0.5) 
 
     .. math:: w_t = [\, |\ell_t^{long} - \ell_t^{short}| > \tau \,]
 
-    The sparse weights of Helm et al. (2025), https://arxiv.org/abs/2503.09202, who take a share of each row, those of
-    the largest difference, where this takes a threshold: the weight of a token then depends on no other token. It
-    carries no gradient.
+    A pointwise variant of the sparse weights of Helm et al. (2025), https://arxiv.org/abs/2503.09202, which are those
+    of `largest_influence`: here the weight of a token depends on no other token. It carries no gradient.
 
     Args:
         long: ``[B, T]`` log-likelihoods given everything before the token, in nats.
@@ -189,3 +188,42 @@ def check_threshold(threshold: float) -> None:
         raise ValueError(
             f"`threshold` bounds the size of a difference, so it must be >= 0 and finite, got {threshold}."
         )
+
+
+def largest_influence(long: Tensor, short: Tensor, scored: Tensor, *, fraction: float) -> Tensor:
+    r"""Select the tokens of each sequence that the far context changes most, for better or worse.
+
+    .. math:: w_t = [\, |\ell_t^{long} - \ell_t^{short}| \ge q \,]
+
+    The sparse weights of Helm et al. (2025), https://arxiv.org/abs/2503.09202: for each sequence ``q`` is such that
+    ``fraction`` of its scored tokens have weight 1, at least one. Tokens with equal differences are treated alike, and
+    tokens without a difference have weight 0. It carries no gradient.
+
+    Args:
+        long: ``[B, T]`` log-likelihoods given everything before the token, in nats.
+        short: ``[B, T]`` log-likelihoods given the short context, equal to ``long`` where there is none.
+        scored: ``[B, T]`` bool.
+        fraction: Above 0, at most 1.
+
+    Returns:
+        ``[B, T]`` weights, 0 or 1.
+
+    Raises:
+        ValueError: If ``fraction`` is not in (0, 1].
+
+    Example:
+        >>> long, short = torch.tensor([[0.0, -1.0, -1.0, -3.0]]), torch.tensor([[0.0, -1.5, -4.0, -2.0]])
+        >>> largest_influence(long, short, torch.tensor([[False, True, True, True]]), fraction=0.67)
+        tensor([[0., 0., 1., 1.]])
+    """
+    check_fraction(fraction)
+    size = long_short_difference(long.detach(), short.detach()).abs().masked_fill(~scored, 0)
+    count = (fraction * scored.sum(-1, keepdim=True)).round().long().clamp(1, size.shape[-1])
+    smallest = size.sort(dim=-1, descending=True).values.gather(-1, count - 1)
+    return ((size >= smallest) & (size > 0)).to(long.dtype)
+
+
+def check_fraction(fraction: float) -> None:
+    """Refuse a fraction of tokens that is not in (0, 1] with a ``ValueError``."""
+    if not 0 < fraction <= 1:
+        raise ValueError(f"`fraction` must be above 0 and at most 1, got {fraction}.")

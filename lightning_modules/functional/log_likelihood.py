@@ -1,20 +1,20 @@
 """From hidden states to the log-likelihood of each token, without ever holding the logits of a sequence."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from lightning_modules.batch import IGNORE_INDEX
 from lightning_modules.functional.checks import check_count
-from lightning_modules.functional.linear_head import LinearHead, log_sum_exp_and_softmax, tiled_log_likelihood
+from lightning_modules.functional.linear_head import LinearHead, differentiate_softmax_, linear_log_likelihood
 
 Head = Callable[[Tensor], Tensor] | LinearHead
 """Maps ``[N, D]`` hidden states to ``[N, V]`` logits. A module or function, not a weight: a LoRA adapter, a bias, a
-soft cap or a logit scale belong to it. Its last operation must not need its own result for its gradient (as tanh and
-softmax do): in training the logits are overwritten. A `LinearHead` is the fastest."""
+soft cap or a logit scale belong to it. A `LinearHead` is the fastest and needs the least memory."""
 
 
 def token_log_likelihood(hidden_states: Tensor, head: Head, labels: Tensor, *, chunk_size: int | None = None) -> Tensor:
@@ -45,54 +45,50 @@ def token_log_likelihood(hidden_states: Tensor, head: Head, labels: Tensor, *, c
         tensor([[1.0000, 0.5000, 0.5000]], grad_fn=<ExpBackward0>)
     """
     check_chunk_size(chunk_size)
-    predictors, targets, scored = scored_tokens(hidden_states, labels)
+    rows, targets, scored = scored_tokens(hidden_states, labels)
     chunk_size = chunk_size or default_chunk_size(hidden_states)
-    chunks = [
-        _chunk_log_likelihood(predictors[start : start + chunk_size], head, targets[start : start + chunk_size])
-        for start in range(0, max(targets.numel(), 1), chunk_size)
-    ]
-    scored_log_likelihood = torch.cat(chunks)
-    log_likelihood = scored_log_likelihood.new_zeros(labels.shape)
-    return log_likelihood.masked_scatter(scored, scored_log_likelihood)
-
-
-def _chunk_log_likelihood(predictors: Tensor, head: Head, targets: Tensor) -> Tensor:
-    def forward(predictors: Tensor) -> Tensor:
-        logits = head(predictors)
-        check_targets(targets, logits.shape[-1])
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return -F.cross_entropy(logits, targets, reduction="none")
-
-    if torch.is_grad_enabled():
-        return checkpoint(forward, predictors, use_reentrant=False)
-    if isinstance(head, LinearHead) and len(targets):
+    if isinstance(head, LinearHead):
         check_targets(targets, len(head.weight))
-        return tiled_log_likelihood(predictors, head, targets)
-    logits = head(predictors)
-    blocks = [log_likelihood for _, _, log_likelihood in softmax_blocks(logits, targets)]
-    return torch.cat(blocks) if blocks else logits.new_zeros(0, dtype=torch.promote_types(logits.dtype, torch.float32))
+        found = linear_log_likelihood(rows, head, targets, chunk_size=chunk_size)
+    else:
+        # `split`, not slices: the gradient of each slice would be as long as the whole.
+        size = min(chunk_size, max(1, len(targets)))
+        chunks = zip(rows.split(size), targets.split(size), strict=True)
+        found = torch.cat([_chunk_log_likelihood(*chunk, head) for chunk in chunks])
+    return found.new_zeros(labels.shape).masked_scatter(scored, found)
 
 
-def softmax_blocks(logits: Tensor, targets: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Softmax of a few rows at a time: few enough to stay in a processor's cache, and no second chunk of logits.
+def _chunk_log_likelihood(rows: Tensor, targets: Tensor, head: Head) -> Tensor:
+    """Score a chunk by a head that may be anything; with gradient, its logits are recomputed in the backward pass."""
 
-    Args:
-        logits: ``[n, V]``, without gradient, of which nobody needs the values any more.
-        targets: ``[n]`` int64.
+    def forward(rows: Tensor) -> Tensor:
+        logits = head(rows)
+        check_targets(targets, logits.shape[-1])
+        result: Tensor = _TargetLogLikelihood.apply(logits, targets)
+        return result
 
-    Yields:
-        Which rows, their ``[rows, V]`` probabilities and ``[rows]`` log-likelihoods in nats; float32, or float64 for
-        float64 logits.
-    """
-    check_targets(targets, logits.shape[-1])
-    elements = 2**21 if logits.device.type == "cpu" else 2**26
-    size = max(1, elements // logits.shape[-1])
-    for start in range(0, len(logits), size):
-        rows = slice(start, min(start + size, len(logits)))
-        block = logits[rows].to(torch.promote_types(logits.dtype, torch.float32))
-        target = block.gather(-1, targets[rows, None])
-        total = log_sum_exp_and_softmax(block)
-        yield rows, block, (target - total).squeeze(-1)
+    # `checkpoint` restores the random state, for heads with dropout in their adapters.
+    return checkpoint(forward, rows, use_reentrant=False) if torch.is_grad_enabled() else forward(rows)
+
+
+class _TargetLogLikelihood(torch.autograd.Function):
+    """``[n]`` log-likelihoods of targets from ``[n, V]`` logits; `F.cross_entropy` holds a second chunk of them."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        total = wide.logsumexp(-1)
+        ctx.save_for_backward(logits, targets, total)
+        return wide.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
+        logits, targets, total = ctx.saved_tensors
+        grad = logits.to(total.dtype, copy=True)
+        index = targets.unsqueeze(-1)
+        differentiate_softmax_(grad, index, torch.ones_like(index, dtype=torch.bool), total, upstream)
+        return grad.to(logits.dtype), None
 
 
 def default_chunk_size(hidden_states: Tensor) -> int:

@@ -20,17 +20,21 @@ class Window(NamedTuple):
 
 
 class ShortContext(NamedTuple):
-    """What the short context says of the tokens of a batch.
+    """Log-likelihoods of the tokens of a batch given their short contexts.
 
     Attributes:
         log_likelihood: ``[B, T]`` in nats, 0 where there is none.
-        differs: ``[B, T]`` bool, where there is one; elsewhere the long log-likelihood stands for it.
-        share: Of the windows that were scored, if they were drawn at random.
+        has_short_context: ``[B, T]`` bool, where there is one.
+        window_fraction: Fraction of the windows that was scored, if they were drawn at random.
     """
 
     log_likelihood: Tensor
-    differs: Tensor
-    share: float = 1.0
+    has_short_context: Tensor
+    window_fraction: float = 1.0
+
+    def filled(self, long: Tensor) -> Tensor:
+        """Return ``[B, T]`` short log-likelihoods that are the long ones for tokens without a short context."""
+        return torch.where(self.has_short_context, self.log_likelihood.to(long.dtype), long)
 
 
 def short_context_windows(

@@ -1,37 +1,24 @@
 """A Hugging Face causal LM reduced to its one product: the log-likelihood of tokens, in long and in short contexts."""
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lightning_modules.batch import IGNORE_INDEX, PackedBatch, unscored_token
-from lightning_modules.functional import (
-    ShortContext,
-    Weighing,
-    WeightedLoss,
-    fused_long_cross_entropy,
-    token_log_likelihood,
-)
-from lightning_modules.functional.head_kernels import (
-    HeadKernel,
-    kernel_long_cross_entropy,
-    kernel_token_log_likelihood,
-)
+from lightning_modules.batch import PackedBatch
+from lightning_modules.functional import token_log_likelihood
 from lightning_modules.functional.linear_head import LinearHead
 from lightning_modules.functional.log_likelihood import Head
-from lightning_modules.functional.windows import Window, draw_windows, row_windows, trim_windows, window_batch
 from lightning_modules.models.adapters import active_module, is_peft_model
 from lightning_modules.models.attention import Exchange, borders_given, index_free_length, isolation_arguments
-from lightning_modules.models.context_extension.rotary_checks import check_rotary, check_static
+from lightning_modules.models.context_extension.rotary_checks import check_rotary
 from lightning_modules.models.optimizations.last_layer import last_layer_reads_from
-from lightning_modules.models.optimizations.modes import eval_mode, no_autocast_cache
+from lightning_modules.models.optimizations.modes import no_autocast_cache
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -41,42 +28,37 @@ Result = TypeVar("Result")
 CacheUse = Literal["together", "alone", "none"]
 """How a model generates: rows of a group together, each row with its own cache, or all tokens anew for each token."""
 
-Reading = Callable[[Tensor, Head, Tensor], Result]
-"""Makes something of ``[B, T, D]`` last hidden states, the head and ``[B, T]`` labels."""
-
-WINDOW_TOKENS_PER_PASS = 32_768
-"""Tokens of short windows that share a forward pass on an accelerator; on CPU each window has its own."""
+HeadFunction = Callable[[Tensor, Head, Tensor], Result]
+"""Computes something from ``[B, T, D]`` last hidden states, the head and ``[B, T]`` labels."""
 
 
 class Backbone(nn.Module):
     """Scores packed rows with a causal LM; full logits of a row never exist.
 
     Everything goes through `forward`, so that wrappers (DDP, FSDP2) see decoder and head as one module; what has to
-    look inside does it by `within`.
+    look inside does it by `unsharded`.
 
     Args:
         model: A Hugging Face causal LM, or a peft model around one (prompt learning is refused).
-        head_kernel: What computes the loss from hidden states where gradients are wanted. Without gradients it is
-            always our own chunks: they hold as little then, and round nothing but the logits.
 
     Attributes:
-        in_step: Whether each pass gathers weights from all processes, which then must make equally many.
+        is_sharded: Whether each pass gathers weights from all processes, which must then make equally many.
+        in_lockstep: Whether a `lockstep` is under way.
         cache_use: How the model generates, once `lightning_modules.tasks.generation` has found out.
 
     Raises:
         ValueError: If the model is no causal LM with a decoder and an output head, or uses prompt learning.
     """
 
-    def __init__(self, model: "PreTrainedModel | PeftModel", head_kernel: HeadKernel = "chunked") -> None:
+    def __init__(self, model: "PreTrainedModel | PeftModel") -> None:
         super().__init__()
         if is_peft_model(model) and model.peft_config[model.active_adapter].is_prompt_learning:
             raise ValueError("Prompt learning adds tokens that nobody scores: use LoRA or another weight adapter.")
         self.model = model
-        self.head_kernel: HeadKernel = head_kernel
         # A state runs on from token to token: no position and no mask can keep documents apart, or leave tokens out.
         # Known of the architecture, as weights may make it too small to be measured.
         self.isolates_documents = self.trims_last_layer = not self.is_stateful
-        self.in_step = False
+        self.is_sharded = self.in_lockstep = False
         self.cache_use: CacheUse | None = None
         self._longest_told = 0
         if self.base_model.get_output_embeddings() is None or self.decoder is None:
@@ -123,72 +105,54 @@ class Backbone(nn.Module):
         return next(self.base_model.get_input_embeddings().parameters())
 
     @overload
-    def forward(
-        self, batch: PackedBatch, weighing: None = None, *, first_scored: int = 1, exchange: Exchange | None = None
-    ) -> Tensor: ...
+    def forward(self, batch: PackedBatch, *, first_scored: int = 1, exchange: Exchange | None = None) -> Tensor: ...
 
     @overload
-    def forward(self, batch: PackedBatch, weighing: Weighing, *, exchange: Exchange | None = None) -> WeightedLoss: ...
-
-    @overload
-    def forward(self, batch: PackedBatch, *, first_scored: int = 1, reading: Reading[Result]) -> Result: ...
+    def forward(self, batch: PackedBatch, *, first_scored: int = 1, head_fn: HeadFunction[Result]) -> Result: ...
 
     def forward(
         self,
         batch: PackedBatch,
-        weighing: Weighing | None = None,
         *,
         first_scored: int = 1,
         exchange: Exchange | None = None,
-        reading: Reading[Any] | None = None,
+        head_fn: HeadFunction[Any] = token_log_likelihood,
     ) -> Any:
-        """Log-likelihood of each scored token given everything before it in its document, or the loss made of them.
+        """Compute the log-likelihood of each scored token given everything before it in its document.
 
         Args:
-            batch: ``[B, T]`` packed rows.
-            weighing: How the tokens make up a loss, for training.
-            first_scored: No token before this one is scored in any row, which saves work in the last layer.
-            exchange: If the rows are this process's part of rows that several share (`SequenceGroup.part`), how their
-                attention is computed. Labels are ``[B, T + 1]`` then, and so is what is returned.
-            reading: What to make of the hidden states instead.
+            batch: ``[B, T]`` packed sequences.
+            first_scored: No token before this one is scored in any sequence, which saves work in the last layer.
+            exchange: If the sequences are this process's part of sequences that several share (`SequenceGroup.part`),
+                how their attention is computed. Labels are ``[B, T + 1]`` then, and so is what is returned.
+            head_fn: What to compute from the hidden states instead.
 
         Returns:
-            ``[B, T]`` log-likelihoods in nats, float32; 0 where a token is not scored. With ``weighing``, the loss,
-            whose gradients our own kernel has formed already, and what it was made of. With ``reading``, what it gives.
+            ``[B, T]`` log-likelihoods in nats, float32; 0 where a token is not scored. Gradients flow through them, if
+            they are enabled. Or what ``head_fn`` returns.
 
         Raises:
             ValueError: If a document is longer than learned positions allow, or the model cannot keep documents apart.
         """
-        trims = weighing is None and self.trims_last_layer and not torch.is_grad_enabled()
+        trims = self.trims_last_layer and not torch.is_grad_enabled()
         trims = trims and not self._must_part(batch)  # or it would leave out the first tokens of each document
-        with no_autocast_cache(), last_layer_reads_from(self.decoder, first_scored - 1 if trims else 0):
-            hidden_states = self.hidden_states(batch, exchange)
-        if reading is not None:
-            return reading(hidden_states, self.head, batch["labels"])
-        return self._read(hidden_states, batch["labels"], weighing)
+        # The head as well: with one half-precision copy for all chunks, its gradient would be summed in that type.
+        with no_autocast_cache():
+            with last_layer_reads_from(self.decoder, first_scored - 1 if trims else 0):
+                hidden_states = self.hidden_states(batch, exchange)
+            return head_fn(hidden_states, self.head, batch["labels"])
 
-    def _read(self, hidden_states: Tensor, labels: Tensor, weighing: Weighing | None) -> Tensor | WeightedLoss:
-        kernel = self.head_kernel if torch.is_grad_enabled() else "chunked"
-        if weighing is None and kernel == "chunked":
-            return token_log_likelihood(hidden_states, self.head, labels)
-        if weighing is None:
-            return kernel_token_log_likelihood(kernel, hidden_states, self.linear_head(), labels)
-        if kernel == "chunked":
-            parameters = self.base_model.get_output_embeddings().parameters()
-            return fused_long_cross_entropy(hidden_states, self.head, parameters, labels, weighing)
-        return kernel_long_cross_entropy(kernel, hidden_states, self.linear_head(), labels, weighing)
+    def unsharded(self, function: Callable[[], Result]) -> Result:
+        """Call a function that uses decoder, head or model by themselves, while their weights are whole.
 
-    def within(self, function: Callable[[], Result]) -> Result:
-        """What a function gives that uses decoder, head or model by themselves: where weights are divided, not here.
-
-        Such weights are whole only inside of a pass, and this is one. All processes must call it.
+        Sharded weights are whole only inside of a pass, and this is one. All processes must call it.
         """
         return function()
 
     def hidden_states(self, batch: PackedBatch, exchange: Exchange | None = None) -> Tensor:
         """``[B, T, D]`` last hidden states, entry ``t`` having seen tokens ``0 .. t`` of its document.
 
-        Call it in `within`, or weights that are divided among processes may be missing.
+        Call it in `unsharded`, or weights that are sharded may be missing.
         """
         lengths = [stop - start for row in batch["document_borders"] for start, stop in pairwise(row)]
         self.check_length(max(lengths, default=0))
@@ -225,7 +189,7 @@ class Backbone(nn.Module):
         limit = index_free_length(self.base_model.config)
         if self.isolates_documents and (limit is None or batch["input_ids"].shape[1] <= limit):
             return False
-        if self.in_step:
+        if self.is_sharded:
             raise ValueError(
                 f"`{type(self.base_model).__name__}` cannot keep the documents of a row apart where processes share its"
                 f" weights ('{self.attention}' attention): give it rows of one document, or `isolate_documents: false`"
@@ -263,22 +227,6 @@ class Backbone(nn.Module):
             logits = logits * scale
         return logits if soft_cap is None else torch.tanh(logits / soft_cap) * soft_cap
 
-    def linear_head(self) -> LinearHead:
-        """What `logits` computes, for kernels that take the weight instead of calling a module.
-
-        Raises:
-            ValueError: If the head is more than a plain linear layer: an adapter, quantised, sharded, or hooked.
-        """
-        head = self.head
-        if not isinstance(head, LinearHead):
-            module = self.base_model.get_output_embeddings()
-            kind = f"{type(module).__module__}.{type(module).__qualname__}"
-            raise ValueError(
-                f"The head of `{type(self.base_model).__name__}` is a `{kind}` that is no plain linear layer or has"
-                f" hooks, and `head_kernel: {self.head_kernel}` computes nothing else: set `head_kernel: chunked`."
-            )
-        return head
-
     def _logit_transform(self) -> tuple[float, float | None]:
         """What the model multiplies its logits by, and the soft cap that it puts on them then."""
         config = self.base_model.config.get_text_config(decoder=True)
@@ -288,113 +236,6 @@ class Backbone(nn.Module):
         if (divisor := getattr(config, "logits_scaling", None)) is not None:  # Granite
             scale /= divisor
         return scale, getattr(config, "final_logit_softcapping", None)  # Gemma 2 and 3
-
-    @torch.no_grad()
-    def short_log_likelihood(
-        self,
-        batch: PackedBatch,
-        *,
-        context_length: int,
-        stride: int,
-        wanted: Tensor | None = None,
-        window_share: float = 1.0,
-        seed: int = 0,
-        shared_by: dist.ProcessGroup | None = None,
-    ) -> ShortContext:
-        """Log-likelihood of each token given a short context, in eval mode and without gradient.
-
-        Args:
-            batch: ``[B, T]`` packed rows.
-            context_length: Length K of the shortest short context, in tokens.
-            stride: Number d of tokens that share one window.
-            wanted: ``[B, T]`` bool, the tokens to be scored; windows without any are skipped. All by default.
-            window_share: Share of the windows to be scored, drawn at random without replacement.
-            seed: Of that draw.
-            shared_by: Processes that all have this batch and share its windows out among them.
-
-        Returns:
-            The log-likelihoods and where there are any.
-
-        Raises:
-            ValueError: If the rotation of a position depends on the length of the text.
-        """
-        self._check_rope()
-        short = torch.zeros_like(batch["labels"], dtype=torch.promote_types(self.base_model.dtype, torch.float32))
-        differs = torch.zeros_like(batch["labels"], dtype=torch.bool)
-        windows = row_windows(batch["document_borders"], context_length=context_length, stride=stride)
-        windows, share = draw_windows(windows, window_share, seed=seed)
-        if wanted is not None:
-            windows = trim_windows(windows, wanted)
-            batch = batch.copy()
-            batch["labels"] = batch["labels"].masked_fill(~wanted, IGNORE_INDEX)
-        for row, (_, scored, stop) in windows:
-            differs[row, scored:stop] = True
-        if shared_by is not None:
-            windows = windows[shared_by.rank() :: shared_by.size()]
-        for group, log_likelihood in self.score_windows(batch, self.window_groups(windows)):
-            short = short.to(log_likelihood.dtype)
-            for scores, (row, (start, scored, stop)) in zip(log_likelihood, group, strict=True):
-                short[row, scored:stop] = scores[scored - start : stop - start]
-        if shared_by is not None:  # each token has one summand that is not 0
-            dist.all_reduce(short, group=shared_by)
-        return ShortContext(short, differs & batch["labels"].ne(IGNORE_INDEX), share)
-
-    def window_groups(self, windows: Sequence[tuple[int, Window]]) -> list[Sequence[tuple[int, Window]]]:
-        """Windows of about one length in groups that share a forward pass."""
-        longest = max((window.stop - window.start for _, window in windows), default=1)
-        size = self._windows_per_pass(longest)
-        return [windows[first : first + size] for first in range(0, len(windows), size)]
-
-    def score_windows(
-        self,
-        batch: PackedBatch,
-        groups: Sequence[Sequence[tuple[int, Window]]],
-        *,
-        reading: Reading[Any] | None = None,
-    ) -> Iterator[tuple[Sequence[tuple[int, Window]], Any]]:
-        """Log-likelihoods of tokens that see their window only, in eval mode. To be exhausted, in all processes.
-
-        Args:
-            batch: ``[B, T]`` packed rows.
-            groups: Pairs of a row's index and a window of that row; those of a group share a forward pass.
-            reading: What to make of the hidden states; log-likelihoods by default.
-
-        Yields:
-            Each group and the ``[W, longest window]`` log-likelihoods of its windows' tokens, in nats; 0 for tokens
-            that are not scored, or what ``reading`` gives.
-        """
-        with eval_mode(self):
-            self._keep_in_step(len(groups))
-            for group in groups:
-                unread = min(window.scored - window.start for _, window in group)
-                yield group, self(window_batch(batch, group), first_scored=unread, reading=reading)
-
-    @torch.no_grad()
-    def long_and_short(
-        self, batch: PackedBatch, *, context_length: int, stride: int, beta: float | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """The pair everything else is a function of.
-
-        Args:
-            batch: ``[B, T]`` packed rows.
-            context_length: Length K of the shortest short context, in tokens.
-            stride: Number d of tokens that share one window.
-            beta: Spare the short pass tokens that are not likelier than this in the long context, in nats: they cannot
-                be key tokens for this threshold, and their short log-likelihood is NaN.
-
-        Returns:
-            ``[B, T]`` long and ``[B, T]`` short log-likelihoods in nats, equal where a token has no short context.
-        """
-        sizes: dict[str, Any] = {"context_length": context_length, "stride": stride}
-        if beta is None:
-            # The short pass first: its buffers never meet what the long one leaves behind.
-            short = self.short_log_likelihood(batch, **sizes)
-            long = self(batch)
-            return long, torch.where(short.differs, short.log_likelihood, long)
-        long = self(batch)
-        short = self.short_log_likelihood(batch, **sizes, wanted=long > beta)
-        spared = (long <= beta) & (batch["position_ids"] >= context_length + stride)
-        return long, torch.where(short.differs, short.log_likelihood, long).masked_fill(spared, torch.nan)
 
     def check_token_ids(self, batch: PackedBatch) -> None:
         """Raise a ``ValueError`` for ids beyond the embedding, which an accelerator reports obscurely."""
@@ -409,22 +250,6 @@ class Backbone(nn.Module):
     def attention(self) -> str:
         """Name of the attention implementation in transformers."""
         return self.base_model.config._attn_implementation
-
-    def _windows_per_pass(self, window_length: int) -> int:
-        return 1 if self.device.type == "cpu" else max(1, WINDOW_TOKENS_PER_PASS // window_length)
-
-    def _keep_in_step(self, passes: int) -> None:
-        """Make the passes through one unscored token that this process lacks to the largest number of any of them."""
-        if not self.in_step:
-            return
-        most = torch.tensor(passes, device=self.device)
-        dist.all_reduce(most, dist.ReduceOp.MAX)
-        for _ in range(int(most) - passes):
-            self(unscored_token(self.device))
-
-    def _check_rope(self) -> None:
-        """Raise a ``ValueError`` for RoPE types by which the same window rotates differently alone and in its text."""
-        check_static(self.base_model.config, compares=True)
 
     def check_length(self, longest: int) -> None:
         """Raise a ``ValueError`` for a document of more tokens than learned positions, and warn of too many others."""

@@ -15,7 +15,6 @@ from transformers import (
     PreTrainedModel,
 )
 
-from lightning_modules.functional.head_kernels import HeadKernel, check_installed
 from lightning_modules.models.adapters import add_adapters, quantization_config
 from lightning_modules.models.attention import register_document_attention
 from lightning_modules.models.backbone import Backbone
@@ -49,7 +48,6 @@ def load_backbone(
     trust_remote_code: bool = False,
     device: torch.device | str = "cpu",
     autocast: bool = False,
-    head_kernel: HeadKernel = "chunked",
     with_weights: bool = True,
 ) -> Backbone:
     """Load a causal LM into main memory, ready to be moved, and then scored or trained.
@@ -71,7 +69,6 @@ def load_backbone(
         trust_remote_code: Run code from the model's repository; off unless you trust it.
         device: Where the model will run, which decides its attention.
         autocast: Whether it will run under half-precision autocast, which decides it, too.
-        head_kernel: What computes the loss from hidden states in training.
         with_weights: If not, all tensors are on the meta device, where they have a shape and no memory, for somebody
             who will fill them in.
 
@@ -79,7 +76,6 @@ def load_backbone(
         ValueError: If the model cannot be found, built or extended, or lacks weights, or the head kernel's package is
             missing.
     """
-    check_installed(head_kernel)
     config = load_config(
         pretrained_model_name_or_path,
         model_config=model_config,
@@ -110,7 +106,7 @@ def load_backbone(
         enable_checkpointing(model, gradient_checkpointing)
         if lora is not None:
             model = add_adapters(model, lora, autocast=autocast)
-    return Backbone(model, head_kernel)
+    return Backbone(model)
 
 
 def has_weights(pretrained_model_name_or_path: str | None) -> TypeGuard[str]:

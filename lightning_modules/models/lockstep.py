@@ -1,56 +1,59 @@
-"""Passes through a model by processes that each have as many as their own work takes."""
+"""Lockstep: all ranks that share a model's weights run the same number of forward passes."""
 
-from collections.abc import Callable
-from types import TracebackType
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from lightning_modules.batch import unscored_token
 from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.optimizations.modes import eval_mode
 
-Result = TypeVar("Result")
 
+@contextmanager
+def lockstep(backbone: Backbone) -> Iterator[Callable[..., Any]]:
+    """Run the same number of forward passes in all ranks, however much work each of them has.
 
-class Passes:
-    """Makes passes through a backbone; where each gathers weights from all processes, all make equally many.
-
-    At each pass the processes tell each other whether anybody still has work. Who has none makes passes through one
-    token when the block ends, until nobody has any.
+    Where weights are sharded, every pass gathers them from all ranks. Each pass in the block is announced to the other
+    ranks; at the end of the block, a rank runs dummy passes until all ranks have run out of work. A rank without any
+    work enters the block and leaves it. A block inside another is a part of it.
 
     Args:
-        backbone: The model.
+        backbone: The model. If its weights are not sharded, the block does nothing.
+
+    Yields:
+        ``run(function, *args, **kwargs)``, which calls a function that makes one forward pass: the backbone, or its
+        method `Backbone.unsharded`.
 
     Example:
-        >>> with Passes(backbone) as passes:  # doctest: +SKIP
-        ...     hidden_states = passes(lambda: backbone.decoder(input_ids=tokens).last_hidden_state)
+        >>> with lockstep(backbone) as run:  # doctest: +SKIP
+        ...     log_likelihoods = [run(backbone, batch) for batch in batches]
     """
+    if not backbone.is_sharded:
+        yield lambda function, *args, **kwargs: function(*args, **kwargs)
+        return
 
-    def __init__(self, backbone: Backbone) -> None:
-        self.backbone = backbone
+    def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        any_rank(True, backbone.device)
+        return function(*args, **kwargs)
 
-    def __enter__(self) -> "Passes":
-        return self
+    is_outermost, backbone.in_lockstep = not backbone.in_lockstep, True
+    try:
+        yield run
+        if is_outermost:
+            with torch.no_grad(), eval_mode(backbone):
+                while any_rank(False, backbone.device):
+                    backbone(unscored_token(backbone.device))
+    finally:
+        backbone.in_lockstep = not is_outermost
 
-    def __call__(self, function: Callable[[], Result]) -> Result:
-        """What a function gives that calls decoder and head, each at most once."""
-        self._anybody(True)
-        return self.backbone.within(function)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        while kind is None and self._anybody(False):
-            self.backbone.within(self._idle)
-
-    def _idle(self) -> None:
-        token = torch.zeros(1, 1, dtype=torch.int64, device=self.backbone.device)
-        hidden_states = self.backbone.decoder(input_ids=token, position_ids=token, use_cache=False).last_hidden_state
-        self.backbone.logits(hidden_states)
-
-    def _anybody(self, works: bool) -> bool:
-        if not self.backbone.in_step:
-            return works
-        working = torch.tensor(int(works), device=self.backbone.device)
-        dist.all_reduce(working, dist.ReduceOp.MAX)
-        return bool(working)
+def any_rank(value: bool, device: torch.device | str) -> bool:
+    """Return whether the value is true in any rank; all of them must ask at the same time."""
+    if not dist.is_initialized():
+        return value
+    flag = torch.tensor(int(value), device=device)
+    dist.all_reduce(flag, dist.ReduceOp.MAX)
+    return bool(flag)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
-from lightning_modules.functional.head_kernels import check_kernel
 from lightning_modules.models.attention import DOCUMENT_SDPA
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.optimizations.modes import eval_mode
@@ -25,16 +24,14 @@ def check_scoring(backbone: Backbone) -> None:
 
     Raises:
         ValueError: If they disagree: the model does something to its logits or positions that is not known here, and
-            every number would be wrong. If the head kernel is missing, wrong, or unfit for the head.
+            every number would be wrong.
     """
-    if backbone.head_kernel != "chunked":
-        backbone.within(lambda: check_kernel(backbone.head_kernel, backbone.linear_head()))
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(backbone.vocabulary_size, (12,), generator=generator).to(backbone.device)
     documents = tokens.split([7, 5])
     name = type(backbone.base_model).__name__
     with torch.no_grad(), eval_mode(backbone):
-        logits, error = backbone.within(lambda: _compare(backbone, documents))
+        logits, error = backbone.unsharded(lambda: _compare(backbone, documents))
         if not all(torch.isfinite(part).all() for part in logits):
             raise ValueError(
                 f"`{name}` gives logits that are not finite for a few plain tokens: its weights are damaged, or"

@@ -10,6 +10,7 @@ from lightning_modules.functional import LikeliestTokens, likeliest_tokens
 from lightning_modules.functional.windows import row_windows
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.optimizations.modes import eval_mode
+from lightning_modules.models.short_context import score_windows
 
 
 class Alternatives(NamedTuple):
@@ -26,7 +27,7 @@ class Alternatives(NamedTuple):
 def long_and_short_alternatives(
     backbone: Backbone, batch: PackedBatch, *, count: int = 5, context_length: int, stride: int
 ) -> Alternatives:
-    """The likeliest tokens in both contexts, by the passes that score the tokens (`Backbone.long_and_short`).
+    """The likeliest tokens in both contexts, by the passes that score the tokens (`long_and_short`).
 
     Args:
         backbone: The model, where it shall run.
@@ -42,11 +43,11 @@ def long_and_short_alternatives(
         ValueError: If ``count`` is not from 1 to the size of the vocabulary, or a length is below 1.
     """
     windows = row_windows(batch["document_borders"], context_length=context_length, stride=stride)
-    reading = partial(likeliest_tokens, count=count)
+    head_fn = partial(likeliest_tokens, count=count)
     with eval_mode(backbone):
-        long = LikeliestTokens(*(part.cpu() for part in backbone(batch, reading=reading)))
+        long = LikeliestTokens(*(part.cpu() for part in backbone(batch, head_fn=head_fn)))
     short = LikeliestTokens(*(part.clone() for part in long))
-    for group, found in backbone.score_windows(batch, backbone.window_groups(windows), reading=reading):
+    for group, found in score_windows(backbone, batch, windows, head_fn=head_fn):
         for target, source in zip(short, found, strict=True):
             rows = source.cpu()
             for window, (row, (start, scored, stop)) in zip(rows, group, strict=True):

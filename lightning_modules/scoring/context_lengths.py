@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-import torch
 from jsonargparse.typing import PositiveInt
 from torch import Tensor
 
@@ -12,6 +11,7 @@ from lightning_modules.batch import PackedBatch
 from lightning_modules.functional import Window
 from lightning_modules.functional.checks import check_count
 from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.short_context import score_windows
 
 LONGEST = 2**20
 """Largest rung of a ladder that ends where the model does, for a model that names no length."""
@@ -64,6 +64,12 @@ class ContextLadder:
         powers = (context_length << doubling for doubling in range(longest.bit_length()))
         return Rungs(tuple(context for context in powers if context <= longest) or (context_length,), window)
 
+    def model_rungs(self, backbone: Backbone, context_length: int, stride: int) -> "Rungs":
+        """Return the rungs for a model that has been loaded, scored with these lengths."""
+        config = backbone.base_model.config.get_text_config(decoder=True)
+        longest = getattr(config, "max_position_embeddings", None)
+        return self.rungs(context_length=context_length, stride=stride, longest=longest)
+
 
 @dataclass(frozen=True)
 class Rungs:
@@ -93,9 +99,8 @@ class Rungs:
                     found[row][context] = long[row, start:stop]
                 elif context < start:
                     windows[context].append((row, Window(start - context, start, stop)))
-        groups = [group for each in windows.values() for group in backbone.window_groups(each)]
-        with torch.no_grad():
-            for group, scores in backbone.score_windows(batch, groups):
+        for alike in windows.values():
+            for group, scores in score_windows(backbone, batch, alike):
                 for own, (row, window) in zip(scores, group, strict=True):
                     found[row][window.scored - window.start] = own[window.scored - window.start :]
         return [dict(sorted(rungs.items())) for rungs in found]

@@ -1,15 +1,22 @@
 """Documents to log-likelihoods, and what becomes of a document for which that fails."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_modules.batch import PackedBatch, unscored_token
+from lightning_modules.batch import PackedBatch
 from lightning_modules.models.backbone import Backbone
-from lightning_modules.scoring.context_lengths import Rungs
+from lightning_modules.models.identity import model_identity
+from lightning_modules.models.loading import has_weights
+from lightning_modules.models.lockstep import lockstep
+from lightning_modules.models.short_context import long_and_short
+from lightning_modules.scoring.context_lengths import ContextLadder, Rungs
 from lightning_modules.scoring.token_scores import TokenScores, text_sha256
+from lightning_modules.utilities.identity import content_hash
 
 
 @dataclass
@@ -25,7 +32,7 @@ class DocumentScorer:
 
     Args:
         backbone: The model.
-        name: Of the model, as scores cite it.
+        name: Name of the model, as scores cite it.
         context_length: Length K of the shortest short context, in tokens.
         stride: Number d of tokens that share one short window.
         rungs: Of a context ladder, if there is one.
@@ -39,10 +46,12 @@ class DocumentScorer:
 
     def score(self, batch: PackedBatch) -> list[TokenScores]:
         """Score rows of one document each, with ``text`` and ``offsets``."""
-        long, short = self.backbone.long_and_short(batch, context_length=self.context_length, stride=self.stride)
         ladders: list[dict[int, Tensor]] = [{} for _ in batch["document_borders"]]
-        if self.rungs is not None:
-            ladders = self.rungs.log_likelihood(self.backbone, batch, long)
+        with lockstep(self.backbone):
+            sizes = {"context_length": self.context_length, "stride": self.stride}
+            long, short = long_and_short(self.backbone, batch, **sizes)
+            if self.rungs is not None:
+                ladders = self.rungs.log_likelihood(self.backbone, batch, long)
         return [
             TokenScores(
                 text_sha256=text_sha256(batch["text"][row]),
@@ -75,12 +84,11 @@ class DocumentScorer:
                 fitting.append(row)
             except ValueError as error:
                 results[row] = Failed(str(error))
-        if not fitting:
-            self._accompany()
-            return results
-        scored = self._in_parts(batch if len(fitting) == len(results) else rows_of(batch, fitting))
-        for row, result in zip(fitting, scored, strict=True):
-            results[row] = result if isinstance(result, Failed) else checked(result)
+        with lockstep(self.backbone):  # in which this process takes part even if nothing fits
+            if fitting:
+                scored = self._in_parts(batch if len(fitting) == len(results) else rows_of(batch, fitting))
+                for row, result in zip(fitting, scored, strict=True):
+                    results[row] = result if isinstance(result, Failed) else checked(result)
         return results
 
     def _in_parts(self, batch: PackedBatch) -> list[TokenScores | Failed]:
@@ -91,7 +99,7 @@ class DocumentScorer:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            if self.backbone.in_step:
+            if self.backbone.is_sharded:
                 error.add_note(
                     "Processes that divide the weights among them cannot leave out a document that one of them has no"
                     f" memory for ({_sizes(batch)}): lower `data.max_tokens`, or have more processes."
@@ -103,14 +111,6 @@ class DocumentScorer:
         if rows == 1:
             return [Failed(f"out of memory ({_sizes(batch)})")]
         return [self._in_parts(rows_of(batch, [row]))[0] for row in range(rows)]
-
-    def _accompany(self) -> None:
-        """Make the passes that other processes wait for, if any do."""
-        if self.backbone.in_step:
-            batch = unscored_token(self.backbone.device)
-            long, _ = self.backbone.long_and_short(batch, context_length=self.context_length, stride=self.stride)
-            if self.rungs is not None:
-                self.rungs.log_likelihood(self.backbone, batch, long)
 
 
 def rows_of(batch: PackedBatch, rows: Sequence[int]) -> PackedBatch:
@@ -142,3 +142,30 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def _sizes(batch: PackedBatch) -> str:
     return " + ".join(str(borders[-1]) for borders in batch["document_borders"]) + " tokens"
+
+
+def scoring_settings(
+    loading: Mapping[str, Any], context_length: int, stride: int, ladder: ContextLadder | None
+) -> dict[str, Any]:
+    """Return all that a document's scores depend on besides its tokens, in plain values.
+
+    Args:
+        loading: Arguments of `load_backbone`; the model itself is not needed yet.
+        context_length: Length K of the shortest short context, in tokens.
+        stride: Number d of tokens that share one short window.
+        ladder: Context ladder, if there is one.
+    """
+    path = loading["pretrained_model_name_or_path"]
+    if has_weights(path):
+        trusted = loading["trust_remote_code"]
+        model: str | None = model_identity(path, loading["revision"], trust_remote_code=trusted)
+    else:  # random weights, or those of a checkpoint; a config if there is a path
+        model = None if path is None else f"sha256:{content_hash(Path(path).expanduser())}"
+    names = ("model_config", "context_extension", "dtype", "lora", "quantization")
+    return {
+        "model": model,
+        **{name: loading[name] for name in names},
+        "context_length": context_length,
+        "stride": stride,
+        "ladder": None if ladder is None else asdict(ladder),
+    }

@@ -3,20 +3,23 @@
 import hashlib
 import logging
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from transformers import PreTrainedTokenizerFast
 
-from lightning_modules.batch import PackedBatch, batch_to, unscored_token
+from lightning_modules.batch import PackedBatch, batch_to
 from lightning_modules.functional import LikeliestTokens
 from lightning_modules.functional.windows import check_context
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.identity import check_same_model, model_identity
 from lightning_modules.models.loading import DType, load_backbone, load_config
+from lightning_modules.models.lockstep import any_rank, lockstep
 from lightning_modules.models.probe import check_scoring
+from lightning_modules.models.short_context import long_and_short
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer, tokenizer_hash
 from lightning_modules.scoring.alternatives import Alternatives, long_and_short_alternatives
 from lightning_modules.scoring.token_scores import FORMAT, TokenScores, text_sha256
@@ -59,8 +62,8 @@ def score_text(
     batch = encode_document(text, tokenizer, name=name, add_special_tokens=add_special_tokens)
     backbone.check_token_ids(batch)
     on_device = batch_to(batch, backbone.device)
-    with torch.inference_mode(mode=not backbone.in_step):  # in which weights cannot be gathered
-        long, short = backbone.long_and_short(on_device, context_length=context_length, stride=stride, beta=beta)
+    with torch.inference_mode(mode=not backbone.is_sharded):  # in which weights cannot be gathered
+        long, short = long_and_short(backbone, on_device, context_length=context_length, stride=stride, beta=beta)
     return TokenScores(
         text_sha256=text_sha256(text),
         evaluator=evaluator,
@@ -90,7 +93,7 @@ class Evaluator:
         cache_dir: Folder of the stored scores; by default ``token_scores`` in ``$LONGCE_CACHE`` or ``~/.cache/longce``.
         trust_remote_code: Run code from the model's repository; off unless you trust it.
         sharded: Divide the model among all processes, for one that does not fit on one device. All of them must then
-            ask for scores equally often; who has no text to ask for calls `accompany` instead.
+            ask for scores equally often; a process without a text calls `join` instead.
         trimmed_offsets: As in `lightning_modules.models.tokenization.tokenizer.load_tokenizer`.
 
     Raises:
@@ -151,10 +154,9 @@ class Evaluator:
         known = self._scores.get(sha256)
         if known is None or known.floor > (-math.inf if beta is None else beta):
             known = self._stored(sha256) or (None if beta is None else self._stored(sha256, beta))
-        if known is None:
-            known = self._score(text, device, name, beta)
-        else:
-            self.accompany(device=device, beta=beta)
+        with self._lockstep(device, has_text=known is None):
+            if known is None:
+                known = self._score(text, device, name, beta)
         self._scores[sha256] = known
         return known
 
@@ -188,17 +190,24 @@ class Evaluator:
             text, self.tokenizer, name=name, add_special_tokens=self.add_special_tokens, max_tokens=max_tokens
         )
 
-    def accompany(self, *, device: torch.device | str = "cpu", beta: float | None = None) -> None:
-        """Take part in the passes of processes that score a text now, if the model is divided among all.
+    def join(self, *, device: torch.device | str = "cpu") -> None:
+        """Take part in the passes of processes that score a text now, if the model is sharded among all.
 
         Args:
             device: Where the model shall run.
-            beta: What the others ask for; `scores` says what it means.
         """
-        if self.sharded and self._any_process(False, device):
-            backbone, nothing = self._model(device), unscored_token(torch.device(device))
-            with torch.inference_mode(mode=False):
-                backbone.long_and_short(nothing, context_length=self.context_length, stride=self.stride, beta=beta)
+        with self._lockstep(device, has_text=False):
+            pass
+
+    @contextmanager
+    def _lockstep(self, device: torch.device | str, *, has_text: bool) -> Iterator[None]:
+        """Run as many passes in the block as the other processes, if any of them has a text to be scored."""
+        if self.sharded and any_rank(has_text, device):
+            backbone = self._model(device)
+            with torch.inference_mode(mode=False), lockstep(backbone):
+                yield
+        else:
+            yield
 
     def release(self) -> None:
         """Free the model's memory; what it scored stays."""
@@ -236,8 +245,6 @@ class Evaluator:
         return scores if scores.text_sha256 == sha256 and enough else None
 
     def _score(self, text: str, device: torch.device | str, name: str, beta: float | None) -> TokenScores:
-        if self.sharded:
-            self._any_process(True, device)
         try:
             scores = score_text(
                 text,
@@ -291,12 +298,3 @@ class Evaluator:
                     mesh, device=device, pretrained_model_name_or_path=self.name, **self._settings
                 )
         return load_backbone(self.name, device=device, **self._settings).to(device)
-
-    @staticmethod
-    def _any_process(wants: bool, device: torch.device | str) -> bool:
-        """Whether any process has a text to be scored; all of them must ask at the same time."""
-        if not dist.is_initialized():
-            return wants
-        wanted = torch.tensor(int(wants), device=device)
-        dist.all_reduce(wanted, dist.ReduceOp.MAX)
-        return bool(wanted)

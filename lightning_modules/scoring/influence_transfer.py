@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from lightning_modules.batch import PackedBatch
 from lightning_modules.functional import short_context_windows, soft_influence, transfer_influence
 from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.short_context import long_and_short
 from lightning_modules.models.tokenization.detokenization import TokenCharacters
 from lightning_modules.scoring.evaluator import score_text
 
@@ -37,7 +38,7 @@ def row_influence(batch: PackedBatch, backbone: Backbone, *, context_length: int
     ]
     if not any(windows):  # no token has a short context that differs
         return torch.ones_like(batch["labels"], dtype=torch.float32)
-    long, short = backbone.long_and_short(batch, context_length=context_length, stride=stride)
+    long, short = long_and_short(backbone, batch, context_length=context_length, stride=stride)
     return soft_influence(long, short, gamma=gamma).float()
 
 

@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 
 from lightning_modules.models.attention import borders_given
 from lightning_modules.models.backbone import Backbone, CacheUse
-from lightning_modules.models.lockstep import Passes
+from lightning_modules.models.lockstep import lockstep
 from lightning_modules.models.optimizations.last_layer import last_layer_reads_from
 from lightning_modules.models.optimizations.modes import eval_mode, no_autocast_cache
 
@@ -71,9 +71,9 @@ def generate(
     order = sorted(range(len(prompts)), key=lambda index: (limits[index], len(prompts[index])), reverse=True)
     with torch.no_grad(), no_autocast_cache(), eval_mode(backbone):
         decoder = _Decoder(backbone, _end_tokens(backbone) if end_tokens is None else end_tokens, stopped)
-        with Passes(backbone) as passes:
+        with lockstep(backbone) as run:
             rows = (_Row(index, prompts[index], limits[index]) for index in order)
-            for group in decoder.go_on(passes, rows, cache_bytes or _cache_bytes(backbone.device)):
+            for group in decoder.go_on(run, rows, cache_bytes or _cache_bytes(backbone.device)):
                 for number, tokens in group.items():
                     results[number] = tokens
                 if done is not None:
@@ -109,25 +109,25 @@ class _Decoder:
         self.stopped = stopped
         self.use = cache_use(backbone)
 
-    def go_on(self, passes: Passes, rows: Iterator[_Row], cache_bytes: int) -> Iterator[dict[int, list[int]]]:
+    def go_on(self, run: Callable[..., Any], rows: Iterator[_Row], cache_bytes: int) -> Iterator[dict[int, list[int]]]:
         """Continuations of groups of rows, sorted so that those that come together are alike; longest first."""
         if self.use == "none":
             for row in rows:
-                yield {row.number: self._recompute(passes, row)}
+                yield {row.number: self._recompute(run, row)}
             return
         group: list[_Row] = []
         caches: list[Cache] = []
         first: list[Tensor] = []
         for row in rows:
             if group and self._is_full(group, caches[0], row, cache_bytes):
-                yield self._together(passes, group, caches, first)
+                yield self._together(run, group, caches, first)
                 group, caches, first = [], [], []
-            logits, cache = read_prompt(self.backbone, passes, row.prompt)
+            logits, cache = read_prompt(self.backbone, run, row.prompt)
             group.append(row)
             caches.append(cache)
             first.append(logits)
         if group:
-            yield self._together(passes, group, caches, first)
+            yield self._together(run, group, caches, first)
 
     def _is_full(self, group: list[_Row], cache: Cache, row: _Row, cache_bytes: int) -> bool:
         """Whether the caches of a group, padded to the length of its longest row, leave no room for another row."""
@@ -138,7 +138,7 @@ class _Decoder:
         return (len(group) + 1) * tokens * _bytes(cache) / len(group[0].prompt) > cache_bytes
 
     def _together(
-        self, passes: Passes, group: list[_Row], caches: list[Cache], first: list[Tensor]
+        self, run: Callable[..., Any], group: list[_Row], caches: list[Cache], first: list[Tensor]
     ) -> dict[int, list[int]]:
         """Continuations of rows that were read; the caches are used up."""
         lengths = [len(row.prompt) for row in group]
@@ -152,15 +152,15 @@ class _Decoder:
                     going.discard(index)
             if not going:
                 break
-            last = next_logits(self.backbone, passes, last, lengths, step, cache).argmax(-1)
+            last = next_logits(self.backbone, run, last, lengths, step, cache).argmax(-1)
         return {row.number: tokens for row, tokens in zip(group, continuations, strict=True)}
 
-    def _recompute(self, passes: Passes, row: _Row) -> list[int]:
+    def _recompute(self, run: Callable[..., Any], row: _Row) -> list[int]:
         tokens = torch.tensor([row.prompt], device=self.backbone.device)
         continuation: list[int] = []
         goes_on = True
         while goes_on:
-            token = _uncached_logits(self.backbone, passes, tokens).argmax(-1)
+            token = _uncached_logits(self.backbone, run, tokens).argmax(-1)
             goes_on = self._goes_on(row, continuation, int(token))
             tokens = torch.cat([tokens, token[None]], dim=1)
         return continuation
@@ -177,7 +177,7 @@ class _Decoder:
 # -------------------------------------------------------------------------------------------------------------- passes
 
 
-def read_prompt(backbone: Backbone, passes: Passes, prompt: Sequence[int]) -> tuple[Tensor, Cache]:
+def read_prompt(backbone: Backbone, run: Callable[..., Any], prompt: Sequence[int]) -> tuple[Tensor, Cache]:
     """``[1, V]`` logits of the token behind a prompt, and the cache of the prompt."""
     cache = DynamicCache(config=backbone.base_model.config)
     tokens = torch.tensor([prompt], device=backbone.device)
@@ -188,18 +188,18 @@ def read_prompt(backbone: Backbone, passes: Passes, prompt: Sequence[int]) -> tu
         part = tokens[:, start : start + chunk]
         positions = torch.arange(start, start + part.shape[1], device=tokens.device).unsqueeze(0)
         with last_layer_reads_from(backbone.decoder, part.shape[1] - 1 if backbone.trims_last_layer else 0):
-            logits = passes(partial(_last_logits, backbone, part, positions, cache))
+            logits = run(backbone.unsharded, partial(_last_logits, backbone, part, positions, cache))
     return logits, cache
 
 
 def next_logits(
-    backbone: Backbone, passes: Passes, last: Tensor, lengths: Sequence[int], step: int, cache: Cache
+    backbone: Backbone, run: Callable[..., Any], last: Tensor, lengths: Sequence[int], step: int, cache: Cache
 ) -> Tensor:
     """``[B, V]`` logits of the tokens behind the last ones of a group.
 
     Args:
         backbone: The model.
-        passes: Makes the pass.
+        run: Makes the pass, as `lockstep` gives it.
         last: ``[B]`` last tokens, which the cache does not hold yet.
         lengths: Of the prompts.
         step: How many tokens the cache holds behind the prompts.
@@ -209,7 +209,7 @@ def next_logits(
     longest, mask = max(lengths), None
     if min(lengths) < longest:
         mask = torch.arange(longest + step + 1, device=last.device) >= longest - length
-    return passes(lambda: _last_logits(backbone, last[:, None], length + step, cache, mask))
+    return run(backbone.unsharded, lambda: _last_logits(backbone, last[:, None], length + step, cache, mask))
 
 
 def _last_logits(
@@ -223,9 +223,9 @@ def _last_logits(
     return backbone.logits(hidden_states[:, -1])
 
 
-def _uncached_logits(backbone: Backbone, passes: Passes, tokens: Tensor) -> Tensor:
+def _uncached_logits(backbone: Backbone, run: Callable[..., Any], tokens: Tensor) -> Tensor:
     positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
-    return passes(lambda: _last_logits(backbone, tokens, positions, None))
+    return run(backbone.unsharded, lambda: _last_logits(backbone, tokens, positions, None))
 
 
 # -------------------------------------------------------------------------------------------------------------- caches
@@ -285,20 +285,20 @@ def _try_out(backbone: Backbone) -> CacheUse:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(backbone.vocabulary_size, (14,), generator=generator).tolist()
     prompts, last = [tokens[:7], tokens[7:12]], torch.tensor(tokens[12:], device=backbone.device)
-    with Passes(backbone) as passes:
+    with lockstep(backbone) as run:
         whole = [
             torch.tensor([[*prompt, token]], device=backbone.device)
             for prompt, token in zip(prompts, tokens[12:], strict=True)
         ]
-        expected = torch.cat([_uncached_logits(backbone, passes, row) for row in whole])
+        expected = torch.cat([_uncached_logits(backbone, run, row) for row in whole])
 
         def agrees(groups: list[list[int]]) -> bool:
             try:
-                caches = [read_prompt(backbone, passes, prompt)[1] for prompt in prompts]
+                caches = [read_prompt(backbone, run, prompt)[1] for prompt in prompts]
                 logits = [
                     next_logits(
                         backbone,
-                        passes,
+                        run,
                         last[group],
                         [len(prompts[index]) for index in group],
                         0,

@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional import token_log_likelihood
 from lightning_modules.models.backbone import Backbone
-from lightning_modules.models.lockstep import Passes
+from lightning_modules.models.lockstep import lockstep
 from lightning_modules.models.optimizations.modes import eval_mode, no_autocast_cache
 from lightning_modules.tasks.questions.prompter import ForcedAnswer
 
@@ -75,12 +75,12 @@ def teacher_forced(
             raise ValueError(f"Question {number} holds none of its answers, so that there is nothing to score.")
     results: dict[int, AnswerScores] = {}
     most = tokens_per_pass or (TOKENS_PER_PASS_CPU if backbone.device.type == "cpu" else TOKENS_PER_PASS)
-    with torch.no_grad(), no_autocast_cache(), eval_mode(backbone), Passes(backbone) as passes:
+    with torch.no_grad(), no_autocast_cache(), eval_mode(backbone), lockstep(backbone) as run:
         for group in _groups(questions, most):
             rows = [questions[index] for index in group]
             batch = _batch(rows, backbone.device)
             backbone.check_token_ids(batch)
-            scores = dict(zip(group, passes(partial(_score, backbone, batch, rows)), strict=True))
+            scores = dict(zip(group, run(backbone.unsharded, partial(_score, backbone, batch, rows)), strict=True))
             results |= scores
             if done is not None:
                 done(scores)

@@ -145,16 +145,20 @@ def world_mesh(device: torch.device | str) -> DeviceMesh | None:
     return init_device_mesh(torch.device(device).type, (dist.get_world_size(),))
 
 
-def load_trainer_backbone(trainer: Trainer, **loading: Any) -> Backbone:
-    """Load a model as a trainer's strategy wants it: whole, or divided among processes.
+def load_trainer_backbone(trainer: Trainer | None, **loading: Any) -> Backbone:
+    """Load a model as a trainer's strategy wants it: whole, or sharded.
 
     Args:
-        trainer: Its strategy has been set up.
+        trainer: Its strategy has been set up. None to load the model by itself.
         **loading: Arguments of `load_backbone`.
 
     Raises:
-        ValueError: As `data_parallel_mesh` and `load_sharded_backbone` do.
+        ValueError: As `data_parallel_mesh` and `load_sharded_backbone` do, or if the device cannot sum in float64.
     """
+    if trainer is None:
+        return load_backbone(**loading)
+    if trainer.strategy.root_device.type == "mps":
+        raise ValueError("Corpus sums are float64, which Apple's GPUs do not have: set `trainer.accelerator: cpu`.")
     device, precision = trainer.strategy.root_device, str(trainer.precision)
     if (mesh := data_parallel_mesh(trainer)) is not None:
         return load_sharded_backbone(mesh, device=device, precision=precision, **loading)
@@ -180,8 +184,7 @@ def load_sharded_backbone(
         **loading: Arguments of `load_backbone`.
 
     Returns:
-        A backbone that is on the device. All processes must make the same number of passes through it: `forward`
-        and `short_log_likelihood` see to that for batches of any length, as long as there are equally many.
+        A backbone that is on the device. All processes must make the same number of passes through it (`lockstep`).
 
     Raises:
         ValueError: As `load_backbone` does; if the weights are to be quantised, or the model does not say which of its
@@ -196,11 +199,11 @@ def load_sharded_backbone(
     policy = _mixed_precision(backbone, precision)
     for module in (*_layers(backbone), backbone):
         _send(module, dtypes, mesh, torch.device(device))
-        # Resharded: the loss has its gradients already, so nothing between forward and backward pass reads head and
-        # embedding; and outside of a pass all parameters are parts, whatever came before.
+        # Resharded: the backward pass gathers head and embedding again before it recomputes logits, and outside of a
+        # pass all parameters are shards, whatever came before.
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
-    register_fsdp_forward_method(backbone, "within")
-    backbone.in_step = True
+    register_fsdp_forward_method(backbone, "unsharded")
+    backbone.is_sharded = True
     return backbone
 
 
@@ -209,7 +212,7 @@ def _mixed_precision(backbone: Backbone, precision: str) -> MixedPrecisionPolicy
     return MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if precision == "bf16-mixed" else None,
         reduce_dtype=torch.float32 if half or precision != "32-true" else None,
-        cast_forward_inputs=False,  # or the short log-likelihoods of a `Weighing` would be rounded
+        cast_forward_inputs=False,  # or weights stored with the sequences would be rounded
     )
 
 

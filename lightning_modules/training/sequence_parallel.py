@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from jsonargparse.typing import PositiveInt
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, Strategy
@@ -23,7 +24,6 @@ from transformers import PreTrainedConfig
 from typing_extensions import override
 
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
-from lightning_modules.functional import Weighing
 from lightning_modules.models.attention import DOCUMENT_SDPA, document_attention
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.context_extension.patterns import PATTERNS
@@ -104,34 +104,17 @@ class SequenceGroup:
         """
         share = -(-batch["input_ids"].shape[1] // self.size)
         end = self.size * share
+        labels = self._cut(batch["labels"], IGNORE_INDEX).clone()
+        labels[:, 0] = IGNORE_INDEX  # which the last token of the share before predicts
         return PackedBatch(
             input_ids=self._cut(batch["input_ids"], 0)[:, :share],
-            labels=self.predicted(batch["labels"], IGNORE_INDEX),
+            labels=labels,
             position_ids=self._cut(batch["position_ids"], 0)[:, :share],
             document_borders=[[*row, end] if row[-1] < end else row for row in batch["document_borders"]],
         )
 
-    def predicted(self, values: Tensor, fill: float) -> Tensor:
-        """``[B, ceil(T / P) + 1]`` of ``[B, T]`` per-token values, in the places of the labels of `part`.
-
-        Args:
-            values: Of tokens.
-            fill: In the places that do not count: first column and padding.
-        """
-        part = self._cut(values, fill).clone()
-        part[:, 0] = fill
-        return part
-
-    def part_of_weighing(self, weighing: Weighing) -> Weighing:
-        """The same for what decides how tokens are weighed."""
-        short, differs = weighing.short, weighing.differs
-        return weighing._replace(
-            short=None if short is None else self.predicted(short, 0),
-            differs=None if differs is None else self.predicted(differs, False),
-        )
-
     def _cut(self, values: Tensor, fill: float) -> Tensor:
-        """The columns of this process's share and the one behind it."""
+        """Return the columns of this process's share and the one after it."""
         length = values.shape[1]
         share = -(-length // self.size)
         padded = values.new_full((values.shape[0], self.size * share + 1), fill)
@@ -170,7 +153,7 @@ class SequenceGroup:
         Returns:
             ``[B, T]`` in nats, as those of `Backbone.forward`.
         """
-        results = [self._together(backbone, rows) for rows in self._everybodys(batch)]
+        results = [self.shared_log_likelihood(backbone, rows) for rows in self._everybodys(batch)]
         return results[self.rank]
 
     def _everybodys(self, batch: PackedBatch) -> Iterator[PackedBatch]:
@@ -183,15 +166,25 @@ class SequenceGroup:
             rows: Any = {name: _to(value, batch["input_ids"].device) for name, value in (sent[0] or {}).items()}
             yield rows
 
-    def _together(self, backbone: Backbone, rows: PackedBatch) -> Tensor:
-        """``[B, T]`` log-likelihoods of rows that all processes hold, known to all of them."""
-        length = rows["labels"].shape[1]
-        scored = backbone(self.part(rows), exchange=self.attend)
+    def shared_log_likelihood(self, backbone: Backbone, batch: PackedBatch) -> Tensor:
+        """Score sequences that all processes hold, each process its share, and give the whole to all of them.
+
+        Args:
+            backbone: The model.
+            batch: ``[B, T]`` sequences, the same in all processes of the group.
+
+        Returns:
+            ``[B, T]`` log-likelihoods in nats. Gradients flow to the tokens of this process's share only; the processes
+            together have those of all tokens.
+        """
+        scored = backbone(self.part(batch), exchange=self.attend)
         share = scored.shape[1] - 1
-        whole = scored.new_zeros(len(scored), self.size * share + 1)
-        whole[:, self.rank * share : (self.rank + 1) * share + 1] = scored
-        dist.all_reduce(whole, group=self.processes)  # of which each token has one summand that is not 0
-        return whole[:, :length]
+        before = self.rank * share
+        own = F.pad(scored, (before, (self.size - 1 - self.rank) * share))
+        whole = own.detach().clone()
+        dist.all_reduce(whole, group=self.processes)  # each token has one summand that is not 0
+        column = torch.arange(whole.shape[1], device=whole.device)
+        return torch.where((column > before) & (column <= before + share), own, whole)[:, : batch["labels"].shape[1]]
 
     def check(self, backbone: Backbone) -> None:
         """Compare scores of a few tokens by all processes together with those of each by itself.
@@ -207,7 +200,7 @@ class SequenceGroup:
             )
         rows = _made_up_rows(backbone, 5 * self.size + 2)
         with torch.no_grad(), eval_mode(backbone):
-            alone, together = backbone(rows), self._together(backbone, rows)
+            alone, together = backbone(rows), self.shared_log_likelihood(backbone, rows)
         half = backbone.base_model.dtype in (torch.bfloat16, torch.float16) or torch.is_autocast_enabled(
             rows["input_ids"].device.type
         )

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_modules.batch import IGNORE_INDEX
 from lightning_modules.objectives import Objective
+from lightning_modules.training.sequence_parallel import sequence_group
 
 
 class TrainingStatistics:
@@ -19,12 +20,10 @@ class TrainingStatistics:
         drawn: Whether only some windows are scored, so that single weights mean nothing, but their mean does.
 
     Attributes:
-        batch_tokens: Scored tokens of the last batch, float64; a tensor, for which nothing waits.
-        step_divisor: What the loss of the step that `compute` was last called for is divided by: its scored tokens, or
-            the sum of their weights for an objective that is normalised.
+        step_divisor: Divisor of the loss of the step that `compute` was last called for: its scored tokens, or the sum
+            of their weights for an objective that is normalized.
     """
 
-    batch_tokens: Tensor
     step_divisor: Tensor
 
     def __init__(self, objective: Objective, *, drawn: bool = False) -> None:
@@ -45,19 +44,19 @@ class TrainingStatistics:
             self._seconds += time.perf_counter() - self._started
             self._started = None
 
-    def update(self, long: Tensor, influence: Tensor, labels: Tensor, *, cap: float | None) -> None:
+    def update(self, long: Tensor, token_weights: Tensor, labels: Tensor, *, cap: float | None) -> None:
         """Add a batch; nothing waits for the accelerator.
 
         Args:
             long: ``[B, T]`` log-likelihoods in nats.
-            influence: ``[B, T]`` weights.
+            token_weights: ``[B, T]`` weights.
             labels: ``[B, T]``, ``IGNORE_INDEX`` where a token is not scored.
             cap: Largest weight at this step; None without one.
         """
         scored = labels.ne(IGNORE_INDEX)
-        weight = influence.double() * scored
+        weight = token_weights.double() * scored
         # In the weights' own precision: in float32 the weight at a cap of 1.3 is a little below 1.3.
-        at_cap = influence >= torch.tensor(math.inf if cap is None else cap, dtype=influence.dtype)
+        at_cap = token_weights >= torch.tensor(math.inf if cap is None else cap, dtype=token_weights.dtype)
         sums = [
             -(long.double() * weight).sum(),
             -long.double().sum(),
@@ -68,16 +67,18 @@ class TrainingStatistics:
             weight.square().sum(),
         ]
         batch = torch.stack([value.double() for value in sums])
-        self.batch_tokens = batch[2]
         self._sums = batch if self._sums is None else self._sums + batch
 
     def compute(self, strategy: Strategy) -> dict[str, Tensor]:
         """Float32 scalars by name; every process must call it."""
         if self._sums is None:
             raise RuntimeError("An optimizer step without a training batch before it has no statistics.")
-        loss, nll, tokens, weights, above, capped, squares = strategy.reduce(self._sums, reduce_op="sum").unbind()
+        group = sequence_group(strategy)
+        # Processes that share sequences have all counted the whole of them.
+        sums = strategy.reduce(self._sums, reduce_op="sum") / (1 if group is None else group.size)
+        loss, nll, tokens, weights, above, capped, squares = sums.unbind()
         # Without any weight there is no gradient either, whatever it is divided by.
-        self.step_divisor = weights.where(weights > 0, 1.0) if self.objective.normalised else tokens.clamp(min=1)
+        self.step_divisor = weights.where(weights > 0, 1.0) if self.objective.normalized else tokens.clamp(min=1)
         self.stop_clock()
         values = {
             "loss": loss / self.step_divisor,

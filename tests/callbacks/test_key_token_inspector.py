@@ -12,6 +12,7 @@ from callbacks import ExternalEvaluator, KeyTokenInspector
 from lightning_modules.batch import IGNORE_INDEX
 from lightning_modules.functional import fit_power_law, span_token_mask
 from lightning_modules.long_context_lm import LongContextLM
+from lightning_modules.models.short_context import long_and_short
 from lightning_modules.models.tokenization.tokenizer import encode_document
 from lightning_modules.scoring.key_tokens import key_spans
 from lightning_modules.scoring.token_scores import text_sha256, write_key_spans
@@ -190,7 +191,7 @@ def test_without_an_evaluator_the_models_own_scores_tell_key_tokens(model_dir, d
         module, _ = fit(model_dir, [inspector], documents, tmp_path, max_steps=2)
     events = read(tmp_path)
     assert "key_tokens/0_doc3_by_X/evaluator/text_summary" not in events.Tags()["tensors"]
-    long, short = (part[0] for part in module.backbone.eval().long_and_short(documents[3], **LENGTHS))
+    long, short = (part[0] for part in long_and_short(module.backbone.eval(), documents[3], **LENGTHS))
     key = int(((long - short > 0.5) & (long > -6.0)).sum())
     assert key > 0
     assert texts(events, "key_tokens/0_doc3_by_X/learned")[2].startswith(f"{key} key tokens")

@@ -5,15 +5,14 @@ import torch
 from torch import nn
 
 from lightning_modules.functional import (
-    Weighing,
-    fused_long_cross_entropy,
     linear_head,
-    soft_influence,
+    long_cross_entropy,
     token_log_likelihood,
 )
 from lightning_modules.functional.linear_head import LinearHead
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.optimizations.gradient_checkpointing import enable_checkpointing
+from lightning_modules.models.short_context import long_and_short, short_log_likelihood
 from lightning_modules.objectives import CrossEntropy, LongCE
 from tests.conftest import tiny_model
 from tests.lightning_modules.models.test_backbone import packed
@@ -31,7 +30,7 @@ def head_bytes(tokens, *, training, linear):
     labels[:, 0] = -100
     with LiveBytes() as memory:
         if training:
-            fused_long_cross_entropy(hidden, head, [weight], labels, Weighing(soft_influence)).loss.backward()
+            token_log_likelihood(hidden, head, labels).sum().backward()
         else:
             with torch.no_grad():
                 token_log_likelihood(hidden, head, labels)
@@ -58,11 +57,10 @@ def test_a_longce_step_needs_no_more_than_a_ce_step(checkpointing):
 
     def peak(objective):
         with LiveBytes() as memory:
-            weighing = Weighing(objective.influence)
-            if objective.uses_short_context:
-                short = backbone.short_log_likelihood(batch, context_length=128, stride=64)
-                weighing = Weighing(objective.influence, *short)
-            backbone(batch, weighing).loss.backward()
+            sizes = {"context_length": 128, "stride": 64}
+            short = short_log_likelihood(backbone, batch, **sizes) if objective.uses_short_context else None
+            long = backbone(batch)
+            long_cross_entropy(long, objective(long.detach(), short, batch), batch["labels"]).backward()
         backbone.zero_grad()
         return memory.peak
 
@@ -73,7 +71,7 @@ def test_scoring_grows_by_one_layer_of_one_pass():
     def peak(tokens, layers):
         backbone = Backbone(tiny_model("llama", 400, num_hidden_layers=layers).eval())
         with LiveBytes() as memory:
-            backbone.long_and_short(packed([torch.arange(tokens) % 400]), context_length=128, stride=64)
+            long_and_short(backbone, packed([torch.arange(tokens) % 400]), context_length=128, stride=64)
         return memory.peak
 
     assert peak(2048, 6) < 1.05 * peak(2048, 2)
@@ -86,7 +84,7 @@ def test_under_autocast_the_copies_of_the_weights_do_not_add_up():
         enable_checkpointing(backbone.base_model, checkpointing)
         weights = sum(p.numel() for p in backbone.decoder.layers.parameters())
         with LiveBytes() as memory, torch.autocast("cpu", torch.bfloat16):
-            backbone(packed([torch.arange(20)]), Weighing(soft_influence))
+            backbone(packed([torch.arange(20)]))
         return memory.peak, 2 * weights
 
     (few, few_copies), (many, many_copies) = peak(2, True), peak(8, True)
@@ -107,7 +105,7 @@ def test_where_half_precision_is_multiplied_into_float32_there_is_one_chunk_as_w
     labels[:, 0] = -100
     with LiveBytes() as memory:
         if training:
-            fused_long_cross_entropy(hidden, LinearHead(weight), [weight], labels, Weighing(soft_influence))
+            token_log_likelihood(hidden, LinearHead(weight), labels).sum().backward()
         else:
             with torch.no_grad():
                 token_log_likelihood(hidden, LinearHead(weight), labels)

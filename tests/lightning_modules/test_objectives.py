@@ -1,27 +1,34 @@
 import pytest
 import torch
 
-from lightning_modules.functional import mutual_information, soft_influence, threshold_influence
+from lightning_modules.batch import IGNORE_INDEX
+from lightning_modules.functional import (
+    ShortContext,
+    largest_influence,
+    mutual_information,
+    soft_influence,
+    threshold_influence,
+)
 from lightning_modules.objectives import (
     CrossEntropy,
     Interpolated,
     LongCE,
     MutualInformation,
     Normalised,
+    Normalized,
+    Objective,
     Scheduled,
     Sparse,
     StoredInfluence,
     Wrapper,
-    check_cap,
-    check_influence,
-    check_normalised,
 )
+from lightning_modules.training.preflight import check_cap, check_drawn_windows, check_influence
 
 
 def test_influences():
     long, short = -torch.rand(2, 5), -3 * torch.rand(2, 5)
-    assert torch.equal(CrossEntropy().influence(long, short), torch.ones(2, 5))
-    assert torch.equal(LongCE(2.0).influence(long, short), soft_influence(long, short, gamma=2.0))
+    assert torch.equal(CrossEntropy().token_weights(long, short, {}), torch.ones(2, 5))
+    assert torch.equal(LongCE(2.0).token_weights(long, short, {}), soft_influence(long, short, gamma=2.0))
 
 
 @pytest.mark.parametrize("gamma", [0.5, -1.0, float("nan"), float("inf")])
@@ -32,7 +39,12 @@ def test_gamma_is_checked_when_the_objective_is_made(gamma):
 
 def test_stored_influence_is_taken_as_it_is_and_capped():
     stored = torch.tensor([0.5, 1.0, 3.0, 5.0])
-    assert StoredInfluence(3.0).influence(-torch.rand(4), stored).tolist() == [0.5, 1.0, 3.0, 3.0]
+    assert StoredInfluence(3.0).token_weights(-torch.rand(4), torch.rand(4), {"influence": stored}).tolist() == [
+        0.5,
+        1.0,
+        3.0,
+        3.0,
+    ]
     with pytest.raises(ValueError, match="gamma"):
         StoredInfluence(0.5)
 
@@ -58,26 +70,31 @@ def test_stored_weights_capped_lower_than_the_objective_says_are_refused():
 
 
 GENERATOR = torch.Generator().manual_seed(1)
+BATCH = {"labels": torch.ones(2, 50, dtype=torch.int64).index_fill(1, torch.tensor([0, 7]), IGNORE_INDEX)}
 PAIR = (-torch.rand(2, 50, generator=GENERATOR), -9 * torch.rand(2, 50, generator=GENERATOR))
 
 
 def test_defaults_of_objectives():
     assert (LongCE().gamma, StoredInfluence().gamma) == (5.0, 5.0)
     assert Sparse().threshold == 0.5
-    assert torch.equal(MutualInformation().influence(*PAIR), mutual_information(*PAIR, part="positive", shift=1.0))
-    torch.testing.assert_close(Interpolated(LongCE()).influence(*PAIR), 0.5 + 0.5 * soft_influence(*PAIR, gamma=5.0))
+    assert torch.equal(
+        MutualInformation().token_weights(*PAIR, BATCH), mutual_information(*PAIR, part="positive", shift=1.0)
+    )
+    torch.testing.assert_close(
+        Interpolated(LongCE()).token_weights(*PAIR, BATCH), 0.5 + 0.5 * soft_influence(*PAIR, gamma=5.0)
+    )
     schedule = Scheduled(LongCE())
-    assert all(schedule.at_step(step).influence(*PAIR).ne(1).any() for step in (0, 1, 10**9)), "always on"
+    assert all(schedule.at_step(step).token_weights(*PAIR, BATCH).ne(1).any() for step in (0, 1, 10**9)), "always on"
 
 
-def test_weights_of_mutual_information_and_of_a_threshold_are_normalised():
+def test_weights_of_mutual_information_and_of_a_threshold_are_normalized():
     for objective, expected in (
         (MutualInformation(), mutual_information(*PAIR)),
         (MutualInformation("negative", 2.0), mutual_information(*PAIR, part="negative", shift=2.0)),
         (Sparse(0.1), threshold_influence(*PAIR, threshold=0.1)),
     ):
-        assert torch.equal(objective.influence(*PAIR), expected)
-        assert objective.normalised
+        assert torch.equal(objective.token_weights(*PAIR, BATCH), expected)
+        assert objective.normalized
         assert objective.uses_short_context
         assert objective.largest_weight is None
 
@@ -87,22 +104,22 @@ def test_weights_of_mutual_information_and_of_a_threshold_are_normalised():
 def test_interpolated_is_a_mean_with_cross_entropy_and_keeps_what_is_at_the_cap(gamma, share):
     objective = Interpolated(LongCE(gamma), share)
     weight = soft_influence(*PAIR, gamma=gamma)
-    torch.testing.assert_close(objective.influence(*PAIR), share + (1 - share) * weight)
+    torch.testing.assert_close(objective.token_weights(*PAIR, BATCH), share + (1 - share) * weight)
     at_cap = weight == torch.tensor(gamma)
     assert 0 < at_cap.sum() < at_cap.numel()
-    found = objective.influence(*PAIR) >= torch.tensor(objective.largest_weight)
+    found = objective.token_weights(*PAIR, BATCH) >= torch.tensor(objective.largest_weight)
     assert torch.equal(found, at_cap | (share == 1))
 
 
 def test_wrappers_are_like_what_they_wrap():
-    for wrap in (Interpolated, Normalised, Scheduled):
+    for wrap in (Interpolated, Normalized, Scheduled):
         assert wrap(LongCE()).uses_short_context
         assert not wrap(StoredInfluence()).uses_short_context
         assert wrap(StoredInfluence()).uses_stored_influence
-        assert wrap(MutualInformation()).normalised
-        assert wrap(LongCE()).normalised == (wrap is Normalised)
-    assert torch.equal(Normalised(LongCE()).influence(*PAIR), LongCE().influence(*PAIR))
-    check_influence(Normalised(Interpolated(StoredInfluence())), "in 'x'")
+        assert wrap(MutualInformation()).normalized
+        assert wrap(LongCE()).normalized == (wrap is Normalized)
+    assert torch.equal(Normalized(LongCE()).token_weights(*PAIR, BATCH), LongCE().token_weights(*PAIR, BATCH))
+    check_influence(Normalized(Interpolated(StoredInfluence())), "in 'x'")
 
 
 def test_a_schedule_goes_from_cross_entropy_to_the_weights_and_back():
@@ -113,30 +130,30 @@ def test_a_schedule_goes_from_cross_entropy_to_the_weights_and_back():
         now = objective.at_step(step)
         assert now.uses_short_context == (step in full), step
         part = full.get(step, 0.0)
-        torch.testing.assert_close(now.influence(*PAIR), (1 - part) + part * weight)
+        torch.testing.assert_close(now.token_weights(*PAIR, BATCH), (1 - part) + part * weight)
         assert now.largest_weight == (pytest.approx(1 + 4 * part) if part else None)
     assert isinstance(Scheduled(LongCE()).at_step(0), LongCE)
     assert LongCE().at_step(7).gamma == 5.0
 
 
 def test_a_schedule_within_another_objective():
-    for objective in (Normalised(Scheduled(LongCE(), warmup=2)), Scheduled(Normalised(LongCE()), warmup=2)):
+    for objective in (Normalized(Scheduled(LongCE(), warmup=2)), Scheduled(Normalized(LongCE()), warmup=2)):
         assert not objective.at_step(0).uses_short_context
-        assert objective.at_step(1).normalised
-        torch.testing.assert_close(objective.at_step(1).influence(*PAIR), 0.5 + 0.5 * soft_influence(*PAIR))
-    assert Interpolated(Scheduled(LongCE(), stop=1), 0.3).at_step(1).influence(*PAIR).eq(1).all()
+        assert objective.at_step(1).normalized
+        torch.testing.assert_close(objective.at_step(1).token_weights(*PAIR, BATCH), 0.5 + 0.5 * soft_influence(*PAIR))
+    assert Interpolated(Scheduled(LongCE(), stop=1), 0.3).at_step(1).token_weights(*PAIR, BATCH).eq(1).all()
 
 
 def test_a_wrapper_of_the_users_own_keeps_the_schedule():
     class Doubled(Wrapper):
-        def influence(self, long, short):
-            return 2 * self.objective.influence(long, short)
+        def token_weights(self, long, short, batch):
+            return 2 * self.objective.token_weights(long, short, batch)
 
     objective = Doubled(Scheduled(LongCE(5.0), stop=3))
-    torch.testing.assert_close(objective.at_step(2).influence(*PAIR), 2 * soft_influence(*PAIR))
+    torch.testing.assert_close(objective.at_step(2).token_weights(*PAIR, BATCH), 2 * soft_influence(*PAIR))
     assert objective.at_step(2).largest_weight == 5.0
     assert not objective.at_step(3).uses_short_context
-    assert objective.at_step(3).influence(*PAIR).eq(2).all()
+    assert objective.at_step(3).token_weights(*PAIR, BATCH).eq(2).all()
     assert objective.uses_short_context, "the objective itself stays as it is"
 
 
@@ -159,7 +176,50 @@ def test_numbers_without_a_meaning_are_refused(make, message):
 
 
 def test_a_sum_of_weights_that_is_no_divisor_is_refused():
-    check_normalised(Normalised(LongCE()), window_share=1.0)
-    check_normalised(LongCE(), window_share=0.5)
+    check_drawn_windows(Normalized(LongCE()), window_fraction=1.0)
+    check_drawn_windows(LongCE(), window_fraction=0.5)
     with pytest.raises(ValueError, match=r"Sparse divides.*short_window_share` to 1 instead of 0\.5"):
-        check_normalised(Sparse(), window_share=0.5)
+        check_drawn_windows(Sparse(), window_fraction=0.5)
+    with pytest.raises(ValueError, match=r"Sparse compares the tokens of a sequence.*instead of 0\.5"):
+        check_drawn_windows(Sparse(fraction=0.1), window_fraction=0.5)
+
+
+def test_weights_of_drawn_windows_are_scaled_up_around_those_without_a_short_context():
+    long, short = PAIR
+    where = torch.rand(2, 50, generator=GENERATOR) > 0.4
+    weights = LongCE()(long, ShortContext(short, where, 0.25), BATCH)
+    expected = torch.where(where, 1 + (soft_influence(long, short) - 1) / 0.25, 1.0)
+    assert (expected < 0).any() or (expected > 5).any()
+    torch.testing.assert_close(weights, expected * BATCH["labels"].ne(IGNORE_INDEX))
+    torch.testing.assert_close(
+        LongCE()(long, ShortContext(short, where), BATCH)[:, 1],
+        torch.where(where, soft_influence(long, short), 1.0)[:, 1],
+    )
+
+
+def test_sparse_weights_of_a_fraction_and_means_over_each_sequence():
+    scored = BATCH["labels"].ne(IGNORE_INDEX)
+    objective = Normalized(Sparse(fraction=0.25), "sequence")
+    assert not objective.pointwise
+    assert not objective.normalized
+    chosen = Sparse(fraction=0.25).token_weights(*PAIR, BATCH)
+    assert torch.equal(chosen, largest_influence(*PAIR, scored, fraction=0.25))
+    assert chosen.sum(-1).tolist() == [12, 12]
+    weights = objective(PAIR[0], ShortContext(PAIR[1], scored), BATCH)
+    torch.testing.assert_close(weights, chosen * 4)
+    uniform = objective(PAIR[0], ShortContext(PAIR[0], scored), BATCH)
+    assert torch.equal(uniform, scored.to(uniform.dtype)), "no token differs"
+
+
+def test_old_names_of_the_weights_and_of_normalized_warn():
+    with pytest.warns(UserWarning, match=r"`Old.influence\(long, short\)`: call it `token_weights"):
+
+        class Old(Objective):
+            uses_short_context = True
+
+            def influence(self, long, short):
+                return long - short
+
+    assert torch.equal(Old().token_weights(*PAIR, BATCH), PAIR[0] - PAIR[1])
+    with pytest.warns(UserWarning, match="`Normalised` is now called `Normalized`"):
+        assert Normalised(LongCE()).normalized

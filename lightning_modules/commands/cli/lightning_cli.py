@@ -14,8 +14,7 @@ from typing_extensions import override
 from lightning_modules.commands.cli.experiment_options import accept_saved_config, add_data_options, add_plan_options
 from lightning_modules.commands.cli.setting_checks import check_settings, check_trainer
 from lightning_modules.commands.influence import InfluenceTrainer
-from lightning_modules.long_context_lm import LR_SCHEDULER, OPTIMIZER, LongContextLM
-from lightning_modules.objectives import check_influence
+from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.training.checkpoints.io import CheckedCheckpointIO
 from lightning_modules.training.checkpoints.resume import (
     SameCheckpoint,
@@ -28,7 +27,9 @@ from lightning_modules.training.checkpoints.resume import (
 )
 from lightning_modules.training.evaluation import at_checkpoint_step, place_evaluation
 from lightning_modules.training.fsdp import check_strategy
+from lightning_modules.training.optimizers import LR_SCHEDULER, OPTIMIZER
 from lightning_modules.training.preemption import Preemption
+from lightning_modules.training.preflight import check_early, check_influence
 from lightning_modules.training.random_states import RandomStates
 from lightning_modules.training.run import Run, RunMember
 from lightning_modules.training.sequence_parallel import sequence_parallel_size
@@ -131,7 +132,7 @@ class LongceCLI(LightningCLI):
         check_strategy(self.trainer.strategy)
         fits, options = self.subcommand == "fit", self.config_init[self.subcommand]
         rows = getattr(self.datamodule, "sequence_length", None) if fits else None
-        self.model.check_early(rows, sequence_parallel_size(self.trainer))
+        check_early(self.model, rows, sequence_parallel_size(self.trainer))
         if fits:
             _check_curriculum(self.model, getattr(self.datamodule, "curriculum", None))
             stored = getattr(self.datamodule, "influence", None)

@@ -9,7 +9,7 @@ from lightning_modules.commands.plan.activations import ActivationBytes
 from lightning_modules.commands.plan.flops import Checkpointing
 from lightning_modules.commands.plan.shapes import ModelShape
 from lightning_modules.functional import short_context_windows
-from lightning_modules.models.backbone import WINDOW_TOKENS_PER_PASS
+from lightning_modules.models.short_context import WINDOW_TOKENS_PER_PASS
 
 GIB = 2.0**30
 QUANTIZED_BYTES = {4: 0.5 + 1 / 64 + 4 / (64 * 256), 8: 1.0}

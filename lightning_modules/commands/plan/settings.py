@@ -14,7 +14,8 @@ from lightning_modules.models.adapters import quantization_config
 from lightning_modules.models.context_extension.patterns import PATTERNS
 from lightning_modules.models.context_extension.patterns.blocks import BLOCK_BYTES, block_size
 from lightning_modules.models.loading import load_config
-from lightning_modules.objectives import Objective, check_influence
+from lightning_modules.objectives import Objective
+from lightning_modules.training.preflight import check_influence
 from lightning_modules.training.sequence_parallel import check_processes, check_sequence_parallelism
 from lightning_modules.utilities.user_modules import import_object
 

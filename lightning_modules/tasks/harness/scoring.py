@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_modules.batch import PackedBatch
 from lightning_modules.functional import greedy_targets
 from lightning_modules.models.backbone import Backbone
-from lightning_modules.models.lockstep import Passes
+from lightning_modules.models.lockstep import lockstep
 from lightning_modules.models.optimizations.last_layer import last_layer_reads_from
 from lightning_modules.models.optimizations.modes import eval_mode, no_autocast_cache
 
@@ -67,10 +67,10 @@ def score_continuations(
         raise ValueError(f"`batch_tokens` must be 1 or more, got {batch_tokens}.")
     _check(backbone, continuations)
     found: dict[int, Score] = {}
-    with torch.no_grad(), no_autocast_cache(), eval_mode(backbone), Passes(backbone) as passes:
+    with torch.no_grad(), no_autocast_cache(), eval_mode(backbone), lockstep(backbone) as run:
         for batch in list(_batches(continuations, batch_tokens))[share()]:
             asked = [continuations[index] for row in batch for index in row]
-            scores = passes(partial(_pass, backbone, continuations, batch))
+            scores = run(backbone.unsharded, partial(_pass, backbone, continuations, batch))
             sizes = [len(continuation.tokens) for continuation in asked]
             parts = zip(*(part.cpu().split(sizes) for part in scores), strict=True)
             indices = (index for row in batch for index in row)

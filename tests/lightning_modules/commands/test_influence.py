@@ -15,10 +15,10 @@ from datamodules.sources.documents import TextFolder
 from lightning_modules.batch import IGNORE_INDEX
 from lightning_modules.commands import influence as influence_trainer
 from lightning_modules.commands.influence import InfluenceTrainer
-from lightning_modules.functional import Weighing
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.loading import load_backbone
-from lightning_modules.objectives import CrossEntropy, LongCE, Normalised, StoredInfluence
+from lightning_modules.models.short_context import short_log_likelihood
+from lightning_modules.objectives import CrossEntropy, LongCE, Normalized, StoredInfluence
 from tests.conftest import make_text
 from tests.support.distributed import run_distributed
 
@@ -80,8 +80,8 @@ def test_weights_by_the_model_itself_are_those_of_longce_at_step_0(own, model_di
     values = []
     for row in rows:
         batch = {key: value.unsqueeze(0) if torch.is_tensor(value) else [value] for key, value in row.items()}
-        short = backbone.short_log_likelihood(batch, **SETTINGS)
-        online = backbone(batch, Weighing(LongCE(4.0).influence, *short)).influence[0].detach()
+        short = short_log_likelihood(backbone, batch, **SETTINGS)
+        online = LongCE(4.0)(backbone(batch).detach(), short, batch)[0]
         scored = row["labels"] != IGNORE_INDEX
         assert (online[scored] != 1).any()
         torch.testing.assert_close(row["influence"][scored], online[scored], rtol=2**-10, atol=1e-6)
@@ -117,17 +117,12 @@ def test_weights_of_padded_rows_serve_with_and_without_loss_on_the_prompt(model_
         stored = StoredInfluence(4.0)
         for row in data.rows:
             batch = collate_rows([row])
-            short = backbone.short_log_likelihood(batch, **SETTINGS)
-            online = backbone(batch, Weighing(LongCE(4.0).influence, *short))
-            given = Weighing(stored.influence, batch["influence"], torch.ones_like(batch["influence"], dtype=bool))
-            offline = backbone(batch, given)
+            short = short_log_likelihood(backbone, batch, **SETTINGS)
+            long = backbone(batch).detach()
+            online, offline = LongCE(4.0)(long, short, batch), stored(long, None, batch)
             scored = batch["labels"] != IGNORE_INDEX
-            torch.testing.assert_close(offline.influence[scored], online.influence[scored], rtol=2**-10, atol=1e-6)
-            torch.testing.assert_close(offline.loss, online.loss, rtol=1e-3, atol=1e-6)
-            # the mean is over scored tokens: neither prompts nor padding make it smaller
-            total = -(offline.influence * offline.log_likelihood)[scored].sum()
-            torch.testing.assert_close(offline.loss, total / scored.sum().clamp(min=1))
-            values += online.influence[scored].tolist() if loss_on_prompt else []
+            torch.testing.assert_close(offline[scored], online[scored], rtol=2**-10, atol=1e-6)
+            values += online[scored].tolist() if loss_on_prompt else []
             assert (row["labels"][row["document_borders"][-1] :] == IGNORE_INDEX).all()
         share = np.mean([(row["labels"] != IGNORE_INDEX).double().mean() for row in data.rows])
         assert (share > 0.8) == loss_on_prompt
@@ -214,7 +209,7 @@ def test_what_cannot_work_is_refused_before_anything_is_loaded(model_dir, texts,
     with pytest.raises(ValueError, match=r"LongCE, and `model.objective` is CrossEntropy"):
         run(model_dir, texts, texts / "x", objective=CrossEntropy())
     with pytest.raises(ValueError, match=r"LongCE, and `model.objective` is CrossEntropy"):
-        run(model_dir, texts, texts / "x", objective=Normalised(CrossEntropy()))
+        run(model_dir, texts, texts / "x", objective=Normalized(CrossEntropy()))
     with pytest.raises(ValueError, match=r"No model at '\./nowhere'"):
         run(model_dir, texts, texts / "x", evaluator="./nowhere")
     data = Folder(model_dir, texts)
@@ -222,7 +217,7 @@ def test_what_cannot_work_is_refused_before_anything_is_loaded(model_dir, texts,
     with pytest.raises(ValueError, match=r"24 \+ 8 = 32"):
         run(model_dir, texts, texts / "x", data=data)
     with pytest.raises(ValueError, match="no packed training rows"):
-        run(model_dir, texts, texts / "x", data=torch.nn.Module(), objective=Normalised(StoredInfluence()))
+        run(model_dir, texts, texts / "x", data=torch.nn.Module(), objective=Normalized(StoredInfluence()))
 
 
 def test_weights_that_are_no_numbers_stop_the_run(model_dir, texts, monkeypatch):

@@ -112,7 +112,7 @@ def test_a_tile_is_as_wide_as_its_elements_allow_and_one_token_at_least(monkeypa
     hidden, head, labels = problem()
     rows = hidden[labels != IGNORE_INDEX][:16]
     with Watch() as watch, torch.no_grad():
-        linear_head.tiled_log_likelihood(rows, head, torch.zeros(16, dtype=torch.int64))
+        linear_head.linear_log_likelihood(rows, head, torch.zeros(16, dtype=torch.int64), chunk_size=16)
     assert watch.products == products
 
 
@@ -158,7 +158,7 @@ def test_the_sum_over_the_vocabulary_is_wider_than_half_precision_logits(bias):
     hidden, head, _ = problem(torch.bfloat16, bias=bias)
     targets = torch.arange(17)
     with torch.no_grad():
-        actual = linear_head.tiled_log_likelihood(hidden[0], head, targets)
+        actual = linear_head.linear_log_likelihood(hidden[0], head, targets, chunk_size=4)
         logits = torch.mm(hidden[0], head.weight.T)
         logits = logits if head.bias is None else logits + head.bias
     expected = logits.float().log_softmax(-1).gather(-1, targets[:, None])[:, 0]
@@ -175,7 +175,7 @@ def test_where_a_device_widens_the_product_nothing_is_rounded(tile, monkeypatch,
     targets = torch.arange(17)
     expected = exact(hidden[0].double()).log_softmax(-1).gather(-1, targets[:, None])[:, 0]
     with torch.no_grad():
-        actual = linear_head.tiled_log_likelihood(hidden[0], head, targets)
+        actual = linear_head.linear_log_likelihood(hidden[0], head, targets, chunk_size=4)
     torch.testing.assert_close(actual, expected.float())
 
 

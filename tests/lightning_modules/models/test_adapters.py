@@ -7,11 +7,12 @@ from torch.utils.data import DataLoader
 
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional.linear_head import LinearHead
-from lightning_modules.long_context_lm import LongContextLM
+from lightning_modules.long_context_lm import REFERENCE_TOKENS, LongContextLM
 from lightning_modules.models import adapters
 from lightning_modules.models.adapters import add_adapters, embeddings_and_norms, quantization_config
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.probe import check_scoring
+from lightning_modules.training.preflight import check_early
 from tests.conftest import tiny_model
 from tests.support import reference
 
@@ -184,15 +185,15 @@ def test_quantization_without_a_meaning_is_refused(arguments, message):
 def test_quantization_without_its_package_is_refused_before_anything_is_loaded(folder, monkeypatch):
     monkeypatch.setattr(adapters.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ValueError, match="needs the package bitsandbytes"):
-        lm(folder, quantization=FOUR_BITS, lora=ALL).check_early(LENGTH)
+        check_early(lm(folder, quantization=FOUR_BITS, lora=ALL), LENGTH)
 
 
 def test_quantised_weights_cannot_be_trained_and_random_ones_not_quantised(folder):
     with pytest.raises(ValueError, match=r"set `model\.lora`"):
-        lm(folder, quantization=FOUR_BITS).check_early(LENGTH)
-    lm(folder, quantization=FOUR_BITS).check_early(None)  # evaluation only
+        check_early(lm(folder, quantization=FOUR_BITS), LENGTH)
+    check_early(lm(folder, quantization=FOUR_BITS), None)  # evaluation only
     with pytest.raises(ValueError, match="`quantization` needs stored weights"):
-        lm(folder / "config.json", quantization=FOUR_BITS, lora=ALL).check_early(LENGTH)
+        check_early(lm(folder / "config.json", quantization=FOUR_BITS, lora=ALL), LENGTH)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
@@ -220,7 +221,8 @@ def test_gradients_through_quantised_weights_after_a_short_pass(folder):
             torch.nn.init.normal_(parameter, std=0.1)
     model = copy.deepcopy(module.backbone.model)
     module.backbone.train()
-    module.training_step(row(0), 0).backward()  # the short pass runs in eval mode
+    loss = module.training_step(row(0), 0) * REFERENCE_TOKENS / (row(0)["labels"].shape[1] - 1)
+    loss.backward()  # the short pass runs in eval mode
 
     for name, part in list(model.named_modules()):
         if name.endswith("base_layer"):

@@ -2,16 +2,17 @@ import warnings
 
 import pytest
 import torch
-import torch.nn.functional as F
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM, GPT2Config, Llama4Config, Llama4ForConditionalGeneration
 
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
-from lightning_modules.functional import Weighing, key_token_mask, log_likelihood, soft_influence
+from lightning_modules.functional import key_token_mask, linear_head, log_likelihood
 from lightning_modules.models import backbone as backbone_module
+from lightning_modules.models import short_context
 from lightning_modules.models.attention import isolation_arguments, register_document_attention
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.probe import check_scoring
+from lightning_modules.models.short_context import long_and_short, short_log_likelihood
 from tests.conftest import tiny_config
 from tests.support import reference
 
@@ -170,10 +171,10 @@ def test_a_document_cannot_change_the_one_behind_it_not_even_by_gradient():
 @pytest.mark.parametrize("windows_together", [True, False])
 def test_long_and_short_match_one_window_at_a_time(context_length, stride, windows_together, monkeypatch):
     if windows_together:  # as on an accelerator
-        monkeypatch.setattr(Backbone, "_windows_per_pass", lambda *_: 5)
+        monkeypatch.setattr(short_context, "windows_per_pass", lambda *_: 5)
     model = build("llama")
     rows = [documents(30, 8, 17), documents(40)]
-    long, short = Backbone(model).long_and_short(packed(*rows), context_length=context_length, stride=stride)
+    long, short = long_and_short(Backbone(model), packed(*rows), context_length=context_length, stride=stride)
     with torch.no_grad():
         for index, row in enumerate(rows):
             pairs = [reference.long_and_short(model, document, context_length, stride) for document in row]
@@ -188,13 +189,13 @@ def test_tokens_that_cannot_be_key_are_spared(beta, monkeypatch):
     scorer = Backbone(build("llama"))
     batch = packed(documents(60, 8, 30), documents(70))
     sizes = {"context_length": 6, "stride": 3}
-    long, short = scorer.long_and_short(batch, **sizes)
+    long, short = long_and_short(scorer, batch, **sizes)
     scored = []
-    original = backbone_module.window_batch
+    original = short_context.window_batch
     monkeypatch.setattr(
-        backbone_module, "window_batch", lambda *a: scored.append(int((w := original(*a))["labels"].ge(0).sum())) or w
+        short_context, "window_batch", lambda *a: scored.append(int((w := original(*a))["labels"].ge(0).sum())) or w
     )
-    same, some = scorer.long_and_short(batch, **sizes, beta=beta)
+    same, some = long_and_short(scorer, batch, **sizes, beta=beta)
     torch.testing.assert_close(same, long)
     spared = (long <= beta) & (batch["position_ids"] >= 9)
     assert torch.equal(some.isnan(), spared)
@@ -214,10 +215,10 @@ def test_chunks_windows_per_pass_and_trimming_change_nothing_that_matters(archit
     for windows in (1, 2, 5, 100):
         for rows in (1, 7, 512):
             for trims in (True, False):
-                monkeypatch.setattr(Backbone, "_windows_per_pass", lambda *_, windows=windows: windows)
+                monkeypatch.setattr(short_context, "windows_per_pass", lambda *_, windows=windows: windows)
                 monkeypatch.setattr(log_likelihood, "default_chunk_size", lambda _, rows=rows: rows)
                 scorer.trims_last_layer = trims
-                results.append(scorer.long_and_short(batch, context_length=20, stride=7))
+                results.append(long_and_short(scorer, batch, context_length=20, stride=7))
     for long, short in results[1:]:
         torch.testing.assert_close(long, results[0][0], atol=1e-5, rtol=0)
         torch.testing.assert_close(short, results[0][1], atol=1e-5, rtol=0)
@@ -273,36 +274,36 @@ def test_the_autocast_cache_is_as_it_was_afterwards():
             torch.set_autocast_cache_enabled(True)
 
 
-def test_windows_share_a_pass_on_an_accelerator(monkeypatch):
-    scorer = Backbone(build("llama"))
-    assert scorer._windows_per_pass(5120) == 1
-    monkeypatch.setattr(Backbone, "device", torch.device("meta"))
-    assert scorer._windows_per_pass(5120) == 6
-    assert scorer._windows_per_pass(40_000) == 1
+def test_windows_share_a_pass_on_an_accelerator():
+    assert short_context.windows_per_pass(torch.device("cpu"), 5120) == 1
+    assert short_context.windows_per_pass(torch.device("meta"), 5120) == 6
+    assert short_context.windows_per_pass(torch.device("meta"), 40_000) == 1
 
 
 def test_a_share_of_the_windows_is_drawn_by_the_seed():
     scorer = Backbone(build("llama"))
     batch = packed(documents(60, 8, 30), documents(70))
     sizes = {"context_length": 6, "stride": 3}
-    whole = scorer.short_log_likelihood(batch, **sizes)
-    part = scorer.short_log_likelihood(batch, **sizes, window_share=0.4, seed=3)
-    again = scorer.short_log_likelihood(batch, **sizes, window_share=0.4, seed=3)
-    other = scorer.short_log_likelihood(batch, **sizes, window_share=0.4, seed=4)
-    assert torch.equal(part.differs, again.differs)
-    assert not torch.equal(part.differs, other.differs)
-    assert not (part.differs & ~whole.differs).any()
-    assert 0.3 < part.differs.sum() / whole.differs.sum() < 0.5
-    assert part.share == pytest.approx(0.4, abs=0.03)
-    torch.testing.assert_close(part.log_likelihood[part.differs], whole.log_likelihood[part.differs])
+    whole = short_log_likelihood(scorer, batch, **sizes)
+    part = short_log_likelihood(scorer, batch, **sizes, window_fraction=0.4, seed=3)
+    again = short_log_likelihood(scorer, batch, **sizes, window_fraction=0.4, seed=3)
+    other = short_log_likelihood(scorer, batch, **sizes, window_fraction=0.4, seed=4)
+    assert torch.equal(part.has_short_context, again.has_short_context)
+    assert not torch.equal(part.has_short_context, other.has_short_context)
+    assert not (part.has_short_context & ~whole.has_short_context).any()
+    assert 0.3 < part.has_short_context.sum() / whole.has_short_context.sum() < 0.5
+    assert part.window_fraction == pytest.approx(0.4, abs=0.03)
+    torch.testing.assert_close(
+        part.log_likelihood[part.has_short_context], whole.log_likelihood[part.has_short_context]
+    )
 
 
 def test_short_pass_leaves_modes_and_gradients_alone():
     scorer = Backbone(build("llama", attention_dropout=0.5).train())
     scorer.model.model.layers[0].eval()
     batch = packed(documents(40))
-    first, *_ = scorer.short_log_likelihood(batch, context_length=6, stride=3)
-    again, differs, _ = scorer.short_log_likelihood(batch, context_length=6, stride=3)
+    first, *_ = short_log_likelihood(scorer, batch, context_length=6, stride=3)
+    again, differs, _ = short_log_likelihood(scorer, batch, context_length=6, stride=3)
     torch.testing.assert_close(first, again, msg="dropout was on")
     assert not first.requires_grad
     assert differs[0].tolist() == [t >= 9 for t in range(40)]
@@ -318,7 +319,7 @@ def test_autocast_weights_cached_by_the_short_pass_do_not_rob_the_long_pass_of_g
         scorer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
             if with_short_pass:
-                scorer.short_log_likelihood(batch, context_length=6, stride=3)
+                short_log_likelihood(scorer, batch, context_length=6, stride=3)
             scorer(batch).sum().backward()
         gradients.append({name: p.grad for name, p in scorer.named_parameters()})
     for name, gradient in gradients[0].items():
@@ -391,7 +392,7 @@ def test_a_model_that_leaks_scores_documents_one_by_one_or_not_at_all_where_weig
     with torch.no_grad():
         actual = scorer(packed(documents(9, 12), documents(20, seed=1)), first_scored=3)
         torch.testing.assert_close(actual[:, 3:], expected[:, 3:])
-    scorer.in_step = True
+    scorer.is_sharded = True
     scorer(packed(documents(9)))
     with pytest.raises(ValueError, match="cannot keep the documents of a row apart"):
         scorer(packed(documents(9, 12)))
@@ -405,11 +406,14 @@ def test_long_rows_of_llama_4_are_windowed_and_trained_as_documents_alone():
     check_scoring(scorer)
     parts = documents(31, 25)
     whole, *alone = (packed(rows) for rows in (parts, parts[:1], parts[1:]))
-    for score in (scorer, lambda batch: scorer.short_log_likelihood(batch, context_length=10, stride=5).log_likelihood):
+    for score in (
+        scorer,
+        lambda batch: short_log_likelihood(scorer, batch, context_length=10, stride=5).log_likelihood,
+    ):
         expected = torch.cat([score(batch)[0] for batch in alone])
         torch.testing.assert_close(score(whole)[0], expected, atol=2e-5, rtol=1e-4)
         assert expected.abs().sum() > 0
-    short = scorer.short_log_likelihood(alone[0], context_length=10, stride=5).log_likelihood[0]
+    short = short_log_likelihood(scorer, alone[0], context_length=10, stride=5).log_likelihood[0]
     window = reference.document_log_likelihood(model, parts[0][5:20])  # scores tokens 15 to 19
     torch.testing.assert_close(short[15:20].double(), window[10:15], atol=2e-5, rtol=1e-4)
 
@@ -481,7 +485,7 @@ def test_rotation_that_depends_on_the_length_is_refused_for_short_contexts(rope_
     scorer = Backbone(build("llama", rope_parameters=parameters))
     scorer(packed(documents(40)))
     with pytest.raises(ValueError, match=f"'{rope_type}' rotates by the length"):
-        scorer.long_and_short(packed(documents(40)), context_length=6, stride=3)
+        long_and_short(scorer, packed(documents(40)), context_length=6, stride=3)
 
 
 def test_dropout_is_noticed():
@@ -491,117 +495,28 @@ def test_dropout_is_noticed():
     assert Backbone(get_peft_model(build("llama"), lora)).has_dropout
 
 
-has_torch_kernel = pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch < 2.13")
-
-
-def training_step(scorer, batch):
-    """Loss, what it was made of, and the gradients of all weights."""
-    scorer.zero_grad()
-    short = scorer.short_log_likelihood(batch, context_length=6, stride=3)
-    result = scorer(batch, Weighing(soft_influence, *short))
-    result.loss.backward()
-    return result, {name: p.grad for name, p in scorer.named_parameters()}
-
-
-@has_torch_kernel
-@pytest.mark.parametrize(
-    ("architecture", "overrides"),
-    [
-        ("llama", {}),
-        ("qwen2", {"tie_word_embeddings": True}),
-        ("phi", {"partial_rotary_factor": 0.5}),  # bias
-        ("cohere", {"logit_scale": 0.25}),
-        ("granite", {"logits_scaling": 3.0}),
-    ],
-)
-@pytest.mark.parametrize("autocast", [False, True])
-def test_a_training_step_with_another_head_kernel_equals_ours(architecture, overrides, autocast):
-    model = build(architecture, **overrides).train()
-    batch = packed(documents(30, 8), documents(40), documents(5, 1))
-    scorers = [Backbone(model), Backbone(model, head_kernel="torch")]
-    tolerance = {"atol": 0.05, "rtol": 0.05} if autocast else {"atol": 1e-5, "rtol": 1e-4}
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        for scorer in scorers:
-            check_scoring(scorer)
-        (expected, gradients), (actual, others) = (training_step(scorer, batch) for scorer in scorers)
-        assert expected.influence.unique().numel() > 10
-        torch.testing.assert_close(actual, expected, **tolerance)
-        assert others.keys() == gradients.keys()
-        for name, gradient in gradients.items():
-            difference = (others[name] - gradient).norm() / gradient.norm()
-            assert difference < (0.05 if autocast else 1e-5), name
-        plain = [scorer(batch) for scorer in scorers]
-        torch.testing.assert_close(*plain, **tolerance)
-
-
-@has_torch_kernel
-def test_the_head_kernel_is_used_where_gradients_are_wanted(monkeypatch):
-    scorer = Backbone(build("llama"), head_kernel="torch")
-    monkeypatch.setattr(F, "linear_cross_entropy", lambda *_, **__: 1 / 0)
-    batch = packed(documents(30))
-    with torch.no_grad():
-        scorer(batch)
-    for weighing in (None, Weighing(soft_influence)):
-        with pytest.raises(ZeroDivisionError):
-            scorer(batch, weighing)
+def capped():
+    return build("gemma2", attention="eager", final_logit_softcapping=2.0, head_dim=8)
 
 
 def lora_on_the_head():
     return get_peft_model(build("llama"), LoraConfig(target_modules=["q_proj", "lm_head"]))
 
 
-def hooked():
-    model = build("llama")
-    model.lm_head.register_forward_pre_hook(lambda *_: None)
-    return model
-
-
-def patched():
-    model = build("llama")
-    model.lm_head.forward = lambda hidden: hidden @ model.lm_head.weight.T * 2
-    return model
-
-
-class Quantised(torch.nn.Linear):
-    """Stands for any subclass."""
-
-
-def quantised():
-    model = build("llama")
-    model.lm_head = Quantised(32, VOCABULARY)
-    return model
-
-
-@pytest.mark.parametrize(
-    ("make", "name"),
-    [
-        (lora_on_the_head, "peft.tuners.lora.layer.Linear"),
-        (hooked, "torch.nn.modules.linear.Linear` that is no plain linear layer or has hooks"),
-        (patched, "torch.nn.modules.linear.Linear` that is no plain linear layer or has hooks"),
-        (quantised, "Quantised"),
-    ],
-)
-def test_a_head_that_is_more_than_a_linear_layer_is_refused_by_its_type(make, name):
-    scorer = Backbone(make(), head_kernel="torch")
-    for use in (lambda: check_scoring(scorer), lambda: scorer(packed(documents(9)))):
-        with pytest.raises(ValueError, match=f"{name}.*`head_kernel: torch`.*set `head_kernel: chunked`"):
-            use()
-
-
-@has_torch_kernel
-def test_a_soft_cap_is_refused_before_training_by_a_kernel_that_knows_none():
-    model = build("gemma2", attention="eager", final_logit_softcapping=2.0, head_dim=8)
-    assert Backbone(model).linear_head().soft_cap == 2.0
-    with pytest.raises(ValueError, match="torch` knows no soft cap"):
-        check_scoring(Backbone(model, head_kernel="torch"))
-
-
-@has_torch_kernel
-def test_lora_elsewhere_leaves_the_head_to_the_kernel():
-    torch.manual_seed(0)
-    model = get_peft_model(build("llama"), LoraConfig(target_modules=["q_proj"], init_lora_weights=False)).train()
-    batch = packed(documents(30, 8))
-    gradients = [training_step(Backbone(model, head_kernel=kernel), batch)[1] for kernel in ("chunked", "torch")]
-    kept = [{name: g.clone() for name, g in part.items() if g is not None} for part in gradients]
-    assert len(kept[0]) == 4
-    torch.testing.assert_close(*kept, atol=1e-6, rtol=1e-4)
+@pytest.mark.parametrize("make", [lambda: build("llama"), lora_on_the_head, capped], ids=["linear", "LoRA", "capped"])
+@pytest.mark.parametrize("widens", [False, True])
+@pytest.mark.parametrize("precision", ["true", "mixed"])
+def test_half_precision_rounds_the_same_with_and_without_gradient(make, widens, precision, monkeypatch):
+    """Or the long-short difference of each token would be noise."""
+    if widens:  # as on a GPU
+        monkeypatch.setattr(linear_head, "_widens", lambda operand: operand.dtype == torch.bfloat16)
+        monkeypatch.setattr(linear_head, "_widening_product", lambda rows, weight: rows.float() @ weight.float().T)
+    scorer = Backbone(make().eval())
+    scorer = scorer.bfloat16() if precision == "true" else scorer
+    batch = packed(documents(30, 8), documents(40))
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "mixed"):
+        with_gradient = scorer(batch)
+        with torch.no_grad():
+            without = scorer(batch)
+    assert with_gradient.requires_grad
+    assert torch.equal(with_gradient, without)

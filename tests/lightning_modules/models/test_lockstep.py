@@ -1,13 +1,13 @@
-"""Processes that gather weights in every pass make equally many of them, however much work each has."""
+"""Ranks that gather weights in every pass run the same number of passes, however much work each has."""
 
 import threading
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_modules.models.lockstep import Passes
+from lightning_modules.batch import IGNORE_INDEX
+from lightning_modules.models.lockstep import any_rank, lockstep
 
 PATIENCE = 5.0  # seconds until a process that waits in vain gives up
 
@@ -22,72 +22,78 @@ class Group:
     def all_reduce(self, tensor, op):
         self.values[threading.get_ident()] = int(tensor)
         self.barrier.wait()
-        result = {dist.ReduceOp.MAX: max, dist.ReduceOp.MIN: min, dist.ReduceOp.SUM: sum}[op](self.values.values())
+        result = {dist.ReduceOp.MAX: max}[op](self.values.values())
         self.barrier.wait()
         tensor.fill_(result)
 
 
-class Recorder:
+class Recorder(torch.nn.Module):
     """A backbone that records its passes; with a group, each pass waits for the other process."""
 
     device = torch.device("cpu")
 
     def __init__(self, group=None):
-        self.group, self.in_step = group, group is not None
-        self.passes, self.read, self.calls = 0, [], []
+        super().__init__()
+        self.group, self.is_sharded, self.in_lockstep = group, group is not None, False
+        self.batches = []
 
-    def within(self, function):
+    def forward(self, batch):
         if self.group is not None:
             self.group.barrier.wait()
-        self.passes += 1
-        return function()
-
-    def decoder(self, **inputs):
-        self.read.append(inputs)
-        return SimpleNamespace(last_hidden_state=torch.full((1, 1, 3), 7.0))
-
-    def logits(self, hidden_states):
-        self.calls.append(hidden_states)
+        self.batches.append((batch, torch.is_grad_enabled()))
+        return batch
 
 
-def run_both(work, monkeypatch):
-    """The backbones and results of two threads of which each has so many functions to call."""
+def run_both(process, monkeypatch):
+    """The backbones of two threads that each call ``process(rank, backbone)``."""
     group = Group()
     monkeypatch.setattr(dist, "all_reduce", group.all_reduce)
-    backbones, results, errors = [Recorder(group), Recorder(group)], [[], []], []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    backbones, errors = [Recorder(group), Recorder(group)], []
 
-    def process(rank):
+    def run(rank):
         try:
-            with Passes(backbones[rank]) as passes:
-                for number in range(work[rank]):
-                    results[rank].append(passes(lambda number=number: (rank, number)))
+            process(rank, backbones[rank])
         except Exception as error:
             errors.append(error)
             group.barrier.abort()
 
-    threads = [threading.Thread(target=process, args=(rank,)) for rank in range(2)]
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(4 * PATIENCE)
     assert not errors, errors
-    return backbones, results
+    return backbones
 
 
 @pytest.mark.parametrize("work", [(3, 1), (0, 2), (2, 2), (0, 0)])
-def test_all_make_as_many_passes_as_the_one_with_the_most_work(work, monkeypatch):
-    backbones, results = run_both(work, monkeypatch)
-    assert [backbone.passes for backbone in backbones] == [max(work)] * 2
-    assert results == [[(rank, number) for number in range(work[rank])] for rank in range(2)]
-    for rank, backbone in enumerate(backbones):
-        idle = max(work) - work[rank]
-        assert len(backbone.read) == len(backbone.calls) == idle, "decoder and head, as both may gather weights"
-        for inputs, hidden_states in zip(backbone.read, backbone.calls, strict=True):
-            assert inputs["use_cache"] is False
-            for name in ("input_ids", "position_ids"):
-                assert inputs[name].tolist() == [[0]]
-                assert inputs[name].dtype == torch.int64
-            assert hidden_states.eq(7.0).all()
+def test_all_run_as_many_passes_as_the_one_with_the_most_work(work, monkeypatch):
+    def process(rank, backbone):
+        with lockstep(backbone) as run:
+            assert [run(backbone, number) for number in range(work[rank])] == list(range(work[rank]))
+        assert not backbone.in_lockstep
+
+    for own, backbone in zip(work, run_both(process, monkeypatch), strict=True):
+        assert [batch for batch, _ in backbone.batches[:own]] == list(range(own))
+        dummies = backbone.batches[own:]
+        assert len(dummies) == max(work) - own
+        for batch, with_gradient in dummies:
+            assert batch["labels"].tolist() == [[IGNORE_INDEX]]
+            assert not with_gradient
+
+
+def test_a_block_in_another_is_a_part_of_it(monkeypatch):
+    def process(rank, backbone):
+        with lockstep(backbone):
+            for number in range(2 * rank):
+                with lockstep(backbone) as run:
+                    run(backbone, number)
+            assert backbone.in_lockstep
+
+    idle, busy = run_both(process, monkeypatch)
+    assert [batch for batch, _ in busy.batches] == [0, 1]
+    assert len(idle.batches) == 2
 
 
 def alone(monkeypatch):
@@ -97,14 +103,17 @@ def alone(monkeypatch):
 
 def test_a_process_whose_weights_are_its_own_asks_nobody(monkeypatch):
     backbone = alone(monkeypatch)
-    with Passes(backbone) as passes:
-        assert passes(lambda: "result") == "result"
-    assert backbone.passes == 1
+    with lockstep(backbone) as run:
+        assert run(backbone, "batch") == "batch"
+    assert len(backbone.batches) == 1
+    assert any_rank(True, "cpu")
+    assert not any_rank(False, "cpu")
 
 
 def test_an_error_in_the_block_is_not_hidden_by_waiting_for_others(monkeypatch):
     backbone = alone(monkeypatch)
-    backbone.in_step = True
-    with pytest.raises(KeyError, match="the cause"), Passes(backbone):
+    backbone.is_sharded = True
+    with pytest.raises(KeyError, match="the cause"), lockstep(backbone):
         raise KeyError("the cause")
-    assert backbone.passes == 0
+    assert not backbone.batches
+    assert not backbone.in_lockstep

@@ -5,7 +5,9 @@ import torch
 
 from lightning_modules.batch import PackedBatch
 from lightning_modules.functional.windows import short_context_windows
+from lightning_modules.models import short_context
 from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.short_context import long_and_short
 from lightning_modules.scoring.alternatives import long_and_short_alternatives
 from tests.conftest import tiny_model
 
@@ -44,7 +46,7 @@ def reference(model, batch, count, context_length, stride):
 @pytest.mark.parametrize(("context_length", "stride"), [(6, 3), (4, 9)])
 def test_both_contexts_match_full_logits_one_window_at_a_time(context_length, stride, windows_together, monkeypatch):
     if windows_together:  # as on an accelerator
-        monkeypatch.setattr(Backbone, "_windows_per_pass", lambda *_: 5)
+        monkeypatch.setattr(short_context, "windows_per_pass", lambda *_: 5)
     model = tiny_model("llama", VOCABULARY)
     batch = row(30, 8, 17)
     sizes = {"context_length": context_length, "stride": stride}
@@ -62,6 +64,6 @@ def test_they_agree_with_the_scores_of_the_tokens():
     batch, sizes = row(40), {"context_length": 8, "stride": 4}
     found = long_and_short_alternatives(backbone, batch, count=VOCABULARY, **sizes)
     assert backbone.training
-    for context, scores in zip(found, backbone.eval().long_and_short(batch, **sizes), strict=True):
+    for context, scores in zip(found, long_and_short(backbone.eval(), batch, **sizes), strict=True):
         own = context.log_likelihood.where(context.token_ids == batch["input_ids"].unsqueeze(-1), 0.0).sum(-1)
         torch.testing.assert_close(own[:, 1:], scores[:, 1:])

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from lightning_modules.models import lockstep
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.tokenization.tokenizer import encode_document
 from lightning_modules.scoring.context_lengths import Rungs
@@ -60,8 +61,7 @@ def test_what_does_not_fit_together_is_scored_alone_and_what_does_not_fit_alone_
 def test_where_weights_are_divided_it_stops_the_run(tokenizer):
     backbone, batch = Backbone(tiny_model(vocab_size=len(tokenizer))), make_batch(tokenizer, 10)
     no_room_for(backbone, 3, torch.OutOfMemoryError("CUDA out of memory"))
-    backbone._keep_in_step = lambda passes: None
-    backbone.in_step = True
+    backbone.is_sharded = True
     with pytest.raises(torch.OutOfMemoryError) as raised:
         scorer(backbone).try_to_score(batch)
     assert "data.max_tokens" in raised.value.__notes__[0]
@@ -86,15 +86,15 @@ def test_more_tokens_than_learned_positions(tokenizer):
     assert alone == failed
 
 
-def test_processes_that_are_in_step_make_the_passes_of_a_document_that_fails(tokenizer):
+def test_a_process_whose_documents_fail_makes_the_passes_of_the_others(tokenizer, monkeypatch):
     backbone = Backbone(tiny_model("gpt2", len(tokenizer), max_position_embeddings=64, n_embd=32, n_layer=1, n_head=2))
-    passes = []
-    backbone._keep_in_step = passes.append
-    backbone.in_step = True
+    backbone.is_sharded = True
+    passes, others = [], [True, True, False]
+    monkeypatch.setattr(lockstep, "any_rank", lambda works, device: works or others.pop(0))
     forward = backbone.forward
-    backbone.forward = lambda *a, **k: passes.append("pass") or forward(*a, **k)
+    backbone.forward = lambda batch, **k: passes.append(batch["input_ids"].numel()) or forward(batch, **k)
     scorer(backbone, rungs=Rungs((8,), 4)).try_to_score(make_batch(tokenizer, 60))
-    assert passes == [0, "pass", 0]
+    assert passes == [1, 1]
 
 
 def test_scores_that_are_no_numbers(tokenizer):

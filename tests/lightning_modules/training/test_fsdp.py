@@ -61,7 +61,7 @@ def partly_known(setup, root, rank):
     evaluator.scores(first)
     divided = isinstance(next(evaluator._backbone.parameters()), DTensor)
     scores = [evaluator.scores(text) for text in (first if rank == 0 else second, second, "too short")]
-    evaluator.accompany()
+    evaluator.join()
     return divided, [torch.stack([pair.long, pair.short]) for pair in scores]
 
 

@@ -15,7 +15,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from callbacks import ExternalEvaluator
 from datamodules import PG19DataModule
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
-from lightning_modules.functional import Weighing
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.attention import register_document_attention
 from lightning_modules.models.backbone import Backbone
@@ -242,18 +241,12 @@ def test_parts_are_the_tokens_and_what_they_predict():
     labels[:, [0, 5]] = IGNORE_INDEX
     positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1]])
     batch = PackedBatch(input_ids=tokens, labels=labels, position_ids=positions, document_borders=[[0, 5, 7]])
-    short = torch.arange(7.0).unsqueeze(0)
-    weighing = Weighing(torch.add, short, short > 2)
     parts = [_group(rank, 2).part(batch) for rank in range(2)]
-    weighings = [_group(rank, 2).part_of_weighing(weighing) for rank in range(2)]
     no = IGNORE_INDEX
     assert [part["input_ids"].tolist() for part in parts] == [[[10, 11, 12, 13]], [[14, 15, 16, 0]]]
     assert [part["labels"].tolist() for part in parts] == [[[no, 11, 12, 13, 14]], [[no, no, 16, no, no]]]
     assert [part["position_ids"].tolist() for part in parts] == [[[0, 1, 2, 3]], [[4, 0, 1, 0]]]
     assert all(part["document_borders"] == [[0, 5, 7, 8]] for part in parts)
-    assert [part.short.tolist() for part in weighings] == [[[0, 1, 2, 3, 4]], [[0, 5, 6, 0, 0]]]
-    assert [part.differs.sum() for part in weighings] == [2, 2]
-    assert _group(1, 2).part_of_weighing(Weighing(torch.add)) == Weighing(torch.add)
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,8 @@ from lightning_modules.commands.plan import (
     short_pass_flops,
 )
 from lightning_modules.commands.plan.flops import ATTENTION_BACKWARD, attention_pairs
-from lightning_modules.functional import Weighing
 from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.short_context import long_and_short, short_log_likelihood
 from tests.conftest import tiny_config
 
 aten = torch.ops.aten
@@ -86,7 +86,7 @@ def counted(run):
 
 
 def step(model, batch):
-    model(batch, Weighing(lambda long, short: torch.ones_like(long))).loss.backward()
+    model(batch).sum().backward()
 
 
 def all_pairs(attention, tokens):
@@ -141,7 +141,7 @@ def test_selective_checkpointing_saves_one_attention_pass():
 def test_short_pass_is_what_the_backbone_does(context_length, stride):
     model, shape = backbone(tiny_config()), ModelShape.of(tiny_config())
     run = {"context_length": context_length, "stride": stride}
-    gemm, _ = counted(lambda: model.short_log_likelihood(row(), **run))
+    gemm, _ = counted(lambda: short_log_likelihood(model, row(), **run))
     planned = short_pass_flops(shape, TOKENS, context_length, stride)
     assert planned.gemm == gemm
     step_flops = longce_step_flops(shape, TOKENS, context_length, stride, "full", window_share=0.25)
@@ -152,7 +152,7 @@ def test_short_pass_is_what_the_backbone_does(context_length, stride):
 
 def test_scoring_is_what_the_backbone_does():
     model, shape = backbone(tiny_config()), ModelShape.of(tiny_config())
-    gemm, _ = counted(lambda: model.long_and_short(row(), context_length=16, stride=8))
+    gemm, _ = counted(lambda: long_and_short(model, row(), context_length=16, stride=8))
     shared = scoring_flops(shape, shape, TOKENS, 16, 8, shared_pass=True)
     assert shared.gemm == gemm
     other = scoring_flops(shape, shape, TOKENS, 16, 8)

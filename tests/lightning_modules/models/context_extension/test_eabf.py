@@ -21,6 +21,7 @@ from lightning_modules.models.context_extension.rope_types import (
 )
 from lightning_modules.models.context_extension.rotary_checks import check_rotary
 from lightning_modules.models.loading import load_backbone
+from lightning_modules.models.short_context import short_log_likelihood
 from tests.conftest import tiny_model
 from tests.lightning_modules.models.context_extension.test_methods import EXTRA
 from tests.lightning_modules.test_long_context_lm import row
@@ -269,7 +270,7 @@ def test_short_pass_and_trimmed_last_layer(folder):
     """The scores of a window depend on the positions in it only."""
     backbone = load_backbone(folder(), context_extension=settings_of()).eval()
     batch = row(7, (0, LENGTH), VOCABULARY)
-    short = backbone.short_log_likelihood(batch, context_length=24, stride=12)
+    short = short_log_likelihood(backbone, batch, context_length=24, stride=12)
     window = {**row(0, (0, 36), VOCABULARY), "input_ids": batch["input_ids"][:, 24:60]}
     labels = window["input_ids"].clone()
     labels[:, 0] = -100

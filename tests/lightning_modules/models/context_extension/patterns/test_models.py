@@ -16,6 +16,7 @@ from lightning_modules.models.context_extension.rope_types import TYPE_ARCHITECT
 from lightning_modules.models.loading import load_backbone, load_config
 from lightning_modules.models.optimizations.gradient_checkpointing import enable_checkpointing
 from lightning_modules.models.probe import check_scoring
+from lightning_modules.models.short_context import short_log_likelihood
 from tests.conftest import tiny_model
 from tests.lightning_modules.models.context_extension.patterns import dense
 from tests.lightning_modules.models.context_extension.test_eabf import attention_layers
@@ -125,7 +126,7 @@ def test_packed_batched_and_windowed_documents_are_scored_as_each_alone(name, fo
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-4)
     # Short windows of 24 to 36 tokens, of which the last layer works on the last 12.
     batch = row(3, (0, LENGTH), VOCABULARY)
-    short = backbone.short_log_likelihood(batch, context_length=24, stride=12)
+    short = short_log_likelihood(backbone, batch, context_length=24, stride=12)
     window = backbone(document(batch["input_ids"][0, 24:60]))
     torch.testing.assert_close(short.log_likelihood[0, 48:], window[0, 24:], rtol=1e-4, atol=1e-4)
     assert (short.log_likelihood - backbone(batch))[0, 48:].abs().max() > 1e-3

@@ -1,0 +1,29 @@
+"""The paper's optimizer and learning rate (Appendix A.2 of Fang et al., 2025)."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LinearLR
+
+# As class and arguments, so that a saved config can hold them.
+OPTIMIZER: dict[str, Any] = {
+    "class_path": "torch.optim.AdamW",
+    "init_args": {"lr": 2e-5, "betas": (0.9, 0.95), "weight_decay": 0.0},
+}
+LR_SCHEDULER: dict[str, Any] = {
+    "class_path": "torch.optim.lr_scheduler.LinearLR",
+    "init_args": {"start_factor": 0.05, "total_iters": 19},
+}
+
+
+def default_optimizer(parameters: Iterable[Tensor]) -> Optimizer:
+    """Make the paper's AdamW."""
+    return torch.optim.AdamW(parameters, **OPTIMIZER["init_args"])
+
+
+def default_lr_scheduler(optimizer: Optimizer) -> LinearLR:
+    """Make the paper's schedule: a warm-up over 20 steps, then a constant rate."""
+    return LinearLR(optimizer, **LR_SCHEDULER["init_args"])

@@ -1,0 +1,213 @@
+"""Checks before training: everything that is known to fail is refused before hours of work."""
+
+from typing import Any, Protocol
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from lightning_modules.batch import PackedBatch
+from lightning_modules.functional.windows import check_context, check_window_share
+from lightning_modules.models.adapters import quantization_config
+from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.checks import check_weight_files
+from lightning_modules.models.context_extension.rotary_checks import check_static
+from lightning_modules.models.loading import check_quantization, has_weights, load_backbone, load_config
+from lightning_modules.models.optimizations.low_precision import ShortDType, check_short_dtype
+from lightning_modules.models.tokenization.tokenizer import warn_of_other_tokenizer
+from lightning_modules.objectives import Objective, innermost
+from lightning_modules.training.export import loaded_tokenizer
+from lightning_modules.training.sequence_parallel import SequenceGroup, check_sequence_parallelism
+
+
+class Trainee(Protocol):
+    """The parts of a `LongContextLM` that are checked here."""
+
+    objective: Objective
+    context_length: int
+    stride: int
+    short_dtype: ShortDType | None
+    short_window_share: float
+    loading: dict[str, Any]
+    backbone: Backbone
+
+
+def check_settings(
+    objective: Objective, context_length: int, stride: int, window_fraction: float, head_kernel: str | None
+) -> None:
+    """Check the constructor's arguments, and warn of one that has no effect any more.
+
+    Raises:
+        ValueError: If a length is below 1, or the fraction of the windows not in (0, 1], or below 1 for an objective
+            that is normalized or not pointwise.
+    """
+    check_context(context_length, stride)
+    check_window_share(window_fraction)
+    check_drawn_windows(objective, window_fraction)
+    if head_kernel not in (None, "chunked"):
+        rank_zero_warn("`model.head_kernel` has no effect any more and will be removed: leave it out.")
+
+
+def check_early(module: Trainee, sequence_length: int | None, sequence_parallel_size: int = 1) -> None:
+    """Refuse what can be known to fail before any text is tokenized or any weight is loaded.
+
+    Args:
+        module: The `LongContextLM`.
+        sequence_length: Tokens per training sequence, if there is training.
+        sequence_parallel_size: Processes that share a sequence.
+
+    Raises:
+        ValueError: If the model cannot be found, built or extended, its positions depend on the length of the text, or
+            no token of a sequence would have a short context.
+    """
+    objective, loading = module.objective, module.loading
+    if not objective.uses_short_context and (module.short_dtype is not None or module.short_window_share < 1):
+        rank_zero_warn(
+            f"`short_dtype` and `short_window_share` have no effect: {type(objective).__name__} looks at no short"
+            " context."
+        )
+    if sequence_length is not None and objective.uses_short_context:
+        check_context(module.context_length, module.stride, sequence_length)
+    names = ("pretrained_model_name_or_path", "model_config", "context_extension", "revision", "trust_remote_code")
+    config = load_config(**{name: loading[name] for name in names})
+    check_sequence_parallelism(config, sequence_parallel_size, loading["attn_implementation"])
+    if has_weights(path := loading["pretrained_model_name_or_path"]):
+        check_weight_files(path)
+    if loading["lora"] is not None:  # peft reports wrong names and values when it builds
+        load_backbone(**{**loading, "quantization": None}, with_weights=False)
+    _check_quantization(loading, config, fits=sequence_length is not None)
+    if sequence_length is not None:
+        check_static(config, compares=objective.uses_short_context)
+
+
+def _check_quantization(loading: dict[str, Any], config: PreTrainedConfig, *, fits: bool) -> None:
+    """Raise a ``ValueError`` for quantized weights that are missing, or that training would have to change."""
+    path, quantization = loading["pretrained_model_name_or_path"], loading["quantization"]
+    if quantization is not None:
+        check_quantization(path, config)
+        quantization_config(quantization, compute_dtype=torch.float32)
+    quantized = quantization is not None or getattr(config, "quantization_config", None) is not None
+    if fits and quantized and loading["lora"] is None:
+        raise ValueError("Quantised weights cannot be trained: set `model.lora`, which trains adapters over them.")
+
+
+def check_fit(module: Trainee, data: Any, device: torch.device) -> None:
+    """Check the loaded model and the data when training starts, and warn of settings that add noise.
+
+    Args:
+        module: The `LongContextLM`.
+        data: Its data module, if there is one.
+        device: Device of the model.
+
+    Raises:
+        ValueError: If the device cannot compute in `short_dtype`, stored weights were capped at a smaller value than
+            the objective's, or positions depend on the length of the text.
+    """
+    objective, loading = module.objective, module.loading
+    check_short_dtype(module.short_dtype, device)
+    check_cap(objective, getattr(data, "influence_cap", None))
+    check_static(module.backbone.base_model.config, compares=objective.uses_short_context)
+    tokenizer = loaded_tokenizer(data)
+    if tokenizer is not None and has_weights(path := loading["pretrained_model_name_or_path"]):
+        warn_of_other_tokenizer(tokenizer, path, loading["revision"])
+    if objective.uses_short_context and module.backbone.has_dropout:
+        rank_zero_warn(
+            "The model has dropout: it is on where the loss is computed and off in the short context, so that part"
+            " of every token weight is noise. Set `attention_dropout` and `lora_dropout` to 0."
+        )
+
+
+def check_batch(module: Trainee, batch: PackedBatch, group: SequenceGroup | None) -> None:
+    """Refuse a training batch that the model, the objective or the processes that share it cannot work with.
+
+    Args:
+        module: The `LongContextLM`.
+        batch: ``[B, T]`` packed sequences.
+        group: Processes that share the sequences.
+
+    Raises:
+        ValueError: If a token is unknown, stored weights are missing or unused, or no token has a short context, or the
+            processes of the group hold different sequences.
+    """
+    module.backbone.check_token_ids(batch)
+    check_influence(module.objective, "that come with the sequences" if "influence" in batch else None)
+    if module.objective.uses_short_context:
+        check_context(module.context_length, module.stride, batch["input_ids"].shape[1])
+    if group is not None:
+        group.check_same(batch)
+
+
+def check_finite(loss: Tensor, module: LightningModule, batch_idx: int) -> None:
+    """Raise a ``FloatingPointError`` if the loss of a batch is not finite."""
+    if not torch.isfinite(loss):
+        raise FloatingPointError(
+            f"The loss is {loss.item()} at step {module.global_step}, batch {batch_idx} of epoch"
+            f" {module.current_epoch} (process {module.global_rank}). Training stops here: lower the learning rate,"
+            " clip gradients (`trainer.gradient_clip_val`) or check the data of the batch."
+        )
+
+
+def check_influence(objective: Objective, influence: str | None) -> None:
+    """Refuse stored weights that the objective would ignore, and an objective whose stored weights are missing.
+
+    Args:
+        objective: Training objective.
+        influence: Where the stored weights are, if the data module has some (`data.influence`).
+
+    Raises:
+        ValueError: If only one of both is there.
+    """
+    name = type(objective).__name__
+    if objective.uses_stored_influence and influence is None:
+        raise ValueError(
+            f"The objective {name} takes stored token weights, and the data module gives none: make them with"
+            " `longce influence` and set `data.influence` to their folder, or choose another `model.objective`."
+        )
+    if influence is not None and not objective.uses_stored_influence:
+        raise ValueError(
+            f"The objective {name} would ignore the stored token weights {influence}: set `model.objective` to"
+            " StoredInfluence, or leave `data.influence` out."
+        )
+
+
+def check_drawn_windows(objective: Objective, window_fraction: float) -> None:
+    """Refuse to leave out windows if the weights would then be wrong on average, or a divisor 0 or below.
+
+    Args:
+        objective: Training objective.
+        window_fraction: Fraction of the short windows that is computed.
+
+    Raises:
+        ValueError: If the objective is normalized or not pointwise, and some windows are left out.
+    """
+    if window_fraction < 1 and (objective.normalized or not objective.pointwise):
+        reason = (
+            "divides by the sum of its weights, and those of windows drawn at random can be below 0"
+            if objective.pointwise
+            else "compares the tokens of a sequence, all of which need their short context"
+        )
+        raise ValueError(
+            f"The objective {type(objective).__name__} {reason}: set `model.short_window_share` to 1 instead of"
+            f" {window_fraction}, or choose an objective like LongCE."
+        )
+
+
+def check_cap(objective: Objective, stored: float | None) -> None:
+    """Refuse stored weights that were capped at a smaller value than that of the objective.
+
+    Args:
+        objective: Training objective.
+        stored: What the stored weights were capped at; None if there are none, or it is not known.
+
+    Raises:
+        ValueError: If the objective's cap would have no effect.
+    """
+    objective = innermost(objective)
+    cap = objective.largest_weight
+    if objective.uses_stored_influence and stored is not None and cap is not None and stored < cap:
+        raise ValueError(
+            f"The stored token weights were capped at {stored:g}, below the `gamma` {cap:g} of the objective: set"
+            f" `model.objective.gamma` to {stored:g}, or run `longce influence` again with the larger one."
+        )
