@@ -36,7 +36,7 @@ from lightning_modules.commands.plan import Flops, ModelShape, longce_step_flops
 from lightning_modules.functional import ShortContext, long_cross_entropy, long_perplexity
 from lightning_modules.models.attention import register_document_attention
 from lightning_modules.models.backbone import Backbone
-from lightning_modules.models.optimizations.gradient_checkpointing import enable_checkpointing
+from lightning_modules.models.optimizations import enable_checkpointing
 from lightning_modules.models.short_context import long_and_short, short_log_likelihood
 from lightning_modules.models.tokenization.tokenizer import encode_document
 from lightning_modules.objectives import CrossEntropy, LongCE, Objective, StoredInfluence

@@ -21,9 +21,9 @@ from torch import Tensor
 from lightning_modules.batch import PackedBatch
 from lightning_modules.functional import ShortContext, key_token_mask, long_cross_entropy
 from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.checks import check_scoring
 from lightning_modules.models.loading import load_backbone
-from lightning_modules.models.optimizations.low_precision import short_precision
-from lightning_modules.models.probe import check_scoring
+from lightning_modules.models.optimizations import short_precision
 from lightning_modules.models.short_context import short_log_likelihood
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
 from lightning_modules.objectives import LongCE, Objective, StoredInfluence
@@ -50,7 +50,7 @@ class Comparison:
         short, seconds = [], 0.0
         for number, batch in enumerate(self.rows):
             started = time.process_time()
-            with short_precision(self.backbone.decoder, self.backbone.device, dtype):
+            with short_precision(self.backbone.device, dtype):
                 short.append(
                     short_log_likelihood(
                         self.backbone,
@@ -93,7 +93,6 @@ def compare(comparison: Comparison, evaluator: str | None) -> Iterator[str]:
     settings: dict[str, dict[str, Any]] = {
         f"stride = context_length = {options.context_length}": {"stride": options.context_length},
         "short_dtype: bfloat16": {"dtype": "bfloat16"},
-        "short_dtype: float8": {"dtype": "float8"},
     }
     for name, setting in settings.items():
         outcome = comparison.outcome(**setting)

@@ -30,7 +30,7 @@ from datamodules.recall import GET, SET, recall_documents, recall_tokenizer
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.loading import load_backbone
-from lightning_modules.models.optimizations.modes import eval_mode
+from lightning_modules.models.optimizations import eval_mode
 from lightning_modules.objectives import CrossEntropy, LongCE
 
 SHORT, LONG, BASE = 64, 512, 10_000.0

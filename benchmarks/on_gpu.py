@@ -36,8 +36,8 @@ from lightning_modules.commands.plan.memory import GIB, Training, scoring_memory
 from lightning_modules.functional import long_cross_entropy
 from lightning_modules.models.attention import register_document_attention
 from lightning_modules.models.backbone import Backbone
-from lightning_modules.models.optimizations.gradient_checkpointing import Checkpointing, enable_checkpointing
-from lightning_modules.models.probe import check_scoring
+from lightning_modules.models.checks import check_scoring
+from lightning_modules.models.optimizations import Checkpointing, enable_checkpointing
 from lightning_modules.models.short_context import long_and_short, short_log_likelihood
 from lightning_modules.objectives import CrossEntropy, LongCE
 

@@ -17,7 +17,7 @@ from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional import long_cross_entropy, long_perplexity
 from lightning_modules.models import short_context
 from lightning_modules.models.backbone import Backbone
-from lightning_modules.models.optimizations.low_precision import short_precision
+from lightning_modules.models.optimizations import short_precision
 from lightning_modules.models.short_context import short_log_likelihood
 from lightning_modules.objectives import CrossEntropy, Objective
 
@@ -133,7 +133,7 @@ class Run:
         batch = batch if stored is None else PackedBatch(**batch, influence=stored)
         short = None
         if objective.uses_short_context:
-            with short_precision(self.backbone.decoder, self.backbone.device, setting.short_dtype):
+            with short_precision(self.backbone.device, setting.short_dtype):
                 short = short_log_likelihood(
                     self.backbone,
                     batch,

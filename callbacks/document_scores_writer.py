@@ -21,11 +21,11 @@ from typing_extensions import override
 from lightning_modules.batch import PackedBatch
 from lightning_modules.functional.influence import check_gamma, check_thresholds
 from lightning_modules.long_context_lm import LongContextLM
-from lightning_modules.scoring.corpus_protocols import Delivered, ScoredCorpus
+from lightning_modules.scoring.corpus.failures import check_failures
+from lightning_modules.scoring.corpus.protocols import Delivered, ScoredCorpus
+from lightning_modules.scoring.corpus.shards import SUCCESS, ScoreShards, Written, check_settings
+from lightning_modules.scoring.corpus.table import ScoreTable, TokenType, clashes, counts
 from lightning_modules.scoring.document_scorer import Failed
-from lightning_modules.scoring.score_failures import check_failures
-from lightning_modules.scoring.score_shards import SUCCESS, ScoreShards, Written, check_settings
-from lightning_modules.scoring.score_table import ScoreTable, TokenType, clashes, counts
 from lightning_modules.scoring.token_scores import TokenScores
 from lightning_modules.training.preemption import ECHO
 from lightning_modules.utilities.collectives import gathered, patient_group
@@ -42,7 +42,7 @@ class DocumentScoresWriter(Callback):
     """Writes a row of scores for each document of a `DocumentCorpus`, and knows on restart which are there.
 
     The folder fills with ``part-*.parquet``, each whole or not there, with the columns ``key``, ``file``, ``row``, the
-    corpus's own, ``truncated``, those of `lightning_modules.scoring.document_scores`, and ``error``: why a document has
+    corpus's own, ``truncated``, those of `lightning_modules.scoring.corpus.columns`, and ``error``: why a document has
     no scores, or null. When all documents are done, ``_SUCCESS.json`` holds the counts; where more documents of a
     source failed than `data.allowed_failures`, the run ends with exit status 1, a report and no such file. Started
     again, a run continues with what is missing, also with another number of processes; failed documents count as

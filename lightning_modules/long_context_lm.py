@@ -16,10 +16,9 @@ from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional import ShortContext, long_cross_entropy
 from lightning_modules.metrics import LongPerplexity
 from lightning_modules.models.adapters import changes_base, frozen_fingerprint
+from lightning_modules.models.checks import check_scoring
 from lightning_modules.models.loading import DType, has_weights
-from lightning_modules.models.optimizations.gradient_checkpointing import Checkpointing
-from lightning_modules.models.optimizations.low_precision import ShortDType, short_precision
-from lightning_modules.models.probe import check_scoring
+from lightning_modules.models.optimizations import Checkpointing, ShortDType, short_precision
 from lightning_modules.models.short_context import short_log_likelihood
 from lightning_modules.objectives import LongCE, Objective
 from lightning_modules.scoring.context_lengths import ContextLadder
@@ -49,7 +48,7 @@ class LongContextLM(LightningModule):
         objective: Weights of the tokens in the loss.
         context_length: Length K of the shortest short context, in tokens.
         stride: Number d of tokens that share one short window.
-        short_dtype: Type of the short pass: ``bfloat16``, or ``float8`` on GPUs that have it, else as the long one.
+        short_dtype: Type of the short pass: ``bfloat16``, or by default that of the long one.
         short_window_share: Share of the short windows that is computed, drawn at random for each batch. The influence
             of their tokens is scaled up so that weights are right on average (and may be below 0).
         model_config: Values for the model's config; dictionaries (``rope_parameters``) are merged key by key.
@@ -99,7 +98,7 @@ class LongContextLM(LightningModule):
         lr_scheduler: LRSchedulerCallable = default_lr_scheduler,
     ) -> None:
         super().__init__()
-        preflight.check_settings(objective, context_length, stride, short_window_share, head_kernel)
+        preflight.check_settings(objective, context_length, stride, short_dtype, short_window_share, head_kernel)
         self.save_hyperparameters(ignore=["objective", "ladder", "optimizer", "lr_scheduler", "head_kernel"])
         self.objective = objective
         self.context_length, self.stride = int(context_length), int(stride)
@@ -156,7 +155,7 @@ class LongContextLM(LightningModule):
         batches = self.trainer.fit_loop.epoch_loop.total_batch_idx if self._trainer else batch_idx
         seed = zlib.crc32(f"{torch.initial_seed()} {batches} {self.global_rank}".encode())
         group = self._sequence_group
-        with short_precision(self.backbone.decoder, self.device, self.short_dtype):
+        with short_precision(self.device, self.short_dtype):
             return short_log_likelihood(
                 self.backbone,
                 batch,
@@ -191,7 +190,7 @@ class LongContextLM(LightningModule):
 
     @override
     def on_fit_start(self) -> None:
-        preflight.check_fit(self, self.trainer.datamodule, self.device)  # type: ignore[attr-defined]
+        preflight.check_fit(self, self.trainer.datamodule)  # type: ignore[attr-defined]
         # Hugging Face models arrive in eval mode and Lightning keeps it: dropout and checkpointing would be off.
         self.backbone.train()
         self.on_validation_start()  # the model scores as well

@@ -19,7 +19,7 @@ from datamodules.corpus.files import CorpusColumns, CorpusFiles, find_corpus, is
 from datamodules.corpus.stream import CorpusLoader, CorpusRows, CorpusStream
 from lightning_modules.batch import Origin
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer, tokenizer_hash
-from lightning_modules.scoring.corpus_protocols import Delivered, KeepsScores
+from lightning_modules.scoring.corpus.protocols import Delivered, KeepsScores
 from lightning_modules.utilities.collectives import gathered, patient_group
 
 _NAMED = 3  # files that a message tells of

@@ -17,8 +17,8 @@ from datamodules.packing.evaluation_documents import empty_row
 from datamodules.packing.sequences import Row, collate_rows
 from lightning_modules.batch import Origin, PackedBatch
 from lightning_modules.models.tokenization.tokenizer import encode_document
-from lightning_modules.scoring.corpus_protocols import Delivered
-from lightning_modules.scoring.score_failures import LEFT_OUT
+from lightning_modules.scoring.corpus.failures import LEFT_OUT
+from lightning_modules.scoring.corpus.protocols import Delivered
 
 PARTS_PER_STREAM = 4
 """With fewer parts than this for each stream, rows are shared out instead of parts."""

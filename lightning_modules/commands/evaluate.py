@@ -5,10 +5,9 @@ from typing import Any
 
 import torch
 
-from lightning_modules.models.checks import check_weight_files
+from lightning_modules.models.checks import check_scoring, check_weight_files
 from lightning_modules.models.identity import model_identity
 from lightning_modules.models.loading import load_backbone, load_config
-from lightning_modules.models.probe import check_scoring
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.scoring.score import find_device
 from lightning_modules.tasks.evaluation.config import EvaluationConfig

@@ -17,9 +17,9 @@ from lightning_modules.batch import PackedBatch
 from lightning_modules.functional.windows import check_context
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.checks import check_scoring
 from lightning_modules.models.identity import check_same_model, model_identity
 from lightning_modules.models.loading import DType, load_backbone, load_config
-from lightning_modules.models.probe import check_scoring
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer, tokenizer_hash
 from lightning_modules.objectives import LongCE, StoredInfluence, innermost
 from lightning_modules.scoring.influence_transfer import Transfer, make_transfer, row_influence

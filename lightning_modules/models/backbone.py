@@ -17,8 +17,7 @@ from lightning_modules.functional.log_likelihood import Head
 from lightning_modules.models.adapters import active_module, is_peft_model
 from lightning_modules.models.attention import Exchange, borders_given, index_free_length, isolation_arguments
 from lightning_modules.models.context_extension.rotary_checks import check_rotary
-from lightning_modules.models.optimizations.last_layer import last_layer_reads_from
-from lightning_modules.models.optimizations.modes import no_autocast_cache
+from lightning_modules.models.optimizations import last_layer_reads_from, no_autocast_cache
 
 if TYPE_CHECKING:
     from peft import PeftModel

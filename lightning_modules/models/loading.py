@@ -22,7 +22,7 @@ from lightning_modules.models.checks import check_config, check_sizes, check_wei
 from lightning_modules.models.context_extension.methods import ContextExtension, extend_config
 from lightning_modules.models.context_extension.rope_types import own_type
 from lightning_modules.models.context_extension.rotary_checks import check_rotary
-from lightning_modules.models.optimizations.gradient_checkpointing import Checkpointing, enable_checkpointing
+from lightning_modules.models.optimizations import Checkpointing, enable_checkpointing
 from lightning_modules.models.tokenization.tokenizer import local_or_hub, not_loaded
 from lightning_modules.utilities.pickles import refused_pickle
 

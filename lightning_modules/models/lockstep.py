@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from lightning_modules.batch import unscored_token
 from lightning_modules.models.backbone import Backbone
-from lightning_modules.models.optimizations.modes import eval_mode
+from lightning_modules.models.optimizations import eval_mode
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from lightning_modules.functional.windows import Window, draw_windows, row_windo
 from lightning_modules.models.backbone import Backbone, HeadFunction
 from lightning_modules.models.context_extension.rotary_checks import check_static
 from lightning_modules.models.lockstep import lockstep
-from lightning_modules.models.optimizations.modes import eval_mode
+from lightning_modules.models.optimizations import eval_mode
 
 WINDOW_TOKENS_PER_PASS = 32_768
 """Tokens of short windows that share a forward pass on an accelerator; on CPU each window has its own."""

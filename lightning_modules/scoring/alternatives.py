@@ -9,7 +9,7 @@ from lightning_modules.batch import PackedBatch
 from lightning_modules.functional import LikeliestTokens, likeliest_tokens
 from lightning_modules.functional.windows import row_windows
 from lightning_modules.models.backbone import Backbone
-from lightning_modules.models.optimizations.modes import eval_mode
+from lightning_modules.models.optimizations import eval_mode
 from lightning_modules.models.short_context import score_windows
 
 

@@ -15,10 +15,10 @@ from lightning_modules.batch import PackedBatch, batch_to
 from lightning_modules.functional import LikeliestTokens
 from lightning_modules.functional.windows import check_context
 from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.checks import check_scoring
 from lightning_modules.models.identity import check_same_model, model_identity
 from lightning_modules.models.loading import DType, load_backbone, load_config
 from lightning_modules.models.lockstep import any_rank, lockstep
-from lightning_modules.models.probe import check_scoring
 from lightning_modules.models.short_context import long_and_short
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer, tokenizer_hash
 from lightning_modules.scoring.alternatives import Alternatives, long_and_short_alternatives

@@ -16,10 +16,9 @@ from lightning_modules.functional.influence import check_thresholds
 from lightning_modules.functional.long_perplexity import _long_perplexity_compute, _long_perplexity_update
 from lightning_modules.functional.windows import check_context
 from lightning_modules.models.backbone import Backbone
-from lightning_modules.models.checks import check_weight_files
+from lightning_modules.models.checks import check_scoring, check_weight_files
 from lightning_modules.models.identity import model_identity
 from lightning_modules.models.loading import DType, load_backbone, load_config
-from lightning_modules.models.probe import check_scoring
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
 from lightning_modules.scoring.evaluator import Evaluator
 from lightning_modules.scoring.key_tokens import (

@@ -18,8 +18,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 from lightning_modules.models.attention import borders_given
 from lightning_modules.models.backbone import Backbone, CacheUse
 from lightning_modules.models.lockstep import lockstep
-from lightning_modules.models.optimizations.last_layer import last_layer_reads_from
-from lightning_modules.models.optimizations.modes import eval_mode, no_autocast_cache
+from lightning_modules.models.optimizations import eval_mode, last_layer_reads_from, no_autocast_cache
 
 log = logging.getLogger(__name__)
 

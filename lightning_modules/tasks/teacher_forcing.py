@@ -11,7 +11,7 @@ from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional import token_log_likelihood
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.lockstep import lockstep
-from lightning_modules.models.optimizations.modes import eval_mode, no_autocast_cache
+from lightning_modules.models.optimizations import eval_mode, no_autocast_cache
 from lightning_modules.tasks.questions.prompter import ForcedAnswer
 
 TOKENS_PER_PASS = 32_768

@@ -15,7 +15,7 @@ from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.checks import check_weight_files
 from lightning_modules.models.context_extension.rotary_checks import check_static
 from lightning_modules.models.loading import check_quantization, has_weights, load_backbone, load_config
-from lightning_modules.models.optimizations.low_precision import ShortDType, check_short_dtype
+from lightning_modules.models.optimizations import ShortDType
 from lightning_modules.models.tokenization.tokenizer import warn_of_other_tokenizer
 from lightning_modules.objectives import Objective, innermost
 from lightning_modules.training.export import loaded_tokenizer
@@ -35,15 +35,22 @@ class Trainee(Protocol):
 
 
 def check_settings(
-    objective: Objective, context_length: int, stride: int, window_fraction: float, head_kernel: str | None
+    objective: Objective,
+    context_length: int,
+    stride: int,
+    short_dtype: str | None,
+    window_fraction: float,
+    head_kernel: str | None,
 ) -> None:
     """Check the constructor's arguments, and warn of one that has no effect any more.
 
     Raises:
-        ValueError: If a length is below 1, or the fraction of the windows not in (0, 1], or below 1 for an objective
-            that is normalized or not pointwise.
+        ValueError: If a length is below 1, the short pass has an unknown type, or the fraction of the windows is not in
+            (0, 1], or below 1 for an objective that is normalized or not pointwise.
     """
     check_context(context_length, stride)
+    if short_dtype not in (None, "bfloat16"):
+        raise ValueError(f"`short_dtype` must be bfloat16 or null, got {short_dtype!r}.")
     check_window_share(window_fraction)
     check_drawn_windows(objective, window_fraction)
     if head_kernel not in (None, "chunked"):
@@ -93,20 +100,18 @@ def _check_quantization(loading: dict[str, Any], config: PreTrainedConfig, *, fi
         raise ValueError("Quantised weights cannot be trained: set `model.lora`, which trains adapters over them.")
 
 
-def check_fit(module: Trainee, data: Any, device: torch.device) -> None:
+def check_fit(module: Trainee, data: Any) -> None:
     """Check the loaded model and the data when training starts, and warn of settings that add noise.
 
     Args:
         module: The `LongContextLM`.
         data: Its data module, if there is one.
-        device: Device of the model.
 
     Raises:
-        ValueError: If the device cannot compute in `short_dtype`, stored weights were capped at a smaller value than
-            the objective's, or positions depend on the length of the text.
+        ValueError: If stored weights were capped at a smaller value than the objective's, or positions depend on the
+            length of the text.
     """
     objective, loading = module.objective, module.loading
-    check_short_dtype(module.short_dtype, device)
     check_cap(objective, getattr(data, "influence_cap", None))
     check_static(module.backbone.base_model.config, compares=objective.uses_short_context)
     tokenizer = loaded_tokenizer(data)

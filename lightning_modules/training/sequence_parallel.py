@@ -27,7 +27,7 @@ from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.models.attention import DOCUMENT_SDPA, document_attention
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.context_extension.patterns import PATTERNS
-from lightning_modules.models.optimizations.modes import eval_mode
+from lightning_modules.models.optimizations import eval_mode
 from lightning_modules.training.fsdp import FullyShardedStrategy
 
 

@@ -11,7 +11,7 @@ from lightning_modules.functional import (
 )
 from lightning_modules.functional.linear_head import LinearHead
 from lightning_modules.models.backbone import Backbone
-from lightning_modules.models.optimizations.gradient_checkpointing import enable_checkpointing
+from lightning_modules.models.optimizations import enable_checkpointing
 from lightning_modules.models.short_context import long_and_short, short_log_likelihood
 from lightning_modules.objectives import CrossEntropy, LongCE
 from tests.conftest import tiny_model

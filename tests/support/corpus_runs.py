@@ -26,7 +26,7 @@ from callbacks import DocumentScoresWriter
 from datamodules import DocumentCorpus
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.scoring.context_lengths import ContextLadder
-from lightning_modules.scoring.score_shards import SUCCESS
+from lightning_modules.scoring.corpus.shards import SUCCESS
 from lightning_modules.training.fsdp import FullyShardedStrategy
 from tests.conftest import byte_level_tokenizer, make_text, tiny_model
 

@@ -14,7 +14,7 @@ from benchmarks.reproduction.miniature.settings import Corpus, Miniature, Record
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional import long_perplexity, merge_spans, span_token_mask
 from lightning_modules.models.backbone import Backbone
-from lightning_modules.models.optimizations.modes import eval_mode
+from lightning_modules.models.optimizations import eval_mode
 from lightning_modules.models.tokenization.tokenizer import encode_document
 from lightning_modules.scoring.evaluator import score_text
 

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from lightning_modules.commands.select.conditions import Condition, check_conditions, parse_conditions, passing
 from lightning_modules.commands.select.summary import MEANS, SourceSummary
-from lightning_modules.scoring.score_shards import SUCCESS, ScoreShards
-from lightning_modules.scoring.score_table import PER_TOKEN
+from lightning_modules.scoring.corpus.shards import SUCCESS, ScoreShards
+from lightning_modules.scoring.corpus.table import PER_TOKEN
 from lightning_modules.utilities.files import atomic_file, writable_folder, write_atomically
 
 CORPUS = "datamodules.DocumentCorpus"

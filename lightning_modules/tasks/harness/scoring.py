@@ -14,8 +14,7 @@ from lightning_modules.batch import PackedBatch
 from lightning_modules.functional import greedy_targets
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.lockstep import lockstep
-from lightning_modules.models.optimizations.last_layer import last_layer_reads_from
-from lightning_modules.models.optimizations.modes import eval_mode, no_autocast_cache
+from lightning_modules.models.optimizations import eval_mode, last_layer_reads_from, no_autocast_cache
 
 Answer = TypeVar("Answer")
 

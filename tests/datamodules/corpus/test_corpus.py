@@ -27,7 +27,7 @@ from datamodules.corpus.stream import CorpusLoader, shares
 from datamodules.sources import documents as sources
 from datamodules.sources.locations import RemoteFile
 from lightning_modules.batch import IGNORE_INDEX, Origin
-from lightning_modules.scoring.score_shards import Written
+from lightning_modules.scoring.corpus.shards import Written
 
 COLUMNS = CorpusColumns("text", None, ())
 

@@ -11,7 +11,7 @@ from lightning_modules.long_context_lm import REFERENCE_TOKENS, LongContextLM
 from lightning_modules.models import adapters
 from lightning_modules.models.adapters import add_adapters, embeddings_and_norms, quantization_config
 from lightning_modules.models.backbone import Backbone
-from lightning_modules.models.probe import check_scoring
+from lightning_modules.models.checks import check_scoring
 from lightning_modules.training.preflight import check_early
 from tests.conftest import tiny_model
 from tests.support import reference

@@ -5,8 +5,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from lightning_modules.models.checks import check_scoring
 from lightning_modules.models.loading import load_backbone, load_config
-from lightning_modules.models.probe import check_scoring
 from tests.conftest import tiny_config, tiny_model
 
 BARE = {

@@ -231,8 +231,8 @@ def test_what_fit_refuses_is_refused_and_what_is_left_out_is_said(plan, paper, t
     assert "would ignore the stored token weights" in wrong
     assert "has no 'rank'" in plan(*paper, "--gpu", "H200", "--model.lora", "{rank: 8}", refused=True)
     assert "is a folder" in plan(*paper, "--gpu", "H200", "--output", str(tmp_path), refused=True)
-    options = ["--model.short_dtype", "float8", "--model.head_kernel", "cce", "--data.sequence_length", "4096"]
+    options = ["--model.short_dtype", "bfloat16", "--model.head_kernel", "cce", "--data.sequence_length", "4096"]
     text = plan(*paper, "--gpu", "H200", *options, "--model.objective", "CrossEntropy", "--weights_only", "true")
-    assert "`short_dtype: float8`" in text
+    assert "`short_dtype: bfloat16`" in text
     assert "not as `cce`" in text
     assert "*" not in text.partition("MEMORY")[0].partition("TRAINING")[2], "K + d are longer than the row"

@@ -16,10 +16,10 @@ from lightning_modules.commands.select import select
 from lightning_modules.commands.select.conditions import check_conditions, parse_conditions, passing
 from lightning_modules.commands.select.select import write_weights
 from lightning_modules.commands.select.summary import SourceSummary
+from lightning_modules.scoring.corpus.shards import SUCCESS, ScoreShards
+from lightning_modules.scoring.corpus.table import ScoreTable, clashes, counts
 from lightning_modules.scoring.document_scorer import Failed
-from lightning_modules.scoring.score_shards import SUCCESS, ScoreShards
-from lightning_modules.scoring.score_table import ScoreTable, clashes, counts
-from tests.lightning_modules.scoring.test_document_scores import make_scores
+from tests.lightning_modules.scoring.corpus.test_columns import make_scores
 
 CONTEXTS = (4, 8)
 TYPES = {"source": pyarrow.string()}

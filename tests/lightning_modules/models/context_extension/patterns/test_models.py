@@ -11,11 +11,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
 
 from lightning_modules.batch import IGNORE_INDEX
 from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.checks import check_scoring
 from lightning_modules.models.context_extension.patterns import PATTERNS, blocks
 from lightning_modules.models.context_extension.rope_types import TYPE_ARCHITECTURES, register_rope_types
 from lightning_modules.models.loading import load_backbone, load_config
-from lightning_modules.models.optimizations.gradient_checkpointing import enable_checkpointing
-from lightning_modules.models.probe import check_scoring
+from lightning_modules.models.optimizations import enable_checkpointing
 from lightning_modules.models.short_context import short_log_likelihood
 from tests.conftest import tiny_model
 from tests.lightning_modules.models.context_extension.patterns import dense

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_modules.scoring.document_scores import COLUMNS, document_scores, ladder_columns, ladder_scores
+from lightning_modules.scoring.corpus.columns import COLUMNS, document_scores, ladder_columns, ladder_scores
 from lightning_modules.scoring.token_scores import TokenScores
 
 OFFSETS = [[2 * (t // 3) + (t % 3 == 2), 2 * (t // 3) + 1 + (t % 3 == 2) * (t % 2)] for t in range(60)]

@@ -9,9 +9,9 @@ import pyarrow.compute
 from torch import Tensor
 
 from lightning_modules.batch import Origin
+from lightning_modules.scoring.corpus.columns import COLUMNS, document_scores, ladder_columns, ladder_scores
+from lightning_modules.scoring.corpus.failures import LEFT_OUT
 from lightning_modules.scoring.document_scorer import Failed
-from lightning_modules.scoring.document_scores import COLUMNS, document_scores, ladder_columns, ladder_scores
-from lightning_modules.scoring.score_failures import LEFT_OUT
 from lightning_modules.scoring.token_scores import TokenScores
 
 TokenType = Literal["float16", "float32"]

@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow
 import pytest
 
-from lightning_modules.scoring.score_shards import ScoreShards, check_settings
+from lightning_modules.scoring.corpus.shards import ScoreShards, check_settings
 from lightning_modules.utilities import output_folder
 from lightning_modules.utilities.output_folder import OutputFolder
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pyarrow
 import pyarrow.compute
 
-from lightning_modules.scoring.score_shards import SUCCESS, Rows, ScoreShards
+from lightning_modules.scoring.corpus.shards import SUCCESS, Rows, ScoreShards
 from lightning_modules.utilities.errors import IncompleteError
 
 LEFT_OUT = "left out: "

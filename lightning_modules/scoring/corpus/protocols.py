@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import pyarrow
 
-from lightning_modules.scoring.score_shards import Written
+from lightning_modules.scoring.corpus.shards import Written
 
 
 class Delivered(NamedTuple):

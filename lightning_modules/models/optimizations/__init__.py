@@ -1,1 +1,0 @@
-"""Ways to compute the same with less memory or time."""

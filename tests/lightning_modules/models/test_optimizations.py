@@ -1,0 +1,161 @@
+"""Optimizations change memory and time, and not what is computed."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.optimizations import (
+    ATTENTION,
+    enable_checkpointing,
+    last_layer_reads_from,
+    short_precision,
+)
+from tests.conftest import tiny_model
+from tests.lightning_modules.models.test_backbone import build, documents, packed
+
+ARCHITECTURES = [
+    ("llama", {}),
+    ("mistral", {"sliding_window": 5}),
+    ("qwen3", {"head_dim": 8}),
+    ("phi3", {}),
+    ("cohere", {}),
+    ("gemma3_text", {"head_dim": 8, "sliding_window": 9}),
+    ("gpt2", {}),
+    ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}),
+]
+
+
+@pytest.mark.parametrize(("architecture", "overrides"), ARCHITECTURES)
+@torch.no_grad()
+def test_what_is_read_is_the_same(architecture, overrides):
+    decoder = tiny_model(architecture, 90, **overrides).get_decoder()
+    tokens = torch.randint(90, (3, 20), generator=torch.Generator().manual_seed(0))
+    expected = decoder(input_ids=tokens, use_cache=False).last_hidden_state
+    with last_layer_reads_from(decoder, 14):
+        actual = decoder(input_ids=tokens, use_cache=False).last_hidden_state
+    torch.testing.assert_close(actual[:, 14:], expected[:, 14:])
+    if architecture in ("llama", "qwen3_moe"):
+        assert not torch.allclose(actual[:, :14], expected[:, :14]), "it saved nothing"
+    after = decoder(input_ids=tokens, use_cache=False).last_hidden_state
+    assert torch.equal(after, expected), "it stayed on"
+
+
+@torch.no_grad()
+def test_only_the_last_layer_is_spared_and_only_where_nobody_reads():
+    model = tiny_model("llama", 90)
+    lengths = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_hook(
+                lambda _, inputs, __, name=name: lengths.__setitem__(name, inputs[0].shape[1]), always_call=True
+            )
+    with last_layer_reads_from(model.get_decoder(), 14):
+        model.get_decoder()(input_ids=torch.zeros(1, 20, dtype=torch.int64), use_cache=False)
+    spared = {name for name, length in lengths.items() if length == 6}
+    assert spared == {
+        f"model.layers.1.{part}"
+        for part in ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+    }
+    assert all(lengths[name] == 20 for name in lengths if name not in spared)
+
+
+@torch.no_grad()
+def test_adapters_inside_the_layer_count():
+    model = get_peft_model(
+        tiny_model("llama", 90), LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+    ).eval()
+    decoder = model.get_base_model().get_decoder()
+    tokens = torch.randint(90, (1, 20), generator=torch.Generator().manual_seed(0))
+    expected = decoder(input_ids=tokens, use_cache=False).last_hidden_state[:, 9:]
+    with last_layer_reads_from(decoder, 9):
+        actual = decoder(input_ids=tokens, use_cache=False).last_hidden_state[:, 9:]
+    torch.testing.assert_close(actual, expected)
+
+
+class Count(TorchDispatchMode):
+    """How often attention is computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.attention += func.name() == "aten::_scaled_dot_product_flash_attention_for_cpu"
+        return func(*args, **(kwargs or {}))
+
+
+def step(kind, autocast=False):
+    model = build("llama").train()
+    enable_checkpointing(model, kind)
+    scorer = Backbone(model)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), Count() as count:
+        (-scorer(packed(documents(30, 8), documents(38))).mean()).backward()
+    return count.attention, {name: p.grad for name, p in scorer.named_parameters()}
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_gradients_are_the_same_bit_for_bit_and_attention_is_computed_once(autocast):
+    none, full, selective = (step(kind, autocast) for kind in (False, True, "selective"))
+    assert (none[0], full[0], selective[0]) == (6, 12, 6), "two layers, three documents"
+    for name, gradient in full[1].items():
+        assert torch.equal(selective[1][name], gradient), name
+
+
+def test_it_keeps_the_outputs_of_attention_and_little_more():
+    def kept(kind):
+        model = tiny_model("llama", 90).train()
+        enable_checkpointing(model, kind)
+        sizes = {}
+
+        def pack(tensor):
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            output = model.model(input_ids=torch.zeros(1, 200, dtype=torch.int64), use_cache=False).last_hidden_state
+        return sum(sizes.values()), output
+
+    (full, _), (none, _) = kept(True), kept(False)
+    assert full < none / 4
+
+
+def test_loaded_by_name(tmp_path):
+    from lightning_modules.models.loading import load_backbone
+
+    tiny_model("llama", 90).save_pretrained(tmp_path)
+    backbone = load_backbone(str(tmp_path), gradient_checkpointing="selective", attn_implementation="sdpa").train()
+    with Count() as count:
+        backbone(packed([torch.arange(30)])).sum().backward()
+    assert count.attention == 2
+
+
+def test_attention_that_cannot_be_kept_and_other_words_are_refused():
+    with pytest.raises(ValueError, match=r"has 'eager'.*attn_implementation"):
+        enable_checkpointing(build("llama", attention="eager"), "selective")
+    with pytest.raises(ValueError, match="got 'selectivee'"):
+        enable_checkpointing(build("llama"), "selectivee")
+    enable_checkpointing(build("llama", attention="eager"), True)
+
+
+def test_the_operators_that_are_kept_exist():
+    for name in ATTENTION:
+        library, _, operator = name.partition("::")
+        if library == "aten":
+            assert hasattr(torch.ops.aten, operator), name
+    assert len([name for name in ATTENTION if name.startswith("aten")]) == 4
+
+
+@torch.no_grad()
+def test_a_short_pass_in_fewer_bits_leaves_the_weights_untouched():
+    model = tiny_model("llama", 90)
+    decoder = model.get_decoder()
+    tokens = torch.arange(40).unsqueeze(0)
+    expected = decoder(input_ids=tokens, use_cache=False).last_hidden_state
+    with short_precision(torch.device("cpu"), "bfloat16"):
+        rough = decoder(input_ids=tokens, use_cache=False).last_hidden_state.float()
+    assert 1e-4 < (rough - expected).norm() / expected.norm() < 0.5
+    assert torch.equal(decoder(input_ids=tokens, use_cache=False).last_hidden_state, expected)
