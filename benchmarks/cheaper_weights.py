@@ -22,6 +22,7 @@ from lightning_modules.batch import PackedBatch
 from lightning_modules.functional import ShortContext, key_token_mask, long_cross_entropy
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.checks import check_scoring
+from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.loading import load_backbone
 from lightning_modules.models.optimizations import short_precision
 from lightning_modules.models.short_context import short_log_likelihood
@@ -126,7 +127,7 @@ def compare(comparison: Comparison, evaluator: str | None) -> Iterator[str]:
 def stored_weights(evaluator: str, comparison: Comparison) -> list[Tensor]:
     """Weights of the rows as ``longce influence`` finds them."""
     options = comparison.options
-    judge = load_backbone(evaluator).eval().requires_grad_(False)
+    judge = load_backbone(ModelConfig(evaluator)).eval().requires_grad_(False)
     check_scoring(judge)
     transfer = make_transfer(load_tokenizer(options.model), load_tokenizer(evaluator), add_special_tokens=True)
     weigh = row_influence if transfer is None else transfer.row_influence
@@ -147,7 +148,7 @@ def main() -> None:
     parser.add_argument("--beta", type=float, default=-2.0)
     parser.add_argument("--draws", type=int, default=40)
     options = parser.parse_args()
-    backbone = load_backbone(options.model, dtype="float32").train()
+    backbone = load_backbone(ModelConfig(options.model, dtype="float32")).train()
     check_scoring(backbone)
     tokenizer = load_tokenizer(options.model)
     rows = [encode_document(Path(file).read_text(), tokenizer, max_tokens=options.tokens) for file in options.files]

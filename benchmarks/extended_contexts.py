@@ -29,6 +29,7 @@ from datamodules.packing.sequences import collate_rows, make_row
 from datamodules.recall import GET, SET, recall_documents, recall_tokenizer
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.loading import load_backbone
 from lightning_modules.models.optimizations import eval_mode
 from lightning_modules.objectives import CrossEntropy, LongCE
@@ -126,7 +127,7 @@ def measure(options: argparse.Namespace, folder: Path) -> Iterator[tuple[str, st
     for seed in range(options.seeds):
         path = base_model(seed, folder, options.base_steps)
         for method in options.methods:
-            stages = {"extended": load_backbone(str(path), context_extension=extension(method))}
+            stages = {"extended": load_backbone(ModelConfig(str(path), context_extension=extension(method)))}
             if options.steps:
                 stages["trained"] = further(path, method, seed, options.steps, folder)
             for stage, backbone in stages.items():

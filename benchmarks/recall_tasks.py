@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from lightning_modules.batch import IGNORE_INDEX
 from lightning_modules.commands.evaluate import evaluate
 from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.loading import load_backbone
 from lightning_modules.tasks.questions.prompter import ForcedAnswer, Prompter
 from lightning_modules.tasks.questions.retrieval.passkey import Passkey
@@ -84,7 +85,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, longest: int) -> Backbone:
         "bos_token_id": None,
         "eos_token_id": tokenizer.eos_token_id,
     }
-    return load_backbone(model_config=config, dtype="float32")
+    return load_backbone(ModelConfig(model_config=config, dtype="float32"))
 
 
 def train(backbone: Backbone, prompter: Prompter, lengths: list[int], seconds: float) -> None:

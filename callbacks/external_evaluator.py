@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jsonargparse.typing import PositiveInt
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_warn
@@ -15,19 +14,16 @@ from typing_extensions import override
 from callbacks.same_names import check_single
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional import scan_token_mask, span_token_mask
-from lightning_modules.functional.influence import check_gamma, check_thresholds
+from lightning_modules.functional.influence import check_gamma
 from lightning_modules.metrics import LongPerplexity
-from lightning_modules.models.loading import DType
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
+from lightning_modules.scoring.config import EvaluatorConfig
 from lightning_modules.scoring.evaluator import Evaluator
 from lightning_modules.scoring.key_tokens import (
     Alignment,
     Coverage,
-    Rule,
     Tokens,
-    check_rule,
     document_tokens,
-    find_key_tokens,
     measure_coverage,
     move_soft_influence,
 )
@@ -54,22 +50,8 @@ class ExternalEvaluator(Callback):
         key_spans: Instead of an evaluator, a folder of precomputed character spans of the validation texts, in the
             format of the paper's authors: ``[start, end];[start, end];..``. A document's file is named by its name, by
             its id (the first word of the name) or by the SHA-256 of its text, and ends in ``.txt``.
-        context_length: Length K of the shortest short context, in the evaluator's tokens.
-        stride: Number d of tokens that share one short window.
-        alpha: A key token's long-short difference exceeds it, in nats.
-        beta: A key token's long log-likelihood exceeds it, in nats.
         gamma: Largest weight of soft LongPPL.
-        key_tokens: How key tokens come from the evaluator's tokens to the model's: ``paper`` (the same tokens as they
-            are, others by Equation 9), or ``authors``, exactly as their package does, for published numbers.
-        tokenizer: Hub id or local folder of the evaluator's tokenizer; by default that of the evaluator.
-        revision: Branch, tag or commit of the evaluator on the hub.
-        add_special_tokens: Whether the evaluator's tokenizer adds its own, as in the paper's code.
-        dtype: Of the evaluator's weights; ``auto`` keeps the stored one.
-        attn_implementation: Of the evaluator, as in transformers.
-        cache_dir: Folder of the stored scores; by default in ``$LONGCE_CACHE`` or ``~/.cache/longce``.
-        trust_remote_code: Run code from the evaluator's repository; off unless you trust it.
-        sharded: Divide the evaluator among all processes (FSDP2) instead of loading all of it in each: for one that
-            does not fit on a device beside the model in training. Works with every strategy.
+        options: The other fields of `lightning_modules.scoring.config.EvaluatorConfig`.
 
     Attributes:
         scores: The evaluator's scores of the documents of the last evaluation, those of this process, by the SHA-256 of
@@ -84,47 +66,17 @@ class ExternalEvaluator(Callback):
         self,
         evaluator: str | None = None,
         key_spans: str | None = None,
-        context_length: PositiveInt = 4096,
-        stride: PositiveInt = 1024,
-        alpha: float = 2.0,
-        beta: float = -2.0,
         gamma: float = 5.0,
-        key_tokens: Rule = "paper",
-        tokenizer: str | None = None,
-        revision: str | None = None,
-        add_special_tokens: bool = True,
-        dtype: DType = "auto",
-        attn_implementation: str = "auto",
-        cache_dir: str | None = None,
-        trust_remote_code: bool = False,
-        sharded: bool = False,
+        **options: Any,
     ) -> None:
         if (evaluator is None) == (key_spans is None):
             raise ValueError(f"Give an `evaluator` or `key_spans`, not both: got {evaluator!r} and {key_spans!r}.")
         if key_spans is not None and not Path(key_spans).is_dir():
             raise ValueError(f"`key_spans` must be a folder of `<document name>.txt` files, got '{key_spans}'.")
-        check_thresholds(alpha, beta)
         check_gamma(gamma)
-        check_rule(key_tokens)
-        self.alpha, self.beta, self.gamma = alpha, beta, gamma
-        self.rule: Rule = key_tokens
-        self.key_spans = key_spans
-        self.evaluator: Evaluator | None = None
-        if evaluator is not None:
-            self.evaluator = Evaluator(
-                evaluator,
-                tokenizer=tokenizer,
-                revision=revision,
-                context_length=context_length,
-                stride=stride,
-                add_special_tokens=add_special_tokens,
-                dtype=dtype,
-                attn_implementation=attn_implementation,
-                cache_dir=cache_dir,
-                trust_remote_code=trust_remote_code,
-                sharded=sharded,
-                trimmed_offsets=key_tokens == "authors",
-            )
+        self.config = EvaluatorConfig(evaluator or "", **options)
+        self.gamma, self.key_spans = gamma, key_spans
+        self.evaluator = None if evaluator is None else Evaluator(self.config)
         self.longppl = LongPerplexity()
         self.longppl_soft = LongPerplexity()
         self._counts = torch.zeros(_COUNTS, dtype=torch.float64)
@@ -138,7 +90,7 @@ class ExternalEvaluator(Callback):
             return repr(callback.key_spans if callback.evaluator is None else callback.evaluator.name)
 
         check_single(trainer, ExternalEvaluator, source, "val/longppl, val/key_tokens, ..")
-        if self.rule == "authors" and stage != "predict":
+        if self.config.key_tokens == "authors" and stage != "predict":
             data: Any = trainer.datamodule  # type: ignore[attr-defined]
             name, revision = getattr(data, "tokenizer_name", None), getattr(data, "tokenizer_revision", None)
             if name is None:
@@ -171,14 +123,14 @@ class ExternalEvaluator(Callback):
             spans = self._precomputed_spans(text, name)
             hard[:end], alignment = self._inside(tokens.offsets, spans)
             return hard & scored, None, measure_coverage(tokens, None, alignment)
-        scores = self.evaluator.scores(text, device=device, name=name)
-        self.scores[scores.text_sha256] = scores
-        hard[:end], alignment = find_key_tokens(scores, tokens, alpha=self.alpha, beta=self.beta, rule=self.rule)
-        soft[:end] = move_soft_influence(scores, tokens, gamma=self.gamma)
-        return hard & scored, soft * scored, measure_coverage(tokens, scores, alignment)
+        judged = self.evaluator.judge(text, tokens, device=device, name=name)
+        self.scores[judged.scores.text_sha256] = judged.scores
+        hard[:end] = judged.key
+        soft[:end] = move_soft_influence(judged.scores, tokens, gamma=self.gamma)
+        return hard & scored, soft * scored, judged.coverage
 
     def _inside(self, offsets: Tensor, spans: Tensor) -> tuple[Tensor, Alignment]:
-        if self.rule == "authors":
+        if self.config.key_tokens == "authors":
             return scan_token_mask(offsets, spans), "authors"
         return span_token_mask(offsets, spans), "characters"
 
@@ -192,7 +144,7 @@ class ExternalEvaluator(Callback):
             raise FileNotFoundError(
                 f"Document '{name}' has no precomputed key spans in '{self.key_spans}': expected {names}."
             )
-        return read_key_spans(found, merge=self.rule == "paper")
+        return read_key_spans(found, merge=self.config.key_tokens == "paper")
 
     def _begin(self, pl_module: LightningModule) -> None:
         for metric in (self.longppl, self.longppl_soft):

@@ -17,7 +17,7 @@ from lightning_modules.functional import ShortContext, key_token_mask
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.context_extension.rotary_checks import check_static
 from lightning_modules.models.short_context import short_log_likelihood
-from lightning_modules.scoring.key_tokens import Rule
+from lightning_modules.scoring.config import Rule
 from lightning_modules.scoring.token_scores import TokenScores, text_sha256
 from lightning_modules.visualization.tensorboard import (
     CUSTOM_SCALARS,
@@ -91,7 +91,8 @@ class KeyTokenInspector(Callback):
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         self._evaluator = next((other for other in callbacks if isinstance(other, ExternalEvaluator)), None)
         if self._evaluator is not None:
-            alpha, beta, rule = self._evaluator.alpha, self._evaluator.beta, self._evaluator.rule
+            config = self._evaluator.config
+            alpha, beta, rule = config.alpha, config.beta, config.key_tokens
         elif not self.short_context:
             raise ValueError(
                 "Without an `ExternalEvaluator` only the model's own short context tells key tokens: set"

@@ -216,9 +216,9 @@ class LongContextTasks(Callback):
             own = self.keys[trainer.global_rank :: trainer.world_size]
             self._questions = make_questions(own, self.tasks, self._prompter, self.seed)
 
-    def _find_tokenizer(self, trainer: Trainer, pl_module: LightningModule) -> PreTrainedTokenizerFast:
+    def _find_tokenizer(self, trainer: Trainer, pl_module: LongContextLM) -> PreTrainedTokenizerFast:
         tokenizer = self.tokenizer or loaded_tokenizer(getattr(trainer, "datamodule", None))
-        return tokenizer or load_tokenizer(str(pl_module.hparams["pretrained_model_name_or_path"]))
+        return tokenizer or load_tokenizer(str(pl_module.loading.pretrained_model_name_or_path))
 
     def _ask(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
         """Ask all questions, draw figures, and return the values to log."""

@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,8 +18,9 @@ from lightning_modules.functional import ShortContext, long_cross_entropy
 from lightning_modules.metrics import LongPerplexity
 from lightning_modules.models.adapters import changes_base, frozen_fingerprint
 from lightning_modules.models.checks import check_scoring
-from lightning_modules.models.loading import DType, has_weights
-from lightning_modules.models.optimizations import Checkpointing, ShortDType, short_precision
+from lightning_modules.models.config import DType, ModelConfig
+from lightning_modules.models.loading import has_weights
+from lightning_modules.models.optimizations import ShortDType, short_precision
 from lightning_modules.models.short_context import short_log_likelihood
 from lightning_modules.objectives import LongCE, Objective
 from lightning_modules.scoring.context_lengths import ContextLadder
@@ -51,22 +53,12 @@ class LongContextLM(LightningModule):
         short_dtype: Type of the short pass: ``bfloat16``, or by default that of the long one.
         short_window_share: Share of the short windows that is computed, drawn at random for each batch. The influence
             of their tokens is scaled up so that weights are right on average (and may be below 0).
-        model_config: Values for the model's config; dictionaries (``rope_parameters``) are merged key by key.
-        context_extension: How the model's context is extended: arguments of
-            `lightning_modules.models.context_extension.methods.ContextExtension`.
-        revision: Branch, tag or commit on the hub.
         dtype: Of the weights: float32 for training in mixed precision, ``auto`` for the stored one.
-        attn_implementation: As in transformers; ``auto`` is ``flash_attention_2`` where it can run, else ``sdpa``.
-        gradient_checkpointing: Recompute the activations of each layer in the backward pass; with ``selective`` all but
-            the outputs of attention, which is faster and takes ``tokens * hidden size`` numbers per layer more.
-        lora: Arguments of ``peft.LoraConfig``; the other weights are frozen. ``modules_to_save: embeddings-and-norms``
-            trains those in full as well, as LongLoRA does.
-        quantization: Arguments of ``transformers.BitsAndBytesConfig``: frozen weights in 4 or 8 bits, as in QLoRA.
-        trust_remote_code: Run code from the model's repository; off unless you trust it.
         head_kernel: Deprecated, without effect.
         ladder: In prediction, score documents on a context ladder, too: ``{contexts: [4096, 8192, 16384]}``.
         optimizer: Takes the trainable parameters.
         lr_scheduler: Takes the optimizer and steps once per optimizer step; the default warms up over 20 steps.
+        loading: The other fields of `lightning_modules.models.config.ModelConfig`, such as `lora`.
     """
 
     token_observer: Callable[[Tensor, Tensor, ShortContext | None, Tensor], None] | None = None
@@ -83,19 +75,12 @@ class LongContextLM(LightningModule):
         stride: PositiveInt = 1024,
         short_dtype: ShortDType | None = None,
         short_window_share: float = 1.0,
-        model_config: dict[str, Any] | None = None,
-        context_extension: dict[str, Any] | None = None,
-        revision: str | None = None,
         dtype: DType = "float32",
-        attn_implementation: str = "auto",
-        gradient_checkpointing: Checkpointing = False,
-        lora: dict[str, Any] | None = None,
-        quantization: dict[str, Any] | None = None,
-        trust_remote_code: bool = False,
         head_kernel: str | None = None,
         ladder: ContextLadder | None = None,
         optimizer: OptimizerCallable = default_optimizer,
         lr_scheduler: LRSchedulerCallable = default_lr_scheduler,
+        **loading: Any,
     ) -> None:
         super().__init__()
         preflight.check_settings(objective, context_length, stride, short_dtype, short_window_share, head_kernel)
@@ -105,20 +90,10 @@ class LongContextLM(LightningModule):
         self.ladder = ladder
         self.short_dtype: ShortDType | None = short_dtype
         self.short_window_share = short_window_share
-        self.loading: dict[str, Any] = {
-            "pretrained_model_name_or_path": pretrained_model_name_or_path,
-            "model_config": model_config,
-            "context_extension": context_extension,
-            "revision": revision,
-            "dtype": dtype,
-            "attn_implementation": attn_implementation,
-            "gradient_checkpointing": gradient_checkpointing,
-            "lora": lora,
-            "quantization": quantization,
-            "trust_remote_code": trust_remote_code,
-        }
+        self.loading = ModelConfig(pretrained_model_name_or_path, dtype=dtype, **loading)
         # Checkpoints leave out stored weights that adapters do not change; a fingerprint identifies them.
-        self._adapters_only = lora is not None and not changes_base(lora) and has_weights(pretrained_model_name_or_path)
+        lora, stored = self.loading.lora, has_weights(pretrained_model_name_or_path)
+        self._adapters_only = lora is not None and not changes_base(lora) and stored
         self._fingerprint: str | None = None
         self.strict_loading = not self._adapters_only
         self._make_optimizer = optimizer
@@ -232,7 +207,7 @@ class LongContextLM(LightningModule):
         """Return the scorer of documents, once the model is there."""
         sizes = (self.context_length, self.stride)
         rungs = None if self.ladder is None else self.ladder.model_rungs(self.backbone, *sizes)
-        return DocumentScorer(self.backbone, str(self.loading["pretrained_model_name_or_path"]), *sizes, rungs)
+        return DocumentScorer(self.backbone, str(self.loading.pretrained_model_name_or_path), *sizes, rungs)
 
     def scoring_settings(self) -> dict[str, Any]:
         """Return all that a document's scores depend on besides its tokens, before the model is loaded."""
@@ -269,8 +244,9 @@ class LongContextLM(LightningModule):
         if "backbone" not in self._modules:
             if (group := self._sequence_group) is not None:
                 preflight.check_early(self, None, group.size)
-                self.loading["attn_implementation"] = "sdpa"  # in the place of `auto`, which may be another
-            self.backbone = load_trainer_backbone(self._trainer, **self.loading)
+                # In the place of `auto`, which may be another.
+                self.loading = replace(self.loading, attn_implementation="sdpa")
+            self.backbone = load_trainer_backbone(self._trainer, self.loading)
             if self._trainer:
                 self.to(self.trainer.strategy.root_device)  # metrics, and the module's own device
             # Now: `precision: bf16-true` rounds the weights only after a checkpoint is read.

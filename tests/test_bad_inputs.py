@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from lightning_modules.commands.cli.main import main
 from lightning_modules.models.checks import check_weight_files
+from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.loading import load_backbone
 from tests.conftest import tiny_model
 
@@ -374,7 +375,7 @@ def test_an_index_may_name_pickled_weights(model_dir, tmp_path):
     index = {"metadata": {}, "weight_map": dict.fromkeys(weights, "pytorch_model-1.bin")}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     check_weight_files(str(folder))
-    load_backbone(str(folder))
+    load_backbone(ModelConfig(str(folder)))
 
 
 @pytest.mark.parametrize(("changes", "words"), CHANGES, ids=str)

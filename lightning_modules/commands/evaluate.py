@@ -5,9 +5,10 @@ from typing import Any
 
 import torch
 
-from lightning_modules.models.checks import check_scoring, check_weight_files
+from lightning_modules.models.checks import check_weight_files
+from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.identity import model_identity
-from lightning_modules.models.loading import load_backbone, load_config
+from lightning_modules.models.loading import load_config, load_frozen
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.scoring.score import find_device
 from lightning_modules.tasks.evaluation.config import EvaluationConfig
@@ -41,7 +42,9 @@ def evaluate(model: str, output: str, **options: Any) -> str:
     writable_folder(config.output_folder, remedy="Name another folder by `--output`.")
     device = find_device(_process_device(config.device))
     source: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
-    model_config = load_config(model, **source)
+    numerics: dict[str, Any] = {"dtype": config.dtype, "attn_implementation": config.attn_implementation}
+    loading = ModelConfig(model, **source, **numerics)
+    model_config = load_config(loading)
     check_weight_files(model)
     tokenizer = load_tokenizer(model, **source)
     identity = model_identity(model, **source)
@@ -54,9 +57,7 @@ def evaluate(model: str, output: str, **options: Any) -> str:
         positions = getattr(model_config.get_text_config(decoder=True), "max_position_embeddings", None)
         runs.append(HarnessEvaluation(config, theirs, tokenizer, identity, max_length=config.max_length or positions))
     if any(run.missing(rank, processes) for run in runs):
-        loading: dict[str, Any] = {"dtype": config.dtype, "attn_implementation": config.attn_implementation}
-        backbone = load_backbone(model, device=device, **source, **loading).eval().requires_grad_(False).to(device)
-        check_scoring(backbone)
+        backbone = load_frozen(loading, device)
         for run in runs:
             run.ask(backbone, rank, processes)
     return "\n\n".join(run.report() for run in runs)

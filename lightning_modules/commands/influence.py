@@ -18,8 +18,9 @@ from lightning_modules.functional.windows import check_context
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.checks import check_scoring
+from lightning_modules.models.config import DType, ModelConfig
 from lightning_modules.models.identity import check_same_model, model_identity
-from lightning_modules.models.loading import DType, load_backbone, load_config
+from lightning_modules.models.loading import load_backbone, load_config
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer, tokenizer_hash
 from lightning_modules.objectives import LongCE, StoredInfluence, innermost
 from lightning_modules.scoring.influence_transfer import Transfer, make_transfer, row_influence
@@ -30,7 +31,7 @@ class InfluenceScorer(LightningModule):
     """Runs an evaluator over numbered training rows and hands their weights to the data module that gave them.
 
     Args:
-        loading: Arguments of `lightning_modules.models.loading.load_backbone`.
+        loading: How the evaluator is loaded.
         context_length: Length K of the shortest short context, in tokens.
         stride: Number d of tokens that share one window.
         gamma: Largest weight.
@@ -43,7 +44,7 @@ class InfluenceScorer(LightningModule):
 
     def __init__(
         self,
-        loading: dict[str, Any],
+        loading: ModelConfig,
         *,
         context_length: int,
         stride: int,
@@ -66,9 +67,9 @@ class InfluenceScorer(LightningModule):
             return
         autocast = str(self.trainer.precision).endswith("-mixed")
         device = self.trainer.strategy.root_device
-        backbone = load_backbone(**self._loading, device=device, autocast=autocast)
-        names = ("pretrained_model_name_or_path", "revision", "trust_remote_code")
-        check_same_model(self._identity, **{name: self._loading[name] for name in names})
+        backbone = load_backbone(self._loading, device=device, autocast=autocast)
+        name, revision = str(self._loading.pretrained_model_name_or_path), self._loading.revision
+        check_same_model(self._identity, name, revision, trust_remote_code=self._loading.trust_remote_code)
         self.backbone: Backbone = backbone.eval().requires_grad_(False)
 
     @override
@@ -145,14 +146,15 @@ class InfluenceTrainer(Trainer):
                 the trainer would split the evaluator, or the folder holds other weights.
         """
         gamma = self._check(model, datamodule)
-        loading: dict[str, Any] = {
-            "pretrained_model_name_or_path": evaluator,
-            "model_config": evaluator_model_config,
-            "revision": evaluator_revision,
-            "trust_remote_code": evaluator_trust_remote_code,
-        }
-        load_config(**loading)
-        loading |= {"dtype": evaluator_dtype, "attn_implementation": evaluator_attn_implementation}
+        loading = ModelConfig(
+            evaluator,
+            evaluator_model_config,
+            revision=evaluator_revision,
+            dtype=evaluator_dtype,
+            attn_implementation=evaluator_attn_implementation,
+            trust_remote_code=evaluator_trust_remote_code,
+        )
+        load_config(loading)
         tokenizer = load_tokenizer(
             evaluator_tokenizer or evaluator, revision=evaluator_revision, trust_remote_code=evaluator_trust_remote_code
         )

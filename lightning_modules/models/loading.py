@@ -5,7 +5,7 @@ import difflib
 import importlib.util
 import logging
 import pickle
-from typing import Any, Literal, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from transformers import (
@@ -18,11 +18,12 @@ from transformers import (
 from lightning_modules.models.adapters import add_adapters, quantization_config
 from lightning_modules.models.attention import register_document_attention
 from lightning_modules.models.backbone import Backbone
-from lightning_modules.models.checks import check_config, check_sizes, check_weight_files
-from lightning_modules.models.context_extension.methods import ContextExtension, extend_config
+from lightning_modules.models.checks import check_config, check_scoring, check_sizes, check_weight_files
+from lightning_modules.models.config import ModelConfig
+from lightning_modules.models.context_extension.methods import extend_config
 from lightning_modules.models.context_extension.rope_types import own_type
 from lightning_modules.models.context_extension.rotary_checks import check_rotary
-from lightning_modules.models.optimizations import Checkpointing, enable_checkpointing
+from lightning_modules.models.optimizations import enable_checkpointing
 from lightning_modules.models.tokenization.tokenizer import local_or_hub, not_loaded
 from lightning_modules.utilities.pickles import refused_pickle
 
@@ -30,83 +31,54 @@ log = logging.getLogger(__name__)
 
 _FLASH_PACKAGES = ("flash_attn", "kernels")
 
-DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
-"""Of the weights; ``auto`` keeps the stored one."""
-
 
 def load_backbone(
-    pretrained_model_name_or_path: str | None = None,
-    *,
-    model_config: dict[str, Any] | None = None,
-    context_extension: dict[str, Any] | ContextExtension | None = None,
-    revision: str | None = None,
-    dtype: DType = "auto",
-    attn_implementation: str = "auto",
-    gradient_checkpointing: Checkpointing = False,
-    lora: dict[str, Any] | None = None,
-    quantization: dict[str, Any] | None = None,
-    trust_remote_code: bool = False,
-    device: torch.device | str = "cpu",
-    autocast: bool = False,
-    with_weights: bool = True,
+    config: ModelConfig, *, device: torch.device | str = "cpu", autocast: bool = False, with_weights: bool = True
 ) -> Backbone:
     """Load a causal LM into main memory, ready to be moved, and then scored or trained.
 
     Args:
-        pretrained_model_name_or_path: A hub id or a local folder with weights; a ``config.json`` file, or None with a
-            `model_config` that names a ``model_type``, for random weights.
-        model_config: Values that replace those of the model's config; dictionaries in it (``rope_parameters``) are
-            merged key by key.
-        context_extension: How the model's context is extended: a `ContextExtension` or its arguments.
-        revision: Branch, tag or commit on the hub.
-        dtype: Of the weights.
-        attn_implementation: As in transformers; ``auto`` is ``flash_attention_2`` where it is installed and the model
-            runs on a GPU in half precision, else torch's scaled dot product attention.
-        gradient_checkpointing: Recompute the activations of each layer in the backward pass; with ``selective`` all but
-            the outputs of attention.
-        lora: Arguments of `add_adapters`; the other weights are frozen.
-        quantization: Arguments of `quantization_config`: the frozen weights are held in 4 or 8 bits.
-        trust_remote_code: Run code from the model's repository; off unless you trust it.
+        config: Which model, and how.
         device: Where the model will run, which decides its attention.
         autocast: Whether it will run under half-precision autocast, which decides it, too.
         with_weights: If not, all tensors are on the meta device, where they have a shape and no memory, for somebody
             who will fill them in.
 
     Raises:
-        ValueError: If the model cannot be found, built or extended, or lacks weights, or the head kernel's package is
-            missing.
+        ValueError: If the model cannot be found, built or extended, or lacks weights.
     """
-    config = load_config(
-        pretrained_model_name_or_path,
-        model_config=model_config,
-        context_extension=context_extension,
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-    )
-    weights_dtype = (config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
-    half = autocast or weights_dtype in (torch.bfloat16, torch.float16)
+    path, stored = config.pretrained_model_name_or_path, load_config(config)
+    dtype = (stored.dtype or torch.float32) if config.dtype == "auto" else getattr(torch, config.dtype)
+    half = autocast or dtype in (torch.bfloat16, torch.float16)
     flash = half and torch.device(device).type == "cuda"
     settings: dict[str, Any] = {
-        "dtype": dtype if dtype == "auto" else weights_dtype,
-        "attn_implementation": resolve_attention(attn_implementation, config, flash=flash),
-        "trust_remote_code": trust_remote_code,
+        "dtype": config.dtype if config.dtype == "auto" else dtype,
+        "attn_implementation": resolve_attention(config.attn_implementation, stored, flash=flash),
+        "trust_remote_code": config.trust_remote_code,
     }
-    if quantization is not None:
-        check_quantization(pretrained_model_name_or_path, config)
-        compute_dtype = torch.bfloat16 if autocast else weights_dtype
-        settings["quantization_config"] = quantization_config(quantization, compute_dtype=compute_dtype)
+    if config.quantization is not None:
+        check_quantization(path, stored)
+        compute_dtype = torch.bfloat16 if autocast else dtype
+        settings["quantization_config"] = quantization_config(config.quantization, compute_dtype=compute_dtype)
         settings["device_map"] = {"": torch.device(device)}  # or transformers takes the first GPU
     with contextlib.nullcontext() if with_weights else torch.device("meta"):
-        if with_weights and has_weights(pretrained_model_name_or_path):
-            model = _load_weights(pretrained_model_name_or_path, config, revision, settings)
+        if with_weights and has_weights(path):
+            model = _load_weights(path, stored, config.revision, settings)
         else:
-            model = AutoModelForCausalLM.from_config(config, **{**settings, "dtype": weights_dtype})
+            model = AutoModelForCausalLM.from_config(stored, **{**settings, "dtype": dtype})
         if with_weights:
             check_rotary(model)
-        enable_checkpointing(model, gradient_checkpointing)
-        if lora is not None:
-            model = add_adapters(model, lora, autocast=autocast)
+        enable_checkpointing(model, config.gradient_checkpointing)
+        if config.lora is not None:
+            model = add_adapters(model, config.lora, autocast=autocast)
     return Backbone(model)
+
+
+def load_frozen(config: ModelConfig, device: torch.device | str) -> Backbone:
+    """Load a model for scoring: on its device, without dropout and gradients, and checked against its own logits."""
+    backbone = load_backbone(config, device=device).eval().requires_grad_(False).to(device)
+    check_scoring(backbone)
+    return backbone
 
 
 def has_weights(pretrained_model_name_or_path: str | None) -> TypeGuard[str]:
@@ -124,50 +96,43 @@ def check_quantization(pretrained_model_name_or_path: str | None, config: PreTra
         )
 
 
-def load_config(
-    pretrained_model_name_or_path: str | None,
-    *,
-    model_config: dict[str, Any] | None = None,
-    context_extension: dict[str, Any] | ContextExtension | None = None,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-) -> PreTrainedConfig:
-    """The model's config with the values of `model_config` in place, then extended, checked by transformers.
+def load_config(config: ModelConfig) -> PreTrainedConfig:
+    """Load the model's config, with the values of `model_config` in place, then extended, checked by transformers.
 
     Raises:
         ValueError: If it cannot be found or extended, or neither a path nor a ``model_type`` is given.
     """
-    overrides = dict(model_config or {})
+    overrides = dict(config.model_config or {})
     check_sizes(overrides)  # some configs make a list of as many values
-    if pretrained_model_name_or_path is None:
-        if "model_type" not in overrides:
-            raise ValueError(
-                "Name a model by `pretrained_model_name_or_path`, or by the `model_type` of a `model_config`."
-            )
-        config = _new_config(overrides)
-    else:
-        pretrained_model_name_or_path = local_or_hub(pretrained_model_name_or_path, "model")
-        try:
-            stored, _ = PreTrainedConfig.get_config_dict(pretrained_model_name_or_path, revision=revision)
-        except Exception:  # of which the next lines tell
-            stored = {}
-        check_sizes(stored)
-        try:
-            config = AutoConfig.from_pretrained(
-                pretrained_model_name_or_path, revision=revision, trust_remote_code=trust_remote_code
-            )
-        except Exception as error:  # of values of a wrong kind transformers raises whatever it stumbles over
-            raise ValueError(not_loaded("model", pretrained_model_name_or_path, error)) from error
-        _check_keys(overrides, config)
+    if config.pretrained_model_name_or_path is not None:
+        found = _stored_config(config)
+        _check_keys(overrides, found)
         for name, value in overrides.items():
-            _override(config, name, value)
-    check_config(config, trust_remote_code=trust_remote_code)
-    extend_config(config, context_extension)
+            _override(found, name, value)
+    elif "model_type" in overrides:
+        found = _new_config(overrides)
+    else:
+        raise ValueError("Name a model by `pretrained_model_name_or_path`, or by the `model_type` of a `model_config`.")
+    check_config(found, trust_remote_code=config.trust_remote_code)
+    extend_config(found, config.context_extension)
     try:
-        config.validate()
+        found.validate()
     except Exception as error:
         raise ValueError(f"`model_config` = {overrides} makes no model: {_in_one_line(error)}") from error
-    return config
+    return found
+
+
+def _stored_config(config: ModelConfig) -> PreTrainedConfig:
+    path = local_or_hub(str(config.pretrained_model_name_or_path), "model")
+    try:
+        values, _ = PreTrainedConfig.get_config_dict(path, revision=config.revision)
+    except Exception:  # of which the next lines tell
+        values = {}
+    check_sizes(values)
+    try:
+        return AutoConfig.from_pretrained(path, revision=config.revision, trust_remote_code=config.trust_remote_code)
+    except Exception as error:  # of values of a wrong kind transformers raises whatever it stumbles over
+        raise ValueError(not_loaded("model", path, error)) from error
 
 
 def _new_config(overrides: dict[str, Any]) -> PreTrainedConfig:

@@ -10,13 +10,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
+from lightning_modules.models.config import Checkpointing
 from lightning_modules.models.context_extension.patterns import PATTERNS
 
 ShortDType = Literal["bfloat16"]
 """Of the short pass, by autocast; weights stay what they are."""
-
-Checkpointing = bool | Literal["selective"]
-"""``true`` keeps the input of each layer only; ``selective`` the outputs of its attention as well."""
 
 ATTENTION = frozenset(
     {

@@ -1,6 +1,6 @@
 """Documents to log-likelihoods, and what becomes of a document for which that fails."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_modules.batch import PackedBatch
 from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.identity import model_identity
 from lightning_modules.models.loading import has_weights
 from lightning_modules.models.lockstep import lockstep
@@ -145,26 +146,26 @@ def _sizes(batch: PackedBatch) -> str:
 
 
 def scoring_settings(
-    loading: Mapping[str, Any], context_length: int, stride: int, ladder: ContextLadder | None
+    loading: ModelConfig, context_length: int, stride: int, ladder: ContextLadder | None
 ) -> dict[str, Any]:
     """Return all that a document's scores depend on besides its tokens, in plain values.
 
     Args:
-        loading: Arguments of `load_backbone`; the model itself is not needed yet.
+        loading: How the model is loaded; the model itself is not needed yet.
         context_length: Length K of the shortest short context, in tokens.
         stride: Number d of tokens that share one short window.
         ladder: Context ladder, if there is one.
     """
-    path = loading["pretrained_model_name_or_path"]
+    path = loading.pretrained_model_name_or_path
     if has_weights(path):
-        trusted = loading["trust_remote_code"]
-        model: str | None = model_identity(path, loading["revision"], trust_remote_code=trusted)
+        trusted = loading.trust_remote_code
+        model: str | None = model_identity(path, loading.revision, trust_remote_code=trusted)
     else:  # random weights, or those of a checkpoint; a config if there is a path
         model = None if path is None else f"sha256:{content_hash(Path(path).expanduser())}"
     names = ("model_config", "context_extension", "dtype", "lora", "quantization")
     return {
         "model": model,
-        **{name: loading[name] for name in names},
+        **{name: getattr(loading, name) for name in names},
         "context_length": context_length,
         "stride": stride,
         "ladder": None if ladder is None else asdict(ladder),

@@ -5,23 +5,27 @@ import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from lightning_modules.batch import PackedBatch, batch_to
-from lightning_modules.functional import LikeliestTokens
-from lightning_modules.functional.windows import check_context
+from lightning_modules.functional import LikeliestTokens, likeliest_tokens
+from lightning_modules.functional.windows import row_windows
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.checks import check_scoring
 from lightning_modules.models.identity import check_same_model, model_identity
-from lightning_modules.models.loading import DType, load_backbone, load_config
+from lightning_modules.models.loading import load_config, load_frozen
 from lightning_modules.models.lockstep import any_rank, lockstep
-from lightning_modules.models.short_context import long_and_short
+from lightning_modules.models.optimizations import eval_mode
+from lightning_modules.models.short_context import long_and_short, score_windows
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer, tokenizer_hash
-from lightning_modules.scoring.alternatives import Alternatives, long_and_short_alternatives
+from lightning_modules.scoring.config import EvaluatorConfig
+from lightning_modules.scoring.key_tokens import Alignment, Coverage, Tokens, find_key_tokens, measure_coverage
 from lightning_modules.scoring.token_scores import FORMAT, TokenScores, text_sha256
 from lightning_modules.utilities.files import default_cache_dir, writable_folder
 
@@ -78,65 +82,105 @@ def score_text(
     )
 
 
+class Judged(NamedTuple):
+    """What an evaluator says of a document, in the tokens of another model.
+
+    Attributes:
+        key: ``[N]`` bool, the key tokens.
+        alignment: How they came from the evaluator's tokens.
+        coverage: How both models' tokens cover the characters.
+        scores: The evaluator's log-likelihoods.
+    """
+
+    key: Tensor
+    alignment: Alignment
+    coverage: Coverage
+    scores: TokenScores
+
+
+class Alternatives(NamedTuple):
+    """The likeliest tokens at each position given everything before it, and given the short context.
+
+    Where a token has no short context, or is not scored, both are equal.
+    """
+
+    long: LikeliestTokens
+    short: LikeliestTokens
+
+
+@torch.no_grad()
+def long_and_short_alternatives(
+    backbone: Backbone, batch: PackedBatch, *, count: int = 5, context_length: int, stride: int
+) -> Alternatives:
+    """Find the likeliest tokens in both contexts, by the passes that score the tokens (`long_and_short`).
+
+    Returns:
+        ``[B, T, count]`` token ids and log-likelihoods in nats for each context, in main memory.
+
+    Raises:
+        ValueError: If ``count`` is not from 1 to the size of the vocabulary, or a length is below 1.
+    """
+    windows = row_windows(batch["document_borders"], context_length=context_length, stride=stride)
+    head_fn = partial(likeliest_tokens, count=count)
+    with eval_mode(backbone):
+        long = LikeliestTokens(*(part.cpu() for part in backbone(batch, head_fn=head_fn)))
+    short = LikeliestTokens(*(part.clone() for part in long))
+    for group, found in score_windows(backbone, batch, windows, head_fn=head_fn):
+        for target, source in zip(short, found, strict=True):
+            rows = source.cpu()
+            for window, (row, (start, scored, stop)) in zip(rows, group, strict=True):
+                target[row, scored:stop] = window[scored - start : stop - start]
+    return Alternatives(long, short)
+
+
 class Evaluator:
     """A model that is loaded when a text appears that it has not scored before, in this process or on this disk.
 
     Args:
-        pretrained_model_name_or_path: Hub id or local folder of a model with a long context.
-        tokenizer: Hub id or local folder of its tokenizer; by default that of the model.
-        revision: Branch, tag or commit on the hub.
-        context_length: Length K of the shortest short context, in tokens.
-        stride: Number d of tokens that share one window.
-        add_special_tokens: Whether the tokenizer adds its own, as the authors of the paper do for evaluators.
-        dtype: Of the weights; ``auto`` keeps the stored one.
-        attn_implementation: As in `lightning_modules.models.loading.load_backbone`.
-        cache_dir: Folder of the stored scores; by default ``token_scores`` in ``$LONGCE_CACHE`` or ``~/.cache/longce``.
-        trust_remote_code: Run code from the model's repository; off unless you trust it.
-        sharded: Divide the model among all processes, for one that does not fit on one device. All of them must then
-            ask for scores equally often; a process without a text calls `join` instead.
-        trimmed_offsets: As in `lightning_modules.models.tokenization.tokenizer.load_tokenizer`.
+        config: Which model, and how it scores. If it is sharded, all processes must ask for scores equally often; one
+            without a text calls `join` instead.
 
     Raises:
-        ValueError: If the model or its tokenizer cannot be found, a length is below 1, or the cache cannot be written.
+        ValueError: If the model or its tokenizer cannot be found, or the cache cannot be written.
     """
 
-    def __init__(
-        self,
-        pretrained_model_name_or_path: str,
-        *,
-        tokenizer: str | None = None,
-        revision: str | None = None,
-        context_length: int = 4096,
-        stride: int = 1024,
-        add_special_tokens: bool = True,
-        dtype: DType = "auto",
-        attn_implementation: str = "auto",
-        cache_dir: str | None = None,
-        trust_remote_code: bool = False,
-        sharded: bool = False,
-        trimmed_offsets: bool = False,
-    ) -> None:
-        check_context(context_length, stride)
-        self.sharded = sharded
-        self.name = pretrained_model_name_or_path
-        self.context_length = context_length
-        self.stride = stride
-        self.add_special_tokens = add_special_tokens
-        self.cache_dir = writable_folder(
-            Path(cache_dir).expanduser() if cache_dir else default_cache_dir() / "token_scores"
-        )
-        load_config(pretrained_model_name_or_path, revision=revision, trust_remote_code=trust_remote_code)
+    def __init__(self, config: EvaluatorConfig) -> None:
+        self.config, self.name = config, config.evaluator
+        cache = Path(config.cache_dir).expanduser() if config.cache_dir else default_cache_dir() / "token_scores"
+        self.cache_dir = writable_folder(cache)
+        load_config(config.model_config())
         self.tokenizer = load_tokenizer(
-            tokenizer or pretrained_model_name_or_path,
-            revision=revision,
-            trust_remote_code=trust_remote_code,
-            trimmed_offsets=trimmed_offsets,
+            config.tokenizer or config.evaluator,
+            revision=config.revision,
+            trust_remote_code=config.trust_remote_code,
+            trimmed_offsets=config.key_tokens == "authors",
         )
-        self._source: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-        self.identity = model_identity(pretrained_model_name_or_path, **self._source)
-        self._settings: dict[str, Any] = {"dtype": dtype, "attn_implementation": attn_implementation, **self._source}
+        self.identity = model_identity(self.name, config.revision, trust_remote_code=config.trust_remote_code)
         self._scores: dict[str, TokenScores] = {}
         self._backbone: Backbone | None = None
+
+    def judge(
+        self,
+        text: str,
+        tokens: Tokens,
+        *,
+        device: torch.device | str = "cpu",
+        name: str = "document",
+        key_tokens_only: bool = False,
+    ) -> Judged:
+        """Find the key tokens of a model in a text, by the thresholds and the rule of the settings.
+
+        Args:
+            text: The document.
+            tokens: How the model reads it.
+            device: Where the evaluator shall run.
+            name: How messages cite the document.
+            key_tokens_only: Spare tokens that cannot be key the short pass.
+        """
+        alpha, beta, rule = self.config.alpha, self.config.beta, self.config.key_tokens
+        scores = self.scores(text, device=device, name=name, beta=beta if key_tokens_only else None)
+        key, alignment = find_key_tokens(scores, tokens, alpha=alpha, beta=beta, rule=rule)
+        return Judged(key, alignment, measure_coverage(tokens, scores, alignment), scores)
 
     def scores(
         self, text: str, *, device: torch.device | str = "cpu", name: str = "document", beta: float | None = None
@@ -163,46 +207,29 @@ class Evaluator:
     def alternatives(
         self, text: str, *, count: int = 5, device: torch.device | str = "cpu", name: str = "document"
     ) -> Alternatives:
-        """The likeliest tokens at each position of a text, in both contexts; they are not stored.
-
-        Args:
-            text: The document.
-            count: How many at each position, k.
-            device: Where the model shall run.
-            name: How messages cite the document.
-
-        Returns:
-            ``[N, k]`` token ids and log-likelihoods in nats for each context, in main memory.
-
-        Raises:
-            ValueError: If ``count`` is not from 1 to the size of the vocabulary.
-        """
+        """Find the `count` likeliest tokens at each position of a text, in both contexts; they are not stored."""
         batch = self.encode(text, name=name)
         backbone = self._model(device)
         backbone.check_token_ids(batch)
-        sizes = {"context_length": self.context_length, "stride": self.stride}
+        sizes = {"context_length": self.config.context_length, "stride": self.config.stride}
         found = long_and_short_alternatives(backbone, batch_to(batch, backbone.device), count=count, **sizes)
         return Alternatives(*(LikeliestTokens(*(part[0] for part in context)) for context in found))
 
     def encode(self, text: str, *, name: str = "document", max_tokens: int | None = None) -> PackedBatch:
         """A text as the evaluator reads it, in a row of its own; the arguments are those of `encode_document`."""
         return encode_document(
-            text, self.tokenizer, name=name, add_special_tokens=self.add_special_tokens, max_tokens=max_tokens
+            text, self.tokenizer, name=name, add_special_tokens=self.config.add_special_tokens, max_tokens=max_tokens
         )
 
     def join(self, *, device: torch.device | str = "cpu") -> None:
-        """Take part in the passes of processes that score a text now, if the model is sharded among all.
-
-        Args:
-            device: Where the model shall run.
-        """
+        """Take part in the passes of processes that score a text now, if the model is sharded among all."""
         with self._lockstep(device, has_text=False):
             pass
 
     @contextmanager
     def _lockstep(self, device: torch.device | str, *, has_text: bool) -> Iterator[None]:
         """Run as many passes in the block as the other processes, if any of them has a text to be scored."""
-        if self.sharded and any_rank(has_text, device):
+        if self.config.sharded and any_rank(has_text, device):
             backbone = self._model(device)
             with torch.inference_mode(mode=False), lockstep(backbone):
                 yield
@@ -218,17 +245,10 @@ class Evaluator:
 
     def path(self, sha256: str, *, partial: bool = False) -> Path:
         """The file that holds the scores of the text with this hash, if need be only those for key tokens."""
-        tokenizer = tokenizer_hash(self.tokenizer)
-        numerics = (self._settings["dtype"], self._settings["attn_implementation"])
-        settings = (
-            FORMAT,
-            self.identity,
-            tokenizer,
-            numerics,
-            self.context_length,
-            self.stride,
-            self.add_special_tokens,
-        )
+        config = self.config
+        numerics = (config.dtype, config.attn_implementation)
+        reading = (config.context_length, config.stride, config.add_special_tokens)
+        settings = (FORMAT, self.identity, tokenizer_hash(self.tokenizer), numerics, *reading)
         name = (sha256, settings, "key tokens only") if partial else (sha256, settings)
         key = hashlib.sha256(repr(name).encode()).hexdigest()
         return self.cache_dir / key[:2] / f"{key}.safetensors"
@@ -250,9 +270,9 @@ class Evaluator:
                 text,
                 self._model(device),
                 self.tokenizer,
-                context_length=self.context_length,
-                stride=self.stride,
-                add_special_tokens=self.add_special_tokens,
+                context_length=self.config.context_length,
+                stride=self.config.stride,
+                add_special_tokens=self.config.add_special_tokens,
                 name=name,
                 evaluator=self.identity,
                 beta=beta,
@@ -282,19 +302,20 @@ class Evaluator:
     def _model(self, device: torch.device | str) -> Backbone:
         if self._backbone is None:
             log.info("Loading the evaluator '%s'.", self.name)
-            with torch.inference_mode(mode=torch.is_inference_mode_enabled() and not self.sharded):
-                backbone = self._load(device).eval().requires_grad_(False)
-                check_scoring(backbone)
-            check_same_model(self.identity, self.name, **self._source)
+            with torch.inference_mode(mode=torch.is_inference_mode_enabled() and not self.config.sharded):
+                backbone = self._load(device)
+            revision, trusted = self.config.revision, self.config.trust_remote_code
+            check_same_model(self.identity, self.name, revision, trust_remote_code=trusted)
             self._backbone = backbone
         return self._backbone
 
     def _load(self, device: torch.device | str) -> Backbone:
-        if self.sharded:
+        config = self.config.model_config()
+        if self.config.sharded:
             from lightning_modules.training.fsdp import load_sharded_backbone, world_mesh  # which imports Lightning
 
             if (mesh := world_mesh(device)) is not None:
-                return load_sharded_backbone(
-                    mesh, device=device, pretrained_model_name_or_path=self.name, **self._settings
-                )
-        return load_backbone(self.name, device=device, **self._settings).to(device)
+                backbone = load_sharded_backbone(config, mesh, device=device).eval().requires_grad_(False)
+                check_scoring(backbone)
+                return backbone
+        return load_frozen(config, device)

@@ -12,7 +12,7 @@ The rule ``authors`` always goes by spans, exactly as the package `longppl` 0.3.
 """
 
 from collections.abc import Iterable
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,9 +28,9 @@ from lightning_modules.functional import (
     transfer_influence,
     unit_spans,
 )
+from lightning_modules.scoring.config import Rule
 from lightning_modules.scoring.token_scores import TokenScores
 
-Rule = Literal["paper", "authors"]
 Alignment = Literal["tokens", "characters", "authors"]
 """How key tokens came from the evaluator's tokens to those of the evaluated model."""
 
@@ -106,12 +106,6 @@ class Coverage(NamedTuple):
             " which cannot tell such tokens apart. With an evaluator that has the model's tokenizer, and `key_tokens:"
             " paper`, each token is decided by itself."
         )
-
-
-def check_rule(rule: str) -> None:
-    """Refuse an unknown rule with a ``ValueError``."""
-    if rule not in get_args(Rule):
-        raise ValueError(f"`key_tokens` must be one of {', '.join(get_args(Rule))}, got {rule!r}.")
 
 
 def document_tokens(batch: PackedBatch, row: int = 0) -> Tokens:

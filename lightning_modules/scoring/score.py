@@ -3,34 +3,25 @@
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from tqdm import tqdm
 from transformers import PreTrainedConfig
 
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch, batch_to
-from lightning_modules.functional.influence import check_thresholds
 from lightning_modules.functional.long_perplexity import _long_perplexity_compute, _long_perplexity_update
-from lightning_modules.functional.windows import check_context
 from lightning_modules.models.backbone import Backbone
-from lightning_modules.models.checks import check_scoring, check_weight_files
+from lightning_modules.models.checks import check_weight_files
+from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.identity import model_identity
-from lightning_modules.models.loading import DType, load_backbone, load_config
+from lightning_modules.models.loading import load_config, load_frozen
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
-from lightning_modules.scoring.evaluator import Evaluator
-from lightning_modules.scoring.key_tokens import (
-    Alignment,
-    Coverage,
-    Rule,
-    add_coverage,
-    check_rule,
-    document_tokens,
-    find_key_tokens,
-    measure_coverage,
-)
+from lightning_modules.scoring.config import ScoreConfig
+from lightning_modules.scoring.evaluator import Evaluator, Judged
+from lightning_modules.scoring.key_tokens import add_coverage, document_tokens
 from lightning_modules.scoring.token_scores import TokenScores, text_sha256
 from lightning_modules.utilities.files import write_atomically
 from lightning_modules.utilities.plain_json import plain
@@ -39,27 +30,7 @@ from lightning_modules.utilities.text_files import check_output, read_text
 log = logging.getLogger(__name__)
 
 
-def score(
-    files: str | Sequence[str],
-    model: str,
-    evaluator: str,
-    *,
-    context_length: int = 4096,
-    stride: int = 1024,
-    alpha: float = 2.0,
-    beta: float = -2.0,
-    key_tokens: Rule = "paper",
-    key_tokens_only: bool = False,
-    output: str | None = None,
-    max_tokens: int | None = None,
-    add_special_tokens: bool = False,
-    evaluator_add_special_tokens: bool = True,
-    dtype: DType = "auto",
-    attn_implementation: str = "auto",
-    device: str = "auto",
-    cache_dir: str | None = None,
-    trust_remote_code: bool = False,
-) -> dict[str, Any]:
+def score(files: str | Sequence[str], model: str, evaluator: str, **options: Any) -> dict[str, Any]:
     """LongPPL and perplexity of a model on text files, with the key tokens of an evaluator.
 
     The evaluator goes first and is freed before the model is loaded: both never share the accelerator. If both are the
@@ -69,23 +40,7 @@ def score(
         files: UTF-8 text files, one document each.
         model: Hub id or local folder of the model to be judged.
         evaluator: Hub id or local folder of the model that picks the key tokens; any tokenizer.
-        context_length: Length K of the shortest short context, in the evaluator's tokens.
-        stride: Number d of tokens that share one short window.
-        alpha: A key token's long-short difference exceeds it, in nats.
-        beta: A key token's long log-likelihood exceeds it, in nats.
-        key_tokens: How key tokens come from the evaluator's tokens to the model's: ``paper`` (the same tokens as they
-            are, others by Equation 9), or ``authors``, exactly as their package does, for published numbers.
-        key_tokens_only: Spare the evaluator's short pass tokens that cannot be key because their long log-likelihood is
-            at most ``beta``. Its stored scores then serve no lower ``beta``, and no soft influence, later.
-        output: JSON file to write the result to.
-        max_tokens: Tokens of each document to keep, as the model counts them; all by default.
-        add_special_tokens: Whether the model's tokenizer adds its own; off, as in the code of the paper's authors.
-        evaluator_add_special_tokens: Whether the evaluator's tokenizer adds its own; on, as in their code.
-        dtype: Of the weights of both; ``auto`` keeps the stored one.
-        attn_implementation: Of both, as in transformers; ``auto`` is flash attention where it is installed.
-        device: Such as ``cuda:0`` or ``cpu``; ``auto`` is the first GPU, if there is one.
-        cache_dir: Folder of the evaluator's stored scores; by default in ``$LONGCE_CACHE`` or ``~/.cache/longce``.
-        trust_remote_code: Run code from the models' repositories; off unless you trust it.
+        options: The other fields of `lightning_modules.scoring.config.ScoreConfig`.
 
     Returns:
         ``longppl``, ``perplexity``, ``key_tokens`` and ``tokens`` of the corpus (averages over tokens, not documents)
@@ -99,66 +54,44 @@ def score(
     Raises:
         ValueError: If a file, a model or a number cannot be used; before any model is loaded, where that can be known.
     """
-    check_thresholds(alpha, beta)
-    check_rule(key_tokens)
-    check_context(context_length, stride)
+    config = ScoreConfig(model=model, evaluator=evaluator, **options)
     files = [files] if isinstance(files, str) else files
-    if max_tokens is not None and max_tokens < 1:
-        raise ValueError(f"`max_tokens` must be 1 or more, got {max_tokens}.")
-    texts = [read_text(file) for file in files]
+    texts = {file: read_text(file) for file in files}
     _check_repeated(files, texts)
-    if output is not None:
-        check_output(output)
-    place = find_device(device)
-    config = load_config(model, trust_remote_code=trust_remote_code)
-    for name in {model, evaluator}:
-        check_weight_files(name)
-    settings: dict[str, Any] = {"dtype": dtype, "attn_implementation": attn_implementation}
-    settings["trust_remote_code"] = trust_remote_code
-    judge = Evaluator(
-        evaluator,
-        context_length=context_length,
-        stride=stride,
-        add_special_tokens=evaluator_add_special_tokens,
-        cache_dir=cache_dir,
-        trimmed_offsets=key_tokens == "authors",
-        **settings,
+    if config.output is not None:
+        check_output(config.output)
+    scored = ScoredModel(config.model_config(model), find_device(config.device))
+    check_weight_files(evaluator)
+    judge = Evaluator(config.evaluator_config())
+    documents = scored.read(
+        texts,
+        add_special_tokens=config.add_special_tokens,
+        max_tokens=config.max_tokens,
+        trimmed_offsets=config.key_tokens == "authors",
     )
-    tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code, trimmed_offsets=key_tokens == "authors")
-    documents = [
-        encode_document(text, tokenizer, name=file, add_special_tokens=add_special_tokens, max_tokens=max_tokens)
-        for file, text in zip(files, texts, strict=True)
-    ]
-    check_vocabulary(documents, config, model)
-    same = model_identity(model, trust_remote_code=trust_remote_code) == judge.identity
-    judged = []
-    floor = beta if key_tokens_only else None
+    same = model_identity(model, trust_remote_code=config.trust_remote_code) == judge.identity
+    found = []
     for document in tqdm(documents, desc="evaluator", unit="document", disable=None):
-        scores = judge.scores(document["text"][0], device=place, name=document["names"][0], beta=floor)
-        tokens = document_tokens(document)
-        key = find_key_tokens(scores, tokens, alpha=alpha, beta=beta, rule=key_tokens)
-        coverage = measure_coverage(tokens, scores, key.alignment)
-        judged.append(_Judged(document, *key, coverage, _shared_pass(document, scores) if same else None))
+        name, tokens = document["names"][0], document_tokens(document)
+        settings: dict[str, Any] = {"device": scored.device, "key_tokens_only": config.key_tokens_only}
+        judged = judge.judge(document["text"][0], tokens, name=name, **settings)
+        found.append((document, judged, _shared_pass(document, judged.scores) if same else None))
     judge.release()
-    result = _evaluate(judged, ScoredModel(model, place, settings))
-    result |= {
-        "model": model,
-        "settings": {
-            "texts": hashlib.sha256("".join(map(text_sha256, texts)).encode()).hexdigest()[:16],
-            "max_tokens": max_tokens,
-            "add_special_tokens": add_special_tokens,
-            "evaluator": evaluator,
-            "evaluator_add_special_tokens": evaluator_add_special_tokens,
-            "context_length": context_length,
-            "stride": stride,
-            "alpha": alpha,
-            "beta": beta,
-            "key_token_rule": key_tokens,
-        },
-    }
-    if output is not None:
-        write_atomically(Path(output), (json.dumps(plain(result), indent=2) + "\n").encode())
+    result = {**_evaluate(found, scored), "model": model, "settings": _settings(config, texts.values())}
+    if config.output is not None:
+        write_atomically(Path(config.output), (json.dumps(plain(result), indent=2) + "\n").encode())
     return result
+
+
+def _settings(config: ScoreConfig, texts: Iterable[str]) -> dict[str, Any]:
+    """Return what the numbers depend on besides the model, for whoever compares results."""
+    names = ("max_tokens", "add_special_tokens", "evaluator", "evaluator_add_special_tokens")
+    numbers = ("context_length", "stride", "alpha", "beta")
+    return {
+        "texts": hashlib.sha256("".join(map(text_sha256, texts)).encode()).hexdigest()[:16],
+        **{name: getattr(config, name) for name in (*names, *numbers)},
+        "key_token_rule": config.key_tokens,
+    }
 
 
 def table(result: dict[str, Any]) -> str:
@@ -182,16 +115,6 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-class _Judged(NamedTuple):
-    """A document, its key tokens ``[T]``, and the model's log-likelihoods ``[1, T]`` if the evaluator's serve."""
-
-    document: PackedBatch
-    key: torch.Tensor
-    alignment: Alignment
-    coverage: Coverage
-    log_likelihood: torch.Tensor | None
-
-
 def _shared_pass(document: PackedBatch, scores: TokenScores) -> torch.Tensor | None:
     """The long log-likelihoods of an evaluator that is the model itself, if both read the same tokens."""
     if torch.equal(scores.token_ids, document["input_ids"][0]):
@@ -207,34 +130,53 @@ def _shared_pass(document: PackedBatch, scores: TokenScores) -> torch.Tensor | N
 class ScoredModel:
     """The model to be judged, loaded when a document appears that it has not scored as the evaluator."""
 
-    def __init__(self, name: str, device: torch.device, settings: dict[str, Any]) -> None:
-        self.name, self.device, self.settings = name, device, settings
-        self.backbone: Backbone | None = None
+    def __init__(self, config: ModelConfig, device: torch.device) -> None:
+        self.config, self.device = config, device
+        self.name = str(config.pretrained_model_name_or_path)
+        self._backbone: Backbone | None = None
+
+    def read(self, texts: Mapping[str, str], *, trimmed_offsets: bool = False, **options: Any) -> list[PackedBatch]:
+        """Return documents in the model's tokens, without loading its weights.
+
+        Args:
+            texts: Documents by name.
+            trimmed_offsets: As in `load_tokenizer`.
+            options: Of `encode_document`.
+
+        Raises:
+            ValueError: If the model is not there, or its files are damaged, or its tokenizer is another model's.
+        """
+        config = load_config(self.config)
+        check_weight_files(self.name)
+        trusted = self.config.trust_remote_code
+        tokenizer = load_tokenizer(self.name, trust_remote_code=trusted, trimmed_offsets=trimmed_offsets)
+        documents = [encode_document(text, tokenizer, name=name, **options) for name, text in texts.items()]
+        _check_vocabulary(documents, config, self.name)
+        return documents
 
     def log_likelihood(self, document: PackedBatch) -> torch.Tensor:
         """Of a document of one row: ``[1, T]`` in nats, in main memory."""
-        if self.backbone is None:
-            backbone = load_backbone(self.name, device=self.device, **self.settings).eval().requires_grad_(False)
-            self.backbone = backbone.to(self.device)
-            check_scoring(self.backbone)
-        self.backbone.check_token_ids(document)
+        if self._backbone is None:
+            self._backbone = load_frozen(self.config, self.device)
+        self._backbone.check_token_ids(document)
         with torch.no_grad():
-            return self.backbone(batch_to(document, self.device)).cpu()
+            return self._backbone(batch_to(document, self.device)).cpu()
 
 
-def _evaluate(judged: list[_Judged], model: ScoredModel) -> dict[str, Any]:
+def _evaluate(found: list[tuple[PackedBatch, Judged, torch.Tensor | None]], model: ScoredModel) -> dict[str, Any]:
     # The metric's own sums: importing torchmetrics would take longer than scoring a short text.
     sums: dict[str, list[tuple[torch.Tensor, ...]]] = {"longppl": [], "perplexity": []}
     rows: list[dict[str, Any]] = []
-    for document, mask, alignment, coverage, known in tqdm(judged, desc="model", unit="document", disable=None):
+    for document, judged, known in tqdm(found, desc="model", unit="document", disable=None):
         log_likelihood = model.log_likelihood(document) if known is None else known
         scored = document["labels"].ne(IGNORE_INDEX)
-        key = mask & scored
+        key = judged.key & scored
         row: dict[str, Any] = {"file": document["names"][0]}
         for name, influence in (("longppl", key), ("perplexity", scored)):
             sums[name].append(_long_perplexity_update(log_likelihood, influence))
             row[name] = float(_long_perplexity_compute(*sums[name][-1]))
-        row |= {"key_tokens": int(key.sum()), "tokens": scored.numel(), "alignment": alignment, **coverage.shares()}
+        row |= {"key_tokens": int(key.sum()), "tokens": scored.numel(), "alignment": judged.alignment}
+        row |= judged.coverage.shares()
         rows.append(row)
     without = sum(row["key_tokens"] == 0 for row in rows)
     if without:
@@ -249,7 +191,7 @@ def _evaluate(judged: list[_Judged], model: ScoredModel) -> dict[str, Any]:
         total, weight, largest = (torch.stack(values) for values in zip(*parts, strict=True))
         totals[name] = float(_long_perplexity_compute(total.sum(), weight.sum(), largest.amax()))
     totals |= {name: sum(row[name] for row in rows) for name in ("key_tokens", "tokens")}
-    coverage = add_coverage(document.coverage for document in judged)
+    coverage = add_coverage(judged.coverage for _, judged, _ in found)
     if (warning := coverage.warning()) is not None:
         log.warning(warning)
     alignments = sorted({row["alignment"] for row in rows})
@@ -273,7 +215,7 @@ def find_device(name: str) -> torch.device:
     return device
 
 
-def check_vocabulary(documents: list[PackedBatch], config: PreTrainedConfig, model: str) -> None:
+def _check_vocabulary(documents: list[PackedBatch], config: PreTrainedConfig, model: str) -> None:
     """Raise a ``ValueError`` for tokens beyond the model's embedding, before the evaluator's pass over the text."""
     size = getattr(config.get_text_config(decoder=True), "vocab_size", None)
     largest = max(int(document["input_ids"].max()) for document in documents)
@@ -284,12 +226,12 @@ def check_vocabulary(documents: list[PackedBatch], config: PreTrainedConfig, mod
         )
 
 
-def _check_repeated(files: Sequence[str], texts: Sequence[str]) -> None:
+def _check_repeated(files: Sequence[str], texts: Mapping[str, str]) -> None:
     """Raise a ``ValueError`` for a file given twice, which would count twice; warn of equal texts in two files."""
     places, first = set[Path](), dict[str, str]()
-    for file, text in zip(files, texts, strict=True):
+    for file in files:
         if (place := Path(file).resolve()) in places:
             raise ValueError(f"'{file}' is given twice, and would count twice: leave it out once.")
         places.add(place)
-        if (same := first.setdefault(text, file)) != file:
+        if (same := first.setdefault(texts[file], file)) != file:
             log.warning("'%s' holds the same text as '%s': the corpus counts it twice.", file, same)

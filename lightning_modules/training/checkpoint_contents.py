@@ -7,6 +7,7 @@ from lightning.pytorch import LightningModule
 from transformers import PreTrainedModel
 
 from lightning_modules.models.adapters import same_frozen, trained_state
+from lightning_modules.models.config import ModelConfig
 from lightning_modules.training.checkpoints.order import RUN_ID
 from lightning_modules.training.export import (
     FINGERPRINT,
@@ -58,7 +59,7 @@ def check_contents(
     checkpoint: Mapping[str, Any],
     module: LightningModule,
     model: PreTrainedModel,
-    loading: Mapping[str, Any],
+    loading: ModelConfig,
     *,
     resumes: bool,
     fingerprint: str | None,
@@ -96,6 +97,6 @@ def check_contents(
     if not same_frozen(checkpoint.get(FINGERPRINT), fingerprint):
         raise ValueError(
             "The checkpoint's adapters were trained on other weights than those of"
-            f" '{loading['pretrained_model_name_or_path']}' (or on the same in another `dtype`): give the"
+            f" '{loading.pretrained_model_name_or_path}' (or on the same in another `dtype`): give the"
             " model, revision and dtype of that run."
         )

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 from typing_extensions import override
 
 from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.loading import load_backbone
 from lightning_modules.training.checkpoints.io import check_together
 from lightning_modules.training.checkpoints.sharded import no_code, write_together
@@ -145,32 +146,28 @@ def world_mesh(device: torch.device | str) -> DeviceMesh | None:
     return init_device_mesh(torch.device(device).type, (dist.get_world_size(),))
 
 
-def load_trainer_backbone(trainer: Trainer | None, **loading: Any) -> Backbone:
+def load_trainer_backbone(trainer: Trainer | None, config: ModelConfig) -> Backbone:
     """Load a model as a trainer's strategy wants it: whole, or sharded.
 
     Args:
         trainer: Its strategy has been set up. None to load the model by itself.
-        **loading: Arguments of `load_backbone`.
+        config: Which model, and how.
 
     Raises:
         ValueError: As `data_parallel_mesh` and `load_sharded_backbone` do, or if the device cannot sum in float64.
     """
     if trainer is None:
-        return load_backbone(**loading)
+        return load_backbone(config)
     if trainer.strategy.root_device.type == "mps":
         raise ValueError("Corpus sums are float64, which Apple's GPUs do not have: set `trainer.accelerator: cpu`.")
     device, precision = trainer.strategy.root_device, str(trainer.precision)
     if (mesh := data_parallel_mesh(trainer)) is not None:
-        return load_sharded_backbone(mesh, device=device, precision=precision, **loading)
-    return load_backbone(**loading, device=device, autocast=precision.endswith("-mixed"))
+        return load_sharded_backbone(config, mesh, device=device, precision=precision)
+    return load_backbone(config, device=device, autocast=precision.endswith("-mixed"))
 
 
 def load_sharded_backbone(
-    mesh: DeviceMesh,
-    *,
-    device: torch.device | str,
-    precision: str = "32-true",
-    **loading: Any,
+    config: ModelConfig, mesh: DeviceMesh, *, device: torch.device | str, precision: str = "32-true"
 ) -> Backbone:
     """Load a model that no process but the first ever holds as a whole.
 
@@ -178,10 +175,10 @@ def load_sharded_backbone(
     decoder layer at a time, and embedding and head in the end.
 
     Args:
+        config: Which model, and how.
         mesh: The processes, in one dimension.
         device: Where the model will run.
         precision: Of the trainer: in ``bf16-mixed`` weights are gathered in bfloat16, and gradients summed in float32.
-        **loading: Arguments of `load_backbone`.
 
     Returns:
         A backbone that is on the device. All processes must make the same number of passes through it (`lockstep`).
@@ -190,11 +187,11 @@ def load_sharded_backbone(
         ValueError: As `load_backbone` does; if the weights are to be quantised, or the model does not say which of its
             parts are its layers.
     """
-    if loading.get("quantization") is not None:
+    if config.quantization is not None:
         raise ValueError("Quantised weights cannot be divided among processes: leave `quantization` out, or use DDP.")
     autocast = precision.endswith("-mixed")
     first = mesh.get_local_rank() == 0
-    backbone = load_backbone(**loading, device=device, autocast=autocast, with_weights=first)
+    backbone = load_backbone(config, device=device, autocast=autocast, with_weights=first)
     dtypes = _dtypes(backbone, mesh)
     policy = _mixed_precision(backbone, precision)
     for module in (*_layers(backbone), backbone):

@@ -1,5 +1,6 @@
 """Checks before training: everything that is known to fail is refused before hours of work."""
 
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +14,7 @@ from lightning_modules.functional.windows import check_context, check_window_sha
 from lightning_modules.models.adapters import quantization_config
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.checks import check_weight_files
+from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.context_extension.rotary_checks import check_static
 from lightning_modules.models.loading import check_quantization, has_weights, load_backbone, load_config
 from lightning_modules.models.optimizations import ShortDType
@@ -30,7 +32,7 @@ class Trainee(Protocol):
     stride: int
     short_dtype: ShortDType | None
     short_window_share: float
-    loading: dict[str, Any]
+    loading: ModelConfig
     backbone: Backbone
 
 
@@ -77,26 +79,24 @@ def check_early(module: Trainee, sequence_length: int | None, sequence_parallel_
         )
     if sequence_length is not None and objective.uses_short_context:
         check_context(module.context_length, module.stride, sequence_length)
-    names = ("pretrained_model_name_or_path", "model_config", "context_extension", "revision", "trust_remote_code")
-    config = load_config(**{name: loading[name] for name in names})
-    check_sequence_parallelism(config, sequence_parallel_size, loading["attn_implementation"])
-    if has_weights(path := loading["pretrained_model_name_or_path"]):
+    config = load_config(loading)
+    check_sequence_parallelism(config, sequence_parallel_size, loading.attn_implementation)
+    if has_weights(path := loading.pretrained_model_name_or_path):
         check_weight_files(path)
-    if loading["lora"] is not None:  # peft reports wrong names and values when it builds
-        load_backbone(**{**loading, "quantization": None}, with_weights=False)
+    if loading.lora is not None:  # peft reports wrong names and values when it builds
+        load_backbone(replace(loading, quantization=None), with_weights=False)
     _check_quantization(loading, config, fits=sequence_length is not None)
     if sequence_length is not None:
         check_static(config, compares=objective.uses_short_context)
 
 
-def _check_quantization(loading: dict[str, Any], config: PreTrainedConfig, *, fits: bool) -> None:
+def _check_quantization(loading: ModelConfig, config: PreTrainedConfig, *, fits: bool) -> None:
     """Raise a ``ValueError`` for quantized weights that are missing, or that training would have to change."""
-    path, quantization = loading["pretrained_model_name_or_path"], loading["quantization"]
-    if quantization is not None:
-        check_quantization(path, config)
-        quantization_config(quantization, compute_dtype=torch.float32)
-    quantized = quantization is not None or getattr(config, "quantization_config", None) is not None
-    if fits and quantized and loading["lora"] is None:
+    if loading.quantization is not None:
+        check_quantization(loading.pretrained_model_name_or_path, config)
+        quantization_config(loading.quantization, compute_dtype=torch.float32)
+    quantized = loading.quantization is not None or getattr(config, "quantization_config", None) is not None
+    if fits and quantized and loading.lora is None:
         raise ValueError("Quantised weights cannot be trained: set `model.lora`, which trains adapters over them.")
 
 
@@ -115,8 +115,8 @@ def check_fit(module: Trainee, data: Any) -> None:
     check_cap(objective, getattr(data, "influence_cap", None))
     check_static(module.backbone.base_model.config, compares=objective.uses_short_context)
     tokenizer = loaded_tokenizer(data)
-    if tokenizer is not None and has_weights(path := loading["pretrained_model_name_or_path"]):
-        warn_of_other_tokenizer(tokenizer, path, loading["revision"])
+    if tokenizer is not None and has_weights(path := loading.pretrained_model_name_or_path):
+        warn_of_other_tokenizer(tokenizer, path, loading.revision)
     if objective.uses_short_context and module.backbone.has_dropout:
         rank_zero_warn(
             "The model has dropout: it is on where the loss is computed and off in the short context, so that part"

@@ -11,9 +11,11 @@ from callbacks import ExternalEvaluator
 from lightning_modules.batch import IGNORE_INDEX
 from lightning_modules.functional import long_perplexity, span_token_mask, transfer_influence
 from lightning_modules.long_context_lm import LongContextLM
+from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.loading import load_backbone
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
 from lightning_modules.scoring import evaluator as evaluator_module
+from lightning_modules.scoring.config import EvaluatorConfig
 from lightning_modules.scoring.evaluator import Evaluator, score_text
 from lightning_modules.scoring.key_tokens import key_spans
 from lightning_modules.scoring.token_scores import write_key_spans
@@ -46,8 +48,8 @@ def run(model_dir, callback, documents, tmp_path, stage="validate", logger=False
 
 def expected(model_dir, evaluator_dir, documents):
     """The same numbers from the functions alone."""
-    model = load_backbone(str(model_dir))
-    judge, tokenizer = load_backbone(str(evaluator_dir)), load_tokenizer(str(evaluator_dir))
+    model = load_backbone(ModelConfig(str(model_dir)))
+    judge, tokenizer = load_backbone(ModelConfig(str(evaluator_dir))), load_tokenizer(str(evaluator_dir))
     parts = []
     for document in documents:
         scores = score_text(document["text"][0], judge, tokenizer, context_length=48, stride=16)
@@ -111,11 +113,11 @@ def test_the_evaluator_is_neither_optimised_nor_checkpointed(model_dir, evaluato
     assert math.isfinite(trainer.callback_metrics["val/longppl"])
     trainer.save_checkpoint(tmp_path / "last.ckpt")
     keys = torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"].keys()
-    assert set(keys) == {f"backbone.{name}" for name in load_backbone(str(model_dir)).state_dict()}
+    assert set(keys) == {f"backbone.{name}" for name in load_backbone(ModelConfig(str(model_dir))).state_dict()}
 
 
 def test_precomputed_spans_of_the_authors(model_dir, evaluator_dir, documents, tmp_path):
-    judge = Evaluator(str(evaluator_dir), context_length=48, stride=16)
+    judge = Evaluator(EvaluatorConfig(str(evaluator_dir), context_length=48, stride=16))
     folder = tmp_path / "spans"
     for number, text in enumerate(TEXTS):
         write_key_spans(folder / f"doc{number}.txt", key_spans(judge.scores(text), alpha=0.5, beta=-6.0))

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 
 from callbacks import LMEvaluationHarness, LongContextTasks
 from lightning_modules.long_context_lm import LongContextLM
+from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.loading import load_backbone
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
 from lightning_modules.objectives import CrossEntropy
@@ -55,7 +56,7 @@ def test_logs_what_the_tasks_give(model_dir, task_dir, tmp_path, rows, stage):
     callback = LongContextTasks(tasks, [48], include_path=str(task_dir), limit=4, log_samples=True)
     trainer = make_trainer(callback, tmp_path)
     (logged,) = getattr(trainer, stage)(LongContextLM(str(model_dir)), rows, verbose=False)
-    model = HarnessModel(load_backbone(str(model_dir)), load_tokenizer(str(model_dir)))
+    model = HarnessModel(load_backbone(ModelConfig(str(model_dir))), load_tokenizer(str(model_dir)))
     loader = TaskLoader(["both", "rolling"], include_path=str(task_dir))
     tasks = {**loader.load("both").tasks, **loader.load("rolling").tasks}
     expected = {name: evaluate_task(model, name, task, limit=4)["metrics"] for name, task in tasks.items()}

@@ -12,6 +12,7 @@ from lightning_modules import long_context_lm
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional import long_perplexity
 from lightning_modules.long_context_lm import REFERENCE_TOKENS, LongContextLM
+from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.loading import load_backbone
 from lightning_modules.models.short_context import long_and_short
 from lightning_modules.models.tokenization.tokenizer import encode_document
@@ -109,7 +110,7 @@ def test_cross_entropy_is_that_of_transformers_and_costs_no_short_pass(folder, m
 
 def test_stored_weights_give_the_loss_and_gradients_of_longce_without_a_short_pass(folder, monkeypatch):
     batch = row(0, borders=(0, 23, LENGTH))
-    long, short = long_and_short(load_backbone(folder), batch, context_length=8, stride=4)
+    long, short = long_and_short(load_backbone(ModelConfig(folder)), batch, context_length=8, stride=4)
     weights = (long - short).exp()
     assert (weights > 4).any()
     results = []

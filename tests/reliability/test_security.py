@@ -25,6 +25,7 @@ from datamodules.text import TextDataModule
 from datamodules.token_store.store import TokenStore
 from lightning_modules.commands.cli.main import main
 from lightning_modules.models.checks import check_weight_files
+from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.loading import load_backbone, load_config
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.scoring.token_scores import TokenScores, read_key_spans
@@ -206,9 +207,10 @@ def test_model_and_tokenizer_folders(tmp_path, marker, model_dir, monkeypatch):
     evil = {"tokenizer_class": "Evil", "auto_map": auto_map, "chat_template": "{{ ''.__class__.__mro__ }}"}
     (folder / "tokenizer_config.json").write_text(json.dumps({**settings, **evil}))
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\ny\ny\n"))  # nobody is asked
-    for load in (load_config, load_tokenizer, load_backbone):
-        _quietly(lambda load=load: load(str(folder)))
-    works(marker, lambda: _quietly(lambda: load_config(str(folder), trust_remote_code=True)))
+    _quietly(lambda: load_tokenizer(str(folder)))
+    for load in (load_config, load_backbone):
+        _quietly(lambda load=load: load(ModelConfig(str(folder))))
+    works(marker, lambda: _quietly(lambda: load_config(ModelConfig(str(folder), trust_remote_code=True))))
 
 
 def test_pickled_weights_of_models_and_adapters(tmp_path, marker, model_dir, monkeypatch):
@@ -222,7 +224,7 @@ def test_pickled_weights_of_models_and_adapters(tmp_path, marker, model_dir, mon
         with pytest.raises(
             ValueError, match=r"holds code and must not be loaded: it would run `posix\.mkdir`"
         ) as refused:
-            load_backbone(str(folder))
+            load_backbone(ModelConfig(str(folder)))
         assert "weights_only" not in str(refused.value)
         with pytest.raises(ValueError, match="holds code"):
             check_weight_files(str(folder))  # before another model is loaded and scores
@@ -235,7 +237,7 @@ def test_pickled_weights_of_models_and_adapters(tmp_path, marker, model_dir, mon
     shutil.copy(model_dir / "config.json", adapters)
     torch.save({"evil": Payload(marker)}, adapters / "adapter_model.bin")
     monkeypatch.delenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
-    _quietly(lambda: load_backbone(str(adapters)))
+    _quietly(lambda: load_backbone(ModelConfig(str(adapters))))
     works(marker, lambda: torch.load(adapters / "adapter_model.bin", weights_only=False))
 
 

@@ -26,7 +26,7 @@ from benchmarks.reproduction.tables.published import (
 from benchmarks.reproduction.tables.results import ITSELF, Result, read_results
 from benchmarks.reproduction.tables.scores import Scores, read_scores
 from benchmarks.reproduction.tables.training import CONFIGS, carry_out, script, table_runs
-from lightning_modules.models.loading import DType
+from lightning_modules.models.config import DType, ModelConfig
 from lightning_modules.scoring.score import find_device
 from lightning_modules.utilities.files import writable_folder, write_atomically
 
@@ -110,7 +110,8 @@ def reproduce_table(
         raise ValueError(f"{table} has no models to train: leave out `run` and `fit_options`.")
     wanted, judges = _wanted(chosen, models, evaluators)
     if merge is None and chosen.kind in MEASURED:
-        loading = {"dtype": dtype, "attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
+        numerics = {"dtype": dtype, "attn_implementation": attn_implementation}
+        loading = ModelConfig(trust_remote_code=trust_remote_code, **numerics)
         place, module = find_device(device), data()
         texts = select_documents(
             module.source("test"), module.tokenizer, count=documents, min_tokens=min_tokens, max_tokens=max_tokens

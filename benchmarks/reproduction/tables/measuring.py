@@ -6,7 +6,7 @@ import math
 import platform
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -22,8 +22,10 @@ from benchmarks.reproduction.tables.results import ITSELF, DocumentResult, Resul
 from benchmarks.reproduction.tables.times import EvaluatorTimes
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional import span_token_mask
+from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.identity import model_identity
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
+from lightning_modules.scoring.config import EvaluatorConfig
 from lightning_modules.scoring.evaluator import Evaluator
 from lightning_modules.scoring.key_tokens import document_tokens, find_key_tokens, move_soft_influence
 from lightning_modules.scoring.score import ScoredModel
@@ -122,7 +124,7 @@ class Measuring:
         texts: The documents.
         output: Folder of results.
         device: Where models run.
-        loading: ``dtype``, ``attn_implementation`` and ``trust_remote_code`` of all models.
+        loading: How all models are loaded.
         context_length: Length K of the shortest short context, in the evaluator's tokens.
         stride: Number d of tokens that share one short window.
         gamma: Largest soft influence.
@@ -132,7 +134,7 @@ class Measuring:
     texts: Sequence[Text]
     output: Path
     device: torch.device
-    loading: dict[str, Any]
+    loading: ModelConfig
     context_length: int = 4096
     stride: int = 1024
     gamma: float = 5.0
@@ -147,7 +149,7 @@ class Measuring:
             "context_length": self.context_length,
             "stride": self.stride,
             "gamma": self.gamma,
-            "dtype": self.loading["dtype"],
+            "dtype": self.loading.dtype,
         }
 
     def measure(
@@ -180,11 +182,15 @@ class Measuring:
         """An evaluator that has scored all documents, or why it could not."""
         try:
             judge = Evaluator(
-                named.path,
-                context_length=self.context_length,
-                stride=self.stride,
-                cache_dir=self.cache_dir,
-                **self.loading,
+                EvaluatorConfig(
+                    named.path,
+                    self.context_length,
+                    self.stride,
+                    dtype=self.loading.dtype,
+                    attn_implementation=self.loading.attn_implementation,
+                    cache_dir=self.cache_dir,
+                    trust_remote_code=self.loading.trust_remote_code,
+                )
             )
             times = EvaluatorTimes(named.name, self.settings)
             for name, text in tqdm(self.texts, desc=f"evaluator {named.name}", unit="document", disable=None):
@@ -204,7 +210,7 @@ class Measuring:
         found = {name: self._judge(model) if name == ITSELF else judges[name] for name in names}
         results = [Result(model.name, name, self.settings) for name in names]
         try:
-            identity = model_identity(model.path, trust_remote_code=self.loading["trust_remote_code"])
+            identity = model_identity(model.path, trust_remote_code=self.loading.trust_remote_code)
             working = [result for result in results if isinstance(found[result.evaluator], Evaluator)]
             self._score(model, working, {name: judge for name, judge in found.items() if isinstance(judge, Evaluator)})
         except Exception as error:
@@ -224,8 +230,8 @@ class Measuring:
         """One pass of the model over each document serves all evaluators."""
         if not results:
             return
-        tokenizer = load_tokenizer(model.path, trust_remote_code=self.loading["trust_remote_code"])
-        scored = ScoredModel(model.path, self.device, self.loading)
+        scored = ScoredModel(replace(self.loading, pretrained_model_name_or_path=model.path), self.device)
+        tokenizer = load_tokenizer(model.path, trust_remote_code=self.loading.trust_remote_code)
         for name, text in tqdm(self.texts, desc=model.name, unit="document", disable=None):
             document = encode_document(text, tokenizer, name=name)
             started = time.perf_counter()

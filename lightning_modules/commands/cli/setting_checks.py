@@ -8,6 +8,7 @@ from types import NoneType
 from typing import Any
 
 from jsonargparse import Namespace
+from jsonargparse._parameter_resolvers import get_signature_parameters
 
 from lightning_modules.utilities.user_modules import import_object
 
@@ -58,16 +59,11 @@ def _entries(settings: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _needs_value(kind: type, name: str) -> bool:
-    """Whether the type of an argument excludes None; a class may pass the argument on to one that it derives from."""
-    for base in kind.__mro__:
-        parameter = inspect.signature(base.__init__).parameters.get(name)  # type: ignore[misc]
-        if parameter is not None and parameter.kind is not parameter.VAR_KEYWORD:
-            try:
-                hint = typing.get_type_hints(base.__init__).get(name, Any)  # type: ignore[misc]
-            except NameError:  # of a type that is imported for type checkers only
-                return False
-            return parameter.default is not None and hint not in (Any, None) and NoneType not in typing.get_args(hint)
-    return False
+    """Whether the type of an argument excludes None; a class may pass the argument on to another one."""
+    parameter = next((found for found in get_signature_parameters(kind) if found.name == name), None)
+    if parameter is None or parameter.default is None or parameter.annotation in (Any, None, inspect.Parameter.empty):
+        return False
+    return NoneType not in typing.get_args(parameter.annotation)
 
 
 def check_trainer(options: Mapping[str, Any] | Namespace) -> None:

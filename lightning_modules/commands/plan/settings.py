@@ -11,6 +11,7 @@ from lightning_modules.commands.plan.flops import Checkpointing
 from lightning_modules.commands.plan.memory import FULLY_SHARDED, QUANTIZED_BYTES, Sharding, Training
 from lightning_modules.functional.windows import check_context
 from lightning_modules.models.adapters import quantization_config
+from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.context_extension.patterns import PATTERNS
 from lightning_modules.models.context_extension.patterns.blocks import BLOCK_BYTES, block_size
 from lightning_modules.models.loading import load_config
@@ -98,7 +99,7 @@ def read_experiment(options: Any, *, gpus: int | None = None, evaluator: str | N
     if not 1 <= tokens <= LONGEST_ROW:
         raise ValueError(f"`data.sequence_length` must be 1 to {LONGEST_ROW:,} tokens, got {tokens:,}.")
     names = ("pretrained_model_name_or_path", "model_config", "context_extension", "revision", "trust_remote_code")
-    config = load_config(**{name: _plain(model.get(name)) for name in names})
+    config = load_config(ModelConfig(**{name: _plain(model.get(name)) for name in names}))
     count, notes = (gpus, []) if gpus is not None else _gpus(trainer)
     if count < 1:
         raise ValueError(f"`gpus` must be 1 or more, got {count}.")
@@ -310,8 +311,9 @@ def _judge(evaluator: str | None, callbacks: Any, model: Any) -> Judge | None:
     name = evaluator or settings.get("evaluator")
     if name is None:
         return None
-    names = {"revision": settings.get("revision")} if evaluator is None else {}
-    config = load_config(name, trust_remote_code=bool(settings.get("trust_remote_code")), **names)
+    revision = settings.get("revision") if evaluator is None else None
+    trusted = bool(settings.get("trust_remote_code"))
+    config = load_config(ModelConfig(name, revision=revision, trust_remote_code=trusted))
     context_length, stride = (settings.get(key) or model.get(key) for key in ("context_length", "stride"))
     asked = settings.get("dtype") if evaluator is None else None
     dtype = stored_dtype(config) if asked in (None, "auto") else getattr(torch, asked)

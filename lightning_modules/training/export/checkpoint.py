@@ -26,6 +26,7 @@ from lightning_modules.models.adapters import (
     trained_state,
 )
 from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.context_extension.methods import extend_config
 from lightning_modules.models.loading import load_backbone
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer, tokenizer_from_json, tokenizer_to_json
@@ -63,7 +64,7 @@ def stored(
     }
 
 
-def check_same_model(saved: Mapping[str, str], model: PreTrainedModel, loading: Mapping[str, Any]) -> None:
+def check_same_model(saved: Mapping[str, str], model: PreTrainedModel, loading: ModelConfig) -> None:
     """Whether a checkpoint's weights mean in this run what they meant in the run that wrote it.
 
     Rotation and windows may differ on purpose, to try an extension on a trained model: that is a warning.
@@ -71,7 +72,7 @@ def check_same_model(saved: Mapping[str, str], model: PreTrainedModel, loading: 
     Args:
         saved: What `stored` gave.
         model: The model of this run, without the wrapper of peft.
-        loading: Arguments of `lightning_modules.models.loading.load_backbone` of this run.
+        loading: How this run loads the model.
 
     Raises:
         ValueError: If the adapters would be scaled otherwise, or lie over weights that are quantised otherwise.
@@ -246,14 +247,9 @@ def _load_base(facts: TrainingFacts, fingerprint: str) -> Backbone:
             " it back or link it there, or export with `--adapters kept`, which needs no base model."
         )
     changes = dict(facts.changes)
-    backbone = load_backbone(
-        facts.base_model,
-        context_extension=changes.pop("context_extension", None),
-        model_config=changes,
-        revision=facts.revision,
-        dtype=facts.dtype,
-        lora=facts.lora,
-    )
+    extension = changes.pop("context_extension", None)
+    settings: dict[str, Any] = {"revision": facts.revision, "dtype": facts.dtype, "lora": facts.lora}
+    backbone = load_backbone(ModelConfig(facts.base_model, changes, extension, **settings))
     if not same_frozen(fingerprint, frozen_fingerprint(_Module(backbone))):
         raise ValueError(
             f"The checkpoint's adapters were trained on other weights than those of '{facts.base_model}' now: export"

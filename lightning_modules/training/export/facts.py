@@ -2,7 +2,6 @@
 
 import inspect
 import json
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.metadata import version
@@ -12,8 +11,8 @@ from typing import Any
 from lightning.pytorch import Trainer
 from transformers import PreTrainedTokenizerFast
 
+from lightning_modules.models.config import DType, ModelConfig
 from lightning_modules.models.identity import hub_commit
-from lightning_modules.models.loading import DType
 from lightning_modules.objectives import Objective
 
 PACKAGES = ("longce", "torch", "transformers", "peft", "lightning")
@@ -92,28 +91,27 @@ class TrainingFacts:
         return replace(self, base_model=base, tokenizer=None, tokenizer_revision=None)
 
 
-def loading_facts(loading: Mapping[str, Any], config: Any) -> dict[str, Any]:
+def loading_facts(loading: ModelConfig, config: Any) -> dict[str, Any]:
     """The facts of how a model was loaded.
 
     Args:
-        loading: Arguments of `lightning_modules.models.loading.load_backbone`.
+        loading: How.
         config: Of the loaded model.
     """
-    path = loading["pretrained_model_name_or_path"]
-    changes = dict(loading["model_config"] or {})
-    if loading["context_extension"] is not None:
-        extension = loading["context_extension"]
-        changes["context_extension"] = dict(extension) if isinstance(extension, Mapping) else asdict(extension)
+    path = loading.pretrained_model_name_or_path
+    changes = dict(loading.model_config or {})
+    if loading.context_extension is not None:
+        changes["context_extension"] = dict(loading.context_extension)
     base = None if path is None or path.endswith(".json") else _absolute(path)
     local = base is not None and Path(base).exists()
     return {
         "base_model": base,
         "base_is_local": local,
-        "revision": None if local or base is None else _fetched_commit(base, loading["revision"]),
+        "revision": None if local or base is None else _fetched_commit(base, loading.revision),
         "changes": changes,
-        "dtype": loading["dtype"],
-        "lora": loading["lora"],
-        "quantization": None if loading["quantization"] is None else _quantization(config.quantization_config),
+        "dtype": loading.dtype,
+        "lora": loading.lora,
+        "quantization": None if loading.quantization is None else _quantization(config.quantization_config),
     }
 
 

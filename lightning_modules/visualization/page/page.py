@@ -16,7 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from lightning_modules.functional import long_perplexity
-from lightning_modules.scoring.alternatives import Alternatives
+from lightning_modules.scoring.evaluator import Alternatives
 from lightning_modules.scoring.key_tokens import Tokens, find_key_tokens, same_tokens
 from lightning_modules.scoring.token_scores import TokenScores
 from lightning_modules.utilities.files import write_atomically

@@ -13,7 +13,7 @@ from safetensors.numpy import save
 from torch import Tensor
 
 from lightning_modules.functional import LikeliestTokens
-from lightning_modules.scoring.alternatives import Alternatives
+from lightning_modules.scoring.evaluator import Alternatives
 
 STEPS_PER_NAT = 512
 """Log-likelihoods of alternatives are shown, not counted: a step of 1/512 nat is a fifth of a percent of each."""

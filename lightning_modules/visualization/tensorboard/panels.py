@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_modules.functional import key_token_mask
-from lightning_modules.scoring.key_tokens import Rule, Tokens, find_key_tokens
+from lightning_modules.scoring.config import Rule
+from lightning_modules.scoring.key_tokens import Tokens, find_key_tokens
 from lightning_modules.scoring.token_scores import TokenScores
 from lightning_modules.visualization.tensorboard.figures import benefit_figure, position_figure
 from lightning_modules.visualization.tensorboard.markdown import excerpts_markdown, helped_markdown, learned_markdown

@@ -16,6 +16,7 @@ from lightning_modules.batch import IGNORE_INDEX
 from lightning_modules.commands import influence as influence_trainer
 from lightning_modules.commands.influence import InfluenceTrainer
 from lightning_modules.long_context_lm import LongContextLM
+from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.loading import load_backbone
 from lightning_modules.models.short_context import short_log_likelihood
 from lightning_modules.objectives import CrossEntropy, LongCE, Normalized, StoredInfluence
@@ -73,7 +74,7 @@ def own(model_dir, texts):
 
 
 def test_weights_by_the_model_itself_are_those_of_longce_at_step_0(own, model_dir, texts):
-    backbone = load_backbone(str(model_dir), dtype="float32").train()
+    backbone = load_backbone(ModelConfig(str(model_dir), dtype="float32")).train()
     rows = stored_rows(model_dir, texts, own)
     borders = [row["document_borders"] for row in rows]
     assert max(map(len, borders)) > 2
@@ -108,7 +109,7 @@ def prompts(model_dir, root, **settings):
 
 def test_weights_of_padded_rows_serve_with_and_without_loss_on_the_prompt(model_dir, texts):
     run(model_dir, texts, texts / "prompts", data=prompts(model_dir, texts, batch_size=2, loss_on_prompt=False))
-    backbone = load_backbone(str(model_dir), dtype="float32").train()
+    backbone = load_backbone(ModelConfig(str(model_dir), dtype="float32")).train()
     values = []
     for loss_on_prompt in (True, False):
         data = prompts(model_dir, texts, influence=str(texts / "prompts"), loss_on_prompt=loss_on_prompt)

@@ -8,8 +8,10 @@ import pytest
 from huggingface_hub.utils import filter_repo_objects
 
 from lightning_modules.models import identity as identity_of_models
+from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.identity import model_identity
 from lightning_modules.models.loading import load_config
+from lightning_modules.scoring.config import EvaluatorConfig
 from lightning_modules.scoring.evaluator import Evaluator
 from lightning_modules.training.export import loading_facts
 from lightning_modules.utilities import identity
@@ -86,7 +88,7 @@ def test_any_byte_of_a_large_shard_counts(tmp_path):
 
 
 def test_an_evaluator_that_changes_before_it_is_loaded_is_refused(model, tmp_path):
-    judge = Evaluator(str(model), cache_dir=str(tmp_path / "scores"), context_length=32, stride=16)
+    judge = Evaluator(EvaluatorConfig(str(model), cache_dir=str(tmp_path / "scores"), context_length=32, stride=16))
     tiny_model("llama", json.loads((model / "config.json").read_text())["vocab_size"], seed=9).save_pretrained(model)
     for _ in range(2):
         with pytest.raises(ValueError, match=r"model '.*' changed after this run had begun.*Start again"):
@@ -116,7 +118,7 @@ def hub(tmp_path, model_dir, monkeypatch):
 
 
 def test_a_hub_model_is_its_files_as_a_local_copy_of_them(hub, model_dir):
-    assert type(load_config("owner/tiny")).__name__ == "LlamaConfig"  # transformers finds the same files
+    assert type(load_config(ModelConfig("owner/tiny"))).__name__ == "LlamaConfig"  # transformers finds the same files
     assert model_identity("owner/tiny") == model_identity("owner/tiny", COMMIT) == model_identity(str(model_dir))
     (hub / "modeling.py").write_text("x = 1")
     assert model_identity("owner/tiny", trust_remote_code=True) != model_identity("owner/tiny")
@@ -154,8 +156,8 @@ def test_the_hub_is_asked_and_all_files_are_fetched_before_they_are_hashed(hub, 
 
 
 def test_training_facts_name_the_commit(hub):
-    loading = dict.fromkeys(("model_config", "context_extension", "revision", "dtype", "lora", "quantization"))
-    facts = loading_facts({**loading, "pretrained_model_name_or_path": "owner/tiny"}, load_config("owner/tiny"))
+    config = ModelConfig("owner/tiny")
+    facts = loading_facts(config, load_config(config))
     assert (facts["base_model"], facts["revision"]) == ("owner/tiny", COMMIT)
 
 

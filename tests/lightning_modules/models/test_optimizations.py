@@ -7,6 +7,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.config import ModelConfig
+from lightning_modules.models.loading import load_backbone
 from lightning_modules.models.optimizations import (
     ATTENTION,
     enable_checkpointing,
@@ -124,10 +126,10 @@ def test_it_keeps_the_outputs_of_attention_and_little_more():
 
 
 def test_loaded_by_name(tmp_path):
-    from lightning_modules.models.loading import load_backbone
-
     tiny_model("llama", 90).save_pretrained(tmp_path)
-    backbone = load_backbone(str(tmp_path), gradient_checkpointing="selective", attn_implementation="sdpa").train()
+    backbone = load_backbone(
+        ModelConfig(str(tmp_path), gradient_checkpointing="selective", attn_implementation="sdpa")
+    ).train()
     with Count() as count:
         backbone(packed([torch.arange(30)])).sum().backward()
     assert count.attention == 2

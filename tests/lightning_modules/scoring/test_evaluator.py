@@ -4,10 +4,12 @@ import logging
 import pytest
 import torch
 
+from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.loading import load_backbone
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
 from lightning_modules.scoring import evaluator as evaluator_module
 from lightning_modules.scoring import token_scores
+from lightning_modules.scoring.config import EvaluatorConfig
 from lightning_modules.scoring.evaluator import Evaluator, score_text
 from lightning_modules.scoring.key_tokens import key_spans
 from tests.conftest import make_text, tiny_model
@@ -18,7 +20,7 @@ SETTINGS = {"context_length": 32, "stride": 16}
 
 def test_scores_match_one_window_at_a_time(model_dir):
     text, tokenizer = make_text(60, seed=5), load_tokenizer(str(model_dir))
-    backbone = load_backbone(str(model_dir))
+    backbone = load_backbone(ModelConfig(str(model_dir)))
     scores = score_text(text, backbone, tokenizer, **SETTINGS)
     ids = torch.tensor(tokenizer(text)["input_ids"])
     with torch.no_grad():
@@ -33,26 +35,28 @@ def test_a_text_is_scored_once_per_process_and_per_disk(model_dir, tmp_path, mon
     calls = []
     original = evaluator_module.score_text
     monkeypatch.setattr(evaluator_module, "score_text", lambda *a, **k: calls.append(a[0]) or original(*a, **k))
-    judge = Evaluator(str(model_dir), cache_dir=str(tmp_path), **SETTINGS)
+    judge = Evaluator(EvaluatorConfig(str(model_dir), cache_dir=str(tmp_path), **SETTINGS))
     first = judge.scores(make_text(60))
     judge.release()
     assert judge.scores(make_text(60)) is first
-    stored = Evaluator(str(model_dir), cache_dir=str(tmp_path), **SETTINGS).scores(make_text(60))
+    stored = Evaluator(EvaluatorConfig(str(model_dir), cache_dir=str(tmp_path), **SETTINGS)).scores(make_text(60))
     assert torch.equal(stored.long, first.long)
     assert len(calls) == 1
     for other in ({"context_length": 40}, {"stride": 8}, {"add_special_tokens": False}, {"dtype": "bfloat16"}):
-        Evaluator(str(model_dir), cache_dir=str(tmp_path), **{**SETTINGS, **other}).scores(make_text(60))
+        Evaluator(EvaluatorConfig(str(model_dir), cache_dir=str(tmp_path), **{**SETTINGS, **other})).scores(
+            make_text(60)
+        )
     assert len(calls) == 5
-    Evaluator(str(model_dir), cache_dir=str(tmp_path), **SETTINGS).scores(make_text(61))
+    Evaluator(EvaluatorConfig(str(model_dir), cache_dir=str(tmp_path), **SETTINGS)).scores(make_text(61))
     assert len(calls) == 6
 
 
 def test_a_damaged_cache_file_is_scored_again(model_dir, tmp_path, caplog):
-    judge = Evaluator(str(model_dir), cache_dir=str(tmp_path), **SETTINGS)
+    judge = Evaluator(EvaluatorConfig(str(model_dir), cache_dir=str(tmp_path), **SETTINGS))
     first = judge.scores(make_text(60))
     path = judge.path(first.text_sha256)
     path.write_bytes(path.read_bytes()[:-3])
-    again = Evaluator(str(model_dir), cache_dir=str(tmp_path), **SETTINGS).scores(make_text(60))
+    again = Evaluator(EvaluatorConfig(str(model_dir), cache_dir=str(tmp_path), **SETTINGS)).scores(make_text(60))
     assert torch.equal(first.long, again.long)
     assert "scored again" in caplog.text
 
@@ -60,14 +64,14 @@ def test_a_damaged_cache_file_is_scored_again(model_dir, tmp_path, caplog):
 def test_cache_that_cannot_be_written(model_dir, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"file.*LONGCE_CACHE"):
-        Evaluator(str(model_dir), cache_dir=str(tmp_path / "file" / "cache"))
+        Evaluator(EvaluatorConfig(str(model_dir), cache_dir=str(tmp_path / "file" / "cache")))
 
 
 def test_a_full_disk_costs_a_second_pass_and_not_the_run(model_dir, tmp_path, monkeypatch, caplog):
     def full(path, content):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    judge = Evaluator(str(model_dir), cache_dir=str(tmp_path), **SETTINGS)
+    judge = Evaluator(EvaluatorConfig(str(model_dir), cache_dir=str(tmp_path), **SETTINGS))
     monkeypatch.setattr(token_scores, "write_atomically", full)
     first = judge.scores(make_text(60), name="a book")
     assert judge.scores(make_text(60)) is first
@@ -78,7 +82,7 @@ def test_a_full_disk_costs_a_second_pass_and_not_the_run(model_dir, tmp_path, mo
 
 def test_tokenizer_of_another_model(model_dir, tmp_path, other_tokenizer):
     tiny_model("llama", 100).save_pretrained(tmp_path)
-    judge = Evaluator(str(tmp_path), tokenizer=str(model_dir), **SETTINGS)
+    judge = Evaluator(EvaluatorConfig(str(tmp_path), tokenizer=str(model_dir), **SETTINGS))
     with pytest.raises(ValueError, match=r"Token id \d+ is beyond the embedding of 100 tokens"):
         judge.scores(make_text(60))
 
@@ -90,19 +94,19 @@ def test_empty_document(text, tokenizer):
 
 
 def test_what_is_found_can_be_changed_and_says_who_found_it(model_dir):
-    judge = Evaluator(str(model_dir), **SETTINGS)
+    judge = Evaluator(EvaluatorConfig(str(model_dir), **SETTINGS))
     scores = judge.scores(make_text(60))
     assert (scores.evaluator, scores.context_length, scores.stride) == (judge.identity, 32, 16)
     for values in (scores.long, scores.short):
         assert not values.requires_grad
         values += 1.0  # which tensors of inference mode do not allow
-    own = score_text(make_text(60), load_backbone(str(model_dir)), judge.tokenizer, **SETTINGS)
+    own = score_text(make_text(60), load_backbone(ModelConfig(str(model_dir))), judge.tokenizer, **SETTINGS)
     assert not own.long.requires_grad, "the weights of a model in training do"
 
 
 def test_the_model_is_loaded_once_until_it_is_released(model_dir, caplog):
     caplog.set_level(logging.INFO, logger=evaluator_module.__name__)
-    judge = Evaluator(str(model_dir), **SETTINGS)
+    judge = Evaluator(EvaluatorConfig(str(model_dir), **SETTINGS))
     judge.release()
     for words in (20, 30):
         judge.scores(make_text(words))
@@ -113,7 +117,7 @@ def test_the_model_is_loaded_once_until_it_is_released(model_dir, caplog):
 
 
 def test_the_alternatives_of_a_text_agree_with_its_scores(model_dir, other_tokenizer, tmp_path):
-    judge = Evaluator(str(model_dir), **SETTINGS)
+    judge = Evaluator(EvaluatorConfig(str(model_dir), **SETTINGS))
     scores, found = judge.scores(make_text(60)), judge.alternatives(make_text(60), count=len(judge.tokenizer))
     tokens = judge.encode(make_text(60))["input_ids"][0, 1:, None]
     for alternatives, expected in ((found.long, scores.long), (found.short, scores.short)):
@@ -121,7 +125,7 @@ def test_the_alternatives_of_a_text_agree_with_its_scores(model_dir, other_token
         torch.testing.assert_close(own, expected[1:], atol=1e-5, rtol=1e-5)
     assert judge.alternatives(make_text(60)).long.token_ids.shape[1] == 5
     tiny_model("llama", 100).save_pretrained(tmp_path)
-    wrong = Evaluator(str(tmp_path), tokenizer=str(model_dir), **SETTINGS)
+    wrong = Evaluator(EvaluatorConfig(str(tmp_path), tokenizer=str(model_dir), **SETTINGS))
     with pytest.raises(ValueError, match=r"Token id \d+ is beyond the embedding of 100 tokens"):
         wrong.alternatives(make_text(60))
     assert judge.encode(make_text(60), max_tokens=9)["input_ids"].shape == (1, 9)
@@ -136,7 +140,7 @@ def test_a_model_that_cannot_be_scored_is_refused_before_its_numbers_are_kept(to
     model.lm_head.weight.data[7] = float("nan")
     for part in (model, tokenizer):
         part.save_pretrained(tmp_path / "damaged")
-    judge = Evaluator(str(tmp_path / "damaged"), cache_dir=str(tmp_path / "cache"), **SETTINGS)
+    judge = Evaluator(EvaluatorConfig(str(tmp_path / "damaged"), cache_dir=str(tmp_path / "cache"), **SETTINGS))
     with pytest.raises(ValueError, match="logits that are not finite"):
         judge.scores(make_text(60))
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
@@ -145,14 +149,14 @@ def test_a_model_that_cannot_be_scored_is_refused_before_its_numbers_are_kept(to
 def test_a_folder_with_a_tokenizer_and_no_model(tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="config"):
-        Evaluator(str(tmp_path), **SETTINGS)
+        Evaluator(EvaluatorConfig(str(tmp_path), **SETTINGS))
 
 
 def test_too_little_memory_says_for_which_document(model_dir, monkeypatch):
     def too_large(*arguments, **settings):
         raise torch.OutOfMemoryError("out of memory")
 
-    judge = Evaluator(str(model_dir), **SETTINGS)
+    judge = Evaluator(EvaluatorConfig(str(model_dir), **SETTINGS))
     monkeypatch.setattr(evaluator_module, "score_text", too_large)
     with pytest.raises(torch.OutOfMemoryError) as caught:
         judge.scores(make_text(60), name="a book")
@@ -161,7 +165,7 @@ def test_too_little_memory_says_for_which_document(model_dir, monkeypatch):
 
 
 def test_a_document_of_one_token_and_one_too_short_for_a_short_context(model_dir):
-    judge = Evaluator(str(model_dir), add_special_tokens=False, **SETTINGS)
+    judge = Evaluator(EvaluatorConfig(str(model_dir), add_special_tokens=False, **SETTINGS))
     for text in ("b", "bace di"):
         scores = judge.scores(text)
         assert torch.equal(scores.long, scores.short)
@@ -182,7 +186,7 @@ def test_key_tokens_only_cost_less_and_never_pass_for_more(model_dir, tmp_path, 
     monkeypatch.setattr(evaluator_module, "score_text", lambda *a, **k: calls.append(k["beta"]) or original(*a, **k))
 
     def judge():
-        return Evaluator(str(model_dir), cache_dir=str(tmp_path), **SETTINGS)
+        return Evaluator(EvaluatorConfig(str(model_dir), cache_dir=str(tmp_path), **SETTINGS))
 
     text = make_text(60)
     first = judge()
@@ -211,4 +215,4 @@ def test_key_tokens_only_cost_less_and_never_pass_for_more(model_dir, tmp_path, 
 @pytest.mark.parametrize("sizes", [{"context_length": 0, "stride": 16}, {"context_length": 48, "stride": -1}])
 def test_lengths_without_a_meaning_are_refused_before_the_model_is_looked_for(sizes):
     with pytest.raises(ValueError, match=r"must be"):
-        Evaluator("no/such-model", **sizes)
+        Evaluator(EvaluatorConfig("no/such-model", **sizes))

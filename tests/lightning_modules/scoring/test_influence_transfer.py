@@ -9,6 +9,7 @@ from tokenizers import processors
 from datamodules.packing.packing import pack_documents
 from datamodules.packing.sequences import PackedRowDataset, collate_rows
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
+from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.loading import load_backbone
 from lightning_modules.models.tokenization.detokenization import TokenCharacters
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
@@ -30,7 +31,7 @@ def packed(tokenizer):
 
 
 def test_rows_without_short_contexts_are_not_scored(model_dir):
-    backbone = load_backbone(str(model_dir))
+    backbone = load_backbone(ModelConfig(str(model_dir)))
     ids = torch.arange(32).unsqueeze(0) % 7
     labels = ids.index_fill(1, torch.tensor([0]), IGNORE_INDEX)
     batch = PackedBatch(input_ids=ids, labels=labels, position_ids=torch.arange(32)[None], document_borders=[[0, 32]])
@@ -41,7 +42,7 @@ def test_rows_without_short_contexts_are_not_scored(model_dir):
 
 @pytest.mark.parametrize("special", [False, True])
 def test_weights_of_another_tokenizer_match_a_walk_over_the_characters(evaluator_dir, tokenizer, corpus, special):
-    judge = load_backbone(str(evaluator_dir)).double()
+    judge = load_backbone(ModelConfig(str(evaluator_dir))).double()
     other = metaspace_tokenizer([*corpus, "Ünïcode 日本語 🙂"])
     if special:
         other.backend_tokenizer.post_processor = processors.TemplateProcessing(

@@ -1,4 +1,3 @@
-import inspect
 import itertools
 import warnings
 
@@ -8,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from longppl.longppl import cal_overlap, merge_intervals
 
-from callbacks import ExternalEvaluator
 from lightning_modules.functional import merge_touching_spans, scan_token_mask, transfer_influence
 from lightning_modules.models.tokenization.tokenizer import (
     encode_document,
@@ -16,22 +14,18 @@ from lightning_modules.models.tokenization.tokenizer import (
     tokenizer_hash,
     untrim_offsets,
 )
-from lightning_modules.scoring.evaluator import Evaluator
+from lightning_modules.scoring.config import EvaluatorConfig
 from lightning_modules.scoring.key_tokens import (
     Coverage,
     Tokens,
     add_coverage,
-    check_rule,
     document_tokens,
-    evaluator_key_tokens,
     find_key_tokens,
     key_spans,
     measure_coverage,
     move_soft_influence,
 )
-from lightning_modules.scoring.score import score
 from lightning_modules.scoring.token_scores import TokenScores
-from lightning_modules.visualization.page import inspect_document
 from tests.support import reference
 from tests.support.texts import LANGUAGES, TOKENIZERS, text_of
 
@@ -192,7 +186,7 @@ def test_a_warning_where_characters_decide_and_many_tokens_share_them():
 
 def test_an_unknown_rule_is_refused():
     with pytest.raises(ValueError, match="`key_tokens` must be one of paper, authors, got 'both'"):
-        check_rule("both")
+        EvaluatorConfig("model", key_tokens="both")
 
 
 def test_scores_known_from_a_floor_on_answer_no_lower_threshold():
@@ -202,15 +196,6 @@ def test_scores_known_from_a_floor_on_answer_no_lower_threshold():
     for ask in (find_key_tokens, key_spans):
         with pytest.raises(ValueError, match=r"`beta` of -2\.0 or above, got -2\.5"):
             ask(scores, beta=-2.5)
-
-
-def test_the_paper_s_thresholds_are_the_default_everywhere():
-    for function in (find_key_tokens, key_spans, evaluator_key_tokens, score, inspect_document, ExternalEvaluator):
-        defaults = inspect.signature(function).parameters
-        assert (defaults["alpha"].default, defaults["beta"].default) == (2.0, -2.0), function
-    for function in (score, inspect_document, ExternalEvaluator, Evaluator):
-        defaults = inspect.signature(function).parameters
-        assert (defaults["context_length"].default, defaults["stride"].default) == (4096, 1024), function
 
 
 def test_tokens_of_a_padded_row():

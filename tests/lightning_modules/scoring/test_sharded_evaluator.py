@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from lightning_modules.models import lockstep as lockstep_module
-from lightning_modules.models.loading import load_backbone
+from lightning_modules.models.loading import load_backbone, load_frozen
 from lightning_modules.scoring import evaluator as evaluator_module
+from lightning_modules.scoring.config import EvaluatorConfig
 from lightning_modules.scoring.evaluator import Evaluator
+from lightning_modules.training import fsdp
 from tests.conftest import make_text
 
 SETTINGS = {"context_length": 32, "stride": 16}
@@ -22,9 +24,9 @@ class Group:
         self.own.append(value)
         return value or self.others.pop(0)
 
-    def load(self, mesh, *, device, pretrained_model_name_or_path, **settings):
+    def load(self, config, mesh, *, device):
         assert (mesh, str(device)) == ("mesh", "cpu")
-        self.backbone = load_backbone(pretrained_model_name_or_path, **settings)
+        self.backbone = load_backbone(config)
         forward = self.backbone.forward
 
         def recorded(batch, **arguments):
@@ -41,15 +43,15 @@ class Group:
 @pytest.fixture
 def group(monkeypatch):
     group = Group()
-    monkeypatch.setattr(evaluator_module, "world_mesh", lambda device: "mesh")
-    monkeypatch.setattr(evaluator_module, "load_sharded_backbone", group.load)
+    monkeypatch.setattr(fsdp, "world_mesh", lambda device: "mesh")
+    monkeypatch.setattr(fsdp, "load_sharded_backbone", group.load)
     for module in (evaluator_module, lockstep_module):
         monkeypatch.setattr(module, "any_rank", group.any_rank)
     return group
 
 
 def test_a_process_without_a_text_makes_the_passes_of_one_that_has_one(group, model_dir):
-    judge = Evaluator(str(model_dir), sharded=True, **SETTINGS)
+    judge = Evaluator(EvaluatorConfig(str(model_dir), sharded=True, **SETTINGS))
     with torch.inference_mode():  # as in a validation
         group.others = [False]
         scores = judge.scores(make_text(60))  # the others have no text
@@ -71,9 +73,9 @@ def test_a_process_without_a_text_makes_the_passes_of_one_that_has_one(group, mo
 def test_an_evaluator_that_each_process_has_for_itself_asks_nobody(group, model_dir, monkeypatch):
     monkeypatch.setattr(evaluator_module, "any_rank", lambda *_: pytest.fail("nobody is asked"))
     loaded = []
-    load = lambda *a, **k: loaded.append(k["device"]) or load_backbone(*a, **k)  # noqa: E731
-    monkeypatch.setattr(evaluator_module, "load_backbone", load)
-    judge = Evaluator(str(model_dir), **SETTINGS)
+    load = lambda config, device: loaded.append(device) or load_frozen(config, device)  # noqa: E731
+    monkeypatch.setattr(evaluator_module, "load_frozen", load)
+    judge = Evaluator(EvaluatorConfig(str(model_dir), **SETTINGS))
     judge.join()
     assert not loaded
     judge.scores(make_text(60))
@@ -83,7 +85,9 @@ def test_an_evaluator_that_each_process_has_for_itself_asks_nobody(group, model_
 
 
 def test_a_sharded_evaluator_in_a_single_process(model_dir):
-    whole, single = (Evaluator(str(model_dir), sharded=sharded, **SETTINGS) for sharded in (False, True))
+    whole, single = (
+        Evaluator(EvaluatorConfig(str(model_dir), sharded=sharded, **SETTINGS)) for sharded in (False, True)
+    )
     scores = single.scores(make_text(60))
     single.join()
     single.cache_dir = single.cache_dir / "other"

@@ -11,7 +11,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from torch.distributed.tensor import DTensor
 
+from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.loading import load_backbone
+from lightning_modules.scoring.config import EvaluatorConfig
 from lightning_modules.scoring.evaluator import Evaluator
 from lightning_modules.training.export import export_checkpoint
 from lightning_modules.training.fsdp import (
@@ -56,7 +58,7 @@ def resume(setup, root, processes, parts):
 def partly_known(setup, root, rank):
     """One process asks a divided evaluator for what it knows, the other for what nobody has scored."""
     settings = {"context_length": 16, "stride": 16, "cache_dir": str(root / f"evaluator {rank}")}
-    evaluator = Evaluator(setup.evaluator, sharded=True, **settings)
+    evaluator = Evaluator(EvaluatorConfig(setup.evaluator, sharded=True, **settings))
     first, second = make_text(60, seed=1), make_text(90, seed=2)
     evaluator.scores(first)
     divided = isinstance(next(evaluator._backbone.parameters()), DTensor)
@@ -189,14 +191,14 @@ def test_one_file_of_divided_weights_is_like_any_other(two, setup, root):
 def test_checkpoints_of_divided_weights_are_exported(two, root, tmp_path):
     parts, whole_file = (root / f"parts {parts}" / "third.ckpt" for parts in (True, False))
     exported = [
-        load_backbone(str(export_checkpoint(str(file), str(tmp_path / folder)))).state_dict()
+        load_backbone(ModelConfig(str(export_checkpoint(str(file), str(tmp_path / folder))))).state_dict()
         for file, folder in ((parts, "from parts"), (whole_file, "from one"))
     ]
     torch.testing.assert_close(*exported, rtol=0, atol=0)
 
 
 def test_a_divided_evaluator_serves_who_asks(two, setup, tmp_path):
-    evaluator = Evaluator(setup.evaluator, context_length=16, stride=16, cache_dir=str(tmp_path))
+    evaluator = Evaluator(EvaluatorConfig(setup.evaluator, context_length=16, stride=16, cache_dir=str(tmp_path)))
     for rank, results in enumerate(two):
         divided, pairs = results["partly known"]
         assert divided

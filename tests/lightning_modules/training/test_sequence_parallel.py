@@ -18,6 +18,7 @@ from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.attention import register_document_attention
 from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.loading import load_backbone, load_config
 from lightning_modules.objectives import CrossEntropy, LongCE
 from lightning_modules.training.sequence_parallel import (
@@ -145,7 +146,7 @@ def other_rows(group):
 
 def looks_elsewhere(setup, group):
     """What is said of a model of which a part is not attention and looks at other tokens."""
-    backbone = load_backbone(setup.folder)
+    backbone = load_backbone(ModelConfig(setup.folder))
     group.check(backbone)
     assert backbone.decoder.layers[0].self_attn.num_key_value_groups == 4, "passes that are not shared would use it"
     backbone.decoder.layers[0].mlp.register_forward_hook(lambda _, __, output: output.cumsum(1))
@@ -273,10 +274,10 @@ def test_models_whose_rows_can_be_shared(tmp_path):
             tiny_config(num_attention_heads=heads, num_key_value_heads=key_heads, hidden_size=64), size
         )
     tiny_config("qwen2").save_pretrained(tmp_path)
-    check_sequence_parallelism(load_config(str(tmp_path), context_extension=EABF), 2)
+    check_sequence_parallelism(load_config(ModelConfig(str(tmp_path), context_extension=EABF)), 2)
     pattern = {"method": "rerope", "original_length": 4096, "target_length": 8192}
     with pytest.raises(ValueError, match="attention pattern 'rerope'"):
-        check_sequence_parallelism(load_config(str(tmp_path), context_extension=pattern), 2)
+        check_sequence_parallelism(load_config(ModelConfig(str(tmp_path), context_extension=pattern)), 2)
 
 
 def test_groups_need_their_processes():

@@ -5,6 +5,7 @@ from transformers import AutoConfig, GPT2LMHeadModel
 
 from lightning_modules.commands.plan import ModelShape
 from lightning_modules.models.adapters import add_adapters
+from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.context_extension.methods import ContextExtension
 from lightning_modules.models.context_extension.rope_types import register_rope_types
 from lightning_modules.models.loading import load_backbone
@@ -65,7 +66,7 @@ def test_quantizable_weights_are_those_that_bitsandbytes_takes(tmp_path):
     pytest.importorskip("bitsandbytes")
     tiny_model("qwen2", hidden_size=64, intermediate_size=128).save_pretrained(tmp_path)
     arguments = {"load_in_4bit": True, "bnb_4bit_compute_dtype": "float32"}
-    backbone = load_backbone(str(tmp_path), quantization=arguments, lora=ADAPTERS)
+    backbone = load_backbone(ModelConfig(str(tmp_path), quantization=arguments, lora=ADAPTERS))
     weights = [p for p in backbone.parameters() if p.dtype == torch.uint8]
     assert 2 * sum(p.numel() for p in weights) == ModelShape.of(backbone.base_model.config, ADAPTERS).quantizable
 

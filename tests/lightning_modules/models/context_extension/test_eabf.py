@@ -12,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.context_extension.eabf import entropy_scale
 from lightning_modules.models.context_extension.rope_types import (
     BACKENDS,
@@ -86,14 +87,16 @@ def attention_layers(model):
 @pytest.mark.parametrize("architecture", TYPE_ARCHITECTURES)
 @pytest.mark.parametrize("borders", [(0, LENGTH), (0, 7, 40, LENGTH)], ids=["plain", "packed"])
 def test_every_layer_equals_dense_attention(architecture, borders, folder):
-    check_every_layer(load_backbone(folder(architecture), context_extension=settings_of()), borders, unscaled_layers=2)
+    check_every_layer(
+        load_backbone(ModelConfig(folder(architecture), context_extension=settings_of())), borders, unscaled_layers=2
+    )
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "document_sdpa"])
 @pytest.mark.parametrize(("architecture", "theta"), [("llama", 500000.0), ("mistral", 10000.0)])
 def test_the_authors_leave_no_layer_unscaled(attention, architecture, theta, folder):
     settings = {"method": "eabf_authors", "original_length": 4096, "target_length": 32768}
-    backbone = load_backbone(folder(architecture), context_extension=settings)
+    backbone = load_backbone(ModelConfig(folder(architecture), context_extension=settings))
     backbone.base_model.set_attn_implementation(attention)
     backbone.base_model.config.rope_parameters["original_max_position_embeddings"] = ORIGINAL  # for short rows
     check_every_layer(backbone, (0, 7, LENGTH), unscaled_layers=0, theta=theta)
@@ -167,7 +170,7 @@ def abf_of(backbone):
 
 
 def test_below_the_original_length_it_is_abf_bit_for_bit_and_beyond_it_is_not(folder):
-    eabf = load_backbone(folder(), context_extension=settings_of()).eval()
+    eabf = load_backbone(ModelConfig(folder(), context_extension=settings_of())).eval()
     abf = abf_of(eabf)
     tokens = row(1, (0, LENGTH), VOCABULARY)["input_ids"]
     with torch.no_grad():
@@ -182,7 +185,9 @@ def test_below_the_original_length_it_is_abf_bit_for_bit_and_beyond_it_is_not(fo
 
 @pytest.mark.parametrize("attention", ["document_sdpa", "sdpa"])
 def test_cached_generation_equals_full_recomputation(attention, folder):
-    model = load_backbone(folder(), context_extension=settings_of(), attn_implementation="sdpa").model.eval()
+    model = load_backbone(
+        ModelConfig(folder(), context_extension=settings_of(), attn_implementation="sdpa")
+    ).model.eval()
     model.set_attn_implementation(attention)
     tokens = row(2, (0, 30), VOCABULARY)["input_ids"].repeat(2, 1)
     mask = torch.ones_like(tokens)
@@ -210,7 +215,9 @@ def test_gradients_with_checkpointing_and_lora(checkpointing, folder):
         torch.manual_seed(0)
         lora = {"r": 2, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
         path = folder()
-        backbone = load_backbone(path, context_extension=settings_of(), gradient_checkpointing=kind, lora=lora).train()
+        backbone = load_backbone(
+            ModelConfig(path, context_extension=settings_of(), gradient_checkpointing=kind, lora=lora)
+        ).train()
         loss = -backbone(row(3, (0, 20, LENGTH), VOCABULARY)).sum()
         loss.backward()
         gradients.append([p.grad for p in backbone.parameters() if p.requires_grad])
@@ -220,7 +227,7 @@ def test_gradients_with_checkpointing_and_lora(checkpointing, folder):
 
 
 def test_lora_equals_its_merged_model(folder):
-    backbone = load_backbone(folder(), context_extension=settings_of()).eval()
+    backbone = load_backbone(ModelConfig(folder(), context_extension=settings_of())).eval()
     torch.manual_seed(1)
     lora = LoraConfig(r=2, target_modules=["q_proj", "k_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
     adapted = Backbone(get_peft_model(backbone.model, lora)).eval()
@@ -235,7 +242,7 @@ def test_lora_equals_its_merged_model(folder):
 @pytest.mark.parametrize("name", BACKENDS)
 def test_every_backend_is_wrapped_once(name, folder, monkeypatch):
     """With torch's attention in the place of kernels that this machine may lack."""
-    backbone = load_backbone(folder(), context_extension=settings_of()).eval()
+    backbone = load_backbone(ModelConfig(folder(), context_extension=settings_of())).eval()
     tokens = row(5, (0, LENGTH), VOCABULARY)["input_ids"]
     with torch.no_grad():
         expected = backbone.model(tokens, use_cache=False).logits
@@ -258,17 +265,17 @@ def test_every_backend_is_wrapped_once(name, folder, monkeypatch):
 
 
 def test_another_model_loaded_later_does_not_undo_it(folder):
-    eabf = load_backbone(folder(), context_extension=settings_of()).eval()
+    eabf = load_backbone(ModelConfig(folder(), context_extension=settings_of())).eval()
     batch = row(6, (0, LENGTH), VOCABULARY)
     with torch.no_grad():
         before = eabf(batch)
-        load_backbone(folder("qwen2"))
+        load_backbone(ModelConfig(folder("qwen2")))
         assert torch.equal(eabf(batch), before)
 
 
 def test_short_pass_and_trimmed_last_layer(folder):
     """The scores of a window depend on the positions in it only."""
-    backbone = load_backbone(folder(), context_extension=settings_of()).eval()
+    backbone = load_backbone(ModelConfig(folder(), context_extension=settings_of())).eval()
     batch = row(7, (0, LENGTH), VOCABULARY)
     short = short_log_likelihood(backbone, batch, context_length=24, stride=12)
     window = {**row(0, (0, 36), VOCABULARY), "input_ids": batch["input_ids"][:, 24:60]}
@@ -282,8 +289,8 @@ def test_short_pass_and_trimmed_last_layer(folder):
 def test_eager_attention_is_refused_at_load_and_noticed_later(folder):
     path = folder()
     with pytest.raises(ValueError, match="cannot be reached from transformers' 'eager' attention"):
-        load_backbone(path, context_extension=settings_of(), attn_implementation="eager")
-    backbone = load_backbone(path, context_extension=settings_of())
+        load_backbone(ModelConfig(path, context_extension=settings_of(), attn_implementation="eager"))
+    backbone = load_backbone(ModelConfig(path, context_extension=settings_of()))
     backbone.check_rotary_dtype()
     backbone.base_model.set_attn_implementation("eager")
     with pytest.raises(RuntimeError, match="'eager' knows nothing of what"):
@@ -299,11 +306,11 @@ def test_an_architecture_that_would_not_be_scaled_is_refused():
 
 
 def test_a_process_that_does_not_know_it_fails_loudly(folder, tmp_path):
-    backbone = load_backbone(folder(), context_extension=settings_of()).eval()
+    backbone = load_backbone(ModelConfig(folder(), context_extension=settings_of())).eval()
     backbone.model.save_pretrained(tmp_path / "saved")
     batch = row(9, (0, LENGTH), VOCABULARY)
     with torch.no_grad():
-        assert torch.equal(load_backbone(str(tmp_path / "saved")).eval()(batch), backbone(batch))
+        assert torch.equal(load_backbone(ModelConfig(str(tmp_path / "saved"))).eval()(batch), backbone(batch))
     code = f"from transformers import AutoModelForCausalLM as A; A.from_pretrained({str(tmp_path / 'saved')!r})"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
     assert result.returncode != 0

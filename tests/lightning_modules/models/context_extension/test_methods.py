@@ -9,6 +9,7 @@ from transformers import AutoConfig
 
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.context_extension.methods import METHODS, ContextExtension
 from lightning_modules.models.context_extension.patterns import PATTERNS
 from lightning_modules.models.context_extension.rope_types import TYPE_ARCHITECTURES
@@ -101,10 +102,10 @@ def check_formula(model, method, width, options):
 def test_frequencies_before_and_after_saving(method, tmp_path):
     path = folder_of("llama", tmp_path)
     for number, options in enumerate([{}, OPTIONS.get(method, {})][: 1 + (method in OPTIONS)]):
-        backbone = load_backbone(path, context_extension=extension(method, **options))
+        backbone = load_backbone(ModelConfig(path, context_extension=extension(method, **options)))
         check_formula(backbone, method, 16, options)
         backbone.model.save_pretrained(tmp_path / f"saved{number}")
-        again = load_backbone(str(tmp_path / f"saved{number}"))
+        again = load_backbone(ModelConfig(str(tmp_path / f"saved{number}")))
         check_formula(again, method, 16, options)
         assert again.base_model.config.rope_parameters == backbone.base_model.config.rope_parameters
         target = extension(method)["target_length"]
@@ -118,21 +119,21 @@ def test_frequencies_of_each_architecture(architecture, tmp_path):
     for method in ("none", "pi", "eabf", "ntk", "yarn", "llama3", "longrope"):
         settings = extension(method, width)
         if architecture in METHODS[method].architectures:
-            check_formula(load_backbone(path, context_extension=settings), method, width, {})
+            check_formula(load_backbone(ModelConfig(path, context_extension=settings)), method, width, {})
         else:
             with pytest.raises(ValueError, match=f"'{method}' is for llama.* not for 'phi3'.*choose one of none, abf"):
-                load_config(path, context_extension=settings)
+                load_config(ModelConfig(path, context_extension=settings))
 
 
 def test_phi3_goes_by_the_original_length_of_the_extension(tmp_path):
     path = folder_of("phi3", tmp_path, original_max_position_embeddings=128)
-    config = load_config(path, context_extension=extension("longrope", 12))
+    config = load_config(ModelConfig(path, context_extension=extension("longrope", 12)))
     assert config.original_max_position_embeddings == ORIGINAL
     assert config.rope_parameters["original_max_position_embeddings"] == ORIGINAL
 
 
 def test_dynamic_ntk_is_ntk_for_the_length_of_the_text(tmp_path):
-    model = load_backbone(folder_of("llama", tmp_path), context_extension=extension("dynamic_ntk")).model
+    model = load_backbone(ModelConfig(folder_of("llama", tmp_path), context_extension=extension("dynamic_ntk"))).model
     model(torch.zeros(1, TARGET, dtype=torch.int64), use_cache=False)
     check_formula(model, "ntk", 16, {})
 
@@ -153,9 +154,9 @@ def test_full_attention_switches_sliding_windows_off_where_asked(architecture, s
     other = tokens.clone()
     other[0, 0] = (other[0, 0] + 1) % 50
     for asked in (False, True):
-        model = load_backbone(path, context_extension=extension("abf", full_attention=asked)).model.eval()
+        model = load_backbone(ModelConfig(path, context_extension=extension("abf", full_attention=asked))).model.eval()
         model.save_pretrained(tmp_path / "saved")
-        for part in (model, load_backbone(str(tmp_path / "saved")).model.eval()):
+        for part in (model, load_backbone(ModelConfig(str(tmp_path / "saved"))).model.eval()):
             if asked:  # each of these, as readers of the saved config differ in which they look at
                 assert getattr(part.config, "sliding_window", None) is None
                 assert not getattr(part.config, "use_sliding_window", False)
@@ -166,17 +167,21 @@ def test_full_attention_switches_sliding_windows_off_where_asked(architecture, s
 
 def test_presets_of_the_released_code(tmp_path):
     llama, mistral = (folder_of(name, tmp_path, **window) for name, window in (("llama", {}), ("mistral", {})))
-    eabf = load_config(llama, context_extension=extension("eabf_authors"))
+    eabf = load_config(ModelConfig(llama, context_extension=extension("eabf_authors")))
     assert eabf.rope_parameters["rope_theta"] == 500000.0
     assert eabf.rope_parameters["unscaled_layers"] == 0
-    assert load_config(llama, context_extension=extension("eabf")).rope_parameters["unscaled_layers"] == 2
-    eabf = load_config(mistral, model_config={"sliding_window": 32}, context_extension=extension("eabf_authors"))
+    assert load_config(ModelConfig(llama, context_extension=extension("eabf"))).rope_parameters["unscaled_layers"] == 2
+    eabf = load_config(
+        ModelConfig(mistral, model_config={"sliding_window": 32}, context_extension=extension("eabf_authors"))
+    )
     assert eabf.rope_parameters["rope_theta"] == 10000.0
     assert eabf.sliding_window is None
-    pi = load_config(mistral, model_config={"sliding_window": 32}, context_extension=extension("pi_authors"))
+    pi = load_config(
+        ModelConfig(mistral, model_config={"sliding_window": 32}, context_extension=extension("pi_authors"))
+    )
     assert pi.rope_parameters == {"rope_type": "default", "rope_theta": 10000.0}
     assert pi.sliding_window is None
-    assert load_config(llama, context_extension=extension("pi_authors")).rope_parameters["factor"] == 8.0
+    assert load_config(ModelConfig(llama, context_extension=extension("pi_authors"))).rope_parameters["factor"] == 8.0
 
 
 REFUSED = {
@@ -207,7 +212,7 @@ REFUSED = {
 def test_wrong_settings(message, tmp_path):
     tiny_config("llama", 50, hidden_size=64).save_pretrained(tmp_path)
     with pytest.raises(ValueError) as refusal:  # noqa: PT011, the message is looked for below
-        load_config(str(tmp_path / "config.json"), context_extension=REFUSED[message])
+        load_config(ModelConfig(str(tmp_path / "config.json"), context_extension=REFUSED[message]))
     assert message.replace("`target_length` =", "target_length` =").lstrip("`") in str(refusal.value)
 
 
@@ -228,13 +233,13 @@ def test_methods_that_do_not_fit(architecture, method):
 
 def test_a_model_is_extended_once(tmp_path):
     path = folder_of("llama", tmp_path)
-    load_backbone(path, context_extension=extension("pi")).model.save_pretrained(tmp_path / "extended")
+    load_backbone(ModelConfig(path, context_extension=extension("pi"))).model.save_pretrained(tmp_path / "extended")
     with pytest.raises(ValueError, match="extended already, by the RoPE type 'linear'"):
-        load_config(str(tmp_path / "extended"), context_extension=extension("yarn"))
+        load_config(ModelConfig(str(tmp_path / "extended"), context_extension=extension("yarn")))
 
 
 def test_rotary_that_is_not_what_the_config_says(tmp_path):
-    model = load_backbone(folder_of("llama", tmp_path), context_extension=extension("yarn")).model
+    model = load_backbone(ModelConfig(folder_of("llama", tmp_path), context_extension=extension("yarn"))).model
     check_rotary(model)
     rounded = copy.deepcopy(model)
     rounded.model.rotary_emb.inv_freq = rounded.model.rotary_emb.inv_freq.bfloat16().float()
@@ -349,11 +354,13 @@ def test_rotation_by_the_length_of_the_text(folder, tmp_path):
 
 def test_longrope_is_compared_only_if_it_does_not_switch(tmp_path):
     tiny_model("phi3", VOCABULARY, hidden_size=64).save_pretrained(tmp_path / "phi3")
-    scorer = load_backbone(str(tmp_path / "phi3"), context_extension=extension("longrope"))
+    scorer = load_backbone(ModelConfig(str(tmp_path / "phi3"), context_extension=extension("longrope")))
     long_and_short(scorer, row(0), context_length=8, stride=4)
     switching = {**scorer.base_model.config.rope_parameters, "short_factor": [1.0] * 8}
     path = str(tmp_path / "phi3")
-    scorer = load_backbone(path, model_config={"rope_parameters": switching, "max_position_embeddings": TARGET})
+    scorer = load_backbone(
+        ModelConfig(path, model_config={"rope_parameters": switching, "max_position_embeddings": TARGET})
+    )
     with pytest.raises(ValueError, match="'longrope' rotates by the length"):
         long_and_short(scorer, row(0), context_length=8, stride=4)
     module = LongContextLM(path, model_config={"rope_parameters": switching}, context_length=8, stride=4)
@@ -373,7 +380,7 @@ def test_the_extension_is_kept_in_a_checkpoint(folder, tmp_path):
 
 def test_every_architecture_of_our_types_is_known():
     assert set(TYPE_ARCHITECTURES) < set(ARCHITECTURES)
-    assert isinstance(load_backbone(model_config=tiny_config("llama", 50).to_dict()), Backbone)
+    assert isinstance(load_backbone(ModelConfig(model_config=tiny_config("llama", 50).to_dict())), Backbone)
 
 
 def test_eabf_of_two_layers_is_abf_and_says_so(tmp_path):

@@ -90,7 +90,7 @@ def test_processes_share_the_questions_of_a_folder(guessing_dir, tmp_path, asked
 
 def test_a_folder_of_other_settings_is_refused_before_the_model_is_loaded(guessing_dir, tmp_path, monkeypatch):
     evaluate(str(guessing_dir), str(tmp_path), mode="teacher_forced", **TASKS)
-    monkeypatch.setattr(command, "load_backbone", None)
+    monkeypatch.setattr(command, "load_frozen", None)
     with pytest.raises(ValueError, match="mode = 'teacher_forced', and now it is 'generate'"):
         evaluate(str(guessing_dir), str(tmp_path), mode="generate", **TASKS)
     evaluate(str(guessing_dir), str(tmp_path), mode="teacher_forced", **{**TASKS, "samples": 2})  # nothing is missing
@@ -110,7 +110,7 @@ def test_a_folder_of_other_settings_is_refused_before_the_model_is_loaded(guessi
     ],
 )
 def test_bad_input_is_refused_before_the_model_is_loaded(guessing_dir, tmp_path, monkeypatch, settings, message):
-    monkeypatch.setattr(command, "load_backbone", None)
+    monkeypatch.setattr(command, "load_frozen", None)
     with pytest.raises(ValueError, match=message):
         evaluate(**{"model": str(guessing_dir), "output": str(tmp_path / "out"), **TASKS, **settings})
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from lm_eval.api.instance import Instance
 
+from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.loading import load_backbone
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.tasks.harness.evaluation import evaluate_task
@@ -43,7 +44,7 @@ def same(one, other):
 
 
 def in_each_process(rank, world_size, model_dir, task_dir, expected):
-    backbone = load_backbone(model_dir, dtype="float64").eval()
+    backbone = load_backbone(ModelConfig(model_dir, dtype="float64")).eval()
     passes = []
     backbone.decoder.register_forward_hook(lambda *_: passes.append(1))
     same(ask(backbone, model_dir, task_dir), expected["found"])
@@ -60,7 +61,7 @@ def in_each_process(rank, world_size, model_dir, task_dir, expected):
 @pytest.mark.long  # processes are exchanged with in `tasks.evaluation`, too
 @pytest.mark.slow
 def test_two_processes_find_what_one_finds(model_dir, task_dir):
-    backbone = load_backbone(str(model_dir), dtype="float64").eval()
+    backbone = load_backbone(ModelConfig(str(model_dir), dtype="float64")).eval()
     passes = []
     backbone.decoder.register_forward_hook(lambda *_: passes.append(1))
     with torch.no_grad():

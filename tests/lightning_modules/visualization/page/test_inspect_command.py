@@ -8,8 +8,8 @@ import torch
 from lightning_modules.commands.cli.main import main
 from lightning_modules.functional import key_token_mask
 from lightning_modules.models.backbone import Backbone
-from lightning_modules.scoring.alternatives import Alternatives
-from lightning_modules.scoring.evaluator import Evaluator
+from lightning_modules.scoring.config import EvaluatorConfig
+from lightning_modules.scoring.evaluator import Alternatives, Evaluator
 from lightning_modules.scoring.score import score
 from lightning_modules.visualization.page import inspect_document
 from tests.conftest import make_text, tiny_model
@@ -34,7 +34,7 @@ def test_command_writes_the_page_of_the_evaluators_scores(file, model_dir, evalu
     page = Path("a report.txt.html").read_text(encoding="utf-8")
     assert out[1] == f"a report.txt.html ({len(page.encode()) / 1e6:.1f} MB)"
     text = Path(file).read_text(encoding="utf-8")
-    scores = Evaluator(str(evaluator_dir), context_length=48, stride=16).scores(text)
+    scores = Evaluator(EvaluatorConfig(str(evaluator_dir), context_length=48, stride=16)).scores(text)
     arrays = unpacked(page, "scores")
     assert np.array_equal(arrays["long"], scores.long.numpy())
     assert np.array_equal(arrays["short"], scores.short.numpy())
@@ -77,7 +77,7 @@ def test_stored_scores_need_no_model_and_alternatives_one_pass_more(file, evalua
     second = inspect_document(text, str(evaluator_dir), alternatives=2, **SETTINGS)
     assert 0 < len(passes) <= once
     assert torch.equal(first.scores.long, second.scores.long)
-    monkeypatch.setattr("lightning_modules.scoring.evaluator.load_backbone", None)
+    monkeypatch.setattr("lightning_modules.scoring.evaluator.load_frozen", None)
     third = inspect_document(text, str(evaluator_dir), alternatives=0, **{**SETTINGS, "alpha": 1.0})
     assert torch.equal(first.scores.short, third.scores.short)
 
@@ -100,8 +100,8 @@ def fails(arguments, capsys):
 
 
 def test_bad_input_is_named_before_any_model_is_loaded(file, model_dir, evaluator_dir, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("lightning_modules.scoring.score.load_backbone", None)
-    monkeypatch.setattr("lightning_modules.scoring.evaluator.load_backbone", None)
+    monkeypatch.setattr("lightning_modules.scoring.score.load_frozen", None)
+    monkeypatch.setattr("lightning_modules.scoring.evaluator.load_frozen", None)
     judge = ["--evaluator", str(evaluator_dir)]
     (tmp_path / "latin.txt").write_bytes(b"first line\nna\xefve")
     (tmp_path / "empty.txt").write_text(" \n")
@@ -128,7 +128,7 @@ def test_bad_input_is_named_before_any_model_is_loaded(file, model_dir, evaluato
 
 
 def test_tokenizer_that_is_not_the_models(file, evaluator_dir, tmp_path, tokenizer, capsys, monkeypatch):
-    monkeypatch.setattr("lightning_modules.scoring.evaluator.load_backbone", None)
+    monkeypatch.setattr("lightning_modules.scoring.evaluator.load_frozen", None)
     tiny_model("llama", 100).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     command = ["inspect", file, "--model", str(tmp_path / "model"), "--evaluator", str(evaluator_dir)]

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
 from lightning_modules.batch import IGNORE_INDEX
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.checks import check_scoring
+from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.context_extension.patterns import PATTERNS, blocks
 from lightning_modules.models.context_extension.rope_types import TYPE_ARCHITECTURES, register_rope_types
 from lightning_modules.models.loading import load_backbone, load_config
@@ -101,18 +102,20 @@ def check_every_layer(backbone, borders):
 @pytest.mark.parametrize("borders", [(0, LENGTH), (0, 7, 8, 40, LENGTH)], ids=["plain", "packed"])
 @pytest.mark.parametrize("architecture", ["llama", "gpt_neox"])
 def test_every_layer_equals_the_formula(name, borders, architecture, folder):
-    check_every_layer(load_backbone(folder(architecture), context_extension=extension(name)), borders)
+    check_every_layer(load_backbone(ModelConfig(folder(architecture), context_extension=extension(name))), borders)
 
 
 @pytest.mark.parametrize("architecture", [name for name in TYPE_ARCHITECTURES if name not in ("llama", "gpt_neox")])
 def test_every_architecture(architecture, folder):
-    check_every_layer(load_backbone(folder(architecture), context_extension=extension("dual_chunk")), (0, 7, LENGTH))
+    check_every_layer(
+        load_backbone(ModelConfig(folder(architecture), context_extension=extension("dual_chunk"))), (0, 7, LENGTH)
+    )
 
 
 @pytest.mark.parametrize("name", PATTERNS)
 @torch.no_grad()
 def test_packed_batched_and_windowed_documents_are_scored_as_each_alone(name, folder):
-    backbone = load_backbone(folder(), context_extension=extension(name)).eval()
+    backbone = load_backbone(ModelConfig(folder(), context_extension=extension(name))).eval()
     check_scoring(backbone)
     assert backbone.isolates_documents
     assert backbone.trims_last_layer
@@ -143,7 +146,7 @@ def document(tokens):
 @pytest.mark.parametrize("attention", ["document_sdpa", "sdpa"])
 @pytest.mark.parametrize("name", PATTERNS)
 def test_cached_generation_equals_full_recomputation(name, attention, folder):
-    model = load_backbone(folder(), context_extension=extension(name)).model.eval()
+    model = load_backbone(ModelConfig(folder(), context_extension=extension(name))).model.eval()
     model.set_attn_implementation(attention)
     tokens = row(2, (0, 30), VOCABULARY)["input_ids"].repeat(2, 1)
     mask = torch.ones_like(tokens)
@@ -165,7 +168,9 @@ def test_cached_generation_equals_full_recomputation(name, attention, folder):
 def test_gradient_checkpointing_and_gradients_in_bf16(name, folder):
     path, gradients = folder(initializer_range=0.1), {}  # not so wild that rounding is all
     for kind, dtype in ((False, "float32"), (True, "float32"), (True, "bfloat16")):
-        backbone = load_backbone(path, context_extension=extension(name), gradient_checkpointing=kind, dtype=dtype)
+        backbone = load_backbone(
+            ModelConfig(path, context_extension=extension(name), gradient_checkpointing=kind, dtype=dtype)
+        )
         (-backbone.train()(row(3, (0, 20, LENGTH), VOCABULARY)).sum()).backward()
         gradients[kind, dtype] = torch.cat([p.grad.flatten().float() for p in backbone.parameters()])
     assert torch.equal(gradients[False, "float32"], gradients[True, "float32"])
@@ -178,10 +183,10 @@ def test_gradient_checkpointing_and_gradients_in_bf16(name, folder):
 @pytest.mark.parametrize("name", PATTERNS)
 @torch.no_grad()
 def test_saved_and_read_again(name, folder, tmp_path):
-    backbone = load_backbone(folder(), context_extension=extension(name)).eval()
+    backbone = load_backbone(ModelConfig(folder(), context_extension=extension(name))).eval()
     backbone.model.save_pretrained(tmp_path / "saved")
     batch = row(9, (0, LENGTH), VOCABULARY)
-    again = load_backbone(str(tmp_path / "saved")).eval()
+    again = load_backbone(ModelConfig(str(tmp_path / "saved"))).eval()
     assert torch.equal(again(batch), backbone(batch))
     assert torch.equal(copy.deepcopy(backbone)(batch), backbone(batch))
     config = copy.deepcopy(backbone.base_model.config)
@@ -195,7 +200,9 @@ def test_saved_and_read_again(name, folder, tmp_path):
 
 
 def test_a_process_that_does_not_know_it_fails_loudly(folder, tmp_path):
-    load_backbone(folder(), context_extension=extension("rerope")).model.save_pretrained(tmp_path / "saved")
+    load_backbone(ModelConfig(folder(), context_extension=extension("rerope"))).model.save_pretrained(
+        tmp_path / "saved"
+    )
     code = f"from transformers import AutoModelForCausalLM as A; A.from_pretrained({str(tmp_path / 'saved')!r})"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
     assert result.returncode != 0
@@ -208,8 +215,8 @@ def test_a_process_that_does_not_know_it_fails_loudly(folder, tmp_path):
 def test_attention_that_a_pattern_cannot_replace(attention, folder):
     path = folder()
     with pytest.raises(ValueError, match=f"cannot be reached from transformers' '{attention}' attention: set"):
-        load_backbone(path, context_extension=extension("alibi"), attn_implementation=attention)
-    backbone = load_backbone(path, context_extension=extension("alibi"))
+        load_backbone(ModelConfig(path, context_extension=extension("alibi"), attn_implementation=attention))
+    backbone = load_backbone(ModelConfig(path, context_extension=extension("alibi")))
     assert backbone.attention == "document_sdpa"
     backbone.base_model.set_attn_implementation(attention)
     with pytest.raises(RuntimeError, match=f"'{attention}' knows nothing.*use one of sdpa, document_sdpa"):
@@ -223,7 +230,9 @@ def test_flash_attention_is_not_chosen_for_a_pattern(folder, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     from lightning_modules.models.loading import resolve_attention
 
-    plain, pattern = (load_config(folder(), context_extension=settings) for settings in (None, extension("xpos")))
+    plain, pattern = (
+        load_config(ModelConfig(folder(), context_extension=settings)) for settings in (None, extension("xpos"))
+    )
     assert resolve_attention("auto", plain, flash=True) == "flash_attention_2"
     assert resolve_attention("auto", pattern, flash=True) == "document_sdpa"
 
@@ -247,10 +256,10 @@ def test_other_architectures():
 def test_sliding_windows(architecture, settings, folder):
     path = folder(architecture, **settings)
     with pytest.raises(ValueError, match=r"sliding windows of 32 tokens.*full_attention: true"):
-        load_config(path, context_extension=extension("rerope"))
-    backbone = load_backbone(path, context_extension=extension("rerope", full_attention=True))
+        load_config(ModelConfig(path, context_extension=extension("rerope")))
+    backbone = load_backbone(ModelConfig(path, context_extension=extension("rerope", full_attention=True)))
     check_every_layer(backbone, (0, LENGTH))
-    config = load_config(path, context_extension=extension("rerope", full_attention=True))
+    config = load_config(ModelConfig(path, context_extension=extension("rerope", full_attention=True)))
     config.sliding_window, config.layer_types = 32, ["sliding_attention"] * 2  # whoever does so all the same
     config.use_sliding_window = True
     model = AutoModelForCausalLM.from_config(config, attn_implementation="document_sdpa")
@@ -259,7 +268,7 @@ def test_sliding_windows(architecture, settings, folder):
 
 
 def test_changed_frequencies_are_noticed(folder):
-    backbone = load_backbone(folder(), context_extension=extension("streaming_llm"))
+    backbone = load_backbone(ModelConfig(folder(), context_extension=extension("streaming_llm")))
     backbone.base_model.model.rotary_emb.inv_freq += 1e-3
     with pytest.raises(RuntimeError, match="does not rotate as the model's config says"):
         backbone.check_rotary_dtype()
@@ -282,11 +291,13 @@ def test_changed_frequencies_are_noticed(folder):
 )
 def test_wrong_settings(settings, message, folder):
     with pytest.raises(ValueError, match=message):
-        load_config(folder(), context_extension=settings)
+        load_config(ModelConfig(folder(), context_extension=settings))
 
 
 def test_autocast(folder):
-    backbone = load_backbone(folder(initializer_range=0.1), context_extension=extension("self_extend")).eval()
+    backbone = load_backbone(
+        ModelConfig(folder(initializer_range=0.1), context_extension=extension("self_extend"))
+    ).eval()
     batch = row(4, (0, 20, LENGTH), VOCABULARY)
     expected = backbone(batch)
     with torch.autocast("cpu", torch.bfloat16):
@@ -304,14 +315,14 @@ def test_a_model_called_by_itself_gets_the_masks_of_transformers(folder):
     """Without borders `document_sdpa` is `sdpa`: documents stay apart, and a static cache's empty end is not seen."""
     tokens = row(5, (0, 30), VOCABULARY)["input_ids"]
     for settings in (None, extension("rerope")):
-        model = load_backbone(folder(), context_extension=settings).model.eval()
+        model = load_backbone(ModelConfig(folder(), context_extension=settings)).model.eval()
         expected = model(tokens, use_cache=False).logits
         cache = StaticCache(config=model.config, max_cache_len=40)
         parts = [model(part, past_key_values=cache).logits for part in tokens.split([20, 1, 9], dim=1)]
         torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=1e-4, atol=1e-3)
     with pytest.raises(ValueError, match="say so by `document_borders`"):
         model(tokens, position_ids=restarting(), use_cache=False)
-    plain = load_backbone(folder()).model.eval()
+    plain = load_backbone(ModelConfig(folder())).model.eval()
     apart = plain(tokens, position_ids=restarting(), use_cache=False).logits[:, 12:]
     torch.testing.assert_close(apart, plain(tokens[:, 12:], use_cache=False).logits, rtol=1e-4, atol=1e-3)
 
@@ -331,8 +342,8 @@ def test_a_model_called_by_itself_gets_the_masks_of_transformers(folder):
 )
 def test_parameters_that_a_config_lacks_or_has_wrong(rope, message, folder):
     with pytest.raises(ValueError, match=message):
-        load_config(folder(), model_config={"rope_parameters": rope})
-    config = load_config(folder())
+        load_config(ModelConfig(folder(), model_config={"rope_parameters": rope}))
+    config = load_config(ModelConfig(folder()))
     config.rope_parameters = {"rope_theta": 1e4, **rope}
     register_rope_types()
     with pytest.raises(ValueError, match=message):
