@@ -11,14 +11,9 @@ from typing_extensions import override
 
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
-from lightning_modules.training.export import (
-    Adapters,
-    ExportDType,
-    ExportOptions,
-    check_export,
-    check_replaceable,
-    export_model,
-)
+from lightning_modules.training.export.folder import check_replaceable
+from lightning_modules.training.export.model import check_export, export_model
+from lightning_modules.training.export.options import ExportOptions
 
 
 class HuggingFaceExport(Callback):
@@ -27,29 +22,16 @@ class HuggingFaceExport(Callback):
     Args:
         output_dir: Folder to write. An earlier export there is replaced once the new one is complete; a folder of
             anything else is refused.
-        adapters: ``merged`` into the weights, or ``kept`` apart, with the base model's config in ``base/``.
-        dtype: Of the weights of a whole model: ``auto`` is that of `model.dtype`, to which merged adapters are rounded;
-            ``float32`` rounds nothing, ``bfloat16`` halves the files.
-        legacy_rope_keys: Write ``rope_theta`` and ``rope_scaling`` for transformers 4 beside ``rope_parameters``;
-            refused where they would not make it right.
-        eabf_as_abf: Export a model trained with EABF as plain ABF, which every reader computes: logits then differ
-            beyond the original length.
+        options: Fields of `lightning_modules.training.export.options.ExportOptions`.
 
     Raises:
         ValueError: If the folder holds something other than an export, or, before training, if the model does not
             allow what is asked for.
     """
 
-    def __init__(
-        self,
-        output_dir: str,
-        adapters: Adapters = "merged",
-        dtype: ExportDType = "auto",
-        legacy_rope_keys: bool = False,
-        eabf_as_abf: bool = False,
-    ) -> None:
+    def __init__(self, output_dir: str, **options: Any) -> None:
         self.output_dir = Path(output_dir).expanduser()
-        self.options = ExportOptions(adapters, dtype, legacy_rope_keys, eabf_as_abf)
+        self.options = ExportOptions(**options)
         self._tokenizer: PreTrainedTokenizerBase | None = None
         check_replaceable(self.output_dir)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
+from jsonargparse.typing import PositiveInt
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerFn
@@ -20,7 +20,7 @@ from typing_extensions import override
 from callbacks.same_names import check_single
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
-from lightning_modules.tasks.evaluation.config import Depths, Mode, Truncation
+from lightning_modules.tasks.evaluation.config import Mode, TaskConfig
 from lightning_modules.tasks.evaluation.plots import as_pixels, figures
 from lightning_modules.tasks.evaluation.questions import (
     Question,
@@ -35,7 +35,7 @@ from lightning_modules.tasks.evaluation.summary import summarize
 from lightning_modules.tasks.harness import split_tasks
 from lightning_modules.tasks.questions.prompter import Prompter
 from lightning_modules.tasks.questions.registry import find_tasks
-from lightning_modules.training.export import loaded_tokenizer
+from lightning_modules.training.export.facts import loaded_tokenizer
 from lightning_modules.training.preemption import between_steps
 from lightning_modules.training.sequence_parallel import sequence_group
 from lightning_modules.utilities.files import write_atomically
@@ -62,35 +62,17 @@ class LongContextTasks(Callback):
     its fraction of all time since training began; bound it with ``samples``, ``limit``, ``lengths``, ``every_n_steps``.
 
     Args:
-        tasks: Names of tasks or groups (``ruler_synthetic``, ``longeval``, ``lost_in_the_middle``, ..), import paths of
-            your own task classes, and for lm-evaluation-harness names of its tasks and groups, task files (YAML; they
-            may run code of their folder), and the sets ``short`` and ``longbench``, as for ``longce evaluate``.
+        tasks: Names of tasks, groups and sets, import paths and task files, as for ``longce evaluate``.
         lengths: Tokens of prompt and answer together.
         samples: Questions per task and length, and per depth if depths are given.
         mode: ``teacher_forced``: the model is given the right answer token by token, which takes a single pass;
             ``generate``: it writes its answer.
-        depths: How many evenly spaced depths of the answers, or which ones, from 0 (front) to 1 (end); by default each
-            task draws them.
         every_n_steps: Ask after every N optimizer steps instead of at each validation. Such values cannot be monitored
             by ``ModelCheckpoint``.
         at_start: Ask before the first step as well.
-        seed: Seed of all that is random in the questions.
-        haystack: Folder of text files to hide needles in; synthetic prose by default.
-        squad: Local file of SQuAD, for ``qa_1``.
-        hotpot: Local file of HotpotQA, for ``qa_2``.
-        nq_open: Local file for ``multi_document_qa``; synthetic by default.
-        documents: Passages of ``multi_document_qa``; by default as many as the length allows.
         tokenizer: Hub id or local folder; by default that of the data, or of the model.
-        chat_template: Whether prompts are turns of the tokenizer's chat template.
-        add_special_tokens: Whether the tokenizer adds its special tokens where there is no chat template.
-        include_path: Folder of further task files, which win over those of the harness.
-        num_fewshot: Examples in each prompt of the harness; by default as each task specifies.
-        limit: Questions to ask of each task of the harness, or below 1 their fraction; all by default.
-        max_length: Tokens that the model may read and generate in the harness; by default those of its config.
-        truncation: Where prompts of the harness that are too long lose tokens.
-        batch_tokens: Tokens of a forward pass that scores continuations, padding included.
-        log_samples: Write questions and answers of the harness to ``harness/step-<step>/<task>.jsonl`` in the logger's
-            folder.
+        options: The other fields of `lightning_modules.tasks.evaluation.config.TaskConfig`. With `log_samples` the
+            callback writes to ``harness/step-<step>/<task>.jsonl`` in the logger's folder.
 
     Raises:
         ValueError: If a task, a file or a number cannot be used; at setup, if a task lacks its data, or there are
@@ -104,44 +86,19 @@ class LongContextTasks(Callback):
         lengths: Sequence[PositiveInt] = (4096,),
         samples: PositiveInt = 10,
         mode: Mode = "teacher_forced",
-        depths: Depths = None,
         every_n_steps: PositiveInt | None = None,
         at_start: bool = False,
-        seed: int = 0,
-        haystack: str | None = None,
-        squad: str | None = None,
-        hotpot: str | None = None,
-        nq_open: str | None = None,
-        documents: PositiveInt | None = None,
         tokenizer: str | None = None,
-        chat_template: bool = False,
-        add_special_tokens: bool = True,
-        include_path: str | None = None,
-        num_fewshot: NonNegativeInt | None = None,
-        limit: PositiveFloat | None = None,
-        max_length: PositiveInt | None = None,
-        truncation: Truncation = "middle",
-        batch_tokens: PositiveInt = 16_384,
-        log_samples: bool = False,
+        **options: Any,
     ) -> None:
-        if isinstance(tasks, str) or not tasks:
-            raise ValueError(f"`tasks` must be a list of names, got {tasks!r}.")
+        self.config = config = TaskConfig(tasks=tasks, lengths=lengths, samples=samples, mode=mode, **options)
         self.names = list(tasks)
         ours, self._theirs = split_tasks(self.names)
-        sources: dict[str, Any] = {"haystack": haystack, "squad": squad, "hotpot": hotpot, "nq_open": nq_open}
-        self.tasks = find_tasks(ours, **sources, documents=documents) if ours else []
-        self.keys = question_keys(self.tasks, lengths, samples, depths) if ours else []
-        self.mode: Mode = mode
-        self.every_n_steps, self.at_start, self.seed = every_n_steps, at_start, seed
+        sources = {name: getattr(config, name) for name in ("haystack", "squad", "hotpot", "nq_open", "documents")}
+        self.tasks = find_tasks(ours, **sources) if ours else []
+        self.keys = question_keys(self.tasks, lengths, samples, config.depths) if ours else []
+        self.every_n_steps, self.at_start = every_n_steps, at_start
         self.tokenizer = None if tokenizer is None else load_tokenizer(tokenizer)
-        self._prompting = {"chat_template": chat_template, "add_special_tokens": add_special_tokens}
-        self._loading: dict[str, Any] = {"include_path": include_path, "num_fewshot": num_fewshot}
-        self._limits: dict[str, Any] = {
-            "max_length": max_length,
-            "truncation": truncation,
-            "batch_tokens": batch_tokens,
-        }
-        self._asking: dict[str, Any] = {"limit": limit, "chat_template": chat_template, "log_samples": log_samples}
         self._loaded: dict[str, LoadedTasks] = {}
         self._prompter: Prompter | None = None
         self._questions: list[Question] = []
@@ -156,7 +113,9 @@ class LongContextTasks(Callback):
         if self._theirs and not self._loaded and stage != "predict":
             from lightning_modules.tasks.harness.tasks import TaskLoader
 
-            loader = TaskLoader(self._theirs, **self._loading)
+            loader = TaskLoader(
+                self._theirs, include_path=self.config.include_path, num_fewshot=self.config.num_fewshot
+            )
             self._loaded = {name: loader.load(name) for name in loader.names}
 
     @override
@@ -206,15 +165,20 @@ class LongContextTasks(Callback):
                 "LongContextTasks asks whole questions of each process, and here several share the tokens of a"
                 " sequence: remove the callback, and run `longce evaluate` on the exported model."
             )
-        self._prompter = Prompter(self._find_tokenizer(trainer, pl_module), **self._prompting)
+        config = self.config
+        self._prompter = Prompter(
+            self._find_tokenizer(trainer, pl_module),
+            chat_template=config.chat_template,
+            add_special_tokens=config.add_special_tokens,
+        )
         if not self.keys:
             return
         pl_module.backbone.check_length(max(key.length for key in self.keys))
         with isolate_rng():  # a user's task may draw from anything
-            first = make_questions(first_of_each(self.keys), self.tasks, self._prompter, self.seed)
+            first = make_questions(first_of_each(self.keys), self.tasks, self._prompter, config.seed)
             warn_of_unknown_tokens(first, self._prompter)
             own = self.keys[trainer.global_rank :: trainer.world_size]
-            self._questions = make_questions(own, self.tasks, self._prompter, self.seed)
+            self._questions = make_questions(own, self.tasks, self._prompter, config.seed)
 
     def _find_tokenizer(self, trainer: Trainer, pl_module: LongContextLM) -> PreTrainedTokenizerFast:
         tokenizer = self.tokenizer or loaded_tokenizer(getattr(trainer, "datamodule", None))
@@ -241,7 +205,7 @@ class LongContextTasks(Callback):
 
     def _ask_ours(self, trainer: Trainer, pl_module: LongContextLM) -> dict[str, float]:
         assert self._prompter is not None
-        results = self._gathered(put_questions(pl_module.backbone, self._prompter, self._questions, self.mode))
+        results = self._gathered(put_questions(pl_module.backbone, self._prompter, self._questions, self.config.mode))
         summary = summarize(results)
         loggers = [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
         if loggers and trainer.is_global_zero:
@@ -269,10 +233,12 @@ class LongContextTasks(Callback):
 
         assert self._prompter is not None
         started = time.perf_counter()
-        model = HarnessModel(pl_module.backbone, self._prompter.tokenizer, **self._limits)
+        limits = {name: getattr(self.config, name) for name in ("max_length", "truncation", "batch_tokens")}
+        asking = {name: getattr(self.config, name) for name in ("limit", "chat_template", "log_samples")}
+        model = HarnessModel(pl_module.backbone, self._prompter.tokenizer, **limits)
         metrics: dict[str, dict[str, float]] = {}
         for loaded in self._loaded.values():
-            found = {name: evaluate_task(model, name, task, **self._asking) for name, task in loaded.tasks.items()}
+            found = {name: evaluate_task(model, name, task, **asking) for name, task in loaded.tasks.items()}
             self._write_samples(trainer, found)
             metrics |= {name: result["metrics"] for name, result in found.items()}
             metrics |= aggregate(loaded.groups, found)
@@ -284,7 +250,7 @@ class LongContextTasks(Callback):
         return {"harness/seconds": time.perf_counter() - started, **logged}
 
     def _write_samples(self, trainer: Trainer, found: dict[str, dict[str, Any]]) -> None:
-        if not self._asking["log_samples"]:
+        if not self.config.log_samples:
             return
         # All processes: the first one sends them the folder's name.
         folder = Path(trainer.log_dir or trainer.default_root_dir) / "harness" / f"step-{trainer.global_step}"

@@ -17,7 +17,7 @@ from lightning_modules.commands.cli.main import main
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
 from lightning_modules.scoring.token_scores import TokenScores, text_sha256
-from lightning_modules.training.export import export_checkpoint
+from lightning_modules.training.export.checkpoint import export_checkpoint
 from tests.conftest import make_text, tiny_model
 from tests.support.distributed import run_distributed
 

@@ -30,8 +30,10 @@ from lightning_modules.models.loading import load_backbone, load_config
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.scoring.token_scores import TokenScores, read_key_spans
 from lightning_modules.training.checkpoints.io import CheckedCheckpointIO, check_checkpoint
-from lightning_modules.training.export import ExportOptions, TrainingFacts, export_checkpoint
 from lightning_modules.training.export.card import model_card
+from lightning_modules.training.export.checkpoint import export_checkpoint
+from lightning_modules.training.export.facts import TrainingFacts
+from lightning_modules.training.export.options import ExportOptions
 
 ROOT = Path(__file__).parents[2]
 OURS = [path for name in ("lightning_modules", "datamodules", "callbacks") for path in (ROOT / name).rglob("*.py")]

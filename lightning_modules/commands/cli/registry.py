@@ -17,24 +17,18 @@ from lightning_modules.commands.cli.experiment_options import (
     add_table_options,
     check_options,
 )
-from lightning_modules.commands.cli.options import (
-    CORRELATE,
-    EXPORT,
-    INSPECT,
-    MINIATURE,
-    SCORE,
-    SELECT,
-    add_options,
-    make_parser,
-)
+from lightning_modules.commands.cli.options import MINIATURE, add_options, make_parser
+from lightning_modules.commands.select.config import SelectConfig
+from lightning_modules.scoring.config import InspectConfig, ScoreConfig
 from lightning_modules.tasks.evaluation.config import EvaluationConfig
+from lightning_modules.training.export.options import ExportOptions
 from lightning_modules.utilities.files import writable_folder, write_atomically
 from lightning_modules.utilities.text_files import check_output, read_text
 
 
 def score_command(arguments: Sequence[str]) -> None:
     """Run ``longce score`` and print its table."""
-    parser = make_parser("score", "LongPPL and perplexity of a model on text files, by an evaluator.", SCORE)
+    parser = make_parser("score", "LongPPL and perplexity of a model on text files, by an evaluator.", ScoreConfig)
     parser.add_argument("files", nargs="+", type=str, help="UTF-8 text files, one document each.")
     options = _parse(parser, arguments)
     for file in options["files"]:
@@ -47,8 +41,8 @@ def score_command(arguments: Sequence[str]) -> None:
 def evaluate_command(arguments: Sequence[str]) -> None:
     """Run ``longce evaluate`` and print its table."""
     description = "Score a model on long-context tasks and tasks of lm-evaluation-harness."
-    parser = make_parser(arguments[0], description, ())  # also by its former name
-    parser.add_class_arguments(EvaluationConfig, skip={"tasks", "lengths", "depths"}, as_positional=False)
+    skip = ("tasks", "lengths", "depths")
+    parser = make_parser(arguments[0], description, EvaluationConfig, skip=skip)  # also by its former name
     names = "Names of tasks, groups and sets, import paths of your own tasks, and task files of lm-evaluation-harness."
     parser.add_argument("--tasks", nargs="+", type=str, default=["ruler_synthetic"], help=names)
     parser.add_argument(
@@ -73,7 +67,8 @@ def harness_command(arguments: Sequence[str]) -> None:
 
 def inspect_command(arguments: Sequence[str]) -> None:
     """Run ``longce inspect``, write its page and report where it is."""
-    parser = make_parser("inspect", "A document as a page: its key tokens, and both contexts of each token.", INSPECT)
+    description = "A document as a page: its key tokens, and both contexts of each token."
+    parser = make_parser("inspect", description, InspectConfig)
     parser.add_argument("file", type=str, help="UTF-8 text file.")
     parser.add_argument("--output", type=str | None, help="The page; by default FILE.html in the working directory.")
     options = _parse(parser, arguments)
@@ -92,12 +87,13 @@ def inspect_command(arguments: Sequence[str]) -> None:
 
 def export_command(arguments: Sequence[str]) -> None:
     """Run ``longce export`` and report where the model is."""
-    parser = make_parser("export", "Export a checkpoint of `longce fit` for transformers.", (), config=False)
+    parser = make_parser("export", "Export a checkpoint of `longce fit` for transformers.", ExportOptions)
     parser.add_argument("checkpoint", type=str, help="What `longce fit` wrote: a file, or a folder of FSDP2.")
     parser.add_argument("output_dir", type=str, help="Folder to write; an earlier export there is replaced.")
-    add_options(parser, EXPORT)
+    parser.add_argument("--tokenizer", type=str | None, help="Hub id or folder; by default that of the training.")
+    parser.add_argument("--tokenizer_revision", type=str | None, help="Branch, tag or commit of the tokenizer.")
     options = _parse(parser, arguments)
-    from lightning_modules.training.export import export_checkpoint
+    from lightning_modules.training.export.checkpoint import export_checkpoint
 
     sys.stdout.write(f"{export_checkpoint(**options)}\n")
 
@@ -105,13 +101,15 @@ def export_command(arguments: Sequence[str]) -> None:
 def correlate_command(arguments: Sequence[str]) -> None:
     """Run ``longce correlate`` and print its table."""
     description = "Correlate LongPPL and perplexity of many models with their benchmark scores."
-    parser = make_parser("correlate", description, (), config=False)
+    parser = make_parser("correlate", description)
     parser.add_argument("files", nargs="+", type=str, help="Result files, CSV files, or NAME=FILE.")
     metrics = "Perplexities; by default those of `longce score` and of tables."
     parser.add_argument("--metrics", nargs="+", type=str, help=metrics)
     scores = "Benchmark scores; by default averages, or all if no file has averages."
     parser.add_argument("--scores", nargs="+", type=str, help=scores)
-    add_options(parser, CORRELATE)
+    output = "Folder for correlation.json, report.md, report.html and the figures."
+    parser.add_argument("--output", type=str, required=True, help=output)
+    parser.add_argument("--log_axis", type=bool, default=False, help="Draw perplexities on logarithmic axes.")
     options = _parse(parser, arguments)
     from lightning_modules.commands.correlate.command import correlate
 
@@ -120,10 +118,10 @@ def correlate_command(arguments: Sequence[str]) -> None:
 
 def select_command(arguments: Sequence[str]) -> None:
     """Run ``longce select`` and print its tables."""
-    parser = make_parser("select", "Choose documents by the scores that `longce predict` has written.", SELECT)
+    parser = make_parser("select", "Choose documents by the scores that `longce predict` has written.", SelectConfig)
     parser.add_argument("scores", type=str, help="Folder or fsspec URL of the scores.")
     options = _parse(parser, arguments)
-    from lightning_modules.commands.select import select
+    from lightning_modules.commands.select.select import select
 
     sys.stdout.write(select(**options))
 
@@ -132,7 +130,8 @@ def reproduce_command(arguments: Sequence[str]) -> None:
     """Run ``longce reproduce miniature`` or ``longce reproduce TABLE``."""
     if arguments[1:2] == ["miniature"]:
         description = "The paper's experiments with tiny models of a synthetic language, on one CPU thread."
-        parser = make_parser("reproduce miniature", description, MINIATURE, config=False)
+        parser = make_parser("reproduce miniature", description)
+        add_options(parser, MINIATURE)
         options = parser.parse_args(list(arguments[2:])).as_dict()
         from benchmarks.reproduction.miniature.command import reproduce_miniature
 

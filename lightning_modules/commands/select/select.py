@@ -18,6 +18,7 @@ from lightning.pytorch import LightningDataModule
 from numpy.typing import NDArray
 
 from lightning_modules.commands.select.conditions import Condition, check_conditions, parse_conditions, passing
+from lightning_modules.commands.select.config import SelectConfig
 from lightning_modules.commands.select.summary import MEANS, SourceSummary
 from lightning_modules.scoring.corpus.shards import SUCCESS, ScoreShards
 from lightning_modules.scoring.corpus.table import PER_TOKEN
@@ -34,34 +35,14 @@ _WRITTEN_TOGETHER = 64  # documents
 _NAMED, _EXCERPT = 3, 40  # documents in a warning, and characters of the key of each
 
 
-def select(
-    scores: str,
-    *,
-    where: str | None = None,
-    top: float | None = None,
-    rank_by: str = "benefit_mean",
-    by: str = "file",
-    output: str | None = None,
-    files: str | list[str] | None = None,
-    weights: str | None = None,
-) -> str:
+def select(scores: str, **options: Any) -> str:
     """Choose documents by the scores that `longce predict` has written, and tell how many pass by source.
 
     Documents that have failed never pass, nor do those without a value that is asked for.
 
     Args:
         scores: Folder or fsspec URL of the scores.
-        where: Conditions on columns, joined by ``and``: ``key_token_ratio > 0.02 and tokens >= 32768``.
-        top: Of the documents that meet the conditions and have a `rank_by`, take those with the largest: a share up to
-            1, which is all of them, or a number from 2 on.
-        rank_by: Column that ranks documents, and that `weights` are means of.
-        by: Column that names a document's source; ``folder`` for the folder of its file.
-        output: File of the chosen ones: ``.txt`` for their keys, one per line, ``.parquet`` or ``.jsonl`` for the
-            documents with ``text`` and scores. What is there is replaced. A document whose key is empty or has several
-            lines is left out of a ``.txt`` file, with a warning.
-        files: The documents' files, if they are no longer where they were scored; as `data.files`.
-        weights: YAML file for the mean `rank_by` of each source, as `data.weights` of a mixture of these sources:
-            lay it over the experiment by ``-c``.
+        options: Fields of `lightning_modules.commands.select.config.SelectConfig`.
 
     Returns:
         Tables by source, as text.
@@ -70,23 +51,26 @@ def select(
         ValueError: If there are no scores, a condition or column has no meaning, a file cannot be written, no document
             passes, or the documents are not there any more.
     """
+    config = SelectConfig(**options)
+    output, weights = (None if file is None else Path(file) for file in (config.output, config.weights))
     for file in filter(None, (output, weights)):
-        _check_writable(Path(file))
-    chooser = Chooser(ScoreShards(scores), parse_conditions(where) if where else [], rank_by=rank_by, by=by)
+        _check_writable(file)
+    conditions = parse_conditions(config.where) if config.where else []
+    chooser = Chooser(ScoreShards(scores), conditions, rank_by=config.rank_by, by=config.by)
     kinds: dict[str, Callable[[Path], None]] = {
         ".txt": chooser.write_keys,
-        ".parquet": lambda path: chooser.write_documents(path, files),
-        ".jsonl": lambda path: chooser.write_documents(path, files),
+        ".parquet": lambda path: chooser.write_documents(path, config.files),
+        ".jsonl": lambda path: chooser.write_documents(path, config.files),
     }
-    if output is not None and Path(output).suffix not in kinds:
+    if output is not None and output.suffix not in kinds:
         raise ValueError(f"`output` = '{output}' must end in one of {', '.join(kinds)}.")
-    if top is not None:
-        chooser.take_top(top)
+    if config.top is not None:
+        chooser.take_top(config.top)
     summary = chooser.summary()
     if output is not None:
-        kinds[Path(output).suffix](Path(output))
+        kinds[output.suffix](output)
     if weights is not None:
-        write_weights(Path(weights), summary, rank_by)
+        write_weights(weights, summary, config.rank_by)
     return chooser.notes() + summary.report()
 
 

@@ -19,13 +19,11 @@ Truncation = Literal["middle", "left"]
 """Where a prompt that is too long loses tokens: LongBench keeps both ends, lm-evaluation-harness the last ones."""
 
 
-@dataclass(frozen=True)
-class EvaluationConfig:
-    """Settings of an evaluation on long-context tasks and tasks of lm-evaluation-harness.
+@dataclass(frozen=True, kw_only=True)
+class TaskConfig:
+    """Which questions a model is asked, and how: long-context tasks, and tasks of lm-evaluation-harness.
 
     Args:
-        model: Hub id or local folder.
-        output: Folder for the results and for the report; results there are not measured again.
         tasks: Names of tasks or groups (``ruler``, ``longeval``, ``lost_in_the_middle``, ..), import paths of your own
             task classes, and for lm-evaluation-harness names of its tasks and groups, task files (YAML; they may run
             code of their folder), and the sets ``short`` (MMLU, ARC-C, RACE, BBH, TruthfulQA, CommonsenseQA) and
@@ -52,27 +50,21 @@ class EvaluationConfig:
             ``left``, as in the harness.
         batch_tokens: Tokens of a forward pass that scores continuations, padding included.
         log_samples: Keep questions and answers of the harness.
-        dtype: Type of the weights; ``auto`` keeps the stored one.
-        attn_implementation: As in transformers; ``auto`` is flash attention where it is installed.
-        device: Such as ``cuda:0`` or ``cpu``; ``auto`` is the GPU of this process, if there is one.
-        trust_remote_code: Run code from the model's repository; off unless you trust it.
 
     Raises:
-        ValueError: If a number or the mode has no meaning.
+        ValueError: If a number has no meaning, or there are no tasks.
     """
 
-    model: str
-    output: str
     tasks: Sequence[str] = ("ruler_synthetic",)
-    lengths: Sequence[int] = (4096,)
-    samples: int = 20
+    lengths: Sequence[PositiveInt] = (4096,)
+    samples: PositiveInt = 20
     depths: Depths = None
     mode: Mode = "generate"
     haystack: str | None = None
     squad: str | None = None
     hotpot: str | None = None
     nq_open: str | None = None
-    documents: int | None = None
+    documents: PositiveInt | None = None
     seed: int = 0
     chat_template: bool = False
     add_special_tokens: bool = True
@@ -83,6 +75,29 @@ class EvaluationConfig:
     truncation: Truncation = "middle"
     batch_tokens: PositiveInt = 16_384
     log_samples: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.tasks, str) or not self.tasks:
+            raise ValueError(f"`tasks` must be a list of names, got {self.tasks!r}.")
+        if self.limit is not None and not self.limit > 0:
+            raise ValueError(f"`limit` must be above 0, got {self.limit}.")
+
+
+@dataclass(frozen=True)
+class EvaluationConfig(TaskConfig):
+    """Settings of `longce evaluate`.
+
+    Args:
+        model: Hub id or local folder.
+        output: Folder for the results and for the report; results there are not measured again.
+        dtype: Type of the weights; ``auto`` keeps the stored one.
+        attn_implementation: As in transformers; ``auto`` is flash attention where it is installed.
+        device: Such as ``cuda:0`` or ``cpu``; ``auto`` is the GPU of this process, if there is one.
+        trust_remote_code: Run code from the model's repository; off unless you trust it.
+    """
+
+    model: str
+    output: str
     dtype: DType = "auto"
     attn_implementation: str = "auto"
     device: str = "auto"
@@ -92,7 +107,3 @@ class EvaluationConfig:
     def output_folder(self) -> Path:
         """Folder for the results, with the home folder written out."""
         return Path(self.output).expanduser()
-
-    def __post_init__(self) -> None:
-        if self.limit is not None and not self.limit > 0:
-            raise ValueError(f"`limit` must be above 0, got {self.limit}.")

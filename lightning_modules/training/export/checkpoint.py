@@ -35,7 +35,7 @@ from lightning_modules.training.checkpoints.sharded import gathered, is_sharded
 from lightning_modules.training.export.facts import TrainingFacts, loading_facts
 from lightning_modules.training.export.folder import check_replaceable
 from lightning_modules.training.export.model import check_export, export_model
-from lightning_modules.training.export.options import Adapters, ExportDType, ExportOptions
+from lightning_modules.training.export.options import ExportOptions
 from lightning_modules.utilities.pickles import refused_pickle
 
 KEY = "longce_export"
@@ -132,12 +132,9 @@ def export_checkpoint(
     checkpoint: str,
     output_dir: str,
     *,
-    adapters: Adapters = "merged",
-    dtype: ExportDType = "auto",
-    legacy_rope_keys: bool = False,
-    eabf_as_abf: bool = False,
     tokenizer: str | None = None,
     tokenizer_revision: str | None = None,
+    **options: Any,
 ) -> Path:
     """Export the model of a checkpoint of ``longce fit`` to a folder that transformers loads.
 
@@ -145,14 +142,9 @@ def export_checkpoint(
         checkpoint: What ``longce fit`` wrote: a file, or a folder of FSDP2, whose weights are then gathered in memory.
         output_dir: Folder to write. An earlier export there is replaced once the new one is complete; a folder of
             anything else is refused.
-        adapters: ``merged`` into the weights, or ``kept`` apart, with the base model's config in ``base/``.
-        dtype: Of the weights of a whole model: ``auto`` is that of `model.dtype`, to which merged adapters are rounded;
-            ``float32`` rounds nothing, ``bfloat16`` halves the files.
-        legacy_rope_keys: Write ``rope_theta`` and ``rope_scaling`` for transformers 4 beside ``rope_parameters``;
-            refused where they would not make it right.
-        eabf_as_abf: Export a model trained with EABF as plain ABF: logits then differ beyond the original length.
         tokenizer: Hub id or local folder; by default that of the training.
         tokenizer_revision: Branch, tag or commit of the tokenizer on the hub.
+        options: Fields of `ExportOptions`.
 
     Returns:
         The folder.
@@ -160,18 +152,18 @@ def export_checkpoint(
     Raises:
         ValueError: If the checkpoint cannot be read, is not of this package, or does not allow what is asked for.
     """
-    options = ExportOptions(adapters, dtype, legacy_rope_keys, eabf_as_abf)
+    asked = ExportOptions(**options)
     folder = Path(output_dir).expanduser()
     check_replaceable(folder)
     content = _read(checkpoint)
     facts = TrainingFacts.from_json(content[KEY]["facts"])
     module = _build(content[KEY], facts)
-    check_export(module.backbone.model, folder, options, facts)
+    check_export(module.backbone.model, folder, asked, facts)
     chosen = _tokenizer(tokenizer, tokenizer_revision, facts, content[KEY].get("tokenizer"))
-    if FINGERPRINT in content and not options.kept:
+    if FINGERPRINT in content and not asked.kept:
         module.backbone = _load_base(facts, content[FINGERPRINT])
     _fill(module, content["state_dict"], partly=FINGERPRINT in content)
-    export_model(module.backbone.model, chosen, folder, options=options, facts=facts)
+    export_model(module.backbone.model, chosen, folder, options=asked, facts=facts)
     return folder
 
 

@@ -15,7 +15,7 @@ from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.loading import load_backbone
 from lightning_modules.scoring.config import EvaluatorConfig
 from lightning_modules.scoring.evaluator import Evaluator
-from lightning_modules.training.export import export_checkpoint
+from lightning_modules.training.export.checkpoint import export_checkpoint
 from lightning_modules.training.fsdp import (
     FullyShardedStrategy,
     data_parallel_mesh,

@@ -11,12 +11,7 @@ from benchmarks.reproduction.miniature.command import reproduce_miniature
 from benchmarks.reproduction.tables.command import reproduce_table
 from lightning_modules.commands.cli import experiment_options, options
 from lightning_modules.commands.cli.registry import COMMANDS
-from lightning_modules.commands.correlate.command import correlate
 from lightning_modules.commands.influence import InfluenceTrainer
-from lightning_modules.commands.select import select
-from lightning_modules.scoring.score import score
-from lightning_modules.training.export import export_checkpoint
-from lightning_modules.visualization.page.document import inspect_document
 
 LIGHT = """
 import sys
@@ -82,11 +77,6 @@ def test_usage_errors_import_no_torch(words, message, tmp_path):
 @pytest.mark.parametrize(
     ("rows", "function", "others"),
     [
-        (options.SCORE, score, {"files"}),
-        (options.INSPECT, inspect_document, {"text", "name"}),
-        (options.EXPORT, export_checkpoint, {"checkpoint", "output_dir"}),
-        (options.SELECT, select, {"scores"}),
-        (options.CORRELATE, correlate, {"files", "metrics", "scores"}),
         (options.MINIATURE, reproduce_miniature, set()),
         (experiment_options.INFLUENCE, InfluenceTrainer.influence, {"self", "model", "datamodule"}),
         (options.TABLES, reproduce_table, {"table", "data", "run", *options.TABLE_LISTS}),

@@ -12,9 +12,8 @@ from datamodules import DocumentCorpus, MixtureDataModule, TextDataModule
 from datamodules.corpus.files import find_corpus
 from lightning_modules.batch import Origin
 from lightning_modules.commands.cli.main import main
-from lightning_modules.commands.select import select
 from lightning_modules.commands.select.conditions import check_conditions, parse_conditions, passing
-from lightning_modules.commands.select.select import write_weights
+from lightning_modules.commands.select.select import select, write_weights
 from lightning_modules.commands.select.summary import SourceSummary
 from lightning_modules.scoring.corpus.shards import SUCCESS, ScoreShards
 from lightning_modules.scoring.corpus.table import ScoreTable, clashes, counts

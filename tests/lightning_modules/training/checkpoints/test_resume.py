@@ -17,7 +17,7 @@ from lightning_modules.training.checkpoints.resume import (
     goes_on,
     owned_folders,
 )
-from lightning_modules.training.export import export_checkpoint
+from lightning_modules.training.export.checkpoint import export_checkpoint
 
 WEIGHTS = {"state_dict": {}, "pytorch-lightning_version": "2.6.6"}
 WHOLE = {**WEIGHTS, "optimizer_states": []}

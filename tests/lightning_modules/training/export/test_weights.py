@@ -9,7 +9,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from lightning_modules.models.adapters import add_adapters
-from lightning_modules.training.export import ExportOptions, TrainingFacts, check_export, export_model, weights
+from lightning_modules.training.export import weights
+from lightning_modules.training.export.facts import TrainingFacts
+from lightning_modules.training.export.model import check_export, export_model
+from lightning_modules.training.export.options import ExportOptions
 from lightning_modules.training.export.weights import merged_layer
 from tests.conftest import tiny_model
 
