@@ -8,8 +8,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_modules.backbone import Backbone
-from lightning_modules.planning import activation_bytes
-from lightning_modules.planning.fake import TokenMemory
+from lightning_modules.planning.activations import TokenMemory, activation_bytes
 from tests.conftest import tiny_config
 
 TOKENS = 257  # a prime, see `TokenMemory`
