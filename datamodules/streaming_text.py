@@ -4,10 +4,10 @@ import torch
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from datamodules.rows import PackedRowDataset, Row
-from datamodules.streaming import StreamedRows, StreamingLoader, file_sources
+from datamodules.packing.sequences import PackedRowDataset, Row
+from datamodules.packing.streaming import StreamedRows, StreamingLoader, file_sources
 from datamodules.text import TextDataModule
-from datamodules.tokenising import Encoder
+from datamodules.token_store.tokenize import Encoder
 
 
 class StreamingTextDataModule(TextDataModule):

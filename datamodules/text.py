@@ -6,12 +6,12 @@ from typing import Any
 from jsonargparse.typing import PositiveInt
 from typing_extensions import override
 
-from datamodules.hub import HubDataset
-from datamodules.locations import JSON_LINES, PARQUET, TEXT, File, find_files, is_url
 from datamodules.packed_text import PackedTextDataModule
-from datamodules.parquet import ParquetFiles
-from datamodules.sources import JsonLines, Source, TextFiles
-from datamodules.splits import HashSplit, Split
+from datamodules.sources.documents import JsonLines, Source, TextFiles
+from datamodules.sources.hub import HubDataset
+from datamodules.sources.locations import JSON_LINES, PARQUET, TEXT, File, find_files, is_url
+from datamodules.sources.parquet import ParquetFiles
+from datamodules.sources.splits import HashSplit, Split
 
 
 class TextDataModule(PackedTextDataModule):

@@ -1,0 +1,145 @@
+"""Floating-point operations of training and scoring.
+
+A product with a weight takes two operations per weight and token. Attention takes two per width of query and value head
+for each pair of tokens that it looks at, so causal attention half of all pairs. Its backward pass with flash attention
+takes 2.5 times its forward pass: four products, and one computed again. Everything else is left out.
+
+Checkpointing counts as a whole forward pass of the layers. torch stops it at the last tensor that the backward pass
+needs, which in models like Llama saves the down projection: up to 4 % of a step, not subtracted here.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_modules.commands.plan.shapes import ModelShape
+from lightning_modules.functional import short_context_windows
+
+Checkpointing = Literal["none", "full", "selective"]
+"""What the backward pass computes again: nothing, all layers, or all layers but their attention."""
+
+ATTENTION_BACKWARD = 2.5
+"""Operations of the backward pass of flash attention for each of its forward pass."""
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Floating-point operations by what runs them.
+
+    Attributes:
+        gemm: Products with weights.
+        attention: Attention, forward.
+        attention_backward: Attention, backward.
+    """
+
+    gemm: float = 0.0
+    attention: float = 0.0
+    attention_backward: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Sum of all of them."""
+        return self.gemm + self.attention + self.attention_backward
+
+    def __add__(self, other: "Flops") -> "Flops":
+        return Flops(
+            self.gemm + other.gemm,
+            self.attention + other.attention,
+            self.attention_backward + other.attention_backward,
+        )
+
+    def __mul__(self, factor: float) -> "Flops":
+        return Flops(self.gemm * factor, self.attention * factor, self.attention_backward * factor)
+
+
+def attention_pairs(tokens: int, window: int | None = None) -> float:
+    """Count the pairs of a token and one it looks at, itself included, in a document.
+
+    Example:
+        >>> attention_pairs(4), attention_pairs(4, window=2)
+        (10, 7)
+    """
+    if window is None or window >= tokens:
+        return tokens * (tokens + 1) // 2
+    return window * (window + 1) // 2 + (tokens - window) * window
+
+
+def forward_flops(shape: ModelShape, tokens: int, scored: float) -> Flops:
+    """Count a pass over one document that keeps nothing and computes the logits of ``scored`` tokens."""
+    gemm = 2.0 * tokens * shape.layer_weights + 2.0 * scored * shape.head_weights
+    return Flops(gemm, _attention(shape, tokens))
+
+
+def short_pass_flops(shape: ModelShape, tokens: int, context_length: int, stride: int) -> Flops:
+    """Count the short contexts of one document as `short_context_windows` cuts them.
+
+    The last layer makes keys and values of all tokens, and does the rest of its products for those that are read.
+
+    Args:
+        shape: The model.
+        tokens: Length of the document.
+        context_length: Length K of the shortest short context, in tokens.
+        stride: Number d of tokens that share one window, and the only ones of it whose logits are computed.
+
+    Raises:
+        ValueError: If ``context_length`` or ``stride`` is below 1.
+    """
+    total = Flops()
+    for start, first, stop in short_context_windows([0, tokens], context_length=context_length, stride=stride):
+        length, scored = stop - start, stop - first
+        total += forward_flops(shape, length, scored)
+        total += Flops(-2.0 * (length - scored - 1) * shape.tail_weights)
+    return total
+
+
+def ce_step_flops(shape: ModelShape, tokens: int, checkpointing: Checkpointing) -> Flops:
+    """Count cross entropy of one document, forward and backward; the backward pass computes the logits again."""
+    attention = _attention(shape, tokens)
+    forwards = 1 if checkpointing == "none" else 2
+    gemm = 2.0 * tokens * ((forwards + 1) * shape.layer_weights + shape.trained_layer_weights)
+    # Logits, logits again, gradient of the hidden states, and that of the head.
+    gemm += 2.0 * (tokens - 1) * shape.head_weights * (4 if shape.head_trained else 3)
+    kept = forwards if checkpointing != "selective" else 1
+    return Flops(gemm, attention * kept, attention * ATTENTION_BACKWARD)
+
+
+def longce_step_flops(
+    shape: ModelShape,
+    tokens: int,
+    context_length: int,
+    stride: int,
+    checkpointing: Checkpointing,
+    *,
+    window_share: float = 1.0,
+) -> Flops:
+    """Count LongCE of one document: cross entropy, and ``window_share`` of the short contexts."""
+    short = short_pass_flops(shape, tokens, context_length, stride)
+    return ce_step_flops(shape, tokens, checkpointing) + short * window_share
+
+
+def scoring_flops(
+    evaluator: ModelShape,
+    model: ModelShape,
+    tokens: int,
+    context_length: int,
+    stride: int,
+    *,
+    shared_pass: bool = False,
+) -> Flops:
+    """Count LongPPL of one document: long and short contexts under the evaluator, long context under the model.
+
+    Args:
+        evaluator: Picks the key tokens.
+        model: Is evaluated.
+        tokens: Length of the document, with either tokenizer.
+        context_length: Length K of the shortest short context, in tokens.
+        stride: Number d of tokens that share one window.
+        shared_pass: Whether the model is the evaluator, so that its long context is computed once.
+    """
+    total = forward_flops(evaluator, tokens, tokens - 1)
+    total += short_pass_flops(evaluator, tokens, context_length, stride)
+    return total if shared_pass else total + forward_flops(model, tokens, tokens - 1)
+
+
+def _attention(shape: ModelShape, tokens: int) -> float:
+    return shape.pair_flops * math.fsum(attention_pairs(tokens, window) for window in shape.windows)

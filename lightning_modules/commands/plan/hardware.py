@@ -1,0 +1,74 @@
+"""Known GPUs, and the time that operations take on one."""
+
+from typing import NamedTuple
+
+from lightning_modules.commands.plan.flops import Flops
+
+
+class GPU(NamedTuple):
+    """A card.
+
+    Attributes:
+        name: Name on the command line.
+        tflops: Peak of dense bfloat16 matrix products with float32 sums, TFLOP/s.
+        memory: GiB.
+    """
+
+    name: str
+    tflops: float
+    memory: float
+
+
+# Dense rates from the vendors' data sheets (often printed as half of the sparse ones), and the memory that a program
+# finds: less than the nominal one, as error correction and the driver take their share.
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        GPU("A40", 149.7, 44.4),
+        GPU("A100-40", 312.0, 39.4),
+        GPU("A100-80", 312.0, 79.1),
+        GPU("RTX4090", 165.2, 23.5),
+        GPU("RTX6000-Ada", 364.2, 47.3),
+        GPU("L4", 121.0, 22.0),
+        GPU("L40S", 362.0, 44.4),
+        GPU("H100", 989.4, 79.1),
+        GPU("H100-PCIe", 756.0, 79.1),
+        GPU("H200", 989.4, 139.0),
+        GPU("B200", 2250.0, 178.0),
+        GPU("MI300X", 1307.4, 191.0),
+    )
+}
+
+EFFICIENCY = {"gemm": 0.65, "attention": 0.38, "attention_backward": 0.30}
+"""Assumed fractions of the peak rate: large bfloat16 products with weights, and flash attention 2."""
+
+
+def find_gpu(name: str | None, *, tflops: float | None = None, memory: float | None = None) -> GPU:
+    """Return the card of that name, or one with the caller's rate and memory.
+
+    Args:
+        name: One of `GPUS`, in small or capital letters, with or without spaces and dashes.
+        tflops: Replaces the card's peak rate, TFLOP/s.
+        memory: Replaces the card's memory, GiB.
+
+    Raises:
+        ValueError: If the name is unknown and rate or memory is missing.
+    """
+    known = {_letters(key): gpu for key, gpu in GPUS.items()}
+    gpu = known.get(_letters(name or ""), GPU(name or "GPU", 0.0, 0.0))
+    gpu = GPU(gpu.name, tflops or gpu.tflops, memory or gpu.memory)
+    if not (gpu.tflops and gpu.memory):
+        raise ValueError(
+            f"`gpu` {name!r} is not among the known cards: {', '.join(GPUS)}."
+            " For another one give `gpu_tflops` (dense bfloat16 TFLOP/s) and `gpu_memory` (GiB)."
+        )
+    return gpu
+
+
+def _letters(name: str) -> str:
+    return "".join(letter for letter in name.lower() if letter.isalnum())
+
+
+def seconds(flops: Flops, gpu: GPU) -> float:
+    """Return the time of these operations on one card; everything else is left out."""
+    return sum(getattr(flops, kind) / rate for kind, rate in EFFICIENCY.items()) / (gpu.tflops * 1e12)

@@ -1,0 +1,233 @@
+"""FLOPs, time, memory and cost of an experiment on given GPUs, before anyone rents one."""
+
+import math
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from lightning_modules.commands.plan.activations import ActivationBytes, activation_bytes
+from lightning_modules.commands.plan.flops import Flops, ce_step_flops, forward_flops, scoring_flops, short_pass_flops
+from lightning_modules.commands.plan.hardware import EFFICIENCY, GPU, seconds
+from lightning_modules.commands.plan.memory import (
+    CONTEXT_GIB,
+    FRAGMENTATION,
+    GIB,
+    Memory,
+    Training,
+    lasting_memory,
+    scoring_memory,
+    training_memory,
+)
+from lightning_modules.commands.plan.remedies import find_remedies
+from lightning_modules.commands.plan.settings import Evaluator, Experiment, stored_dtype
+from lightning_modules.commands.plan.shapes import ModelShape
+
+# Table 7 of Fang et al. (2025): extra wall-clock time of LongCE over CE; Llama-2-7B, sequences of 32k tokens.
+PAPER_OVERHEAD = {(4096, 1024): 0.79, (1024, 1024): 0.43, (4096, 4096): 0.36, (4096, 512): 1.50}
+PAPER_TOKENS = 32_768
+
+BASIS = (
+    "Computed: operations of all matrix products and of causal attention, from the modules of the model; bytes of"
+    " activations from running it on tensors without data, with flash attention. Nothing was measured on a GPU.",
+    "Assumed: the fractions of the peak rate, the CUDA context and fragmentation above; one document per row; no time"
+    " for anything else (norms, optimizer, data, communication, validation), so that real steps are slower.",
+    "`paper_overhead` is wall-clock time of the authors' code (Table 7: Llama-2-7B, 32k).",
+)
+
+
+class Planner:
+    """Computes the plan of one experiment.
+
+    Args:
+        experiment: The run.
+        gpu: The card.
+        price_per_gpu_hour: In any currency; None if unknown.
+    """
+
+    def __init__(self, experiment: Experiment, gpu: GPU, price_per_gpu_hour: float | None = None) -> None:
+        self.experiment, self.gpu, self.price = experiment, gpu, price_per_gpu_hour
+        self.training = experiment.training
+        self._activations: dict[str, ActivationBytes] = {}
+        self._shapes: dict[str, ModelShape] = {}
+        self.shape = self._shape(experiment.lora)
+
+    def plan(self) -> dict[str, Any]:
+        """Return all figures as plain numbers: TFLOP are 1e12 operations, memory is in GiB."""
+        return {
+            "model": _describe_model(self.experiment.name, self.shape),
+            "gpu": {**self.gpu._asdict(), "count": self.training.gpus},
+            "run": self._run(),
+            "notes": list(self.experiment.notes),
+            "training": [self._step(*pair) for pair in self._pairs()],
+            "cost": self._cost(),
+            "memory": self._memory(),
+            "scoring": self._scoring(),
+            "assumed": {**EFFICIENCY, "context_gib": CONTEXT_GIB, "fragmentation": FRAGMENTATION},
+            "basis": list(BASIS),
+        }
+
+    def _run(self) -> dict[str, Any]:
+        names = ("objective", "window_share", "stored_influence", "max_steps", "precision", "optimizer", "lora")
+        settings = {name: getattr(self.experiment, name) for name in names} | asdict(self.training)
+        plain = {name: str(value) if isinstance(value, torch.dtype) else value for name, value in settings.items()}
+        return {**plain, "rows_per_step": round(self.training.gpus * self._rows_per_gpu)}
+
+    # -------------------------------------------------------------------------------------------------------- training
+
+    def _pairs(self) -> list[tuple[int, int]]:
+        """Return the configured (K, d) first, then those of the paper, where they fit the sequence."""
+        configured = (self.training.context_length, self.training.stride)
+        pairs = dict.fromkeys([configured, *PAPER_OVERHEAD])
+        return [pair for pair in pairs if sum(pair) < self.training.tokens]
+
+    def _step(self, context_length: int, stride: int) -> dict[str, Any]:
+        ce, short = self._cross_entropy(), self._short_pass(context_length, stride)
+        pair, paper = (context_length, stride), self.training.tokens == PAPER_TOKENS
+        return {
+            "context_length": context_length,
+            "stride": stride,
+            "configured": pair == (self.training.context_length, self.training.stride),
+            "ce_tflop": ce.total / 1e12,
+            "short_pass_tflop": short.total / 1e12,
+            "overhead": short.total / ce.total,
+            "ce_step_seconds": self._rows_per_gpu * seconds(ce, self.gpu),
+            "longce_step_seconds": self._rows_per_gpu * seconds(ce + short, self.gpu),
+            "paper_overhead": PAPER_OVERHEAD.get(pair) if paper else None,
+        }
+
+    def _cross_entropy(self) -> Flops:
+        return ce_step_flops(self.shape, self.training.tokens, self.training.checkpointing)
+
+    def _short_pass(self, context_length: int, stride: int) -> Flops:
+        whole = short_pass_flops(self.shape, self.training.tokens, context_length, stride)
+        return whole * self.experiment.window_share
+
+    @property
+    def _rows_per_gpu(self) -> float:
+        """Sequences of a step; a fraction of one where GPUs share sequences."""
+        return self.experiment.accumulated * self.training.rows / self.training.sequence_parallel_size
+
+    def _cost(self) -> dict[str, Any]:
+        """Return the bill of cross entropy, and of the configured objective if it is another one."""
+        flops = {"cross entropy": self._cross_entropy()}
+        if self.experiment.objective != "CrossEntropy":
+            short = self._short_pass(self.training.context_length, self.training.stride)
+            flops[self.experiment.objective] = flops["cross entropy"] + short * float(self.training.short_pass)
+        return {name: self._bill(self._rows_per_gpu * seconds(step, self.gpu)) for name, step in flops.items()}
+
+    def _bill(self, step: float) -> dict[str, Any]:
+        gpus, steps = self.training.gpus, self.experiment.max_steps
+        hours = None if steps is None else steps * step / 3600
+        price = None if self.price is None else self.price * step * gpus / 3600
+        return {
+            "step_seconds": step,
+            "tokens_per_second": round(gpus * self._rows_per_gpu * self.training.tokens) / step,
+            "hours": hours,
+            "gpu_hours": None if hours is None else hours * gpus,
+            "price": None if price is None or steps is None else steps * price,
+            "price_per_step": price,
+        }
+
+    # ---------------------------------------------------------------------------------------------------------- memory
+
+    def _memory(self) -> dict[str, Any]:
+        training, lora = self.training, self.experiment.lora
+        result = self._describe_memory(self._training_memory(training, lora))
+        if not result["fits"]:
+            result["remedies"] = find_remedies(training, lora, self.gpu, self._needed_bytes)
+        return result
+
+    def _describe_memory(self, memory: Memory) -> dict[str, Any]:
+        return {
+            "fits": memory.needed <= self.gpu.memory * GIB,
+            "needed": memory.needed / GIB,
+            "available": self.gpu.memory,
+            "peak": memory.peak / GIB,
+            "largest_phase": memory.largest_phase,
+            "lasting": {name: size / GIB for name, size in memory.lasting.items()},
+            "phases": {
+                phase: {name: size / GIB for name, size in parts.items()} for phase, parts in memory.phases.items()
+            },
+        }
+
+    def _training_memory(self, training: Training, lora: dict[str, Any] | None) -> Memory:
+        activations = self._activation_bytes(self.experiment.config, training.dtype, training.autocast, lora)
+        return training_memory(self._shape(lora), activations, training)
+
+    def _needed_bytes(self, training: Training, lora: dict[str, Any] | None) -> float:
+        return self._training_memory(training, lora).needed
+
+    def _shape(self, lora: dict[str, Any] | None) -> ModelShape:
+        if repr(lora) not in self._shapes:
+            self._shapes[repr(lora)] = ModelShape.of(self.experiment.config, lora)
+        return self._shapes[repr(lora)]
+
+    def _activation_bytes(
+        self, config: Any, dtype: torch.dtype, autocast: torch.dtype | None = None, lora: dict[str, Any] | None = None
+    ) -> ActivationBytes:
+        key = repr((id(config), dtype, autocast, lora))
+        if key not in self._activations:
+            self._activations[key] = activation_bytes(config, dtype=dtype, autocast=autocast, lora=lora)
+        return self._activations[key]
+
+    # --------------------------------------------------------------------------------------------------------- scoring
+
+    def _scoring(self) -> dict[str, Any]:
+        """Plan LongPPL of one document as long as a training sequence."""
+        evaluator, tokens, config = self.experiment.evaluator, self.training.tokens, self.experiment.config
+        settings = evaluator or self.training
+        model, dtype = ModelShape.of(config), stored_dtype(config)
+        one_pass: dict[str, Any] = {
+            "pass": "perplexity",
+            **self._work(forward_flops(model, tokens, tokens - 1)),
+            "overhead": None,
+        }
+        passes = [one_pass, self._longppl("evaluator == model", model, model, settings)]
+        memory = {"model": scoring_memory(model, self._activation_bytes(config, dtype), tokens, dtype)}
+        result: dict[str, Any] = {"document_tokens": tokens, "passes": passes}
+        result |= {"context_length": settings.context_length, "stride": settings.stride}
+        if evaluator is not None:
+            shape = ModelShape.of(evaluator.config)
+            passes.append(self._longppl("with evaluator", shape, model, settings))
+            memory |= self._evaluator_memory(evaluator, shape)
+            result["evaluator"] = _describe_model(evaluator.name, shape)
+            if documents := self.experiment.validation_documents:
+                rounds = math.ceil(documents / self.training.gpus)
+                first, later = (rounds * each["seconds"] for each in (passes[-1], one_pass))
+                result["validation"] = {"documents": documents, "first_seconds": first, "later_seconds": later}
+        return {**result, "memory": {name: self._describe_memory(each) for name, each in memory.items()}}
+
+    def _evaluator_memory(self, evaluator: Evaluator, shape: ModelShape) -> dict[str, Memory]:
+        """Plan the evaluator alone, and while it scores during a fit, beside what lasts of the training."""
+        beside = lasting_memory(self.shape, self.training)
+        beside["evaluator"] = float(shape.parameters * evaluator.dtype.itemsize)
+        activations = self._activation_bytes(evaluator.config, evaluator.dtype)
+        windows, tokens = (evaluator.context_length, evaluator.stride), self.training.tokens
+        return {
+            name: scoring_memory(shape, activations, tokens, evaluator.dtype, windows=windows, lasting=lasting)
+            for name, lasting in {"evaluator": None, "evaluator within a fit": beside}.items()
+        }
+
+    def _longppl(
+        self, name: str, evaluator: ModelShape, model: ModelShape, settings: Evaluator | Training
+    ) -> dict[str, Any]:
+        sizes = (self.training.tokens, settings.context_length, settings.stride)
+        flops = scoring_flops(evaluator, model, *sizes, shared_pass=evaluator is model)
+        plain = forward_flops(model, self.training.tokens, self.training.tokens)
+        return {"pass": name, **self._work(flops), "overhead": flops.total / plain.total - 1}
+
+    def _work(self, flops: Flops) -> dict[str, float]:
+        return {"tflop": flops.total / 1e12, "seconds": seconds(flops, self.gpu)}
+
+
+def _describe_model(name: str, shape: ModelShape) -> dict[str, Any]:
+    return {
+        "name": name,
+        "model_type": shape.name,
+        "parameters": shape.parameters,
+        "trained_parameters": shape.trained,
+        "weights_per_token": shape.layer_weights + shape.head_weights,
+        "layers": shape.layers,
+        "vocabulary": shape.vocabulary,
+    }

@@ -1,0 +1,148 @@
+"""The sizes that the cost of a model depends on, read from its config and its modules on the meta device."""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig
+
+from lightning_modules.commands.plan.activations import decoder_layers, meta_backbone
+from lightning_modules.models.adapters import active_module
+from lightning_modules.models.context_extension.patterns.settings import PATTERN_SETTINGS
+
+_CHOSEN_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a causal LM.
+
+    Attributes:
+        name: Its ``model_type``.
+        parameters: All parameters, each once.
+        trained: Those with a gradient: all, or those of LoRA.
+        quantizable: Those of linear layers but the head, which ``model.quantization`` holds in 4 or 8 bits.
+        layer_weights: Weights of the decoder's layers that a token is multiplied with; only the chosen experts.
+        trained_layer_weights: Those of them that are trained.
+        tail_weights: Those of the last layer that only tokens need whose output is read: all but key and value.
+        head_weights: Vocabulary x hidden size.
+        head_trained: Whether the output head is trained.
+        tied: Whether head and embedding share their weight.
+        largest_layer: Parameters of the largest layer, with all its experts.
+        vocabulary: Rows of the head.
+        pair_flops: Operations of one layer's attention for each pair of tokens.
+        windows: For each layer how many tokens it looks back on, itself included; None for all.
+    """
+
+    name: str
+    parameters: int
+    trained: int
+    quantizable: int
+    layer_weights: int
+    trained_layer_weights: int
+    tail_weights: int
+    head_weights: int
+    head_trained: bool
+    tied: bool
+    largest_layer: int
+    vocabulary: int
+    pair_flops: int
+    windows: tuple[int | None, ...]
+
+    @property
+    def layers(self) -> int:
+        """Number of decoder layers."""
+        return len(self.windows)
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig, lora: dict[str, Any] | None = None) -> "ModelShape":
+        """Return the sizes of the model that a config describes; nothing is loaded.
+
+        Args:
+            config: Config of a causal LM of attention layers, each full or with a sliding window.
+            lora: Arguments of ``peft.LoraConfig``; the other weights are frozen.
+
+        Raises:
+            ValueError: If the model is not a causal LM, or has layers or experts of another kind.
+        """
+        text = config.get_text_config(decoder=True)
+        windows = _windows(text)
+        backbone = meta_backbone(config, lora=lora)
+        layers = decoder_layers(backbone)[2]
+        weights = [_layer_weights(layer, text) for layer in layers]
+        embedding = active_module(backbone.base_model.get_input_embeddings()).weight
+        head = next(p for p in active_module(backbone.base_model.get_output_embeddings()).parameters() if p.ndim == 2)
+        size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        query = getattr(text, "qk_head_dim", None) or size  # DeepSeek's latent attention
+        value = getattr(text, "v_head_dim", None) or size
+        key_value_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        return cls(
+            name=config.model_type,
+            parameters=sum(p.numel() for p in backbone.parameters()),
+            trained=sum(p.numel() for p in backbone.parameters() if p.requires_grad),
+            quantizable=_quantizable(backbone.base_model),
+            layer_weights=sum(active for active, _ in weights),
+            trained_layer_weights=sum(trained for _, trained in weights),
+            tail_weights=max(weights[-1][0] - text.hidden_size * (query + value) * key_value_heads, 0),
+            head_weights=head.numel(),
+            head_trained=head.requires_grad,
+            tied=head is embedding,
+            largest_layer=max(sum(p.numel() for p in layer.parameters()) for layer in layers),
+            vocabulary=head.shape[0],
+            pair_flops=2 * text.num_attention_heads * (query + value),
+            windows=windows,
+        )
+
+
+def _quantizable(model: nn.Module) -> int:
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    linear = (
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head and not {"lora_A", "lora_B"} & set(name.split("."))
+    )
+    return sum(module.weight.numel() for module in linear)
+
+
+def _layer_weights(layer: nn.Module, config: PreTrainedConfig) -> tuple[int, int]:
+    """Return the number of weights of a layer that a token is multiplied with, and of those that are trained."""
+    active = trained = 0.0
+    for name, parameter in layer.named_parameters():
+        if parameter.ndim == 1 or name.endswith("bias"):
+            continue
+        if parameter.ndim > 3 or (parameter.ndim == 3 and "experts" not in name):
+            raise ValueError(f"`{name}` {list(parameter.shape)} is not a matrix, so the model cannot be planned.")
+        size = parameter.numel() * _chosen_share(name, config)
+        active += size
+        trained += size * parameter.requires_grad
+    return round(active), round(trained)
+
+
+def _chosen_share(name: str, config: PreTrainedConfig) -> float:
+    """Return the share of a weight that a token is multiplied with: below 1 for experts."""
+    if not re.search(r"(^|\.)experts(\.|$)", name):
+        return 1.0
+    chosen, experts = (
+        next((value for name in names if (value := getattr(config, name, None))), None)
+        for names in (_CHOSEN_EXPERTS, _EXPERTS)
+    )
+    if not chosen or not experts:
+        raise ValueError(f"The config of `{config.model_type}` lacks its number of experts: it cannot be planned.")
+    return chosen / experts
+
+
+def _windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
+    """Return how far each layer looks back."""
+    if not getattr(config, "num_attention_heads", None):
+        raise ValueError(f"A model of type `{config.model_type}` has no attention heads: it cannot be planned.")
+    rope = getattr(config, "rope_parameters", None) or {}
+    if (pattern := PATTERN_SETTINGS.get(rope.get("rope_type", ""))) is not None:
+        return (pattern.keys and pattern.keys(rope),) * config.num_hidden_layers
+    window = getattr(config, "sliding_window", None)
+    default = ["sliding_attention" if window else "full_attention"] * config.num_hidden_layers
+    kinds = getattr(config, "layer_types", None) or default
+    if unknown := sorted(set(kinds) - {"sliding_attention", "full_attention"}):
+        raise ValueError(f"Layers of type '{unknown[0]}' cannot be planned, only full and sliding-window attention.")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
