@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
-from lightning_modules.training.checkpoints.io import check_checkpoint, check_content, newest_checkpoint
+from lightning_modules.training.checkpoints.io import check_checkpoint, newest_checkpoint
 from lightning_modules.training.checkpoints.sharded import is_sharded
 from lightning_modules.utilities.files import writable_folder
 
@@ -36,19 +36,17 @@ def find_checkpoint(path: str | None, trainer: Trainer, logger: Any, *, resume: 
         none yet.
 
     Raises:
-        ValueError: If there is none, or it is damaged. Several processes compare its content when they load it
-            (`check_together`): reading it in each of them could take longer than the others wait for it.
+        ValueError: If it is missing or incomplete. Its content is compared when it is loaded (`check_integrity`).
     """
     if path is None or path in ("best", "hpc"):
         return path
     if path == "last":
         return _last(trainer, logger, resume)
-    folder, content = Path(path).expanduser(), _reads(trainer)
+    folder = Path(path).expanduser()
     if not folder.is_dir() or is_sharded(folder):
-        check_checkpoint(path, resume=resume, content=content)
-        check_content(path)
+        check_checkpoint(path, resume=resume)
         return path
-    found = newest_checkpoint(folder, resume=resume, content=content)
+    found = newest_checkpoint(folder, resume=resume)
     if found is None:
         raise ValueError(f"`ckpt_path` '{path}' holds no checkpoint. Name another one, or leave it out.")
     _log.info("Going on with %s.", found)
@@ -136,16 +134,11 @@ def _last(trainer: Trainer, logger: Any, resume: bool) -> str | None:
             f" folder of the run to go on with (--ckpt_path {folder.parent.parent}/..), or give this run a name"
             " (--trainer.logger.init_args.version NAME)."
         )
-    found = newest_checkpoint(folder, resume=resume, content=_reads(trainer))
+    found = newest_checkpoint(folder, resume=resume)
     if found is None and not resume:
         raise ValueError(f"`ckpt_path: last` finds no checkpoint in '{folder}'. Name a file or the folder of a run.")
     _log.info("Going on with %s." if found else "There is no checkpoint in %s yet: starting afresh.", found or folder)
     return None if found is None else str(found)
-
-
-def _reads(trainer: Trainer) -> bool:
-    """Whether this process looks into a checkpoint by itself."""
-    return trainer.world_size == 1
 
 
 def is_numbered(logger: Any) -> bool:

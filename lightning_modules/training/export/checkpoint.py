@@ -29,7 +29,7 @@ from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.context_extension.methods import extend_config
 from lightning_modules.models.loading import load_backbone
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer, tokenizer_from_json, tokenizer_to_json
-from lightning_modules.training.checkpoints.io import check_checkpoint
+from lightning_modules.training.checkpoints.io import check_checkpoint, check_integrity
 from lightning_modules.training.checkpoints.sharded import gathered, is_sharded
 from lightning_modules.training.export.facts import TrainingFacts, loading_facts
 from lightning_modules.training.export.folder import check_replaceable
@@ -197,7 +197,8 @@ def _read(path: str) -> dict[str, Any]:
         raise ValueError(
             f"`checkpoint` '{path}' is a folder, and no checkpoint of FSDP2: name one of the checkpoints in it."
         )
-    check_checkpoint(path if "://" in path else file, "checkpoint")
+    for check in (check_checkpoint, check_integrity):
+        check(path if "://" in path else file, "checkpoint")
     try:
         content = gathered(file) if file.is_dir() else _load_file(file)
     except ValueError as error:

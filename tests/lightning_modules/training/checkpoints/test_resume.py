@@ -68,19 +68,18 @@ def test_which_command_goes_on_with_what_it_has_saved(trainer, tmp_path):
     assert goes_on(str(tmp_path), trainer)
 
 
-def test_several_processes_do_not_each_read_it_before_they_meet(trainer, tmp_path, monkeypatch):
+def test_its_content_is_not_read_before_it_is_loaded(trainer, tmp_path, monkeypatch):
     (tmp_path / "own").mkdir()
     for step in range(3):
         torch.save(WHOLE, tmp_path / "own" / f"step-{step}.ckpt")
     monkeypatch.setattr(zipfile.ZipFile, "testzip", lambda _: pytest.fail("read"))
-    several = SimpleNamespace(world_size=2, checkpoint_callbacks=trainer.checkpoint_callbacks)
     newest = str(tmp_path / "own" / "step-2.ckpt")
     for name in ("last", str(tmp_path / "own"), newest):
-        assert find_checkpoint(name, several, False) == newest
+        assert find_checkpoint(name, trainer, False) == newest
     os.truncate(newest, os.path.getsize(newest) - 30)
-    assert find_checkpoint("last", several, False) == str(tmp_path / "own" / "step-1.ckpt")
+    assert find_checkpoint("last", trainer, False) == str(tmp_path / "own" / "step-1.ckpt")
     with pytest.raises(ValueError, match="torn"):
-        find_checkpoint(newest, several, False)
+        find_checkpoint(newest, trainer, False)
 
 
 @pytest.mark.parametrize(

@@ -197,7 +197,7 @@ def weights_of_another(path):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (torn, "is torn or no checkpoint"),
+        (torn, "is torn, or not a checkpoint"),
         (another, "was not written by this version"),
         (hostile, "must not be loaded"),
         (weights_of_another, "extra' is unknown"),
