@@ -2,9 +2,14 @@
 
 import base64
 import html
+import json
 import re
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lightning_modules.utilities.files import write_atomically
+from lightning_modules.utilities.plain_json import plain
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
@@ -38,6 +43,44 @@ class Picture(NamedTuple):
 Block = Heading | Table | Picture | str
 
 
+def write_report(
+    folder: Path,
+    title: str,
+    blocks: Sequence[Block],
+    pictures: Mapping[str, str],
+    numbers: Mapping[str, Mapping[str, Any]],
+) -> Path:
+    """Write ``report.md``, ``report.html``, ``figures/*.svg`` and the files of numbers.
+
+    Args:
+        folder: Folder to write to.
+        title: Heading of the report.
+        blocks: Its content.
+        pictures: SVG of each figure by its name.
+        numbers: Content of JSON files by their names.
+
+    Returns:
+        The HTML file.
+    """
+    files = {f"figures/{name}.svg": svg for name, svg in pictures.items()}
+    files |= {name: json.dumps(plain(content), indent=1) + "\n" for name, content in numbers.items()}
+    files |= {"report.md": markdown(title, blocks), "report.html": as_html(title, blocks, pictures)}
+    for name, text in files.items():
+        write_atomically(folder / name, text.encode())
+    return folder / "report.html"
+
+
+def text_table(table: Table) -> str:
+    """Return the table for a terminal: first column to the left, the others to the right."""
+    lines = [table.head, *table.rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    aligned = [
+        "  ".join(f"{cell:{'>' if column else '<'}{width}}" for column, (cell, width) in enumerate(cells)).rstrip()
+        for cells in (list(zip(line, widths, strict=True)) for line in lines)
+    ]
+    return "\n".join([aligned[0], "-" * (sum(widths) + 2 * len(widths) - 2), *aligned[1:]])
+
+
 def markdown(title: str, blocks: Sequence[Block]) -> str:
     """The report as Markdown."""
     lines = [f"# {title}\n"]
@@ -60,7 +103,7 @@ def as_markdown_table(table: Table) -> str:
     return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in cells)
 
 
-def as_html(title: str, blocks: Sequence[Block], pictures: dict[str, str]) -> str:
+def as_html(title: str, blocks: Sequence[Block], pictures: Mapping[str, str]) -> str:
     """The report as one HTML file with the figures in it."""
     parts = [f"<h1>{html.escape(title)}</h1>"]
     for block in blocks:

@@ -16,10 +16,9 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.reproduction.tables.ngrams import repeated_ngram_spans
+from benchmarks.reproduction.ngrams import repeated_ngram_spans
 from benchmarks.reproduction.tables.published import NamedModel
-from benchmarks.reproduction.tables.results import ITSELF, DocumentResult, Result, reason
-from benchmarks.reproduction.tables.times import EvaluatorTimes
+from benchmarks.reproduction.tables.results import ITSELF, DocumentResult, Result, reason, save_times
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional import span_token_mask
 from lightning_modules.models.identity import model_identity
@@ -186,16 +185,16 @@ class Measuring:
                 cache_dir=self.cache_dir,
                 **self.loading,
             )
-            times = EvaluatorTimes(named.name, self.settings)
+            times: list[float | None] = []
             for name, text in tqdm(self.texts, desc=f"evaluator {named.name}", unit="document", disable=None):
                 stored = judge.path(text_sha256(text)).is_file()
                 started = time.perf_counter()
                 judge.scores(text, device=self.device, name=name)
-                times.add(None if stored else time.perf_counter() - started)
+                times.append(None if stored else time.perf_counter() - started)
             judge.release()
         except Exception as error:  # whatever a model's own code may raise: others shall go on
             return reason(error)
-        times.save(self.output)
+        save_times(self.output, named.name, self.settings, times)
         return judge
 
     def _measure_model(

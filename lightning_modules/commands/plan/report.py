@@ -4,6 +4,8 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from lightning_modules.visualization.report import Table, text_table
+
 WIDTH = 118
 
 
@@ -33,11 +35,9 @@ def _lines(content: Any, indent: str = "  ") -> Iterator[str]:
 
 
 def _table(rows: Sequence[dict[str, Any]], indent: str) -> Iterator[str]:
-    columns = [[name, *(_text(row[name]) for row in rows)] for name in rows[0] if any(_text(row[name]) for row in rows)]
-    widths = [max(map(len, column)) for column in columns]
-    for cells in zip(*columns, strict=True):
-        padded = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
-        yield f"{indent}{'  '.join(padded)}".rstrip()
+    columns = [name for name in rows[0] if any(_text(row[name]) for row in rows)]
+    for line in text_table(Table(columns, [[_text(row[name]) for name in columns] for row in rows])).splitlines():
+        yield f"{indent}{line}"
 
 
 def _wrap(text: str, indent: str) -> list[str]:
