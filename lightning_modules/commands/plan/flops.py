@@ -16,7 +16,7 @@ from lightning_modules.commands.plan.shapes import ModelShape
 from lightning_modules.functional import short_context_windows
 
 Checkpointing = Literal["none", "full", "selective"]
-"""What the backward pass computes again: nothing, all layers, or all layers but their attention."""
+"""Parts that the backward pass computes again: nothing, all layers, or all layers but their attention."""
 
 ATTENTION_BACKWARD = 2.5
 """Operations of the backward pass of flash attention for each of its forward pass."""

@@ -95,7 +95,7 @@ class Memory:
 
 
 def training_memory(shape: ModelShape, activations: ActivationBytes, training: Training) -> Memory:
-    """Peak of a training step.
+    """Return the peak of a training step.
 
     Gradients count as a whole: with accumulation they exist from the second micro-batch on.
     """
@@ -124,7 +124,7 @@ def training_memory(shape: ModelShape, activations: ActivationBytes, training: T
 
 
 def lasting_memory(shape: ModelShape, training: Training) -> dict[str, float]:
-    """Weights, gradients and optimizer state on one GPU, in bytes."""
+    """Return weights, gradients and optimizer state on one GPU, in bytes."""
     size, shards = training.dtype.itemsize, training.gpus if training.sharded else 1
     trained = _trained_bytes(shape, training)
     weights = float(shape.parameters * size + shape.trained * (trained - size))
@@ -151,15 +151,15 @@ def scoring_memory(
     autocast: torch.dtype | None = None,
     lasting: dict[str, float] | None = None,
 ) -> Memory:
-    """Peak of scoring one document without gradients.
+    """Return the peak of scoring one document without gradients.
 
     Args:
         shape: The model.
-        activations: Of this model in this precision.
+        activations: Activations of this model in this precision.
         tokens: Length of the document.
-        dtype: Of the weights.
+        dtype: Type of the weights.
         windows: ``(K, d)`` of short contexts, if they are scored.
-        autocast: Of the matrix products in mixed precision; None without.
+        autocast: Type of the matrix products in mixed precision; None without.
         lasting: What else is on the GPU, in bytes.
     """
     compute = (autocast or dtype).itemsize
@@ -176,22 +176,22 @@ def scoring_memory(
 
 
 def window_tokens(tokens: int, rows: int, context_length: int, stride: int) -> int:
-    """Tokens of the short windows that share a forward pass on an accelerator."""
+    """Return the tokens of the short windows that share a forward pass on an accelerator."""
     windows = short_context_windows([0, tokens], context_length=context_length, stride=stride)
     together = max(1, WINDOW_TOKENS_PER_PASS // (context_length + stride))
     return min(together, rows * len(windows)) * (context_length + stride)
 
 
 def _trained_bytes(shape: ModelShape, training: Training) -> int:
-    """Of a weight that is trained: what is trained beside frozen weights is float32 in mixed precision."""
+    """Return the bytes of a trained weight: beside frozen weights it is float32 in mixed precision."""
     size = training.dtype.itemsize
     return size if training.autocast is None or shape.trained == shape.parameters else max(size, 4)
 
 
 def _autocast_copies(shape: ModelShape, training: Training) -> tuple[dict[str, float], dict[str, float]]:
-    """Weights in the type of matrix products: what the forward pass keeps of them, and those of one layer.
+    """Return the copies of weights in the type of matrix products: kept by the forward pass, and of one layer.
 
-    Copies are let go after their use, unless the backward pass needs them: without checkpointing it needs all. Divided
+    Copies are freed after their use, unless the backward pass needs them: without checkpointing it needs all. Divided
     weights are gathered in that type instead.
     """
     if training.autocast is None or training.sharded:
@@ -207,14 +207,14 @@ def _autocast_copies(shape: ModelShape, training: Training) -> tuple[dict[str, f
 
 
 def _kept(activations: ActivationBytes, checkpointing: Checkpointing) -> float:
-    """Bytes per layer and token."""
+    """Return bytes per layer and token."""
     if checkpointing == "none":
         return activations.layer
     return activations.layer_input + (activations.attention_output if checkpointing == "selective" else 0.0)
 
 
 def _logit_bytes(compute: int, *, backward: bool) -> float:
-    """Bytes per logit, with some room: in float32 used up in place, in half precision widened, and their gradient."""
+    """Return bytes per logit: float32 is used in place, half precision is widened and has a gradient."""
     return float(compute) if compute >= 4 else compute + 4.0 + (compute if backward else 0.0)
 
 

@@ -1,4 +1,4 @@
-"""What a plan reads from an experiment: its layered config, parsed and not instantiated."""
+"""Read an experiment for a plan: its layered config, parsed and not instantiated."""
 
 from dataclasses import dataclass
 from typing import Any

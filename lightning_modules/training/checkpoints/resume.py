@@ -1,4 +1,4 @@
-"""Where a run keeps its checkpoints, and with which of them another one goes on."""
+"""Where a run keeps its checkpoints, and from which of them another one resumes."""
 
 import logging
 import os
@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 def find_checkpoint(path: str | None, trainer: Trainer, logger: Any, *, resume: bool = True) -> str | None:
-    """The checkpoint that ``--ckpt_path`` asks for.
+    """Return the checkpoint that ``--ckpt_path`` asks for.
 
     Args:
         path: A file, which must be whole; a sharded checkpoint; the folder of a run, or ``last`` for that of this run:
@@ -54,7 +54,7 @@ def find_checkpoint(path: str | None, trainer: Trainer, logger: Any, *, resume: 
 
 
 class SameCheckpoint(Callback):
-    """Refuses to start if the processes of a run do not go on from the same checkpoint.
+    """Refuses to start if the processes of a run do not resume from the same checkpoint.
 
     Each looks for it by itself. On a disk of its own node, or on a file server that shows news late, one may find
     another one, or none: it would train from other weights, or wait for the others at another step.
@@ -88,7 +88,7 @@ def check_checkpoint_folders(trainer: Trainer) -> None:
 
 
 def say_how_to_go_on(trainer: Trainer) -> None:
-    """After training was stopped: what of it is saved, and the command that goes on."""
+    """Log what of a stopped training is saved, and the command that resumes it."""
     if not trainer.is_global_zero or trainer.global_step == 0:
         return
     callbacks = [callback for callback in _callbacks(trainer) if not callback.save_weights_only]
@@ -106,7 +106,7 @@ def say_how_to_go_on(trainer: Trainer) -> None:
 
 
 def goes_on(path: str | None, trainer: Trainer) -> bool:
-    """Whether another run with this ``--ckpt_path`` would go on with what this one has saved."""
+    """Whether another run with this ``--ckpt_path`` would resume from what this one has saved."""
     if path is None or path == "last":
         return path == "last"
     own = {folder.absolute() for folder in _folders(trainer)}
@@ -152,7 +152,7 @@ def _callbacks(trainer: Trainer) -> list[ModelCheckpoint]:
 
 
 def run_folder(trainer: Trainer) -> Path:
-    """Folder of a run, in which Lightning puts logs and checkpoints by default."""
+    """Return the folder of a run, in which Lightning puts logs and checkpoints by default."""
     if not trainer.loggers:
         return Path(trainer.default_root_dir)
     logger = trainer.loggers[0]
@@ -161,7 +161,7 @@ def run_folder(trainer: Trainer) -> Path:
 
 
 def owned_folders(trainer: Trainer) -> list[Path]:
-    """Local folders that a training writes to, its own one first.
+    """Return the local folders that a training writes to, its own one first.
 
     The working folder belongs to the user. A logger that numbers its runs on a server has no folder yet.
     """

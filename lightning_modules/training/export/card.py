@@ -100,9 +100,9 @@ def _loading_code(facts: TrainingFacts, config: Mapping[str, Any], options: Expo
 
 
 def _compatibility(facts: TrainingFacts, config: Mapping[str, Any], options: ExportOptions) -> list[str]:
-    parts = ["transformers 5, and what loads models through it."]
+    parts = ["transformers 5, and programs that load models through it."]
     if (own := own_type_name(config)) is not None:
-        parts = [f"What runs the lines above. vLLM and the command line of lm-eval cannot compute `{own}`."]
+        parts = [f"Programs that run the lines above. vLLM and the command line of lm-eval cannot compute `{own}`."]
     if options.eabf_as_abf:
         parts.append(
             "The model was trained with EABF and is exported as plain ABF with the same RoPE base: attention is not"

@@ -99,7 +99,7 @@ def check_same_model(saved: Mapping[str, str], model: PreTrainedModel, loading: 
 
 
 def check_resumable(checkpoint: Mapping[str, Any]) -> None:
-    """Raise a ``ValueError`` if a checkpoint file holds too little to go on with training.
+    """Raise a ``ValueError`` if a checkpoint file holds too little to resume training.
 
     Args:
         checkpoint: As Lightning gives it to the module. Of one that was written in parts it holds no weights, and
@@ -110,7 +110,7 @@ def check_resumable(checkpoint: Mapping[str, Any]) -> None:
         if missing or "fit_loop" not in checkpoint["loops"]:
             raise ValueError(
                 f"The checkpoint lacks {', '.join(sorted(missing)) or 'the state of training'}, without which training"
-                " does not go on: it holds weights alone. `longce fit` takes what `longce export` makes of it."
+                " does not resume: it holds weights alone. `longce fit` takes what `longce export` makes of it."
             )
 
 
@@ -205,8 +205,8 @@ def _read(path: str) -> dict[str, Any]:
         raise ValueError(f"`checkpoint` '{path}' {error}") from error
     if not isinstance(content, dict) or KEY not in content or not isinstance(content.get("state_dict"), dict):
         raise ValueError(
-            f"`checkpoint` '{path}' was not written by this version's `longce fit`, which says in it how the model is"
-            " built. Go on with it for a step (`longce fit --ckpt_path`) to have it written anew, or name another one."
+            f"`checkpoint` '{path}' was not written by this version's `longce fit`, which stores how the model is"
+            " built. Resume from it for a step (`longce fit --ckpt_path`) to have it written again, or name another one."
         )
     return content
 
@@ -267,7 +267,7 @@ def _config(content: dict[str, Any]) -> PreTrainedConfig:
     model_type = content.get("model_type")
     if model_type not in CONFIG_MAPPING:
         raise ValueError(
-            f"Models of type '{model_type}' run code of their own repository, which a checkpoint cannot bring along:"
+            f"Models of type '{model_type}' run code of their repository, which a checkpoint does not hold:"
             " export at the end of training, by the callback `HuggingFaceExport`."
         )
     config = CONFIG_MAPPING[model_type].from_dict(content)

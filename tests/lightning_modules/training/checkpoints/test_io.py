@@ -180,7 +180,7 @@ def test_content_is_compared_when_it_is_loaded_and_not_before(tmp_path):
     check_integrity(good)
     (torn := tmp_path / "step-3.ckpt").write_bytes(b"PK")
     for refusing in (check_checkpoint, check_integrity):
-        with pytest.raises(ValueError, match=r"is torn.*beside it is .*step-2.ckpt"):
+        with pytest.raises(ValueError, match=r"is torn.*beside it is .*step-1.ckpt"):
             refusing(torn)
 
 

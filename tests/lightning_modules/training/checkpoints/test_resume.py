@@ -78,6 +78,7 @@ def test_its_content_is_not_read_before_it_is_loaded(trainer, tmp_path, monkeypa
         assert find_checkpoint(name, trainer, False) == newest
     os.truncate(newest, os.path.getsize(newest) - 30)
     assert find_checkpoint("last", trainer, False) == str(tmp_path / "own" / "step-1.ckpt")
+    monkeypatch.undo()
     with pytest.raises(ValueError, match="torn"):
         find_checkpoint(newest, trainer, False)
 
