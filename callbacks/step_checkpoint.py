@@ -19,13 +19,13 @@ class StepCheckpoint(ModelCheckpoint):
     """Lightning's ModelCheckpoint that saves only what a run can resume from.
 
     A checkpoint holds no gradients. Lightning's own saves a resumed run once more after its first batch, and after a
-    validation wherever that came; with ``accumulate_grad_batches`` either is in the middle of a step: a run that goes
-    on from there has lost the batches before. This one saves only when a step is complete (after a validation in the
-    middle of one, with what that found), and always after the last step, so that a finished run can go on with more
+    validation wherever that came; with ``accumulate_grad_batches`` either is in the middle of a step: a run that
+    resumes there has lost the batches before. This one saves only when a step is complete (after a validation in the
+    middle of one, with what that found), and always after the last step, so that a finished run can take more
     steps in the middle of its epoch.
 
     After an exception (``save_on_exception``) it saves the last whole step, whose weights are still those of the model:
-    gradients of batches behind it, and an evaluation that was interrupted, are left out. Where the newest are kept
+    gradients of later batches, and an evaluation that was interrupted, are left out. Where the newest are kept
     (``monitor: step``, ``mode: max``) this takes the place of the oldest, however often a run is stopped. It does not
     save before the first step, in the middle of the optimizer's update, after a checkpoint could not be written, nor
     where one of several processes failed: the others are waiting for that one elsewhere.

@@ -29,7 +29,7 @@ def find_checkpoint(path: str | None, trainer: Trainer, logger: Any, *, resume: 
             the whole checkpoint of the largest step there. Other names (``best``) are Lightning's.
         trainer: Of this run.
         logger: Its configuration, which says whether the folder of this run is a new one at each start.
-        resume: Whether training goes on from it, for which weights alone are not enough.
+        resume: Whether training resumes from it, for which weights alone are not enough.
 
     Returns:
         The checkpoint; None to start afresh, if none was asked for, or training is to go on with ``last`` and there is
@@ -49,7 +49,7 @@ def find_checkpoint(path: str | None, trainer: Trainer, logger: Any, *, resume: 
     found = newest_checkpoint(folder, resume=resume)
     if found is None:
         raise ValueError(f"`ckpt_path` '{path}' holds no checkpoint. Name another one, or leave it out.")
-    _log.info("Going on with %s.", found)
+    _log.info("Resuming from %s.", found)
     return str(found)
 
 
@@ -68,7 +68,7 @@ class SameCheckpoint(Callback):
             other = next((rank for rank, path in enumerate(found) if path != found[0]), None)
             if other is not None:
                 raise ValueError(
-                    f"`ckpt_path`: process 0 goes on with {found[0] or 'nothing'}, process {other} with"
+                    f"`ckpt_path`: process 0 resumes from {found[0] or 'nothing'}, process {other} from"
                     f" {found[other] or 'nothing'}. Keep checkpoints on a disk that all nodes see, and name the file."
                 )
 
@@ -102,7 +102,7 @@ def say_how_to_go_on(trainer: Trainer) -> None:
         )
         return
     lost = "" if saved == trainer.global_step else f", of which {saved} are saved"
-    _log.info("Stopped at step %s%s. Go on with:\nlongce %s", trainer.global_step, lost, _command(str(newest.dirpath)))
+    _log.info("Stopped at step %s%s. Resume with:\nlongce %s", trainer.global_step, lost, _command(str(newest.dirpath)))
 
 
 def goes_on(path: str | None, trainer: Trainer) -> bool:
@@ -131,13 +131,13 @@ def _last(trainer: Trainer, logger: Any, resume: bool) -> str | None:
     if is_numbered(logger) and not any(callback.dirpath for callback in _callbacks(trainer)):
         raise ValueError(
             "`ckpt_path: last` looks in the folder of this run, and the logger makes a new one at each start. Name the"
-            f" folder of the run to go on with (--ckpt_path {folder.parent.parent}/..), or give this run a name"
+            f" folder of the run to resume (--ckpt_path {folder.parent.parent}/..), or give this run a name"
             " (--trainer.logger.init_args.version NAME)."
         )
     found = newest_checkpoint(folder, resume=resume)
     if found is None and not resume:
         raise ValueError(f"`ckpt_path: last` finds no checkpoint in '{folder}'. Name a file or the folder of a run.")
-    _log.info("Going on with %s." if found else "There is no checkpoint in %s yet: starting afresh.", found or folder)
+    _log.info("Resuming from %s." if found else "No checkpoint in %s yet: starting a new training.", found or folder)
     return None if found is None else str(found)
 
 

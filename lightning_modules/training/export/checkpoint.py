@@ -206,7 +206,7 @@ def _read(path: str) -> dict[str, Any]:
     if not isinstance(content, dict) or KEY not in content or not isinstance(content.get("state_dict"), dict):
         raise ValueError(
             f"`checkpoint` '{path}' was not written by this version's `longce fit`, which stores how the model is"
-            " built. Resume from it for a step (`longce fit --ckpt_path`) to have it written again, or name another one."
+            " built: resume from it for a step (`longce fit --ckpt_path`), or name another one."
         )
     return content
 

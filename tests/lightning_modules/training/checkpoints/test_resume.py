@@ -84,14 +84,14 @@ def test_its_content_is_not_read_before_it_is_loaded(trainer, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("paths", "other"), [(["a", "a", None], "process 2 with nothing"), ([None, "a"], "process 1 ")]
+    ("paths", "other"), [(["a", "a", None], "process 2 from nothing"), ([None, "a"], "process 1 ")]
 )
 def test_processes_that_found_different_checkpoints_are_refused(monkeypatch, paths, other):
     def gathered(found, own):
         found[:] = paths
 
     monkeypatch.setattr(run_checkpoints.dist, "all_gather_object", gathered)
-    with pytest.raises(ValueError, match=rf"process 0 goes on with .*{other}.* on a disk that all nodes see"):
+    with pytest.raises(ValueError, match=rf"process 0 resumes from .*{other}.* on a disk that all nodes see"):
         SameCheckpoint().setup(SimpleNamespace(world_size=len(paths), ckpt_path=paths[0]), None, "fit")
     paths[:] = ["a"] * len(paths)
     SameCheckpoint().setup(SimpleNamespace(world_size=len(paths), ckpt_path="a"), None, "fit")
@@ -110,8 +110,8 @@ def test_logs_are_tried_out_as_well(tmp_path):
 @pytest.mark.parametrize(
     ("saved", "said"),
     [
-        (7, "Stopped at step 7. Go on with:\nlongce fit -c 'a b.yaml' --ckpt_path {folder}"),
-        (5, "Stopped at step 7, of which 5 are saved. Go on with:\nlongce fit -c 'a b.yaml' --ckpt_path {folder}"),
+        (7, "Stopped at step 7. Resume with:\nlongce fit -c 'a b.yaml' --ckpt_path {folder}"),
+        (5, "Stopped at step 7, of which 5 are saved. Resume with:\nlongce fit -c 'a b.yaml' --ckpt_path {folder}"),
         (0, "Stopped at step 7, of which nothing is saved: a `callbacks.StepCheckpoint`"),
     ],
 )
