@@ -48,41 +48,48 @@ def write_report(
     title: str,
     blocks: Sequence[Block],
     pictures: Mapping[str, str],
-    numbers: Mapping[str, Mapping[str, Any]],
-) -> Path:
-    """Write ``report.md``, ``report.html``, ``figures/*.svg`` and the files of numbers.
+    numbers: Mapping[str, Any],
+    *,
+    name: str,
+) -> None:
+    """Write the numbers as ``NAME.json``, then ``report.md``, ``report.html`` and ``figures/*.svg``.
 
     Args:
-        folder: Folder to write to.
-        title: Heading of the report.
+        folder: Folder of the report.
+        title: Its title.
         blocks: Its content.
-        pictures: SVG of each figure by its name.
-        numbers: Content of JSON files by their names.
-
-    Returns:
-        The HTML file.
+        pictures: SVG text of each picture.
+        numbers: What the report is made of; values that JSON does not have become null or text.
+        name: Of the file of numbers.
     """
-    files = {f"figures/{name}.svg": svg for name, svg in pictures.items()}
-    files |= {name: json.dumps(plain(content), indent=1) + "\n" for name, content in numbers.items()}
-    files |= {"report.md": markdown(title, blocks), "report.html": as_html(title, blocks, pictures)}
-    for name, text in files.items():
-        write_atomically(folder / name, text.encode())
-    return folder / "report.html"
+    for picture, svg in pictures.items():
+        write_atomically(folder / "figures" / f"{picture}.svg", svg.encode())
+    write_atomically(folder / f"{name}.json", (json.dumps(plain(numbers), indent=1) + "\n").encode())
+    write_atomically(folder / "report.md", as_markdown(title, blocks).encode())
+    write_atomically(folder / "report.html", as_html(title, blocks, pictures).encode())
 
 
-def text_table(table: Table) -> str:
-    """Return the table for a terminal: first column to the left, the others to the right."""
-    lines = [table.head, *table.rows]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    aligned = [
-        "  ".join(f"{cell:{'>' if column else '<'}{width}}" for column, (cell, width) in enumerate(cells)).rstrip()
-        for cells in (list(zip(line, widths, strict=True)) for line in lines)
+def as_text_table(table: Table, *, left: Sequence[int] = (0,)) -> str:
+    """Format a table for a terminal.
+
+    Args:
+        table: The cells.
+        left: Columns aligned to the left; the others are aligned to the right.
+    """
+    rows = [table.head, *table.rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if number in left else cell.rjust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
     ]
-    return "\n".join([aligned[0], "-" * (sum(widths) + 2 * len(widths) - 2), *aligned[1:]])
+    return "\n".join([lines[0], "-" * (sum(widths) + 2 * len(widths) - 2), *lines[1:]])
 
 
-def markdown(title: str, blocks: Sequence[Block]) -> str:
-    """The report as Markdown."""
+def as_markdown(title: str, blocks: Sequence[Block]) -> str:
+    """Format a report as Markdown."""
     lines = [f"# {title}\n"]
     for block in blocks:
         match block:
@@ -98,13 +105,13 @@ def markdown(title: str, blocks: Sequence[Block]) -> str:
 
 
 def as_markdown_table(table: Table) -> str:
-    """The table as Markdown."""
+    """Format a table as Markdown."""
     cells = [table.head, ["---"] * len(table.head), *table.rows]
     return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in cells)
 
 
 def as_html(title: str, blocks: Sequence[Block], pictures: Mapping[str, str]) -> str:
-    """The report as one HTML file with the figures in it."""
+    """Format a report as one HTML file with the figures in it."""
     parts = [f"<h1>{html.escape(title)}</h1>"]
     for block in blocks:
         match block:

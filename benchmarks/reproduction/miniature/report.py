@@ -54,7 +54,8 @@ def write_report(folder: Path, experiments: dict[str, Any], found: Sequence[Verd
         _table({"package": name, "version": version} for name, version in facts["versions"].items()),
     ]
     numbers = {**facts, "verdicts": verdicts, "experiments": experiments}
-    return report.write_report(folder, TITLE, blocks, figures(experiments), {"numbers.json": numbers})
+    report.write_report(folder, TITLE, blocks, figures(experiments), numbers, name="numbers")
+    return folder / "report.html"
 
 
 def _correlations(experiment: dict[str, Any]) -> list[Block]:

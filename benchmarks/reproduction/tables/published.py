@@ -124,7 +124,7 @@ def markdown(table: Table, ours: Cells) -> str:
         for row in rows
     ]
     blocks = ["Each cell is: paper / ours.", report.Table(["", *columns], cells), table.remark.strip()]
-    return report.markdown(f"{table.name}: {table.title}", [block for block in blocks if block])
+    return report.as_markdown(f"{table.name}: {table.title}", [block for block in blocks if block])
 
 
 def as_json(table: Table, ours: Cells) -> dict[str, Any]:

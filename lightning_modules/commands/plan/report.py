@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from lightning_modules.visualization.report import Table, text_table
+from lightning_modules.visualization.report import Table, as_text_table
 
 WIDTH = 118
 
@@ -36,7 +36,7 @@ def _lines(content: Any, indent: str = "  ") -> Iterator[str]:
 
 def _table(rows: Sequence[dict[str, Any]], indent: str) -> Iterator[str]:
     columns = [name for name in rows[0] if any(_text(row[name]) for row in rows)]
-    for line in text_table(Table(columns, [[_text(row[name]) for name in columns] for row in rows])).splitlines():
+    for line in as_text_table(Table(columns, [[_text(row[name]) for name in columns] for row in rows])).splitlines():
         yield f"{indent}{line}"
 
 

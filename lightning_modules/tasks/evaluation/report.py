@@ -8,10 +8,8 @@ from typing import Any
 
 from lightning_modules.tasks.evaluation.plots import as_svg, figures, short
 from lightning_modules.tasks.evaluation.runs import TaskResult
-from lightning_modules.tasks.evaluation.summary import Summary, summarise
-from lightning_modules.tasks.questions.summary import RULER_THRESHOLD
-from lightning_modules.visualization import report
-from lightning_modules.visualization.report import Block, Heading, Picture, Table, text_table
+from lightning_modules.tasks.evaluation.summary import RULER_THRESHOLD, Summary, summarize
+from lightning_modules.visualization.report import Block, Heading, Picture, Table, as_text_table, write_report
 
 _CAPTIONS = {
     "lengths": "Score by length, with standard errors.",
@@ -22,27 +20,20 @@ _CAPTIONS = {
 _EXAMPLES = 8
 
 
-def write_report(
-    folder: Path, results: Sequence[TaskResult], settings: Mapping[str, Any], missing: int
-) -> dict[str, Any]:
+def write_task_report(folder: Path, results: Sequence[TaskResult], settings: Mapping[str, Any], missing: int) -> None:
     """Write ``results.json``, ``report.md``, ``report.html`` and ``figures/*.svg``.
 
     Args:
-        folder: Where to.
-        results: All that there are.
-        settings: What they have in common; ``model`` is the title.
-        missing: Questions that have no result yet.
-
-    Returns:
-        What ``results.json`` holds.
+        folder: Folder of the report.
+        results: All results so far.
+        settings: Settings of all results; ``model`` is the title.
+        missing: Number of questions without a result.
     """
-    summary = summarise(results)
+    summary = summarize(results)
     numbers = {"model": settings["model"], **summary.as_json(), "missing": missing, "settings": dict(settings)}
     pictures = {name: as_svg(figure) for name, figure in figures(summary).items()}
     blocks = _blocks(summary, results, settings, missing, list(pictures))
-    title = f"Long-context tasks: {settings['model']}"
-    report.write_report(folder, title, blocks, pictures, {"results.json": numbers})
-    return numbers
+    write_report(folder, f"Long-context tasks: {settings['model']}", blocks, pictures, numbers, name="results")
 
 
 def score_table(summary: Summary) -> Table:
@@ -70,7 +61,7 @@ def perplexity_table(summary: Summary) -> Table:
 
 def as_text(summary: Summary, missing: int) -> str:
     """The scores for a terminal."""
-    return "\n".join([text_table(score_table(summary)), "", *_sentences(summary, missing)])
+    return "\n".join([as_text_table(score_table(summary)), "", *_sentences(summary, missing)])
 
 
 def _cell(score: Any) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_modules.utilities.files import write_atomically
 from lightning_modules.utilities.plain_json import plain
-from lightning_modules.visualization.report import Table, text_table
+from lightning_modules.visualization.report import Table, as_text_table
 
 
 class Results:
@@ -107,10 +107,8 @@ def table(result: Mapping[str, Any]) -> str:
                 rows.append((name, *about, label, f"{value:.4f}", "" if error is None else f"{error:.4f}"))
     rows += [(name, "", "", "score, %", f"{value:.1f}", "") for name, value in result["scores"].items()]
     head = ("task", "questions", "examples", "metric", "value", "± error")
-    lines = [text_table(Table(head, rows))]
+    text = as_text_table(Table(head, rows), left=(0, 3))
     cut = sum(entry["truncated"] for entry in result["tasks"].values())
     if cut:
-        lines.append(
-            f"{cut:,} prompts were too long for `max_length` = {result['settings']['max_length']} and were cut."
-        )
-    return "\n".join(lines)
+        text += f"\n{cut:,} prompts were too long for `max_length` = {result['settings']['max_length']} and were cut."
+    return text
