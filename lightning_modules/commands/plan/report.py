@@ -27,7 +27,7 @@ def _lines(content: Any, indent: str = "  ") -> Iterator[str]:
     else:
         single = {name: value for name, value in content.items() if not isinstance(value, dict | list)}
         if texts := [f"{name} {text}" for name, value in single.items() if (text := _text(value))]:
-            yield from _wrap(", ".join(texts), indent)
+            yield from _wrap("; ".join(texts), indent)
         for name in (key for key in content if key not in single):
             if content[name]:
                 yield f"{indent}{name}:"
