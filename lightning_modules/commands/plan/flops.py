@@ -104,17 +104,11 @@ def ce_step_flops(shape: ModelShape, tokens: int, checkpointing: Checkpointing) 
 
 
 def longce_step_flops(
-    shape: ModelShape,
-    tokens: int,
-    context_length: int,
-    stride: int,
-    checkpointing: Checkpointing,
-    *,
-    window_share: float = 1.0,
+    shape: ModelShape, tokens: int, context_length: int, stride: int, checkpointing: Checkpointing
 ) -> Flops:
-    """Count LongCE of one document: cross entropy, and ``window_share`` of the short contexts."""
+    """Count LongCE of one document: cross entropy and the short contexts."""
     short = short_pass_flops(shape, tokens, context_length, stride)
-    return ce_step_flops(shape, tokens, checkpointing) + short * window_share
+    return ce_step_flops(shape, tokens, checkpointing) + short
 
 
 def scoring_flops(

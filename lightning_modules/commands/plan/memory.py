@@ -148,7 +148,6 @@ def scoring_memory(
     dtype: torch.dtype,
     *,
     windows: tuple[int, int] | None = None,
-    autocast: torch.dtype | None = None,
     lasting: dict[str, float] | None = None,
 ) -> Memory:
     """Return the peak of scoring one document without gradients.
@@ -159,12 +158,10 @@ def scoring_memory(
         tokens: Length of the document.
         dtype: Type of the weights.
         windows: ``(K, d)`` of short contexts, if they are scored.
-        autocast: Type of the matrix products in mixed precision; None without.
         lasting: What else is on the GPU, in bytes.
     """
-    compute = (autocast or dtype).itemsize
     weights = {"weights": float(shape.parameters * dtype.itemsize)} if lasting is None else lasting
-    chunk = min(HEAD_ROWS, tokens) * shape.vocabulary * _logit_bytes(compute, backward=False)
+    chunk = min(HEAD_ROWS, tokens) * shape.vocabulary * _logit_bytes(dtype.itemsize, backward=False)
     phases = {
         "long pass": {"one layer of the document": tokens * activations.forward},
         "head": {"last hidden states, twice": 2.0 * tokens * activations.hidden, "head: a chunk of logits": chunk},
