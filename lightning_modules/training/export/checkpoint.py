@@ -1,7 +1,6 @@
 """A Lightning checkpoint as a folder that transformers loads, without data or a GPU."""
 
 import json
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,13 +28,12 @@ from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.context_extension.methods import extend_config
 from lightning_modules.models.loading import load_backbone
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer, tokenizer_from_json, tokenizer_to_json
-from lightning_modules.training.checkpoints.io import check_checkpoint, check_integrity
+from lightning_modules.training.checkpoints.io import CheckedCheckpointIO, check_checkpoint, check_integrity
 from lightning_modules.training.checkpoints.sharded import gathered, is_sharded
 from lightning_modules.training.export.facts import TrainingFacts, loading_facts
 from lightning_modules.training.export.folder import check_replaceable
 from lightning_modules.training.export.model import check_export, export_model
 from lightning_modules.training.export.options import Adapters, ExportDType, ExportOptions
-from lightning_modules.utilities.pickles import refused_pickle
 
 KEY = "longce_export"
 """Key in a checkpoint of what `stored` returns."""
@@ -197,25 +195,18 @@ def _read(path: str) -> dict[str, Any]:
         raise ValueError(
             f"`checkpoint` '{path}' is a folder, and no checkpoint of FSDP2: name one of the checkpoints in it."
         )
-    for check in (check_checkpoint, check_integrity):
-        check(path if "://" in path else file, "checkpoint")
-    try:
-        content = gathered(file) if file.is_dir() else _load_file(file)
-    except ValueError as error:
-        raise ValueError(f"`checkpoint` '{path}' {error}") from error
-    if not isinstance(content, dict) or KEY not in content or not isinstance(content.get("state_dict"), dict):
+    check_checkpoint(path if "://" in path else file, "checkpoint")
+    if file.is_dir():
+        check_integrity(file, "checkpoint")
+        content = gathered(file)
+    else:
+        content = CheckedCheckpointIO().load_checkpoint(file)
+    if KEY not in content:
         raise ValueError(
             f"`checkpoint` '{path}' was not written by this version's `longce fit`, which stores how the model is"
             " built: resume from it for a step (`longce fit --ckpt_path`), or name another one."
         )
     return content
-
-
-def _load_file(file: Path) -> Any:
-    try:
-        return torch.load(str(file), map_location="cpu", weights_only=True, mmap=True)
-    except (pickle.UnpicklingError, RuntimeError) as error:
-        raise ValueError(refused_pickle(error)) from error
 
 
 class _Module(nn.Module):
