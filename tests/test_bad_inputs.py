@@ -213,7 +213,7 @@ OPTIONS = [
     ("--trainer.max_time", "banana", "DD:HH:MM:SS"),
     ("--seed_everything", "-1", "not in bounds"),
     ("--nosuch", "1", "There is no option `--nosuch`"),
-    ("--ckpt_path", "/dev/zero", "is no file"),
+    ("--ckpt_path", "/dev/zero", "is not a file"),
     ("--ckpt_path", "s3://x/y", "not loaded from the web"),
 ]
 
