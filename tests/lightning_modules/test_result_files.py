@@ -138,11 +138,11 @@ def test_a_folder_with_results_is_read_for_them_alone(harness_result, tmp_path):
     [
         ("a.txt", "", "a.txt", "No results at"),
         ("a.json", "[]", "a.json", "must be a dictionary of models"),
-        ("a.json", "{", "a.json", "is no JSON"),
+        ("a.json", "{", "a.json", "is not JSON"),
         ("a.json", '{"m": 1}', "a.json", "must be a dictionary of models"),
         ("a.json", '{"m": {"RULER": "x"}}', "a.json", "'RULER' must be a number, got 'x'"),
         ("a.json", '{"tasks": {"vt": 3}, "average": {}}', "a.json", "is damaged"),
-        ("a.json", '{"longppl": 2, "perplexity": 3, "documents": []}', "a.json", "does not say which model"),
+        ("a.json", '{"longppl": 2, "perplexity": 3, "documents": []}', "a.json", "does not name its model"),
         ("a.csv", "name\n", "a.csv", "no column 'model'"),
         ("a.csv", "", "a.csv", "no column 'model'"),
         ("a.csv", "model,x\n", "a.csv", "holds no model"),
