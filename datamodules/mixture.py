@@ -102,11 +102,11 @@ class MixtureDataModule(PackedTextDataModule):
     @override
     def prepare_data(self) -> None:
         stage = self._stage()
-        self._check_curriculum()
         for name, module in self.evaluated.items():
             with _naming(name):
                 module._check_evaluation_source(stage)
         if stage == "fit":
+            self._check_trainer()
             for name, module in self.modules.items():
                 with _naming(name):
                     if tokenizer_hash(module.tokenizer) != tokenizer_hash(self.tokenizer):

@@ -1,5 +1,6 @@
 """Base of the data modules: documents in, packed training rows and whole evaluation documents out."""
 
+import logging
 import os
 import zlib
 from abc import ABC, abstractmethod
@@ -19,7 +20,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset
 from transformers import PreTrainedTokenizerFast
 from typing_extensions import override
 
-from datamodules.curriculum import CurriculumStages, LengthCurriculum
+from datamodules.curriculum import LengthCurriculum, cut_rows
 from datamodules.documents import DocumentDataset
 from datamodules.influence_rows import InfluenceRows
 from datamodules.influence_store import InfluenceStore, rows_identity
@@ -35,6 +36,8 @@ from datamodules.up_sampling import LongDocuments, pack_in_order
 from lightning_modules.batch import LONGEST_ROW
 from lightning_modules.files import default_cache_dir
 from lightning_modules.tokenization import load_tokenizer
+
+_log = logging.getLogger(__name__)
 
 
 class PackedTextDataModule(LightningDataModule, ABC):
@@ -127,6 +130,7 @@ class PackedTextDataModule(LightningDataModule, ABC):
         self.influence = influence
         self.long_documents = long_documents
         self.curriculum = curriculum
+        self._short_steps_before: int | None = None
         self.rows: PackedRowDataset | None = None
         self.validation: DocumentDataset | None = None
         self.test: DocumentDataset | None = None
@@ -143,9 +147,9 @@ class PackedTextDataModule(LightningDataModule, ABC):
     @override
     def prepare_data(self) -> None:
         stage = self._stage()
-        self._check_curriculum()
         self._check_evaluation_source(stage)
         if stage == "fit":
+            self._check_trainer()
             if self.influence:  # what can be refused before an hour of tokenising
                 known = {"sequence_length": self.sequence_length, "isolate_documents": self.isolate_documents}
                 self._open_influence(self.influence, known)
@@ -189,6 +193,36 @@ class PackedTextDataModule(LightningDataModule, ABC):
     @override
     def predict_dataloader(self) -> DataLoader[Row]:
         return self._evaluation_loader(self.test, "predict")
+
+    @override
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Cut the rows of the first steps, if there is a curriculum."""
+        if self.curriculum and self.trainer and self.trainer.training and self.trainer.global_step < self._short_steps:
+            return cut_rows(batch, self.curriculum.sequence_length)
+        return batch
+
+    @property
+    def _short_steps(self) -> int:
+        """Number of optimizer steps with short rows, known from the first batch on."""
+        assert self.curriculum is not None
+        assert self.trainer is not None
+        steps = self.curriculum.short_steps(self.trainer)
+        before, self._short_steps_before = self._short_steps_before, None  # compared once
+        if before not in (None, steps):
+            _log.warning(
+                "Rows become long after step %d of the run; for the checkpoint's run it was %d. Other"
+                " `trainer.max_steps`, `accumulate_grad_batches` or `curriculum` have moved it.",
+                *(steps, before),
+            )
+        return steps
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"short_steps": self._short_steps} if self.curriculum and self.trainer else {}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._short_steps_before = state_dict.get("short_steps")
 
     def training_rows(self) -> PackedRowDataset | None:
         """The packed rows, tokenised on the first call; None without a training split."""
@@ -255,12 +289,12 @@ class PackedTextDataModule(LightningDataModule, ABC):
         rows: Dataset[Row] = parts[0] if len(parts) == 1 else ConcatDataset(parts)
         loader = ResumableLoader(rows, batch_size=self.batch_size, sampler=sampler, **self.loader_options())
         loader.content = zlib.crc32(repr([part.checksum() for part in parts]).encode())
-        loader.stages = self._check_curriculum()
         return loader
 
-    def _check_curriculum(self) -> CurriculumStages | None:
-        """The curriculum in this run, if there is one and the trainer says how long the run is."""
-        return CurriculumStages(self.curriculum, self.trainer) if self.curriculum and self.trainer else None
+    def _check_trainer(self) -> None:
+        """Raise a ``ValueError`` if a curriculum needs the number of steps and the trainer has no last one."""
+        if self.curriculum and self.trainer:
+            self.curriculum.check_trainer(self.trainer)
 
     def _token_store(self) -> TokenStore | None:
         """The tokenised training text, made on the first call and only opened afterwards."""

@@ -1,17 +1,21 @@
-"""Any corpus: files of text, JSON lines or parquet, here or elsewhere, or a hub dataset."""
+"""Train on any corpus: files of text, JSON lines or parquet, local or remote, or a hub dataset."""
 
 from pathlib import Path
 from typing import Any
 
 from jsonargparse.typing import PositiveInt
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from datamodules.hub import HubDataset
 from datamodules.locations import JSON_LINES, PARQUET, TEXT, File, find_files, is_url
 from datamodules.packed_text import PackedTextDataModule
 from datamodules.parquet import ParquetFiles
+from datamodules.rows import PackedRowDataset, Row
 from datamodules.sources import JsonLines, Source, TextFiles
 from datamodules.splits import HashSplit, Split
+from datamodules.streaming import StreamedRows, StreamingLoader, file_sources
+from datamodules.tokenising import Encoder
 
 
 class TextDataModule(PackedTextDataModule):
@@ -107,6 +111,73 @@ class TextDataModule(PackedTextDataModule):
                 f"`where` = {self.where} needs documents with fields, and '{path}' holds text. Leave it out."
             )
         return TextFiles(_all_of(TEXT, files, path))
+
+
+class StreamingTextDataModule(TextDataModule):
+    """A corpus that is tokenized and packed while it is read, and too large for a token cache on disk.
+
+    Rows are not shuffled: documents follow each other as in their files, and only the files are read in random order.
+    So shuffle the documents when you write them. The order depends on `seed`, the number of processes and
+    `num_workers`, and an interrupted run resumes at the very token. `trainer.max_steps` is needed.
+
+    Args:
+        num_workers: Processes that read and tokenize, each its own files; each of them tokenizes with one thread.
+        **kwargs: See :class:`TextDataModule`; `train` names files, and not a hub dataset.
+    """
+
+    @override
+    def prepare_data(self) -> None:
+        stage = self._stage()
+        if stage == "fit":
+            self._check_trainer()
+            self.train_dataloader()  # refuses what cannot be streamed
+        self._check_evaluation_source(stage)
+
+    @override
+    def setup(self, stage: str) -> None:
+        if stage in ("fit", "validate"):
+            self.validation = self._documents("validation", self.validation_documents)
+        if stage in ("test", "predict"):
+            self.test = self._documents("test", self.test_documents)
+
+    @override
+    def training_rows(self) -> PackedRowDataset | None:
+        raise ValueError(
+            "StreamingTextDataModule keeps no rows: use TextDataModule for mixtures, token weights and inspection."
+        )
+
+    @override
+    def train_dataloader(self) -> DataLoader[Row]:
+        if self.influence or self.long_documents:
+            raise ValueError(
+                "`influence` and `long_documents` need the whole corpus: leave them out, or do not stream."
+            )
+        if self.packing != "concat" or not self.loss_on_prompt:
+            raise ValueError(
+                "A stream supports `packing: concat` and `loss_on_prompt: true` only: set them, or do not stream."
+            )
+        if self.trainer is None or self.trainer.max_steps < 0:
+            raise ValueError("A stream has no end: give `trainer.max_steps`.")
+        if (source := self.source("train")) is None:
+            raise ValueError("There is nothing to train on: give `train`.")
+        rank, world_size = self._reader()
+        rows = StreamedRows(
+            file_sources(source),
+            Encoder(self.tokenizer, add_special_tokens=self.add_special_tokens),
+            sequence_length=self.sequence_length,
+            isolate_documents=self.isolate_documents,
+            seed=self.seed,
+            rank=rank,
+            world_size=world_size,
+        )
+        options = self.loader_options()
+        return StreamingLoader(  # type: ignore[return-value]  # Lightning takes any iterable
+            rows,
+            batch_size=self.batch_size,
+            batches=self.trainer.max_steps * self.trainer.accumulate_grad_batches,
+            num_workers=options["num_workers"],
+            pin_memory=options["pin_memory"],
+        )
 
 
 def _all_of(endings: tuple[str, ...], files: tuple[File, ...], path: str) -> tuple[File, ...]:
