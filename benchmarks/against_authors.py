@@ -31,16 +31,16 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from lightning_modules.attention import register_document_attention
-from lightning_modules.backbone import Backbone
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
-from lightning_modules.checkpointing import enable_checkpointing
-from lightning_modules.evaluator import score_text
+from lightning_modules.commands.plan import Flops, ModelShape, longce_step_flops, scoring_floor_flops
 from lightning_modules.functional import Weighing, long_perplexity
+from lightning_modules.models.attention import register_document_attention
+from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.optimizations.gradient_checkpointing import enable_checkpointing
+from lightning_modules.models.tokenization.tokenizer import encode_document
 from lightning_modules.objectives import CrossEntropy, LongCE, StoredInfluence
-from lightning_modules.planning import Flops, ModelShape, longce_step_flops, scoring_floor_flops
+from lightning_modules.scoring.evaluator import score_text
 from lightning_modules.scoring.key_tokens import document_tokens, find_key_tokens
-from lightning_modules.tokenization import encode_document
 
 SHAPES = {
     "S": {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 8},

@@ -18,14 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_modules.backbone import Backbone
 from lightning_modules.batch import PackedBatch
 from lightning_modules.functional import ShortContext, Weighing, key_token_mask, soft_influence
-from lightning_modules.loading import load_backbone
-from lightning_modules.low_precision import short_precision
-from lightning_modules.offline_influence import make_transfer, row_influence
-from lightning_modules.probe import check_scoring
-from lightning_modules.tokenization import encode_document, load_tokenizer
+from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.loading import load_backbone
+from lightning_modules.models.optimizations.low_precision import short_precision
+from lightning_modules.models.probe import check_scoring
+from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
+from lightning_modules.scoring.influence_transfer import make_transfer, row_influence
 
 
 @dataclass

@@ -29,13 +29,13 @@ from typing import Any
 import datasets
 from transformers import PreTrainedTokenizerFast
 
-from datamodules.loader import ResumableLoader
-from datamodules.packing import pack_documents
-from datamodules.rows import PackedRowDataset, collate_rows
-from datamodules.samplers import RowSampler
-from datamodules.sources import Document, TextFolder
-from datamodules.token_store import TokenStore, build_token_store
-from lightning_modules.tokenization import load_tokenizer
+from datamodules.packing.loader import ResumableLoader
+from datamodules.packing.packing import pack_documents
+from datamodules.packing.samplers import RowSampler
+from datamodules.packing.sequences import PackedRowDataset, collate_rows
+from datamodules.sources.documents import Document, TextFolder
+from datamodules.token_store.store import TokenStore, build_token_store
+from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 
 THEIR_BATCHES = (1000, 4)  # their default, and one that shares few long books out evenly
 

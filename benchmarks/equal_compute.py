@@ -46,6 +46,8 @@ from recall_lab import (
 )
 from torch import Tensor
 
+from lightning_modules.commands.plan.flops import ce_step_flops, forward_flops, short_pass_flops
+from lightning_modules.commands.plan.shapes import ModelShape
 from lightning_modules.functional import key_token_mask
 from lightning_modules.objectives import (
     CrossEntropy,
@@ -57,9 +59,7 @@ from lightning_modules.objectives import (
     Sparse,
     StoredInfluence,
 )
-from lightning_modules.offline_influence import row_influence
-from lightning_modules.planning.flops import ce_step_flops, forward_flops, short_pass_flops
-from lightning_modules.planning.shapes import ModelShape
+from lightning_modules.scoring.influence_transfer import row_influence
 
 LEARNING_RATES = (4e-3, 8e-3, 16e-3, 32e-3)
 TUNING_SEEDS, TEST_SEEDS = (100, 101), tuple(range(8))

@@ -1,7 +1,7 @@
 """A tiny model of short rows, extended by each method: how much it recalls, by length, before and after training.
 
 For each seed a base model learns the made-up language of `RecallDataModule` in rows of 64 tokens (the settings of
-`configs/quickstart_base.yaml`, but for four layers). Every method extends it to 512 tokens, and it is asked questions
+`configs/quickstart/base.yaml`, but for four layers). Every method extends it to 512 tokens, and it is asked questions
 in documents of each length: the document ends in ``recall FIELD``, the field got its value in its first half and was
 not named since, and the answer counts if it is the likeliest of all words. Then it is trained further in rows of 512
 tokens, and asked again.
@@ -25,18 +25,18 @@ import yaml
 from lightning.pytorch import Trainer, seed_everything
 
 from datamodules import RecallDataModule
+from datamodules.packing.sequences import collate_rows, make_row
 from datamodules.recall import GET, SET, recall_documents, recall_tokenizer
-from datamodules.rows import collate_rows, make_row
-from lightning_modules.backbone import Backbone
-from lightning_modules.loading import load_backbone
 from lightning_modules.long_context_lm import LongContextLM
-from lightning_modules.modes import eval_mode
+from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.loading import load_backbone
+from lightning_modules.models.optimizations.modes import eval_mode
 from lightning_modules.objectives import CrossEntropy, LongCE
 
 SHORT, LONG, BASE = 64, 512, 10_000.0
 LENGTHS = (64, 128, 256, 512)
 LAYERS = 4  # EABF leaves two of them as they are
-CONFIG = Path(__file__).parent.parent / "configs" / "quickstart_base.yaml"
+CONFIG = Path(__file__).parent.parent / "configs" / "quickstart" / "base.yaml"
 METHODS: dict[str, dict[str, Any]] = {
     "none": {},
     "pi": {},

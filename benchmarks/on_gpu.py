@@ -22,13 +22,8 @@ import transformers
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lightning_modules.attention import register_document_attention
-from lightning_modules.backbone import Backbone
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch, batch_to
-from lightning_modules.checkpointing import Checkpointing, enable_checkpointing
-from lightning_modules.functional import Weighing
-from lightning_modules.objectives import CrossEntropy, LongCE
-from lightning_modules.planning import (
+from lightning_modules.commands.plan import (
     Flops,
     ModelShape,
     activation_bytes,
@@ -37,8 +32,13 @@ from lightning_modules.planning import (
     longce_step_flops,
     scoring_flops,
 )
-from lightning_modules.planning.memory import GIB, Training, scoring_memory, training_memory
-from lightning_modules.probe import check_scoring
+from lightning_modules.commands.plan.memory import GIB, Training, scoring_memory, training_memory
+from lightning_modules.functional import Weighing
+from lightning_modules.models.attention import register_document_attention
+from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.optimizations.gradient_checkpointing import Checkpointing, enable_checkpointing
+from lightning_modules.models.probe import check_scoring
+from lightning_modules.objectives import CrossEntropy, LongCE
 
 
 class Case(NamedTuple):

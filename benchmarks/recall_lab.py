@@ -13,10 +13,10 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from datamodules.recall import GET, recall_documents, recall_tokenizer
-from lightning_modules.backbone import Backbone
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional import Weighing, long_perplexity
-from lightning_modules.low_precision import short_precision
+from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.optimizations.low_precision import short_precision
 from lightning_modules.objectives import CrossEntropy, Objective
 
 LENGTH, ROWS, FAR = 512, 4, 128  # tokens of a row, rows of a step, and what is far: K + d

@@ -15,12 +15,12 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from lightning_modules.backbone import Backbone
 from lightning_modules.batch import IGNORE_INDEX
-from lightning_modules.loading import load_backbone
-from lightning_modules.task_evaluation.command import evaluate
-from lightning_modules.tasks.passkey import Passkey
-from lightning_modules.tasks.prompter import ForcedAnswer, Prompter
+from lightning_modules.commands.evaluate import evaluate
+from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.loading import load_backbone
+from lightning_modules.tasks.questions.prompter import ForcedAnswer, Prompter
+from lightning_modules.tasks.questions.retrieval.passkey import Passkey
 
 TOKENS_PER_STEP = 4096
 

@@ -64,7 +64,7 @@ def train(folder: Path, steps: int) -> None:
     import torch
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    from lightning_modules.cli import main
+    from lightning_modules.commands.cli.main import main
 
     torch.set_num_threads(1)
     os.chdir(folder)
@@ -73,7 +73,7 @@ def train(folder: Path, steps: int) -> None:
     main(["quickstart", *short, *SILENT])
     logging.disable(logging.INFO)
     Path("overlay.yaml").write_text(OVERLAY)
-    configs = ["-c", f"{CONFIGS}/base.yaml", "-c", f"{CONFIGS}/quickstart.yaml", "-c", "overlay.yaml"]
+    configs = ["-c", f"{CONFIGS}/base.yaml", "-c", f"{CONFIGS}/quickstart/longce.yaml", "-c", "overlay.yaml"]
     done = count(1)
     register_optimizer_step_post_hook(lambda *_: Path("steps").write_text(f"{next(done)}"))
     for version in map("round{}".format, count()):

@@ -19,20 +19,20 @@ from tqdm import tqdm
 from typing_extensions import override
 
 from lightning_modules.batch import PackedBatch
-from lightning_modules.errors import IncompleteError
 from lightning_modules.evaluation_steps import EvaluationSteps
 from lightning_modules.functional.influence import check_gamma, check_thresholds
-from lightning_modules.locks import RunLock
-from lightning_modules.prediction import Failed
-from lightning_modules.preemption import ECHO
-from lightning_modules.progress import progress_bar
-from lightning_modules.score_failures import check_failures
-from lightning_modules.score_shards import SUCCESS, ScoreShards, Written, check_settings
-from lightning_modules.score_table import ScoreTable, TokenType, clashes, counts
-from lightning_modules.scored_corpus import Delivered, ScoredCorpus
-from lightning_modules.token_scores import TokenScores
+from lightning_modules.scoring.corpus_protocols import Delivered, ScoredCorpus
+from lightning_modules.scoring.document_scorer import Failed
+from lightning_modules.scoring.score_failures import check_failures
+from lightning_modules.scoring.score_shards import SUCCESS, ScoreShards, Written, check_settings
+from lightning_modules.scoring.score_table import ScoreTable, TokenType, clashes, counts
+from lightning_modules.scoring.token_scores import TokenScores
+from lightning_modules.training.preemption import ECHO
 from lightning_modules.utilities.collectives import gathered, patient_group
+from lightning_modules.utilities.errors import IncompleteError
 from lightning_modules.utilities.identity import content_hash
+from lightning_modules.utilities.locks import RunLock
+from lightning_modules.utilities.progress import progress_bar
 
 _SHARD_TOKENS = 2**24  # about 200 MB with values for each token
 _NAMED = 3  # files that a message tells of
@@ -42,12 +42,12 @@ class DocumentScoresWriter(Callback):
     """Writes a row of scores for each document of a `DocumentCorpus`, and knows on restart which are there.
 
     The folder fills with ``part-*.parquet``, each whole or not there, with the columns ``key``, ``file``, ``row``, the
-    corpus's own, ``truncated``, those of `lightning_modules.document_scores`, and ``error``: why a document has no
-    scores, or null. When all documents are done, ``_SUCCESS.json`` holds the counts; where more documents of a source
-    failed than `data.allowed_failures`, the run ends with exit status 1, a report and no such file. Started again, a
-    run continues with what is missing, also with another number of processes; failed documents count as done. Killed
-    at any time, a process loses its shard in progress, and nothing after SIGTERM: from then on each batch is written at
-    once.
+    corpus's own, ``truncated``, those of `lightning_modules.scoring.document_scores`, and ``error``: why a document has
+    no scores, or null. When all documents are done, ``_SUCCESS.json`` holds the counts; where more documents of a
+    source failed than `data.allowed_failures`, the run ends with exit status 1, a report and no such file. Started
+    again, a run continues with what is missing, also with another number of processes; failed documents count as
+    done. Killed at any time, a process loses its shard in progress, and nothing after SIGTERM: from then on each batch
+    is written at once.
 
     Args:
         output_dir: Folder or fsspec URL; made if need be.

@@ -14,11 +14,12 @@ from typing_extensions import override
 
 from callbacks.same_names import check_single
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
-from lightning_modules.evaluator import Evaluator
 from lightning_modules.functional import scan_token_mask, span_token_mask
 from lightning_modules.functional.influence import check_gamma, check_thresholds
-from lightning_modules.loading import DType
 from lightning_modules.metrics import LongPerplexity
+from lightning_modules.models.loading import DType
+from lightning_modules.models.tokenization.tokenizer import load_tokenizer
+from lightning_modules.scoring.evaluator import Evaluator
 from lightning_modules.scoring.key_tokens import (
     Alignment,
     Coverage,
@@ -30,8 +31,7 @@ from lightning_modules.scoring.key_tokens import (
     measure_coverage,
     move_soft_influence,
 )
-from lightning_modules.token_scores import TokenScores, read_key_spans, text_sha256
-from lightning_modules.tokenization import load_tokenizer
+from lightning_modules.scoring.token_scores import TokenScores, read_key_spans, text_sha256
 
 _COUNTS = 4 + len(Coverage._fields)
 

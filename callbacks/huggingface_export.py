@@ -9,7 +9,9 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
-from lightning_modules.export import (
+from lightning_modules.long_context_lm import LongContextLM
+from lightning_modules.models.tokenization.tokenizer import load_tokenizer
+from lightning_modules.training.export import (
     Adapters,
     ExportDType,
     ExportOptions,
@@ -17,8 +19,6 @@ from lightning_modules.export import (
     check_replaceable,
     export_model,
 )
-from lightning_modules.long_context_lm import LongContextLM
-from lightning_modules.tokenization import load_tokenizer
 
 
 class HuggingFaceExport(Callback):

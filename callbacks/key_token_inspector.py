@@ -16,10 +16,10 @@ from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.evaluation_steps import EvaluationSteps
 from lightning_modules.functional import Weighing, key_token_mask
 from lightning_modules.long_context_lm import LongContextLM
-from lightning_modules.rotary_checks import check_static
+from lightning_modules.models.context_extension.rotary_checks import check_static
 from lightning_modules.scoring.key_tokens import Rule
-from lightning_modules.token_scores import TokenScores, text_sha256
-from lightning_modules.token_views import (
+from lightning_modules.scoring.token_scores import TokenScores, text_sha256
+from lightning_modules.visualization.tensorboard import (
     EvaluationPanels,
     InspectedDocument,
     PositionSums,

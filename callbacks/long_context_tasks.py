@@ -16,11 +16,9 @@ from typing_extensions import override
 
 from callbacks.same_names import check_single
 from lightning_modules.long_context_lm import LongContextLM
-from lightning_modules.preemption import between_steps
-from lightning_modules.report_blocks import as_markdown_table
-from lightning_modules.sequence_parallelism import sequence_group
-from lightning_modules.task_evaluation.plots import as_pixels, figures
-from lightning_modules.task_evaluation.questions import (
+from lightning_modules.models.tokenization.tokenizer import load_tokenizer
+from lightning_modules.tasks.evaluation.plots import as_pixels, figures
+from lightning_modules.tasks.evaluation.questions import (
     Depths,
     Question,
     first_of_each,
@@ -28,12 +26,14 @@ from lightning_modules.task_evaluation.questions import (
     question_keys,
     warn_of_unknown_tokens,
 )
-from lightning_modules.task_evaluation.report import answer_table
-from lightning_modules.task_evaluation.runs import Mode, TaskResult, put_questions
-from lightning_modules.task_evaluation.summary import Summary, summarise
-from lightning_modules.tasks.prompter import Prompter
-from lightning_modules.tasks.registry import find_tasks
-from lightning_modules.tokenization import load_tokenizer
+from lightning_modules.tasks.evaluation.report import answer_table
+from lightning_modules.tasks.evaluation.runs import Mode, TaskResult, put_questions
+from lightning_modules.tasks.evaluation.summary import Summary, summarise
+from lightning_modules.tasks.questions.prompter import Prompter
+from lightning_modules.tasks.questions.registry import find_tasks
+from lightning_modules.training.preemption import between_steps
+from lightning_modules.training.sequence_parallel import sequence_group
+from lightning_modules.visualization.report import as_markdown_table
 
 
 class LongContextTasks(Callback):

@@ -9,8 +9,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 from typing_extensions import override
 
-from lightning_modules.prediction import Failed
-from lightning_modules.token_scores import TokenScores
+from lightning_modules.scoring.document_scorer import Failed
+from lightning_modules.scoring.token_scores import TokenScores
 
 _BEGINNING = 40  # characters by which a message names a document
 

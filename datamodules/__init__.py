@@ -1,6 +1,6 @@
 """Text in, packed rows out: the data modules that a YAML names."""
 
-from datamodules.corpus import DocumentCorpus
+from datamodules.corpus.module import DocumentCorpus
 from datamodules.gov_report import GovReportDataModule
 from datamodules.mixture import MixtureDataModule
 from datamodules.packed_text import PackedTextDataModule

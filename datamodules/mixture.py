@@ -12,13 +12,13 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from datamodules.documents import DocumentDataset
-from datamodules.mixture_sampler import MixtureSampler
 from datamodules.packed_text import PackedTextDataModule
-from datamodules.rows import PackedRowDataset, Row
-from datamodules.sources import Source
-from datamodules.splits import Split
-from lightning_modules.tokenization import tokenizer_hash
+from datamodules.packing.evaluation_documents import DocumentDataset
+from datamodules.packing.mixture_sampler import MixtureSampler
+from datamodules.packing.sequences import PackedRowDataset, Row
+from datamodules.sources.documents import Source
+from datamodules.sources.splits import Split
+from lightning_modules.models.tokenization.tokenizer import tokenizer_hash
 
 # Settings of the training as a whole, which a source has no say in.
 _COMMON = ("tokenizer", "tokenizer_revision", "sequence_length")

@@ -20,22 +20,22 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset
 from transformers import PreTrainedTokenizerFast
 from typing_extensions import override
 
-from datamodules.curriculum import LengthCurriculum, cut_rows
-from datamodules.documents import DocumentDataset
-from datamodules.influence_rows import InfluenceRows
-from datamodules.influence_store import InfluenceStore, rows_identity
-from datamodules.inspection import inspection
-from datamodules.loader import ResumableLoader
-from datamodules.packing import PackedRows, Packing, pack_documents
-from datamodules.rows import PackedRowDataset, Row, collate_rows
-from datamodules.samplers import DocumentSampler, RowSampler
-from datamodules.sources import Source
-from datamodules.splits import Split
-from datamodules.token_store import TokenStore, build_token_store
-from datamodules.up_sampling import LongDocuments, pack_in_order
+from datamodules.influence.rows import InfluenceRows
+from datamodules.influence.store import InfluenceStore, rows_identity
+from datamodules.packing.curriculum import LengthCurriculum, cut_rows
+from datamodules.packing.evaluation_documents import DocumentDataset
+from datamodules.packing.loader import ResumableLoader
+from datamodules.packing.packing import PackedRows, Packing, pack_documents
+from datamodules.packing.preview import inspection
+from datamodules.packing.samplers import DocumentSampler, RowSampler
+from datamodules.packing.sequences import PackedRowDataset, Row, collate_rows
+from datamodules.packing.up_sampling import LongDocuments, pack_in_order
+from datamodules.sources.documents import Source
+from datamodules.sources.splits import Split
+from datamodules.token_store.store import TokenStore, build_token_store
 from lightning_modules.batch import LONGEST_ROW
-from lightning_modules.files import default_cache_dir
-from lightning_modules.tokenization import load_tokenizer
+from lightning_modules.models.tokenization.tokenizer import load_tokenizer
+from lightning_modules.utilities.files import default_cache_dir
 
 _log = logging.getLogger(__name__)
 
@@ -249,7 +249,7 @@ class PackedTextDataModule(LightningDataModule, ABC):
     def inspect(
         self, rows: Sequence[int] | None = None, *, count: int = 3, width: int = 400, names: bool = False
     ) -> str:
-        """What `longce data inspect` shows of the training rows; see `datamodules.inspection`."""
+        """What `longce data inspect` shows of the training rows; see `datamodules.packing.preview`."""
         return inspection(self, rows, count=count, width=width, names=names)
 
     def influence_rows(self, made_from: dict[str, Any], folder: str | None = None) -> InfluenceRows:

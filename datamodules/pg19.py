@@ -6,10 +6,10 @@ from typing import Any
 
 from typing_extensions import override
 
-from datamodules.hub import HubDataset
 from datamodules.packed_text import PackedTextDataModule
-from datamodules.sources import Source, TextFolder
-from datamodules.splits import Split
+from datamodules.sources.documents import Source, TextFolder
+from datamodules.sources.hub import HubDataset
+from datamodules.sources.splits import Split
 
 
 class PG19DataModule(PackedTextDataModule):

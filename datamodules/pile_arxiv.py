@@ -6,10 +6,10 @@ from typing import Any
 from jsonargparse.typing import PositiveInt
 from typing_extensions import override
 
-from datamodules.hub import HubDataset, holds_parquet
 from datamodules.packed_text import PackedTextDataModule
-from datamodules.sources import JsonLines, Source
-from datamodules.splits import HashSplit, Split, json_lines_files
+from datamodules.sources.documents import JsonLines, Source
+from datamodules.sources.hub import HubDataset, holds_parquet
+from datamodules.sources.splits import HashSplit, Split, json_lines_files
 
 ARXIV = ("meta.pile_set_name", "ArXiv")
 

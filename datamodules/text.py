@@ -7,15 +7,15 @@ from jsonargparse.typing import PositiveInt
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from datamodules.hub import HubDataset
-from datamodules.locations import JSON_LINES, PARQUET, TEXT, File, find_files, is_url
 from datamodules.packed_text import PackedTextDataModule
-from datamodules.parquet import ParquetFiles
-from datamodules.rows import PackedRowDataset, Row
-from datamodules.sources import JsonLines, Source, TextFiles
-from datamodules.splits import HashSplit, Split
-from datamodules.streaming import StreamedRows, StreamingLoader, file_sources
-from datamodules.tokenising import Encoder
+from datamodules.packing.sequences import PackedRowDataset, Row
+from datamodules.packing.streaming import StreamedRows, StreamingLoader, file_sources
+from datamodules.sources.documents import JsonLines, Source, TextFiles
+from datamodules.sources.hub import HubDataset
+from datamodules.sources.locations import JSON_LINES, PARQUET, TEXT, File, find_files, is_url
+from datamodules.sources.parquet import ParquetFiles
+from datamodules.sources.splits import HashSplit, Split
+from datamodules.token_store.tokenize import Encoder
 
 
 class TextDataModule(PackedTextDataModule):

@@ -9,16 +9,16 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_modules.backbone import Backbone
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
-from lightning_modules.context_ladder import ContextLadder, Rungs
-from lightning_modules.loading import has_weights
 from lightning_modules.metrics import LongPerplexity
-from lightning_modules.model_identity import model_identity
-from lightning_modules.prediction import DocumentScorer, Failed
-from lightning_modules.probe import check_scoring
-from lightning_modules.sequence_parallelism import SequenceGroup, sequence_group
-from lightning_modules.token_scores import TokenScores
+from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.identity import model_identity
+from lightning_modules.models.loading import has_weights
+from lightning_modules.models.probe import check_scoring
+from lightning_modules.scoring.context_lengths import ContextLadder, Rungs
+from lightning_modules.scoring.document_scorer import DocumentScorer, Failed
+from lightning_modules.scoring.token_scores import TokenScores
+from lightning_modules.training.sequence_parallel import SequenceGroup, sequence_group
 from lightning_modules.utilities.identity import content_hash
 
 

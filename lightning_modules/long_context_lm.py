@@ -13,20 +13,29 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from typing_extensions import override
 
-from lightning_modules.adapters import (
+from lightning_modules.batch import PackedBatch
+from lightning_modules.evaluation_steps import EvaluationSteps
+from lightning_modules.functional import ShortContext, Weighing
+from lightning_modules.functional.head_kernels import HeadKernel, check_installed
+from lightning_modules.functional.windows import check_context, check_window_share
+from lightning_modules.models.adapters import (
     changes_base,
     frozen_fingerprint,
     quantization_config,
     same_frozen,
     trained_state,
 )
-from lightning_modules.backbone import Backbone
-from lightning_modules.batch import PackedBatch
-from lightning_modules.checkpoint_order import RUN_ID
-from lightning_modules.checkpointing import Checkpointing
-from lightning_modules.context_ladder import ContextLadder
-from lightning_modules.evaluation_steps import EvaluationSteps
-from lightning_modules.export import (
+from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.checks import check_weight_files
+from lightning_modules.models.context_extension.rotary_checks import check_static
+from lightning_modules.models.loading import DType, check_quantization, has_weights, load_backbone, load_config
+from lightning_modules.models.optimizations.gradient_checkpointing import Checkpointing
+from lightning_modules.models.optimizations.low_precision import ShortDType, check_short_dtype, short_precision
+from lightning_modules.models.tokenization.tokenizer import warn_of_other_tokenizer
+from lightning_modules.objectives import LongCE, Objective, check_cap, check_influence, check_normalised
+from lightning_modules.scoring.context_lengths import ContextLadder
+from lightning_modules.training.checkpoints.order import RUN_ID
+from lightning_modules.training.export import (
     FINGERPRINT,
     KEY,
     TrainingFacts,
@@ -40,22 +49,13 @@ from lightning_modules.export import (
     run_facts,
     stored,
 )
-from lightning_modules.functional import ShortContext, Weighing
-from lightning_modules.functional.head_kernels import HeadKernel, check_installed
-from lightning_modules.functional.windows import check_context, check_window_share
-from lightning_modules.loading import DType, check_quantization, has_weights, load_backbone, load_config
-from lightning_modules.low_precision import ShortDType, check_short_dtype, short_precision
-from lightning_modules.model_checks import check_weight_files
-from lightning_modules.objectives import LongCE, Objective, check_cap, check_influence, check_normalised
-from lightning_modules.rotary_checks import check_static
-from lightning_modules.sequence_parallelism import check_sequence_parallelism
-from lightning_modules.sharding import (
+from lightning_modules.training.fsdp import (
     divide_gradients,
     load_trainer_backbone,
     saves_parts,
 )
-from lightning_modules.statistics import TrainingStatistics
-from lightning_modules.tokenization import warn_of_other_tokenizer
+from lightning_modules.training.sequence_parallel import check_sequence_parallelism
+from lightning_modules.training.step_statistics import TrainingStatistics
 
 # The paper's (Appendix A.2); as class and arguments, so that a saved config can hold them.
 OPTIMIZER: dict[str, Any] = {
@@ -93,7 +93,7 @@ class LongContextLM(EvaluationSteps):
         model_config: Values that replace those of the model's config; dictionaries in it (``rope_parameters``) are
             merged key by key.
         context_extension: How the model's context is extended: arguments of
-            `lightning_modules.context_extension.ContextExtension`.
+            `lightning_modules.models.context_extension.methods.ContextExtension`.
         revision: Branch, tag or commit on the hub.
         dtype: Of the weights: float32 for training in mixed precision, ``auto`` for the stored one.
         attn_implementation: As in transformers; ``auto`` is ``flash_attention_2`` where it is installed and the model

@@ -16,9 +16,9 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from lightning_modules.cli import main
-from lightning_modules.loading import load_backbone
-from lightning_modules.model_checks import check_weight_files
+from lightning_modules.commands.cli.main import main
+from lightning_modules.models.checks import check_weight_files
+from lightning_modules.models.loading import load_backbone
 from tests.conftest import tiny_model
 
 BASE = str(Path(__file__).parent.parent / "configs" / "base.yaml")
@@ -233,7 +233,7 @@ DEEPSPEED = "lightning.pytorch.strategies.DeepSpeedStrategy"
 def test_deepspeed_is_refused_and_its_package_is_not_asked_for(value, run, monkeypatch):
     monkeypatch.setattr("lightning.pytorch.strategies.deepspeed._DEEPSPEED_AVAILABLE", False)
     message = run(f"--trainer.strategy={value}")
-    assert "DeepSpeed ZeRO is not supported. Use FSDP2: add `-c configs/fsdp.yaml`" in message
+    assert "DeepSpeed ZeRO is not supported. Use FSDP2: add `-c configs/strategies/fsdp.yaml`" in message
 
 
 def test_a_strategy_derived_from_that_of_deepspeed(run, tmp_path):

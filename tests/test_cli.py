@@ -14,19 +14,21 @@ import torch
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from datamodules.influence_store import InfluenceStore
-from datamodules.influence_writer import InfluenceWriter
+from datamodules.influence.store import InfluenceStore
+from datamodules.influence.writer import InfluenceWriter
 from datamodules.recall import recall_tokenizer
-from lightning_modules.backbone import Backbone
-from lightning_modules.cli import main
-from lightning_modules.experiment_cli import DataCLI, LongceCLI
+from lightning_modules.commands.cli.lightning_cli import DataCLI, LongceCLI
+from lightning_modules.commands.cli.main import main
 from lightning_modules.long_context_lm import LongContextLM
-from lightning_modules.tokenization import load_tokenizer, tokenizer_hash
+from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.tokenization.tokenizer import load_tokenizer, tokenizer_hash
 from tests.conftest import make_text, tiny_config, tiny_model
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 BASE, DEBUG = str(CONFIGS / "base.yaml"), str(CONFIGS / "debug.yaml")
-EXPERIMENTS = sorted(path for path in CONFIGS.glob("*.yaml") if path.stem not in ("base", "debug", "score_corpus"))
+PG19 = str(CONFIGS / "experiments/longce_pg19.yaml")
+LAYERS = ("experiments", "strategies", "callbacks", "quickstart")
+EXPERIMENTS = sorted(path for folder in LAYERS for path in (CONFIGS / folder).glob("*.yaml"))
 
 
 def longce(*arguments, monkeypatch, folder):
@@ -159,8 +161,8 @@ def test_an_objective_of_the_users_own(experiment, tmp_path, monkeypatch):
 
 KILLED = """
 import os, signal
-from datamodules.influence_writer import InfluenceWriter
-from lightning_modules.cli import main
+from datamodules.influence.writer import InfluenceWriter
+from lightning_modules.commands.cli.main import main
 original = InfluenceWriter.write
 def write(self, *arguments):
     original(self, *arguments)
@@ -358,9 +360,9 @@ def test_data_inspect_shows_the_rows_of_fit_and_loads_no_model(experiment, tmp_p
     assert "name a data module" in no_data
 
 
-@pytest.mark.parametrize("config", EXPERIMENTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("config", EXPERIMENTS, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_every_shipped_config_runs_under_the_debug_overlay(config, tmp_path, monkeypatch):
-    below = ["-c", str(CONFIGS / "longce_pg19.yaml")] if config.stem == "curriculum" else []  # names no data module
+    below = ["-c", PG19] if config.stem == "curriculum" else []  # names no data module
     longce("fit", "-c", BASE, *below, "-c", str(config), "-c", DEBUG, monkeypatch=monkeypatch, folder=tmp_path)
     (saved,) = (tmp_path / "runs").rglob("config.yaml")
     assert yaml.safe_load(saved.read_text())["trainer"]["max_steps"] == 2
@@ -392,7 +394,15 @@ def rows_trained_on(monkeypatch):
 
 def test_the_curriculum_lengthens_rows_after_its_share_of_the_steps(tmp_path, monkeypatch, capsys):
     shapes = rows_trained_on(monkeypatch)
-    fit = ["fit", "-c", BASE, "-c", str(CONFIGS / "longce_pg19.yaml"), "-c", str(CONFIGS / "curriculum.yaml")]
+    fit = [
+        "fit",
+        "-c",
+        BASE,
+        "-c",
+        str(CONFIGS / "experiments/longce_pg19.yaml"),
+        "-c",
+        str(CONFIGS / "experiments/curriculum.yaml"),
+    ]
     fit += ["-c", DEBUG, "--trainer.max_steps", "5", "--trainer.accumulate_grad_batches", "2", "--data.curriculum"]
     longce(*fit, "{sequence_length: 64, share: 0.8}", monkeypatch=monkeypatch, folder=tmp_path)
     assert shapes == 8 * [(2, 64)] + 2 * [(1, 128)]
@@ -441,7 +451,7 @@ LAYERED = {
 @pytest.mark.parametrize("name", LAYERED)
 def test_the_settings_of_the_paper_in_layers(name, tmp_path, monkeypatch):
     method, data, rate, full_attention, accumulation = LAYERED[name]
-    first_line = re.search(r"longce fit (.*)", (CONFIGS / f"{name}.yaml").read_text())[1]
+    first_line = re.search(r"longce fit (.*)", (CONFIGS / "experiments" / f"{name}.yaml").read_text())[1]
     configs = first_line.replace("configs/", f"{CONFIGS}/").split()
     monkeypatch.setattr(sys, "argv", ["longce", "fit", *configs, "--print_config"])
     with pytest.raises(SystemExit), contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -470,7 +480,7 @@ def test_the_settings_of_the_paper_in_layers(name, tmp_path, monkeypatch):
 
 def test_weights_of_the_reported_steps_are_kept(tmp_path, monkeypatch):
     """The callbacks of setting A, with a save each step for one in 50."""
-    config = yaml.safe_load((CONFIGS / "longce_pg19.yaml").read_text())
+    config = yaml.safe_load((CONFIGS / "experiments/longce_pg19.yaml").read_text())
     own = [call for call in config["trainer"]["callbacks+"] if "ModelCheckpoint" in call["class_path"]]
     own[0]["init_args"]["every_n_train_steps"] = 1
     (tmp_path / "own.yaml").write_text(yaml.safe_dump({"trainer": {"callbacks+": own}}))
@@ -485,7 +495,11 @@ def test_weights_of_the_reported_steps_are_kept(tmp_path, monkeypatch):
 
 def test_qlora_over_stored_weights(tmp_path, monkeypatch):
     pytest.importorskip("bitsandbytes")
-    layers = [word for name in ("base", "longlora", "qlora", "debug") for word in ("-c", str(CONFIGS / f"{name}.yaml"))]
+    layers = [
+        word
+        for name in ("base", "experiments/longlora", "experiments/qlora", "debug")
+        for word in ("-c", str(CONFIGS / f"{name}.yaml"))
+    ]
     stored = ["--model.pretrained_model_name_or_path", str(tmp_path / "model"), "--model.model_config", "null"]
     tiny_model("llama", 1024, hidden_size=64, intermediate_size=128).save_pretrained(tmp_path / "model")
     quantized = ["--model.quantization", "{load_in_4bit: true}"]
@@ -503,7 +517,7 @@ def test_objective_and_optimizer_by_short_flags(tmp_path, monkeypatch):
 
 
 def test_success_exits_with_0_and_help_names_every_command():
-    command = [sys.executable, "-c", "from lightning_modules.cli import main; main()", "--help"]
+    command = [sys.executable, "-c", "from lightning_modules.commands.cli.main import main; main()", "--help"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0
     for name in ("fit", "validate", "test", "predict", "data", "influence", "plan", "score", "evaluate", "quickstart"):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-MINIATURE = {ROOT / "lightning_modules/reproduction/settings.py"}  # of models with a tenth of the context
+MINIATURE = {ROOT / "benchmarks/reproduction/miniature/settings.py"}  # of models with a tenth of the context
 PAPER = {"context_length": 4096, "stride": 1024, "alpha": 2.0, "beta": -2.0, "gamma": 5.0}
 
 

@@ -5,7 +5,7 @@ import sys
 
 def test_the_generic_package_names_belong_to_this_distribution_alone():
     owners = importlib.metadata.packages_distributions()
-    for package in ("lightning_modules", "datamodules", "callbacks"):
+    for package in ("lightning_modules", "datamodules", "callbacks", "benchmarks"):
         assert set(owners.get(package, ["longce"])) == {"longce"}
 
 

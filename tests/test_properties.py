@@ -9,11 +9,11 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from datamodules.curriculum import LengthCurriculum, cut_rows
-from datamodules.mixture_sampler import MixtureSampler, epoch_counts
-from datamodules.packing import best_fit_decreasing, pack_documents
-from datamodules.samplers import RowSampler
-from datamodules.up_sampling import LongDocuments, pack_in_order
+from datamodules.packing.curriculum import LengthCurriculum, cut_rows
+from datamodules.packing.mixture_sampler import MixtureSampler, epoch_counts
+from datamodules.packing.packing import best_fit_decreasing, pack_documents
+from datamodules.packing.samplers import RowSampler
+from datamodules.packing.up_sampling import LongDocuments, pack_in_order
 from lightning_modules.batch import IGNORE_INDEX, LONGEST_ROW, PackedBatch
 from lightning_modules.functional import (
     Weighing,
@@ -32,7 +32,7 @@ from lightning_modules.functional.linear_head import LinearHead
 from lightning_modules.functional.windows import draw_windows
 from lightning_modules.metrics import LongPerplexity
 from lightning_modules.objectives import LongCE, StoredInfluence
-from tests import reference
+from tests.support import reference
 
 NUMBERS = st.one_of(
     st.sampled_from([0, 1, -1, 2, True, False, math.nan, math.inf, -math.inf, 1e308, 5e-324, 10**30, -(10**30), 2.5]),

@@ -25,9 +25,9 @@ from datamodules.packed_text import PackedTextDataModule
 from datamodules.recall.corpus import EVALUATION_SEED, NATURAL_SLOT, depth_parts
 from datamodules.recall.documents import RecallRecord, Word, Writer, any_fact, free_place
 from datamodules.recall.language import GET, SET, field_values
-from datamodules.sources import Document, TextFolder
-from datamodules.splits import Split
-from lightning_modules.tokenization import tokenizer_hash
+from datamodules.sources.documents import Document, TextFolder
+from datamodules.sources.splits import Split
+from lightning_modules.models.tokenization.tokenizer import tokenizer_hash
 
 Seed = tuple[int, ...]
 Books = Sequence[Sequence[str]]

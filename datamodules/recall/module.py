@@ -12,8 +12,8 @@ from typing_extensions import override
 from datamodules.packed_text import PackedTextDataModule
 from datamodules.recall.documents import recall_documents
 from datamodules.recall.language import Pairs, recall_tokenizer
-from datamodules.sources import Document
-from datamodules.splits import Split
+from datamodules.sources.documents import Document
+from datamodules.sources.splits import Split
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,9 @@
 from typing_extensions import override
 
 from datamodules.recall.documents import RecallRecord, recall_questions
-from lightning_modules.tasks.example import Example
-from lightning_modules.tasks.prompter import Prompter
-from lightning_modules.tasks.task import Task
+from lightning_modules.tasks.questions.example import Example
+from lightning_modules.tasks.questions.prompter import Prompter
+from lightning_modules.tasks.questions.task import Task
 
 _BEHIND = 6  # words behind the last place where the fact can stand: it itself and the question with its answer
 _FEWEST = 8

@@ -28,7 +28,7 @@ from lightning_modules.functional import (
     transfer_influence,
     unit_spans,
 )
-from lightning_modules.token_scores import TokenScores
+from lightning_modules.scoring.token_scores import TokenScores
 
 Rule = Literal["paper", "authors"]
 Alignment = Literal["tokens", "characters", "authors"]

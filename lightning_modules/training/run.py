@@ -13,10 +13,10 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_modules.checkpoint_io import damage, remove_unfinished
-from lightning_modules.checkpoint_order import Candidate, check_one_run, describe, find_checkpoints
-from lightning_modules.files import write_atomically
-from lightning_modules.locks import RunLock
+from lightning_modules.training.checkpoints.io import damage, remove_unfinished
+from lightning_modules.training.checkpoints.order import Candidate, check_one_run, describe, find_checkpoints
+from lightning_modules.utilities.files import write_atomically
+from lightning_modules.utilities.locks import RunLock
 
 RUN_FILE = "run.json"
 """File in the folder of a run: its id, seed and config, written once."""

@@ -22,19 +22,19 @@ from lightning.pytorch import Trainer
 
 from callbacks import DocumentScoresWriter, TokenScoresWriter
 from datamodules import DocumentCorpus, TextDataModule
-from lightning_modules import progress
-from lightning_modules.backbone import Backbone
-from lightning_modules.context_ladder import ContextLadder
-from lightning_modules.document_scores import document_scores, ladder_scores
-from lightning_modules.errors import IncompleteError
-from lightning_modules.files import BUILDING
 from lightning_modules.long_context_lm import LongContextLM
-from lightning_modules.prediction import DocumentScorer
-from lightning_modules.score_shards import SUCCESS, ScoreShards
-from lightning_modules.scored_corpus import Delivered
-from lightning_modules.token_scores import text_sha256
-from lightning_modules.tokenization import encode_document, load_tokenizer
+from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
+from lightning_modules.scoring.context_lengths import ContextLadder
+from lightning_modules.scoring.corpus_protocols import Delivered
+from lightning_modules.scoring.document_scorer import DocumentScorer
+from lightning_modules.scoring.document_scores import document_scores, ladder_scores
+from lightning_modules.scoring.score_shards import SUCCESS, ScoreShards
+from lightning_modules.scoring.token_scores import text_sha256
+from lightning_modules.utilities import progress
 from lightning_modules.utilities.collectives import gathered, patient_group
+from lightning_modules.utilities.errors import IncompleteError
+from lightning_modules.utilities.files import BUILDING
 from tests.conftest import make_text, tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -129,7 +129,7 @@ def test_a_run_goes_on_where_another_one_ended(run, documents, tmp_path, caplog)
     with pytest.MonkeyPatch.context() as patch:
         read = []
         tokenised = lambda text, *a, **k: read.append(text) or encode_document(text, *a, **k)  # noqa: E731
-        patch.setattr("datamodules.corpus_stream.encode_document", tokenised)
+        patch.setattr("datamodules.corpus.stream.encode_document", tokenised)
         run()
     assert len(read) == 3
     assert "3 documents are in" in caplog.text
@@ -346,7 +346,7 @@ def test_what_is_scored_is_kept_when_a_run_is_stopped(run, tmp_path, monkeypatch
 
 
 def test_a_document_that_is_missing_in_the_end_is_noticed(run, tmp_path, monkeypatch):
-    monkeypatch.setattr("datamodules.corpus.CorpusLoader.delivered", lambda self: Delivered(7, True, []))
+    monkeypatch.setattr("datamodules.corpus.module.CorpusLoader.delivered", lambda self: Delivered(7, True, []))
     with pytest.raises(ValueError, match="holds 6 documents, not 7"):
         run()
     assert not (tmp_path / "out" / SUCCESS).exists()
@@ -464,7 +464,7 @@ def test_the_pairs_of_a_corpus_become_files_too(run, documents, tmp_path, caplog
 
 
 def outcome(kills):
-    command = [sys.executable, "-m", "tests.corpus_runs", str(kills)]
+    command = [sys.executable, "-m", "tests.support.corpus_runs", str(kills)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"

@@ -8,15 +8,15 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch.utils.data import DataLoader
 
 from callbacks import ExternalEvaluator
-from lightning_modules import evaluator as evaluator_module
 from lightning_modules.batch import IGNORE_INDEX
-from lightning_modules.evaluator import Evaluator, score_text
 from lightning_modules.functional import long_perplexity, span_token_mask, transfer_influence
-from lightning_modules.loading import load_backbone
 from lightning_modules.long_context_lm import LongContextLM
+from lightning_modules.models.loading import load_backbone
+from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
+from lightning_modules.scoring import evaluator as evaluator_module
+from lightning_modules.scoring.evaluator import Evaluator, score_text
 from lightning_modules.scoring.key_tokens import key_spans
-from lightning_modules.token_scores import write_key_spans
-from lightning_modules.tokenization import encode_document, load_tokenizer
+from lightning_modules.scoring.token_scores import write_key_spans
 from tests.conftest import make_text
 
 SETTINGS = {"context_length": 48, "stride": 16, "alpha": 0.5, "beta": -6.0}

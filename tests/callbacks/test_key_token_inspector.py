@@ -12,11 +12,11 @@ from callbacks import ExternalEvaluator, KeyTokenInspector
 from lightning_modules.batch import IGNORE_INDEX
 from lightning_modules.functional import fit_power_law, span_token_mask
 from lightning_modules.long_context_lm import LongContextLM
+from lightning_modules.models.tokenization.tokenizer import encode_document
 from lightning_modules.scoring.key_tokens import key_spans
-from lightning_modules.token_scores import text_sha256, write_key_spans
-from lightning_modules.token_views import PositionSums
-from lightning_modules.token_views.markdown import probability
-from lightning_modules.tokenization import encode_document
+from lightning_modules.scoring.token_scores import text_sha256, write_key_spans
+from lightning_modules.visualization.tensorboard import PositionSums
+from lightning_modules.visualization.tensorboard.markdown import probability
 from tests.conftest import make_text
 
 LENGTHS = {"context_length": 48, "stride": 16}

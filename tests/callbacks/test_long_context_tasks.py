@@ -12,10 +12,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from callbacks import LongContextTasks, long_context_tasks
 from datamodules import PG19DataModule
 from lightning_modules.long_context_lm import LongContextLM
-from lightning_modules.task_evaluation.runs import put_questions
-from lightning_modules.task_evaluation.summary import summarise
+from lightning_modules.tasks.evaluation.runs import put_questions
+from lightning_modules.tasks.evaluation.summary import summarise
 from tests.conftest import make_text
-from tests.toy_tasks import GUESS, SEVERAL
+from tests.support.toy_tasks import GUESS, SEVERAL
 
 TASKS = {"tasks": [GUESS, SEVERAL], "lengths": [48, 64], "samples": 2}
 

@@ -13,13 +13,13 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from callbacks import HuggingFaceExport, TokenScoresWriter, huggingface_export
-from lightning_modules.cli import main
-from lightning_modules.export import export_checkpoint
+from lightning_modules.commands.cli.main import main
 from lightning_modules.long_context_lm import LongContextLM
-from lightning_modules.token_scores import TokenScores, text_sha256
-from lightning_modules.tokenization import encode_document, load_tokenizer
+from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
+from lightning_modules.scoring.token_scores import TokenScores, text_sha256
+from lightning_modules.training.export import export_checkpoint
 from tests.conftest import make_text, tiny_model
-from tests.distributed import run_distributed
+from tests.support.distributed import run_distributed
 
 ROOT = Path(__file__).parents[2]
 

@@ -6,7 +6,7 @@ from lightning.pytorch import Trainer
 
 from callbacks import ExternalEvaluator, KeyTokenInspector, LMEvaluationHarness, LongContextTasks
 from lightning_modules.long_context_lm import LongContextLM
-from tests.toy_tasks import GUESS, SEVERAL
+from tests.support.toy_tasks import GUESS, SEVERAL
 
 
 class NeverBuilt(LongContextLM):

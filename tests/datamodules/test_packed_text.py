@@ -17,14 +17,14 @@ from lightning import LightningDataModule
 
 import datamodules
 from datamodules import PackedTextDataModule, TextDataModule
-from datamodules.influence_writer import InfluenceWriter
-from datamodules.packing import pack_documents
-from datamodules.rows import PackedRowDataset
-from datamodules.samplers import RowSampler
-from datamodules.sources import Document, TextFolder
-from datamodules.token_store import build_token_store
+from datamodules.influence.writer import InfluenceWriter
+from datamodules.packing.packing import pack_documents
+from datamodules.packing.samplers import RowSampler
+from datamodules.packing.sequences import PackedRowDataset
+from datamodules.sources.documents import Document, TextFolder
+from datamodules.token_store.store import build_token_store
 from lightning_modules.batch import IGNORE_INDEX, batch_to
-from lightning_modules.tokenization import load_tokenizer
+from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 
 
 class Folders(PackedTextDataModule):

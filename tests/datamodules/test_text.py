@@ -15,7 +15,7 @@ import zstandard
 from lightning import LightningDataModule
 
 from datamodules import TextDataModule
-from datamodules.hub import HubDataset
+from datamodules.sources.hub import HubDataset
 
 TEXTS = ["a b c d", "e f g", "h"]
 

@@ -10,16 +10,16 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import DataLoader
 
 from lightning_modules import long_context_lm
-from lightning_modules.backbone import Backbone
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional import Weighing, long_perplexity
-from lightning_modules.loading import load_backbone
 from lightning_modules.long_context_lm import LongContextLM
+from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.loading import load_backbone
+from lightning_modules.models.tokenization.tokenizer import encode_document
 from lightning_modules.objectives import CrossEntropy, LongCE, StoredInfluence
-from lightning_modules.tokenization import encode_document
-from tests import reference
 from tests.conftest import make_text, tiny_model
-from tests.distributed import run_distributed
+from tests.support import reference
+from tests.support.distributed import run_distributed
 
 VOCABULARY = 90
 LENGTH = 40

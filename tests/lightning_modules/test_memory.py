@@ -4,8 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_modules.backbone import Backbone
-from lightning_modules.checkpointing import enable_checkpointing
 from lightning_modules.functional import (
     Weighing,
     fused_long_cross_entropy,
@@ -14,10 +12,12 @@ from lightning_modules.functional import (
     token_log_likelihood,
 )
 from lightning_modules.functional.linear_head import LinearHead
+from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.optimizations.gradient_checkpointing import enable_checkpointing
 from lightning_modules.objectives import CrossEntropy, LongCE
 from tests.conftest import tiny_model
-from tests.lightning_modules.test_backbone import packed
-from tests.memory import LiveBytes
+from tests.lightning_modules.models.test_backbone import packed
+from tests.support.memory import LiveBytes
 
 HIDDEN, VOCABULARY = 16, 3000
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from lightning_modules.batch import IGNORE_INDEX
-from lightning_modules.export import objective_facts
-from lightning_modules.export.card import _named
 from lightning_modules.objectives import Interpolated, LongCE, MutualInformation, Normalised, Scheduled, Sparse
+from lightning_modules.training.export import objective_facts
+from lightning_modules.training.export.card import _named
 from tests.conftest import tiny_model
-from tests.distributed import run_distributed
 from tests.lightning_modules.test_long_context_lm import VOCABULARY, Recorder, lm, loader, row, trainer
+from tests.support.distributed import run_distributed
 
 K, D = 8, 4
 
@@ -145,7 +145,7 @@ def test_facts_of_an_objective_in_another_one():
 
 
 def test_objectives_in_a_config(tmp_path, monkeypatch):
-    from lightning_modules.experiment_cli import LongceCLI
+    from lightning_modules.commands.cli.lightning_cli import LongceCLI
 
     (tmp_path / "objective.yaml").write_text(
         "model:\n  objective:\n    class_path: lightning_modules.objectives.Interpolated\n    init_args:\n"

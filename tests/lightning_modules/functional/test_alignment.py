@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_modules.functional import character_units, merge_spans, span_token_mask, transfer_influence, unit_spans
-from tests import reference
+from tests.support import reference
 
 
 def random_offsets(generator, length=60):

@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_modules.batch import IGNORE_INDEX
 from lightning_modules.functional import linear_head, token_log_likelihood
 from lightning_modules.functional.linear_head import LinearHead
-from tests import reference
+from tests.support import reference
 
 VOCABULARY = 57
 

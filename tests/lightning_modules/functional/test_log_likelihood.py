@@ -5,7 +5,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_modules.batch import IGNORE_INDEX
 from lightning_modules.functional import token_log_likelihood
-from tests import reference
+from tests.support import reference
 
 VOCABULARY = 29
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from lightning_modules.batch import IGNORE_INDEX
 from lightning_modules.functional import long_cross_entropy, long_perplexity
-from tests import reference
+from tests.support import reference
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from torch import nn
 
 from lightning_modules.functional import long_perplexity
 from lightning_modules.metrics import LongPerplexity
-from tests import reference
-from tests.distributed import run_distributed
+from tests.support import reference
+from tests.support.distributed import run_distributed
 
 
 def documents(count=7):

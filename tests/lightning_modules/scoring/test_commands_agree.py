@@ -12,12 +12,12 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from callbacks import ExternalEvaluator
-from lightning_modules.evaluator import Evaluator
-from lightning_modules.inspection import inspect_document
 from lightning_modules.long_context_lm import LongContextLM
-from lightning_modules.score import score
+from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
+from lightning_modules.scoring.evaluator import Evaluator
 from lightning_modules.scoring.key_tokens import document_tokens, find_key_tokens
-from lightning_modules.tokenization import encode_document, load_tokenizer
+from lightning_modules.scoring.score import score
+from lightning_modules.visualization.page import inspect_document
 from tests.conftest import tiny_model
 from tests.support.texts import LANGUAGES, TOKENIZERS, text_of
 

@@ -9,10 +9,14 @@ from hypothesis import strategies as st
 from longppl.longppl import cal_overlap, merge_intervals
 
 from callbacks import ExternalEvaluator
-from lightning_modules.evaluator import Evaluator
 from lightning_modules.functional import merge_touching_spans, scan_token_mask, transfer_influence
-from lightning_modules.inspection import inspect_document
-from lightning_modules.score import score
+from lightning_modules.models.tokenization.tokenizer import (
+    encode_document,
+    load_tokenizer,
+    tokenizer_hash,
+    untrim_offsets,
+)
+from lightning_modules.scoring.evaluator import Evaluator
 from lightning_modules.scoring.key_tokens import (
     Coverage,
     Tokens,
@@ -25,9 +29,10 @@ from lightning_modules.scoring.key_tokens import (
     measure_coverage,
     move_soft_influence,
 )
-from lightning_modules.token_scores import TokenScores
-from lightning_modules.tokenization import encode_document, load_tokenizer, tokenizer_hash, untrim_offsets
-from tests import reference
+from lightning_modules.scoring.score import score
+from lightning_modules.scoring.token_scores import TokenScores
+from lightning_modules.visualization.page import inspect_document
+from tests.support import reference
 from tests.support.texts import LANGUAGES, TOKENIZERS, text_of
 
 THRESHOLDS = {"alpha": 0.5, "beta": -3.0}

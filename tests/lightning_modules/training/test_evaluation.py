@@ -12,10 +12,10 @@ import torch
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lightning_modules.cli import main
-from lightning_modules.locks import RunLock
+from lightning_modules.commands.cli.main import main
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.training import evaluation
+from lightning_modules.utilities.locks import RunLock
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 SAVE = {
@@ -35,7 +35,7 @@ FIT = [
     "-c",
     str(CONFIGS / "base.yaml"),
     "-c",
-    str(CONFIGS / "longce_pg19.yaml"),
+    str(CONFIGS / "experiments/longce_pg19.yaml"),
     "-c",
     str(CONFIGS / "debug.yaml"),
 ]

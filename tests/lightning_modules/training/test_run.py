@@ -11,8 +11,8 @@ import pytest
 import torch
 import yaml
 
-from lightning_modules.locks import RunLock
 from lightning_modules.training.run import RUN_FILE, Run, RunMember, read_run
+from lightning_modules.utilities.locks import RunLock
 
 FORK = multiprocessing.get_context("fork")
 

@@ -1,0 +1,1 @@
+"""What is measured against the authors' code, and the paper's claims."""

@@ -1,0 +1,105 @@
+"""``longce reproduce miniature``: trains and measures what is missing, then writes the report."""
+
+import json
+import math
+import sys
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from tqdm import tqdm
+
+from benchmarks.reproduction.miniature.experiments import run_experiments
+from benchmarks.reproduction.miniature.plan import Plan, make_plan
+from benchmarks.reproduction.miniature.report import write_report
+from benchmarks.reproduction.miniature.results import Results
+from benchmarks.reproduction.miniature.settings import read_settings
+from benchmarks.reproduction.miniature.training import Laboratory, Run
+from benchmarks.reproduction.miniature.verdicts import Verdict, verdicts
+from lightning_modules.utilities.files import writable_folder
+from lightning_modules.utilities.locks import exclusive
+
+PACKAGES = ("longce", "torch", "lightning", "transformers", "numpy", "scipy", "matplotlib")
+
+
+def reproduce_miniature(
+    output: str = "runs/miniature", seeds: int = 1, config: str | None = None, text: str | None = None
+) -> Path:
+    """The paper's experiments with tiny models of a made-up language, on one CPU thread, and a report of them.
+
+    What was made before is not made again: after an interruption, or for more seeds, give the same folder.
+
+    Args:
+        output: Folder of the models and of the report.
+        seeds: Base models, with random weights of their own, that all experiments begin with.
+        config: YAML file that declares the experiments; by default ``configs/reproduce/miniature.yaml``.
+        text: Folder with ``train/*.txt`` and ``test/*.txt``, for experiments on real text
+            (``configs/reproduce/haystack.yaml``).
+
+    Returns:
+        The report, an HTML file.
+
+    Raises:
+        ValueError: If the config declares what cannot be run, or the folder cannot be written to.
+    """
+    settings = read_settings(config, text)
+    plan = make_plan(settings, seeds)
+    folder = writable_folder(Path(output), remedy="Name another folder by `--output`.")
+    torch.set_num_threads(1)  # the matrices are tiny: threads would wait for each other
+    laboratory = Laboratory(settings, folder / "runs")
+    with exclusive(folder / "runs"):
+        _make(laboratory, plan)
+    experiments = run_experiments(Results(laboratory, plan))
+    found = verdicts(experiments)
+    report = write_report(folder, experiments, found, _facts(laboratory, plan, seeds))
+    sys.stdout.write(f"{table(found)}\n\nReport: {report}\n")
+    return report
+
+
+def table(found: list[Verdict]) -> str:
+    """Verdicts as text."""
+    width = max(len(verdict.outcome) for verdict in found)
+    return "\n".join(f"{v.experiment}  {v.outcome:<{width}}  {v.claim}: {v.numbers}" for v in found)
+
+
+def _make(laboratory: Laboratory, plan: Plan) -> None:
+    runs = plan.runs
+    with tqdm(total=sum(run.steps for run in runs), unit="step", smoothing=0.05, disable=None) as bar:
+        laboratory.advance = bar.update
+        done = [run for run in runs if laboratory.is_done(run)]
+        bar.update(sum(run.steps for run in done))
+        bar.unpause()  # what was there took no time
+        bar.initial = bar.n
+        for run in runs:
+            if run not in done:
+                bar.set_description(f"{runs.index(run) + 1}/{len(runs)} {run.name}")
+                _interruptible(laboratory, run)
+
+
+def _interruptible(laboratory: Laboratory, run: Run) -> None:
+    try:
+        laboratory.make(run)
+    except SystemExit as error:  # what Lightning makes of Ctrl-C
+        raise KeyboardInterrupt from error
+
+
+def _facts(laboratory: Laboratory, plan: Plan, seeds: int) -> dict[str, Any]:
+    stored = [json.loads((laboratory.path(run) / "run.json").read_text()) for run in plan.runs]
+    return {
+        "settings": asdict(laboratory.settings),
+        "seeds": seeds,
+        "runs": len(plan.runs),
+        "corpus": laboratory.corpus.remark,
+        "parameters": _parameters(laboratory.path(plan.evaluator) / "model" / "model.safetensors"),
+        "cpu_seconds": sum(run["cpu_seconds"] for run in stored),
+        "cpu_seconds_by_run": {run["name"]: run["cpu_seconds"] for run in stored},
+        "versions": {"python": sys.version.split()[0], **{name: version(name) for name in PACKAGES}},
+    }
+
+
+def _parameters(weights: Path) -> int:
+    with safe_open(weights, framework="pt") as file:
+        return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118, no mapping

@@ -1,0 +1,236 @@
+"""What every model is asked: two likelihoods of every token of the documents, and questions about them."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from benchmarks.reproduction.miniature.settings import Corpus, Miniature, Record
+from lightning_modules.batch import IGNORE_INDEX, PackedBatch
+from lightning_modules.functional import long_perplexity, merge_spans, span_token_mask
+from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.optimizations.modes import eval_mode
+from lightning_modules.models.tokenization.tokenizer import encode_document
+from lightning_modules.scoring.evaluator import score_text
+
+_TOKENS_PER_PASS = 8192
+_WORD = re.compile(r"\S+")
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What a model says of every token of the documents.
+
+    Attributes:
+        long: ``[D, T]`` float32 log-likelihoods given everything before the token, in nats.
+        short: ``[D, T]`` float32 log-likelihoods given the short context, equal to ``long`` where there is none.
+    """
+
+    long: Tensor
+    short: Tensor
+
+    def save(self, path: Path) -> None:
+        """Write a file in a folder that is not published yet."""
+        save_file({"long": self.long.contiguous(), "short": self.short.contiguous()}, path)
+
+    @classmethod
+    def load(cls, path: Path) -> "Tokens":
+        """Read it."""
+        return cls(**load_file(path))
+
+
+@dataclass(frozen=True)
+class Masks:
+    """``[D, T]`` bool: which tokens of the documents are what; none where the token is not scored.
+
+    Attributes:
+        scored: All but the first of each document.
+        covered: Those that have a short context beside the long one.
+        far: Answers that were last said farther back than any short context reaches.
+        near: Other answers.
+        about: Words of the genre.
+        local: Local words.
+        recurring: Words of N-grams (N > 2) that stood in the document before.
+    """
+
+    scored: Tensor
+    covered: Tensor
+    far: Tensor
+    near: Tensor
+    about: Tensor
+    local: Tensor
+    recurring: Tensor
+
+
+class Examination:
+    """The documents and questions, tokenised once for all models.
+
+    Args:
+        corpus: Where they come from.
+        settings: How many, and the short context.
+    """
+
+    def __init__(self, corpus: Corpus, settings: Miniature) -> None:
+        self.settings = settings
+        self.tokenizer = corpus.tokenizer()
+        self.short_length = settings.shortest.sequence_length
+        length = settings.fine_tuning.sequence_length
+        evaluation = settings.evaluation
+        records = list(corpus.documents(evaluation.documents, length))
+        self.texts = [record.text for record in records]
+        self.documents = _stacked(self.texts, self.tokenizer)
+        self.short_documents = _stacked(
+            [record.text for record in corpus.documents(evaluation.documents, self.short_length)], self.tokenizer
+        )
+        self.reach = settings.context_length + settings.stride
+        self.masks = self._masks(records)
+        self._corpus = corpus
+        self._questions: dict[int, list[PackedBatch]] = {}
+        self._answers: dict[int, list[Tensor]] = {}
+
+    def tokens(self, backbone: Backbone) -> Tokens:
+        """Long and short log-likelihoods under the model, as `longce score` has them from an evaluator."""
+        sizes = {"context_length": self.settings.context_length, "stride": self.settings.stride}
+        with eval_mode(backbone):
+            scores = [score_text(text, backbone, self.tokenizer, **sizes) for text in self.texts]
+        return Tokens(torch.stack([score.long for score in scores]), torch.stack([score.short for score in scores]))
+
+    def right_answers(self, backbone: Backbone, length: int) -> list[float]:
+        """Share of the questions of a length that are answered right, by depth of the place of the answer.
+
+        An answer is right if each of its tokens is the likeliest of all behind those before it.
+        """
+        return [
+            _share_right(backbone, batch, answers)
+            for batch, answers in zip(self.questions(length), self._answers[length], strict=True)
+        ]
+
+    def short_perplexity(self, backbone: Backbone) -> float:
+        """Perplexity of documents as long as the shortest rows."""
+        with torch.inference_mode(), eval_mode(backbone):
+            log_likelihood = backbone(self.short_documents)
+        return float(long_perplexity(log_likelihood, self.short_documents["labels"].ne(IGNORE_INDEX)))
+
+    def loss_by_context(self, backbone: Backbone) -> list[float]:
+        """Mean loss in nats of the same last tokens of all documents, given so many tokens before them."""
+        contexts = self.settings.evaluation.contexts
+        length = self.documents["input_ids"].shape[1]
+        targets = length - max(contexts)
+        losses = []
+        with torch.inference_mode(), eval_mode(backbone):
+            for context in contexts:
+                log_likelihood = backbone(_tail(self.documents, targets + context))[:, -targets:]
+                losses.append(-float(log_likelihood.double().mean()))
+        return losses
+
+    def questions(self, length: int) -> list[PackedBatch]:
+        """Questions of so many tokens, by depth; in long ones the place is beyond any short context."""
+        if length not in self._questions:
+            evaluation = self.settings.evaluation
+            behind = self.reach if length > self.reach + 8 * evaluation.depths else 0
+            by_depth = self._corpus.questions(evaluation.questions, length, depths=evaluation.depths, behind=behind)
+            self._questions[length] = [_stacked([r.text for r in part], self.tokenizer) for part in by_depth]
+            self._answers[length] = [
+                _last_words(batch, part) for batch, part in zip(self._questions[length], by_depth, strict=True)
+            ]
+        return self._questions[length]
+
+    def _masks(self, records: Sequence[Record]) -> Masks:
+        scored = self.documents["labels"].ne(IGNORE_INDEX)
+        positions = self.documents["position_ids"]
+
+        def mask(spans: list[list[tuple[int, int]]]) -> Tensor:
+            rows = zip(self.documents["offsets"], spans, strict=True)
+            return torch.stack([span_token_mask(offsets, _spans(row)) for offsets, row in rows]) & scored
+
+        answers = mask([record.spans("answer") for record in records])
+        far = mask([record.spans("answer", farther_than=self.reach) for record in records])
+        return Masks(
+            scored=scored,
+            covered=scored & (positions >= self.reach),  # the first window sees all that the long pass sees
+            far=far,
+            near=answers & ~far,
+            about=mask([record.spans("about") for record in records]),
+            local=mask([record.spans("local") for record in records]),
+            recurring=mask([recurring_ngrams(text) for text in self.texts]),
+        )
+
+
+def recurring_ngrams(text: str, size: int = 3) -> list[tuple[int, int]]:
+    """Characters ``[start, end)`` of the words in N-grams that stood in the text before.
+
+    The words of Table 11 of Fang et al. (2025), https://arxiv.org/abs/2410.23771: whatever is in a longer N-gram that
+    recurs is in one of three words that recurs, so these are all N-grams with N > 2.
+
+    Args:
+        text: The document.
+        size: N of the shortest N-grams.
+
+    Example:
+        >>> recurring_ngrams("a b c d a b c")
+        [(8, 9), (10, 11), (12, 13)]
+    """
+    words = [(match[0], match.span()) for match in _WORD.finditer(text)]
+    seen: set[tuple[str, ...]] = set()
+    recurs = [False] * len(words)
+    for end in range(size, len(words) + 1):
+        ngram = tuple(word for word, _ in words[end - size : end])
+        if ngram in seen:
+            recurs[end - size : end] = [True] * size
+        seen.add(ngram)
+    return [span for (_, span), again in zip(words, recurs, strict=True) if again]
+
+
+def _share_right(backbone: Backbone, batch: PackedBatch, answers: Tensor) -> float:
+    """Share of rows of which all tokens in the ``[B, T]`` mask are the likeliest."""
+    rows = max(_TOKENS_PER_PASS // answers.shape[1], 1)
+    right = 0
+    with torch.inference_mode(), eval_mode(backbone):
+        for tokens, asked in zip(batch["input_ids"].split(rows), answers[:, 1:].split(rows), strict=True):
+            hidden = backbone.decoder(input_ids=tokens[:, :-1], use_cache=False).last_hidden_state
+            wrong = torch.zeros_like(asked)
+            wrong[asked] = backbone.logits(hidden[asked]).argmax(-1) != tokens[:, 1:][asked]
+            right += int((~wrong.any(dim=1)).sum())
+    return right / len(answers)
+
+
+def _last_words(batch: PackedBatch, records: Sequence[Record]) -> Tensor:
+    """``[B, T]`` bool: tokens of the answer that ends each document."""
+    starts = torch.tensor([record.spans("answer")[-1][0] for record in records])
+    return batch["offsets"][..., 0] >= starts[:, None]
+
+
+def _stacked(texts: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> PackedBatch:
+    """Documents of equal length as one batch."""
+    rows = [encode_document(text, tokenizer, add_special_tokens=True) for text in texts]
+    if len({row["input_ids"].shape[1] for row in rows}) != 1:
+        raise ValueError("The corpus must give documents of as many tokens as asked for, all of them equally many.")
+    return PackedBatch(
+        input_ids=torch.cat([row["input_ids"] for row in rows]),
+        labels=torch.cat([row["labels"] for row in rows]),
+        position_ids=torch.cat([row["position_ids"] for row in rows]),
+        document_borders=[row["document_borders"][0] for row in rows],
+        offsets=torch.cat([row["offsets"] for row in rows]),
+    )
+
+
+def _tail(batch: PackedBatch, length: int) -> PackedBatch:
+    """The last tokens of documents, as if they began there."""
+    rows = len(batch["input_ids"])
+    labels = batch["labels"][:, -length:].clone()
+    labels[:, 0] = IGNORE_INDEX
+    return PackedBatch(
+        input_ids=batch["input_ids"][:, -length:],
+        labels=labels,
+        position_ids=torch.arange(length).expand(rows, -1),
+        document_borders=[[0, length]] * rows,
+    )
+
+
+def _spans(spans: list[tuple[int, int]]) -> Tensor:
+    return merge_spans(torch.tensor(spans, dtype=torch.int64).reshape(-1, 2))

@@ -1,0 +1,264 @@
+"""What ``longce reproduce miniature`` trains and asks, as declared in its config before anything is trained."""
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import jsonargparse
+import yaml
+from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
+from lightning import LightningDataModule
+from transformers import PreTrainedTokenizerFast
+
+from lightning_modules.functional.influence import check_gamma, check_thresholds
+from lightning_modules.functional.windows import check_context
+from lightning_modules.utilities.user_modules import import_object
+
+CONFIG = Path(__file__).parents[3] / "configs" / "reproduce" / "miniature.yaml"
+
+
+class Record(Protocol):
+    """A document and what is known of its words; `datamodules.recall.RecallRecord` is one."""
+
+    @property
+    def text(self) -> str:
+        """The document."""
+        ...
+
+    def spans(self, kind: Any, *, farther_than: int = -1) -> list[tuple[int, int]]:
+        """Characters of the words of a kind (``answer``, ``about``, ``local``), said that far back last."""
+        ...
+
+
+class Corpus(Protocol):
+    """What the experiments ask of a corpus; `datamodules.recall.RecallCorpus` is one and says what arguments mean."""
+
+    @property
+    def remark(self) -> str:
+        """What results on it say and what they do not, for the report."""
+        ...
+
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        """Of all models."""
+        ...
+
+    def training_data(self, rows: int, **settings: Any) -> LightningDataModule:
+        """Rows to train on."""
+        ...
+
+    def documents(self, count: int, tokens: int) -> Iterable[Record]:
+        """Documents to measure on."""
+        ...
+
+    def questions(self, count: int, tokens: int, *, depths: int, behind: int) -> list[list[Record]]:
+        """Documents that end in an answer, by depth of the place where it was given."""
+        ...
+
+    def fingerprint(self) -> str:
+        """Changes when the text does."""
+        ...
+
+
+@dataclass(frozen=True)
+class Training:
+    """One training run.
+
+    Args:
+        sequence_length: Tokens per row.
+        rope_theta: RoPE base.
+        slot: Words from one event to the next, on average.
+        steps: Optimizer steps, or how many at most.
+        batch_size: Rows per step.
+        lr: Learning rate, constant after the warm-up.
+        warmup: Steps in which it rises.
+        second_dialect: Share of the documents in the second dialect.
+        document_rows: Rows that a document fills.
+        stop_at: Share of right answers at the run's own length that ends the run; null for all steps.
+        check_every: Steps from one look at that share to the next.
+    """
+
+    sequence_length: PositiveInt
+    rope_theta: PositiveFloat
+    slot: PositiveInt
+    steps: PositiveInt
+    batch_size: PositiveInt
+    lr: PositiveFloat
+    warmup: PositiveInt = 1
+    second_dialect: float = 0.0
+    document_rows: PositiveInt = 1
+    stop_at: float | None = None
+    check_every: PositiveInt = 50
+
+
+@dataclass(frozen=True)
+class Length:
+    """Rows of some models of the family, and their RoPE base."""
+
+    sequence_length: PositiveInt
+    rope_theta: PositiveFloat
+
+
+@dataclass(frozen=True)
+class Family:
+    """Models that differ in local quality and in range; all combinations are trained.
+
+    Args:
+        second_dialect: Shares of training documents in the dialect that is not evaluated.
+        lengths: Rows of the training.
+        extensions: RoPE bases under which the models of the shortest rows are measured besides, with no training.
+    """
+
+    second_dialect: tuple[float, ...]
+    lengths: tuple[Length, ...]
+    extensions: tuple[PositiveFloat, ...] = ()
+
+
+@dataclass(frozen=True)
+class Objectives:
+    """Runs that compare CE and LongCE on the same rows.
+
+    Args:
+        seeds: Of the rows; both objectives see the same ones.
+        steps: When models are measured.
+        cross_entropy_steps: When the models of CE are measured besides: they go on until they took as much compute.
+    """
+
+    seeds: tuple[NonNegativeInt, ...]
+    steps: tuple[PositiveInt, ...]
+    cross_entropy_steps: tuple[PositiveInt, ...] = ()
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Short contexts of a LongCE run."""
+
+    context_length: PositiveInt
+    stride: PositiveInt
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What every model is asked.
+
+    Args:
+        documents: Documents of the longest rows.
+        questions: Questions of that length, and as many of the base's.
+        depths: Parts of the document among which the places of the answers are divided.
+        contexts: Tokens before the same last ones, for the loss by context.
+    """
+
+    documents: PositiveInt
+    questions: PositiveInt
+    depths: PositiveInt
+    contexts: tuple[PositiveInt, ...]
+
+
+@dataclass(frozen=True)
+class Miniature:
+    """The whole reproduction; see ``configs/reproduce/miniature.yaml``.
+
+    Raises:
+        ValueError: If parts do not go together.
+    """
+
+    corpus: str
+    model: dict[str, Any]
+    base: Training
+    evaluator: Training
+    fine_tuning: Training
+    family: Family
+    objectives: Objectives
+    evaluation: Evaluation
+    corpus_arguments: dict[str, Any] = field(default_factory=dict)
+    context_length: PositiveInt = 64
+    stride: PositiveInt = 64
+    windows: tuple[Windows, ...] = ()
+    alphas: tuple[float, ...] = (2.0,)
+    betas: tuple[float, ...] = (-2.0,)
+    alpha: float = 2.0
+    beta: float = -2.0
+    gamma: float = 5.0
+
+    def __post_init__(self) -> None:
+        self._check_values()
+        length = self.fine_tuning.sequence_length
+        check_context(self.context_length, self.stride, length)
+        for windows in self.windows:
+            check_context(windows.context_length, windows.stride, length)
+        if max(self.evaluation.contexts, default=0) >= length:
+            raise ValueError(
+                f"`evaluation.contexts` must be below the {length} tokens of a row, got {self.evaluation.contexts}."
+            )
+        longest = max(self.evaluator.sequence_length, *(part.sequence_length for part in self.family.lengths))
+        if longest > length:
+            raise ValueError(
+                f"Documents have the {length} tokens of `fine_tuning.sequence_length`, and other rows {longest}:"
+                " raise it, or shorten those."
+            )
+
+    def _check_values(self) -> None:
+        """What would be refused, or missed, only after the models were trained."""
+        check_gamma(self.gamma)
+        for alpha, beta in ((self.alpha, self.beta), *itertools.product(self.alphas, self.betas)):
+            check_thresholds(alpha, beta)
+        needed = {
+            "family.second_dialect": self.family.second_dialect,
+            "family.lengths": self.family.lengths,
+            "objectives.seeds": self.objectives.seeds,
+            "objectives.steps": self.objectives.steps,
+            "evaluation.contexts": self.evaluation.contexts,
+            "alphas": self.alphas,
+            "betas": self.betas,
+        }
+        for name, values in needed.items():
+            if not values or len(set(values)) < len(values):
+                raise ValueError(f"`{name}` must have at least one value, and none twice, got {list(values)}.")
+
+    @property
+    def shortest(self) -> Length:
+        """The shortest rows of the family."""
+        return min(self.family.lengths, key=lambda length: length.sequence_length)
+
+    def load_corpus(self) -> Corpus:
+        """The corpus.
+
+        Raises:
+            ValueError: If there is no such class, or it cannot be made of the arguments.
+        """
+        try:
+            made_by = import_object(self.corpus)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ValueError(f"`corpus` must name a class as `module.Class`, got '{self.corpus}': {error}.") from error
+        try:
+            return cast(Corpus, made_by(**self.corpus_arguments))
+        except TypeError as error:
+            raise ValueError(
+                f"`{self.corpus}` does not take `text` or `corpus_arguments` as they are"
+                f" ({', '.join(self.corpus_arguments) or 'none'}): {error}."
+            ) from error
+
+
+def read_settings(config: str | Path | None = None, text: str | None = None) -> Miniature:
+    """The declared experiments.
+
+    Args:
+        config: YAML file with the arguments of `Miniature`; by default that of the checkout.
+        text: The argument ``text`` of the corpus.
+
+    Raises:
+        ValueError: If there is no such file, or it declares what cannot be run.
+    """
+    path = Path(config or CONFIG)
+    if not path.is_file():
+        raise ValueError(f"No file '{path}': run `longce` from a checkout, or name a config by `--config`.")
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(Miniature, "miniature")
+    try:
+        parsed = parser.parse_object({"miniature": yaml.safe_load(path.read_text(encoding="utf-8"))})
+    except jsonargparse.ArgumentError as error:
+        raise ValueError(f"'{path}': {error}") from error
+    settings = cast(Miniature, parser.instantiate(parsed).miniature)
+    arguments = settings.corpus_arguments | ({} if text is None else {"text": text})
+    return replace(settings, corpus_arguments=arguments)

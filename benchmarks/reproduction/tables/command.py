@@ -1,0 +1,263 @@
+"""``longce reproduce TABLE``: a table of the paper measured again, ours beside theirs."""
+
+import json
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jsonargparse
+from jsonargparse.typing import PositiveInt
+from lightning.pytorch import LightningDataModule
+
+from benchmarks.reproduction.tables.measuring import Measuring, select_documents
+from benchmarks.reproduction.tables.ours import ours, scored_models
+from benchmarks.reproduction.tables.published import (
+    NamedModel,
+    Table,
+    as_json,
+    find_model,
+    find_table,
+    markdown,
+    published,
+)
+from benchmarks.reproduction.tables.results import ITSELF, Result, read_results
+from benchmarks.reproduction.tables.scores import Scores, read_scores
+from benchmarks.reproduction.tables.training import CONFIGS, carry_out, script, table_runs
+from lightning_modules.models.loading import DType
+from lightning_modules.scoring.score import find_device
+from lightning_modules.utilities.files import writable_folder, write_atomically
+
+LISTS = {
+    "models": ("+", "Names, hub ids, folders or NAME=PATH; by default the models of the table."),
+    "evaluators": ("+", "Likewise; by default those of the table. Tables 1, 2 and 11 are of the first one."),
+    "merge": ("*", "Measure nothing; read these folders of results, too."),
+    "scores": ("+", "CSV or JSON files, or folders of them, with the benchmark scores of models or runs."),
+}
+"""Options that take several words."""
+
+MEASURED = ("correlation", "perplexity", "time")
+
+
+def reproduce_table(
+    table: str,
+    data: Callable[[], Any],
+    *,
+    output: str = "runs/reproduce",
+    models: list[str] | None = None,
+    evaluators: list[str] | None = None,
+    merge: list[str] | None = None,
+    scores: list[str] | None = None,
+    run: bool = False,
+    fit_options: str = "",
+    documents: PositiveInt = 50,
+    min_tokens: PositiveInt = 16384,
+    max_tokens: PositiveInt = 32767,
+    context_length: PositiveInt = 4096,
+    stride: PositiveInt = 1024,
+    gamma: float = 5.0,
+    dtype: DType = "bfloat16",
+    attn_implementation: str = "auto",
+    device: str = "auto",
+    cache_dir: str | None = None,
+    trust_remote_code: bool = False,
+) -> list[str]:
+    """Measure what a table of the paper reports, and print ours beside it.
+
+    Args:
+        table: Its name: ``table1`` to ``table12``, or ``table5-package``.
+        data: Makes the data module whose test documents are measured on; counts tokens as it does.
+        output: Folder of results; what is there is not measured again, what failed is tried again.
+        models: Names, hub ids, folders or NAME=PATH; by default the models of the table.
+        evaluators: Likewise; by default those of the table. Tables 1, 2 and 11 are of the first one.
+        merge: Measure nothing: read the results here, beside those in `output`.
+        scores: Files with the benchmark scores of models or runs, as `longce correlate` reads them. Perplexities in
+            them are left out.
+        run: Train the models of the table, and export them, instead of printing the commands.
+        fit_options: Further options of ``longce fit`` for each training, such as "-c configs/strategies/fsdp.yaml".
+        documents: Documents to measure on.
+        min_tokens: Shorter documents are passed over.
+        max_tokens: Tokens kept of each document.
+        context_length: Length K of the shortest short context, in the evaluator's tokens.
+        stride: Number d of tokens that share one short window.
+        gamma: Largest soft influence.
+        dtype: Of the weights of all models; ``auto`` keeps the stored one.
+        attn_implementation: Of all models, as in transformers; ``auto`` is flash attention where it is installed.
+        device: Such as ``cuda:0`` or ``cpu``; ``auto`` is the first GPU, if there is one.
+        cache_dir: Folder of the evaluators' stored scores; by default in ``$LONGCE_CACHE`` or ``~/.cache/longce``.
+        trust_remote_code: Run code from the models' repositories; off unless you trust it.
+
+    Returns:
+        What failed, a line for each.
+
+    Raises:
+        ValueError: If the table, a model, a score or a number is not to be used, or results do not belong together.
+    """
+    chosen = find_table(table)
+    known = read_scores(scores or [])
+    folder = Path(output).expanduser()
+    others = [_existing(name) for name in merge or []]
+    writable_folder(folder, remedy="Name another one by `--output`.")
+    if chosen.kind == "training":
+        runs = table_runs(chosen, folder.absolute(), shlex.split(fit_options))
+        if not run and scores is None:
+            sys.stdout.write(script(runs, chosen))
+            return []
+        return [*(carry_out(runs) if run else []), *_report(chosen, {}, known, [folder])]
+    if run or fit_options:
+        raise ValueError(f"{table} has no models to train: leave out `run` and `fit_options`.")
+    wanted, judges = _wanted(chosen, models, evaluators)
+    if merge is None and chosen.kind in MEASURED:
+        loading = {"dtype": dtype, "attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
+        place, module = find_device(device), data()
+        texts = select_documents(
+            module.source("test"), module.tokenizer, count=documents, min_tokens=min_tokens, max_tokens=max_tokens
+        )
+        measuring = Measuring(texts, folder, place, loading, context_length, stride, gamma, cache_dir)
+        measuring.measure(_pending(folder, measuring.settings, wanted, judges), judges)
+    results = read_results([folder, *others])
+    if models is not None or merge is None:
+        names = {model.name for model in wanted}
+        results = {key: result for key, result in results.items() if key[0] in names}
+    concerned = set(judges) or {ITSELF}
+    if merge is not None and evaluators is None and chosen.kind == "perplexity" and judges:
+        concerned = {evaluator for _, evaluator in results} - {ITSELF}
+    return _report(chosen, results, known, [folder, *others], [*judges, *sorted(concerned - set(judges))])
+
+
+def _existing(name: str) -> Path:
+    folder = Path(name).expanduser()
+    if not (folder / "results").is_dir():
+        raise ValueError(f"No results in '{name}': `merge` takes the folders that were `output` elsewhere.")
+    return folder
+
+
+def _wanted(
+    table: Table, models: Sequence[str] | None, evaluators: Sequence[str] | None
+) -> tuple[list[NamedModel], dict[str, NamedModel]]:
+    """Models and evaluators; no evaluator means that each model is its own."""
+    if table.kind not in MEASURED:
+        return [], {}
+    rows = find_table("table5").rows if table.kind == "correlation" else table.rows
+    wanted = [find_model(word) for word in (rows if models is None else models)]
+    defaults = table.evaluators or tuple(column for column in table.columns if column in published()["models"])
+    if not defaults and evaluators:
+        raise ValueError(f"In {table.name} each model is its own evaluator: leave `evaluators` out.")
+    judges = {judge.name: judge for judge in map(find_model, evaluators or defaults)}
+    for kind, named in (("models", wanted), ("evaluators", list(judges.values()))):
+        if len({model.name for model in named}) < max(len(named), 1 if kind == "models" else 0):
+            raise ValueError(f"`{kind}` must be different names, got {[model.name for model in named]}.")
+    return wanted, judges
+
+
+def _pending(
+    folder: Path, settings: dict[str, Any], models: Sequence[NamedModel], judges: dict[str, NamedModel]
+) -> list[tuple[NamedModel, list[str]]]:
+    """Models with the evaluators whose results are missing or failed.
+
+    Raises:
+        ValueError: If a result there is of another model by the same name, or of other settings.
+    """
+    there = read_results([folder], settings)
+    pending = []
+    for model in models:
+        missing = []
+        for name in judges or (ITSELF,):
+            result = there.get((model.name, name))
+            if result is None or result.failure is not None:
+                missing.append(name)
+                continue
+            paths = {"model_path": model.path, "evaluator_path": judges[name].path if judges else model.path}
+            for key, path in paths.items():
+                if result.made_by[key] != path:
+                    raise ValueError(
+                        f"In '{folder}' the {key.removesuffix('_path')} of '{model.name}' by '{name}' is"
+                        f" '{result.made_by[key]}', and now '{path}'. Give it another name (NAME=PATH), or another"
+                        " `output`."
+                    )
+        if missing:
+            pending.append((model, missing))
+    return pending
+
+
+def _report(
+    table: Table,
+    results: dict[tuple[str, str], Result],
+    scores: Scores,
+    folders: Sequence[Path],
+    evaluators: Sequence[str] = (),
+) -> list[str]:
+    """Print and write the table; what failed comes back."""
+    if table.kind == "correlation":
+        table = replace(table, evaluators=tuple(evaluators))
+    cells = ours(table, results, scores, folders)
+    text, content = markdown(table, cells), as_json(table, cells)
+    if table.kind == "correlation":
+        over = scored_models(table, results, scores)
+        text += (
+            f"\nOurs are by {evaluators[0]}, over {len(over)} models: {', '.join(over) or 'give their `--scores`'}.\n"
+        )
+        content |= {"evaluator": evaluators[0], "models": over}
+    failed = [
+        f"{model} by {evaluator}: {result.failure}"
+        for (model, evaluator), result in results.items()
+        if result.failure is not None and evaluator in evaluators
+    ]
+    text += "".join(f"\nNot measured: {line}\n" for line in failed)
+    content |= {"failed": failed}
+    write_atomically(folders[0] / f"{table.name}.md", text.encode())
+    write_atomically(folders[0] / f"{table.name}.json", (json.dumps(content, indent=1) + "\n").encode())
+    sys.stdout.write(text)
+    return failed
+
+
+def list_tables() -> str:
+    """Names and titles of all tables, a line for each."""
+    return "".join(f"{name:<15} {entry['title']}\n" for name, entry in published()["tables"].items())
+
+
+def reproduce_table_command(arguments: Sequence[str]) -> None:
+    """Run ``longce reproduce TABLE``; exits with 1 if a model could not be measured or trained.
+
+    Args:
+        arguments: ``reproduce`` and the words behind it.
+    """
+    if "--list" in arguments:
+        sys.stdout.write(list_tables())
+        return
+    description = (reproduce_table.__doc__ or "").partition("\n\n")[
+        0
+    ] + " `--list` lists the tables; `longce reproduce miniature` is a command of its own."
+    parser = jsonargparse.ArgumentParser(
+        prog="longce reproduce",
+        description=description,
+        default_config_files=[str(CONFIGS / "reproduce" / "tables.yaml")],
+    )
+    parser.add_argument("-c", "--config", action="config", help="YAML file with options of this command.")
+    parser.add_function_arguments(reproduce_table, skip={"data", "run", *LISTS}, as_positional=True)
+    for name, (count, text) in LISTS.items():
+        parser.add_argument(f"--{name}", nargs=count, type=str, help=text)
+    parser.add_argument(
+        "--run", action="store_true", help="Train the models of the table and export them, do not print how."
+    )
+    parser.add_subclass_arguments(LightningDataModule, "data", help="Its test documents are measured on.")
+    options = parser.parse_args(list(arguments[1:]))
+    data = options.pop("data")
+    values = options.as_dict()
+    for name in ("config", "__default_config__"):
+        values.pop(name, None)
+    if reproduce_table(**values, data=lambda: _data_module(data)):
+        sys.exit(1)
+
+
+def _data_module(settings: Any) -> Any:
+    if settings is None:
+        raise ValueError("There are no documents to measure on: name a data module by `--data`.")
+    parser = jsonargparse.ArgumentParser()
+    parser.add_subclass_arguments(LightningDataModule, "data")
+    module = parser.instantiate(jsonargparse.Namespace(data=settings)).data
+    if not callable(getattr(module, "source", None)):
+        raise ValueError(f"`data` has no documents to measure on: {type(module).__name__}.")
+    return module

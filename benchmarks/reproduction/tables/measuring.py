@@ -1,0 +1,242 @@
+"""Scores models on the documents of the paper, one result file for each model and evaluator."""
+
+import hashlib
+import logging
+import math
+import platform
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import transformers
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerFast
+
+from benchmarks.reproduction.tables.ngrams import repeated_ngram_spans
+from benchmarks.reproduction.tables.published import NamedModel
+from benchmarks.reproduction.tables.results import ITSELF, DocumentResult, Result, reason
+from benchmarks.reproduction.tables.times import EvaluatorTimes
+from lightning_modules.batch import IGNORE_INDEX, PackedBatch
+from lightning_modules.functional import span_token_mask
+from lightning_modules.models.identity import model_identity
+from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
+from lightning_modules.scoring.evaluator import Evaluator
+from lightning_modules.scoring.key_tokens import document_tokens, find_key_tokens, move_soft_influence
+from lightning_modules.scoring.score import ScoredModel
+from lightning_modules.scoring.token_scores import TokenScores, text_sha256
+
+THRESHOLDS = ((2.0, -2.0), (2.0, -1.0), (1.0, -2.0), (1.0, -1.0), (2.0, -math.inf))
+"""alpha and beta of Table 2; the last drops the criterion of LCL (Figure 9)."""
+
+log = logging.getLogger(__name__)
+
+
+class Text(NamedTuple):
+    """A document to measure on."""
+
+    name: str
+    text: str
+
+
+class _Document(Protocol):
+    @property
+    def name(self) -> str: ...
+    @property
+    def text(self) -> str: ...
+
+
+def select_documents(
+    source: Iterable[_Document], tokenizer: PreTrainedTokenizerFast, *, count: int, min_tokens: int, max_tokens: int
+) -> list[Text]:
+    """The first documents of a source that are long enough, cut where they are too long.
+
+    Args:
+        source: Documents with ``name`` and ``text``.
+        tokenizer: In whose tokens lengths are counted, without special tokens.
+        count: Documents to take.
+        min_tokens: Shorter documents are passed over.
+        max_tokens: Tokens to keep.
+
+    Raises:
+        ValueError: If there are too few long documents, or the lengths contradict each other.
+    """
+    if not 1 <= min_tokens <= max_tokens:
+        raise ValueError(f"`min_tokens` must be from 1 to `max_tokens`, got {min_tokens} and {max_tokens}.")
+    texts: list[Text] = []
+    for document in source:
+        offsets = tokenizer.backend_tokenizer.encode(document.text, add_special_tokens=False).offsets
+        if len(offsets) >= min_tokens:
+            end = len(document.text) if len(offsets) <= max_tokens else offsets[max_tokens - 1][1]
+            texts.append(Text(document.name, document.text[:end]))
+        if len(texts) == count:
+            return texts
+    raise ValueError(
+        f"Only {len(texts)} of the documents have {min_tokens:,} tokens, and {count} are wanted: lower `documents` or"
+        " `min_tokens`, or name other data."
+    )
+
+
+def threshold_name(alpha: float, beta: float) -> str:
+    """How a measure by key tokens is called in results."""
+    return f"alpha={alpha:g} beta={beta:g}" if math.isfinite(beta) else f"alpha={alpha:g} without LCL"
+
+
+def influences(document: PackedBatch, scores: TokenScores, *, gamma: float) -> dict[str, Tensor]:
+    """Every influence of the tables for the tokens of a model, given what the evaluator says of the text.
+
+    Args:
+        document: One row of the model's tokens.
+        scores: Of the same text, by the evaluator.
+        gamma: Largest soft influence.
+
+    Returns:
+        ``[1, T]`` weights by measure, 0 where a token is not scored: ``perplexity``, ``ngram``, ``soft`` and one for
+        each pair of thresholds.
+    """
+    tokens, scored = document_tokens(document), document["labels"].ne(IGNORE_INDEX)
+    found = {
+        "perplexity": scored,
+        "ngram": span_token_mask(tokens.offsets, repeated_ngram_spans(document["text"][0])) & scored,
+        "soft": move_soft_influence(scores, tokens, gamma=gamma) * scored,
+    }
+    for alpha, beta in THRESHOLDS:
+        found[threshold_name(alpha, beta)] = find_key_tokens(scores, tokens, alpha=alpha, beta=beta).mask & scored
+    return found
+
+
+def weighted_sums(log_likelihood: Tensor, weights: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
+    """For each influence ``[1, T]`` the sum of it times the log-likelihood, in nats, and its own sum; in float64."""
+    exact = log_likelihood.double()
+    return {name: (float((exact * weight).sum()), float(weight.double().sum())) for name, weight in weights.items()}
+
+
+@dataclass
+class Measuring:
+    """The documents, the settings, and where results go.
+
+    Attributes:
+        texts: The documents.
+        output: Folder of results.
+        device: Where models run.
+        loading: ``dtype``, ``attn_implementation`` and ``trust_remote_code`` of all models.
+        context_length: Length K of the shortest short context, in the evaluator's tokens.
+        stride: Number d of tokens that share one short window.
+        gamma: Largest soft influence.
+        cache_dir: Folder of the evaluators' stored scores.
+    """
+
+    texts: Sequence[Text]
+    output: Path
+    device: torch.device
+    loading: dict[str, Any]
+    context_length: int = 4096
+    stride: int = 1024
+    gamma: float = 5.0
+    cache_dir: str | None = None
+    settings: dict[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        hashes = "".join(text_sha256(text) for _, text in self.texts)
+        self.settings = {
+            "documents": len(self.texts),
+            "documents_sha256": hashlib.sha256(hashes.encode()).hexdigest(),
+            "context_length": self.context_length,
+            "stride": self.stride,
+            "gamma": self.gamma,
+            "dtype": self.loading["dtype"],
+        }
+
+    def measure(
+        self, pending: Sequence[tuple[NamedModel, Sequence[str]]], evaluators: Mapping[str, NamedModel]
+    ) -> list[Result]:
+        """Measure what is pending and write a file for each as soon as it is done.
+
+        Evaluators go first, one at a time; what they say is kept on disk and serves all models. Whoever fails is
+        recorded with the reason, and the next one goes on.
+
+        Args:
+            pending: Models, each with the names of the evaluators whose results are missing.
+            evaluators: By name, those that are not the model itself.
+
+        Returns:
+            The results that failed.
+        """
+        wanted = dict.fromkeys(name for _, names in pending for name in names if name != ITSELF)
+        judges = {name: self._judge(evaluators[name]) for name in wanted}
+        failed = []
+        for model, names in pending:
+            for result in self._measure_model(model, names, judges):
+                result.save(self.output)
+                if result.failure is not None:
+                    log.error("%s by %s: %s", result.model, result.evaluator, result.failure)
+                    failed.append(result)
+        return failed
+
+    def _judge(self, named: NamedModel) -> Evaluator | str:
+        """An evaluator that has scored all documents, or why it could not."""
+        try:
+            judge = Evaluator(
+                named.path,
+                context_length=self.context_length,
+                stride=self.stride,
+                cache_dir=self.cache_dir,
+                **self.loading,
+            )
+            times = EvaluatorTimes(named.name, self.settings)
+            for name, text in tqdm(self.texts, desc=f"evaluator {named.name}", unit="document", disable=None):
+                stored = judge.path(text_sha256(text)).is_file()
+                started = time.perf_counter()
+                judge.scores(text, device=self.device, name=name)
+                times.add(None if stored else time.perf_counter() - started)
+            judge.release()
+        except Exception as error:  # whatever a model's own code may raise: others shall go on
+            return reason(error)
+        times.save(self.output)
+        return judge
+
+    def _measure_model(
+        self, model: NamedModel, names: Sequence[str], judges: Mapping[str, Evaluator | str]
+    ) -> list[Result]:
+        found = {name: self._judge(model) if name == ITSELF else judges[name] for name in names}
+        results = [Result(model.name, name, self.settings) for name in names]
+        try:
+            identity = model_identity(model.path, trust_remote_code=self.loading["trust_remote_code"])
+            working = [result for result in results if isinstance(found[result.evaluator], Evaluator)]
+            self._score(model, working, {name: judge for name, judge in found.items() if isinstance(judge, Evaluator)})
+        except Exception as error:
+            for result in results:
+                result.failure, result.documents = reason(error), []
+            return results
+        for result in results:
+            judge = found[result.evaluator]
+            result.made_by = {"model_path": model.path, "model": identity, **_machine(self.device)}
+            if isinstance(judge, Evaluator):
+                result.made_by |= {"evaluator_path": judge.name, "evaluator": judge.identity}
+            else:
+                result.failure = f"evaluator: {judge}"
+        return results
+
+    def _score(self, model: NamedModel, results: Sequence[Result], judges: Mapping[str, Evaluator]) -> None:
+        """One pass of the model over each document serves all evaluators."""
+        if not results:
+            return
+        tokenizer = load_tokenizer(model.path, trust_remote_code=self.loading["trust_remote_code"])
+        scored = ScoredModel(model.path, self.device, self.loading)
+        for name, text in tqdm(self.texts, desc=model.name, unit="document", disable=None):
+            document = encode_document(text, tokenizer, name=name)
+            started = time.perf_counter()
+            log_likelihood = scored.log_likelihood(document)
+            seconds = time.perf_counter() - started
+            for result in results:
+                weights = influences(document, judges[result.evaluator].scores(text, name=name), gamma=self.gamma)
+                sums = weighted_sums(log_likelihood, weights)
+                result.documents.append(DocumentResult(name, document["labels"].numel(), seconds, sums))
+
+
+def _machine(device: torch.device) -> dict[str, str]:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    return {"device": name, "torch": torch.__version__, "transformers": transformers.__version__}

@@ -1,0 +1,124 @@
+"""The cells of our tables, from results, times and benchmark scores."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.reproduction.tables.published import Cells, Table
+from benchmarks.reproduction.tables.results import ITSELF, Result
+from benchmarks.reproduction.tables.scores import Scores, without_steps
+from benchmarks.reproduction.tables.times import mean_seconds, read_times
+
+DEFAULT = "alpha=2 beta=-2"
+Results = Mapping[tuple[str, str], Result]
+
+
+def ours(table: Table, results: Results, scores: Scores, folders: Sequence[Path]) -> Cells:
+    """What is known of the cells of a table.
+
+    Args:
+        table: The paper's.
+        results: Of models and evaluators; failed ones count for nothing.
+        scores: Of benchmarks, by model or run.
+        folders: Of results, for the times of evaluators.
+    """
+    good = {key: result for key, result in results.items() if result.failure is None}
+    if table.kind == "training":
+        return training_cells(table, scores)
+    if table.kind == "longeval":
+        return _longeval_cells(table, scores)
+    if table.kind == "correlation":
+        return correlation_cells(table, good, scores)
+    return _finite(_time_cells(table, good, folders) if table.kind == "time" else _perplexity_cells(table, good))
+
+
+def correlation_cells(table: Table, results: Results, scores: Scores) -> Cells:
+    """Pearson correlation of measures and benchmark scores, over the models that have both, if they are 3 or more."""
+    cells: Cells = {}
+    chosen = {model: result for (model, evaluator), result in results.items() if evaluator in table.evaluators[:1]}
+    for row, measure in table.measures.items():
+        values = {model: result.value(measure, table.average) for model, result in chosen.items()}
+        for column in table.columns:
+            pairs = [
+                (value, scores[model][column])
+                for model, value in values.items()
+                if math.isfinite(value) and column in scores.get(model, {})
+            ]
+            if len(pairs) >= 3:
+                cells[row, column] = float(np.corrcoef(np.array(pairs).T)[0, 1])
+    return _finite(cells)
+
+
+def scored_models(table: Table, results: Results, scores: Scores) -> list[str]:
+    """The models that correlations are over, at most."""
+    return sorted(
+        model
+        for (model, evaluator), result in results.items()
+        if evaluator in table.evaluators[:1] and result.failure is None and scores.get(model)
+    )
+
+
+def training_cells(table: Table, scores: Scores) -> Cells:
+    """Scores of runs after some steps, the differences between runs, and averages over all tasks of a table."""
+    cells: Cells = {}
+    for row in table.rows:
+        for column in table.columns:
+            benchmark, steps = without_steps(column)
+            run = table.runs.get(row, row)
+            name = run if steps is None else f"{run}-{steps}"
+            if benchmark in scores.get(name, {}):
+                cells[row, column] = scores[name][benchmark]
+    _average(table, cells)
+    for row, (more, less) in table.gains.items():
+        for column in table.columns:
+            if (more, column) in cells and (less, column) in cells:
+                cells[row, column] = cells[more, column] - cells[less, column]
+    return cells
+
+
+def _average(table: Table, cells: Cells) -> None:
+    tasks = [column for column in table.columns if column != "Avg."]
+    for row in table.rows if "Avg." in table.columns else ():
+        values = [cells.get((row, column), math.nan) for column in tasks]
+        mean = math.fsum(values) / len(values)
+        if math.isfinite(mean):
+            cells.setdefault((row, "Avg."), mean)
+
+
+def _perplexity_cells(table: Table, results: Results) -> Cells:
+    cells: Cells = {}
+    for (model, evaluator), result in results.items():
+        if "PPL" in table.columns and evaluator != ITSELF:
+            cells[model, evaluator] = result.value(DEFAULT, table.average)
+            cells.setdefault((model, "PPL"), result.value("perplexity", table.average))
+        elif "PPL" not in table.columns and evaluator == ITSELF:
+            cells[model, "LongPPL"] = result.value(DEFAULT, table.average)
+    return cells
+
+
+def _time_cells(table: Table, results: Results, folders: Sequence[Path]) -> Cells:
+    cells: Cells = {}
+    for (model, evaluator), result in results.items():
+        seconds = mean_seconds([document.seconds for document in result.documents])
+        cells.setdefault((model, "PPL"), seconds)
+        if evaluator != ITSELF:
+            cells[model, f"LongPPL ({evaluator})"] = cells[model, "PPL"] + read_times(folders, evaluator)
+    return cells
+
+
+def _longeval_cells(table: Table, scores: Scores) -> Cells:
+    """Accuracies by prompt length; the perplexities of answers are not measured here."""
+    cells: Cells = {}
+    for row in table.rows:
+        model, _, quantity = row.partition(": ")
+        known = scores.get(model, {}) if quantity == "LongEval accuracy" else {}
+        cells |= {
+            (row, length): known[f"LongEval {length}"] for length in table.columns if f"LongEval {length}" in known
+        }
+    return cells
+
+
+def _finite(cells: Cells) -> Cells:
+    return {place: value for place, value in cells.items() if math.isfinite(value)}

@@ -1,0 +1,152 @@
+"""Results as files: one for each model and evaluator, written when it is done, read from any number of folders."""
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning_modules.utilities.files import write_atomically
+
+FORMAT = "longce-reproduce-1"
+ITSELF = "itself"
+"""Name of the evaluator that is the model in question (Table 6)."""
+
+
+@dataclass
+class DocumentResult:
+    """What one model makes of one document.
+
+    Attributes:
+        name: Of the document.
+        tokens: Of the model, the first included.
+        seconds: Of the model's pass over it.
+        sums: For each measure the sum of influence times log-likelihood, in nats, and the sum of the influence.
+    """
+
+    name: str
+    tokens: int
+    seconds: float
+    sums: dict[str, tuple[float, float]]
+
+
+@dataclass
+class Result:
+    """What one model makes of all documents, with the key tokens of one evaluator; or why it could not.
+
+    Attributes:
+        model: Name of the model in tables.
+        evaluator: Name of the evaluator in tables, or `ITSELF`.
+        settings: What numbers depend on besides these two; results are only put together if they are equal.
+        made_by: Paths and identities of both, versions and device: what to look at when numbers differ.
+        documents: One entry for each.
+        failure: Why there are none.
+    """
+
+    model: str
+    evaluator: str
+    settings: dict[str, Any]
+    made_by: dict[str, Any] = field(default_factory=dict)
+    documents: list[DocumentResult] = field(default_factory=list)
+    failure: str | None = None
+
+    def value(self, measure: str, average: Literal["documents", "tokens"]) -> float:
+        """A perplexity of the corpus.
+
+        Args:
+            measure: Name of the influence.
+            average: ``tokens`` takes the exponential of the mean over all tokens; ``documents`` the mean of each
+                document's perplexity, weighted by its sum of influence, as the authors' code did before version 0.3.0.
+
+        Returns:
+            NaN if no token has influence.
+        """
+        sums = [entry.sums[measure] for entry in self.documents if measure in entry.sums]
+        sums = [(total, weight) for total, weight in sums if weight > 0]
+        if not sums:
+            return math.nan
+        weights = math.fsum(weight for _, weight in sums)
+        if average == "tokens":
+            return math.exp(-math.fsum(total for total, _ in sums) / weights)
+        return math.fsum(weight * math.exp(-total / weight) for total, weight in sums) / weights
+
+    def save(self, folder: Path) -> None:
+        """Write the file in one step; a failure here leaves what another machine has measured meanwhile."""
+        path = result_path(folder, self.model, self.evaluator)
+        if self.failure is None or not path.exists() or read_result(path).failure is not None:
+            content = {"format": FORMAT, **asdict(self)}
+            write_atomically(path, (json.dumps(content, indent=1) + "\n").encode())
+
+
+def result_path(folder: Path, model: str, evaluator: str) -> Path:
+    """Where a result lies in a folder of results."""
+    return folder / "results" / file_name(model) / f"{file_name(evaluator)}.json"
+
+
+def file_name(name: str) -> str:
+    """A name as part of a path; other names give other parts."""
+    plain = re.sub(r"[^\w.+-]+", "-", name)
+    safe = plain == name and not name.startswith(".")
+    return name if safe else f"{plain.strip('-.')}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+
+
+def read_result(path: Path) -> Result:
+    """Read one file.
+
+    Raises:
+        ValueError: If it is no result.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content.pop("format") != FORMAT:
+            raise ValueError("another format")
+        content["documents"] = [DocumentResult(**entry) for entry in content["documents"]]
+        return Result(**content)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"'{path}' is no result of `longce reproduce` ({error}). Delete it to measure again."
+        ) from error
+
+
+def read_results(folders: Iterable[Path], settings: dict[str, Any] | None = None) -> dict[tuple[str, str], Result]:
+    """All results of some folders, by model and evaluator.
+
+    Where two folders have the same, one that succeeded goes before one that failed, then the folder named first.
+
+    Args:
+        folders: Of this machine and of others.
+        settings: What they must have been measured with; by default what the first one was.
+
+    Raises:
+        ValueError: If two were measured with different settings, or a file is no result.
+    """
+    found: dict[tuple[str, str], Result] = {}
+    origin = "this command"
+    for folder in folders:
+        for path in sorted((folder / "results").glob("*/*.json")):
+            result = read_result(path)
+            if settings is None:
+                settings, origin = result.settings, f"'{path}'"
+            _check_settings(result.settings, settings, path, origin)
+            key = (result.model, result.evaluator)
+            if key not in found or (found[key].failure is not None and result.failure is None):
+                found[key] = result
+    return found
+
+
+def reason(error: BaseException) -> str:
+    """One line that says what went wrong."""
+    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
+
+
+def _check_settings(ours: dict[str, Any], expected: dict[str, Any], path: Path, origin: str) -> None:
+    for name in sorted({*ours, *expected}):
+        if ours.get(name) != expected.get(name):
+            raise ValueError(
+                f"'{path}' was measured with `{name}` = {ours.get(name)!r}, and {origin} has"
+                f" {expected.get(name)!r}: these numbers do not belong in one table. Give another `output`, or the same"
+                " settings."
+            )

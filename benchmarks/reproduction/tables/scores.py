@@ -1,0 +1,78 @@
+"""Benchmark scores from result files, under the names of the paper's tables."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.reproduction.tables.published import find_model, published
+from lightning_modules.commands.correlate.result_files import is_perplexity, read_results
+
+Scores = dict[str, dict[str, float]]
+"""By model or run, and by benchmark."""
+
+SCORED = ("correlation", "training")
+STEPS = (50, 100, 200)
+
+
+def read_scores(paths: Sequence[str]) -> Scores:
+    """Read benchmark scores of models and runs, under the names that the tables have for them.
+
+    Perplexities are left out, as `reproduce` measures them itself; so are scores of ``longce evaluate`` and ``longce
+    harness`` that no table has.
+
+    Args:
+        paths: As in `lightning_modules.commands.correlate.result_files.read_results`; benchmarks are named as in the
+            tables (``LongBench``, ``MMLU``, ..).
+
+    Raises:
+        ValueError: If a file cannot be read, a benchmark is in no table, a score is not a finite number, or two files
+            give different scores for the same benchmark.
+    """
+    scores: Scores = {}
+    for entry in read_results(paths):
+        for benchmark, value in entry.values.items():
+            # Results of this project hold much that no table has; a file written by hand may have a mistyped name.
+            if not is_perplexity(benchmark) and (not entry.ours or benchmark in benchmarks()):
+                _add(scores, entry.place, _last_part(entry.model), benchmark, value)
+    return scores
+
+
+def benchmarks() -> set[str]:
+    """Names of scores: columns without their numbers of steps, and ``LongEval 2k``, .. by prompt length (Table 9)."""
+    columns = {
+        column for table in published()["tables"].values() if table["kind"] in SCORED for column in table["columns"]
+    }
+    by_length = {f"LongEval {length}" for length in published()["tables"]["table9"]["columns"]}
+    return {without_steps(column)[0] for column in columns} | by_length
+
+
+def without_steps(column: str) -> tuple[str, int | None]:
+    """``LongBench 50`` is the score ``LongBench`` after 50 steps; other columns have no number of steps."""
+    name, _, steps = column.rpartition(" ")
+    return (name, int(steps)) if name and steps.isdigit() and int(steps) in STEPS else (column, None)
+
+
+def _last_part(model: str) -> str:
+    """Of a folder, which is named after its run; hub ids stay."""
+    return Path(model).name if Path(model).expanduser().is_dir() else model
+
+
+def _add(scores: Scores, place: str, name: str, benchmark: str, score: float) -> None:
+    if benchmark not in benchmarks():
+        raise ValueError(f"{place}: '{benchmark}' is in no table. There are: {', '.join(sorted(benchmarks()))}.")
+    if not math.isfinite(score):
+        raise ValueError(f"{place}: the score of '{name}' in {benchmark} must be a finite number, got {score}.")
+    entries = scores.setdefault(_row(name), {})
+    if entries.setdefault(benchmark, score) != score:
+        raise ValueError(
+            f"{place}: '{name}' has {score} in {benchmark}, and {entries[benchmark]} in another file or line."
+            " Leave one of them out."
+        )
+
+
+def _row(name: str) -> str:
+    """Under which name tables have the model; names of runs, and of models of the user's own, stay."""
+    try:
+        return find_model(name).name
+    except ValueError:
+        return name

@@ -1,0 +1,129 @@
+"""The commands behind the tables of trained models: fit, export, and what they will take."""
+
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.reproduction.tables.published import Table, published
+from benchmarks.reproduction.tables.results import reason
+from benchmarks.reproduction.tables.scores import STEPS, without_steps
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command of ``longce``, and the path that is there once it is done."""
+
+    words: tuple[str, ...]
+    done: Path
+
+    def __str__(self) -> str:
+        return shlex.join(("longce", *self.words))
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training run of the paper.
+
+    Attributes:
+        name: Such as ``A-LongCE``.
+        steps: After which its weights are measured.
+        output: Folder under which it and its exports lie.
+        options: Further words for ``longce fit``, which have the last word.
+    """
+
+    name: str
+    steps: tuple[int, ...]
+    output: Path
+    options: tuple[str, ...] = ()
+
+    def settings(self) -> tuple[str, ...]:
+        """Configs and options, as `fit` and `plan` take them."""
+        entry = published()["runs"][self.name]
+        layers = ("base", *(f"experiments/{name}" for name in entry["configs"]))
+        words = [word for layer in layers for word in ("-c", f"configs/{layer}.yaml")]
+        words += [word for key, value in entry.get("options", {}).items() for word in (f"--{key}", str(value))]
+        return (*words, *self.options)
+
+    def fit(self) -> Step:
+        """Train, or go on where an earlier start ended: the run has a folder of its own."""
+        logger = {"save_dir": str(self.output), "name": "runs", "version": self.name}
+        words = [word for key, value in logger.items() for word in (f"--trainer.logger.init_args.{key}", value)]
+        # One run serves all steps: after the warm-up the learning rate is constant.
+        return Step(("fit", *self.settings(), *words, "--ckpt_path", "last"), self.weights(max(self.steps)))
+
+    def plan(self) -> str:
+        """What says how long it takes, and how much memory."""
+        return shlex.join(("longce", "plan", *self.settings(), "--gpu", "A100-80", "--gpus", "8"))
+
+    def exports(self) -> list[Step]:
+        """The models after some steps as folders."""
+        steps = [(self.weights(step), self.output / "models" / f"{self.name}-{step}") for step in self.steps]
+        return [Step(("export", str(weights), str(folder)), folder / "config.json") for weights, folder in steps]
+
+    def weights(self, step: int) -> Path:
+        """Where `fit` leaves the weights after a step."""
+        return self.output / "runs" / self.name / "checkpoints" / f"weights-{step}.ckpt"
+
+
+def table_runs(table: Table, output: Path, options: Sequence[str] = ()) -> list[Run]:
+    """The runs behind a table, in its order, each with the steps that the table reports."""
+    columns = {steps for _, steps in map(without_steps, table.columns) if steps is not None}
+    steps: dict[str, set[int]] = {}
+    for word in table.runs.values():
+        name, _, step = word.rpartition("-")
+        if step.isdigit() and int(step) in STEPS:
+            steps.setdefault(name, set()).add(int(step))
+        else:
+            steps.setdefault(word, set()).update(columns)
+    return [Run(name, tuple(sorted(reported)), output, tuple(options)) for name, reported in steps.items()]
+
+
+def script(runs: Sequence[Run], table: Table) -> str:
+    """All commands as a shell script; finished ones are passed over when it is started again."""
+    lines = [f"# {table.name}: {table.title}", "# Start it in the checkout. What is done is not done again.", "set -e"]
+    for run in runs:
+        lines += ["", f"# {run.name}. Time and memory: {run.plan()}"]
+        lines += [f"[ -e {shlex.quote(str(step.done))} ] || {step}" for step in (run.fit(), *run.exports())]
+    names = sorted({without_steps(column)[0] for column in table.columns} - {"Avg."})
+    example = f"{runs[0].name}-{runs[0].steps[-1]}"
+    lines += [
+        "",
+        f"# Then measure the models by the benchmarks, and write a file with the columns model, {', '.join(names)} and",
+        f"# a line for each model ({example}, ..): longce reproduce {table.name} --scores FILE",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def carry_out(runs: Sequence[Run], call: Callable[[Sequence[str]], None] | None = None) -> list[str]:
+    """Run all commands that are not done yet, each in a process of its own.
+
+    Args:
+        runs: The runs.
+        call: Runs ``longce`` with some words; raises if that fails.
+
+    Returns:
+        What failed, a line for each run; the other runs are done.
+    """
+    failed = []
+    for run in runs:
+        for step in (run.fit(), *run.exports()):
+            if step.done.exists():
+                continue
+            sys.stdout.write(f"$ {step}\n")
+            sys.stdout.flush()
+            try:
+                (call or _call)(step.words)
+            except (OSError, subprocess.CalledProcessError) as error:
+                failed.append(f"{run.name}: {reason(error)}")
+                break
+    return failed
+
+
+def _call(words: Sequence[str]) -> None:
+    program = "from lightning_modules.commands.cli.main import main; main()"
+    subprocess.run([sys.executable, "-c", program, *words], check=True, cwd=CONFIGS.parent)

@@ -1,0 +1,1 @@
+"""Corpora whose documents are scored."""

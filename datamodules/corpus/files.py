@@ -1,0 +1,325 @@
+"""The documents of a corpus in files of any kind: found without reading them, and read one part at a time."""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+import pyarrow
+from fsspec.core import url_to_fs
+
+from datamodules.corpus.sample import bytes_per_line
+from datamodules.sources.documents import (
+    LARGEST_DOCUMENT,
+    check_size,
+    checked_text,
+    decoded,
+    is_packed,
+    lines_of,
+    nested,
+    opened,
+    parsed_line,
+)
+from datamodules.sources.locations import (
+    JSON_LINES,
+    PARQUET,
+    File,
+    RemoteFile,
+    file_identities,
+    file_size,
+    find_files,
+    is_url,
+)
+from datamodules.sources.parquet import BATCH_ROWS, is_null, opened_table
+from lightning_modules.batch import Origin
+
+_READERS = 16  # threads that read the ends of parquet files, which is mostly waiting
+_FIELDS = 20  # named in an error
+_UNPACKED = 4  # bytes of text for one of a compressed file
+
+
+class Part(NamedTuple):
+    """What one reader reads in one go.
+
+    Attributes:
+        file: Index of the file.
+        row_group: Of a parquet file.
+        first: Number of its first row.
+        rows: How many; None if that is not known without reading them.
+        size: About how many bytes of text they have.
+        about: About how many rows; None if nobody knows.
+    """
+
+    file: int
+    row_group: int | None
+    first: int
+    rows: int | None
+    size: int
+    about: float | None
+
+
+class CorpusColumns(NamedTuple):
+    """Columns of parquet files and fields of JSON lines; dots reach into nested ones."""
+
+    text: str
+    key: str | None
+    others: tuple[str, ...]
+
+    def wanted(self) -> list[str]:
+        """All of them."""
+        return [self.text, *([self.key] if self.key else []), *self.others]
+
+
+@dataclass(frozen=True)
+class CorpusFiles:
+    """Files of documents, of which each row of parquet, each line of JSON and each text file is one.
+
+    Attributes:
+        files: The files.
+        names: What each is called in results: its path from the folder or pattern on by which it was found.
+        parts: What they consist of, in order.
+        columns: Which columns are read.
+        column_types: Types of `CorpusColumns.others`; of JSON lines, text as it is and all else as JSON.
+    """
+
+    files: tuple[File, ...]
+    names: tuple[str, ...]
+    parts: tuple[Part, ...]
+    columns: CorpusColumns
+    column_types: dict[str, pyarrow.DataType]
+
+    def versions(self, names: Iterable[str] | None = None) -> dict[str, str]:
+        """Identify the content of some files, by default of all; local ones are hashed (`file_identities`)."""
+        files = dict(zip(self.names, self.files, strict=True))
+        chosen = list(files if names is None else names)
+        return dict(zip(chosen, file_identities(files[name] for name in chosen), strict=True))
+
+    def read(self, part: Part, wanted: Callable[[int], bool]) -> Iterator[tuple[Origin, str]]:
+        """The documents of a part.
+
+        Args:
+            part: One of `parts`.
+            wanted: Of which rows, by their numbers; the others are not looked at.
+
+        Yields:
+            Each document's origin and text. Of a broken one the origin has the ``error``, and there is no text.
+
+        Raises:
+            ValueError: If the file cannot be read any further.
+        """
+        file, name = self.files[part.file], self.names[part.file]
+        for row, record in self._records(file, part, wanted):
+            origin = Origin(name if is_text(name) else f"{name}:{row}", name, row, {})
+            text = ""
+            try:
+                content = record()
+                origin = self._with_key(origin, content, f"{file}:{row}")  # of a document without a text, too
+                text = self._text(content, f"{file}:{row}")
+            except (ValueError, OverflowError) as error:  # the latter of dates and durations that Python has not
+                origin = origin._replace(error=_in_one_line(error))
+            yield origin, text
+
+    def _with_key(self, origin: Origin, record: Mapping[str, Any], place: str) -> Origin:
+        """With the corpus's own key and columns."""
+        key = origin.key
+        if self.columns.key is not None and not is_text(origin.file):
+            if (own := nested(record, self.columns.key)) is None:
+                raise ValueError(f"{place}: no key in {self.columns.key!r}.")
+            key = checked_text(str(own), f"{place}, {self.columns.key!r}")
+        values = {column: self._value(column, nested(record, column), place) for column in self.columns.others}
+        return origin._replace(key=key, columns=values)
+
+    def _value(self, column: str, value: Any, place: str) -> Any:
+        if isinstance(value, str):
+            return checked_text(value, f"{place}, {column!r}")
+        if value is None or self.column_types[column] != pyarrow.string():
+            return value
+        return json.dumps(value, default=str)
+
+    def _text(self, record: Mapping[str, Any], place: str) -> str:
+        if (text := nested(record, self.columns.text)) is None:
+            found = "it is null" if self.columns.text in record else f"only {sorted(record)[:_FIELDS]}"
+            raise ValueError(f"{place}: no text in {self.columns.text!r}, {found}.")
+        return checked_text(text, place)
+
+    def _records(
+        self, file: File, part: Part, wanted: Callable[[int], bool]
+    ) -> Iterator[tuple[int, Callable[[], Mapping[str, Any]]]]:
+        """Number of each wanted row, and what gives its columns or raises a ``ValueError``."""
+        if file.name.endswith(PARQUET):
+            yield from self._parquet_rows(file, part, wanted)
+        elif file.name.endswith(JSON_LINES):
+            yield from _json_lines(file, wanted)
+        elif wanted(0):
+            with opened(file) as stream:
+                content = stream.read(LARGEST_DOCUMENT + 1)
+            yield 0, partial(_text_file, content, str(file), self.columns.text)
+
+    def _parquet_rows(
+        self, file: File, part: Part, wanted: Callable[[int], bool]
+    ) -> Iterator[tuple[int, Callable[[], Mapping[str, Any]]]]:
+        columns = sorted({column.partition(".")[0] for column in self.columns.wanted()})
+        with opened(file) as stream:
+            try:
+                table, row = opened_table(stream, file), part.first
+                for batch in table.iter_batches(
+                    BATCH_ROWS, row_groups=[part.row_group], columns=columns, use_threads=False
+                ):
+                    for index in range(batch.num_rows):
+                        if wanted(row + index):
+                            yield row + index, partial(_parquet_row, batch, index)
+                    row += batch.num_rows
+            except pyarrow.ArrowException as error:
+                raise ValueError(f"{file}: the parquet file is damaged ({error}). Fetch it again.") from error
+
+
+def find_corpus(paths: Sequence[str], columns: CorpusColumns, *, lenient: bool = False) -> CorpusFiles:
+    """Find the documents without reading them; of parquet files the ends are read, of JSON lines the first ones.
+
+    Args:
+        paths: Files, folders or patterns, as in `find_files`, of any kinds together.
+        columns: Which columns are read.
+        lenient: Accept files without any text as long as there are others.
+
+    Raises:
+        FileNotFoundError: If there is nothing at one of the paths.
+        ValueError: If two files would have one name, or a name is not Unicode text; if a parquet file is damaged, lacks
+            a column, or has one of another type than the others or a text column of another type than text; or if a
+            file has no text or no key in any line that was read, or only nulls in its text column.
+    """
+    named: dict[str, File] = {}
+    for path in paths:
+        for name, file in _named(path):
+            if str(named.setdefault(name, file)) != str(file):
+                raise ValueError(
+                    f"Two files are called '{name}': {named[name]} and {file}. Give a folder or pattern above both,"
+                    " such as 'corpus/**/*.parquet'."
+                )
+    names, files = tuple(named), tuple(named.values())
+    with ThreadPoolExecutor(_READERS) as pool:
+        found = list(pool.map(partial(_parts, columns=columns, lenient=lenient), range(len(files)), files))
+    types: dict[str, pyarrow.DataType] = {}
+    for file, (_, own) in zip(files, found, strict=True):
+        for column, kind in own.items():
+            if types.setdefault(column, kind) != kind:
+                raise ValueError(
+                    f"{file}: column {column!r} is of {kind}, and of {types[column]} in other files. Leave it out of"
+                    " `data.columns`, or give it one type in all files."
+                )
+    if not all(file.name.endswith(PARQUET) for file in files):
+        types = {}
+    lines = [file for file in files if file.name.endswith(JSON_LINES)]
+    line_size = bytes_per_line(lines, [columns.text, *([columns.key] if columns.key else [])], lenient=lenient)
+    return CorpusFiles(
+        files,
+        names,
+        tuple(_counted(part, line_size) for parts, _ in found for part in parts),
+        columns,
+        {column: types.get(column, pyarrow.string()) for column in columns.others},
+    )
+
+
+def _named(path: str) -> Iterator[tuple[str, File]]:
+    """The files at a path, each with its path from the folder on, or from where the pattern begins."""
+    files = find_files(path)
+    fixed = _fixed(path)
+    root = PurePosixPath(url_to_fs(fixed)[1] if is_url(path) else Path(fixed).expanduser())
+    for file in files:
+        place = PurePosixPath(file.path if isinstance(file, RemoteFile) else file)
+        name = place.relative_to(root) if place.is_relative_to(root) and place != root else PurePosixPath(file.name)
+        yield checked_text(str(name), f"The name of {str(name)!r}"), file
+
+
+def _fixed(path: str) -> str:
+    """The part of a pattern before its first wildcard, up to a folder."""
+    return path.partition("*")[0].rpartition("/")[0] or "." if "*" in path else path
+
+
+def _parts(
+    index: int, file: File, columns: CorpusColumns, lenient: bool
+) -> tuple[list[Part], dict[str, pyarrow.DataType]]:
+    """What a file consists of, and the types of the columns that go with the scores, if it has types."""
+    if not file.name.endswith(PARQUET):
+        size = (file_size(file) or LARGEST_DOCUMENT) * (_UNPACKED if is_packed(file) else 1)
+        return [Part(index, None, 0, 1, size, 1) if is_text(file.name) else Part(index, None, 0, None, size, None)], {}
+    with opened(file) as stream:
+        try:
+            table = opened_table(stream, file)
+            types = {name: _type(table.schema_arrow, name, file) for name in columns.wanted()}
+            _check_text_type(types[columns.text], columns.text, file)
+            metadata = table.metadata
+            if not lenient and is_null(metadata, columns.text):
+                raise ValueError(
+                    f"{file}: column {columns.text!r} holds nulls only; the file also has"
+                    f" {sorted(set(table.schema_arrow.names) - {columns.text})[:_FIELDS]}. Name the text's by"
+                    " `data.text_column`, or leave the file out."
+                )
+            parts, first = [], 0
+            for number in range(metadata.num_row_groups):
+                group = metadata.row_group(number)
+                chunks = [group.column(each) for each in range(group.num_columns)]
+                sizes = [each.total_uncompressed_size for each in chunks if each.path_in_schema == columns.text]
+                size = sum(sizes) or group.total_byte_size
+                parts.append(Part(index, number, first, group.num_rows, size, group.num_rows))
+                first += group.num_rows
+        except pyarrow.ArrowException as error:
+            raise ValueError(f"{file}: the parquet file is damaged ({error}). Fetch it again.") from error
+    return parts, {name: types[name] for name in columns.others}
+
+
+def _type(schema: pyarrow.Schema, path: str, file: File) -> pyarrow.DataType:
+    fields: Iterable[pyarrow.Field] = schema
+    kind = None
+    for name in path.split("."):
+        kind = next((field.type for field in fields if field.name == name), None)
+        if kind is None:
+            raise ValueError(f"{file}: no column {path!r}, only {sorted(schema.names)}. Name one of those.")
+        fields = kind if pyarrow.types.is_struct(kind) else ()
+    return kind
+
+
+def _check_text_type(kind: pyarrow.DataType, column: str, file: File) -> None:
+    value = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+    if not str(value).endswith(("string", "string_view")):
+        raise ValueError(f"{file}: column {column!r} is of {kind}, and no text. Name the text's by `data.text_column`.")
+
+
+def _counted(part: Part, line_size: float | None) -> Part:
+    """With about how many rows it has."""
+    return part if part.about is not None or line_size is None else part._replace(about=part.size / line_size)
+
+
+def _parquet_row(batch: pyarrow.RecordBatch, index: int) -> dict[str, Any]:
+    return {name: batch.column(name)[index].as_py() for name in batch.schema.names}  # a UnicodeDecodeError is one, too
+
+
+def _json_lines(file: File, wanted: Callable[[int], bool]) -> Iterator[tuple[int, Callable[[], dict[str, Any]]]]:
+    with opened(file) as stream:
+        for row, line in enumerate(lines_of(stream)):
+            if wanted(row) and not line.isspace():
+                yield row, partial(_json_line, line, f"{file}:{row}")
+
+
+def _json_line(line: bytes, place: str) -> dict[str, Any]:
+    check_size(line, place)
+    return parsed_line(line, place)
+
+
+def _text_file(content: bytes, place: str, column: str) -> dict[str, Any]:
+    check_size(content, place)
+    record: Any = decoded(content, place)
+    for name in reversed(column.split(".")):
+        record = {name: record}
+    return record
+
+
+def is_text(name: str) -> bool:
+    """Return whether a file is one document as it is."""
+    return not name.endswith((*PARQUET, *JSON_LINES))
+
+
+def _in_one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,259 @@
+"""A corpus whose documents are scored, one by one, as `longce predict` does."""
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import PurePosixPath
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow
+import torch
+from jsonargparse.typing import ClosedUnitInterval, NonNegativeInt, PositiveInt
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerFast
+from typing_extensions import override
+
+from datamodules.corpus.files import CorpusColumns, CorpusFiles, find_corpus, is_text
+from datamodules.corpus.stream import CorpusLoader, CorpusRows, CorpusStream
+from lightning_modules.batch import Origin
+from lightning_modules.models.tokenization.tokenizer import load_tokenizer, tokenizer_hash
+from lightning_modules.scoring.corpus_protocols import Delivered, KeepsScores
+from lightning_modules.utilities.collectives import gathered, patient_group
+
+_NAMED = 3  # files that a message tells of
+
+
+class DocumentCorpus(LightningDataModule):
+    """Documents to predict for, as many as you like: they are read as they are scored, and never all in memory.
+
+    A document is a row of a ``.parquet`` file, a line of a ``.jsonl`` or ``.json`` file or a ``.txt`` file (those also
+    as ``.gz`` and ``.zst``). File and row number name it, so that keys may come twice. Documents are shared out among
+    processes and their workers so that each has about as many bytes and no document comes twice, and those that a
+    callback has kept the scores of (`DocumentScoresWriter`) are left out before they are tokenised.
+
+    Args:
+        files: Files, folders (searched to any depth) and patterns (with ``*``, or ``**`` for any depth), here or as
+            fsspec URLs such as ``s3://bucket/corpus/*.parquet``; kinds may be mixed. A file is named by its path from
+            the folder or pattern on.
+        tokenizer: Hub id or local folder; by default the model's own.
+        text_column: Column or field of the text; dots reach into nested ones.
+        key_column: Column or field of the row key; by default the key is file name and row number.
+        columns: Others to go with the scores. Of JSON lines they become text: strings as they are, all else as JSON.
+        max_tokens: Most tokens of a document.
+        overlong: What becomes of a document with more: ``cut`` scores its first tokens, ``skip`` leaves it out with the
+            reason.
+        batch_tokens: Score several short documents together, in batches of so many tokens with padding. By default
+            each is scored by itself, and its scores are then the same to the last bit however many processes there are.
+        num_workers: Processes that read and tokenise ahead for each that scores; 0 does so in the latter.
+        add_special_tokens: Whether the tokenizer puts its special tokens around each document.
+        tokenizer_revision: Branch, tag or commit of a tokenizer on the hub.
+        allowed_failures: Share of the documents of a source that may fail, from 0 to 1; a source is a file, or all text
+            files of a folder. With more, the run ends with exit status 1 and a report when all documents are done.
+            Documents that ``overlong: skip`` leaves out do not count as failed. Below 1, a file whose first lines have
+            no text is refused before anything is scored.
+
+    Raises:
+        ValueError: If no file is named, or there are more workers than the machine bears.
+    """
+
+    def __init__(
+        self,
+        files: str | list[str],
+        *,
+        tokenizer: str | None = None,
+        text_column: str = "text",
+        key_column: str | None = None,
+        columns: list[str] | None = None,
+        max_tokens: PositiveInt | None = None,
+        overlong: Literal["cut", "skip"] = "cut",
+        batch_tokens: PositiveInt | None = None,
+        num_workers: NonNegativeInt = 2,
+        add_special_tokens: bool = False,
+        tokenizer_revision: str | None = None,
+        allowed_failures: ClosedUnitInterval = 0.01,
+    ) -> None:
+        super().__init__()
+        self.files = [files] if isinstance(files, str) else list(files)
+        if not self.files:
+            raise ValueError("`files` is empty: name files, folders or patterns of the documents.")
+        if num_workers > (most := max(64, 4 * (os.cpu_count() or 1))):
+            raise ValueError(
+                f"`num_workers` = {num_workers} are more processes than this machine bears: {most} at most."
+            )
+        self.tokenizer_name = tokenizer
+        self.tokenizer_revision = tokenizer_revision
+        self.column_names = CorpusColumns(text_column, key_column, tuple(columns or ()))
+        self.max_tokens = max_tokens
+        self.overlong: Literal["cut", "skip"] = overlong
+        self.batch_tokens = batch_tokens
+        self.num_workers = num_workers
+        self.add_special_tokens = add_special_tokens
+        self.allowed_failures = float(allowed_failures)
+        self._tokenizer: PreTrainedTokenizerFast | None = None
+        self._stream: CorpusStream | None = None
+        self._loader: CorpusLoader | None = None
+        self._versions: dict[str, str] = {}
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        """The tokenizer, loaded once."""
+        if self._tokenizer is None:
+            name, revision = self.tokenizer_name, self.tokenizer_revision
+            if name is None:
+                model = self.trainer.lightning_module.hparams if self.trainer else {}
+                name, revision = model.get("pretrained_model_name_or_path"), model.get("revision")
+            if name is None or name.endswith(".json"):
+                raise ValueError("The model has no tokenizer of its own: name one by `data.tokenizer`.")
+            self._tokenizer = load_tokenizer(name, revision=revision)
+        return self._tokenizer
+
+    @override
+    def setup(self, stage: str) -> None:
+        """Find the files and what is done, once for all processes."""
+        if stage != "predict":
+            raise ValueError(f"DocumentCorpus is for `longce predict`, not for {stage}: name another data module.")
+        found: Any = None
+        group = patient_group() if self.trainer else None
+        if self._process()[0] == 0:
+            try:
+                found = self._found()
+            except (ValueError, OSError) as error:  # or the others would wait for it
+                found = error
+        gathered(None, group)  # hashing a corpus may take hours, and a broadcast gives up after half an hour
+        found = self.trainer.strategy.broadcast(found) if self.trainer else found
+        if isinstance(found, Exception):
+            raise found
+        corpus, self._versions, done = found
+        make_row = CorpusRows(self.tokenizer, self.add_special_tokens, self.max_tokens, self.overlong)
+        rank, world_size = self._process()
+        self._stream = CorpusStream(
+            corpus, done, make_row, batch_tokens=self.batch_tokens, rank=rank, world_size=world_size
+        )
+
+    @override
+    def predict_dataloader(self) -> CorpusLoader:
+        strategy = self.trainer.strategy if self.trainer else None
+        if self.num_workers:  # forked workers cannot use the tokenizer's threads, and warn of it unless told
+            os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        alone = strategy is None or type(strategy) in (SingleDeviceStrategy, DDPStrategy)
+        self._loader = CorpusLoader(
+            self.stream,
+            num_workers=self.num_workers,
+            pin_memory=torch.cuda.is_available(),
+            in_step=None if alone else strategy,
+        )
+        return self._loader
+
+    @property
+    def stream(self) -> CorpusStream:
+        """The documents of this process."""
+        if self._stream is None:
+            raise RuntimeError("DocumentCorpus has not looked for its files yet: call `setup('predict')` first.")
+        return self._stream
+
+    def versions(self, files: Iterable[str]) -> dict[str, str]:
+        """Identity of the content of some files by their names, as it was when this run began.
+
+        Raises:
+            ValueError: If one has changed since.
+        """
+        found = self.stream.corpus.versions(files)
+        if changed := sorted(name for name, version in found.items() if self._versions[name] != version):
+            raise ValueError(
+                f"{len(changed)} file(s) changed while their documents were scored, such as {changed[:_NAMED]}. Delete"
+                " the shards that have them in the column `file`, if any, and start again when nothing writes to them."
+            )
+        return found
+
+    @property
+    def column_types(self) -> Mapping[str, pyarrow.DataType]:
+        """What `Origin.columns` holds."""
+        return self.stream.corpus.column_types
+
+    def source(self, file: str) -> str:
+        """Return the source that a file belongs to: itself, or the folder of a text file, which is one document."""
+        return PurePosixPath(file).parent.as_posix() if is_text(file) else file
+
+    def scoring_settings(self) -> dict[str, Any]:
+        """All that decides which tokens are scored, in plain values."""
+        return {
+            "tokenizer": tokenizer_hash(self.tokenizer),
+            "add_special_tokens": self.add_special_tokens,
+            "text_column": self.column_names.text,
+            "key_column": self.column_names.key,
+            "columns": {name: str(kind) for name, kind in self.column_types.items()},
+            "max_tokens": None if self.max_tokens is None else int(self.max_tokens),
+            "overlong": self.overlong if self.max_tokens is not None else None,
+        }
+
+    def source_settings(self) -> dict[str, Any]:
+        """Arguments by which the same documents are found again."""
+        return {"files": self.files, "text_column": self.column_names.text, "key_column": self.column_names.key}
+
+    def expected(self) -> int | None:
+        """About how many documents this process gets; None if nobody knows how many a file has."""
+        return self.stream.expected(max(self.num_workers, 1))
+
+    def delivered(self) -> Delivered:
+        """What this process has had so far."""
+        return Delivered(0, False, []) if self._loader is None else self._loader.delivered()
+
+    def documents(
+        self, rows: Mapping[str, NDArray[np.int64]], versions: Mapping[str, str]
+    ) -> Iterator[tuple[Origin, str]]:
+        """Origin and whole text of some documents, file after file, as they are read.
+
+        Args:
+            rows: Ascending row numbers by the name of the file.
+            versions: Identities of the files' content when the documents were scored, by name.
+
+        Raises:
+            ValueError: If a file is not there, has changed, or cannot be read.
+        """
+        corpus = find_corpus(self.files, self.column_names, lenient=True)
+        if missing := sorted(set(rows) - set(corpus.names)):
+            raise ValueError(f"There is no '{missing[0]}' in {', '.join(self.files)}: name the files that were scored.")
+        _check_unchanged({name: versions[name] for name in rows}, corpus.versions(rows))
+        for part in corpus.parts:
+            if (numbers := rows.get(corpus.names[part.file])) is not None:
+                yield from corpus.read(part, frozenset(numbers.tolist()).__contains__)
+
+    def _found(self) -> tuple[CorpusFiles, dict[str, str], Mapping[str, NDArray[np.int64]]]:
+        """The files, the identity of their content, and the rows of them that are done."""
+        corpus = find_corpus(self.files, self.column_names, lenient=self.allowed_failures == 1)
+        versions = corpus.versions()
+        keepers = [each for each in self.trainer.callbacks if isinstance(each, KeepsScores)] if self.trainer else []  # type: ignore[attr-defined]
+        if len(keepers) > 1:
+            raise ValueError("Several callbacks keep scores, and may know different documents: leave one of them.")
+        done = {}
+        for keeper in keepers:
+            written = keeper.written()
+            _check_versions(written.versions, versions)
+            done = written.rows
+        return corpus, versions, done
+
+    def _process(self) -> tuple[int, int]:
+        """Rank of this process and number of processes."""
+        return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
+
+
+def _check_versions(written: Mapping[str, str], versions: Mapping[str, str]) -> None:
+    """Raise a ``ValueError`` if rows that are done are those of other files than the ones that are there."""
+    if missing := sorted(set(written) - set(versions)):
+        raise ValueError(
+            f"Documents of {len(missing)} file(s) that are not in `files` have been scored already, such as"
+            f" {missing[:_NAMED]}: name these files, too, by the same folders or patterns, or write to another folder."
+        )
+    _check_unchanged(written, versions)
+
+
+def _check_unchanged(written: Mapping[str, str], versions: Mapping[str, str]) -> None:
+    changed = sorted(name for name, version in written.items() if versions[name] != version)
+    if changed:
+        raise ValueError(
+            f"{len(changed)} file(s) have changed since documents of them were scored, such as {changed[:_NAMED]}, or"
+            " were scored before files were identified by their content: restore them; or delete the shards that have"
+            " them in the column `file`, of which all documents are then scored again; or write to another folder."
+        )

@@ -1,0 +1,297 @@
+"""Batches of whole documents as they are read: each document once, in whatever number of processes and workers."""
+
+import heapq
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from lightning.pytorch.strategies import Strategy
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from transformers import PreTrainedTokenizerFast
+from typing_extensions import override
+
+from datamodules.corpus.files import CorpusFiles, Part
+from datamodules.packing.evaluation_documents import empty_row
+from datamodules.packing.sequences import Row, collate_rows
+from lightning_modules.batch import Origin, PackedBatch
+from lightning_modules.models.tokenization.tokenizer import encode_document
+from lightning_modules.scoring.corpus_protocols import Delivered
+from lightning_modules.scoring.score_failures import LEFT_OUT
+
+PARTS_PER_STREAM = 4
+"""With fewer parts than this for each stream, rows are shared out instead of parts."""
+
+POOL_DOCUMENTS, POOL_BATCHES = 256, 32
+"""Documents that are sorted by length to make batches of: so many, or as many as fill so many batches."""
+
+_FAILED = 256  # documents without a batch, at most
+
+
+@dataclass(frozen=True)
+class CorpusRows:
+    """Makes rows of documents.
+
+    Args:
+        tokenizer: A fast tokenizer.
+        add_special_tokens: Whether it puts its special tokens around each document.
+        max_tokens: Most tokens of a document.
+        overlong: What becomes of a document with more: its end is cut off, or it is not scored.
+    """
+
+    tokenizer: PreTrainedTokenizerFast
+    add_special_tokens: bool
+    max_tokens: int | None
+    overlong: Literal["cut", "skip"]
+
+    def __call__(self, origin: Origin, text: str) -> tuple[Origin, Row | None]:
+        """The row and its origin, with the ``error`` if there is no row."""
+        if origin.error is not None:
+            return origin, None
+        kept = self.max_tokens if self.overlong == "cut" else None
+        try:
+            batch = encode_document(
+                text,
+                self.tokenizer,
+                name=origin.key,
+                add_special_tokens=self.add_special_tokens,
+                max_tokens=kept,
+            )
+        except ValueError as error:
+            return origin._replace(error=str(error)), None
+        tokens = batch["input_ids"].shape[1]
+        if self.max_tokens is not None and tokens > self.max_tokens:
+            reason = f"{LEFT_OUT}{tokens} tokens are more than `max_tokens` = {self.max_tokens}"
+            return origin._replace(error=reason), None
+        row = Row(
+            input_ids=batch["input_ids"][0],
+            labels=batch["labels"][0],
+            position_ids=batch["position_ids"][0],
+            document_borders=batch["document_borders"][0],
+            text=batch["text"][0],
+            offsets=batch["offsets"][0],
+            name=origin.key,
+        )
+        return origin._replace(truncated=len(batch["text"][0]) < len(text)), row
+
+
+class Reading(NamedTuple):
+    """A batch, and the files that could not be read to their end since the one before."""
+
+    batch: PackedBatch
+    unreadable: list[str]
+
+
+class CorpusStream(IterableDataset[Reading]):
+    """Documents of a corpus, without those that are done, as batches.
+
+    Each worker of each process is a stream, and each document belongs to one of them. See `shares`.
+
+    Args:
+        corpus: The files.
+        done: Rows to leave out, ascending, by the name of the file.
+        make_row: Makes a row of a document.
+        batch_tokens: Tokens of a batch of several documents, padding included; None for one document each.
+        rank: This process.
+        world_size: Number of processes.
+    """
+
+    def __init__(
+        self,
+        corpus: CorpusFiles,
+        done: Mapping[str, NDArray[np.int64]],
+        make_row: Callable[[Origin, str], tuple[Origin, Row | None]],
+        *,
+        batch_tokens: int | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        self.corpus = corpus
+        self.make_row = make_row
+        self.batch_tokens = batch_tokens
+        self.rank = rank
+        self.world_size = world_size
+        self.parts: list[Part] = []
+        self.done: list[NDArray[np.int64]] = []
+        for part in corpus.parts:
+            rows = done.get(corpus.names[part.file], np.empty(0, np.int64))
+            end = np.iinfo(np.int64).max if part.rows is None else part.first + part.rows
+            rows = rows[slice(*np.searchsorted(rows, (part.first, end)))]
+            if part.rows is None or len(rows) < part.rows:
+                self.parts.append(part)
+                self.done.append(rows)
+
+    @override
+    def __iter__(self) -> Iterator[Reading]:
+        info = get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        return self._batches(self.rank * workers + worker, self.world_size * workers)
+
+    def expected(self, workers: int) -> int | None:
+        """About how many documents this process gets; None if nobody knows how many a file has."""
+        if any(part.about is None for part in self.parts):
+            return None
+        rows = [max((part.about or 0) - len(done), 0) for part, done in self._both()]
+        own = range(self.rank * workers, (self.rank + 1) * workers)
+        taken = [share for stream in own for share in self._shares(stream, self.world_size * workers)]
+        return round(sum(rows[share.part] / share.step for share in taken))
+
+    def _both(self) -> Iterator[tuple[Part, NDArray[np.int64]]]:
+        return zip(self.parts, self.done, strict=True)
+
+    def _shares(self, stream: int, streams: int) -> list["Share"]:
+        left = [part.size * (1 - len(done) / part.rows) if part.rows else part.size for part, done in self._both()]
+        return shares(left, stream, streams)
+
+    def _batches(self, stream: int, streams: int) -> Iterator[Reading]:
+        pool: list[tuple[Origin, Row]] = []
+        failed: list[Origin] = []
+        unreadable: list[str] = []
+        for item in self._documents(stream, streams):
+            if isinstance(item, str):
+                unreadable.append(item)
+            elif item[1] is None:
+                failed.append(item[0])
+            else:
+                pool.append((item[0], item[1]))
+            if self._is_full(pool) or len(failed) >= _FAILED:
+                yield from self._readings(pool, failed, unreadable)
+                pool, failed, unreadable = [], [], []
+        yield from self._readings(pool, failed, unreadable)
+
+    def _documents(self, stream: int, streams: int) -> Iterator[tuple[Origin, Row | None] | str]:
+        """Origin and row of each document of a stream, or why a part cannot be read any further."""
+        for index, first, step in self._shares(stream, streams):
+            part, rows = self.parts[index], self.done[index]
+            done = frozenset(rows[rows % step == first].tolist())  # of a large file only this stream's own
+
+            def wanted(row: int, done: frozenset[int] = done, first: int = first, step: int = step) -> bool:
+                return row % step == first and row not in done
+
+            try:
+                for origin, text in self.corpus.read(part, wanted):
+                    yield self.make_row(origin, text)
+            except (ValueError, OSError) as error:
+                yield f"{self.corpus.names[part.file]}: {' '.join(str(error).split())}"
+
+    def _is_full(self, pool: Sequence[tuple[Origin, Row]]) -> bool:
+        if self.batch_tokens is None:
+            return len(pool) > 0
+        tokens = sum(len(row["input_ids"]) for _, row in pool)
+        return len(pool) >= POOL_DOCUMENTS or tokens >= POOL_BATCHES * self.batch_tokens
+
+    def _readings(
+        self, pool: list[tuple[Origin, Row]], failed: list[Origin], unreadable: list[str]
+    ) -> Iterator[Reading]:
+        for group in _groups(pool, self.batch_tokens or 0):
+            batch = collate_rows([row for _, row in group])
+            batch["origins"], batch["failed"] = [origin for origin, _ in group], failed
+            yield Reading(batch, unreadable)
+            failed, unreadable = [], []
+        if failed or unreadable:
+            batch = idle_batch()
+            batch["failed"] = failed
+            yield Reading(batch, unreadable)
+
+
+class Share(NamedTuple):
+    """Rows of a part: those whose number modulo ``step`` is ``first``."""
+
+    part: int
+    first: int
+    step: int
+
+
+def shares(sizes: Sequence[float], stream: int, streams: int) -> list[Share]:
+    """What one of several streams reads: together they read every row once.
+
+    Where there are enough parts, each goes to one stream, the largest first and always to the one with the least so
+    far, so that each file is read once and all have about as many bytes. Else each stream reads all parts and takes
+    every so many-th row of each: reading is cheap beside scoring.
+
+    Args:
+        sizes: Bytes of each part.
+        stream: Number of the stream.
+        streams: How many there are.
+
+    Returns:
+        Shares of parts, the largest first.
+    """
+    order = sorted(range(len(sizes)), key=lambda part: (-sizes[part], part))
+    if len(sizes) < PARTS_PER_STREAM * streams:
+        return [Share(part, (stream - turn) % streams, streams) for turn, part in enumerate(order)]
+    loads = [(0.0, number) for number in range(streams)]
+    own = []
+    for part in order:
+        load, number = loads[0]
+        heapq.heapreplace(loads, (load + sizes[part], number))
+        if number == stream:
+            own.append(Share(part, 0, 1))
+    return own
+
+
+def _groups(pool: list[tuple[Origin, Row]], batch_tokens: int) -> Iterator[list[tuple[Origin, Row]]]:
+    """Documents of about one length together, as many as fit into ``batch_tokens`` tokens with padding, or one."""
+    group: list[tuple[Origin, Row]] = []
+    for item in sorted(pool, key=lambda item: len(item[1]["input_ids"])):
+        if group and len(item[1]["input_ids"]) * (len(group) + 1) > batch_tokens:
+            yield group
+            group = []
+        group.append(item)
+    if group:
+        yield group
+
+
+def idle_batch() -> PackedBatch:
+    """One token that is not scored, of no document: for a process that has none while others have."""
+    batch = collate_rows([empty_row()])
+    batch["origins"], batch["failed"] = [], []
+    return batch
+
+
+def _as_it_is(reading: Any) -> Any:
+    return reading
+
+
+class CorpusLoader:
+    """The batches of a process.
+
+    Args:
+        stream: The documents.
+        num_workers: Processes that read and tokenise; 0 does so in the process that scores.
+        pin_memory: Whether batches are put into page-locked memory.
+        in_step: The strategy of processes that must make equally many steps; each waits for all in each step, and
+            gets an `idle_batch` when it has no documents left. None where they need not.
+    """
+
+    def __init__(
+        self, stream: CorpusStream, *, num_workers: int = 0, pin_memory: bool = False, in_step: Strategy | None = None
+    ) -> None:
+        self.stream = stream
+        self.in_step = in_step
+        self._options: dict[str, Any] = {"num_workers": num_workers, "pin_memory": pin_memory}
+        self._documents = 0
+        self._complete = False
+        self._unreadable: list[str] = []
+
+    def __iter__(self) -> Iterator[PackedBatch]:
+        batches = iter(DataLoader(self.stream, batch_size=None, collate_fn=_as_it_is, **self._options))
+        while True:
+            reading = next(batches, None)
+            if self.in_step is None and reading is None:
+                break
+            if self.in_step is not None and self.in_step.reduce_boolean_decision(reading is None, all=True):
+                break
+            if reading is None:
+                yield idle_batch()
+                continue
+            batch, unreadable = reading
+            self._unreadable += unreadable
+            self._documents += len(batch["origins"]) + len(batch["failed"])
+            yield batch
+        self._complete = True
+
+    def delivered(self) -> Delivered:
+        """What this process has had so far."""
+        return Delivered(self._documents, self._complete, self._unreadable)

@@ -1,0 +1,1 @@
+"""Token weights computed before training."""

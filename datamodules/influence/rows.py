@@ -1,0 +1,98 @@
+"""The training rows of a data module as work to be done once: those whose token weights are still missing."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from lightning import LightningDataModule
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from typing_extensions import override
+
+from datamodules.influence.writer import InfluenceWriter, influence_folder
+from datamodules.packing.sequences import PackedRowDataset, Row, collate_rows
+from lightning_modules.batch import PackedBatch
+
+if TYPE_CHECKING:
+    from datamodules.packed_text import PackedTextDataModule
+
+
+class NumberedRows(Dataset[tuple[int, Row]]):
+    """Some of the rows, with their numbers."""
+
+    def __init__(self, rows: PackedRowDataset, numbers: NDArray[np.int64]) -> None:
+        self.rows = rows
+        self.numbers = numbers
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, index: int) -> tuple[int, Row]:
+        number = int(self.numbers[index])
+        return number, self.rows[number]
+
+
+def collate_numbered(items: list[tuple[int, Row]]) -> tuple[list[int], PackedBatch]:
+    """Numbers and batch."""
+    return [number for number, _ in items], collate_rows([row for _, row in items])
+
+
+class InfluenceRows(LightningDataModule):
+    """Hands out the rows without weights, each to one process, and keeps the weights that come back.
+
+    Args:
+        data: Whose training rows.
+        made_from: What the weights depend on besides the rows, with ``gamma``, their cap.
+        folder: Where to keep the weights; by default in the cache of ``data``, named by all they depend on.
+
+    Attributes:
+        remaining: Rows without weights when the run began, of all processes.
+        allow_zero_length_dataloader_with_multiple_devices: The last rows need not suffice for all processes.
+    """
+
+    def __init__(self, data: "PackedTextDataModule", made_from: dict[str, Any], folder: Path | None = None) -> None:
+        super().__init__()
+        self.allow_zero_length_dataloader_with_multiple_devices = True
+        self.data = data
+        self.made_from = made_from
+        self.folder = folder
+        self.remaining = 0
+        self._missing: NumberedRows | None = None
+        self._writer: InfluenceWriter | None = None
+
+    @override
+    def prepare_data(self) -> None:
+        self.data.training_rows()  # tokenises, if need be
+
+    @override
+    def setup(self, stage: str) -> None:
+        rows = self.data.training_rows()
+        if rows is None:
+            raise ValueError(f"{type(self.data).__name__} has no training rows: there is nothing to weigh.")
+        rows.loss_on_prompt = True  # every token gets its weight, whoever may learn it later
+        made_from = self.data.identity(rows) | self.made_from
+        self.folder = self.folder or influence_folder(self.data.cache_dir, made_from)
+        self._writer = InfluenceWriter(self.folder, made_from, rows.rows, len(rows.store.tokens))
+        missing = self._writer.remaining()
+        self.remaining = len(missing)
+        rank, world_size = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
+        if self.trainer:  # nobody may add rows before all have seen the same ones missing
+            self.trainer.strategy.barrier("influence")
+        self._missing = NumberedRows(rows, missing[rank::world_size])
+
+    @override
+    def predict_dataloader(self) -> DataLoader[tuple[int, Row]]:
+        assert self._missing is not None
+        options = {**self.data.loader_options(), "collate_fn": collate_numbered}
+        return DataLoader(self._missing, batch_size=self.data.batch_size, **options)
+
+    def write(self, numbers: list[int], weights: Tensor) -> None:
+        """Keep ``[B, T]`` weights of the rows with these numbers."""
+        self.writer.write(numbers, weights.float().cpu().numpy())
+
+    @property
+    def writer(self) -> InfluenceWriter:
+        """Where the weights go; there after `setup`."""
+        assert self._writer is not None
+        return self._writer

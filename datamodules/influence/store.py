@@ -1,0 +1,134 @@
+"""Token weights on disk, beside the tokens they belong to: computed once, read by every training run."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from datamodules.packing.packing import PackedRows
+from datamodules.token_store.store import TokenStore
+
+FORMAT = 1
+"""Raise it with any change to what is written or to how the weights are computed."""
+
+HEADER, WEIGHTS = "header.json", "influence.bin"
+DTYPE = np.dtype("<f2")
+
+_AGAIN = "Run `longce influence` with the configuration of this training, or leave `data.influence` out."
+
+
+def rows_identity(
+    store: TokenStore, rows: PackedRows, *, sequence_length: int, isolate_documents: bool
+) -> dict[str, Any]:
+    """All that training rows depend on: equal identities mean equal tokens in equal contexts.
+
+    Args:
+        store: The tokens; its folder is named by a hash of the text and the tokenizer.
+        rows: Which of them make up each row, whatever strategy decided it.
+        sequence_length: Tokens per row.
+        isolate_documents: Whether contexts end at document borders.
+    """
+    packing = hashlib.sha256()
+    for part in (rows.segments, rows.row_borders):
+        packing.update(np.ascontiguousarray(part, dtype="<i8").reshape(-1).data)
+    return {
+        "token_store": store.folder.name,
+        "sequence_length": int(sequence_length),
+        "isolate_documents": isolate_documents,
+        "packing": packing.hexdigest(),
+    }
+
+
+def read_header(folder: Path) -> dict[str, Any] | None:
+    """The header of a folder of weights, complete or not; None if there is none.
+
+    Raises:
+        ValueError: If the folder holds something else, or weights of another format.
+    """
+    try:
+        header = json.loads((folder / HEADER).read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"'{folder / HEADER}' cannot be read ({error}): '{folder}' holds no token weights.") from error
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        raise ValueError(f"'{folder}' holds no token weights of format {FORMAT}. {_AGAIN}")
+    return header
+
+
+def check_identity(folder: Path, found: dict[str, Any], expected: dict[str, Any], *, remedy: str = _AGAIN) -> None:
+    """Raise a ``ValueError`` that names the first value of ``found`` that is not the expected one."""
+    reasons = {
+        "token_store": "other training text, or another tokenizer",
+        "packing": "rows that were packed otherwise",
+    }
+    for name, value in expected.items():
+        if found.get(name) != value:
+            difference = reasons.get(name, f"`{name}` {found.get(name)}, not {value}")
+            raise ValueError(f"The token weights in '{folder}' were made for {difference}. {remedy}")
+
+
+@dataclass(frozen=True)
+class InfluenceStore:
+    """The weights of a token store, memory-mapped: one value for each token of its stream.
+
+    It pickles as its path, so loader workers may be forked or spawned.
+
+    Args:
+        folder: A folder that ``longce influence`` has completed.
+
+    Raises:
+        ValueError: If there is none, or it is incomplete or damaged.
+    """
+
+    folder: Path
+
+    def __post_init__(self) -> None:
+        header = self.header
+        if not header["complete"]:
+            raise ValueError(
+                f"The token weights in '{self.folder}' are not complete: run the same `longce influence` command again,"
+                " it goes on where it stopped."
+            )
+        found = (self.folder / WEIGHTS).stat().st_size if (self.folder / WEIGHTS).exists() else 0
+        if found != header["tokens"] * DTYPE.itemsize:
+            raise ValueError(
+                f"'{self.folder / WEIGHTS}' is damaged: {found:,} of {header['tokens'] * DTYPE.itemsize:,} bytes."
+                " Delete the folder and run `longce influence` again."
+            )
+
+    @cached_property
+    def header(self) -> dict[str, Any]:
+        """What the weights were made from, under ``made_from``, and what they are on average."""
+        header = read_header(self.folder)
+        if header is None:
+            raise ValueError(f"There are no token weights in '{self.folder}'. {_AGAIN}")
+        kinds: dict[str, type] = {"complete": bool, "tokens": int, "made_from": dict}
+        damaged = any(not isinstance(header.get(name), kind) for name, kind in kinds.items())
+        if damaged or header["tokens"] < 0 or not isinstance(header["made_from"].get("gamma"), int | float):
+            raise ValueError(f"'{self.folder / HEADER}' is not what was written: it is damaged. {_AGAIN}")
+        return header
+
+    @cached_property
+    def values(self) -> NDArray[np.float16]:
+        """Weight of each token of the stream; of a token that is in no row, 0."""
+        return np.memmap(self.folder / WEIGHTS, dtype=DTYPE, mode="r")
+
+    def check(self, expected: dict[str, Any]) -> None:
+        """Refuse rows that the weights were not made for.
+
+        Args:
+            expected: What `rows_identity` says of them, or what of it is known already.
+
+        Raises:
+            ValueError: Naming what differs.
+        """
+        check_identity(self.folder, self.header["made_from"], expected)
+
+    def __reduce__(self) -> tuple[type["InfluenceStore"], tuple[Path]]:
+        return type(self), (self.folder,)

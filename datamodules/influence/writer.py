@@ -1,0 +1,211 @@
+"""Token weights of a corpus as they are computed: by several processes, each of which may be killed at any moment."""
+
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from datamodules.influence.store import DTYPE, FORMAT, HEADER, WEIGHTS, check_identity, read_header
+from datamodules.packing.packing import PackedRows
+from lightning_modules.utilities.files import create_file, to_disk, writable_folder, write_atomically
+
+JOURNALS = "rows-*.journal"
+
+
+def influence_folder(cache_dir: Path, made_from: dict[str, Any]) -> Path:
+    """Where weights are kept that nobody gave a place of their own: named by a hash of all they depend on."""
+    return cache_dir / "influence" / hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
+
+
+class InfluenceWriter:
+    """Collects the weights of rows in a folder that becomes an :class:`InfluenceStore` when all are there.
+
+    Each process appends its rows to a file of its own, row number and checksum with the weights, and waits for the
+    disk: a row that is torn or was still in flight counts as never computed, a row that is there is never computed
+    again. `finish` puts the rows in the order of the tokens. No two processes ever write to the same file.
+
+    Args:
+        folder: Made if need be; on several machines it must be one that all of them see.
+        made_from: All that the weights depend on, with what `rows_identity` says of the rows and ``gamma``, their cap.
+        rows: The rows, all of ``made_from["sequence_length"]`` tokens with their padding.
+        tokens: Length of the token stream.
+
+    Raises:
+        ValueError: If the folder cannot be written to, or holds something else or the weights of something else, or
+            float16 cannot hold the cap.
+    """
+
+    def __init__(self, folder: Path, made_from: dict[str, Any], rows: PackedRows, tokens: int) -> None:
+        if made_from["gamma"] > float(np.finfo(DTYPE).max):
+            raise ValueError(f"Stored weights are float16: `gamma` must be {np.finfo(DTYPE).max} or less.")
+        self.folder = folder
+        self.made_from = made_from
+        self.rows = rows
+        self.tokens = tokens
+        self._record = np.dtype(
+            [("row", "<i8"), ("weights", DTYPE, (made_from["sequence_length"],)), ("checksum", "<u4")]
+        )
+        self._prepare_folder()
+
+    @property
+    def header(self) -> dict[str, Any]:
+        """The header as it is on disk now."""
+        header = read_header(self.folder)
+        if header is None:
+            raise ValueError(f"'{self.folder / HEADER}' has disappeared. Run `longce influence` again.")
+        return header
+
+    @property
+    def complete(self) -> bool:
+        """Whether all rows are in the store."""
+        return bool(self.header["complete"])
+
+    def remaining(self) -> NDArray[np.int64]:
+        """Ascending numbers of the rows that nobody has computed yet."""
+        missing = np.full(len(self.rows), not self.complete)
+        for row, _ in self._stored():
+            missing[row] = False
+        return np.flatnonzero(missing)
+
+    def write(self, numbers: Sequence[int], weights: NDArray[np.float32]) -> None:
+        """Keep the weights of some rows, also if the power goes the moment this returns.
+
+        Args:
+            numbers: Of the rows.
+            weights: ``[len(numbers), sequence_length]``.
+        """
+        records = np.zeros(len(numbers), self._record)
+        records["row"] = numbers
+        records["weights"] = narrow(weights, self.made_from["gamma"])
+        records["checksum"] = [_checksum(record) for record in records]
+        self._journal.write(records.tobytes())
+        self._journal.flush()
+        os.fsync(self._journal.fileno())
+
+    def finish(self) -> bool:
+        """Make the store of the rows, if all are there; one process does it when the others are done.
+
+        Returns:
+            Whether the store is complete.
+        """
+        if self.complete:
+            self._sweep()
+            return True
+        if len(self.remaining()):
+            return False
+        self._sweep(torn_only=True)
+        descriptor, temporary = create_file(self.folder, f".{WEIGHTS}.")
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                statistics = self._merge(file)
+                if statistics is None:  # somebody else has merged them meanwhile
+                    return self.complete
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, self.folder / WEIGHTS)
+        finally:
+            temporary.unlink(missing_ok=True)
+        self._write_header(complete=True, statistics=statistics)
+        to_disk(self.folder)  # the header first: without the journals nothing else says what is done
+        self._sweep()
+        return True
+
+    def _sweep(self, *, torn_only: bool = False) -> None:
+        """Remove what a kill in the middle of `finish` has left, and the journals when nobody needs them any more."""
+        for pattern in (f".{WEIGHTS}.*", *(() if torn_only else (JOURNALS,))):
+            for path in self.folder.glob(pattern):
+                path.unlink(missing_ok=True)
+
+    def _merge(self, file: BinaryIO) -> dict[str, float] | None:
+        """Put every row's weights where its tokens are in the stream.
+
+        Returns:
+            Means over the scored tokens; None if a row was missing.
+        """
+        file.truncate(self.tokens * DTYPE.itemsize)
+        done = np.zeros(len(self.rows), dtype=bool)
+        sums = np.zeros(3)
+        for row, weights in self._stored():
+            if done[row]:
+                continue
+            done[row] = True
+            segments = self.rows.row(row)
+            *cuts, end = np.cumsum(segments[:, 1] - segments[:, 0])
+            weights = weights[:end]  # without the padding
+            pieces = np.split(weights, cuts)
+            for (start, _), piece in zip(segments, pieces, strict=True):
+                file.seek(int(start) * DTYPE.itemsize)
+                file.write(piece.tobytes())
+            # The first token of a document is not scored; it has weight 1, which is neither above 1 nor, mostly, a cap.
+            firsts = len(segments) if self.made_from["isolate_documents"] else 1
+            wide = weights.astype(np.float64)
+            sums += [wide.sum() - firsts, (wide > 1).sum(), (wide >= self.made_from["gamma"]).sum()]
+        if not done.all():
+            return None
+        unscored = len(self.rows.segments) if self.made_from["isolate_documents"] else len(self.rows)
+        scored = self.rows.tokens - unscored
+        names = ("weight_mean", "weight_above_1", "weight_at_cap")
+        return dict(zip(names, (sums / max(scored, 1)).tolist(), strict=True))
+
+    def _stored(self) -> Iterator[tuple[int, NDArray[np.float16]]]:
+        """Number and weights of each whole row in the journals."""
+        for journal in sorted(self.folder.glob(JOURNALS)):
+            whole = journal.stat().st_size // self._record.itemsize
+            for record in np.memmap(journal, self._record, mode="r", shape=(whole,)) if whole else ():
+                if record["checksum"] == _checksum(record) and 0 <= record["row"] < len(self.rows):
+                    yield int(record["row"]), record["weights"]
+
+    @cached_property
+    def _journal(self) -> BinaryIO:
+        descriptor, _ = create_file(self.folder, "rows-", ".journal")
+        to_disk(self.folder)
+        return os.fdopen(descriptor, "wb")
+
+    def _prepare_folder(self) -> None:
+        if not self.folder.is_dir():
+            writable_folder(self.folder, remedy="Name another one by `--output`.")
+        # The folder first: another process may write the header between these two looks.
+        strangers = [path.name for path in self.folder.iterdir() if not path.name.startswith(".")]
+        header = read_header(self.folder)
+        if header is not None:
+            check_identity(
+                self.folder, header["made_from"], self.made_from, remedy="Name another folder by `--output`."
+            )
+        elif strangers:
+            raise ValueError(f"'{self.folder}' holds no token weights but '{strangers[0]}': name a new folder.")
+        else:
+            self._write_header(complete=False, statistics={})
+
+    def _write_header(self, *, complete: bool, statistics: dict[str, float]) -> None:
+        header = {
+            "format": FORMAT,
+            "complete": complete,
+            "tokens": self.tokens,
+            "made_from": self.made_from,
+            "statistics": statistics,
+        }
+        write_atomically(self.folder / HEADER, (json.dumps(header, indent=2) + "\n").encode())
+
+
+def narrow(weights: NDArray[np.float32], cap: float) -> NDArray[np.float16]:
+    """Weights as float16; one at the cap becomes the smallest float16 that is no less, and so stays at the cap.
+
+    Example:
+        >>> float(narrow(np.array([1.3], dtype=np.float32), 1.3)[0]) >= 1.3
+        True
+    """
+    top = DTYPE.type(cap)
+    if float(top) < cap:
+        top = np.nextafter(top, DTYPE.type(np.inf))
+    return np.where(weights >= np.float32(cap), top, weights.astype(DTYPE))
+
+
+def _checksum(record: np.void) -> int:
+    return zlib.crc32(record["weights"].tobytes(), zlib.crc32(record["row"].tobytes()))

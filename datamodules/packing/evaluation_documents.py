@@ -1,0 +1,75 @@
+"""Whole documents for evaluation: one to a row, with the text and the characters of each token."""
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+from transformers import PreTrainedTokenizerFast
+
+from datamodules.packing.sequences import Row, make_row
+from datamodules.sources.documents import Document, with_text
+from lightning_modules.models.tokenization.tokenizer import encode_document
+
+
+class DocumentDataset(Dataset[Row]):
+    """Row ``i`` is the first ``length`` tokens of document ``i``.
+
+    An index past the last document gives an empty row, which scores nothing: with it every process makes the same
+    number of forward passes. Documents are tokenised when they are asked for, so each process does only its own.
+
+    Args:
+        documents: The documents; they are held in memory as text. Empty ones are left out, see `with_text`.
+        tokenizer: A fast tokenizer.
+        length: Tokens kept of each document; ``None`` for all.
+        add_special_tokens: Whether the tokenizer puts its special tokens around each document. They stand for no
+            characters: their offsets are ``[0, 0)``.
+    """
+
+    def __init__(
+        self,
+        documents: Iterable[Document],
+        tokenizer: PreTrainedTokenizerFast,
+        *,
+        length: int | None,
+        add_special_tokens: bool = False,
+    ) -> None:
+        self.documents = list(with_text(documents))
+        self.tokenizer = tokenizer
+        self.length = length
+        self.add_special_tokens = add_special_tokens
+        self._rows: dict[int, Row] = {}  # validation comes round again and again
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def __getitem__(self, index: int) -> Row:
+        if index >= len(self):
+            return empty_row()
+        if index not in self._rows:
+            self._rows[index] = self._tokenised(self.documents[index])
+        return self._rows[index]
+
+    def _tokenised(self, document: Document) -> Row:
+        batch = encode_document(
+            document.text,
+            self.tokenizer,
+            name=document.name,
+            add_special_tokens=self.add_special_tokens,
+            max_tokens=self.length,
+        )
+        return Row(
+            input_ids=batch["input_ids"][0],
+            labels=batch["labels"][0],
+            position_ids=batch["position_ids"][0],
+            document_borders=batch["document_borders"][0],
+            text=batch["text"][0],
+            offsets=batch["offsets"][0],
+            name=document.name,
+        )
+
+
+def empty_row() -> Row:
+    """One token of no document, which is not scored."""
+    row = make_row(np.zeros(1, dtype=np.int64), np.array([1]))
+    return {**row, "text": "", "offsets": torch.zeros(1, 2, dtype=torch.int64), "name": ""}

@@ -1,0 +1,62 @@
+"""Resume training at the batch where an interrupted epoch stopped."""
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from datamodules.packing.samplers import RowSampler
+from datamodules.packing.sequences import Row
+
+_log = logging.getLogger(__name__)
+
+
+class ResumableLoader(DataLoader[Row]):
+    """Load batches of a :class:`RowSampler`; Lightning keeps the loader's state in every checkpoint.
+
+    A plain loader would begin a resumed epoch with the batches that were already trained on. The state is the epoch and
+    the number of its batches that are done: the order is a function of the seed and the epoch.
+
+    Attributes:
+        content: Checksum of the rows: another text may have the same number of them.
+    """
+
+    sampler: RowSampler  # or Lightning's own, for `overfit_batches`: the first rows, again and again
+    batch_size: int
+    content = 0
+    _batches = 0
+    _resume: dict[str, Any] | None = None
+
+    @override
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names a private class
+        if not isinstance(self.sampler, RowSampler):
+            yield from super().__iter__()
+            return
+        # A generator, so that nothing is read before the first batch is asked for: Lightning makes the iterator of a
+        # resumed run before it tells the sampler the epoch, and workers would read ahead in the order of epoch 0.
+        resume, self._resume = self._resume, None
+        self._batches = resume["batches"] if resume and resume["epoch"] == self.sampler.epoch else 0
+        self.sampler.skip = self._batches * self.batch_size
+        for batch in super().__iter__():
+            self._batches += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of batches of this epoch handed out so far, and what rows and order depend on."""
+        if not isinstance(self.sampler, RowSampler):
+            return {}
+        return {"epoch": self.sampler.epoch, "batches": self._batches, **self._order()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Skip the batches that are already done in the next epoch."""
+        order = self._order() if isinstance(self.sampler, RowSampler) else {}
+        changed = {name: (state.get(name), value) for name, value in order.items() if state.get(name) != value}
+        if changed:
+            _log.warning("The epoch starts over: its rows are not those of the checkpoint (then, now): %s.", changed)
+        else:
+            self._resume = state
+
+    def _order(self) -> dict[str, Any]:
+        return {**self.sampler.order(), "batch_size": int(self.batch_size), "content": self.content}

@@ -1,0 +1,144 @@
+"""The training rows as text, as people read them: what each holds, and where documents begin, end and are cut."""
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerFast
+
+from datamodules.packing.packing import document_of
+from datamodules.packing.sequences import PackedRowDataset
+from datamodules.sources.documents import with_text
+
+if TYPE_CHECKING:
+    from datamodules.packed_text import PackedTextDataModule
+
+COUNTED = 4
+"""Rows of up to so many documents are counted by their number, those of more together."""
+
+
+def inspection(
+    data: "PackedTextDataModule", numbers: Sequence[int] | None, *, count: int, width: int, names: bool
+) -> str:
+    """The rows that `data` would train on: a summary of all, and some of them in full.
+
+    Args:
+        data: Whose training rows; they are tokenised if need be.
+        numbers: Rows to show, from 0.
+        count: How many of the first rows to show where `numbers` is None.
+        width: Characters to show of a text; the middle of a longer one is left out.
+        names: Whether to name documents, for which the source is read up to the last one shown.
+
+    Raises:
+        ValueError: If there are no training rows, or not those asked for.
+    """
+    rows = data.training_rows()
+    if rows is None:
+        raise ValueError(f"{type(data).__name__} has no training rows: there is nothing to inspect.")
+    numbers = range(min(count, len(rows))) if numbers is None else numbers
+    if any(not 0 <= number < len(rows) for number in numbers):
+        raise ValueError(f"`rows` {list(numbers)}: there are rows 0 to {len(rows) - 1:,}.")
+    shown = {document for number in numbers for document in _documents(rows, number)}
+    titles = _names(data, shown) if names else {}
+    lines = [*_summary(data, rows)]
+    for number in numbers:
+        lines += ["", *_row(rows, number, titles, data.tokenizer, width)]
+    return "\n".join(lines) + "\n"
+
+
+def _summary(data: "PackedTextDataModule", rows: PackedRowDataset) -> Iterator[str]:
+    packed, lengths = rows.rows, np.diff(rows.store.document_borders)
+    isolated = "documents isolated" if rows.isolate_documents else "contexts cross document borders"
+    yield f"packing      {data.packing}, {isolated}"
+    yield (
+        f"documents    {len(lengths):,} of {lengths.sum():,} tokens: median {np.median(lengths):,.0f},"
+        f" longest {lengths.max():,}, {np.count_nonzero(lengths == 0):,} empty"
+    )
+    yield f"rows         {packed}"
+    yield f"             documents in a row: {_documents_per_row(np.diff(packed.row_borders))}"
+    scored, places = _scored_tokens(rows), len(packed) * packed.sequence_length
+    prompts = "" if rows.store.prompt_lengths is None or rows.loss_on_prompt else ", prompts are not"
+    yield f"scored       {scored:,} tokens ({scored / places:.2%} of the rows){prompts}"
+
+
+def _documents_per_row(counts: NDArray[np.int64]) -> str:
+    shares = [(str(number), np.mean(counts == number)) for number in range(1, COUNTED + 1)]
+    shares.append((f"{COUNTED + 1} or more", np.mean(counts > COUNTED)))
+    return ", ".join(f"{name} in {share:.1%}" for name, share in shares if share)
+
+
+def _scored_tokens(rows: PackedRowDataset) -> int:
+    """Labels of all rows that are not ignored, counted without making any."""
+    segments = rows.rows.segments
+    first = np.ones(len(segments), dtype=np.int64)  # nothing stands before it
+    if not rows.isolate_documents:
+        first[:] = 0
+        first[rows.rows.row_borders[:-1]] = 1
+    unscored = first if rows.loss_on_prompt else np.maximum(first, rows.prompt_lengths(segments))
+    return rows.rows.tokens - int(unscored.sum())
+
+
+def _row(
+    rows: PackedRowDataset, number: int, names: dict[int, str], tokenizer: PreTrainedTokenizerFast, width: int
+) -> Iterator[str]:
+    segments = rows.rows.row(number)
+    lengths = segments[:, 1] - segments[:, 0]
+    padded = rows.rows.sequence_length - int(lengths.sum())
+    yield f"row {number:,}      tokens {lengths.sum():,}, documents {len(segments):,}, padding {padded:,}"
+    place = 0
+    for (start, stop), document, prompt in zip(
+        segments.tolist(), _documents(rows, number), rows.prompt_lengths(segments).tolist(), strict=True
+    ):
+        name = f" ({visible(names[document])})" if document in names else ""
+        part, end = _part(rows, document, start, stop), place + stop - start
+        yield f"  {place:,} to {end:,}: document {document:,}{name}, {part}"
+        place = end
+        tokens = rows.store.read(start, stop).tolist()
+        for title, ids in (("prompt   ", tokens[:prompt]), ("response " if prompt else "", tokens[prompt:])):
+            if ids:
+                text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+                yield f"    {title}| {shortened(text, width)}"
+
+
+def _part(rows: PackedRowDataset, document: int, start: int, stop: int) -> str:
+    """Which of its tokens, and where it was cut."""
+    begin, end = rows.store.document_borders[document : document + 2].tolist()
+    if (start, stop) == (begin, end):
+        return "whole"
+    cuts = [name for name, cut in (("in front", start > begin), ("behind", stop < end)) if cut]
+    return f"tokens {start - begin:,} to {stop - begin:,} of {end - begin:,}, cut {' and '.join(cuts)}"
+
+
+def _documents(rows: PackedRowDataset, number: int) -> list[int]:
+    """Index of the document that each segment of a row is of."""
+    return document_of(rows.rows.row(number)[:, 0], rows.store.document_borders).tolist()
+
+
+def _names(data: "PackedTextDataModule", wanted: set[int]) -> dict[int, str]:
+    first = islice(with_text(data.source("train") or ()), max(wanted, default=-1) + 1)
+    return {index: document.name for index, document in enumerate(first) if index in wanted}
+
+
+def shortened(text: str, width: int) -> str:
+    r"""The text in one line, without its middle if it has more than `width` characters.
+
+    Example:
+        >>> shortened("one\ntwo three four", 8)
+        'one\\n [10 characters] four'
+    """
+    if len(text) <= width:
+        return visible(text)
+    head, tail = text[: (width + 1) // 2], text[len(text) - width // 2 :]
+    return f"{visible(head)} [{len(text) - width:,} characters] {visible(tail)}"
+
+
+def visible(text: str) -> str:
+    r"""The text with every character that does not print, or moves the cursor, spelt as Python spells it.
+
+    Example:
+        >>> visible("a\tb\x1b[2J 日本 🙂")
+        'a\\tb\\x1b[2J 日本 🙂'
+    """
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)

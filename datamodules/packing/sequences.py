@@ -1,0 +1,149 @@
+"""Rows of tokens: packed ones for training, and how rows become a batch."""
+
+import json
+import zlib
+from typing import NotRequired, TypedDict
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from datamodules.influence.store import InfluenceStore
+from datamodules.packing.packing import PackedRows, document_of
+from datamodules.token_store.store import TokenStore
+from lightning_modules.batch import IGNORE_INDEX, PackedBatch
+
+
+class Row(TypedDict):
+    """One row of a :class:`PackedBatch`: the same keys without the batch dimension."""
+
+    input_ids: Tensor
+    labels: Tensor
+    position_ids: Tensor
+    document_borders: list[int]
+    text: NotRequired[str]
+    offsets: NotRequired[Tensor]
+    name: NotRequired[str]
+    influence: NotRequired[Tensor]
+
+
+class PackedRowDataset(Dataset[Row]):
+    """Training rows, read from the token store when they are asked for.
+
+    All have ``rows.sequence_length`` tokens, of which the last may be padding behind the last border: every step takes
+    the same memory, and no process waits for another with longer rows.
+
+    Args:
+        store: The tokens.
+        rows: Which of them make up each row.
+        isolate_documents: Whether contexts end at document borders; otherwise a row counts as one document.
+        loss_on_prompt: Whether the tokens of prompts are scored, too.
+        influence: Weights of the store's tokens, if rows shall come with theirs.
+    """
+
+    def __init__(
+        self,
+        store: TokenStore,
+        rows: PackedRows,
+        *,
+        isolate_documents: bool = True,
+        loss_on_prompt: bool = True,
+        influence: InfluenceStore | None = None,
+    ) -> None:
+        self.store = store
+        self.rows = rows
+        self.isolate_documents = isolate_documents
+        self.loss_on_prompt = loss_on_prompt
+        self.influence = influence
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Row:
+        segments = self.rows.row(index)
+        tokens = np.concatenate([self.store.read(start, stop) for start, stop in segments.tolist()], dtype=np.int64)
+        ends = np.cumsum(segments[:, 1] - segments[:, 0])
+        row = make_row(tokens, ends if self.isolate_documents else ends[-1:])
+        if not self.loss_on_prompt:
+            starts = ends - (segments[:, 1] - segments[:, 0])
+            for start, stop in zip(starts, starts + self.prompt_lengths(segments), strict=True):
+                row["labels"][start:stop] = IGNORE_INDEX
+        if self.influence is not None:
+            weights = np.concatenate([self.influence.values[start:stop] for start, stop in segments])
+            row["influence"] = torch.from_numpy(weights.astype(np.float32))
+        return padded_row(row, self.rows.sequence_length)
+
+    def checksum(self) -> int:
+        """CRC-32 of the tokens of every row; it is the same for equal rows, wherever and whenever they were made."""
+        checksum = zlib.crc32(json.dumps(self.store.manifest["crc32"], sort_keys=True).encode())
+        for part in (self.rows.segments, self.rows.row_borders):
+            checksum = zlib.crc32(np.ascontiguousarray(part, dtype="<i8").reshape(-1).data, checksum)
+        return checksum
+
+    def prompt_lengths(self, segments: NDArray[np.int64]) -> NDArray[np.int64]:
+        """``[k]`` tokens at the front of each of ``[k, 2]`` segments that belong to the prompt of its document."""
+        lengths = segments[:, 1] - segments[:, 0]
+        if self.store.prompt_lengths is None:
+            return np.zeros_like(lengths)
+        document = document_of(segments[:, 0], self.store.document_borders)
+        prompt_ends = self.store.document_borders[document] + self.store.prompt_lengths[document]
+        return np.clip(prompt_ends - segments[:, 0], 0, lengths)
+
+
+def make_row(tokens: NDArray[np.int64], document_ends: NDArray[np.int64]) -> Row:
+    """A row whose documents end at the given token indices; the last one is the length of the row."""
+    starts = np.concatenate([[0], document_ends[:-1]])
+    input_ids = torch.from_numpy(tokens)
+    labels = input_ids.clone()
+    labels[torch.from_numpy(starts)] = IGNORE_INDEX
+    positions = np.arange(len(tokens)) - np.repeat(starts, document_ends - starts)
+    return Row(
+        input_ids=input_ids,
+        labels=labels,
+        position_ids=torch.from_numpy(positions),
+        document_borders=[0, *document_ends.tolist()],
+    )
+
+
+def padded_row(row: Row, length: int) -> Row:
+    """The row with tokens that are not scored behind its last border, until it has so many tokens."""
+    missing = length - len(row["input_ids"])
+    if missing == 0:
+        return row
+    padded = Row(
+        input_ids=F.pad(row["input_ids"], (0, missing)),
+        labels=F.pad(row["labels"], (0, missing), value=IGNORE_INDEX),
+        position_ids=F.pad(row["position_ids"], (0, missing)),
+        document_borders=row["document_borders"],
+    )
+    if "influence" in row:
+        padded["influence"] = F.pad(row["influence"], (0, missing))
+    return padded
+
+
+def collate_rows(rows: list[Row]) -> PackedBatch:
+    """Stack rows of one kind; shorter ones are padded on the right, behind their last border."""
+    batch = PackedBatch(
+        input_ids=_stack([row["input_ids"] for row in rows], 0),
+        labels=_stack([row["labels"] for row in rows], IGNORE_INDEX),
+        position_ids=_stack([row["position_ids"] for row in rows], 0),
+        document_borders=[row["document_borders"] for row in rows],
+    )
+    if "influence" in rows[0]:
+        batch["influence"] = _stack([row["influence"] for row in rows], 0)
+    if "text" in rows[0]:
+        batch["text"] = [row["text"] for row in rows]
+        batch["offsets"] = _stack([row["offsets"] for row in rows], 0)
+        batch["names"] = [row["name"] for row in rows]
+    return batch
+
+
+def _stack(tensors: list[Tensor], padding: int) -> Tensor:
+    length = max(len(tensor) for tensor in tensors)
+    if all(len(tensor) == length for tensor in tensors):  # packed rows: no need to copy each once more
+        return torch.stack(tensors)
+    # `F.pad` counts dimensions from the last one, so name the first one's two ends after all others'.
+    return torch.stack([F.pad(t, (0, 0) * (t.ndim - 1) + (0, length - len(t)), value=padding) for t in tensors])

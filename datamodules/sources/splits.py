@@ -1,0 +1,70 @@
+"""Splits of a corpus: by the names of its files, or by its documents where it has only one file."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Literal
+
+from datamodules.sources.documents import Document, NoDocumentError, Source
+from datamodules.sources.locations import JSON_LINES
+
+Split = Literal["train", "validation", "test"]
+
+_PREFIX: dict[Split, str] = {"train": "train", "validation": "val", "test": "test"}
+
+
+def json_lines_files(folder: Path, split: Split) -> tuple[Path, ...]:
+    """Files of a split in the order of their names: ``train*.jsonl`` in the folder, or any in a folder ``train*``.
+
+    Raises:
+        FileNotFoundError: If there is none.
+    """
+    prefix = _PREFIX[split]
+    found = [*folder.glob(f"{prefix}*"), *folder.glob(f"{prefix}*/*")]
+    files = tuple(sorted(file for file in found if file.is_file() and file.name.endswith(JSON_LINES)))
+    if not files:
+        raise FileNotFoundError(
+            f"No file of the {split} split in {folder}: looked for {prefix}* and {prefix}*/* ending in"
+            f" {', '.join(JSON_LINES)}. Name the files accordingly."
+        )
+    return files
+
+
+@dataclass(frozen=True)
+class HashSplit:
+    """One split of a source that has none: the text of a document decides where it belongs.
+
+    Of every ``share`` documents, about one is for validation and one for test; the others are for training. The same
+    text is in the same split whatever its place in the file, so a copy never leaks from one split to another.
+
+    Args:
+        source: The documents.
+        split: Which of them to take.
+        share: Documents for each one held out; 3 or more.
+    """
+
+    source: Source
+    split: Split
+    share: int
+
+    def __iter__(self) -> Iterator[Document]:
+        """Stream the documents."""
+        empty = True
+        for document in self.source:
+            if self._split_of(document.text) == self.split:
+                empty = False
+                yield document
+        if empty:
+            raise NoDocumentError(
+                f"None of the documents fell to the {self.split} split (1 in {self.share} is held out for validation,"
+                " and 1 for test). Lower `holdout`, or give a folder with a file for each split."
+            )
+
+    def fingerprint(self) -> str:
+        """That of the source, and what is taken of it."""
+        return f"{self.source.fingerprint()} {self.split} 1/{self.share}"
+
+    def _split_of(self, text: str) -> Split:
+        held_out: dict[int, Split] = {0: "validation", 1: "test"}
+        return held_out.get(int.from_bytes(sha256(text.encode()).digest()[:8]) % self.share, "train")

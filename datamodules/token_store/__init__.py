@@ -1,0 +1,1 @@
+"""Tokens of a corpus on disk, tokenized once."""

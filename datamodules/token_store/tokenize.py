@@ -1,0 +1,138 @@
+"""Texts to tokens with all cores: while one batch is read or written, others are tokenised."""
+
+import os
+import zlib
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Encoding
+from transformers import PreTrainedTokenizerFast
+
+from datamodules.sources.documents import Document
+from lightning_modules.models.tokenization.tokenizer import tokenizer_hash, vocabulary_size
+
+# A batch is bounded both ways: a token costs about 260 bytes between the tokenizer and the file, a character about 65.
+BATCH_DOCUMENTS = 1024
+BATCH_CHARACTERS = 500_000 * min(max(os.cpu_count() or 1, 4), 32)
+
+AHEAD = 2
+"""Batches tokenised at once. They share the tokenizer's threads, so that none idles while the longest text of a batch
+is finished, nor while Python makes arrays of its tokens."""
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class TokenisedBatch:
+    """Some documents.
+
+    Attributes:
+        tokens: ``[t]`` int64, of all documents one after the other.
+        lengths: ``[n]`` int64, tokens of each document.
+        prompt_lengths: ``[n]`` int64, how many of them are its prompt.
+        text_bytes: Size of their texts in UTF-8.
+    """
+
+    tokens: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    prompt_lengths: NDArray[np.int64]
+    text_bytes: int
+
+
+class Encoder:
+    """Tokens of a batch of documents, each with the end-of-text token behind it if the tokenizer has one.
+
+    Prompt and response are tokenised as one text. A token that holds characters of both belongs to the response.
+
+    Args:
+        tokenizer: A fast tokenizer.
+        add_special_tokens: Whether the tokenizer puts its special tokens around each document.
+
+    Attributes:
+        checksum: CRC-32 of all that decides which tokens a text becomes.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, *, add_special_tokens: bool) -> None:
+        # The backend itself: it does not warn of a "maximum sequence length", which means nothing for rows cut later.
+        self._backend = tokenizer.backend_tokenizer
+        self._add_special_tokens = add_special_tokens
+        self._end_of_text: int | None = tokenizer.eos_token_id
+        self._vocabulary_size = vocabulary_size(tokenizer)
+        settings = f"{tokenizer_hash(tokenizer)} {self._end_of_text} {add_special_tokens}"
+        self.checksum = zlib.crc32(settings.encode())
+
+    def __call__(self, documents: list[Document]) -> TokenisedBatch:
+        """Tokenise one or more documents.
+
+        Raises:
+            ValueError: If a token is beyond the tokenizer's vocabulary.
+        """
+        texts, prompt_ends = [document.text for document in documents], [each.prompt_end for each in documents]
+        # Which characters a token stands for is work, and asked for only where a prompt ends among them.
+        encode = self._backend.encode_batch if any(prompt_ends) else self._backend.encode_batch_fast
+        encodings = encode(texts, add_special_tokens=self._add_special_tokens)
+        ids = [np.array(self._with_end_of_text(encoding.ids), dtype=np.int64) for encoding in encodings]
+        tokens = np.concatenate(ids)
+        if tokens.size and tokens.max() >= self._vocabulary_size:
+            raise ValueError(
+                f"The tokenizer gave token {tokens.max()}, beyond its vocabulary of {self._vocabulary_size}."
+                " Its tokenizer.json is inconsistent: fetch it again."
+            )
+        return TokenisedBatch(
+            tokens=tokens,
+            lengths=np.array([len(each) for each in ids]),
+            prompt_lengths=np.array([_prompt_length(*each) for each in zip(encodings, prompt_ends, strict=True)]),
+            text_bytes=sum(len(text.encode()) for text in texts),
+        )
+
+    def _with_end_of_text(self, ids: list[int]) -> list[int]:
+        """Mark where the document ends, once: with special tokens some tokenizers already do."""
+        return ids if self._end_of_text is None or ids[-1:] == [self._end_of_text] else [*ids, self._end_of_text]
+
+
+def _prompt_length(encoding: Encoding, prompt_end: int) -> int:
+    """How many tokens stand before the first one that reaches behind the prompt's characters."""
+    if prompt_end == 0:
+        return 0
+    return next((n for n, (_, end) in enumerate(encoding.offsets) if end > prompt_end), len(encoding.ids))
+
+
+def tokenised(documents: Iterable[Document], encoder: Encoder) -> Generator[TokenisedBatch]:
+    """The documents in batches, in order; at most `AHEAD` + 2 of them are in memory at a time."""
+    return _in_order(encoder, _batches(documents))
+
+
+def _in_order(function: Callable[[Item], Result], items: Iterable[Item]) -> Generator[Result]:
+    """What ``map`` gives, computed by `AHEAD` threads."""
+    pending: deque[Future[Result]] = deque()
+    with ThreadPoolExecutor(AHEAD) as pool:
+        try:
+            for item in items:
+                pending.append(pool.submit(function, item))
+                if len(pending) > AHEAD:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            for future in pending:
+                future.cancel()
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    """Documents in groups large enough for all the tokenizer's threads and small enough for memory."""
+    batch: list[Document] = []
+    characters = 0
+    for document in documents:
+        batch.append(document)
+        characters += len(document.text)
+        if len(batch) >= BATCH_DOCUMENTS or characters >= BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch

@@ -1,0 +1,297 @@
+"""LightningCLI for ``fit`` and its kin, and for the commands that take its options."""
+
+import argparse
+import re
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jsonargparse
+from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.plugins.io import CheckpointIO
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from typing_extensions import override
+
+from lightning_modules.commands.cli.setting_checks import check_settings
+from lightning_modules.commands.cli.trainer_checks import check_trainer
+from lightning_modules.commands.influence import InfluenceTrainer
+from lightning_modules.long_context_lm import LR_SCHEDULER, OPTIMIZER, LongContextLM
+from lightning_modules.objectives import check_influence
+from lightning_modules.training.checkpoints.io import CheckedCheckpointIO
+from lightning_modules.training.checkpoints.resume import (
+    SameCheckpoint,
+    check_checkpoint_folders,
+    find_checkpoint,
+    goes_on,
+    is_numbered,
+    owned_folders,
+    say_how_to_go_on,
+)
+from lightning_modules.training.companions import Companions, gathering
+from lightning_modules.training.evaluation import at_checkpoint_step, place_evaluation
+from lightning_modules.training.fsdp import check_strategy
+from lightning_modules.training.preemption import Preemption
+from lightning_modules.training.random_states import RandomStates
+from lightning_modules.training.run import Run, RunMember
+from lightning_modules.training.sequence_parallel import sequence_parallel_size
+from lightning_modules.utilities.loopback import loopback
+from lightning_modules.utilities.user_modules import hidden_module_hint
+
+
+class ConciseParser(LightningArgumentParser):
+    """Reports what is wrong with a value without a list of all types that were tried, and without the whole config."""
+
+    @override
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        message = re.sub(r"\. Got value: Namespace\(.*", ".", message)
+        noise = r"Does not validate|Subtypes: |Errors:|Given value type|Given value: (.*Namespace\(|.{200})"
+        noise += r"|- Expected a <class '(NoneType|bool|.*Iterable)'>"
+        lines = [line for line in message.splitlines() if not re.match(rf"\s*({noise})", line)]
+        message = "\n".join(lines) if len(lines) > 1 else message
+        super().error(message + hidden_module_hint(message), ex)
+
+
+class LongceCLI(LightningCLI):
+    """LightningCLI in which the command line has the last word, also over a checkpoint."""
+
+    def __init__(self, args: ArgsType = None, run: bool = True, **settings: Any) -> None:
+        self.preemption = Preemption()
+        self.training_run = Run()
+        self._asked: str | None = None  # --ckpt_path, as it was given
+        try:
+            super().__init__(
+                LongContextLM,
+                args=args,
+                run=run,
+                auto_configure_optimizers=False,
+                save_config_callback=None,  # `Run` saves it
+                # The data modules share documents and rows out themselves: without repeating any.
+                trainer_defaults={
+                    "use_distributed_sampler": False,
+                    "callbacks": [
+                        Companions(),
+                        SameCheckpoint(),
+                        RunMember(self.training_run),
+                        RandomStates(),
+                        self.preemption,
+                    ],
+                },
+                parser_class=ConciseParser,
+                parser_kwargs={"prog": "longce"},
+                **settings,
+            )
+        finally:
+            self.training_run.leave()
+
+    @override
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Name the default optimizer and schedule by their classes: a saved config cannot hold the functions."""
+        parser.set_defaults({"model.optimizer": OPTIMIZER, "model.lr_scheduler": LR_SCHEDULER})
+
+    @override
+    def _parse_ckpt_path(self) -> None:
+        """Leave the configuration as it was given.
+
+        Lightning lets the hyper-parameters in a checkpoint override the command line in silence.
+        """
+
+    @override
+    def before_instantiate_classes(self) -> None:
+        """Refuse a config that takes the model's settings away, or a value that a class cannot work with."""
+        if not isinstance(self._get(self.config, "model"), jsonargparse.Namespace):
+            raise ValueError("`model` must hold settings of the model, as keys and values: leave it out, or mend it.")
+        for name, kind in (("model", LongContextLM), ("data", None), ("trainer", Trainer)):
+            check_settings(self._get(self.config, name), kind, name)
+        check_strategy(self._get(self.config, "trainer").get("strategy"))
+
+    @override
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Write and read checkpoints in our way, unless the config has one of its own."""
+        options = self._get(self.config_init, "trainer")
+        check_trainer(options)
+        plugins = options.get("plugins") or []
+        plugins = list(plugins) if isinstance(plugins, list | tuple) else [plugins]
+        if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
+            plugins.append(CheckedCheckpointIO())
+        try:
+            return super().instantiate_trainer(**{"plugins": plugins, **kwargs})
+        except TypeError as error:  # Lightning's, of some values
+            raise ValueError(f"`trainer` cannot be made: {error}") from error
+
+    @override
+    def _run_subcommand(self, subcommand: str) -> None:
+        with loopback(self.trainer), gathering(self.trainer):
+            super()._run_subcommand(subcommand)
+
+    @override
+    def after_instantiate_classes(self) -> None:
+        """Refuse what cannot work now: nothing is tokenized or loaded yet."""
+        if self.subcommand is None:
+            return
+        check_strategy(self.trainer.strategy)
+        fits, options = self.subcommand == "fit", self.config_init[self.subcommand]
+        rows = getattr(self.datamodule, "sequence_length", None) if fits else None
+        self.model.check_early(rows, sequence_parallel_size(self.trainer))
+        if fits:
+            _check_curriculum(self.model, getattr(self.datamodule, "curriculum", None))
+            stored = getattr(self.datamodule, "influence", None)
+            check_influence(self.model.objective, stored and f"in '{stored}'")
+            self._begin_run()
+        self._asked = options.ckpt_path
+        if self.subcommand == "predict":
+            options.return_predictions = False  # callbacks write them, and memory would not hold those of a corpus
+        logger = self._get(self.config, "trainer").logger
+        options.ckpt_path = find_checkpoint(options.ckpt_path, self.trainer, logger, resume=fits)
+        self._record(None if options.ckpt_path in (None, "best", "hpc") else Path(options.ckpt_path), logger)
+
+    @property
+    def _tries_out(self) -> bool:
+        """Whether nothing is logged or saved."""
+        return bool(self._get(self.config, "trainer").fast_dev_run)
+
+    def _begin_run(self) -> None:
+        """Keep other runs out of the folders of this one."""
+        check_checkpoint_folders(self.trainer)
+        if self.trainer.is_global_zero and not self._tries_out:
+            self.training_run.begin(owned_folders(self.trainer))
+
+    def _record(self, checkpoint: Path | None, logger: Any) -> None:
+        """Save the config where this command writes its logs, and name the run."""
+        fits = self.subcommand == "fit"
+        if checkpoint is not None and not fits:
+            at_checkpoint_step(self.trainer, checkpoint)
+        if not self.trainer.is_global_zero or self._tries_out:
+            return
+        config = self.config[str(self.subcommand)]
+        text = self._parser(self.subcommand).dump(config, skip_none=False)
+        if fits:
+            named = checkpoint is not None and str(checkpoint) == self._asked
+            self.training_run.record(checkpoint, text, config.seed_everything, named=named)
+            self.model.run_id = self.training_run.id
+        else:
+            place_evaluation(self.trainer, str(self.subcommand), checkpoint, text, numbered=is_numbered(logger))
+
+    def fit(self, **arguments: Any) -> None:
+        """Train; whoever asked for a stop is told how to go on."""
+        try:
+            self.trainer.fit(**arguments)
+        except SystemExit as stopped:  # of status 0 after SIGTERM, 1 after Ctrl-C
+            if isinstance(stopped, SIGTERMException) or isinstance(stopped.__context__, KeyboardInterrupt):
+                say_how_to_go_on(self.trainer)
+            if isinstance(stopped, SIGTERMException) and self.trainer.is_global_zero:
+                self.preemption.requeue(goes_on=goes_on(self._asked, self.trainer))
+            raise
+
+
+def _check_curriculum(model: LongContextLM, curriculum: Any) -> None:
+    """Raise a ``ValueError`` if no token of a curriculum's short rows has a context longer than the short one."""
+    if curriculum is None or not model.objective.uses_short_context:
+        return
+    longest = model.context_length + model.stride
+    if longest >= curriculum.sequence_length:
+        raise ValueError(
+            f"`data.curriculum` begins with rows of {curriculum.sequence_length} tokens, of which none has a longer"
+            f" context than the short one: `context_length` + `stride` is {longest}."
+            " Lower these, give the curriculum longer rows, or train with CrossEntropy."
+        )
+
+
+def accept_saved_config(parser: LightningArgumentParser) -> None:
+    """Take what the saved config of a run of ``longce fit`` holds besides model, data and trainer, and ignore it."""
+    for name in ("ckpt_path", "weights_only"):
+        parser.add_argument(f"--{name}", type=Any, default=None, help=argparse.SUPPRESS)
+
+
+class InfluenceCLI(LongceCLI):
+    """The same configs for ``longce influence``; logger, callbacks and checkpoints of a training take no part."""
+
+    def __init__(self) -> None:
+        super().__init__(trainer_class=InfluenceTrainer)
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """The one command, and what of its arguments is no option."""
+        return {"influence": {"model", "datamodule"}}
+
+    @override
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Accept what a saved config of ``longce fit`` holds besides."""
+        super().add_arguments_to_parser(parser)
+        accept_saved_config(parser)
+
+    @override
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        return super().instantiate_trainer(
+            logger=False, callbacks=[], enable_checkpointing=False, use_distributed_sampler=False, **kwargs
+        )
+
+    @override
+    def after_instantiate_classes(self) -> None:
+        """The model in training is not loaded, and the command checks the rest itself."""
+
+
+class PlanCLI(LongceCLI):
+    """The options of ``longce fit``, read and not acted upon, with those of ``longce plan``."""
+
+    def __init__(self) -> None:
+        super().__init__(run=False)
+
+    @override
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        super().add_arguments_to_parser(parser)
+        parser.prog = "longce plan"
+        parser.description = "What a run of `longce fit` with these options, and scoring, would take on given GPUs."
+        parser.add_argument("--gpu", type=str | None, help="Name of the card, such as H200 or A100-80.")
+        parser.add_argument("--gpus", type=PositiveInt | None, help="How many; by default trainer.devices x num_nodes.")
+        parser.add_argument("--gpu_tflops", type=PositiveFloat | None, help="Peak dense bfloat16 rate of another card.")
+        parser.add_argument("--gpu_memory", type=PositiveFloat | None, help="Memory of another card, GiB.")
+        parser.add_argument(
+            "--evaluator",
+            type=str | None,
+            help="Hub id, folder or config.json of the evaluator; by default that of the callback ExternalEvaluator.",
+        )
+        parser.add_argument("--price_per_gpu_hour", type=NonNegativeFloat | None, help="In any currency.")
+        parser.add_argument("--output", type=str | None, help="JSON file to write the numbers to.")
+        accept_saved_config(parser)
+
+    @override
+    def _set_seed(self) -> None:
+        """Nothing is random here."""
+
+    @override
+    def instantiate_classes(self) -> None:
+        """Neither model nor data module nor trainer is made."""
+
+
+class DataCLI(LongceCLI):
+    """The options of ``longce fit``, of which only the data module is made, with those of ``longce data inspect``."""
+
+    def __init__(self) -> None:
+        super().__init__(run=False)
+
+    @override
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        super().add_arguments_to_parser(parser)
+        parser.prog = "longce data inspect"
+        parser.description = "The rows that `longce fit` with these options would train on, as text."
+        parser.add_argument("--rows", type=NonNegativeInt, nargs="+", help="Numbers of the rows to show, from 0.")
+        parser.add_argument("--count", type=NonNegativeInt, default=3, help="First rows to show, if not by `--rows`.")
+        parser.add_argument("--width", type=PositiveInt, default=400, help="Characters to show of each text.")
+        parser.add_argument(
+            "--names", type=bool, default=False, help="Name documents; the source is read up to the last one shown."
+        )
+        accept_saved_config(parser)
+
+    @override
+    def _set_seed(self) -> None:
+        """Nothing is random here."""
+
+    @override
+    def instantiate_classes(self) -> None:
+        """Neither model nor trainer is made."""
+        if self.config.get("data") is None:
+            raise ValueError("There are no data to inspect: name a data module by `data`, as for `longce fit`.")
+        parser = jsonargparse.ArgumentParser()
+        parser.add_subclass_arguments(LightningDataModule, "data")
+        self.datamodule = parser.instantiate(jsonargparse.Namespace(data=self.config.data)).data

@@ -1,0 +1,185 @@
+"""The command line: which commands there are, and `main`."""
+
+import json
+import logging
+import multiprocessing
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from lightning_modules.commands.cli.config_files import check_config_files, use_checked_yaml
+from lightning_modules.commands.cli.errors import stop_with
+from lightning_modules.commands.cli.lightning_cli import DataCLI, InfluenceCLI, LongceCLI, PlanCLI
+from lightning_modules.commands.cli.registry import (
+    correlate_command,
+    evaluate_command,
+    export_command,
+    harness_command,
+    inspect_command,
+    reproduce_command,
+    score_command,
+    select_command,
+    summary,
+)
+from lightning_modules.utilities.files import writable_folder, write_atomically
+from lightning_modules.utilities.user_modules import find_user_modules, user_modules
+
+USAGE = """\
+usage: longce COMMAND [OPTIONS]
+
+Key-token long-context language modelling: LongPPL to measure, LongCE to train.
+
+commands:
+  quickstart  make a corpus, train a tiny evaluator and fine-tune a tiny model with LongCE, all offline
+  score       LongPPL and perplexity of text files, by a model and an evaluator
+  evaluate    scores on long-context tasks (RULER, LongEval, needles, ..) of any model, by length and depth
+  inspect     one HTML page of a document: key tokens, and what both contexts say of each token
+  fit         fine-tune a model, evaluated by LongPPL as it trains
+  validate    evaluate a model on the validation documents
+  test        evaluate a model on the test documents
+  predict     score documents: a corpus into a table (`configs/score_corpus.yaml`), or every token of the test documents
+  select      the documents of a scored corpus that pass conditions, as ids or text, and weights of their sources
+  data        `data inspect`: what the training rows hold, as text, with document borders
+  influence   LongCE weights of the training rows by an evaluator, so that training makes no short pass
+  harness     tasks of lm-evaluation-harness: LongBench, RULER, MMLU and its kin, or your own
+  correlate   LongPPL and perplexity of many models against their benchmark scores
+  export      a checkpoint of `fit` as a folder that transformers loads
+  reproduce   the paper's experiments: `miniature` with tiny models, `table1` .. `table12` with real ones (`--list`)
+  plan        FLOPs, time, memory and cost of `fit` and of scoring on given GPUs, without weights or a GPU
+
+`longce COMMAND --help` explains the options of each."""
+
+# A worker that is spawned, or forked from a server, imports the main program and unpickles its work, without `main`.
+if getattr(multiprocessing.current_process(), "_inheriting", False):
+    find_user_modules()
+
+
+def plan_command(arguments: Sequence[str]) -> None:
+    """Run ``longce plan`` and print its report."""
+    from lightning_modules.commands.plan.hardware import find_gpu
+    from lightning_modules.commands.plan.plan import Planner
+    from lightning_modules.commands.plan.report import report
+    from lightning_modules.commands.plan.settings import read_experiment
+
+    sys.argv[1:] = arguments[1:]
+    options = PlanCLI().config
+    gpu = find_gpu(options.gpu, tflops=options.gpu_tflops, memory=options.gpu_memory)
+    if options.output is not None:
+        if Path(options.output).is_dir():
+            raise ValueError(f"`output` must be a file, and '{options.output}' is a folder.")
+        writable_folder(Path(options.output).parent, remedy="Name another file by `--output`.")
+    experiment = read_experiment(options, gpus=options.gpus, evaluator=options.evaluator)
+    plan = Planner(experiment, gpu, options.price_per_gpu_hour).plan()
+    sys.stdout.write(report(plan) + "\n")
+    if options.output is not None:
+        write_atomically(Path(options.output), (json.dumps(plan, indent=2) + "\n").encode())
+
+
+def data_command(arguments: Sequence[str]) -> None:
+    """Run ``longce data inspect`` and print its report."""
+    if arguments[1:2] in (["-h"], ["--help"]):
+        arguments = ["data", "inspect", "--help"]
+    if arguments[1:2] != ["inspect"]:
+        raise ValueError("`longce data` has one command: `longce data inspect`, with the options of `longce fit`.")
+    sys.argv[1:] = arguments[2:]
+    cli = DataCLI()
+    if not callable(getattr(cli.datamodule, "inspect", None)):
+        raise ValueError(f"`data` has no packed training rows to inspect: {type(cli.datamodule).__name__}.")
+    options = cli.config
+    sys.stdout.write(
+        cli.datamodule.inspect(options.rows, count=options.count, width=options.width, names=options.names)
+    )
+
+
+def quickstart_command(arguments: Sequence[str]) -> None:
+    """Run ``longce quickstart``; further options go to each of its runs."""
+    from lightning_modules.commands.quickstart import quickstart
+
+    if "-h" in arguments or "--help" in arguments:
+        sys.stdout.write(f"usage: longce quickstart [OPTIONS of longce fit]\n\n{summary(quickstart)}\n")
+    else:
+        quickstart(_lightning_command, arguments[1:])
+
+
+def _lightning_command(arguments: Sequence[str]) -> LongceCLI:
+    sys.argv[1:] = arguments
+    return LongceCLI()
+
+
+def influence_command(arguments: Sequence[str]) -> None:
+    """Run ``longce influence``."""
+    sys.argv[1:] = arguments
+    InfluenceCLI()
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], object]] = {
+    "plan": plan_command,
+    "score": score_command,
+    "inspect": inspect_command,
+    "evaluate": evaluate_command,
+    "influence": influence_command,
+    "select": select_command,
+    "export": export_command,
+    "harness": harness_command,
+    "correlate": correlate_command,
+    "data": data_command,
+    "quickstart": quickstart_command,
+    "reproduce": reproduce_command,
+    **dict.fromkeys(("fit", "validate", "test", "predict"), _lightning_command),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of the console script; exits with 0 after success, 2 for what the user can fix, 1 for the rest.
+
+    Args:
+        arguments: Words behind ``longce``; by default those of the command line.
+    """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    _set_up_messages()
+    if not arguments or arguments[0] in ("-h", "--help"):
+        sys.stdout.write(USAGE + "\n")
+        sys.exit(0 if arguments else 2)
+    if arguments[0] not in COMMANDS and not arguments[0].startswith("-"):
+        sys.stderr.write(f"longce: error: no command '{arguments[0]}'.\n\n{USAGE}\n")
+        sys.exit(2)
+    try:
+        use_checked_yaml()
+        check_config_files(arguments)
+        with user_modules():
+            COMMANDS.get(arguments[0], _lightning_command)(arguments)
+    except KeyboardInterrupt:
+        sys.stderr.write("\nlongce: interrupted\n")
+        sys.exit(130)
+    except Exception as error:
+        stop_with(error)
+
+
+def _set_up_messages() -> None:
+    """Plain lines for people: ours, and of others what concerns them."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    # It checks the settings of its own RoPE types only; ours are checked where they are made.
+    logging.getLogger("transformers.modeling_rope_utils").addFilter(
+        lambda record: "Missing validation function" not in record.getMessage()
+    )
+    for noisy in ("httpx", "httpx2", "datasets", "fsspec", "tensorboard"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    logging.getLogger("DeepSpeed").addFilter(_to_stderr)
+    # A faster kernel for 4-bit weights on CPUs, which hardly any run has.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(lambda record: "gemm_4bit" not in record.getMessage())
+    # Lightning advertises other products at every start.
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
+        lambda record: "Tip:" not in record.getMessage()
+    )
+    warnings.formatwarning = lambda message, category, *_, **__: f"{category.__name__}: {message}\n"
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # Lightning's use of torch
+    warnings.filterwarnings("ignore", message="The dirpath has changed")  # each run has its own
+    warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")  # `Run` checks that
+
+
+def _to_stderr(record: logging.LogRecord) -> bool:
+    """DeepSpeed's own handler writes to standard output, which is for results."""
+    if "Setting accelerator to CPU" not in record.getMessage():
+        logging.getLogger().handle(record)
+    return False

@@ -1,0 +1,234 @@
+"""Read what commands of this project, and others, measured of models."""
+
+import csv
+import io
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lightning_modules.tasks.questions.registry import GROUPS
+
+_TEXTS = ("texts", "max_tokens", "add_special_tokens")
+"""Settings that a perplexity depends on; LongPPL depends on all."""
+
+_QUESTIONS = ("mode", "documents")
+"""Settings of ``longce evaluate`` that decide which questions are asked."""
+
+_PROMPTS = ("num_fewshot", "limit", "truncation")
+"""Settings of ``longce harness`` that decide which questions are asked."""
+
+
+class Measured(NamedTuple):
+    """What a file reports about a model.
+
+    Attributes:
+        place: File, with the line if it has several.
+        model: Name, hub id or folder.
+        values: By name; NaN for what was measured and is not a number.
+        main: Names of the values that summarize the others, such as an average over tasks.
+        settings: For each value what it depends on, if the file has it: values of other settings are not comparable.
+        ours: Whether the file is a result of ``longce evaluate`` or ``longce harness``.
+    """
+
+    place: str
+    model: str
+    values: dict[str, float]
+    main: tuple[str, ...]
+    settings: dict[str, dict[str, Any]]
+    ours: bool = False
+
+
+def read_results(words: Sequence[str]) -> list[Measured]:
+    """Read what files report, one entry per file and model.
+
+    The files are JSON of ``longce score --output``, the ``results.json`` of ``longce evaluate`` and ``longce harness``,
+    a dictionary ``{"Qwen2-7B": {"LongBench": 42.0}}``, or CSV with a line for each model: its name in the column
+    ``model``, and values in the others, where a cell may be blank.
+
+    Args:
+        words: Files; folders, of which the ``results.json`` is read, or else all ``.csv`` and ``.json`` files; and
+            ``NAME=FILE`` for a file of a single model, which gets this name.
+
+    Raises:
+        ValueError: If a file is missing or has another format, or ``NAME=`` is given to several models.
+    """
+    return [entry for word in words for entry in _read_word(word)]
+
+
+def is_perplexity(name: str) -> bool:
+    """Return whether a value is a perplexity, by its name."""
+    return any(part in name.lower() for part in ("ppl", "perplexity", "bits_per_byte"))
+
+
+def _read_word(word: str) -> list[Measured]:
+    name, equals, path = word.partition("=")
+    renamed = bool(equals) and not Path(word).expanduser().exists()
+    files = _find_files(Path(path if renamed else word).expanduser())
+    if not files or (renamed and not name):
+        raise ValueError(f"No results at '{word}': give .json or .csv files, folders of them, or NAME=FILE.")
+    entries = [entry for file in files for entry in _read_file(file)]
+    if renamed and len(entries) != 1:
+        raise ValueError(f"'{path}' reports {len(entries)} models: rename them in the file, not by '{name}='.")
+    if renamed:
+        entries = [entries[0]._replace(model=name)]
+    for entry in entries:
+        if not entry.model:
+            raise ValueError(f"{entry.place} does not name its model: give NAME={word}.")
+    return entries
+
+
+def _find_files(path: Path) -> list[Path]:
+    if path.is_dir():
+        results = path / "results.json"
+        return [results] if results.is_file() else sorted([*path.glob("*.csv"), *path.glob("*.json")])
+    return [path] if path.is_file() and path.suffix in (".csv", ".json") else []
+
+
+def _read_file(file: Path) -> list[Measured]:
+    return _csv_entries(file) if file.suffix == ".csv" else _json_entries(file)
+
+
+def _json_entries(file: Path) -> list[Measured]:
+    """Read a JSON file; ``model`` is empty if the file does not name it."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"'{file}' is not JSON: {error}.") from error
+    if not isinstance(content, dict):
+        raise ValueError(_OTHER.format(file=file))
+    for reader, names in _READERS:
+        if names <= set(content):
+            try:
+                return [reader(file, content)]
+            except (KeyError, TypeError, AttributeError) as error:
+                raise ValueError(f"'{file}' is damaged ({error!r}): run the command again that wrote it.") from error
+    if not all(isinstance(entry, dict) for entry in content.values()):
+        raise ValueError(_OTHER.format(file=file))
+    return [_plain(str(file), name, entry) for name, entry in content.items()]
+
+
+_OTHER = (
+    "'{file}' must be a dictionary of models, each a dictionary of benchmarks and scores, or a result of"
+    " `longce score`, `longce evaluate` or `longce harness`."
+)
+
+
+def _score(file: Path, content: Mapping[str, Any]) -> Measured:
+    settings = dict(content.get("settings") or {})
+    values = {name: _number(file, name, content[name]) for name in ("longppl", "perplexity")}
+    texts = {name: settings[name] for name in _TEXTS if name in settings}
+    return Measured(
+        str(file), str(content.get("model") or ""), values, tuple(values), {"longppl": settings, "perplexity": texts}
+    )
+
+
+def _evaluation(file: Path, content: Mapping[str, Any]) -> Measured:
+    """Read ``longce evaluate``: each task by length, and means over the lengths of tasks, of RULER and of LongEval."""
+    if content.get("missing"):
+        raise ValueError(
+            f"'{file}' lacks the results of {content['missing']} questions: the same `longce evaluate` puts them."
+        )
+    tasks = {
+        task: {int(length): _number(file, task, cell["mean"]) for length, cell in lengths.items()}
+        for task, lengths in content["tasks"].items()
+    }
+    averages = {int(length): _number(file, "average", value) for length, value in content["average"].items()}
+    longeval = next((tasks[task] for task in GROUPS["longeval"] if task in tasks), None)
+    # Values with the lengths that each is a mean of, as a mean over other lengths is another value.
+    values: dict[str, float] = {}
+    lengths_of: dict[str, list[int]] = {}
+    if set(GROUPS["ruler"]) <= set(tasks):
+        values["RULER"] = _mean([_mean(list(tasks[task].values())) for task in GROUPS["ruler"]])
+        lengths_of["RULER"] = sorted({length for task in GROUPS["ruler"] for length in tasks[task]})
+    named = {"LongEval": longeval} if longeval is not None else {}
+    for name, scores in (named | {"average": averages} | tasks).items():
+        values[name] = _mean(list(scores.values()))
+        lengths_of[name] = sorted(scores)
+        values |= {
+            f"{name} {_short(length) if name == 'LongEval' else length}": score for length, score in scores.items()
+        }
+    for name in ("weighted_inc", "weighted_dec", "answer_perplexity", "other_perplexity"):
+        if content.get(name) is not None:
+            values[name] = _number(file, name, content[name])
+            lengths_of[name] = sorted({length for scores in tasks.values() for length in scores})
+    told = {"by": "evaluate"} | {name: value for name, value in content["settings"].items() if name in _QUESTIONS}
+    settings = {name: told | ({"lengths": lengths_of[name]} if name in lengths_of else {}) for name in values}
+    main = tuple(name for name in ("RULER", "LongEval") if name in values) or ("average",)
+    return Measured(str(file), str(content.get("model") or ""), values, main, settings, ours=True)
+
+
+def _short(length: int) -> str:
+    return f"{length // 1024}k" if length % 1024 == 0 else str(length)
+
+
+def _harness(file: Path, content: Mapping[str, Any]) -> Measured:
+    """Read ``longce harness``: scores of sets in percent, and the metrics of tasks and groups as they are."""
+    values = {name: _number(file, name, value) for name, value in content["scores"].items()}
+    metrics = {name: entry["metrics"] for name, entry in content["tasks"].items()} | content["groups"]
+    tasks = {
+        f"{task}/{key.removesuffix(',none')}": _number(file, task, value)
+        for task, entry in metrics.items()
+        for key, value in entry.items()
+        if "_stderr," not in key
+    }
+    given = content["settings"]
+    told = {"by": "harness"} | {name: value for name, value in given.items() if name in _PROMPTS}
+    settings = dict.fromkeys([*values, *tasks], told)
+    if "RULER" in values:  # which is a mean over lengths
+        settings["RULER"] = told | {"lengths": sorted(given.get("lengths", []))}
+    return Measured(
+        str(file), str(content.get("model") or ""), values | tasks, tuple(values or tasks), settings, ours=True
+    )
+
+
+_READERS = (
+    (_score, {"longppl", "documents"}),
+    (_harness, {"tasks", "groups", "scores"}),
+    (_evaluation, {"tasks", "average"}),
+)
+"""Readers of our results, and the keys by which each kind is recognized."""
+
+
+def _csv_entries(file: Path) -> list[Measured]:
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"'{file}' is not UTF-8 ({error}): save it as CSV in UTF-8.") from None
+    with io.StringIO(text, newline="") as stream:
+        lines = [(number, [cell.strip() for cell in line]) for number, line in enumerate(csv.reader(stream), 1) if line]
+    names = lines[0][1] if lines else []
+    if "model" not in names:
+        raise ValueError(f"'{file}' has no column 'model', only {names}: add a first line of names.")
+    if len(set(names)) < len(names):
+        raise ValueError(f"'{file}' names a column twice: {names}. Leave one of them out.")
+    if len(lines) == 1:
+        raise ValueError(f"'{file}' names columns and holds no model: add a line for each.")
+    return [_csv_entry(f"{file}:{number}", names, cells) for number, cells in lines[1:]]
+
+
+def _csv_entry(place: str, names: Sequence[str], cells: Sequence[str]) -> Measured:
+    if len(cells) > len(names):
+        raise ValueError(f"{place}: {len(cells)} cells for {len(names)} columns: quote cells that hold a comma.")
+    values: dict[str, Any] = {name: cell or None for name, cell in zip(names, cells, strict=False)}
+    if not (model := values.pop("model", None)):
+        raise ValueError(f"{place}: the column 'model' is empty: name the model.")
+    return _plain(place, model, values)
+
+
+def _plain(place: str, model: str, entry: Mapping[str, Any]) -> Measured:
+    values = {name: _number(place, name, value) for name, value in entry.items() if value is not None}
+    return Measured(place, model, values, tuple(values), {})
+
+
+def _number(place: Path | str, name: str, value: Any) -> float:
+    """NaN for null, as which files of ours write it."""
+    try:
+        return math.nan if value is None else float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{place}: '{name}' must be a number, got {value!r}.") from None
+
+
+def _mean(values: list[float]) -> float:
+    return math.fsum(values) / len(values) if values else math.nan

@@ -1,0 +1,232 @@
+"""The run of ``longce influence``: an evaluator goes once through the training rows, on any number of devices."""
+
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+from typing_extensions import override
+
+from lightning_modules.batch import PackedBatch
+from lightning_modules.functional.windows import check_context
+from lightning_modules.long_context_lm import LongContextLM
+from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.identity import check_same_model, model_identity
+from lightning_modules.models.loading import DType, load_backbone, load_config
+from lightning_modules.models.probe import check_scoring
+from lightning_modules.models.tokenization.tokenizer import load_tokenizer, tokenizer_hash
+from lightning_modules.objectives import LongCE, StoredInfluence, innermost
+from lightning_modules.scoring.influence_transfer import Transfer, make_transfer, row_influence
+from lightning_modules.utilities.collectives import gathered, patient_group
+
+
+class InfluenceScorer(LightningModule):
+    """Runs an evaluator over numbered training rows and hands their weights to the data module that gave them.
+
+    Args:
+        loading: Arguments of `lightning_modules.models.loading.load_backbone`.
+        context_length: Length K of the shortest short context, in tokens.
+        stride: Number d of tokens that share one window.
+        gamma: Largest weight.
+        transfer: For an evaluator with another tokenizer than the rows'.
+        identity: The evaluator's `model_identity` when the run began.
+
+    Attributes:
+        seconds: What this process took for its rows, without loading.
+    """
+
+    def __init__(
+        self,
+        loading: dict[str, Any],
+        *,
+        context_length: int,
+        stride: int,
+        gamma: float,
+        transfer: Transfer | None,
+        identity: str,
+    ) -> None:
+        super().__init__()
+        self._loading = loading
+        self._settings: dict[str, Any] = {"context_length": context_length, "stride": stride, "gamma": gamma}
+        self._transfer = transfer
+        self._identity = identity
+        self._started = 0.0
+        self.seconds = 0.0
+
+    @override
+    def configure_model(self) -> None:
+        # With nothing left for anybody the model is spared; if there is, all processes need it: DDP compares weights.
+        if "backbone" in self._modules or self._rows.remaining == 0:
+            return
+        autocast = str(self.trainer.precision).endswith("-mixed")
+        device = self.trainer.strategy.root_device
+        backbone = load_backbone(**self._loading, device=device, autocast=autocast)
+        names = ("pretrained_model_name_or_path", "revision", "trust_remote_code")
+        check_same_model(self._identity, **{name: self._loading[name] for name in names})
+        self.backbone: Backbone = backbone.eval().requires_grad_(False)
+
+    @override
+    def on_predict_start(self) -> None:
+        self.backbone.check_rotary_dtype()
+        with self.trainer.precision_plugin.forward_context():
+            check_scoring(self.backbone)
+        self._started = time.perf_counter()
+
+    @override
+    def predict_step(self, batch: tuple[list[int], PackedBatch], batch_idx: int) -> Tensor:
+        """``[B, T]`` float32 weights of the rows."""
+        numbers, rows = batch
+        weigh = row_influence if self._transfer is None else self._transfer.row_influence
+        influence = weigh(rows, self.backbone, **self._settings)
+        if not torch.isfinite(influence).all():
+            raise FloatingPointError(
+                f"The evaluator gives weights that are not finite in row(s) {numbers}: {self.backbone.base_model.dtype}"
+                " is too narrow for it, or its weights are damaged. Choose another `--evaluator_dtype` or evaluator."
+            )
+        return influence
+
+    @override
+    def on_predict_batch_end(
+        self, outputs: Any, batch: tuple[list[int], PackedBatch], batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._rows.write(batch[0], outputs)
+        self.seconds = time.perf_counter() - self._started
+
+    @property
+    def _rows(self) -> Any:
+        """The data module: a class of `datamodules`, which is not imported here."""
+        return self.trainer.datamodule  # type: ignore[attr-defined]
+
+
+class InfluenceTrainer(Trainer):
+    """A trainer with one more thing to run."""
+
+    def influence(
+        self,
+        model: LongContextLM,
+        datamodule: LightningDataModule,
+        evaluator: str,
+        evaluator_tokenizer: str | None = None,
+        evaluator_revision: str | None = None,
+        evaluator_add_special_tokens: bool = True,
+        evaluator_dtype: DType = "auto",
+        evaluator_attn_implementation: str = "auto",
+        evaluator_model_config: dict[str, Any] | None = None,
+        evaluator_trust_remote_code: bool = False,
+        output: str | None = None,
+    ) -> None:
+        """LongCE weights of the training rows by an evaluator, stored so that training makes no short pass.
+
+        Takes the configs of ``longce fit``: the rows are those of ``data``, context length, stride and gamma those of
+        ``model``, devices and precision those of ``trainer``. A run that was killed goes on where it stopped.
+
+        Args:
+            model: Whose training it is; its weights are not loaded.
+            datamodule: Has the training rows.
+            evaluator: Hub id or local folder of the model that weighs the tokens. Each process holds all of it.
+            evaluator_tokenizer: Hub id or local folder of its tokenizer; by default that of the evaluator. With the
+                tokenizer of the rows, tokens are scored as they are, else by way of the text.
+            evaluator_revision: Branch, tag or commit on the hub.
+            evaluator_add_special_tokens: Whether the evaluator's tokenizer adds its own, where texts are scored.
+            evaluator_dtype: Of the evaluator's weights; ``auto`` keeps the stored one.
+            evaluator_attn_implementation: Of the evaluator, as in transformers.
+            evaluator_model_config: Values that replace those of the evaluator's config, such as ``rope_parameters``.
+            evaluator_trust_remote_code: Run code from the evaluator's repository; off unless you trust it.
+            output: Folder of the weights; by default `data.influence`, or one in the data module's cache.
+
+        Raises:
+            ValueError: If the evaluator cannot be found, the objective is not LongCE's, no token has a short context,
+                the trainer would split the evaluator, or the folder holds other weights.
+        """
+        gamma = self._check(model, datamodule)
+        loading: dict[str, Any] = {
+            "pretrained_model_name_or_path": evaluator,
+            "model_config": evaluator_model_config,
+            "revision": evaluator_revision,
+            "trust_remote_code": evaluator_trust_remote_code,
+        }
+        load_config(**loading)
+        loading |= {"dtype": evaluator_dtype, "attn_implementation": evaluator_attn_implementation}
+        tokenizer = load_tokenizer(
+            evaluator_tokenizer or evaluator, revision=evaluator_revision, trust_remote_code=evaluator_trust_remote_code
+        )
+        rows_tokenizer: PreTrainedTokenizerFast = datamodule.tokenizer  # type: ignore[attr-defined]
+        transfer = make_transfer(rows_tokenizer, tokenizer, add_special_tokens=evaluator_add_special_tokens)
+        settings: dict[str, Any] = {
+            "context_length": int(model.context_length),
+            "stride": int(model.stride),
+            "gamma": float(gamma),
+        }
+        made_from = {
+            **settings,
+            "evaluator": model_identity(evaluator, evaluator_revision, trust_remote_code=evaluator_trust_remote_code),
+            "evaluator_model_config": evaluator_model_config,
+            "evaluator_tokenizer": None if transfer is None else tokenizer_hash(tokenizer),
+            "evaluator_add_special_tokens": None if transfer is None else evaluator_add_special_tokens,
+            "evaluator_dtype": evaluator_dtype,
+            "evaluator_attn_implementation": evaluator_attn_implementation,
+            "precision": str(self.precision),
+        }
+        scorer = InfluenceScorer(loading, **settings, transfer=transfer, identity=made_from["evaluator"])
+        self._run_influence(datamodule, made_from, output, scorer)
+
+    def _run_influence(
+        self, datamodule: LightningDataModule, made_from: dict[str, Any], output: str | None, scorer: InfluenceScorer
+    ) -> None:
+        # Nothing is left to do when the weights are complete already, which is no reason to warn.
+        warnings.filterwarnings("ignore", message="Total length of .* across ranks is zero")
+        rows = datamodule.influence_rows(made_from, output)  # type: ignore[attr-defined]
+        self.predict(scorer, datamodule=rows, return_predictions=False)
+        gathered(None, patient_group())  # the shares of a long run may differ by more than half an hour
+        if self.is_global_zero:
+            rows.writer.finish()
+            sys.stdout.write(report(rows, scorer.seconds))
+
+    def _check(self, model: LongContextLM, datamodule: LightningDataModule) -> float:
+        """The largest weight, if all is well that can be known before anything is loaded."""
+        objective = innermost(model.objective)
+        if not isinstance(objective, (LongCE, StoredInfluence)):
+            raise ValueError(
+                f"`longce influence` computes the weights of LongCE, and `model.objective` is"
+                f" {type(objective).__name__}: set it to LongCE or StoredInfluence."
+            )
+        if not callable(getattr(datamodule, "influence_rows", None)):
+            raise ValueError(f"`data` has no packed training rows to weigh: {type(datamodule).__name__}.")
+        check_context(model.context_length, model.stride, getattr(datamodule, "sequence_length", None))
+        if not isinstance(self.strategy, (SingleDeviceStrategy, DDPStrategy)):
+            raise ValueError(
+                f"Each process scores rows of its own and holds the whole evaluator, so that `trainer.strategy` must be"
+                f" 'auto' or 'ddp', not {type(self.strategy).__name__}."
+            )
+        return objective.gamma
+
+
+def report(rows: Any, seconds: float) -> str:
+    """What was done and how to train with it, as text for a terminal.
+
+    Args:
+        rows: The data module of the run, with its writer.
+        seconds: What the scoring took.
+    """
+    writer, folder = rows.writer, Path(rows.folder)
+    header = writer.header
+    made_from, total = header["made_from"], len(writer.rows)
+    length = made_from["sequence_length"]
+    if not header["complete"]:
+        missing = len(writer.remaining())
+        return f"{total - missing:,} of {total:,} rows are weighed in {folder}\nRun the same command again to go on.\n"
+    speed = f"{rows.remaining * length / max(seconds, 1e-9):,.0f} tokens/s" if rows.remaining else "complete already"
+    values = header["statistics"]
+    return (
+        f"Weights of {total:,} rows of {length:,} tokens in {folder} ({speed})\n"
+        f"mean {values['weight_mean']:.4f}, above 1: {values['weight_above_1']:.1%},"
+        f" at the cap of {made_from['gamma']:g}: {values['weight_at_cap']:.1%}\n"
+        f"Train with: --data.influence {folder} --model.objective StoredInfluence"
+        f" --model.objective.gamma {made_from['gamma']:g}\n"
+    )

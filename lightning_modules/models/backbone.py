@@ -1,0 +1,463 @@
+"""A Hugging Face causal LM reduced to its one product: the log-likelihood of tokens, in long and in short contexts."""
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any, Literal, TypeVar, overload
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lightning_modules.batch import IGNORE_INDEX, PackedBatch, unscored_token
+from lightning_modules.functional import (
+    ShortContext,
+    Weighing,
+    WeightedLoss,
+    fused_long_cross_entropy,
+    token_log_likelihood,
+)
+from lightning_modules.functional.head_kernels import (
+    HeadKernel,
+    kernel_long_cross_entropy,
+    kernel_token_log_likelihood,
+)
+from lightning_modules.functional.linear_head import LinearHead
+from lightning_modules.functional.log_likelihood import Head
+from lightning_modules.functional.windows import Window, draw_windows, row_windows, trim_windows, window_batch
+from lightning_modules.models.adapters import active_module
+from lightning_modules.models.attention import Exchange, borders_given, index_free_length, isolation_arguments
+from lightning_modules.models.context_extension.rotary_checks import check_rotary, check_static
+from lightning_modules.models.optimizations.last_layer import last_layer_reads_from
+from lightning_modules.models.optimizations.modes import eval_mode, no_autocast_cache
+
+Result = TypeVar("Result")
+
+CacheUse = Literal["together", "alone", "none"]
+"""How a model generates: rows of a group together, each row with its own cache, or all tokens anew for each token."""
+
+Reading = Callable[[Tensor, Head, Tensor], Result]
+"""Makes something of ``[B, T, D]`` last hidden states, the head and ``[B, T]`` labels."""
+
+WINDOW_TOKENS_PER_PASS = 32_768
+"""Tokens of short windows that share a forward pass on an accelerator; on CPU each window has its own."""
+
+
+class Backbone(nn.Module):
+    """Scores packed rows with a causal LM; full logits of a row never exist.
+
+    Everything goes through `forward`, so that wrappers (DDP, FSDP2) see decoder and head as one module; what has to
+    look inside does it by `within`.
+
+    Args:
+        model: A Hugging Face causal LM, or a peft model around one (prompt learning is refused).
+        head_kernel: What computes the loss from hidden states where gradients are wanted. Without gradients it is
+            always our own chunks: they hold as little then, and round nothing but the logits.
+
+    Attributes:
+        in_step: Whether each pass gathers weights from all processes, which then must make equally many.
+        cache_use: How the model generates, once `lightning_modules.tasks.generation` has found out.
+
+    Raises:
+        ValueError: If the model is no causal LM with a decoder and an output head, or uses prompt learning.
+    """
+
+    def __init__(self, model: PreTrainedModel | PeftModel, head_kernel: HeadKernel = "chunked") -> None:
+        super().__init__()
+        if isinstance(model, PeftModel) and model.peft_config[model.active_adapter].is_prompt_learning:
+            raise ValueError("Prompt learning adds tokens that nobody scores: use LoRA or another weight adapter.")
+        self.model = model
+        self.head_kernel: HeadKernel = head_kernel
+        # A state runs on from token to token: no position and no mask can keep documents apart, or leave tokens out.
+        # Known of the architecture, as weights may make it too small to be measured.
+        self.isolates_documents = self.trims_last_layer = not self.is_stateful
+        self.in_step = False
+        self.cache_use: CacheUse | None = None
+        self._longest_told = 0
+        if self.base_model.get_output_embeddings() is None or self.decoder is None:
+            raise ValueError(f"`{type(self.base_model).__name__}` is no causal LM with a decoder and an output head.")
+
+    @property
+    def base_model(self) -> PreTrainedModel:
+        """The Hugging Face model itself; adapters inside it stay active."""
+        return self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
+
+    @property
+    def decoder(self) -> Any:
+        """The module that turns tokens into hidden states; None if there is none."""
+        decoder = self.base_model.get_decoder()
+        if decoder is None or decoder.get_output_embeddings() is None:
+            return decoder
+        # Some models (Llama 4) name a whole language model with its head, or themselves, and another class's prefix.
+        return getattr(decoder, decoder.base_model_prefix, None) or getattr(decoder, "model", None)
+
+    @property
+    def is_stateful(self) -> bool:
+        """Whether layers carry a state along the row, as Mamba's do (transformers knows of its classes)."""
+        return any(getattr(part, "_is_stateful", False) for part in (self.base_model, self.decoder))
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Rows of the embedding: token ids must stay below it."""
+        return self._embedding.shape[0]
+
+    @property
+    def has_dropout(self) -> bool:
+        """Whether training mode drops anything out."""
+        config = self.base_model.config.get_text_config(decoder=True)
+        layers = any(isinstance(module, nn.Dropout) and module.p > 0 for module in self.modules())
+        return layers or getattr(config, "attention_dropout", 0.0) > 0
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model takes its input."""
+        return self._embedding.device
+
+    @property
+    def _embedding(self) -> nn.Parameter:
+        return next(self.base_model.get_input_embeddings().parameters())
+
+    @overload
+    def forward(
+        self, batch: PackedBatch, weighing: None = None, *, first_scored: int = 1, exchange: Exchange | None = None
+    ) -> Tensor: ...
+
+    @overload
+    def forward(self, batch: PackedBatch, weighing: Weighing, *, exchange: Exchange | None = None) -> WeightedLoss: ...
+
+    @overload
+    def forward(self, batch: PackedBatch, *, first_scored: int = 1, reading: Reading[Result]) -> Result: ...
+
+    def forward(
+        self,
+        batch: PackedBatch,
+        weighing: Weighing | None = None,
+        *,
+        first_scored: int = 1,
+        exchange: Exchange | None = None,
+        reading: Reading[Any] | None = None,
+    ) -> Any:
+        """Log-likelihood of each scored token given everything before it in its document, or the loss made of them.
+
+        Args:
+            batch: ``[B, T]`` packed rows.
+            weighing: How the tokens make up a loss, for training.
+            first_scored: No token before this one is scored in any row, which saves work in the last layer.
+            exchange: If the rows are this process's part of rows that several share (`SequenceGroup.part`), how their
+                attention is computed. Labels are ``[B, T + 1]`` then, and so is what is returned.
+            reading: What to make of the hidden states instead.
+
+        Returns:
+            ``[B, T]`` log-likelihoods in nats, float32; 0 where a token is not scored. With ``weighing``, the loss,
+            whose gradients our own kernel has formed already, and what it was made of. With ``reading``, what it gives.
+
+        Raises:
+            ValueError: If a document is longer than learned positions allow, or the model cannot keep documents apart.
+        """
+        trims = weighing is None and self.trims_last_layer and not torch.is_grad_enabled()
+        trims = trims and not self._must_part(batch)  # or it would leave out the first tokens of each document
+        with no_autocast_cache(), last_layer_reads_from(self.decoder, first_scored - 1 if trims else 0):
+            hidden_states = self.hidden_states(batch, exchange)
+        if reading is not None:
+            return reading(hidden_states, self.head, batch["labels"])
+        return self._read(hidden_states, batch["labels"], weighing)
+
+    def _read(self, hidden_states: Tensor, labels: Tensor, weighing: Weighing | None) -> Tensor | WeightedLoss:
+        kernel = self.head_kernel if torch.is_grad_enabled() else "chunked"
+        if weighing is None and kernel == "chunked":
+            return token_log_likelihood(hidden_states, self.head, labels)
+        if weighing is None:
+            return kernel_token_log_likelihood(kernel, hidden_states, self.linear_head(), labels)
+        if kernel == "chunked":
+            parameters = self.base_model.get_output_embeddings().parameters()
+            return fused_long_cross_entropy(hidden_states, self.head, parameters, labels, weighing)
+        return kernel_long_cross_entropy(kernel, hidden_states, self.linear_head(), labels, weighing)
+
+    def within(self, function: Callable[[], Result]) -> Result:
+        """What a function gives that uses decoder, head or model by themselves: where weights are divided, not here.
+
+        Such weights are whole only inside of a pass, and this is one. All processes must call it.
+        """
+        return function()
+
+    def hidden_states(self, batch: PackedBatch, exchange: Exchange | None = None) -> Tensor:
+        """``[B, T, D]`` last hidden states, entry ``t`` having seen tokens ``0 .. t`` of its document.
+
+        Call it in `within`, or weights that are divided among processes may be missing.
+        """
+        lengths = [stop - start for row in batch["document_borders"] for start, stop in pairwise(row)]
+        self.check_length(max(lengths, default=0))
+        if self._must_part(batch):
+            return self._hidden_states_one_by_one(batch)
+        arguments = isolation_arguments(
+            self.attention, batch["document_borders"], batch["input_ids"].shape[1], batch["input_ids"].device
+        )
+        if exchange is not None:
+            if index_free_length(self.base_model.config) is not None:
+                raise ValueError(
+                    f"Processes cannot share the rows of `{type(self.base_model).__name__}`, whose attention counts"
+                    " tokens from the start of what a process holds: set `sequence_parallel_size: 1`."
+                )
+            arguments["exchange"] = exchange
+        with borders_given():
+            hidden_states = self.decoder(
+                input_ids=batch["input_ids"],
+                position_ids=batch["position_ids"],
+                use_cache=False,  # a cache object silently switches document isolation off
+                **arguments,
+            ).last_hidden_state
+        # The last token of a part predicts one that stands in the next part, and has a label here.
+        return hidden_states if exchange is None else F.pad(hidden_states, (0, 0, 0, 1))
+
+    def _must_part(self, batch: PackedBatch) -> bool:
+        """Whether the documents of these rows need passes of their own to be kept apart.
+
+        Raises:
+            ValueError: If they do, and processes that share weights would make different numbers of passes.
+        """
+        if all(len(borders) <= 2 for borders in batch["document_borders"]):
+            return False
+        limit = index_free_length(self.base_model.config)
+        if self.isolates_documents and (limit is None or batch["input_ids"].shape[1] <= limit):
+            return False
+        if self.in_step:
+            raise ValueError(
+                f"`{type(self.base_model).__name__}` cannot keep the documents of a row apart where processes share its"
+                f" weights ('{self.attention}' attention): give it rows of one document, or `isolate_documents: false`"
+                " for plain concatenation."
+            )
+        return True
+
+    def _hidden_states_one_by_one(self, batch: PackedBatch) -> Tensor:
+        """``[B, T, D]`` last hidden states of documents that each have a pass of their own; 0 after the last one."""
+        rows = []
+        for tokens, borders in zip(batch["input_ids"], batch["document_borders"], strict=True):
+            documents = [
+                self.decoder(input_ids=tokens[None, start:stop], use_cache=False).last_hidden_state
+                for start, stop in pairwise(borders)
+            ]
+            rows.append(F.pad(torch.cat(documents, dim=1), (0, 0, 0, len(tokens) - borders[-1])))
+        return torch.cat(rows)
+
+    @property
+    def head(self) -> Head:
+        """Maps hidden states to logits, with the scale and soft cap that the model applies, in the fastest way."""
+        head = active_module(self.base_model.get_output_embeddings())
+        kinds = (head._forward_pre_hooks, head._forward_hooks, head._backward_pre_hooks, head._backward_hooks)
+        hooked = any(kinds)
+        # Anything else (an adapter, a quantised weight) has to be asked for its logits.
+        if type(head) is not nn.Linear or hooked or "forward" in vars(head):
+            return self.logits
+        return LinearHead(head.weight, head.bias, *self._logit_transform())
+
+    def logits(self, hidden_states: Tensor) -> Tensor:
+        """``[.., V]`` logits of ``[.., D]`` hidden states, with the scale and soft cap that the model applies."""
+        scale, soft_cap = self._logit_transform()
+        logits = self.base_model.get_output_embeddings()(hidden_states)
+        if scale != 1.0:
+            logits = logits * scale
+        return logits if soft_cap is None else torch.tanh(logits / soft_cap) * soft_cap
+
+    def linear_head(self) -> LinearHead:
+        """What `logits` computes, for kernels that take the weight instead of calling a module.
+
+        Raises:
+            ValueError: If the head is more than a plain linear layer: an adapter, quantised, sharded, or hooked.
+        """
+        head = self.head
+        if not isinstance(head, LinearHead):
+            module = self.base_model.get_output_embeddings()
+            kind = f"{type(module).__module__}.{type(module).__qualname__}"
+            raise ValueError(
+                f"The head of `{type(self.base_model).__name__}` is a `{kind}` that is no plain linear layer or has"
+                f" hooks, and `head_kernel: {self.head_kernel}` computes nothing else: set `head_kernel: chunked`."
+            )
+        return head
+
+    def _logit_transform(self) -> tuple[float, float | None]:
+        """What the model multiplies its logits by, and the soft cap that it puts on them then."""
+        config = self.base_model.config.get_text_config(decoder=True)
+        scale = 1.0
+        for name in ("logit_scale", "lm_head_multiplier", "output_multiplier"):  # Cohere, Falcon-H1, Muse
+            scale *= getattr(config, name, None) or 1.0
+        if (divisor := getattr(config, "logits_scaling", None)) is not None:  # Granite
+            scale /= divisor
+        return scale, getattr(config, "final_logit_softcapping", None)  # Gemma 2 and 3
+
+    @torch.no_grad()
+    def short_log_likelihood(
+        self,
+        batch: PackedBatch,
+        *,
+        context_length: int,
+        stride: int,
+        wanted: Tensor | None = None,
+        window_share: float = 1.0,
+        seed: int = 0,
+        shared_by: dist.ProcessGroup | None = None,
+    ) -> ShortContext:
+        """Log-likelihood of each token given a short context, in eval mode and without gradient.
+
+        Args:
+            batch: ``[B, T]`` packed rows.
+            context_length: Length K of the shortest short context, in tokens.
+            stride: Number d of tokens that share one window.
+            wanted: ``[B, T]`` bool, the tokens to be scored; windows without any are skipped. All by default.
+            window_share: Share of the windows to be scored, drawn at random without replacement.
+            seed: Of that draw.
+            shared_by: Processes that all have this batch and share its windows out among them.
+
+        Returns:
+            The log-likelihoods and where there are any.
+
+        Raises:
+            ValueError: If the rotation of a position depends on the length of the text.
+        """
+        self._check_rope()
+        short = torch.zeros_like(batch["labels"], dtype=torch.promote_types(self.base_model.dtype, torch.float32))
+        differs = torch.zeros_like(batch["labels"], dtype=torch.bool)
+        windows = row_windows(batch["document_borders"], context_length=context_length, stride=stride)
+        windows, share = draw_windows(windows, window_share, seed=seed)
+        if wanted is not None:
+            windows = trim_windows(windows, wanted)
+            batch = batch.copy()
+            batch["labels"] = batch["labels"].masked_fill(~wanted, IGNORE_INDEX)
+        for row, (_, scored, stop) in windows:
+            differs[row, scored:stop] = True
+        if shared_by is not None:
+            windows = windows[shared_by.rank() :: shared_by.size()]
+        for group, log_likelihood in self.score_windows(batch, self.window_groups(windows)):
+            short = short.to(log_likelihood.dtype)
+            for scores, (row, (start, scored, stop)) in zip(log_likelihood, group, strict=True):
+                short[row, scored:stop] = scores[scored - start : stop - start]
+        if shared_by is not None:  # each token has one summand that is not 0
+            dist.all_reduce(short, group=shared_by)
+        return ShortContext(short, differs & batch["labels"].ne(IGNORE_INDEX), share)
+
+    def window_groups(self, windows: Sequence[tuple[int, Window]]) -> list[Sequence[tuple[int, Window]]]:
+        """Windows of about one length in groups that share a forward pass."""
+        longest = max((window.stop - window.start for _, window in windows), default=1)
+        size = self._windows_per_pass(longest)
+        return [windows[first : first + size] for first in range(0, len(windows), size)]
+
+    def score_windows(
+        self,
+        batch: PackedBatch,
+        groups: Sequence[Sequence[tuple[int, Window]]],
+        *,
+        reading: Reading[Any] | None = None,
+    ) -> Iterator[tuple[Sequence[tuple[int, Window]], Any]]:
+        """Log-likelihoods of tokens that see their window only, in eval mode. To be exhausted, in all processes.
+
+        Args:
+            batch: ``[B, T]`` packed rows.
+            groups: Pairs of a row's index and a window of that row; those of a group share a forward pass.
+            reading: What to make of the hidden states; log-likelihoods by default.
+
+        Yields:
+            Each group and the ``[W, longest window]`` log-likelihoods of its windows' tokens, in nats; 0 for tokens
+            that are not scored, or what ``reading`` gives.
+        """
+        with eval_mode(self):
+            self._keep_in_step(len(groups))
+            for group in groups:
+                unread = min(window.scored - window.start for _, window in group)
+                yield group, self(window_batch(batch, group), first_scored=unread, reading=reading)
+
+    @torch.no_grad()
+    def long_and_short(
+        self, batch: PackedBatch, *, context_length: int, stride: int, beta: float | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The pair everything else is a function of.
+
+        Args:
+            batch: ``[B, T]`` packed rows.
+            context_length: Length K of the shortest short context, in tokens.
+            stride: Number d of tokens that share one window.
+            beta: Spare the short pass tokens that are not likelier than this in the long context, in nats: they cannot
+                be key tokens for this threshold, and their short log-likelihood is NaN.
+
+        Returns:
+            ``[B, T]`` long and ``[B, T]`` short log-likelihoods in nats, equal where a token has no short context.
+        """
+        sizes: dict[str, Any] = {"context_length": context_length, "stride": stride}
+        if beta is None:
+            # The short pass first: its buffers never meet what the long one leaves behind.
+            short = self.short_log_likelihood(batch, **sizes)
+            long = self(batch)
+            return long, torch.where(short.differs, short.log_likelihood, long)
+        long = self(batch)
+        short = self.short_log_likelihood(batch, **sizes, wanted=long > beta)
+        spared = (long <= beta) & (batch["position_ids"] >= context_length + stride)
+        return long, torch.where(short.differs, short.log_likelihood, long).masked_fill(spared, torch.nan)
+
+    def check_token_ids(self, batch: PackedBatch) -> None:
+        """Raise a ``ValueError`` for ids beyond the embedding, which an accelerator reports obscurely."""
+        largest = int(batch["input_ids"].max())
+        if largest >= self.vocabulary_size:
+            raise ValueError(
+                f"Token id {largest} is beyond the embedding of {self.vocabulary_size} tokens of"
+                f" `{type(self.base_model).__name__}`: the tokenizer is not the one of this model."
+            )
+
+    @property
+    def attention(self) -> str:
+        """Name of the attention implementation in transformers."""
+        return self.base_model.config._attn_implementation
+
+    def _windows_per_pass(self, window_length: int) -> int:
+        return 1 if self.device.type == "cpu" else max(1, WINDOW_TOKENS_PER_PASS // window_length)
+
+    def _keep_in_step(self, passes: int) -> None:
+        """Make the passes through one unscored token that this process lacks to the largest number of any of them."""
+        if not self.in_step:
+            return
+        most = torch.tensor(passes, device=self.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        for _ in range(int(most) - passes):
+            self(unscored_token(self.device))
+
+    def _check_rope(self) -> None:
+        """Raise a ``ValueError`` for RoPE types by which the same window rotates differently alone and in its text."""
+        check_static(self.base_model.config, compares=True)
+
+    def check_length(self, longest: int) -> None:
+        """Raise a ``ValueError`` for a document of more tokens than learned positions, and warn of too many others."""
+        config = self.base_model.config.get_text_config(decoder=True)
+        limit = getattr(config, "max_position_embeddings", None)
+        if limit is None or longest <= limit:
+            return
+        if getattr(config, "rope_parameters", None) is None:
+            raise ValueError(
+                f"`{type(self.base_model).__name__}` has {limit} learned positions and cannot read a document of"
+                f" {longest} tokens: shorten the documents or use another model."
+            )
+        if longest <= self._longest_told:  # or a corpus would fill the log
+            return
+        self._longest_told = longest
+        warnings.warn(
+            f"A document of {longest} tokens is longer than the {limit} positions that"
+            f" `{type(self.base_model).__name__}` was made for (`max_position_embeddings`): expect poor scores.",
+            stacklevel=2,
+        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Backbone":
+        """Move and cast, but keep rotary frequencies in float32.
+
+        A cast to bfloat16 (`precision: bf16-true`, `.to(torch.bfloat16)`) rounds them, and at 32k tokens the angles
+        are then wrong by whole turns.
+        """
+        frequencies = {name: buffer for name, buffer in self.named_buffers() if name.endswith("inv_freq")}
+        super()._apply(fn, recurse)
+        for name, frequency in frequencies.items():
+            parent, _, leaf = name.rpartition(".")
+            module = self.get_submodule(parent)
+            setattr(module, leaf, frequency.to(getattr(module, leaf).device))
+        return self
+
+    def check_rotary_dtype(self) -> None:
+        """Raise a ``RuntimeError`` unless rotary frequencies are float32 or wider, and what the config asks for."""
+        check_rotary(self.base_model)

@@ -1,0 +1,1 @@
+"""How the context of a model is extended: RoPE types, EABF and attention patterns."""

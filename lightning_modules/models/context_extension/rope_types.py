@@ -1,0 +1,191 @@
+"""RoPE types of ours: what a saved config says of positions, and attention other than transformers' own.
+
+EABF and the attention patterns depend on layer and position, so that neither cos and sin (one pair for all layers, for
+queries and keys) nor a hook on a projection (fused, normalised or adapted in some models) can express them. Here each
+is a value of ``rope_parameters.rope_type``, which a saved config carries, and a wrapper around the attention functions
+of transformers, which does nothing for models of other RoPE types. Where `register_rope_types` was not called, such a
+model does not load: ``KeyError: 'eabf'``.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from lightning_modules.models.attention import DOCUMENT_SDPA, register_document_attention
+from lightning_modules.models.context_extension.eabf import EABF, scaled_attention
+from lightning_modules.models.context_extension.patterns import PATTERNS, Pattern, Rotary
+from lightning_modules.models.context_extension.patterns.dilated import check_dilation
+from lightning_modules.models.context_extension.patterns.documents import by_document
+from lightning_modules.models.context_extension.patterns.settings import PATTERN_SETTINGS
+
+TYPE_ARCHITECTURES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma", "gpt_neox")
+"""Model types whose attention hands positions on and rotates the usual halves; tests compare with dense references."""
+
+BACKENDS = ("sdpa", DOCUMENT_SDPA, "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+"""Attention implementations that are wrapped."""
+
+PATTERN_BACKENDS = ("sdpa", DOCUMENT_SDPA)
+"""Those in whose place a pattern computes attention: their masks say what is padding."""
+
+
+class RopeType(NamedTuple):
+    """What a RoPE type of ours does.
+
+    Attributes:
+        attend: Attention, from the function of transformers' that is wrapped and its arguments.
+        frequencies: Inverse frequencies that the model rotates by before attention.
+        backends: Attention implementations that it works with.
+        parameters: Keys that it needs in ``rope_parameters``.
+    """
+
+    attend: Callable[..., Any]
+    frequencies: Callable[[PreTrainedConfig], Tensor]
+    backends: tuple[str, ...]
+    parameters: tuple[str, ...]
+
+
+def rotary_width(config: PreTrainedConfig) -> int:
+    """How many components of each attention head are rotated."""
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(width * config.rope_parameters.get("partial_rotary_factor", 1.0))
+
+
+def plain_frequencies(config: PreTrainedConfig) -> Tensor:
+    """``[R / 2]`` float32 inverse frequencies of plain RoPE at the base in the config."""
+    width = rotary_width(config)
+    exponents = torch.arange(0, width, 2, dtype=torch.int64).to(torch.float32) / width
+    return 1.0 / (config.rope_parameters["rope_theta"] ** exponents)
+
+
+def no_frequencies(config: PreTrainedConfig) -> Tensor:
+    """Zeros in their place: cos is 1 and sin 0, so that a pattern gets, and a cache keeps, what nobody has rotated."""
+    return torch.zeros_like(plain_frequencies(config))
+
+
+def _patterned_attention(
+    pattern: Pattern,
+    _: Callable[..., Any],
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    config: Any = module.config
+    if config._attn_implementation in BACKENDS:  # it may have been changed since the model was built
+        _check_backend(config, PATTERN_BACKENDS)
+    frequencies = plain_frequencies(config).to(query.device)
+    rotary = Rotary(config.rope_parameters, frequencies, kwargs["scaling"], kwargs.get("dropout", 0.0))
+    borders = kwargs.get("document_borders")
+    output = by_document(lambda q, k, v: pattern(q, k, v, rotary), query, key, value, attention_mask, borders)
+    return output.transpose(1, 2).contiguous(), None
+
+
+ROPE_TYPES: dict[str, RopeType] = {
+    EABF: RopeType(
+        scaled_attention, plain_frequencies, BACKENDS, ("original_max_position_embeddings", "unscaled_layers")
+    ),
+    **{
+        name: RopeType(
+            partial(_patterned_attention, pattern), no_frequencies, PATTERN_BACKENDS, PATTERN_SETTINGS[name].written
+        )
+        for name, pattern in PATTERNS.items()
+    },
+}
+"""By their name in ``rope_parameters.rope_type``."""
+
+
+class RopeTypeAttention:
+    """An attention function of transformers that computes otherwise for models of our RoPE types.
+
+    Args:
+        attention: What computes attention for all others.
+    """
+
+    def __init__(self, attention: Callable[..., Any]) -> None:
+        self.attention = attention
+
+    def __call__(self, module: nn.Module, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Attention of ``[B, H, T, D]`` queries, as transformers calls it.
+
+        Raises:
+            ValueError: If the model's RoPE type needs positions that the model does not give, or finds a mask that it
+                cannot follow.
+        """
+        own = own_type(getattr(module, "config", None))
+        if own is None:
+            return self.attention(module, query, *args, **kwargs)
+        return own.attend(self.attention, module, query, *args, **kwargs)
+
+
+def own_type(config: PreTrainedConfig | None) -> RopeType | None:
+    """The RoPE type of a config, if it is one of ours."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    return ROPE_TYPES.get(parameters.get("rope_type", ""))
+
+
+def register_rope_types() -> None:
+    """Make models of our RoPE types load and compute; others are not touched. Call it as often as you like."""
+    ROPE_INIT_FUNCTIONS.update({name: partial(_initial, name) for name in ROPE_TYPES})
+    register_document_attention()
+    attention_functions = AttentionInterface()
+    for name in BACKENDS:
+        attention = attention_functions.get(name)
+        if attention is not None and not isinstance(attention, RopeTypeAttention):
+            AttentionInterface.register(name, RopeTypeAttention(attention))
+
+
+def check_parameters(parameters: Mapping[str, Any]) -> None:
+    """Raise a ``ValueError`` unless ``rope_parameters`` of one of our types hold the counts that the type needs."""
+    name = parameters["rope_type"]
+    for key in ROPE_TYPES[name].parameters:
+        value, least = parameters.get(key), 0 if key == "unscaled_layers" else 1
+        numbers = value if isinstance(value, list) and value else [value]
+        if not all(isinstance(number, int) and number >= least for number in numbers):
+            raise ValueError(
+                f"The RoPE type '{name}' needs `rope_parameters.{key}`, {least} or more, and the model's config has"
+                f" {value!r}: extend the model by `context_extension`, which sets it."
+            )
+    if name == "longnet":
+        check_dilation(parameters["segment_lengths"], parameters["dilation_rates"])
+
+
+def _check_backend(config: Any, backends: tuple[str, ...]) -> None:
+    if config._attn_implementation not in backends:
+        raise ValueError(
+            f"The RoPE type '{config.rope_parameters['rope_type']}' cannot be reached from transformers'"
+            f" '{config._attn_implementation}' attention: set `attn_implementation` to one of {', '.join(backends)}."
+        )
+
+
+def check_attention(model: PreTrainedModel) -> None:
+    """Raise a ``RuntimeError`` if a model of one of our RoPE types would compute attention as if it were none."""
+    own = own_type(model.config)
+    name = model.config._attn_implementation
+    if own is None or (name in own.backends and isinstance(AttentionInterface().get(name), RopeTypeAttention)):
+        return
+    raise RuntimeError(
+        f"The attention implementation '{name}' knows nothing of what the model's RoPE type"
+        f" '{model.config.rope_parameters['rope_type']}' asks for: use one of {', '.join(own.backends)}."
+    )
+
+
+def _initial(
+    name: str, config: PreTrainedConfig, device: torch.device | None = None, seq_len: int | None = None, **_: Any
+) -> tuple[Tensor, float]:
+    """Inverse frequencies and attention factor, as transformers asks for them when it builds a model."""
+    own = ROPE_TYPES[name]
+    check_parameters(config.rope_parameters)
+    _check_backend(config, own.backends)
+    if config.model_type not in TYPE_ARCHITECTURES:
+        raise ValueError(
+            f"The RoPE type '{name}' is not known to work for models of type '{config.model_type}', only for"
+            f" {', '.join(TYPE_ARCHITECTURES)}: others may hand no positions to attention or never call it."
+        )
+    return own.frequencies(config).to(device), 1.0

@@ -1,0 +1,1 @@
+"""Ways to compute the same with less memory or time."""

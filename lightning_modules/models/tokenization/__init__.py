@@ -1,0 +1,1 @@
+"""Tokenizers, and the way from token ids back to text."""

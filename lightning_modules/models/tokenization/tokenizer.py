@@ -1,0 +1,265 @@
+"""Text to tokens that remember which characters they stand for."""
+
+import hashlib
+import json
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Encoding, Tokenizer
+from tokenizers.models import BPE
+from tokenizers.processors import PostProcessor
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from lightning_modules.batch import IGNORE_INDEX, PackedBatch
+from lightning_modules.functional import character_units, unit_spans
+from lightning_modules.models.tokenization.slow_tokenizers import SlowBackend
+
+_TOKENIZER_FILES = ("tokenizer.*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
+"""One of these is in the folder of every tokenizer with a vocabulary."""
+
+
+def load_tokenizer(
+    pretrained_model_name_or_path: str,
+    *,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    trimmed_offsets: bool = False,
+) -> PreTrainedTokenizerFast:
+    """Load a tokenizer that reports the characters of each token.
+
+    Args:
+        pretrained_model_name_or_path: A hub id or a local folder.
+        revision: Branch, tag or commit on the hub.
+        trust_remote_code: Run code from the tokenizer's repository; off unless you trust it.
+        trimmed_offsets: Keep offsets that leave out the spaces of a token, if the tokenizer is stored so (GPT-NeoX and
+            RoBERTa), as the code of the paper's authors does. By default every character of a token counts.
+
+    Raises:
+        ValueError: If it cannot be found or gives no offsets.
+    """
+    pretrained_model_name_or_path = local_or_hub(pretrained_model_name_or_path, "tokenizer")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            pretrained_model_name_or_path, revision=revision, trust_remote_code=trust_remote_code
+        )
+    except Exception as error:  # of a damaged tokenizer.json `tokenizers` raises a bare Exception
+        raise ValueError(not_loaded("tokenizer", pretrained_model_name_or_path, error)) from error
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        tokenizer.backend_tokenizer = SlowBackend(tokenizer, pretrained_model_name_or_path)
+    # A stored truncation would cut documents, and the first call would change what `tokenizer_hash` sees.
+    tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.backend_tokenizer.no_padding()
+    if not trimmed_offsets:
+        untrim_offsets(tokenizer)
+    _check_offsets(tokenizer, pretrained_model_name_or_path)
+    return tokenizer
+
+
+def untrim_offsets(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Let the offsets of a tokenizer cover every character of a token, also the spaces.
+
+    Trimmed, a token of white space has no character left: it could never be key, and the model's LongPPL would be that
+    of other tokens.
+    """
+    backend = tokenizer.backend_tokenizer
+    if backend.post_processor is None:
+        return
+    specification = json.loads(backend.post_processor.__getstate__())
+    parts = specification.get("processors", [specification])
+    if any(part.get("trim_offsets") for part in parts):
+        for part in parts:
+            part |= {"trim_offsets": False} if "trim_offsets" in part else {}
+        backend.post_processor = _post_processor(specification)
+
+
+def _post_processor(specification: dict[str, Any]) -> PostProcessor:
+    """Make a post-processor of its JSON, which only a whole tokenizer can be read from."""
+    tokenizer = json.loads(Tokenizer(BPE()).to_str()) | {"post_processor": specification}
+    return Tokenizer.from_str(json.dumps(tokenizer)).post_processor
+
+
+def tokenizer_hash(tokenizer: PreTrainedTokenizerFast) -> str:
+    """SHA-256 of all that decides which tokens a text becomes."""
+    return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
+
+
+def tokenizer_to_json(tokenizer: PreTrainedTokenizerFast) -> str:
+    """All that `tokenizer_from_json` makes an equal tokenizer of."""
+    return json.dumps({"tokenizer": tokenizer.backend_tokenizer.to_str(), "special": tokenizer.special_tokens_map})
+
+
+def tokenizer_from_json(text: str) -> PreTrainedTokenizerFast:
+    """The tokenizer that `tokenizer_to_json` described; nothing of it is run.
+
+    Raises:
+        ValueError: If it is damaged.
+    """
+    try:
+        content = json.loads(text)
+        return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(content["tokenizer"]), **content["special"])
+    except Exception as error:  # `tokenizers` raises a bare Exception
+        raise ValueError(f"The stored tokenizer is damaged ({error}).") from error
+
+
+def vocabulary_size(tokenizer: PreTrainedTokenizerFast) -> int:
+    """One more than the largest token id; ``len(tokenizer)`` is less where ids are left out."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def warn_of_other_tokenizer(tokenizer: PreTrainedTokenizerFast, model: str, revision: str | None = None) -> None:
+    """Warn if tokens are others to the model than to the tokenizer of the data: training would go on in silence.
+
+    Sizes say nothing, as many embeddings are padded: what counts is which token has which index in the model's own
+    tokenizer. A model that comes without one is not asked, nor one whose tokenizer runs code.
+
+    Args:
+        tokenizer: Of the data.
+        model: Hub id or folder of the model, which has stored weights.
+        revision: Branch, tag or commit on the hub.
+    """
+    try:
+        own = {index: token for token, index in load_tokenizer(model, revision=revision).get_vocab().items()}
+    except ValueError:
+        return
+    other = sum(own.get(index, token) != token for token, index in tokenizer.get_vocab().items())
+    if other:
+        warnings.warn(
+            f"{other:,} of the {vocabulary_size(tokenizer):,} tokens of the data's tokenizer"
+            f" '{tokenizer.name_or_path or type(tokenizer).__name__}' are others in that of the model '{model}': it is"
+            " another model's tokenizer. Set `data.tokenizer` to the model's.",
+            stacklevel=2,
+        )
+
+
+def encode_document(
+    text: str,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    name: str = "document",
+    add_special_tokens: bool = False,
+    max_tokens: int | None = None,
+) -> PackedBatch:
+    """Return one document as a batch of one row.
+
+    Its tokens are always those of its text: where the text is cut, the rest is read again, so that every tokenizer of
+    the same kind reads the same tokens in it.
+
+    Args:
+        text: The document.
+        tokenizer: A fast tokenizer.
+        name: How messages and results cite the document.
+        add_special_tokens: Whether the tokenizer adds its own, such as a first ``<s>``; they have empty offsets.
+        max_tokens: Tokens to keep, at most; the text is cut after the last of them that ends a character.
+
+    Returns:
+        ``[1, T]`` row with ``text``, ``offsets`` and ``names``. All tokens but the first are scored.
+
+    Raises:
+        ValueError: If the text is empty or white space only, has no token, or holds a lone surrogate.
+    """
+    if not text.strip():
+        raise ValueError(f"Document '{name}' is empty: there is nothing to score. Remove it or check its path.")
+    # The backend itself: it does not warn of a "maximum sequence length" before the row is cut.
+    try:
+        encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        while (end := _cut(encoding, max_tokens)) is not None:
+            text = text[:end]
+            if not text.strip():
+                raise ValueError(
+                    f"`max_tokens` of {max_tokens} leaves nothing but white space of document '{name}': raise it."
+                )
+            encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    except TypeError as error:
+        raise ValueError(
+            f"Document '{name}' is not Unicode text: it holds a lone surrogate. Read its file with `errors='replace'`."
+        ) from error
+    input_ids = torch.tensor([encoding.ids[:max_tokens]], dtype=torch.int64)
+    offsets = torch.tensor([encoding.offsets[:max_tokens]], dtype=torch.int64).reshape(1, -1, 2)
+    length = input_ids.shape[1]
+    if length == 0:
+        raise ValueError(f"The tokenizer '{tokenizer.name_or_path}' finds no token in document '{name}'.")
+    _warn_of_unread_text(text, input_ids[0], offsets[0], tokenizer, name)
+    labels = input_ids.clone()
+    labels[:, 0] = IGNORE_INDEX
+    return PackedBatch(
+        input_ids=input_ids,
+        labels=labels,
+        position_ids=torch.arange(length).unsqueeze(0),
+        document_borders=[[0, length]],
+        text=[text],
+        offsets=offsets,
+        names=[name],
+    )
+
+
+def _warn_of_unread_text(
+    text: str, ids: Tensor, offsets: Tensor, tokenizer: PreTrainedTokenizerFast, name: str
+) -> None:
+    """Warn where a tokenizer does not know much of a text, or drops it."""
+    unknown = 0.0 if tokenizer.unk_token_id is None else ids.eq(tokenizer.unk_token_id).float().mean().item()
+    if unknown > 0.1:
+        warnings.warn(
+            f"{unknown:.0%} of the tokens of document '{name}' are unknown to the tokenizer '{tokenizer.name_or_path}':"
+            " it is made for other text, and scores mean little.",
+            stacklevel=3,
+        )
+    covered = int(unit_spans(offsets, character_units(offsets)).diff(dim=1).sum())
+    if covered < 0.9 * len("".join(text.split())):  # many tokenizers leave out white space
+        warnings.warn(
+            f"The tokens of document '{name}' cover {covered:,} of its {len(text):,} characters: the tokenizer"
+            f" '{tokenizer.name_or_path}' drops the others, and scores say nothing about them.",
+            stacklevel=3,
+        )
+
+
+def _cut(encoding: Encoding, max_tokens: int | None) -> int | None:
+    """Return how many characters the first tokens hold whole, without one that goes on in a later token.
+
+    None if all characters are theirs: what is left out are special tokens, or nothing.
+    """
+    if max_tokens is None or len(encoding.ids) <= max_tokens:
+        return None
+    offsets = encoding.offsets
+    left_out = [start for start, end in offsets[max_tokens:] if end > start]
+    if not left_out:
+        return None
+    return min(max((end for _, end in offsets[:max_tokens]), default=0), *left_out)
+
+
+def local_or_hub(path_or_id: str, kind: str) -> str:
+    """A local path, with its ``~`` expanded, or a hub id; a ``ValueError`` for what can be neither."""
+    if not path_or_id or "\0" in path_or_id:
+        raise ValueError(f"No {kind} at {path_or_id!r}: give a local folder or a hub id.")
+    local = Path(path_or_id).expanduser()
+    if local.is_file() and local.suffix != ".json":
+        raise ValueError(f"The {kind} '{path_or_id}' is a file: name its folder '{local.parent}'.")
+    if local.exists():
+        return str(local)
+    if path_or_id.startswith((".", "/", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path_or_id):
+        raise ValueError(f"No {kind} at '{path_or_id}': there is no such file or folder. Check the path.")
+    return path_or_id
+
+
+def _check_offsets(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
+    """Some versions of `tokenizers` give every token of byte-level vocabularies a span of no characters."""
+    offsets = tokenizer.backend_tokenizer.encode("The cat sat on the mat.", add_special_tokens=False).offsets
+    if offsets and not any(end > start for start, end in offsets):
+        raise ValueError(f"The tokenizer '{name}' gives no character offsets: update the package `tokenizers`.")
+
+
+def not_loaded(kind: str, path: str, error: Exception) -> str:
+    """Message for a model or tokenizer that transformers could not load."""
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    remedy = "Give a local folder, or a hub id that exists and that this machine can reach or has in its cache."
+    if kind == "model" and (Path(path) / "adapter_config.json").exists():
+        remedy = "It holds adapters without their model: export them merged (`longce export`)."
+    elif (
+        kind == "tokenizer" and Path(path).is_dir() and not any(any(Path(path).glob(name)) for name in _TOKENIZER_FILES)
+    ):
+        reason = "its folder has no tokenizer files, such as tokenizer.json"
+        remedy = "Copy them from the model that it was made of, or name a folder that has them."
+    return f"The {kind} '{path}' could not be loaded: {reason.rstrip('.')}. {remedy}"

@@ -1,0 +1,101 @@
+"""How far back a document's dependencies reach: the same last tokens in longer and longer contexts."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+import torch
+from jsonargparse.typing import PositiveInt
+from torch import Tensor
+
+from lightning_modules.batch import PackedBatch
+from lightning_modules.functional import Window
+from lightning_modules.functional.checks import check_count
+from lightning_modules.models.backbone import Backbone
+
+LONGEST = 2**20
+"""Largest rung of a ladder that ends where the model does, for a model that names no length."""
+
+
+@dataclass(frozen=True)
+class ContextLadder:
+    r"""The rungs of a context ladder, which all score the same tokens.
+
+    The scoring window of a document of ``n`` tokens is its last ``w``. With ``P = n - w``, the rung of context length
+    ``c`` is one pass over the tokens ``x_{P-c} .. x_{n-1}``, with positions from 0 on, of which the predictions of
+    the last ``w`` are kept: token ``x_{P+i}`` sees exactly the ``c + i`` tokens before it, so that a rung is a window
+    of the sliding definition (Appendix A.1 of Fang et al., 2025, https://arxiv.org/abs/2410.23771) of K = ``c`` and
+    d = ``w``. A document has the rungs with ``c <= P``. Where ``c = P``, the rung is the pass over the whole document.
+
+    Args:
+        contexts: Context lengths in tokens, ascending; ``auto`` for the powers of two times the model's
+            ``context_length``, as far as the model's positions reach.
+        window: Tokens that every rung scores; by default the model's ``stride``.
+
+    Raises:
+        ValueError: If the lengths do not ascend, or a number is no integer of 1 or more.
+    """
+
+    contexts: list[int] | Literal["auto"] = "auto"
+    window: PositiveInt | None = None
+
+    def __post_init__(self) -> None:
+        if self.window is not None:
+            check_count("`ladder.window`", self.window)
+        if self.contexts == "auto":
+            return
+        for context in self.contexts:
+            check_count("Each of `ladder.contexts`", context)
+        if not self.contexts or any(longer <= shorter for shorter, longer in pairwise(self.contexts)):
+            raise ValueError(f"`ladder.contexts` must be ascending lengths, or 'auto', got {list(self.contexts)}.")
+
+    def rungs(self, *, context_length: int, stride: int, longest: int | None) -> "Rungs":
+        """The rungs for a model.
+
+        Args:
+            context_length: Of the model, for ``auto``.
+            stride: Of the model.
+            longest: Positions that the model was made for, for ``auto``; None if it does not say.
+        """
+        window = self.window or stride
+        if self.contexts != "auto":
+            return Rungs(tuple(self.contexts), window)
+        longest = LONGEST if longest is None else longest
+        powers = (context_length << doubling for doubling in range(longest.bit_length()))
+        return Rungs(tuple(context for context in powers if context <= longest) or (context_length,), window)
+
+
+@dataclass(frozen=True)
+class Rungs:
+    """A ladder whose lengths are all numbers: ascending ``contexts``, and the ``window`` that they score, in tokens."""
+
+    contexts: tuple[int, ...]
+    window: int
+
+    def log_likelihood(self, backbone: Backbone, batch: PackedBatch, long: Tensor) -> list[dict[int, Tensor]]:
+        """Score the last tokens of each document on each rung that it has.
+
+        Args:
+            backbone: The model.
+            batch: ``[B, T]`` rows of one document each.
+            long: ``[B, T]`` log-likelihoods of their tokens given everything before, in nats.
+
+        Returns:
+            For each row ``[w]`` log-likelihoods in nats by context length.
+        """
+        found: list[dict[int, Tensor]] = [{} for _ in batch["document_borders"]]
+        windows: dict[int, list[tuple[int, Window]]] = {context: [] for context in self.contexts}
+        for row, borders in enumerate(batch["document_borders"]):
+            stop = borders[-1]
+            start = stop - self.window
+            for context in self.contexts:
+                if context == start:
+                    found[row][context] = long[row, start:stop]
+                elif context < start:
+                    windows[context].append((row, Window(start - context, start, stop)))
+        groups = [group for each in windows.values() for group in backbone.window_groups(each)]
+        with torch.no_grad():
+            for group, scores in backbone.score_windows(batch, groups):
+                for own, (row, window) in zip(scores, group, strict=True):
+                    found[row][window.scored - window.start] = own[window.scored - window.start :]
+        return [dict(sorted(rungs.items())) for rungs in found]

@@ -1,0 +1,299 @@
+"""The external evaluator: a frozen model that says what the long context does for each token of a text."""
+
+import hashlib
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedTokenizerFast
+
+from lightning_modules.batch import PackedBatch, batch_to, unscored_token
+from lightning_modules.functional import LikeliestTokens
+from lightning_modules.functional.windows import check_context
+from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.identity import check_same_model, model_identity
+from lightning_modules.models.loading import DType, load_backbone, load_config
+from lightning_modules.models.probe import check_scoring
+from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer, tokenizer_hash
+from lightning_modules.scoring.alternatives import Alternatives, long_and_short_alternatives
+from lightning_modules.scoring.token_scores import FORMAT, TokenScores, text_sha256
+from lightning_modules.training.fsdp import load_sharded_backbone, world_mesh
+from lightning_modules.utilities.files import default_cache_dir, writable_folder
+
+log = logging.getLogger(__name__)
+
+
+def score_text(
+    text: str,
+    backbone: Backbone,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    context_length: int = 4096,
+    stride: int = 1024,
+    add_special_tokens: bool = True,
+    name: str = "document",
+    evaluator: str = "",
+    beta: float | None = None,
+) -> TokenScores:
+    """Long and short log-likelihoods of every token of a text.
+
+    Args:
+        text: The document.
+        backbone: The model, where it shall run.
+        tokenizer: Its tokenizer.
+        context_length: Length K of the shortest short context, in tokens.
+        stride: Number d of tokens that share one window.
+        add_special_tokens: Whether the tokenizer adds its own, as the authors of the paper do for evaluators.
+        name: How messages cite the document.
+        evaluator: How the scores cite the model.
+        beta: Leave out the short log-likelihoods that key tokens at this threshold or above do not need.
+
+    Returns:
+        The pair, in main memory. Tokens without a short context have equal likelihoods.
+
+    Raises:
+        ValueError: If the text is empty, or the tokenizer is not the one of the model.
+    """
+    batch = encode_document(text, tokenizer, name=name, add_special_tokens=add_special_tokens)
+    backbone.check_token_ids(batch)
+    on_device = batch_to(batch, backbone.device)
+    with torch.inference_mode(mode=not backbone.in_step):  # in which weights cannot be gathered
+        long, short = backbone.long_and_short(on_device, context_length=context_length, stride=stride, beta=beta)
+    return TokenScores(
+        text_sha256=text_sha256(text),
+        evaluator=evaluator,
+        context_length=context_length,
+        stride=stride,
+        token_ids=batch["input_ids"][0],
+        offsets=batch["offsets"][0],
+        # Copies: a tensor of inference mode cannot be changed outside of it.
+        long=long[0].float().cpu().clone(),
+        short=short[0].float().cpu().clone(),
+        floor=-math.inf if beta is None else beta,
+    )
+
+
+class Evaluator:
+    """A model that is loaded when a text appears that it has not scored before, in this process or on this disk.
+
+    Args:
+        pretrained_model_name_or_path: Hub id or local folder of a model with a long context.
+        tokenizer: Hub id or local folder of its tokenizer; by default that of the model.
+        revision: Branch, tag or commit on the hub.
+        context_length: Length K of the shortest short context, in tokens.
+        stride: Number d of tokens that share one window.
+        add_special_tokens: Whether the tokenizer adds its own, as the authors of the paper do for evaluators.
+        dtype: Of the weights; ``auto`` keeps the stored one.
+        attn_implementation: As in `lightning_modules.models.loading.load_backbone`.
+        cache_dir: Folder of the stored scores; by default ``token_scores`` in ``$LONGCE_CACHE`` or ``~/.cache/longce``.
+        trust_remote_code: Run code from the model's repository; off unless you trust it.
+        sharded: Divide the model among all processes, for one that does not fit on one device. All of them must then
+            ask for scores equally often; who has no text to ask for calls `accompany` instead.
+        trimmed_offsets: As in `lightning_modules.models.tokenization.tokenizer.load_tokenizer`.
+
+    Raises:
+        ValueError: If the model or its tokenizer cannot be found, a length is below 1, or the cache cannot be written.
+    """
+
+    def __init__(
+        self,
+        pretrained_model_name_or_path: str,
+        *,
+        tokenizer: str | None = None,
+        revision: str | None = None,
+        context_length: int = 4096,
+        stride: int = 1024,
+        add_special_tokens: bool = True,
+        dtype: DType = "auto",
+        attn_implementation: str = "auto",
+        cache_dir: str | None = None,
+        trust_remote_code: bool = False,
+        sharded: bool = False,
+        trimmed_offsets: bool = False,
+    ) -> None:
+        check_context(context_length, stride)
+        self.sharded = sharded
+        self.name = pretrained_model_name_or_path
+        self.context_length = context_length
+        self.stride = stride
+        self.add_special_tokens = add_special_tokens
+        self.cache_dir = writable_folder(
+            Path(cache_dir).expanduser() if cache_dir else default_cache_dir() / "token_scores"
+        )
+        load_config(pretrained_model_name_or_path, revision=revision, trust_remote_code=trust_remote_code)
+        self.tokenizer = load_tokenizer(
+            tokenizer or pretrained_model_name_or_path,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            trimmed_offsets=trimmed_offsets,
+        )
+        self._source: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+        self.identity = model_identity(pretrained_model_name_or_path, **self._source)
+        self._settings: dict[str, Any] = {"dtype": dtype, "attn_implementation": attn_implementation, **self._source}
+        self._scores: dict[str, TokenScores] = {}
+        self._backbone: Backbone | None = None
+
+    def scores(
+        self, text: str, *, device: torch.device | str = "cpu", name: str = "document", beta: float | None = None
+    ) -> TokenScores:
+        """Scores of a text: from memory, from disk, or from the model, which is loaded if need be.
+
+        Args:
+            text: The document.
+            device: Where the model shall run.
+            name: How messages cite the document.
+            beta: Key tokens at this threshold or above are all that is asked for, which saves some work. By default
+                the scores serve any threshold and soft influence.
+        """
+        sha256 = text_sha256(text)
+        known = self._scores.get(sha256)
+        if known is None or known.floor > (-math.inf if beta is None else beta):
+            known = self._stored(sha256) or (None if beta is None else self._stored(sha256, beta))
+        if known is None:
+            known = self._score(text, device, name, beta)
+        else:
+            self.accompany(device=device, beta=beta)
+        self._scores[sha256] = known
+        return known
+
+    def alternatives(
+        self, text: str, *, count: int = 5, device: torch.device | str = "cpu", name: str = "document"
+    ) -> Alternatives:
+        """The likeliest tokens at each position of a text, in both contexts; they are not stored.
+
+        Args:
+            text: The document.
+            count: How many at each position, k.
+            device: Where the model shall run.
+            name: How messages cite the document.
+
+        Returns:
+            ``[N, k]`` token ids and log-likelihoods in nats for each context, in main memory.
+
+        Raises:
+            ValueError: If ``count`` is not from 1 to the size of the vocabulary.
+        """
+        batch = self.encode(text, name=name)
+        backbone = self._model(device)
+        backbone.check_token_ids(batch)
+        sizes = {"context_length": self.context_length, "stride": self.stride}
+        found = long_and_short_alternatives(backbone, batch_to(batch, backbone.device), count=count, **sizes)
+        return Alternatives(*(LikeliestTokens(*(part[0] for part in context)) for context in found))
+
+    def encode(self, text: str, *, name: str = "document", max_tokens: int | None = None) -> PackedBatch:
+        """A text as the evaluator reads it, in a row of its own; the arguments are those of `encode_document`."""
+        return encode_document(
+            text, self.tokenizer, name=name, add_special_tokens=self.add_special_tokens, max_tokens=max_tokens
+        )
+
+    def accompany(self, *, device: torch.device | str = "cpu", beta: float | None = None) -> None:
+        """Take part in the passes of processes that score a text now, if the model is divided among all.
+
+        Args:
+            device: Where the model shall run.
+            beta: What the others ask for; `scores` says what it means.
+        """
+        if self.sharded and self._any_process(False, device):
+            backbone, nothing = self._model(device), unscored_token(torch.device(device))
+            with torch.inference_mode(mode=False):
+                backbone.long_and_short(nothing, context_length=self.context_length, stride=self.stride, beta=beta)
+
+    def release(self) -> None:
+        """Free the model's memory; what it scored stays."""
+        if self._backbone is not None:
+            self._backbone = None
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+
+    def path(self, sha256: str, *, partial: bool = False) -> Path:
+        """The file that holds the scores of the text with this hash, if need be only those for key tokens."""
+        tokenizer = tokenizer_hash(self.tokenizer)
+        numerics = (self._settings["dtype"], self._settings["attn_implementation"])
+        settings = (
+            FORMAT,
+            self.identity,
+            tokenizer,
+            numerics,
+            self.context_length,
+            self.stride,
+            self.add_special_tokens,
+        )
+        name = (sha256, settings, "key tokens only") if partial else (sha256, settings)
+        key = hashlib.sha256(repr(name).encode()).hexdigest()
+        return self.cache_dir / key[:2] / f"{key}.safetensors"
+
+    def _stored(self, sha256: str, beta: float | None = None) -> TokenScores | None:
+        try:
+            scores = TokenScores.load(self.path(sha256, partial=beta is not None))
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            log.warning("%s It is scored again.", error)
+            return None
+        enough = scores.floor <= (-math.inf if beta is None else beta)
+        return scores if scores.text_sha256 == sha256 and enough else None
+
+    def _score(self, text: str, device: torch.device | str, name: str, beta: float | None) -> TokenScores:
+        if self.sharded:
+            self._any_process(True, device)
+        try:
+            scores = score_text(
+                text,
+                self._model(device),
+                self.tokenizer,
+                context_length=self.context_length,
+                stride=self.stride,
+                add_special_tokens=self.add_special_tokens,
+                name=name,
+                evaluator=self.identity,
+                beta=beta,
+            )
+        except torch.OutOfMemoryError as error:
+            error.add_note(
+                f"The evaluator '{self.name}' was scoring '{name}' ({len(text):,} characters): load it in bfloat16,"
+                " or score on its own before training (`longce score`), which leaves its scores in the cache."
+            )
+            raise
+        self._store(scores, name, partial=beta is not None)
+        return scores
+
+    def _store(self, scores: TokenScores, name: str, *, partial: bool) -> None:
+        """For later runs; this one keeps its scores in memory, and goes on if the disk is full."""
+        try:
+            scores.save(self.path(scores.text_sha256, partial=partial))
+        except OSError as error:
+            log.warning(
+                "The scores of '%s' could not be stored in %s (%s): the next run scores it again. Free some room, or"
+                " set `cache_dir` or $LONGCE_CACHE to another disk.",
+                name,
+                self.cache_dir,
+                error.strerror or error,
+            )
+
+    def _model(self, device: torch.device | str) -> Backbone:
+        if self._backbone is None:
+            log.info("Loading the evaluator '%s'.", self.name)
+            with torch.inference_mode(mode=torch.is_inference_mode_enabled() and not self.sharded):
+                backbone = self._load(device).eval().requires_grad_(False)
+                check_scoring(backbone)
+            check_same_model(self.identity, self.name, **self._source)
+            self._backbone = backbone
+        return self._backbone
+
+    def _load(self, device: torch.device | str) -> Backbone:
+        mesh = world_mesh(device) if self.sharded else None
+        if mesh is None:
+            return load_backbone(self.name, device=device, **self._settings).to(device)
+        return load_sharded_backbone(mesh, device=device, pretrained_model_name_or_path=self.name, **self._settings)
+
+    @staticmethod
+    def _any_process(wants: bool, device: torch.device | str) -> bool:
+        """Whether any process has a text to be scored; all of them must ask at the same time."""
+        if not dist.is_initialized():
+            return wants
+        wanted = torch.tensor(int(wants), device=device)
+        dist.all_reduce(wanted, dist.ReduceOp.MAX)
+        return bool(wanted)

@@ -1,0 +1,120 @@
+"""LongCE weights of packed rows by an evaluator, with the tokenizer of the rows or another one."""
+
+import json
+import logging
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from lightning_modules.batch import PackedBatch
+from lightning_modules.functional import short_context_windows, soft_influence, transfer_influence
+from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.tokenization.detokenization import TokenCharacters
+from lightning_modules.scoring.evaluator import score_text
+
+log = logging.getLogger(__name__)
+
+
+def row_influence(batch: PackedBatch, backbone: Backbone, *, context_length: int, stride: int, gamma: float) -> Tensor:
+    """LongCE weights of packed rows under a model with the rows' own tokenizer, as LongCE itself would find them.
+
+    Args:
+        batch: ``[B, T]`` packed rows, where the model is.
+        backbone: The model.
+        context_length: Length K of the shortest short context, in tokens.
+        stride: Number d of tokens that share one window.
+        gamma: Largest weight.
+
+    Returns:
+        ``[B, T]`` float32 weights, 1 for a token that is not scored or has no short context.
+    """
+    backbone.check_token_ids(batch)
+    windows = [
+        short_context_windows(borders, context_length=context_length, stride=stride)
+        for borders in batch["document_borders"]
+    ]
+    if not any(windows):  # no token has a short context that differs
+        return torch.ones_like(batch["labels"], dtype=torch.float32)
+    long, short = backbone.long_and_short(batch, context_length=context_length, stride=stride)
+    return soft_influence(long, short, gamma=gamma).float()
+
+
+class Transfer:
+    """LongCE weights of packed rows under a model with a tokenizer of its own: by way of the characters (Equation 10).
+
+    Args:
+        characters: Turns the rows' tokens into text.
+        tokenizer: Of the evaluator.
+        add_special_tokens: Whether it adds its own to each text.
+    """
+
+    def __init__(
+        self, characters: TokenCharacters, tokenizer: PreTrainedTokenizerFast, *, add_special_tokens: bool
+    ) -> None:
+        self.characters = characters
+        self.tokenizer = tokenizer
+        self.add_special_tokens = add_special_tokens
+
+    def row_influence(
+        self, batch: PackedBatch, backbone: Backbone, *, context_length: int, stride: int, gamma: float
+    ) -> Tensor:
+        """Like the function `row_influence`; context length and stride count the evaluator's tokens.
+
+        Each document of a row, or the part of it that is in the row, is decoded, scored as a text and its weights are
+        averaged over the characters of the row's tokens. A token without characters (the end of a text, bytes of a
+        character that was cut in two) has weight 1.
+        """
+        influence = torch.ones(batch["labels"].shape, dtype=torch.float32)
+        ids = batch["input_ids"].cpu()
+        for row, borders in enumerate(batch["document_borders"]):
+            for start, stop in pairwise(borders):
+                text, offsets = self.characters(ids[row, start:stop])
+                if not self._has_short_context(text, context_length + stride):
+                    continue
+                scores = score_text(
+                    text,
+                    backbone,
+                    self.tokenizer,
+                    context_length=context_length,
+                    stride=stride,
+                    add_special_tokens=self.add_special_tokens,
+                    name="of the training text",
+                )
+                weights = transfer_influence(scores.soft_influence(gamma=gamma), scores.offsets, offsets)
+                weights[offsets[:, 0] == offsets[:, 1]] = 1.0
+                influence[row, start:stop] = weights
+        return influence
+
+    def _has_short_context(self, text: str, window: int) -> bool:
+        if not text.strip():
+            return False
+        encoding = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=self.add_special_tokens)
+        return len(encoding.ids) > window
+
+
+def make_transfer(
+    rows: PreTrainedTokenizerFast, evaluator: PreTrainedTokenizerFast, *, add_special_tokens: bool
+) -> Transfer | None:
+    """How weights come from the tokens of the evaluator to those of the rows; None if they are the same.
+
+    Raises:
+        ValueError: If the tokens of the rows cannot be turned into text.
+    """
+    if same_ids(rows, evaluator):
+        return None
+    log.info("The evaluator has another tokenizer: its weights are moved by way of the characters.")
+    return Transfer(TokenCharacters(rows), evaluator, add_special_tokens=add_special_tokens)
+
+
+def same_ids(one: PreTrainedTokenizerFast, other: PreTrainedTokenizerFast) -> bool:
+    """Whether two tokenizers turn every text into the same ids, leaving aside the special tokens they may add to it.
+
+    Rows are ids already: what a tokenizer would put around a text, or where it would cut it, changes none of them.
+    """
+    parts = [json.loads(tokenizer.backend_tokenizer.to_str()) for tokenizer in (one, other)]
+    for part in parts:
+        for name in ("post_processor", "truncation", "padding"):
+            part.pop(name, None)
+    return parts[0] == parts[1]

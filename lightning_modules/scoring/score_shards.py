@@ -1,0 +1,215 @@
+"""Scores of documents in parquet files, each written whole by one process, and what is read from them to go on."""
+
+import json
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+from numpy.typing import NDArray
+
+from lightning_modules.utilities.output_folder import OutputFolder
+
+FORMAT = "longce-document-scores-1"
+SUCCESS = "_SUCCESS.json"
+"""File with the counts of all, which is there when all documents are."""
+
+_HEADER = b"longce"
+_READERS = 16  # threads: of thousands of small remote files, most of the time is waiting
+_NAMED = 5  # settings that a message tells of
+
+Rows = dict[str, NDArray[np.int64]]
+"""Ascending row numbers by the name of the file."""
+
+
+class Written(NamedTuple):
+    """What a folder of shards holds.
+
+    Attributes:
+        rows: Which rows of which files.
+        versions: Of those files, when their rows were scored.
+        settings: That the scores were made with; empty if there is none yet.
+        counts: Sums of the shards' own: documents, failed ones, tokens, ..
+        shards: How many files.
+    """
+
+    rows: Rows
+    versions: dict[str, str]
+    settings: dict[str, Any]
+    counts: dict[str, int]
+    shards: int
+
+
+class ScoreShards:
+    """A folder of ``part-*.parquet`` files, each with a header in its metadata that says how its scores were made.
+
+    Args:
+        path: A local folder or fsspec URL.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.folder = OutputFolder(path)
+
+    def names(self) -> list[str]:
+        """Names of the shards, in order."""
+        return self.folder.names(".parquet")
+
+    def written(self) -> Written:
+        """Read which rows are there.
+
+        Raises:
+            ValueError: If a file is damaged or no shard, shards were made with different settings, or a row is there
+                twice.
+        """
+        shards: dict[str, Rows] = {}
+        versions: dict[str, str] = {}
+        settings: dict[str, Any] = {}
+        counts: dict[str, int] = {}
+        names = self.names()
+        with ThreadPoolExecutor(_READERS) as pool:
+            for name, (header, own) in zip(names, pool.map(self._read_rows, names), strict=True):
+                check_settings(header["settings"], settings or header["settings"], f"{self.folder}/{name}")
+                settings = header["settings"]
+                self._add_versions(versions, header["files"])
+                for key, value in header["counts"].items():
+                    counts[key] = counts.get(key, 0) + value
+                shards[name] = own
+        rows = {file: np.sort(np.concatenate(parts)) for file, parts in _by_file(shards.values()).items()}
+        if any((np.diff(numbers) == 0).any() for numbers in rows.values()):
+            doubles = _doubles(shards)
+            raise ValueError(
+                f"{self.folder}: {len(doubles)} shard(s) hold rows that others hold, too, as two runs wrote there at a"
+                f" time. Delete {', '.join(doubles)} and run the same command again: what is in no other shard is"
+                " scored again."
+            )
+        return Written(rows, versions, settings, counts, len(names))
+
+    def write(self, table: pyarrow.Table, header: Mapping[str, Any], rank: int) -> None:
+        """Write a shard; nobody else writes one of that name.
+
+        Args:
+            table: Rows with the columns ``file`` and ``row`` among others.
+            header: ``settings``, ``files`` (their versions by name) and ``counts``.
+            rank: Of this process.
+
+        Raises:
+            OSError: If it cannot be written.
+        """
+        content = json.dumps({"format": FORMAT, **header}).encode()
+        sink = pyarrow.BufferOutputStream()
+        table = table.replace_schema_metadata({**(table.schema.metadata or {}), _HEADER: content})
+        pyarrow.parquet.write_table(table, sink, compression="zstd")
+        name = f"part-{rank:05d}-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{uuid.uuid4().hex[:8]}.parquet"
+        self.folder.write(name, sink.getvalue())
+
+    def schema(self, columns: Sequence[str] | None = None) -> pyarrow.Schema:
+        """Columns of the first shard, or those of them that are named; all shards of a folder have the same.
+
+        Raises:
+            ValueError: If there is no shard, or none of its columns has such a name.
+        """
+        names = self.names()
+        if not names:
+            raise ValueError(f"There are no scores in '{self.folder}': name a folder that `longce predict` wrote to.")
+        with self._opened(names[0]) as file:
+            schema = file.schema_arrow
+        if unknown := sorted(set(columns or ()) - set(schema.names)):
+            raise ValueError(f"The scores have no column {unknown[0]!r}, only {schema.names}.")
+        return schema if columns is None else pyarrow.schema([schema.field(name) for name in columns])
+
+    def batches(self, columns: Sequence[str]) -> Iterator[pyarrow.RecordBatch]:
+        """Some columns of all shards, a few thousand rows at a time.
+
+        Raises:
+            ValueError: If a shard is damaged.
+        """
+        for name in self.names():
+            with self._opened(name) as file:
+                yield from file.iter_batches(columns=list(columns), use_threads=False)
+
+    def header(self) -> dict[str, Any]:
+        """That of the first shard.
+
+        Raises:
+            ValueError: If there is no shard.
+        """
+        self.schema()
+        with self._opened(self.names()[0]) as file:
+            return self._header(file, self.names()[0])
+
+    def _read_rows(self, name: str) -> tuple[dict[str, Any], Rows]:
+        with self._opened(name) as file:
+            header = self._header(file, name)
+            table = file.read(columns=["file", "row"], use_threads=False)
+        codes = table["file"].combine_chunks().dictionary_encode()
+        files, index = codes.dictionary.to_pylist(), codes.indices.to_numpy()
+        order = np.argsort(index, kind="stable")
+        starts = np.searchsorted(index[order], np.arange(len(files)))
+        return header, dict(zip(files, np.split(table["row"].to_numpy()[order], starts[1:]), strict=True))
+
+    def _header(self, file: pyarrow.parquet.ParquetFile, name: str) -> dict[str, Any]:
+        header = json.loads((file.schema_arrow.metadata or {}).get(_HEADER, b"{}"))
+        if header.get("format") != FORMAT:
+            raise ValueError(f"'{self.folder}/{name}' is no file of document scores ({FORMAT}). Name another folder.")
+        return header
+
+    def _add_versions(self, versions: dict[str, str], own: Mapping[str, str]) -> None:
+        for file, version in own.items():
+            if versions.setdefault(file, version) != version:
+                raise ValueError(f"{self.folder}: rows of '{file}' are of two versions of it. Begin anew elsewhere.")
+
+    @contextmanager
+    def _opened(self, name: str) -> Iterator[pyarrow.parquet.ParquetFile]:
+        try:
+            stream: BinaryIO
+            with self.folder.open(name) as stream:
+                yield pyarrow.parquet.ParquetFile(stream)
+        except (pyarrow.ArrowException, EOFError) as error:
+            raise ValueError(
+                f"'{self.folder}/{name}' is damaged ({error}). Delete it: its documents are then scored again."
+            ) from error
+
+
+def _by_file(shards: Iterable[Rows]) -> dict[str, list[NDArray[np.int64]]]:
+    rows: dict[str, list[NDArray[np.int64]]] = {}
+    for own in shards:
+        for file, numbers in own.items():
+            rows.setdefault(file, []).append(numbers)
+    return rows
+
+
+def _doubles(shards: Mapping[str, Rows]) -> list[str]:
+    """Shards without which no row is there twice: those with a row of one that stays and comes before them."""
+    seen: dict[str, set[int]] = {}
+    doubles = []
+    for name, rows in shards.items():
+        own = {file: set(numbers.tolist()) for file, numbers in rows.items()}
+        if any(seen.get(file, set()) & numbers for file, numbers in own.items()):
+            doubles.append(name)
+            continue
+        for file, numbers in own.items():
+            seen.setdefault(file, set()).update(numbers)
+    return doubles
+
+
+def check_settings(then: Mapping[str, Any], now: Mapping[str, Any], place: object) -> None:
+    """Refuse to put scores beside others that were made in another way.
+
+    Args:
+        then: Settings of the scores that are there.
+        now: Settings of those to come.
+        place: Where they are, for the message.
+
+    Raises:
+        ValueError: Naming each setting that differs, with both values.
+    """
+    now = json.loads(json.dumps(now))  # as they come back: tuples are lists
+    names = sorted(name for name in {*then, *now} if then.get(name) != now.get(name))
+    if names:
+        told = "; ".join(f"`{name}` was {then.get(name)!r} and is {now.get(name)!r}" for name in names[:_NAMED])
+        raise ValueError(f"The scores in '{place}' were made with other settings: {told}. Name another folder.")

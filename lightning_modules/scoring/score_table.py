@@ -1,0 +1,127 @@
+"""Scores of documents as rows of an Arrow table."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow
+import pyarrow.compute
+from torch import Tensor
+
+from lightning_modules.batch import Origin
+from lightning_modules.scoring.document_scorer import Failed
+from lightning_modules.scoring.document_scores import COLUMNS, document_scores, ladder_columns, ladder_scores
+from lightning_modules.scoring.score_failures import LEFT_OUT
+from lightning_modules.scoring.token_scores import TokenScores
+
+TokenType = Literal["float16", "float32"]
+
+_BEFORE = {"key": pyarrow.string(), "file": pyarrow.string(), "row": pyarrow.int64()}
+_BETWEEN = {"truncated": pyarrow.bool_()}
+_BEHIND = {"error": pyarrow.string()}
+_TYPES = {int: pyarrow.int64(), float: pyarrow.float64()}
+PER_TOKEN = ("lsd", "lcl", "token_starts", "token_ends")
+"""Columns of lists with a value for each token."""
+
+
+class ScoreTable:
+    """Rows of documents, as they come.
+
+    Args:
+        column_types: The corpus's own columns.
+        contexts: Of a context ladder.
+        per_token: Type of the values of each token; None for none.
+        alpha: Of key tokens, in nats.
+        beta: Of key tokens, in nats.
+        gamma: Of the soft influence.
+
+    Attributes:
+        schema: Columns of the table.
+        tokens: Of the documents that are scored.
+    """
+
+    def __init__(
+        self,
+        column_types: Mapping[str, pyarrow.DataType],
+        contexts: Sequence[int] = (),
+        *,
+        per_token: TokenType | None = None,
+        alpha: float = 2.0,
+        beta: float = -2.0,
+        gamma: float = 5.0,
+    ) -> None:
+        scores = {name: _TYPES[kind] for name, kind in {**COLUMNS, **ladder_columns(contexts)}.items()}
+        tokens: dict[str, pyarrow.DataType] = {}
+        if per_token is not None:
+            value, place = (pyarrow.float16() if per_token == "float16" else pyarrow.float32()), pyarrow.int32()
+            tokens = dict(zip(PER_TOKEN, map(pyarrow.list_, (value, value, place, place)), strict=True))
+        self.schema = pyarrow.schema({**_BEFORE, **column_types, **_BETWEEN, **scores, **_BEHIND, **tokens})
+        self.contexts = contexts
+        self.per_token = per_token
+        self.thresholds = {"alpha": alpha, "beta": beta}
+        self.gamma = gamma
+        self.tokens = 0
+        self._rows: list[dict[str, Any]] = []
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def add(self, origin: Origin, scores: TokenScores | Failed) -> None:
+        """Add the row of a document."""
+        row = {"key": origin.key, "file": origin.file, "row": origin.row, "truncated": origin.truncated}
+        row |= origin.columns
+        if isinstance(scores, Failed):
+            row["error"] = scores.reason
+        else:
+            row |= document_scores(scores, **self.thresholds, gamma=self.gamma)
+            row |= ladder_scores(scores, self.contexts, **self.thresholds)
+            row |= self._per_token(scores)
+            self.tokens += len(scores.long)
+        self._rows.append(row)
+
+    def table(self) -> pyarrow.Table:
+        """All rows."""
+        columns = [pyarrow.array([row.get(field.name) for row in self._rows], field.type) for field in self.schema]
+        return pyarrow.table(columns, schema=self.schema)
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self._rows, self.tokens = [], 0
+
+    def _per_token(self, scores: TokenScores) -> dict[str, Any]:
+        if self.per_token is None:
+            return {}
+        # Null where there is no value: token 0 is not scored, and the first short contexts are the whole context.
+        lsd = _null_before(scores.context_length + scores.stride, self._rounded(scores.long - scores.short))
+        lcl = _null_before(1, self._rounded(scores.long))
+        starts, ends = (place.numpy() for place in scores.offsets.int().unbind(-1))
+        return dict(zip(PER_TOKEN, (lsd, lcl, starts, ends), strict=True))
+
+    def _rounded(self, values: Tensor) -> Tensor:
+        if self.per_token == "float32":
+            return values
+        limit = float(np.finfo(np.float16).max)
+        return values.clamp(-limit, limit).half()
+
+
+def _null_before(start: int, values: Tensor) -> pyarrow.Array:
+    return pyarrow.array(values.numpy(), mask=np.arange(len(values)) < start)
+
+
+def clashes(names: Sequence[str]) -> list[str]:
+    """Which columns of a corpus have names that those of the scores have."""
+    own = {*_BEFORE, *_BETWEEN, *_BEHIND, *COLUMNS, *PER_TOKEN, "text"}
+    return sorted(name for name in names if name in own or name.startswith("ladder_"))
+
+
+def counts(table: pyarrow.Table) -> dict[str, int]:
+    """What the counts of a corpus are summed of."""
+    compute = pyarrow.compute
+    left_out = compute.sum(compute.starts_with(table["error"], LEFT_OUT)).as_py() or 0
+    return {
+        "documents": len(table),
+        "failed": len(table) - table["error"].null_count - left_out,
+        "left_out": left_out,
+        "too_short": compute.sum(compute.equal(table["compared_tokens"], 0)).as_py() or 0,
+        **{name: compute.sum(table[name]).as_py() or 0 for name in ("tokens", "compared_tokens", "key_tokens")},
+    }

@@ -1,0 +1,162 @@
+"""The stored pair: what an evaluator says of every token of one document, in one safe file."""
+
+import hashlib
+import json
+import math
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from lightning_modules.functional import merge_spans, soft_influence
+from lightning_modules.utilities.files import write_atomically
+
+FORMAT = "longce-token-scores-2"
+_RUNG = "context_"
+_SPAN = re.compile(r"\[\s*(\d+)\s*,\s*(\d+)\s*\]")
+
+
+@dataclass  # not frozen: Lightning walks through predictions and refuses frozen ones
+class TokenScores:
+    """Long and short log-likelihoods of the tokens of one document; thresholds are applied afterwards.
+
+    Attributes:
+        text_sha256: Hash of the document's UTF-8 text.
+        evaluator: Identity of the model that scored it (`lightning_modules.models.identity`).
+        context_length: Length K of the shortest short context, in tokens.
+        stride: Number d of tokens that shared one window.
+        token_ids: ``[N]`` int64 tokens of the document, as the evaluator's tokenizer makes them.
+        offsets: ``[N, 2]`` int64 character span of each token.
+        long: ``[N]`` float32 log-likelihoods given everything before the token, in nats.
+        short: ``[N]`` float32 log-likelihoods given the short context, equal to ``long`` where there is none.
+        floor: Only of tokens likelier than this in the long context, in nats, is the short log-likelihood known; of
+            others it is NaN. Key tokens need no more for a ``beta`` of this or above.
+        rungs: ``[w]`` float32 log-likelihoods of the last w tokens by context length, if there is a context ladder.
+    """
+
+    text_sha256: str
+    evaluator: str
+    context_length: int
+    stride: int
+    token_ids: Tensor
+    offsets: Tensor
+    long: Tensor
+    short: Tensor
+    floor: float = -math.inf
+    rungs: dict[int, Tensor] = field(default_factory=dict)
+
+    def soft_influence(self, *, gamma: float = 5.0) -> Tensor:
+        """``[N]`` soft influence of each token.
+
+        Raises:
+            ValueError: If the short log-likelihood of some tokens is not known.
+        """
+        if self.floor > -math.inf:
+            raise ValueError(f"The short log-likelihoods below a long one of {self.floor} nats were not computed.")
+        return soft_influence(self.long, self.short, gamma=gamma)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the file in one step: a reader sees all of it or none, also after a kill.
+
+        Raises:
+            OSError: If the folder cannot be written to.
+        """
+        tensors = {"token_ids": self.token_ids, "offsets": self.offsets, "long": self.long, "short": self.short}
+        tensors |= {f"{_RUNG}{context}": scores for context, scores in self.rungs.items()}
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        header = {
+            "format": FORMAT,
+            "text_sha256": self.text_sha256,
+            "evaluator": self.evaluator,
+            "context_length": str(self.context_length),
+            "stride": str(self.stride),
+        }
+        if self.floor > -math.inf:
+            header["floor"] = repr(self.floor)
+        header["checksum"] = _checksum(header, tensors)
+        write_atomically(Path(path), save(tensors, metadata=header))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "TokenScores":
+        """Read a file and verify its checksum.
+
+        Raises:
+            ValueError: If the file is torn, was changed, or is no file of token scores.
+            FileNotFoundError: If there is none.
+        """
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"No token scores at '{path}'.")
+        try:
+            with safe_open(path, framework="pt") as file:
+                header = dict(file.metadata() or {})
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"'{path}' cannot be read as token scores ({error}).") from error
+        if header.get("format", FORMAT) != FORMAT and str(header["format"]).startswith(FORMAT.rstrip("0123456789")):
+            raise ValueError(
+                f"'{path}' was written by another version ({header['format']}, not {FORMAT}): score again."
+            )
+        if header.get("format") != FORMAT or header.pop("checksum", None) != _checksum(header, tensors):
+            raise ValueError(f"'{path}' is damaged or no file of token scores ({FORMAT}).")
+        rungs = {int(name[len(_RUNG) :]): tensors.pop(name) for name in sorted(tensors) if name.startswith(_RUNG)}
+        return cls(
+            text_sha256=header["text_sha256"],
+            evaluator=header["evaluator"],
+            context_length=int(header["context_length"]),
+            stride=int(header["stride"]),
+            floor=float(header.get("floor", -math.inf)),
+            rungs=dict(sorted(rungs.items())),
+            **tensors,
+        )
+
+
+def text_sha256(text: str) -> str:
+    """Hash that names a document in caches and result files."""
+    return hashlib.sha256(text.encode("utf-8", errors="surrogatepass")).hexdigest()
+
+
+def read_key_spans(path: str | os.PathLike[str], *, merge: bool = True) -> Tensor:
+    """Read key spans in the text format of the paper's authors: ``[start, end];[start, end];..``.
+
+    Args:
+        path: A text file of character spans; an empty file holds none.
+        merge: Join spans that touch or overlap; otherwise they come as they are.
+
+    Returns:
+        ``[M, 2]`` int64 ascending spans, disjoint where merged.
+
+    Raises:
+        ValueError: If anything but ascending spans stands in the file; it is parsed, never evaluated.
+    """
+    text = Path(path).read_text(encoding="utf-8").strip()
+    spans = []
+    for number, entry in enumerate(text.split(";") if text else []):
+        match = _SPAN.fullmatch(entry.strip())
+        if match is None:
+            raise ValueError(f"'{path}', span {number}: expected '[start, end]', got '{entry.strip()[:40]}'.")
+        spans.append([int(match[1]), int(match[2])])
+    read = torch.tensor(spans, dtype=torch.int64).reshape(-1, 2)
+    try:
+        merged = merge_spans(read)
+        return merged if merge else read
+    except ValueError as error:
+        raise ValueError(f"'{path}': {error}") from error
+
+
+def write_key_spans(path: str | os.PathLike[str], spans: Tensor) -> None:
+    """Write ``[M, 2]`` spans in the text format of the paper's authors."""
+    text = ";".join(f"[{start}, {end}]" for start, end in spans.tolist())
+    write_atomically(Path(path), text.encode())
+
+
+def _checksum(header: dict[str, str], tensors: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
+    for name in sorted(tensors):
+        digest.update(f"{name}{list(tensors[name].shape)}{tensors[name].dtype}".encode())
+        digest.update(tensors[name].numpy().tobytes())
+    return digest.hexdigest()

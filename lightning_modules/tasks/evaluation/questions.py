@@ -1,0 +1,127 @@
+"""Which questions are put to a model."""
+
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lightning_modules.tasks.questions.example import Example
+from lightning_modules.tasks.questions.prompter import Prompter
+from lightning_modules.tasks.questions.task import Task
+
+MOST_UNKNOWN = 0.1
+"""Share of tokens that a tokenizer may not know."""
+
+Depths = int | Sequence[float] | None
+"""Where answers stand: at so many evenly spaced depths, at these, or where each task draws it (None)."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """What names a question; with the seed and the tokenizer it decides all of it.
+
+    Attributes:
+        task: Name of the task.
+        length: Tokens that prompt and answer may have together.
+        depth: Where the answer was asked to stand, from 0 (front) to 1 (end); None if that was left to the task.
+        index: Number of the question, from 0.
+    """
+
+    task: str
+    length: int
+    depth: float | None
+    index: int
+
+
+class Question(NamedTuple):
+    """A question and what names it."""
+
+    key: Key
+    example: Example
+
+
+def question_keys(tasks: Sequence[Task], lengths: Sequence[int], samples: int, depths: Depths = None) -> list[Key]:
+    """Names of all questions, in the order in which they are put.
+
+    Args:
+        tasks: The tasks.
+        lengths: Tokens of prompt and answer together.
+        samples: Questions of each task and length, and of each depth if the task's answer has one that can be chosen.
+        depths: See `Depths`; tasks whose answer has none are asked as ever.
+
+    Raises:
+        ValueError: If a number makes no sense, something is named twice, or there are depths and no task has any.
+    """
+    _check_counts(tasks, lengths, samples)
+    chosen = _spaced(depths)
+    if chosen != [None] and not any(task.varies_depth for task in tasks):
+        names = ", ".join(task.name for task in tasks)
+        raise ValueError(f"No answer of {names} has a depth that could be chosen: leave `depths` out.")
+    return [
+        Key(task.name, length, depth, index)
+        for task in tasks
+        for length in sorted(lengths)
+        for depth in (chosen if task.varies_depth else [None])
+        for index in range(samples)
+    ]
+
+
+def make_questions(keys: Iterable[Key], tasks: Sequence[Task], prompter: Prompter, seed: int) -> list[Question]:
+    """The questions of these names.
+
+    Raises:
+        ValueError: If a length is too short for a task.
+    """
+    by_name = {task.name: task for task in tasks}
+    return [
+        Question(key, by_name[key.task].example(prompter, key.length, key.index, seed=seed, depth=key.depth))
+        for key in keys
+    ]
+
+
+def first_of_each(keys: Iterable[Key]) -> list[Key]:
+    """A name for each task and length: if its question can be made, so can the others."""
+    found: dict[tuple[str, int], Key] = {}
+    for key in keys:
+        found.setdefault((key.task, key.length), key)
+    return list(found.values())
+
+
+def warn_of_unknown_tokens(questions: Iterable[Question], prompter: Prompter) -> None:
+    """Warn if the tokenizer does not know the words of a question: no model could answer it."""
+    for key, example in questions:
+        tokens = prompter.encode(example.prompt, example.answer_prefix)
+        unknown = tokens.count(prompter.tokenizer.unk_token_id) / len(tokens)
+        if unknown > MOST_UNKNOWN:
+            warnings.warn(
+                f"{unknown:.0%} of the tokens of '{key.task}' are unknown to the tokenizer"
+                f" '{prompter.tokenizer.name_or_path}': scores mean little. Take tasks in the model's language.",
+                stacklevel=2,
+            )
+
+
+def even_depths(count: int) -> list[float]:
+    """So many evenly spaced depths from 0 to 1; 2 or more."""
+    return [number / (count - 1) for number in range(count)]
+
+
+def _spaced(depths: Depths) -> list[float | None]:
+    if depths is None:
+        return [None]
+    if isinstance(depths, int):
+        if depths < 2:
+            raise ValueError(f"`depths` must be 2 or more evenly spaced ones, or a list of them, got {depths}.")
+        return [*even_depths(depths)]
+    if not depths or len(set(depths)) < len(depths) or not all(0 <= depth <= 1 for depth in depths):
+        raise ValueError(f"`depths` are from 0 (front) to 1 (end), each once, got {list(depths)}.")
+    return [*sorted(depths)]
+
+
+def _check_counts(tasks: Sequence[Task], lengths: Sequence[int], samples: int) -> None:
+    if samples < 1:
+        raise ValueError(f"`samples` must be 1 or more, got {samples}.")
+    if not lengths or min(lengths) < 1:
+        raise ValueError(f"`lengths` must be one or more numbers of tokens, got {list(lengths)}.")
+    for name, values in (("lengths", list(lengths)), ("tasks", [task.name for task in tasks])):
+        if len(set(values)) < len(values):
+            raise ValueError(f"`{name}` names something twice: {values}. Leave it out once.")

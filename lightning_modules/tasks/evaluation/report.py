@@ -1,0 +1,155 @@
+"""What an evaluation leaves in its folder for people and programs: numbers, tables and figures."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_modules.tasks.evaluation.plots import as_svg, figures, short
+from lightning_modules.tasks.evaluation.runs import TaskResult
+from lightning_modules.tasks.evaluation.summary import Summary, summarise
+from lightning_modules.tasks.questions.summary import RULER_THRESHOLD
+from lightning_modules.utilities.files import write_atomically
+from lightning_modules.utilities.plain_json import plain
+from lightning_modules.visualization.report import Block, Heading, Picture, Table, as_html, markdown
+
+_CAPTIONS = {
+    "lengths": "Score by length, with standard errors.",
+    "heat_map": "Score by length and depth of the answer.",
+    "heat_maps": "The same for each task.",
+    "depths": "Score by depth of the answer, with standard errors.",
+}
+_EXAMPLES = 8
+
+
+def write_report(
+    folder: Path, results: Sequence[TaskResult], settings: Mapping[str, Any], missing: int
+) -> dict[str, Any]:
+    """Write ``results.json``, ``report.md``, ``report.html`` and ``figures/*.svg``.
+
+    Args:
+        folder: Where to.
+        results: All that there are.
+        settings: What they have in common; ``model`` is the title.
+        missing: Questions that have no result yet.
+
+    Returns:
+        What ``results.json`` holds.
+    """
+    summary = summarise(results)
+    numbers = {"model": settings["model"], **summary.as_json(), "missing": missing, "settings": dict(settings)}
+    pictures = {name: as_svg(figure) for name, figure in figures(summary).items()}
+    blocks = _blocks(summary, results, settings, missing, list(pictures))
+    title = f"Long-context tasks: {settings['model']}"
+    for name, svg in pictures.items():
+        write_atomically(folder / "figures" / f"{name}.svg", svg.encode())
+    write_atomically(folder / "results.json", (json.dumps(plain(numbers), indent=1) + "\n").encode())
+    write_atomically(folder / "report.md", markdown(title, blocks).encode())
+    write_atomically(folder / "report.html", as_html(title, blocks, pictures).encode())
+    return numbers
+
+
+def score_table(summary: Summary) -> Table:
+    """A row for each task and one for their average, a column for each length."""
+    tasks = list(dict.fromkeys(task for task, _ in summary.scores))
+    lengths = sorted({length for _, length in summary.scores})
+    rows = [[task, *(_cell(summary.scores.get((task, length))) for length in lengths)] for task in tasks]
+    if len(tasks) > 1:
+        averages = [summary.averages.get(length) for length in lengths]
+        rows.append(["average", *("" if average is None else f"{average:.1f}" for average in averages)])
+    return Table(["task", *map(short, lengths)], rows)
+
+
+def perplexity_table(summary: Summary) -> Table:
+    """A row for each task, a column for each length: of the tokens of answers, and of all others."""
+    known = summary.perplexities_by_task
+    tasks, lengths = list(dict.fromkeys(task for task, _ in known)), sorted(summary.perplexities_by_length)
+    rows = [
+        [task, *(" / ".join(f"{value:.4g}" for value in known.get((task, length), ())) for length in lengths)]
+        for task in tasks
+    ]
+    together = [" / ".join(f"{value:.4g}" for value in summary.perplexities_by_length[length]) for length in lengths]
+    return Table(["task", *map(short, lengths)], [*rows, ["all", *together]] if len(tasks) > 1 else rows)
+
+
+def as_text(summary: Summary, missing: int) -> str:
+    """The scores for a terminal."""
+    head, rows = score_table(summary)
+    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+    lines = [
+        "  ".join(
+            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        )
+        for row in (head, *rows)
+    ]
+    lines.insert(1, "-" * len(lines[0]))
+    return "\n".join([*lines, "", *_sentences(summary, missing)])
+
+
+def _cell(score: Any) -> str:
+    if score is None:
+        return ""
+    return f"{score.mean:.1f}" if math.isnan(score.error) else f"{score.mean:.1f} ± {score.error:.1f}"
+
+
+def _sentences(summary: Summary, missing: int) -> list[str]:
+    sentences = []
+    if missing:
+        sentences.append(f"{missing} questions have no result yet: the same command puts them.")
+    if summary.averages:
+        effective = (
+            "none of these lengths" if summary.effective_length is None else f"{summary.effective_length:,} tokens"
+        )
+        sentences.append(f"Effective length, the longest whose average exceeds {RULER_THRESHOLD}: {effective}.")
+        sentences.append(
+            f"Average over lengths, longer ones weighing more: {summary.weighted_inc:.1f}; shorter ones:"
+            f" {summary.weighted_dec:.1f}."
+        )
+    if summary.perplexities is not None:
+        answer, other = summary.perplexities
+        sentences.append(f"Perplexity of the tokens of answers: {answer:.4g}; of all others: {other:.4g}.")
+    return [*sentences, f"{summary.questions:,} questions in {summary.seconds:,.0f} s of all processes together."]
+
+
+def _blocks(
+    summary: Summary, results: Sequence[TaskResult], settings: Mapping[str, Any], missing: int, pictures: Sequence[str]
+) -> list[Block]:
+    blocks: list[Block] = [
+        "Scores in percent, with standard errors where there are several questions.",
+        score_table(summary),
+        *_sentences(summary, missing),
+        *(Picture(name, _CAPTIONS[name]) for name in pictures),
+    ]
+    if summary.perplexities is not None:
+        blocks += [Heading("Perplexity of the tokens of answers / of all others"), perplexity_table(summary)]
+    if summary.questions:
+        blocks += [Heading("Some answers"), answer_table(results)]
+    values = [(name, json.dumps(value)) for name, value in settings.items()]
+    return [*blocks, Heading("Settings"), Table(("setting", "value"), values)]
+
+
+def answer_table(results: Sequence[TaskResult], count: int = _EXAMPLES) -> Table:
+    """Answers of the model from all over the results, wrong ones first."""
+    ordered = sorted(results, key=lambda result: result.score)
+    chosen = ordered[:: max(1, len(ordered) // count)][:count]
+    return Table(
+        ("task", "length", "depth", "score (%)", "right", "answer"),
+        [
+            (
+                result.task,
+                short(result.length),
+                "" if result.depth is None else f"{result.depth:.2f}",
+                f"{100 * result.score:.0f}",
+                _line(", ".join(result.answers)),
+                _line(result.prediction),
+            )
+            for result in chosen
+        ],
+    )
+
+
+def _line(text: str, most: int = 160) -> str:
+    """Text on a line, as code that Markdown leaves alone."""
+    line = " ".join(text.split()).replace("`", "'")
+    return f"`{line[:most]}{'..' if len(line) > most else ''}`" if line else ""

@@ -1,0 +1,358 @@
+"""Greedy continuations of many prompts, with a key-value cache.
+
+Each prompt is read by itself, without padding and so without a mask of all its tokens; then the caches of a group are
+padded on the left to one length, and the group goes on together, a token per pass. Logits exist for one position of
+each row. A model that does not bear this is found out by a trial, and served in a slower way.
+"""
+
+import logging
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from lightning_modules.models.attention import borders_given
+from lightning_modules.models.backbone import Backbone, CacheUse
+from lightning_modules.models.lockstep import Passes
+from lightning_modules.models.optimizations.last_layer import last_layer_reads_from
+from lightning_modules.models.optimizations.modes import eval_mode, no_autocast_cache
+
+log = logging.getLogger(__name__)
+
+CACHE_BYTES = 2**30
+"""Memory for the caches of a group on a CPU."""
+
+LARGEST_GROUP = 64
+"""Rows of a group, whose logits exist at the same time."""
+
+WINDOWED_CHUNK = 2048
+"""Tokens of a prompt that a model with sliding windows reads in one pass: its mask is of so many rows."""
+
+
+def generate(
+    backbone: Backbone,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int | Sequence[int],
+    *,
+    end_tokens: Collection[int] | None = None,
+    cache_bytes: int | None = None,
+    done: Callable[[dict[int, list[int]]], None] | None = None,
+    stopped: Callable[[int, list[int]], bool] | None = None,
+) -> list[list[int]]:
+    """The likeliest token after each prompt, and so on: what ``transformers.generate(do_sample=False)`` gives.
+
+    Without gradient, in eval mode, without random numbers. Where weights are divided among processes, all of them must
+    call it, with as many prompts as each has, if any.
+
+    Args:
+        backbone: The model.
+        prompts: Token ids, at least one each.
+        max_new_tokens: Tokens to generate; one number, or one for each prompt.
+        end_tokens: Tokens behind which a continuation ends; by default those of the model's generation config.
+        cache_bytes: Memory for the caches of prompts that go on together, if they are more than one; by default a third
+            of what an accelerator has free, and 1 GiB on a CPU.
+        done: Called with the continuations of prompts that went on together, by number, as soon as there are any.
+        stopped: Called with the number of a prompt and its tokens so far, after each; whether they are enough.
+
+    Returns:
+        New token ids of each prompt, without the end token.
+
+    Raises:
+        ValueError: If a prompt is empty, has tokens that the model does not know, or is longer than learned positions
+            allow, or ``max_new_tokens`` is below 1.
+    """
+    limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
+    _check(backbone, prompts, limits)
+    results: list[list[int]] = [[] for _ in prompts]
+    order = sorted(range(len(prompts)), key=lambda index: (limits[index], len(prompts[index])), reverse=True)
+    with torch.no_grad(), no_autocast_cache(), eval_mode(backbone):
+        decoder = _Decoder(backbone, _end_tokens(backbone) if end_tokens is None else end_tokens, stopped)
+        with Passes(backbone) as passes:
+            rows = (_Row(index, prompts[index], limits[index]) for index in order)
+            for group in decoder.go_on(passes, rows, cache_bytes or _cache_bytes(backbone.device)):
+                for number, tokens in group.items():
+                    results[number] = tokens
+                if done is not None:
+                    done(group)
+    return results
+
+
+class _Row(NamedTuple):
+    """A prompt, its number and how many tokens to generate."""
+
+    number: int
+    prompt: Sequence[int]
+    limit: int
+
+
+class _Decoder:
+    """Greedy decoding by one model.
+
+    Args:
+        backbone: The model, in eval mode.
+        end_tokens: Tokens behind which a continuation ends.
+        stopped: Whether the tokens so far of the prompt of that number are enough.
+    """
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        end_tokens: Collection[int],
+        stopped: Callable[[int, list[int]], bool] | None = None,
+    ) -> None:
+        self.backbone = backbone
+        self.end_tokens = frozenset(end_tokens)
+        self.stopped = stopped
+        self.use = cache_use(backbone)
+
+    def go_on(self, passes: Passes, rows: Iterator[_Row], cache_bytes: int) -> Iterator[dict[int, list[int]]]:
+        """Continuations of groups of rows, sorted so that those that come together are alike; longest first."""
+        if self.use == "none":
+            for row in rows:
+                yield {row.number: self._recompute(passes, row)}
+            return
+        group: list[_Row] = []
+        caches: list[Cache] = []
+        first: list[Tensor] = []
+        for row in rows:
+            if group and self._is_full(group, caches[0], row, cache_bytes):
+                yield self._together(passes, group, caches, first)
+                group, caches, first = [], [], []
+            logits, cache = read_prompt(self.backbone, passes, row.prompt)
+            group.append(row)
+            caches.append(cache)
+            first.append(logits)
+        if group:
+            yield self._together(passes, group, caches, first)
+
+    def _is_full(self, group: list[_Row], cache: Cache, row: _Row, cache_bytes: int) -> bool:
+        """Whether the caches of a group, padded to the length of its longest row, leave no room for another row."""
+        if self.use == "alone" or len(group) == LARGEST_GROUP:
+            return True
+        longest = max(len(one.prompt) for one in (*group, row))
+        tokens = longest + max(one.limit for one in (*group, row))
+        return (len(group) + 1) * tokens * _bytes(cache) / len(group[0].prompt) > cache_bytes
+
+    def _together(
+        self, passes: Passes, group: list[_Row], caches: list[Cache], first: list[Tensor]
+    ) -> dict[int, list[int]]:
+        """Continuations of rows that were read; the caches are used up."""
+        lengths = [len(row.prompt) for row in group]
+        last = torch.cat(first).argmax(-1)
+        cache, caches[:] = _stacked(caches), []
+        continuations: list[list[int]] = [[] for _ in group]
+        going = set(range(len(group)))
+        for step in range(max(row.limit for row in group)):
+            for index, token in enumerate(last.tolist()):
+                if index in going and not self._goes_on(group[index], continuations[index], token):
+                    going.discard(index)
+            if not going:
+                break
+            last = next_logits(self.backbone, passes, last, lengths, step, cache).argmax(-1)
+        return {row.number: tokens for row, tokens in zip(group, continuations, strict=True)}
+
+    def _recompute(self, passes: Passes, row: _Row) -> list[int]:
+        tokens = torch.tensor([row.prompt], device=self.backbone.device)
+        continuation: list[int] = []
+        goes_on = True
+        while goes_on:
+            token = _uncached_logits(self.backbone, passes, tokens).argmax(-1)
+            goes_on = self._goes_on(row, continuation, int(token))
+            tokens = torch.cat([tokens, token[None]], dim=1)
+        return continuation
+
+    def _goes_on(self, row: _Row, continuation: list[int], token: int) -> bool:
+        """Add a token to a continuation, unless it is its end; whether another one is wanted."""
+        if token in self.end_tokens:
+            return False
+        continuation.append(token)
+        enough = self.stopped is not None and self.stopped(row.number, continuation)
+        return not enough and len(continuation) < row.limit
+
+
+# -------------------------------------------------------------------------------------------------------------- passes
+
+
+def read_prompt(backbone: Backbone, passes: Passes, prompt: Sequence[int]) -> tuple[Tensor, Cache]:
+    """``[1, V]`` logits of the token behind a prompt, and the cache of the prompt."""
+    cache = DynamicCache(config=backbone.base_model.config)
+    tokens = torch.tensor([prompt], device=backbone.device)
+    logits = tokens.new_empty(0)
+    windowed = any(cache.is_sliding) and not backbone.attention.startswith("flash_attention")
+    chunk = WINDOWED_CHUNK if windowed else len(prompt)
+    for start in range(0, len(prompt), chunk):
+        part = tokens[:, start : start + chunk]
+        positions = torch.arange(start, start + part.shape[1], device=tokens.device).unsqueeze(0)
+        with last_layer_reads_from(backbone.decoder, part.shape[1] - 1 if backbone.trims_last_layer else 0):
+            logits = passes(partial(_last_logits, backbone, part, positions, cache))
+    return logits, cache
+
+
+def next_logits(
+    backbone: Backbone, passes: Passes, last: Tensor, lengths: Sequence[int], step: int, cache: Cache
+) -> Tensor:
+    """``[B, V]`` logits of the tokens behind the last ones of a group.
+
+    Args:
+        backbone: The model.
+        passes: Makes the pass.
+        last: ``[B]`` last tokens, which the cache does not hold yet.
+        lengths: Of the prompts.
+        step: How many tokens the cache holds behind the prompts.
+        cache: Of the group, padded on the left.
+    """
+    length = torch.tensor(lengths, device=last.device)[:, None]
+    longest, mask = max(lengths), None
+    if min(lengths) < longest:
+        mask = torch.arange(longest + step + 1, device=last.device) >= longest - length
+    return passes(lambda: _last_logits(backbone, last[:, None], length + step, cache, mask))
+
+
+def _last_logits(
+    backbone: Backbone, tokens: Tensor, positions: Tensor, cache: Cache | None, mask: Tensor | None = None
+) -> Tensor:
+    arguments: dict[str, Any] = {"use_cache": False} if cache is None else {"use_cache": True, "past_key_values": cache}
+    with borders_given():  # rows hold one document each, whatever their positions begin with
+        hidden_states = backbone.decoder(
+            input_ids=tokens, position_ids=positions, attention_mask=mask, **arguments
+        ).last_hidden_state
+    return backbone.logits(hidden_states[:, -1])
+
+
+def _uncached_logits(backbone: Backbone, passes: Passes, tokens: Tensor) -> Tensor:
+    positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
+    return passes(lambda: _last_logits(backbone, tokens, positions, None))
+
+
+# -------------------------------------------------------------------------------------------------------------- caches
+
+
+def _stacked(caches: list[Cache]) -> Cache:
+    """One cache of several, each of one row, padded on the left; it takes their memory, layer by layer."""
+    if len(caches) == 1:
+        return caches[0]
+    longest = max(cache.get_seq_length() for cache in caches)
+    for layers in zip(*(cache.layers for cache in caches), strict=True):
+        if not layers[0].is_initialized:  # it uses the keys and values of another layer
+            continue
+        keys, values = _padded([layer.keys for layer in layers]), _padded([layer.values for layer in layers])
+        for layer in layers:
+            layer.keys = layer.values = None
+        layers[0].keys, layers[0].values = keys, values
+        if isinstance(layers[0], DynamicSlidingWindowLayer):
+            layers[0].cumulative_length = longest
+    return caches[0]
+
+
+def _padded(parts: list[Tensor]) -> Tensor:
+    longest = max(part.shape[-2] for part in parts)
+    return torch.cat([F.pad(part, (0, 0, longest - part.shape[-2], 0)) for part in parts])
+
+
+def _bytes(cache: Cache) -> int:
+    tensors = [part for layer in cache.layers if layer.is_initialized for part in (layer.keys, layer.values)]
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _cache_bytes(device: torch.device) -> int:
+    if device.type != "cuda":
+        return CACHE_BYTES
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return (torch.cuda.mem_get_info(device)[0] + unused) // 3
+
+
+# --------------------------------------------------------------------------------------------------------------- trial
+
+
+def cache_use(backbone: Backbone) -> CacheUse:
+    """How a model can go on, by a trial with two prompts of different length; remembered in ``backbone.cache_use``."""
+    if backbone.cache_use is None:
+        with torch.no_grad(), eval_mode(backbone):
+            backbone.cache_use = _try_out(backbone)
+        if backbone.cache_use == "none":
+            log.warning(
+                "`%s` cannot go on from a cache: each new token is computed from all tokens before it.",
+                type(backbone.base_model).__name__,
+            )
+    return backbone.cache_use
+
+
+def _try_out(backbone: Backbone) -> CacheUse:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(backbone.vocabulary_size, (14,), generator=generator).tolist()
+    prompts, last = [tokens[:7], tokens[7:12]], torch.tensor(tokens[12:], device=backbone.device)
+    with Passes(backbone) as passes:
+        whole = [
+            torch.tensor([[*prompt, token]], device=backbone.device)
+            for prompt, token in zip(prompts, tokens[12:], strict=True)
+        ]
+        expected = torch.cat([_uncached_logits(backbone, passes, row) for row in whole])
+
+        def agrees(groups: list[list[int]]) -> bool:
+            try:
+                caches = [read_prompt(backbone, passes, prompt)[1] for prompt in prompts]
+                logits = [
+                    next_logits(
+                        backbone,
+                        passes,
+                        last[group],
+                        [len(prompts[index]) for index in group],
+                        0,
+                        _stacked([caches[index] for index in group]),
+                    )
+                    for group in groups
+                ]
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # whatever a model may say that knows no cache, or no padding
+                log.info("%s does not go on %s: %r", type(backbone.base_model).__name__, groups, error)
+                return False
+            return _are_close(torch.cat(logits), expected)
+
+        if _can_be_stacked(backbone) and agrees([[0, 1]]):
+            return "together"
+        return "alone" if agrees([[0], [1]]) else "none"
+
+
+def _can_be_stacked(backbone: Backbone) -> bool:
+    """Whether padding on the left moves nothing but positions, which are given: no states, no chunks of attention."""
+    config = backbone.base_model.config
+    layers = DynamicCache(config=config).layers
+    chunked = getattr(config.get_text_config(decoder=True), "attention_chunk_size", None) is not None
+    return not chunked and all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
+
+
+def _are_close(logits: Tensor, expected: Tensor) -> bool:
+    """Up to rounding: half precision rounds otherwise for other shapes; a forgotten mask or position is far above."""
+    exact = expected.dtype in (torch.float32, torch.float64)
+    error = (logits.double() - expected.double()).abs().max() / expected.double().std().clamp(min=1e-6)
+    return bool(error <= (1e-3 if exact else 0.2))
+
+
+# -------------------------------------------------------------------------------------------------------------- checks
+
+
+def _end_tokens(backbone: Backbone) -> list[int]:
+    ends = backbone.base_model.generation_config.eos_token_id if backbone.base_model.can_generate() else None
+    ends = backbone.base_model.config.get_text_config(decoder=True).eos_token_id if ends is None else ends
+    return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+
+
+def _check(backbone: Backbone, prompts: Sequence[Sequence[int]], limits: Sequence[int]) -> None:
+    if len(limits) != len(prompts) or min(limits, default=1) < 1:
+        raise ValueError(
+            f"`max_new_tokens` must be 1 or more for each of the {len(prompts)} prompts, got {list(limits)[:8]}."
+        )
+    for number, prompt in enumerate(prompts):
+        if len(prompt) == 0:
+            raise ValueError(f"Prompt {number} is empty: there is nothing to go on from. Give it a token at least.")
+        if max(prompt) >= backbone.vocabulary_size:
+            raise ValueError(
+                f"Prompt {number} has token {max(prompt)}, beyond the embedding of {backbone.vocabulary_size} tokens of"
+                f" `{type(backbone.base_model).__name__}`: the tokenizer is not the one of this model."
+            )
+    backbone.check_length(max((len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True)), default=0))

@@ -1,0 +1,221 @@
+"""Our models as lm-evaluation-harness sees them."""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from transformers import PreTrainedTokenizerFast
+from typing_extensions import override
+
+from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.tokenization.chat_templates import render_chat
+from lightning_modules.tasks.generation import generate
+from lightning_modules.tasks.harness import Truncation
+from lightning_modules.tasks.harness.scoring import Continuation, score_continuations, share, shared
+
+DEFAULT_MAX_LENGTH = 2048
+"""Of a model whose config does not say how many positions it has."""
+
+
+class HarnessModel(TemplateLM):
+    """A backbone and its tokenizer behind the three questions of lm-evaluation-harness.
+
+    Same answers as its own class for Hugging Face models (``HFLM``), but the logits of a whole text never exist, texts
+    share passes by their number of tokens, what is too long loses its middle, and processes share the questions out
+    by themselves: to the harness each of them is the only one, and gets all answers.
+
+    Args:
+        backbone: The model.
+        tokenizer: Its tokenizer.
+        max_length: Tokens that the model may read and generate together; by default those of its config.
+        truncation: Where prompts that are too long lose tokens.
+        batch_tokens: Tokens of a pass that scores, padding included.
+
+    Attributes:
+        truncated: Prompts that have lost tokens so far.
+
+    Raises:
+        ValueError: If ``max_length`` is below 2, or the tokenizer has neither a first nor a last token.
+    """
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        tokenizer: PreTrainedTokenizerFast,
+        *,
+        max_length: int | None = None,
+        truncation: Truncation = "middle",
+        batch_tokens: int = 16_384,
+    ) -> None:
+        super().__init__()
+        if max_length is not None and max_length < 2:
+            raise ValueError(f"`max_length` must be 2 or more, a token of the prompt and one behind it: {max_length}.")
+        if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
+            raise ValueError(
+                f"The tokenizer '{tokenizer.name_or_path}' names neither a first (`bos_token`) nor a last token"
+                " (`eos_token`), of which texts without a prompt need one: name one in its tokenizer_config.json."
+            )
+        self.backbone = backbone
+        self.tokenizer = tokenizer
+        self.truncation = truncation
+        self.batch_tokens = batch_tokens
+        self.truncated = 0
+        config = backbone.base_model.config.get_text_config(decoder=True)
+        self.max_length = max_length or getattr(config, "max_position_embeddings", None) or DEFAULT_MAX_LENGTH
+
+    @property
+    @override
+    def eot_token_id(self) -> int:
+        return self.prefix_token_id if self.tokenizer.eos_token_id is None else int(self.tokenizer.eos_token_id)
+
+    @property
+    @override
+    def prefix_token_id(self) -> int:
+        first = self.tokenizer.bos_token_id
+        return int(self.tokenizer.eos_token_id if first is None else first)
+
+    @property
+    @override
+    def tokenizer_name(self) -> str:
+        return str(self.tokenizer.name_or_path).replace("/", "__")
+
+    @override
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        return render_chat(
+            self.tokenizer,
+            chat_history,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+
+    @override
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        if add_special_tokens is None:  # a chat template has written them already
+            add_special_tokens = not string.startswith(str(self.tokenizer.decode([self.prefix_token_id])))
+        # The backend itself: it does not warn of a "maximum sequence length".
+        return list(self.tokenizer.backend_tokenizer.encode(string, add_special_tokens=add_special_tokens).ids)
+
+    @override
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """Log-likelihoods of continuations in nats, and whether greedy decoding would have chosen them."""
+        _check_same(requests)
+        return list(super().loglikelihood(requests, disable_tqdm=True))
+
+    @override
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any
+    ) -> list[tuple[float, bool]]:
+        # The last token is predicted and not read.
+        asked = [
+            Continuation(self._truncate(context, self.max_length + 1 - len(tokens)), tokens)
+            for _, context, tokens in requests
+        ]
+        return [(score.log_likelihood, score.is_greedy) for score in self._score(asked)]
+
+    @override
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Log-likelihoods of whole texts, in nats: in windows that do not overlap, each of them as long as can be."""
+        _check_same(requests)
+        windows: list[Continuation] = []
+        texts = []
+        for request in requests:
+            (text,) = request.args
+            pieces = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length, 1)
+            windows += [Continuation(*make_disjoint_window(piece)) for piece in pieces]
+            texts.append(len(windows))
+        found = [score.log_likelihood for score in self._score(windows)]
+        return [sum(found[start:stop]) for start, stop in zip([0, *texts], texts, strict=False)]
+
+    @override
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """What the model goes on with, greedily, up to the first stop sequence; without special tokens."""
+        _check_same(requests)
+        arguments = [_generation(request.args[1]) for request in requests]
+        prompts = [
+            self._truncate(self.tok_encode(request.args[0]), self.max_length - limit)
+            for request, (limit, _) in zip(requests, arguments, strict=True)
+        ]
+        order = sorted(range(len(requests)), key=lambda index: len(prompts[index]))[share()]
+        stops = [arguments[index][1] for index in order]
+        tokens = generate(
+            self.backbone,
+            [prompts[index] for index in order],
+            [arguments[index][0] for index in order],
+            stopped=lambda number, continuation: self._has_stopped(continuation, stops[number]),
+        )
+        texts = {
+            index: cut(str(self.tokenizer.decode(continuation, skip_special_tokens=True)), arguments[index][1])
+            for index, continuation in zip(order, tokens, strict=True)
+        }
+        texts = shared(texts)
+        return [texts[index] for index in range(len(requests))]
+
+    def _score(self, continuations: Sequence[Continuation]) -> list[Any]:
+        return score_continuations(self.backbone, continuations, batch_tokens=self.batch_tokens)
+
+    def _has_stopped(self, tokens: list[int], stops: Sequence[str]) -> bool:
+        """Whether the newest token is the last one, or a stop sequence ends with it."""
+        if tokens[-1] == self.tokenizer.eos_token_id:  # the model's own config may name another one
+            return True
+        longest = max((len(stop) for stop in stops), default=0)
+        # No token adds less than a byte, and no character has more than 4 of them.
+        end = str(self.tokenizer.decode(tokens[-(4 * longest + 4) :], skip_special_tokens=True)) if longest else ""
+        return any(stop in end for stop in stops)
+
+    def _truncate(self, prompt: list[int], length: int) -> list[int]:
+        """The prompt with ``length`` tokens at most.
+
+        Raises:
+            ValueError: If what comes behind it leaves no room for a single token.
+        """
+        if length < 1:
+            raise ValueError(
+                f"A task asks for {self.max_length - length} tokens behind the prompt, and the model reads"
+                f" {self.max_length} (`max_length`): leave the task out, or use a model with a longer context."
+            )
+        if len(prompt) <= length:
+            return prompt
+        self.truncated += 1
+        front = length // 2 if self.truncation == "middle" else 0
+        return prompt[:front] + prompt[len(prompt) - (length - front) :]
+
+
+def _check_same(requests: Sequence[Instance]) -> None:
+    """Raise a ``ValueError`` if processes that share questions out do not have the same ones."""
+    if not dist.is_initialized():
+        return
+    digest = hashlib.sha256("\0".join(repr(request.args) for request in requests).encode()).hexdigest()
+    digests: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(digests, digest)
+    if len(set(digests)) > 1:
+        raise ValueError(
+            "Processes have loaded different questions of the same task: its data differ between machines, or its code"
+            " draws them at random without a seed. Give all machines the same data."
+        )
+
+
+def cut(text: str, stops: Sequence[str]) -> str:
+    """The text up to the first stop sequence in it."""
+    for stop in stops:
+        text = text.partition(stop)[0]
+    return text
+
+
+def _generation(arguments: dict[str, Any]) -> tuple[int, list[str]]:
+    """Most tokens to generate, and stop sequences.
+
+    Raises:
+        ValueError: If a task asks for random samples.
+    """
+    known = normalize_gen_kwargs(arguments, 256)
+    if known.get("do_sample"):
+        raise ValueError(
+            f"A task asks for random samples ({arguments}), and models generate greedily here: set `do_sample: false`"
+            " in its `generation_kwargs`, in a YAML file of your own that includes the task's."
+        )
+    return int(known["max_gen_toks"]), [stop for stop in known["until"] if stop]

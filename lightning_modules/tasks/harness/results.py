@@ -1,0 +1,122 @@
+"""The results of ``longce harness``: a file per task as soon as it is done, and one for all."""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning_modules.utilities.files import write_atomically
+from lightning_modules.utilities.plain_json import plain
+
+
+class Results:
+    """The folder of results.
+
+    ``tasks/NAME.json`` is a task's, ``names/NAME.json`` says which tasks and groups a name stands for once all of
+    them are done, ``samples/NAME.jsonl`` holds questions and answers, and ``results.json`` all that is known.
+
+    Args:
+        folder: Which can be written to.
+        settings: What the results depend on; results of other settings are refused.
+    """
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
+        self.folder = folder
+        self.settings = dict(settings)
+
+    def task(self, name: str, task_file: str | None = None) -> dict[str, Any] | None:
+        """What is known of a task.
+
+        Args:
+            name: Of the task.
+            task_file: Hash of the file it comes from, if that counts.
+
+        Raises:
+            ValueError: If the file is damaged, or of other settings or another task file.
+        """
+        return self._read(self._path("tasks", name), task_file)
+
+    def finished(self, name: str, task_file: str | None = None) -> dict[str, Any] | None:
+        """What a name stands for (``tasks``, and ``groups`` with their metrics), if all of it is done.
+
+        Raises:
+            ValueError: As `task`.
+        """
+        return self._read(self._path("names", name), task_file)
+
+    def write_task(self, name: str, result: Mapping[str, Any], task_file: str | None = None) -> None:
+        """Keep the result of a task; its questions and answers, if there are any, in a file of their own."""
+        result = dict(result)
+        if (samples := result.pop("samples", None)) is not None:
+            lines = "".join(json.dumps(plain(sample)) + "\n" for sample in samples)
+            write_atomically(self._path("samples", name, "jsonl"), lines.encode())
+        self._write(self._path("tasks", name), result, task_file)
+
+    def write_finished(self, name: str, content: Mapping[str, Any], task_file: str | None = None) -> None:
+        """Say that all that a name stands for is done."""
+        self._write(self._path("names", name), dict(content), task_file)
+
+    def _path(self, kind: str, name: str, suffix: str = "json") -> Path:
+        short = re.sub(r"[^\w.-]+", "_", name)
+        if short != name:  # a path: others may look alike then
+            short += f"-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+        return self.folder / kind / f"{short}.{suffix}"
+
+    def _write(self, path: Path, content: dict[str, Any], task_file: str | None) -> None:
+        write_json(path, {**content, "settings": self._known(task_file)})
+
+    def _known(self, task_file: str | None) -> dict[str, Any]:
+        return self.settings if task_file is None else {**self.settings, "task_file": task_file}
+
+    def _read(self, path: Path, task_file: str | None) -> dict[str, Any] | None:
+        if not path.is_file():
+            return None
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            settings = content.pop("settings")
+        except (ValueError, KeyError, AttributeError) as error:
+            raise ValueError(f"'{path}' is damaged ({error}): remove it, and the task is asked again.") from error
+        known = self._known(task_file)
+        if other := [name for name, value in known.items() if settings.get(name) != value]:
+            there = ", ".join(f"{name}={settings.get(name)!r} (now {known[name]!r})" for name in other)
+            raise ValueError(f"'{path}' is of another run: {there}. Give another `output`, or the same settings.")
+        return dict(content)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON file; null stands for what is no finite number."""
+    write_atomically(path, (json.dumps(plain(content), indent=1) + "\n").encode())
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """The results of `harness` as text: a row per metric, then the scores of sets in percent."""
+    rows = []
+    for kind in ("tasks", "groups"):
+        for name, entry in result[kind].items():
+            metrics = entry["metrics"] if kind == "tasks" else entry
+            about = (str(entry["questions"]), str(entry["num_fewshot"])) if kind == "tasks" else ("", "")
+            for key, value in metrics.items():
+                metric, _, kept = key.partition(",")
+                if metric.endswith("_stderr") or value is None:
+                    continue
+                error = metrics.get(f"{metric}_stderr,{kept}")
+                label = metric if kept == "none" else f"{metric} ({kept})"
+                rows.append((name, *about, label, f"{value:.4f}", "" if error is None else f"{error:.4f}"))
+    rows += [(name, "", "", "score, %", f"{value:.1f}", "") for name, value in result["scores"].items()]
+    head = ("task", "questions", "examples", "metric", "value", "± error")
+    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if column in (0, 3) else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in (head, *rows)
+    ]
+    cut = sum(entry["truncated"] for entry in result["tasks"].values())
+    if cut:
+        lines.append(
+            f"{cut:,} prompts were too long for `max_length` = {result['settings']['max_length']} and were cut."
+        )
+    return "\n".join((lines[0], "-" * len(lines[0]), *lines[1:]))

@@ -1,0 +1,196 @@
+"""The long text around what is asked for, sentence by sentence."""
+
+import random
+import re
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+from lightning_modules.tasks.questions.words import ADJECTIVES, NOUNS
+
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+"""The line that RULER's `noise` haystack repeats (there called `repeat`), first used by Mohtashami and Jaggi (2023)."""
+
+NOISE_SENTENCES: tuple[str, ...] = tuple(f"{sentence}." for sentence in NOISE[:-1].split(". "))
+"""Its five sentences."""
+
+LONGEST_SENTENCE = 1000
+"""Characters; text without full stops is cut, or a single piece could be longer than what shall be filled."""
+
+
+class Drawn:
+    """Pieces of text that are drawn when they are needed, and kept: the first ones are always the same.
+
+    Args:
+        draw: Makes one piece.
+    """
+
+    def __init__(self, draw: Callable[[], str]) -> None:
+        self._draw = draw
+        self._pieces: list[str] = []
+
+    def first(self, count: int) -> list[str]:
+        """The first ``count`` pieces."""
+        while len(self._pieces) < count:
+            self._pieces.append(self._draw())
+        return self._pieces[:count]
+
+
+class Essays:
+    """Sentences of prose: of the text files in a folder, or made up without one.
+
+    RULER and Needle-in-a-Haystack take Paul Graham's essays, which are not ours to give away: put them, or any other
+    prose, into a folder. White space is normalised as by RULER. The units are whole sentences, which are found by their
+    punctuation; RULER counts words and may end in the middle of a sentence. Where the folder has too little, it is
+    repeated. Files are read one after the other, in the order of their names, and only as far as needed.
+
+    Made-up sentences never contain a digit or a hyphen, hence no key and no answer of a needle.
+
+    Args:
+        folder: Folder with ``.txt`` files in UTF-8; made-up sentences by default.
+
+    Raises:
+        ValueError: If the folder is none, or has no such file, or none with text.
+    """
+
+    def __init__(self, folder: str | Path | None = None) -> None:
+        self.folder = folder
+        self._files = None if folder is None else _text_files(Path(folder))
+        self._sentences: list[str] = []
+        self._parts = 0
+
+    def sentences(self, count: int, start: int = 0) -> list[str]:
+        """``count`` sentences from the number ``start`` on."""
+        while len(self._sentences) < start + count and (self._files is None or self._parts < len(self._files)):
+            self._read_on()
+        size = len(self._sentences)
+        if not size:
+            raise ValueError(f"The text files in '{self.folder}' are empty: the haystack needs prose.")
+        return [self._sentences[number % size] for number in range(start, start + count)]
+
+    def _read_on(self) -> None:
+        if self._files is None:
+            self._sentences += _made_up(self._parts)
+        else:
+            self._sentences += _read(self._files[self._parts])
+        self._parts += 1
+
+
+def _text_files(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        raise ValueError(f"The haystack '{folder}' is not a folder: name one that holds .txt files.")
+    files = sorted(folder.glob("*.txt"))
+    if not files:
+        raise ValueError(f"The haystack folder '{folder}' holds no .txt file: put prose into it.")
+    return files
+
+
+def _read(file: Path) -> list[str]:
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"The haystack file '{file}' is not UTF-8 ({error}): convert it.") from None
+    return split_sentences(text)
+
+
+_SENTENCE_END = re.compile(
+    r"(?<=[.!?])[\"')\]]*\s+(?=[\"'(\[]?[A-Z0-9])|(?<=[\u201d\u2019])\s+(?=[\u201cA-Z])|(?<=[\u3002\uff01\uff1f])"
+)
+_ABBREVIATION = re.compile(r"(?:\b(?:Mr|Mrs|Ms|Dr|St|Prof|Rev|Gen|Capt|vs|etc|cf|viz|No|Vol|pp?)|\b[A-Z])\.$")
+
+
+def split_sentences(text: str) -> list[str]:
+    r"""Sentences of a text, white space normalised; an empty line always ends one.
+
+    Example:
+        >>> split_sentences("Mr. Hu met J. Doe. He said: No!\n\nA heading\n\nThe end.")
+        ['Mr. Hu met J. Doe.', 'He said: No!', 'A heading', 'The end.']
+    """
+    sentences = []
+    for paragraph in re.split(r"\n\s*\n", text):
+        line = " ".join(paragraph.split())
+        begin = 0
+        for end in _SENTENCE_END.finditer(line):
+            if _ABBREVIATION.search(line, max(begin, end.start() - 6), end.start()):
+                continue
+            # Closing quotes and brackets belong to the sentence that they close.
+            sentences.append(line[begin : end.end()].rstrip())
+            begin = end.end()
+        sentences.append(line[begin:].rstrip())
+    return [piece for sentence in sentences if sentence for piece in _cut(sentence)]
+
+
+def _cut(sentence: str) -> list[str]:
+    return [sentence] if len(sentence) <= LONGEST_SENTENCE else textwrap.wrap(sentence, LONGEST_SENTENCE)
+
+
+_SAW = (
+    "followed",
+    "passed",
+    "found",
+    "kept",
+    "painted",
+    "carried",
+    "praised",
+    "watched",
+    "mended",
+    "forgot",
+    "sold",
+    "described",
+    "drew",
+    "liked",
+)
+_WENT = (
+    "rested",
+    "waited",
+    "turned",
+    "slept",
+    "stood",
+    "shone",
+    "wandered",
+    "lingered",
+    "vanished",
+    "returned",
+    "sang",
+    "grew",
+)
+_WHERE = ("near", "behind", "above", "below", "beside", "beyond", "inside", "under")
+_WHEN = (
+    "In the morning",
+    "Long ago",
+    "Every autumn",
+    "Before the war",
+    "After a while",
+    "At noon",
+    "Later that year",
+    "As a rule",
+)
+_PATTERNS = (
+    "The {a} {n} {w} {p} the {m}.",
+    "{t} a {b} {n} {w} {p} the {m}.",
+    "Nobody {s} the {a} {n} and the {m}.",
+    "{t}, the {n} {s} the {b} {m}.",
+    "The {n} of the {m} was {a} and {b}.",
+    "We {s} the {n} because the {m} was {b}.",
+    "It is said that the {n} {s} the {a} {m} {p} the town.",
+    "Some {s} the {m}, others {s} the {b} {n}, and the {a} one {w}.",
+)
+
+
+def _made_up(part: int, count: int = 1000) -> list[str]:
+    """Sentences of a small grammar, of which no two parts are alike."""
+    rng = random.Random(f"made-up prose {part}")
+    return [_made_up_sentence(rng) for _ in range(count)]
+
+
+def _made_up_sentence(rng: random.Random) -> str:
+    return rng.choice(_PATTERNS).format(
+        a=rng.choice(ADJECTIVES),
+        b=rng.choice(ADJECTIVES),
+        n=rng.choice(NOUNS),
+        m=rng.choice(NOUNS),
+        s=rng.choice(_SAW),
+        w=rng.choice(_WENT),
+        p=rng.choice(_WHERE),
+        t=rng.choice(_WHEN),
+    )

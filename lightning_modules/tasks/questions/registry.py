@@ -1,0 +1,159 @@
+"""Tasks by their names."""
+
+import difflib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from lightning_modules.tasks.questions.haystacks import Essays
+from lightning_modules.tasks.questions.retrieval.first_sentence import FirstSentence
+from lightning_modules.tasks.questions.retrieval.key_values import KeyValues, Query
+from lightning_modules.tasks.questions.retrieval.longeval import LongEvalLines
+from lightning_modules.tasks.questions.retrieval.multi_document_qa import MultiDocumentQA
+from lightning_modules.tasks.questions.retrieval.needle import Needle
+from lightning_modules.tasks.questions.retrieval.passkey import Passkey
+from lightning_modules.tasks.questions.ruler.common_words import CommonWords
+from lightning_modules.tasks.questions.ruler.frequent_words import FrequentWords
+from lightning_modules.tasks.questions.ruler.needles import RULER_NEEDLES, Needles
+from lightning_modules.tasks.questions.ruler.question_answering import QuestionAnswering
+from lightning_modules.tasks.questions.ruler.variable_tracking import VariableTracking
+from lightning_modules.tasks.questions.task import Task
+from lightning_modules.utilities.user_modules import import_object
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What tasks are made of, other than their own words.
+
+    Attributes:
+        essays: Prose around needles.
+        squad: Local file of SQuAD.
+        hotpot: Local file of HotpotQA.
+        nq_open: Local file of *Lost in the Middle*'s questions.
+        documents: Passages of its questions.
+    """
+
+    essays: Essays = field(default_factory=Essays)
+    squad: str | None = None
+    hotpot: str | None = None
+    nq_open: str | None = None
+    documents: int | None = None
+
+
+def _needles(name: str) -> Callable[[Sources], Task]:
+    return lambda sources: Needles(name, RULER_NEEDLES[name], sources.essays)
+
+
+def _squad(sources: Sources) -> Task:
+    if sources.squad is None:
+        raise ValueError(
+            "The task 'qa_1' asks questions of SQuAD: set `squad` to a local copy of dev-v2.0.json"
+            f" (https://rajpurkar.github.io/SQuAD-explorer). {_WITHOUT_FILES}"
+        )
+    return QuestionAnswering.squad(sources.squad)
+
+
+def _hotpot(sources: Sources) -> Task:
+    if sources.hotpot is None:
+        raise ValueError(
+            "The task 'qa_2' asks questions of HotpotQA: set `hotpot` to a local copy of hotpot_dev_distractor_v1.json"
+            f" (https://hotpotqa.github.io). {_WITHOUT_FILES}"
+        )
+    return QuestionAnswering.hotpot(sources.hotpot)
+
+
+def _multi_document_qa(query: Query) -> Callable[[Sources], Task]:
+    return lambda sources: MultiDocumentQA(sources.nq_open, query=query, documents=sources.documents)
+
+
+_WITHOUT_FILES = "RULER's 11 tasks that need no file are the group 'ruler_synthetic'."
+
+TASKS: dict[str, Callable[[Sources], Task]] = {
+    **{name: _needles(name) for name in RULER_NEEDLES},
+    "vt": lambda sources: VariableTracking(),
+    "cwe": lambda sources: CommonWords(),
+    "fwe": lambda sources: FrequentWords(),
+    "qa_1": _squad,
+    "qa_2": _hotpot,
+    "longeval_lines": lambda sources: LongEvalLines(),
+    "needle": lambda sources: Needle(sources.essays),
+    "passkey": lambda sources: Passkey(),
+    "first_sentence": lambda sources: FirstSentence(sources.essays),
+    "key_values": lambda sources: KeyValues(),
+    "key_values_query_before": lambda sources: KeyValues("before"),
+    "key_values_query_both": lambda sources: KeyValues("both"),
+    "multi_document_qa": _multi_document_qa("after"),
+    "multi_document_qa_query_before": _multi_document_qa("before"),
+    "multi_document_qa_query_both": _multi_document_qa("both"),
+}
+"""What makes each task."""
+
+GROUPS: dict[str, tuple[str, ...]] = {
+    "niah": tuple(RULER_NEEDLES),
+    "ruler": (*RULER_NEEDLES, "vt", "cwe", "fwe", "qa_1", "qa_2"),
+    "ruler_synthetic": (*RULER_NEEDLES, "vt", "cwe", "fwe"),
+    "longeval": ("longeval_lines",),
+    "lost_in_the_middle": (
+        *("key_values", "key_values_query_before", "key_values_query_both"),
+        *("multi_document_qa", "multi_document_qa_query_before", "multi_document_qa_query_both"),
+    ),
+    "retrieval": ("needle", "passkey", "first_sentence", "longeval_lines", "key_values"),
+}
+"""Names that stand for several tasks."""
+
+
+def find_tasks(
+    names: Sequence[str],
+    *,
+    haystack: str | None = None,
+    squad: str | None = None,
+    hotpot: str | None = None,
+    nq_open: str | None = None,
+    documents: int | None = None,
+) -> list[Task]:
+    """Tasks by name, each once, in the order in which they are named.
+
+    Args:
+        names: Names of `TASKS` or `GROUPS`, or import paths such as ``package.module.Class`` of classes of one's own
+            that derive from `Task` and take no arguments.
+        haystack: Folder with text files around the needles; made-up prose by default, see `Essays`.
+        squad: Local file of SQuAD for ``qa_1``, see `read_squad`.
+        hotpot: Local file of HotpotQA for ``qa_2``, see `read_hotpot`.
+        nq_open: Local file for ``multi_document_qa``, see `read_nq_open`; made-up lives by default.
+        documents: Passages of ``multi_document_qa``; by default as many as the length allows.
+
+    Raises:
+        ValueError: If there are no names, a name is unknown, a file cannot be read, or one is missing that a named task
+            needs.
+    """
+    if not names:
+        raise ValueError(f"No task is named: {_choice()}")
+    sources = Sources(Essays(haystack), squad, hotpot, nq_open, documents)
+    single = [name for group in names for name in GROUPS.get(group, (group,))]
+    return [_make(name, sources) for name in dict.fromkeys(single)]
+
+
+def _make(name: str, sources: Sources) -> Task:
+    if name in TASKS:
+        return TASKS[name](sources)
+    if "." in name:
+        return _import(name)
+    near = difflib.get_close_matches(name, [*TASKS, *GROUPS], n=1)
+    raise ValueError(f"There is no task '{name}'{f'; did you mean {near[0]!r}?' if near else '.'} {_choice()}")
+
+
+def _choice() -> str:
+    return f"Tasks: {', '.join(TASKS)}. Groups: {', '.join(GROUPS)}. Or name a class of your own: package.module.Class."
+
+
+def _import(path: str) -> Task:
+    """A task of the user's own."""
+    try:
+        kind = import_object(path)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"The task '{path}' cannot be imported ({error}): is its folder on PYTHONPATH?") from None
+    if not (isinstance(kind, type) and issubclass(kind, Task)):
+        raise ValueError(f"'{path}' is no class that derives from lightning_modules.tasks.questions.task.Task.")
+    try:
+        return kind()
+    except TypeError as error:
+        raise ValueError(f"The task '{path}' cannot be made without arguments ({error}): give them defaults.") from None

@@ -1,0 +1,1 @@
+"""Tasks that ask for a fact hidden in a long text."""

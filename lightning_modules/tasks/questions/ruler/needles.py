@@ -1,0 +1,201 @@
+"""RULER's needles in a haystack: magic numbers hidden in a long text."""
+
+import random
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from typing_extensions import override
+
+from lightning_modules.tasks.questions.example import Example
+from lightning_modules.tasks.questions.haystacks import NOISE, Drawn, Essays
+from lightning_modules.tasks.questions.prompter import Prompter
+from lightning_modules.tasks.questions.task import Task, place
+from lightning_modules.tasks.questions.words import key_word, number, uuid
+
+Haystack = Literal["noise", "essay", "needles"]
+Kind = Literal["words", "numbers", "uuids"]
+
+NEEDLE = "One of the special magic {kind} for {key} is: {value}."
+QUESTION = (
+    "Some special magic {kind} are hidden within the following text. Make sure to memorize it. I will quiz you about"
+    " the {kind} afterwards.\n{context}\nWhat are all the special magic {kind} for {query} mentioned in the provided"
+    " text?"
+)
+ANSWER_PREFIX = " The special magic {kind} for {query} mentioned in the provided text are"
+
+DRAW: dict[Kind, Callable[[random.Random], str]] = {"words": key_word, "numbers": number, "uuids": uuid}
+DEPTHS = [round(100 * step / 39) for step in range(40)]
+"""Percent: where needles stand in essays unless a depth is asked for."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is hidden in what.
+
+    Attributes:
+        haystack: What surrounds the needles: a repeated line, essays, or other needles.
+        key: Kind of the keys.
+        value: Kind of the values.
+        keys: Number of keys.
+        values: Values of each key, all of which are asked for.
+        queries: Keys that are asked for, at most ``keys``.
+    """
+
+    haystack: Haystack = "essay"
+    key: Kind = "words"
+    value: Kind = "numbers"
+    keys: int = 1
+    values: int = 1
+    queries: int = 1
+
+
+RULER_NEEDLES: dict[str, Setting] = {
+    "niah_single_1": Setting(haystack="noise"),
+    "niah_single_2": Setting(),
+    "niah_single_3": Setting(value="uuids"),
+    "niah_multikey_1": Setting(keys=4),
+    "niah_multikey_2": Setting(haystack="needles"),
+    "niah_multikey_3": Setting(haystack="needles", key="uuids", value="uuids"),
+    "niah_multivalue": Setting(values=4),
+    "niah_multiquery": Setting(keys=4, queries=4),
+}
+"""The tasks `niah` of RULER's `synthetic.yaml`."""
+
+
+class Needles(Task):
+    """Sentences "One of the special magic numbers for brave-otter is: 1234567." in a haystack.
+
+    The tasks `niah` of RULER (Hsieh et al. 2024, https://arxiv.org/abs/2404.06654), worded as its public code words
+    them. Answers count as in its `string_match_all`.
+
+    Unlike there, words come from our own lists; keys and values are distinct, and no sentence of a `needles` haystack
+    repeats a key or a value of the needles; essays are filled by whole sentences (see `Essays`); as many pieces are
+    taken as fit, rather than a multiple of 5, 25 or 500; and no stray space stands at the ends of the essays or between
+    needles that meet.
+
+    Pieces, by which a depth is counted, are sentences, and with `noise` RULER's line of five short ones. Unless a depth
+    is asked for, needles stand as in RULER: in essays at some of 40 evenly spaced depths, else anywhere.
+
+    Args:
+        name: Name of the task.
+        setting: What is hidden in what.
+        essays: Prose for the haystack `essay`.
+    """
+
+    max_new_tokens = 128
+
+    def __init__(self, name: str, setting: Setting, essays: Essays) -> None:
+        self.name = name
+        self.setting = setting
+        self.essays = essays
+        self.varies_depth = setting.queries * setting.values == 1
+
+    @override
+    def example(
+        self, prompter: Prompter, length: int, index: int, *, seed: int = 0, depth: float | None = None
+    ) -> Example:
+        self.check_depth(depth)
+        rng = self.random(length, index, seed)
+        setting = self.setting
+        keys = _distinct(rng, setting.key, setting.keys)
+        values = _distinct(rng, setting.value, setting.keys * setting.values)
+        values_of = {key: values[i * setting.values : (i + 1) * setting.values] for i, key in enumerate(keys)}
+        queries = rng.sample(keys, setting.queries)
+        answers = tuple(value for query in queries for value in values_of[query])
+        needles = [self.needle(key, value) for key in keys for value in values_of[key]]
+        asked = self.needle(queries[0], answers[0])
+        hidden = _Hidden(rng, needles, asked, depth, essays=setting.haystack == "essay")
+        sentences, separator = self._haystack(rng, {*keys, *values})
+
+        def wording(pieces: int) -> tuple[str, str]:
+            return self.worded(separator.join(hidden.among(sentences(pieces))), queries)
+
+        pieces = self.fit(prompter, length, wording)
+        prompt, prefix = wording(pieces)
+        return Example(
+            task=self.name,
+            length=length,
+            index=index,
+            prompt=prompt,
+            answer_prefix=prefix,
+            answers=answers,
+            target=f" {_listed(answers)}",
+            max_new_tokens=self.max_new_tokens,
+            depth=hidden.depth(pieces) if self.varies_depth else None,
+        )
+
+    def needle(self, key: str, value: str) -> str:
+        """The sentence to be found."""
+        return NEEDLE.format(kind=self.setting.value, key=key, value=value)
+
+    def worded(self, context: str, queries: Sequence[str]) -> tuple[str, str]:
+        """Prompt and answer prefix, in the singular where one value is asked for."""
+        question, prefix, kind = QUESTION, ANSWER_PREFIX, str(self.setting.value)
+        if self.varies_depth:
+            question = question.replace("Some", "A").replace("are all", "is").replace("are", "is")
+            prefix, kind = prefix.replace("are", "is"), kind[:-1]
+        query = _listed(queries)
+        return question.format(kind=kind, context=context, query=query), prefix.format(kind=kind, query=query)
+
+    def _haystack(self, rng: random.Random, taken: set[str]) -> tuple[Callable[[int], list[str]], str]:
+        """What gives so many sentences, and what stands between them."""
+        if self.setting.haystack == "essay":
+            return self.essays.sentences, " "
+        if self.setting.haystack == "noise":
+            return lambda count: [NOISE] * count, "\n"
+
+        def draw() -> str:
+            return self.needle(_other(rng, self.setting.key, taken), _other(rng, self.setting.value, taken))
+
+        return Drawn(draw).first, "\n"
+
+
+class _Hidden:
+    """Needles that have found their places in a text whose length is not known yet."""
+
+    def __init__(
+        self, rng: random.Random, needles: list[str], asked: str, depth: float | None, *, essays: bool
+    ) -> None:
+        self.asked = asked
+        self.asked_depth = depth
+        # With a depth asked for, the others find their places first.
+        self.others = rng.sample(needles, len(needles)) if depth is None else [n for n in needles if n != asked]
+        count = len(self.others)
+        depths = [percent / 100 for percent in rng.sample(DEPTHS, count)] if essays else []
+        self.depths = sorted(depths or [rng.random() for _ in self.others])
+
+    def among(self, sentences: list[str]) -> list[str]:
+        """The text as sentences, needles among them."""
+        pieces, last = [], 0
+        for needle, depth in zip(self.others, self.depths, strict=True):
+            before = int(len(sentences) * depth)
+            pieces += [*sentences[last:before], needle]
+            last = before
+        pieces += sentences[last:]
+        if self.asked_depth is not None:
+            pieces.insert(place(self.asked_depth, len(pieces)), self.asked)
+        return pieces
+
+    def depth(self, sentences: int) -> float:
+        """Share of the other pieces that stand before the needle that is asked for."""
+        pieces = self.among([""] * sentences)
+        return pieces.index(self.asked) / (len(pieces) - 1)
+
+
+def _distinct(rng: random.Random, kind: Kind, count: int) -> list[str]:
+    taken: dict[str, None] = {}  # in the order in which they were drawn
+    while len(taken) < count:
+        taken[_other(rng, kind, taken)] = None
+    return list(taken)
+
+
+def _other(rng: random.Random, kind: Kind, taken: Collection[str]) -> str:
+    drawn = DRAW[kind](rng)
+    while drawn in taken:
+        drawn = DRAW[kind](rng)
+    return drawn
+
+
+def _listed(parts: Sequence[str]) -> str:
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])}, and {parts[-1]}"

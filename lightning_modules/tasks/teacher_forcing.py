@@ -1,0 +1,136 @@
+"""What a model makes of a right answer that it is given token by token: one pass, and no generation."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_modules.batch import IGNORE_INDEX, PackedBatch
+from lightning_modules.functional import token_log_likelihood
+from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.lockstep import Passes
+from lightning_modules.models.optimizations.modes import eval_mode, no_autocast_cache
+from lightning_modules.tasks.questions.prompter import ForcedAnswer
+
+TOKENS_PER_PASS = 32_768
+"""Tokens of questions that share a pass on an accelerator, padding included; a longer question has its own."""
+
+TOKENS_PER_PASS_CPU = 4096
+
+
+class AnswerScores(NamedTuple):
+    """How likely a right answer is, and what the model would have said.
+
+    Attributes:
+        right: For each answer, whether each of its tokens is the likeliest one there.
+        greedy: The likeliest token at each place from the first one on that is not in the question.
+        answer_log_likelihood: Sum over the tokens of all answers, in nats.
+        answer_tokens: Their number.
+        other_log_likelihood: Sum over all other tokens of question and answer, the first one left out.
+        other_tokens: Their number.
+    """
+
+    right: list[bool]
+    greedy: list[int]
+    answer_log_likelihood: float
+    answer_tokens: int
+    other_log_likelihood: float
+    other_tokens: int
+
+    @property
+    def score(self) -> float:
+        """Share of the answers that the model would have given, had it given those before them."""
+        return sum(self.right) / len(self.right)
+
+
+def teacher_forced(
+    backbone: Backbone,
+    questions: Sequence[ForcedAnswer],
+    *,
+    tokens_per_pass: int | None = None,
+    done: Callable[[dict[int, AnswerScores]], None] | None = None,
+) -> list[AnswerScores]:
+    """Score the answers of questions, each given all tokens before it.
+
+    Without gradient, in eval mode, without random numbers. Logits exist for the tokens of answers and for a chunk of
+    the others. Where weights are divided among processes, all of them must call it, with as many questions as each has.
+
+    Args:
+        backbone: The model.
+        questions: From `Prompter.force`.
+        tokens_per_pass: Tokens that share a pass, padding included; by default 32,768, and 4096 on a CPU.
+        done: Called with the scores of questions that shared a pass, by number, as soon as there are any.
+
+    Returns:
+        Scores of each question.
+
+    Raises:
+        ValueError: If a question has no answer, has tokens that the model does not know, or is longer than learned
+            positions allow.
+    """
+    for number, question in enumerate(questions):
+        if not question.spans:
+            raise ValueError(f"Question {number} holds none of its answers, so that there is nothing to score.")
+    results: dict[int, AnswerScores] = {}
+    most = tokens_per_pass or (TOKENS_PER_PASS_CPU if backbone.device.type == "cpu" else TOKENS_PER_PASS)
+    with torch.no_grad(), no_autocast_cache(), eval_mode(backbone), Passes(backbone) as passes:
+        for group in _groups(questions, most):
+            rows = [questions[index] for index in group]
+            batch = _batch(rows, backbone.device)
+            backbone.check_token_ids(batch)
+            scores = dict(zip(group, passes(partial(_score, backbone, batch, rows)), strict=True))
+            results |= scores
+            if done is not None:
+                done(scores)
+    return [results[index] for index in range(len(questions))]
+
+
+def _groups(questions: Sequence[ForcedAnswer], most: int) -> list[list[int]]:
+    """Questions of like length together, the longest first, in rows that are padded to the longest of a group."""
+    groups: list[list[int]] = []
+    for index in sorted(range(len(questions)), key=lambda index: -len(questions[index].input_ids)):
+        longest = len(questions[groups[-1][0]].input_ids) if groups else 0
+        if groups and (len(groups[-1]) + 1) * longest <= most:
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+    return groups
+
+
+def _batch(questions: Sequence[ForcedAnswer], device: torch.device) -> PackedBatch:
+    """Rows padded on the right; no mask is needed, since attention never looks there."""
+    rows = [torch.tensor(question.input_ids) for question in questions]
+    tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)
+    labels = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=IGNORE_INDEX).to(device)
+    labels[:, 0] = IGNORE_INDEX
+    positions = torch.arange(tokens.shape[1], device=device).expand_as(tokens)
+    borders = [[0, len(row)] for row in rows]
+    return PackedBatch(input_ids=tokens, labels=labels, position_ids=positions, document_borders=borders)
+
+
+def _score(backbone: Backbone, batch: PackedBatch, questions: Sequence[ForcedAnswer]) -> list[AnswerScores]:
+    hidden_states = backbone.hidden_states(batch)
+    log_likelihood = token_log_likelihood(hidden_states, backbone.head, batch["labels"]).double()
+    # The place before the first token of an answer predicts it. Few rows each: logits of one question at a time.
+    greedy = [
+        backbone.logits(hidden_states[row, question.answer_start - 1 : len(question.input_ids) - 1]).argmax(-1)
+        for row, question in enumerate(questions)
+    ]
+    return [
+        _answer_scores(question, row[: len(question.input_ids)].cpu(), tokens.tolist())
+        for question, row, tokens in zip(questions, log_likelihood, greedy, strict=True)
+    ]
+
+
+def _answer_scores(question: ForcedAnswer, log_likelihood: Tensor, greedy: list[int]) -> AnswerScores:
+    ids, start = question.input_ids, question.answer_start
+    answer = torch.zeros(len(ids), dtype=torch.bool)
+    right = []
+    for first, stop in question.spans:
+        answer[first:stop] = True
+        right.append(greedy[first - start : stop - start] == ids[first:stop])
+    answers, whole = int(answer.sum()), float(log_likelihood.sum())
+    of_answers = float(log_likelihood[answer].sum())
+    return AnswerScores(right, greedy, of_answers, answers, whole - of_answers, len(ids) - 1 - answers)

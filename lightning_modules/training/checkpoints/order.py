@@ -1,0 +1,101 @@
+"""Order of the checkpoints of a run: by the step that each records, never by file times."""
+
+import contextlib
+import logging
+import math
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from lightning_modules.training.checkpoints.sharded import REST, is_sharded
+
+RUN_ID = "run_id"
+"""Key in a checkpoint of the run that wrote it."""
+
+SUFFIX = ".ckpt"
+
+_log = logging.getLogger(__name__)
+
+
+class Candidate(NamedTuple):
+    """A checkpoint in the folder of a run, which may be damaged.
+
+    Attributes:
+        path: File or folder.
+        step: Optimizer steps that it records; by its name if it cannot be read; infinite if nothing tells.
+        run: Id of the run that wrote it (`lightning_modules.training.run`); None if it records none.
+        changed: Time of its last change, in nanoseconds. Copies, synchronizations and moved clocks alter it.
+    """
+
+    path: Path
+    step: float
+    run: str | None
+    changed: int
+
+
+def find_checkpoints(folder: Path) -> list[Candidate]:
+    """List the checkpoints in a folder and in its ``checkpoints``, largest step first; links are left out."""
+    found = []
+    for path in (*folder.glob(f"*{SUFFIX}"), *folder.glob(f"checkpoints/*{SUFFIX}")):
+        with contextlib.suppress(FileNotFoundError):  # a run that still trains removes its older ones
+            if not path.is_symlink():
+                found.append(describe(path))
+    return sorted(found, key=lambda one: (one.step, _version(one.path), one.changed), reverse=True)
+
+
+def describe(path: Path) -> Candidate:
+    """Read the step and the run of a checkpoint; tensors stay on disk, and no code in it is run."""
+    changed = path.stat().st_mtime_ns
+    named = re.findall(r"step\D?(\d+)", path.stem) or re.findall(r"\d+", re.sub(r"-v\d+$", "", path.stem))
+    unread = float(named[-1]) if named else -1 if is_sharded(path) else math.inf
+    try:
+        content = contents(path)
+        step, run = content.get("global_step"), content.get(RUN_ID)
+    except Exception:  # damaged, or a folder of DeepSpeed; `damage` tells which
+        step, run = None, None
+    if not isinstance(step, int):
+        return Candidate(path, unread, None, changed)
+    if "step" in path.stem and named and int(named[-1]) != step:
+        _log.warning("%s is named after step %s and holds step %s.", path, named[-1], step)
+    return Candidate(path, step, run, changed)
+
+
+def contents(path: Path) -> dict[str, Any]:
+    """Load a checkpoint without its tensors, which stay on disk, and without running any code in it.
+
+    Returns:
+        What it holds; nothing if it is not a dictionary.
+
+    Raises:
+        Exception: Whatever torch raises for a file that is not a checkpoint.
+    """
+    file = path / REST if path.is_dir() else path
+    loaded = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    return loaded if isinstance(loaded, dict) else {}
+
+
+def check_one_run(folder: Path, candidates: list[Candidate]) -> None:
+    """Raise a ``ValueError`` if a folder holds checkpoints of different runs, whose steps say nothing of each other."""
+    first_of = {one.run: one.path.name for one in reversed(candidates) if one.run is not None}
+    if len(first_of) > 1:
+        named = ", ".join(f"{name} of run {run}" for run, name in sorted(first_of.items()))
+        raise ValueError(f"'{folder}' holds checkpoints of {len(first_of)} runs ({named}): name one of the files.")
+
+
+def warn_of_times(chosen: Candidate, candidates: list[Candidate]) -> None:
+    """Log where times of change contradict the steps."""
+    for other in candidates:
+        if other.step < chosen.step and other.changed > chosen.changed:
+            _log.warning(
+                "%s (step %.0f) was changed after %s (step %.0f): copied files, or a clock that was moved. The step"
+                " decides: taking the latter.",
+                *(other.path, other.step, chosen.path, chosen.step),
+            )
+
+
+def _version(path: Path) -> int:
+    """Number that Lightning appends to the name of a second file of the same step."""
+    found = re.search(r"-v(\d+)$", path.stem)
+    return int(found[1]) if found else 0

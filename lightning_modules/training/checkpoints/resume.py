@@ -1,0 +1,190 @@
+"""Where a run keeps its checkpoints, and with which of them another one goes on."""
+
+import logging
+import os
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from typing_extensions import override
+
+from lightning_modules.training.checkpoints.io import check_checkpoint, check_content, newest_checkpoint
+from lightning_modules.training.checkpoints.sharded import is_sharded
+from lightning_modules.utilities.files import writable_folder
+
+_log = logging.getLogger(__name__)
+
+
+def find_checkpoint(path: str | None, trainer: Trainer, logger: Any, *, resume: bool = True) -> str | None:
+    """The checkpoint that ``--ckpt_path`` asks for.
+
+    Args:
+        path: A file, which must be whole; a sharded checkpoint; the folder of a run, or ``last`` for that of this run:
+            the whole checkpoint of the largest step there. Other names (``best``) are Lightning's.
+        trainer: Of this run.
+        logger: Its configuration, which says whether the folder of this run is a new one at each start.
+        resume: Whether training goes on from it, for which weights alone are not enough.
+
+    Returns:
+        The checkpoint; None to start afresh, if none was asked for, or training is to go on with ``last`` and there is
+        none yet.
+
+    Raises:
+        ValueError: If there is none, or it is damaged. Several processes compare its content when they load it
+            (`check_together`): reading it in each of them could take longer than the others wait for it.
+    """
+    if path is None or path in ("best", "hpc"):
+        return path
+    if path == "last":
+        return _last(trainer, logger, resume)
+    folder, content = Path(path).expanduser(), _reads(trainer)
+    if not folder.is_dir() or is_sharded(folder):
+        check_checkpoint(path, resume=resume, content=content)
+        check_content(path)
+        return path
+    found = newest_checkpoint(folder, resume=resume, content=content)
+    if found is None:
+        raise ValueError(f"`ckpt_path` '{path}' holds no checkpoint. Name another one, or leave it out.")
+    _log.info("Going on with %s.", found)
+    return str(found)
+
+
+class SameCheckpoint(Callback):
+    """Refuses to start if the processes of a run do not go on from the same checkpoint.
+
+    Each looks for it by itself. On a disk of its own node, or on a file server that shows news late, one may find
+    another one, or none: it would train from other weights, or wait for the others at another step.
+    """
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if trainer.world_size > 1:
+            found: list[Any] = [None] * trainer.world_size
+            dist.all_gather_object(found, trainer.ckpt_path and os.path.abspath(trainer.ckpt_path))
+            other = next((rank for rank, path in enumerate(found) if path != found[0]), None)
+            if other is not None:
+                raise ValueError(
+                    f"`ckpt_path`: process 0 goes on with {found[0] or 'nothing'}, process {other} with"
+                    f" {found[other] or 'nothing'}. Keep checkpoints on a disk that all nodes see, and name the file."
+                )
+
+
+def check_checkpoint_folders(trainer: Trainer) -> None:
+    """Try to write where checkpoints and logs will go: better now than after an hour of training.
+
+    Raises:
+        ValueError: If nothing can be written there.
+    """
+    logs = [Path(logger.save_dir) for logger in trainer.loggers if logger.save_dir]
+    for folder in (*_folders(trainer), *logs) if trainer.is_global_zero else ():
+        if not is_remote(folder):
+            # Loggers choose names when training starts: it is enough that folders can be made.
+            existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+            writable_folder(existing, remedy="Set `dirpath` of the checkpoint callback, or `save_dir` of the logger.")
+
+
+def say_how_to_go_on(trainer: Trainer) -> None:
+    """After training was stopped: what of it is saved, and the command that goes on."""
+    if not trainer.is_global_zero or trainer.global_step == 0:
+        return
+    callbacks = [callback for callback in _callbacks(trainer) if not callback.save_weights_only]
+    newest = max(callbacks, key=lambda callback: callback._last_global_step_saved, default=None)
+    saved = 0 if newest is None else newest._last_global_step_saved
+    if newest is None or not saved:
+        _log.warning(
+            "Stopped at step %s, of which nothing is saved: a `callbacks.StepCheckpoint` with `save_on_exception: true`"
+            " saves where a run is stopped, as in configs/base.yaml.",
+            trainer.global_step,
+        )
+        return
+    lost = "" if saved == trainer.global_step else f", of which {saved} are saved"
+    _log.info("Stopped at step %s%s. Go on with:\nlongce %s", trainer.global_step, lost, _command(str(newest.dirpath)))
+
+
+def goes_on(path: str | None, trainer: Trainer) -> bool:
+    """Whether another run with this ``--ckpt_path`` would go on with what this one has saved."""
+    if path is None or path == "last":
+        return path == "last"
+    own = {folder.absolute() for folder in _folders(trainer)}
+    return not own.isdisjoint({Path(path).expanduser().absolute(), Path(path, "checkpoints").expanduser().absolute()})
+
+
+def _command(folder: str) -> str:
+    """The command of this process, with another checkpoint."""
+    words = sys.argv[1:]
+    kept = [
+        word
+        for before, word in zip(["", *words], words, strict=False)
+        if "--ckpt_path" not in (before, word) and not word.startswith("--ckpt_path=")
+    ]
+    return shlex.join([*kept, "--ckpt_path", folder])
+
+
+def _last(trainer: Trainer, logger: Any, resume: bool) -> str | None:
+    folder = next(_folders(trainer), None)
+    if folder is None:
+        raise ValueError("`ckpt_path: last` needs a checkpoint callback in `trainer.callbacks`.")
+    if is_numbered(logger) and not any(callback.dirpath for callback in _callbacks(trainer)):
+        raise ValueError(
+            "`ckpt_path: last` looks in the folder of this run, and the logger makes a new one at each start. Name the"
+            f" folder of the run to go on with (--ckpt_path {folder.parent.parent}/..), or give this run a name"
+            " (--trainer.logger.init_args.version NAME)."
+        )
+    found = newest_checkpoint(folder, resume=resume, content=_reads(trainer))
+    if found is None and not resume:
+        raise ValueError(f"`ckpt_path: last` finds no checkpoint in '{folder}'. Name a file or the folder of a run.")
+    _log.info("Going on with %s." if found else "There is no checkpoint in %s yet: starting afresh.", found or folder)
+    return None if found is None else str(found)
+
+
+def _reads(trainer: Trainer) -> bool:
+    """Whether this process looks into a checkpoint by itself."""
+    return trainer.world_size == 1
+
+
+def is_numbered(logger: Any) -> bool:
+    """Whether a logger of this configuration numbers its runs."""
+    first = logger[0] if isinstance(logger, list) and logger else logger
+    return first is not False and (first in (None, True) or first.init_args.get("version") is None)
+
+
+def _callbacks(trainer: Trainer) -> list[ModelCheckpoint]:
+    return [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+
+
+def run_folder(trainer: Trainer) -> Path:
+    """Folder of a run, in which Lightning puts logs and checkpoints by default."""
+    if not trainer.loggers:
+        return Path(trainer.default_root_dir)
+    logger = trainer.loggers[0]
+    version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
+    return Path(logger.save_dir or trainer.default_root_dir, str(logger.name), version)
+
+
+def owned_folders(trainer: Trainer) -> list[Path]:
+    """Local folders that a training writes to, its own one first.
+
+    The working folder belongs to the user. A logger that numbers its runs on a server has no folder yet.
+    """
+    named = not trainer.loggers or None not in (trainer.loggers[0].name, trainer.loggers[0].version)
+    found = [run_folder(trainer)] if named else []
+    found += [folder for folder in _folders(trainer) if named or folder.parent != run_folder(trainer)]
+    local = [folder.expanduser().absolute() for folder in found if not is_remote(folder)]
+    return [folder for folder in dict.fromkeys(local) if folder.resolve() != Path.cwd()]
+
+
+def is_remote(folder: Path) -> bool:
+    """Whether a path was an address such as ``s3://bucket``, of which `Path` keeps one slash."""
+    return re.match(r"\w+:/", str(folder)) is not None
+
+
+def _folders(trainer: Trainer) -> Iterator[Path]:
+    """Yield where the checkpoint callbacks of a run save, as they find out when training starts."""
+    for callback in _callbacks(trainer):
+        yield Path(callback.dirpath) if callback.dirpath is not None else run_folder(trainer) / "checkpoints"

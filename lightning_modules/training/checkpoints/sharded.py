@@ -1,0 +1,245 @@
+"""Checkpoints that several processes write or check together: folders of their parts, whole or not there."""
+
+import json
+import os
+import shutil
+import warnings
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from lightning_modules.utilities import pickles as checkpoint_pickles
+from lightning_modules.utilities.files import create_folder, publish_folder, to_disk, write_atomically
+
+Result = TypeVar("Result")
+
+MANIFEST = "checksums.json"
+"""File of sizes and CRC-32 of all others in the folder; the last one to be written."""
+
+_INDEX = ".metadata"  # torch's: what is in which part
+REST = "meta.pt"
+"""Lightning's file of all that is not divided."""
+
+_DEEPSPEED = "latest"  # the file that DeepSpeed writes last
+_BLOCK = 1 << 20
+
+
+class CheckpointError(OSError):
+    """A checkpoint that could not be written; the older ones are as they were."""
+
+
+class _PartError(Exception):
+    """Something failed in one of the processes; raised in all of them."""
+
+
+def is_sharded(path: Path) -> bool:
+    """Whether a sharded strategy finished writing this folder: FSDP2, or DeepSpeed in an earlier version."""
+    return all((path / name).exists() for name in (_INDEX, REST)) or (path / _DEEPSPEED).is_file()
+
+
+def write_together(target: Path, write: Callable[[Path], None]) -> None:
+    """Let every process write its part into a folder beside ``target``, which then takes that name in one step.
+
+    Args:
+        target: The checkpoint, on a disk that all processes see. What was there is replaced.
+        write: Writes the files of this process: those named ``__RANK_..``, and in the first process all others.
+
+    Raises:
+        CheckpointError: In every process, if one could not write. What was there is as it was.
+    """
+    rank = dist.get_rank()
+    folder = None
+    try:
+        folder = _together(lambda: _building(target) if rank == 0 else None)[0]
+        assert folder is not None
+        parts = _together(lambda: _written(folder, write, rank))
+        entries = {name: entry for part in parts for name, entry in part.items()}
+        _together(lambda: _publish(folder, target, entries) if rank == 0 else None)
+    except _PartError as error:
+        raise CheckpointError(
+            f"The checkpoint {target} could not be written ({error}). Earlier ones are untouched: free some room, or"
+            " set the `dirpath` of the checkpoint callback to another disk that all processes see, and go on with"
+            f" `--ckpt_path {target.parent}`"
+        ) from error
+    finally:
+        if folder is not None and rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def damage_of_folder(path: Path) -> str | None:
+    """What is wrong with a folder, as the end of a sentence: files that are missing or cut short; None if none is.
+
+    What they hold is compared by `check_together`, when they are loaded. Folders without checksums, of Lightning's own
+    strategies, only have to be complete.
+    """
+    if not is_sharded(path):
+        return "is an incomplete sharded checkpoint, or none"
+    if (path / _DEEPSPEED).is_file():
+        return (
+            "was written by DeepSpeed ZeRO, which is no longer supported: convert it with `longce export` of the"
+            " version of longce that wrote it"
+        )
+    try:
+        entries = _entries(path)
+        wrong = [name for name, (size, _) in entries.items() if (path / name).stat().st_size != size]
+    except FileNotFoundError as error:
+        return f"is incomplete: there is no {Path(error.filename).name}"
+    except ValueError as error:
+        return f"is damaged: {error}"
+    if wrong:
+        return f"is torn: {wrong[0]} has not the size that was written"
+    return checkpoint_pickles.fault(path)
+
+
+def damage_found_together(path: Path) -> str | None:
+    """What is wrong with the content of a complete folder or file, of which each process reads a part.
+
+    Returns:
+        The end of a sentence, the same in each process: what is not as it was written. None if nothing is.
+    """
+    compare = _compare_records if path.is_file() else _compare
+    try:
+        _together(lambda: compare(path, dist.get_rank(), dist.get_world_size()))
+    except _PartError as error:
+        return f"is damaged ({error})"
+    return None
+
+
+def gathered(path: Path) -> dict[str, Any]:
+    """A divided checkpoint of FSDP2 in one process, as that of a single one, but without the optimizer's state.
+
+    Args:
+        path: The folder, in which `damage_of_folder` finds nothing wrong.
+
+    Returns:
+        The checkpoint, in main memory.
+
+    Raises:
+        ValueError: If a file is not what was written; the end of a sentence.
+    """
+    try:
+        _compare(path, 0, 1)
+    except _PartError as error:
+        raise ValueError(f"is damaged ({error})") from error
+    content: dict[str, Any] = torch.load(path / REST, map_location="cpu", weights_only=True)
+    reader = dcp.FileSystemReader(path)
+    prefix = "state_dict."
+    weights: dict[str, Any] = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in reader.read_metadata().state_dict_metadata.items()
+        if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
+    }
+    with no_code(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(weights, storage_reader=reader, no_dist=True)
+    return {**content, "state_dict": {name.removeprefix(prefix): weight for name, weight in weights.items()}}
+
+
+@contextmanager
+def no_code() -> Iterator[None]:
+    """Let torch unpickle nothing but numbers: it asks for more when it reads the settings of divided optimizers."""
+    names = ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
+    before = {name: os.environ.pop(name, None) for name in names}
+    os.environ[names[0]] = "1"
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+def _together(function: Callable[[], Result]) -> list[Result]:
+    """What each process found; if it fails in one of them, it fails in all, so that none waits for it."""
+    result, failure = None, None
+    try:
+        result = function()
+    except CheckpointException as error:  # torch has collected what failed where
+        failure = "; ".join(f"{type(cause).__name__}: {cause}" for cause, _ in error.failures.values())
+    except Exception as error:  # passed on, in every process
+        failure = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (result, failure))
+    failures = [f"process {rank}: {failed}" for rank, (_, failed) in enumerate(found) if failed is not None]
+    if failures:
+        raise _PartError("; ".join(failures))
+    return [result for result, _ in found]
+
+
+def _building(target: Path) -> Path:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    return create_folder(target)
+
+
+def _written(folder: Path, write: Callable[[Path], None], rank: int) -> dict[str, tuple[int, int]]:
+    """Size and checksum of each file that this process wrote, all of them on disk."""
+    write(folder)
+    own = [path for path in folder.iterdir() if path.name.startswith(f"__{rank}_")]
+    if rank == 0:
+        own += [path for path in folder.iterdir() if not path.name.startswith("__")]
+    for path in own:
+        to_disk(path)
+    return {path.name: (path.stat().st_size, _checksum(path)) for path in own}
+
+
+def _publish(folder: Path, target: Path, entries: dict[str, tuple[int, int]]) -> None:
+    missing = [name for name in entries if not (folder / name).exists()]
+    if missing:
+        raise _PartError(f"{missing[0]} of another process is not on the disk of the first one")
+    write_atomically(folder / MANIFEST, json.dumps(entries).encode())
+    if target.is_file():
+        target.unlink()
+    to_disk(folder)
+    publish_folder(folder, target, replace=True)
+
+
+def _entries(path: Path) -> dict[str, tuple[int, int]]:
+    """Size and checksum by the names of files; none in a folder of Lightning's own strategies."""
+    manifest = path / MANIFEST
+    if not manifest.exists():
+        return {}
+    try:
+        entries = {str(name): (int(size), int(crc)) for name, (size, crc) in json.loads(manifest.read_bytes()).items()}
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{MANIFEST} is not what was written") from error
+    if any(Path(name).name != name for name in entries):
+        raise ValueError(f"{MANIFEST} names files elsewhere")
+    return entries
+
+
+def _compare(path: Path, rank: int, processes: int) -> None:
+    """A process's share of the files in a folder."""
+    entries = _entries(path)
+    names = sorted(entries, key=lambda name: entries[name])  # by their sizes: an even share for each process
+    for name in names[rank::processes]:
+        if _checksum(path / name) != entries[name][1]:
+            raise _PartError(f"'{name}' is not what was written")
+
+
+def _compare_records(path: Path, rank: int, processes: int) -> None:
+    """A process's share of the tensors in a file of torch's."""
+    with zipfile.ZipFile(path) as archive:
+        records = sorted(archive.infolist(), key=lambda record: (record.file_size, record.filename))
+        for record in records[rank::processes]:
+            with archive.open(record) as stream:  # which minds a wrong checksum at the end
+                while stream.read(_BLOCK):
+                    pass
+
+
+def _checksum(path: Path) -> int:
+    """CRC-32 of a file."""
+    buffer, crc = memoryview(bytearray(_BLOCK)), 0
+    with path.open("rb", buffering=0) as file:
+        while size := file.readinto(buffer):
+            crc = zlib.crc32(buffer[:size], crc)
+    return crc

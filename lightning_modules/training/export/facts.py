@@ -1,0 +1,213 @@
+"""What a training run knows of itself, in plain types: for checkpoints and for the card of an exported model."""
+
+import inspect
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Trainer
+from transformers import PreTrainedTokenizerFast
+
+from lightning_modules.models.identity import hub_commit
+from lightning_modules.models.loading import DType
+from lightning_modules.objectives import Objective
+
+PACKAGES = ("longce", "torch", "transformers", "peft", "lightning")
+OPTIMIZER_SETTINGS = ("lr", "betas", "momentum", "eps", "weight_decay")
+SCHEDULE_SETTINGS = ("start_factor", "end_factor", "total_iters", "T_max", "eta_min", "gamma", "step_size")
+
+
+@dataclass(frozen=True)
+class TrainingFacts:
+    """How a model came about; None stands for what is not known.
+
+    Args:
+        base_model: Hub id or absolute path of the model that was trained on; None for random weights.
+        base_is_local: Whether it is a folder of the machine that trained.
+        revision: Commit, or branch or tag, of the base model on the hub.
+        changes: Values of the base model's config that were replaced, with the settings of a context extension under
+            ``context_extension``.
+        dtype: Of the weights that were trained or lay frozen under adapters.
+        lora: Arguments of the adapters.
+        quantization: Arguments of ``transformers.BitsAndBytesConfig``, if the base was quantised as it was loaded.
+        objective: Its class, under ``name``, and settings.
+        context_length: K, if the objective looks at a short context.
+        stride: d, likewise.
+        optimizer: Its class, under ``name``, and settings.
+        lr_scheduler: Likewise.
+        precision: Of the trainer.
+        steps: Optimizer steps.
+        sequence_length: Tokens per training row.
+        tokens_per_step: Of all rows of an optimizer step, padding included.
+        data: Class of the data module.
+        dataset: Hub id of its data.
+        tokenizer: Hub id or absolute path; None also if the data module makes its own.
+        tokenizer_revision: Of the tokenizer.
+        metrics: The last value of everything logged in an evaluation.
+        metrics_step: Optimizer steps before that evaluation.
+        versions: Of the packages that computed it.
+    """
+
+    base_model: str | None = None
+    base_is_local: bool = False
+    revision: str | None = None
+    changes: dict[str, Any] = field(default_factory=dict)
+    dtype: DType = "float32"
+    lora: dict[str, Any] | None = None
+    quantization: dict[str, Any] | None = None
+    objective: dict[str, Any] | None = None
+    context_length: int | None = None
+    stride: int | None = None
+    optimizer: dict[str, Any] | None = None
+    lr_scheduler: dict[str, Any] | None = None
+    precision: str | None = None
+    steps: int | None = None
+    sequence_length: int | None = None
+    tokens_per_step: int | None = None
+    data: str | None = None
+    dataset: str | None = None
+    tokenizer: str | None = None
+    tokenizer_revision: str | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    metrics_step: int | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """All of it as JSON."""
+        return json.dumps(asdict(self), indent=2, default=str)
+
+    @classmethod
+    def from_json(cls, text: str) -> "TrainingFacts":
+        """What `to_json` wrote; keys that this version does not know are passed over."""
+        known = {item.name for item in fields(cls)}
+        return cls(**{name: value for name, value in json.loads(text).items() if name in known})
+
+    def published(self) -> "TrainingFacts":
+        """The same without paths of this machine: of a base in a folder its name; the tokenizer goes along."""
+        base = Path(str(self.base_model)).name if self.base_is_local else self.base_model
+        return replace(self, base_model=base, tokenizer=None, tokenizer_revision=None)
+
+
+def loading_facts(loading: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    """The facts of how a model was loaded.
+
+    Args:
+        loading: Arguments of `lightning_modules.models.loading.load_backbone`.
+        config: Of the loaded model.
+    """
+    path = loading["pretrained_model_name_or_path"]
+    changes = dict(loading["model_config"] or {})
+    if loading["context_extension"] is not None:
+        extension = loading["context_extension"]
+        changes["context_extension"] = dict(extension) if isinstance(extension, Mapping) else asdict(extension)
+    base = None if path is None or path.endswith(".json") else _absolute(path)
+    local = base is not None and Path(base).exists()
+    return {
+        "base_model": base,
+        "base_is_local": local,
+        "revision": None if local or base is None else _fetched_commit(base, loading["revision"]),
+        "changes": changes,
+        "dtype": loading["dtype"],
+        "lora": loading["lora"],
+        "quantization": None if loading["quantization"] is None else _quantization(config.quantization_config),
+    }
+
+
+def _fetched_commit(base: str, revision: str | None) -> str | None:
+    with suppress(ValueError):  # a read-only cache remembers none
+        return hub_commit(base, revision, fetched=True)
+    return revision
+
+
+def _absolute(path_or_id: str) -> str:
+    """A local path as it can be found from other folders, where a relative one might even be a hub id; else the id."""
+    path = Path(path_or_id).expanduser()
+    return str(path.resolve()) if path.exists() else path_or_id
+
+
+def _quantization(config: Any) -> dict[str, Any]:
+    """The arguments of a ``BitsAndBytesConfig`` that are not its defaults, in plain types."""
+    settings = config.to_diff_dict().items()
+    return {name: value for name, value in settings if name != "quant_method" and not name.startswith("_")}
+
+
+def objective_facts(objective: Objective, context_length: int, stride: int) -> dict[str, Any]:
+    """The facts of what was minimised."""
+    short = objective.uses_short_context
+    return {
+        "objective": _described(objective),
+        "context_length": context_length if short else None,
+        "stride": stride if short else None,
+    }
+
+
+def _described(objective: Objective) -> dict[str, Any]:
+    """Class and constructor arguments; of an objective in another one likewise."""
+    parameters = inspect.signature(type(objective)).parameters
+    settings = {name: value for name, value in vars(objective).items() if name in parameters}
+    inner = {name: _described(value) for name, value in settings.items() if isinstance(value, Objective)}
+    return {"name": type(objective).__name__, **settings, **inner}
+
+
+def run_facts(trainer: Trainer, metrics_step: int | None) -> dict[str, Any]:
+    """The facts of optimiser, data and results.
+
+    Args:
+        trainer: In or after a stage.
+        metrics_step: Optimizer steps before the last evaluation; None if there was none.
+    """
+    data: Any = getattr(trainer, "datamodule", None)
+    rows, length = getattr(data, "batch_size", None), getattr(data, "sequence_length", None)
+    tokens = None
+    if rows is not None and length is not None:
+        readers = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)  # processes may share rows
+        tokens = rows * length * trainer.accumulate_grad_batches * readers
+    path = getattr(data, "path", None)
+    tokenizer = None if made_tokenizer(data) else getattr(data, "tokenizer_name", None)
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
+    return {
+        **_optimizer_facts(trainer),
+        "precision": str(trainer.precision),
+        "steps": trainer.global_step,
+        "sequence_length": length,
+        "tokens_per_step": tokens,
+        "data": None if data is None else type(data).__name__,
+        "dataset": path if isinstance(path, str) and not Path(path).expanduser().exists() else None,
+        "tokenizer": None if tokenizer is None else _absolute(tokenizer),
+        "tokenizer_revision": getattr(data, "tokenizer_revision", None),
+        "metrics": metrics,
+        "metrics_step": metrics_step if metrics else None,
+        "versions": {name: version(name) for name in PACKAGES},
+    }
+
+
+def made_tokenizer(data: Any) -> PreTrainedTokenizerFast | None:
+    """The tokenizer of a data module that makes its own, which is in no folder and on no hub; else None."""
+    tokenizer = loaded_tokenizer(data)
+    return None if tokenizer is None or tokenizer.name_or_path else tokenizer
+
+
+def loaded_tokenizer(data: Any) -> PreTrainedTokenizerFast | None:
+    """The tokenizer of a data module, if it has one by now: to ask for its attribute might load one nobody needs."""
+    tokenizer = None if data is None else vars(data).get("tokenizer")
+    return tokenizer if isinstance(tokenizer, PreTrainedTokenizerFast) else None
+
+
+def _optimizer_facts(trainer: Trainer) -> dict[str, Any]:
+    if not trainer.optimizers:
+        return {}
+    optimizer = trainer.optimizers[0]
+    group = optimizer.param_groups[0]
+    settings = {name: group[name] for name in OPTIMIZER_SETTINGS if name in group}
+    settings["lr"] = group.get("initial_lr", group["lr"])
+    settings = json.loads(json.dumps(settings, default=str))  # plain types, as a checkpoint gives them back
+    facts: dict[str, Any] = {"optimizer": {"name": type(optimizer).__name__, **settings}}
+    if trainer.lr_scheduler_configs:
+        scheduler = trainer.lr_scheduler_configs[0].scheduler
+        state = {name: value for name, value in vars(scheduler).items() if name in SCHEDULE_SETTINGS}
+        facts["lr_scheduler"] = {"name": type(scheduler).__name__, **state}
+    return facts

@@ -1,0 +1,164 @@
+"""A trained model as a folder that transformers, and what builds on it, loads."""
+
+import copy
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from lightning_modules.models.adapters import changes_base
+from lightning_modules.training.export.card import model_card
+from lightning_modules.training.export.facts import TrainingFacts
+from lightning_modules.training.export.folder import check_replaceable, check_writable, export_folder
+from lightning_modules.training.export.options import ExportOptions
+from lightning_modules.training.export.rope import as_abf, guard_keys, legacy_rope_keys
+from lightning_modules.training.export.weights import drop_tied, exported_parts, write_weights
+
+log = logging.getLogger(__name__)
+
+
+def export_model(
+    model: PreTrainedModel | PeftModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    output_dir: Path,
+    *,
+    options: ExportOptions,
+    facts: TrainingFacts,
+) -> None:
+    """Write model, tokenizer and model card; the folder appears whole or not at all, and the model is not changed.
+
+    Memory for one shard (5 GB) and two copies of the embedding is needed beside the model.
+
+    Args:
+        model: Whose weights are all in this process.
+        tokenizer: To go with it.
+        output_dir: Folder to write. An earlier export there is replaced, a folder of anything else refused.
+        options: What it is to be like.
+        facts: How the model came about, for the card and for the base of adapters.
+
+    Raises:
+        ValueError: If folder and model do not allow what the options ask for.
+    """
+    check_export(model, output_dir, options, facts)
+    with export_folder(output_dir, facts.published().to_json()) as folder:
+        base = model.get_base_model() if isinstance(model, PeftModel) else model
+        config = _exported_config(base.config, options)
+        if options.kept:
+            _write_adapters(model, config, folder, facts)
+        else:
+            _write_merged(model, config, folder, options)
+        content = _complete_config(folder / "base" if options.kept else folder, options)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        card = model_card(
+            facts if options.kept else facts.published(), content, options, has_tokenizer=tokenizer is not None
+        )
+        (folder / "README.md").write_text(card, encoding="utf-8")
+    if options.eabf_as_abf:
+        log.warning(
+            "Exported to %s as plain ABF: logits differ from those of the trained model beyond the original length.",
+            output_dir,
+        )
+    log.info("Exported to %s.", output_dir)
+
+
+def check_export(
+    model: PreTrainedModel | PeftModel, output_dir: Path, options: ExportOptions, facts: TrainingFacts
+) -> None:
+    """Raise a ``ValueError`` for what `export_model` would refuse; before a training rather than after it."""
+    check_replaceable(output_dir)
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    if facts.base_is_local and Path(str(facts.base_model)) == output_dir.resolve():
+        raise ValueError(f"`output_dir` '{output_dir}' is the model that this one is made from: name another folder.")
+    if options.kept:
+        _check_kept(model, facts)
+    elif getattr(base.config, "quantization_config", None) is not None:
+        raise ValueError(
+            "`adapters: merged` would have to round to the few bits of a quantised base, and give other numbers than"
+            " were trained: set `adapters` to 'kept'."
+        )
+    else:
+        exported_parts(model)
+    config = _exported_config(base.config, options)
+    if options.legacy_rope_keys:
+        legacy_rope_keys(config.to_dict())
+    check_writable(output_dir)
+
+
+def _check_kept(model: PreTrainedModel | PeftModel, facts: TrainingFacts) -> None:
+    if not isinstance(model, PeftModel):
+        raise ValueError("`adapters: kept`: the model has none. Set it to 'merged', which saves the whole model.")
+    start = model.peft_config[model.active_adapter].init_lora_weights
+    if changes_base({"init_lora_weights": start}):
+        raise ValueError(
+            f"`adapters: kept`: with `init_lora_weights: {start}` the base model was changed as well, and adapters"
+            " alone would give other numbers. Set `adapters` to 'merged'."
+        )
+    if facts.base_model is None:
+        raise ValueError(
+            "`adapters: kept`: the weights under the adapters came from no hub id or folder, so that nobody could load"
+            " them. Set `adapters` to 'merged'."
+        )
+
+
+def _exported_config(config: PreTrainedConfig, options: ExportOptions) -> PreTrainedConfig:
+    config = copy.deepcopy(config)
+    if options.eabf_as_abf:
+        config.rope_parameters = as_abf(config.rope_parameters)
+    return config
+
+
+def _write_merged(
+    model: PreTrainedModel | PeftModel, config: PreTrainedConfig, folder: Path, options: ExportOptions
+) -> None:
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    # One type for all: what adapters trained in full beside half-precision weights may be in float32.
+    dtype = base.dtype if options.dtype == "auto" else getattr(torch, options.dtype)
+    parts = exported_parts(model, dtype)
+    if (untied := drop_tied(parts, base)) is None:
+        config.get_text_config(decoder=True).tie_word_embeddings = False
+        config.tie_word_embeddings = False
+    with torch.device("meta"):
+        shell: Any = type(base)(config)
+    shell.to(dtype)  # the type that the config will name
+    shell.generation_config = _generation_config(base)
+    write_weights(shell, parts if untied is None else untied, folder, dtype)
+
+
+def _write_adapters(model: Any, config: PreTrainedConfig, folder: Path, facts: TrainingFacts) -> None:
+    model.save_pretrained(folder, save_embedding_layers=False)
+    file = folder / "adapter_config.json"
+    content = json.loads(file.read_text())
+    path = facts.base_model
+    # No name that could be loaded where the base model's own config would be taken, without an error.
+    content["base_model_name_or_path"] = f"{path} with the config in base/, see README.md" if facts.changes else path
+    content["revision"] = facts.revision
+    file.write_text(json.dumps(content, indent=2) + "\n")
+    if facts.quantization is not None:
+        del config.quantization_config  # it would say that the stored weights are quantised
+    config.architectures = [type(model.get_base_model()).__name__]
+    config.save_pretrained(folder / "base")
+
+
+def _generation_config(base: Any) -> GenerationConfig:
+    """The model's own, unless it contradicts itself, which transformers reads but refuses to save."""
+    own = base.generation_config
+    try:
+        own.validate(strict=True)
+    except ValueError as error:
+        log.warning("The model's generation config is left out, for it is not valid: %s", error)
+        return GenerationConfig.from_model_config(base.config)
+    return own
+
+
+def _complete_config(folder: Path, options: ExportOptions) -> dict[str, Any]:
+    """Add to a saved config what readers of other versions need, and give all that is in it."""
+    file = folder / "config.json"
+    content = json.loads(file.read_text())
+    content |= legacy_rope_keys(content) if options.legacy_rope_keys else guard_keys(content)
+    file.write_text(json.dumps(content, indent=2) + "\n")
+    return content

@@ -1,0 +1,92 @@
+"""What the saved config of an extended model says to readers that know no ``rope_parameters``."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_modules.models.context_extension.eabf import EABF
+from lightning_modules.models.context_extension.rope_types import ROPE_TYPES
+
+LLAMA_TYPES = ("default", "linear", "dynamic", "llama3")
+LEGACY_TYPES: dict[str, tuple[str, ...]] = {
+    "llama": LLAMA_TYPES,
+    "qwen2": LLAMA_TYPES,
+    "mistral": ("default",),
+    "mixtral": ("default",),
+    "gemma": ("default",),
+}
+"""RoPE types that transformers 4.45 computes right from ``rope_theta`` and ``rope_scaling``, by model type.
+
+Mistral, Mixtral and Gemma ignore ``rope_scaling`` there, and YaRN takes ``max_position_embeddings``, which is the
+length reached, for the original one.
+"""
+
+OLD_DEFAULTS: dict[str, tuple[str, float]] = {
+    **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral", "gemma", "phi3"), ("rope_theta", 10_000.0)),
+    "mixtral": ("rope_theta", 1_000_000.0),
+    "gpt_neox": ("rotary_emb_base", 10_000.0),
+}
+"""By model type, the key that transformers 4 reads the base from, and the base that it takes without the key."""
+
+
+def own_type_name(config: Mapping[str, Any]) -> str | None:
+    """The RoPE type of a ``config.json``, if only this package knows it."""
+    rope_type = (config.get("rope_parameters") or {}).get("rope_type")
+    return rope_type if rope_type in ROPE_TYPES else None
+
+
+def legacy_rope_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys ``rope_theta`` and ``rope_scaling``, by which transformers 4 and tools like it rotate as version 5 does.
+
+    Args:
+        config: Content of a ``config.json`` with ``rope_parameters``.
+
+    Returns:
+        The keys to be written beside ``rope_parameters``; version 5 then reads the same as before.
+
+    Raises:
+        ValueError: If no such keys would make transformers 4 right.
+    """
+    rope = dict(config.get("rope_parameters") or {})
+    model_type, rope_type = config["model_type"], rope.get("rope_type", "")
+    if own_type_name(config) is not None:
+        raise ValueError(
+            f"`legacy_rope_keys`: transformers 4 cannot compute RoPE of type '{rope_type}', whatever keys it reads."
+            " Export without them, or set `eabf_as_abf` for EABF (logits then differ beyond the original length)."
+        )
+    if rope_type not in LEGACY_TYPES.get(model_type, ()):
+        known = ", ".join(f"{name} ({', '.join(types)})" for name, types in LEGACY_TYPES.items())
+        raise ValueError(
+            f"`legacy_rope_keys`: transformers 4.45 would compute RoPE of type '{rope_type}' wrongly for models of type"
+            f" '{model_type}'; it is right for {known}. Export without them, for transformers 5."
+        )
+    theta = rope.pop("rope_theta")
+    return {"rope_theta": theta, "rope_scaling": None if rope_type == "default" else {**rope, "type": rope_type}}
+
+
+def guard_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A base of null where transformers 4 would otherwise rotate by its default, without an error.
+
+    Version 5 reads ``rope_parameters`` and nothing else; version 4 cannot compute with null and stops.
+
+    Args:
+        config: Content of a ``config.json``.
+    """
+    rope = config.get("rope_parameters") or {}
+    key, default = OLD_DEFAULTS.get(config["model_type"], (None, None))
+    plain = rope.get("rope_type") == "default" and rope.get("rope_theta") == default
+    return {} if key is None or plain else {key: None}
+
+
+def as_abf(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """The ``rope_parameters`` of plain ABF with the base of a model extended by EABF.
+
+    Raises:
+        ValueError: If the model is not extended by EABF.
+    """
+    if rope.get("rope_type") != EABF:
+        raise ValueError(
+            f"`eabf_as_abf`: the model's RoPE type is '{rope.get('rope_type')}' and not '{EABF}', so there is nothing"
+            " to leave out. Remove the option."
+        )
+    ours = ("original_max_position_embeddings", "unscaled_layers")
+    return {**{name: value for name, value in rope.items() if name not in ours}, "rope_type": "default"}

@@ -1,0 +1,258 @@
+"""FSDP2: a backbone whose weights, gradients and optimizer state are divided among processes."""
+
+import contextlib
+import functools
+from collections.abc import Iterable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from typing_extensions import override
+
+from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.loading import load_backbone
+from lightning_modules.training.checkpoints.io import check_together
+from lightning_modules.training.checkpoints.sharded import no_code, write_together
+
+_REMEDY = "set `trainer.strategy` to `lightning_modules.training.fsdp.FullyShardedStrategy`"
+
+
+class FullyShardedStrategy(ModelParallelStrategy):
+    """FSDP2 over all devices of all nodes.
+
+    Lightning's own class divides single tensors among the devices of a node unless it is told otherwise in numbers.
+
+    Args:
+        save_distributed_checkpoint: Whether each process writes its part of a checkpoint, which is a folder then. If
+            not, the first process gathers everything in its main memory and writes one file, as without sharding.
+        process_group_backend: As torch names it; by default the one for the device.
+        timeout: How long a process waits for the others.
+    """
+
+    def __init__(
+        self,
+        save_distributed_checkpoint: bool = True,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+    ) -> None:
+        super().__init__(
+            tensor_parallel_size=1,
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        """A file, or a folder that appears when all processes have written their parts.
+
+        Raises:
+            CheckpointError: In all processes, if one cannot write. Earlier checkpoints are as they were.
+        """
+        if not self._save_distributed_checkpoint:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        save = functools.partial(super().save_checkpoint, checkpoint, storage_options=storage_options)
+        write_together(Path(self.broadcast(filepath)), save)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """A file or a folder, once it is known to be what was written, without running any code that it may hold.
+
+        Raises:
+            ValueError: If it is missing, torn or damaged.
+        """
+        path = Path(self.broadcast(checkpoint_path))
+        check_together(path)
+        safely = weights_only is not False
+        with no_code() if safely else contextlib.nullcontext():
+            return super().load_checkpoint(path, weights_only=safely)
+
+    @override
+    def setup_environment(self) -> None:
+        self._data_parallel_size = self.num_nodes * self.num_processes
+        super().setup_environment()
+
+
+def data_parallel_mesh(trainer: Trainer) -> DeviceMesh | None:
+    """The processes among which a trainer's strategy divides the weights; None if each holds all of them.
+
+    Raises:
+        ValueError: If the strategy is DeepSpeed's or FSDP1, divides single tensors, or evaluates in inference mode, in
+            which weights cannot be gathered and trained afterwards.
+    """
+    strategy = trainer.strategy
+    check_strategy(strategy)
+    if isinstance(strategy, FSDPStrategy):
+        raise ValueError(f"FSDP1 (`trainer.strategy: fsdp`) is not supported: {_REMEDY}, which is FSDP2.")
+    if not isinstance(strategy, ModelParallelStrategy):
+        return None
+    mesh = strategy.device_mesh
+    if mesh["tensor_parallel"].size() > 1:
+        raise ValueError(
+            f"Tensor parallelism is not supported, and {type(strategy).__name__} divides tensors among"
+            f" {mesh['tensor_parallel'].size()} devices: {_REMEDY}."
+        )
+    if trainer.validate_loop.inference_mode:
+        raise ValueError(
+            f"{type(strategy).__name__} cannot gather weights in torch's inference mode: set"
+            " `trainer.inference_mode: false`."
+        )
+    return mesh["data_parallel"]
+
+
+def check_strategy(strategy: Any) -> None:
+    """Refuse DeepSpeed's strategy, whose ZeRO stages FSDP2 replaces.
+
+    Args:
+        strategy: The strategy, or how a config names it.
+
+    Raises:
+        ValueError: If it is DeepSpeed's.
+    """
+    name = str(getattr(strategy, "class_path", strategy))
+    if isinstance(strategy, DeepSpeedStrategy) or name.rpartition(".")[2].lower().startswith("deepspeed"):
+        raise ValueError(
+            f"`trainer.strategy`: DeepSpeed ZeRO is not supported. Use FSDP2: add `-c configs/strategies/fsdp.yaml`,"
+            f" or {_REMEDY} and `trainer.inference_mode: false`."
+        )
+
+
+def divide_gradients(parameters: Iterable[nn.Parameter], divisor: Tensor) -> None:
+    """Divide gradients between backward pass and step, before they are clipped."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.div_(divisor)
+
+
+def saves_parts(strategy: Strategy) -> bool:
+    """Whether each process writes its part of a checkpoint. Reading them back needs every weight to be there."""
+    return isinstance(strategy, ModelParallelStrategy) and strategy._save_distributed_checkpoint
+
+
+def world_mesh(device: torch.device | str) -> DeviceMesh | None:
+    """All processes, for a model that is divided whatever the trainer's strategy does; None for a single one."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    return init_device_mesh(torch.device(device).type, (dist.get_world_size(),))
+
+
+def load_trainer_backbone(trainer: Trainer, **loading: Any) -> Backbone:
+    """Load a model as a trainer's strategy wants it: whole, or divided among processes.
+
+    Args:
+        trainer: Its strategy has been set up.
+        **loading: Arguments of `load_backbone`.
+
+    Raises:
+        ValueError: As `data_parallel_mesh` and `load_sharded_backbone` do.
+    """
+    device, precision = trainer.strategy.root_device, str(trainer.precision)
+    if (mesh := data_parallel_mesh(trainer)) is not None:
+        return load_sharded_backbone(mesh, device=device, precision=precision, **loading)
+    return load_backbone(**loading, device=device, autocast=precision.endswith("-mixed"))
+
+
+def load_sharded_backbone(
+    mesh: DeviceMesh,
+    *,
+    device: torch.device | str,
+    precision: str = "32-true",
+    **loading: Any,
+) -> Backbone:
+    """Load a model that no process but the first ever holds as a whole.
+
+    The first one loads it into main memory and sends it piece by piece; on the device a process holds its part and one
+    decoder layer at a time, and embedding and head in the end.
+
+    Args:
+        mesh: The processes, in one dimension.
+        device: Where the model will run.
+        precision: Of the trainer: in ``bf16-mixed`` weights are gathered in bfloat16, and gradients summed in float32.
+        **loading: Arguments of `load_backbone`.
+
+    Returns:
+        A backbone that is on the device. All processes must make the same number of passes through it: `forward`
+        and `short_log_likelihood` see to that for batches of any length, as long as there are equally many.
+
+    Raises:
+        ValueError: As `load_backbone` does; if the weights are to be quantised, or the model does not say which of its
+            parts are its layers.
+    """
+    if loading.get("quantization") is not None:
+        raise ValueError("Quantised weights cannot be divided among processes: leave `quantization` out, or use DDP.")
+    autocast = precision.endswith("-mixed")
+    first = mesh.get_local_rank() == 0
+    backbone = load_backbone(**loading, device=device, autocast=autocast, with_weights=first)
+    dtypes = _dtypes(backbone, mesh)
+    policy = _mixed_precision(backbone, precision)
+    for module in (*_layers(backbone), backbone):
+        _send(module, dtypes, mesh, torch.device(device))
+        # Resharded: the loss has its gradients already, so nothing between forward and backward pass reads head and
+        # embedding; and outside of a pass all parameters are parts, whatever came before.
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    register_fsdp_forward_method(backbone, "within")
+    backbone.in_step = True
+    return backbone
+
+
+def _mixed_precision(backbone: Backbone, precision: str) -> MixedPrecisionPolicy:
+    half = any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in backbone.parameters())
+    return MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if precision == "bf16-mixed" else None,
+        reduce_dtype=torch.float32 if half or precision != "32-true" else None,
+        cast_forward_inputs=False,  # or the short log-likelihoods of a `Weighing` would be rounded
+    )
+
+
+def _layers(backbone: Backbone) -> list[nn.Module]:
+    """The decoder layers, by the classes that transformers never splits among devices."""
+    names = set(backbone.base_model._no_split_modules or ())
+    layers = [module for module in backbone.decoder.modules() if type(module).__name__ in names]
+    if not layers:
+        raise ValueError(
+            f"`{type(backbone.base_model).__name__}` does not say what its layers are (`_no_split_modules`), so that it"
+            " cannot be divided among processes: use DDP."
+        )
+    return layers
+
+
+def _dtypes(backbone: Backbone, mesh: DeviceMesh) -> dict[int, torch.dtype]:
+    """Type of each tensor, by its identity: as the first process has loaded it."""
+    tensors = [*backbone.named_parameters(), *backbone.named_buffers()]
+    sent: list[Any] = [[(name, tensor.dtype) for name, tensor in tensors]]
+    dist.broadcast_object_list(sent, src=0, group=mesh.get_group())
+    assert [name for name, _ in sent[0]] == [name for name, _ in tensors], "both are built from the same settings"
+    return {id(tensor): dtype for (_, tensor), (_, dtype) in zip(tensors, sent[0], strict=True)}
+
+
+def _send(module: nn.Module, dtypes: dict[int, torch.dtype], mesh: DeviceMesh, device: torch.device) -> None:
+    """Give all processes the tensors of a module that the first one has, except those sent before.
+
+    Tied parameters stay one: what they hold is swapped, not they themselves.
+    """
+    for parameter in module.parameters():
+        if (dtype := dtypes.pop(id(parameter), None)) is not None:
+            whole = nn.Parameter(_received(parameter, dtype, mesh, device), requires_grad=parameter.requires_grad)
+            torch.utils.swap_tensors(parameter, whole)
+    for buffer in module.buffers():
+        if (dtype := dtypes.pop(id(buffer), None)) is not None:
+            torch.utils.swap_tensors(buffer, _received(buffer, dtype, mesh, device))
+
+
+def _received(tensor: Tensor, dtype: torch.dtype, mesh: DeviceMesh, device: torch.device) -> Tensor:
+    """A copy on the device of what the first process holds."""
+    first = mesh.get_local_rank() == 0
+    whole = torch.empty(tensor.shape, dtype=dtype, device=device)
+    if first:
+        whole.copy_(tensor.detach())
+    dist.broadcast(whole, src=0, group=mesh.get_group())
+    return whole.detach()  # a tensor of its own: the communication may still hold on to the other, which is not swapped

@@ -1,0 +1,97 @@
+"""Random numbers of training that neither an interruption nor an evaluation changes."""
+
+import logging
+import random
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from typing_extensions import override
+
+from lightning_modules.training.preemption import between_steps
+
+_log = logging.getLogger(__name__)
+
+
+class RandomStates(Callback):
+    """Keeps the random states of all processes in checkpoints, so that a resumed run draws what it would have drawn.
+
+    A training batch begins with the states that the one before it has left behind, whatever was drawn meanwhile: by
+    an evaluation, by the loader of a new epoch, or by the start of a resumed run. Checkpoints hold the states behind
+    the last whole optimizer step.
+    """
+
+    def __init__(self) -> None:
+        self._states: dict[str, Any] | None = None
+        self._step_states: dict[str, Any] | None = None
+        self._disturbed = False
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        if self._disturbed and self._states is not None:
+            set_random_states(self._states)
+        self._disturbed = False
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        self._states = random_states()
+        if between_steps(trainer):
+            self._step_states = self._states
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._disturbed = True
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._disturbed = True
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """The states of all processes, by their ranks; all of them have to ask for it."""
+        states = [self._step_states or random_states()]
+        if dist.is_available() and dist.is_initialized():
+            own, states = states[0], [{}] * dist.get_world_size()
+            dist.all_gather_object(states, own)
+        return {"states": states}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        states = state_dict["states"]
+        distributed = dist.is_available() and dist.is_initialized()
+        rank, processes = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
+        if len(states) != processes:
+            _log.warning(
+                "The checkpoint is of %s processes, and these are %s: random numbers (dropout) start anew.",
+                len(states),
+                processes,
+            )
+            return
+        self._states = self._step_states = states[rank]
+        self._disturbed = True
+
+
+def random_states() -> dict[str, Any]:
+    """States of the generators of torch (CPU, and all CUDA devices in use), numpy and Python.
+
+    They are tensors, numbers, strings, lists and tuples, which `torch.load` reads with ``weights_only``.
+    """
+    name, key, *rest = np.random.get_state()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+        "numpy": [name, torch.from_numpy(np.asarray(key).astype(np.int64)), *rest],
+        "python": random.getstate(),
+    }
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    """Continue with what `random_states` gave; devices that are no more are left out."""
+    torch.set_rng_state(states["torch"].cpu())
+    for device, state in enumerate(states["cuda"][: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(state.cpu(), device)
+    name, key, *rest = states["numpy"]
+    np.random.set_state((name, key.cpu().numpy().astype(np.uint32), *rest))
+    random.setstate(states["python"])

@@ -1,0 +1,372 @@
+"""Rows longer than one device can train on: DeepSpeed Ulysses, several processes for the tokens of one row.
+
+Each process of a group holds ``T / P`` tokens of each row. Everything works on a token by itself but attention, for
+which processes exchange tokens for heads: each gets the whole row for ``1 / P`` of the heads (Jacobs et al., 2023,
+https://arxiv.org/abs/2309.14509). The exchange is that of DeepSpeed; who attends to what stays our own function's, so
+that packed documents keep apart. DeepSpeed's own way to install it, `register_with_transformers`, is not used: it
+replaces an attention function of transformers for all models of the process, and drops masks.
+"""
+
+import importlib.util
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from jsonargparse.typing import PositiveInt
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, Strategy
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from typing_extensions import override
+
+from lightning_modules.batch import IGNORE_INDEX, PackedBatch
+from lightning_modules.functional import Weighing
+from lightning_modules.models.attention import DOCUMENT_SDPA, document_attention
+from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.context_extension.patterns import PATTERNS
+from lightning_modules.models.optimizations.modes import eval_mode
+from lightning_modules.training.fsdp import FullyShardedStrategy
+
+
+class SequenceGroup:
+    """The processes that hold one row together, each an equal share of its tokens, in the order of their ranks.
+
+    All of them must do the same things in the same order.
+
+    Args:
+        processes: Those of this process's group.
+
+    Attributes:
+        size: How many they are (P).
+        rank: Which share is this process's.
+    """
+
+    def __init__(self, processes: dist.ProcessGroup) -> None:
+        import deepspeed.comm  # an optional package, and a slow one to import
+
+        self.processes = processes
+        self.size, self.rank = processes.size(), processes.rank()
+        # Over the process group that is there already.
+        deepspeed.comm.init_distributed(dist.get_backend(), auto_mpi_discovery=False, verbose=False)
+        self._exchanges: dict[tuple[int, ...], Callable[..., Any]] = {}
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """`document_attention` of whole rows, of which this process has some tokens.
+
+        Args:
+            module: The attention layer.
+            query: ``[B, H, T / P, D]``.
+            key: ``[B, H_kv, T / P, D]``.
+            value: ``[B, H_kv, T / P, D]``.
+            **kwargs: As transformers passes them on. ``document_borders`` are those of the whole rows.
+
+        Returns:
+            ``[B, T / P, H * D]`` attention output, and None for the attention weights.
+        """
+        (rows, heads, tokens, width), key_heads = query.shape, key.shape[1]
+        # Nobody below reads positions (EABF has scaled the queries already), but DeepSpeed gathers them.
+        kwargs.setdefault("position_ids", torch.zeros(rows, tokens, dtype=torch.int64, device=query.device))
+        exchange = self._exchange(rows, heads, width, key_heads)
+        with _own_groups(module):
+            return exchange(module, query, key, value, None, **kwargs)
+
+    def _exchange(self, rows: int, heads: int, width: int, key_heads: int) -> Callable[..., Any]:
+        shape = (rows, heads, width, key_heads)
+        if shape not in self._exchanges:
+            from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+            self._exchanges[shape] = UlyssesSPAttentionHF(
+                document_attention,
+                batch_size=rows,
+                attn_head_count=heads,
+                attn_head_size=width,
+                kv_head_count=key_heads,
+                num_hidden_layers=0,  # for its debugging only
+                process_group=self.processes,
+                seq_length_is_variable=True,
+            )
+        return self._exchanges[shape]
+
+    def part(self, batch: PackedBatch) -> PackedBatch:
+        """This process's share of rows that all processes of the group hold.
+
+        Args:
+            batch: ``[B, T]`` rows. Where P does not divide T, they are padded on the right.
+
+        Returns:
+            ``ceil(T / P)`` tokens of each row and one label more: the last token predicts the first one of the next
+            share, which does not count it. Document borders are those of the whole rows, with padding as a document.
+        """
+        share = -(-batch["input_ids"].shape[1] // self.size)
+        end = self.size * share
+        return PackedBatch(
+            input_ids=self._cut(batch["input_ids"], 0)[:, :share],
+            labels=self.predicted(batch["labels"], IGNORE_INDEX),
+            position_ids=self._cut(batch["position_ids"], 0)[:, :share],
+            document_borders=[[*row, end] if row[-1] < end else row for row in batch["document_borders"]],
+        )
+
+    def predicted(self, values: Tensor, fill: float) -> Tensor:
+        """``[B, ceil(T / P) + 1]`` of ``[B, T]`` per-token values, in the places of the labels of `part`.
+
+        Args:
+            values: Of tokens.
+            fill: In the places that do not count: first column and padding.
+        """
+        part = self._cut(values, fill).clone()
+        part[:, 0] = fill
+        return part
+
+    def part_of_weighing(self, weighing: Weighing) -> Weighing:
+        """The same for what decides how tokens are weighed."""
+        short, differs = weighing.short, weighing.differs
+        return weighing._replace(
+            short=None if short is None else self.predicted(short, 0),
+            differs=None if differs is None else self.predicted(differs, False),
+        )
+
+    def _cut(self, values: Tensor, fill: float) -> Tensor:
+        """The columns of this process's share and the one behind it."""
+        length = values.shape[1]
+        share = -(-length // self.size)
+        padded = values.new_full((values.shape[0], self.size * share + 1), fill)
+        padded[:, :length] = values
+        return padded[:, self.rank * share : (self.rank + 1) * share + 1]
+
+    def check_same(self, batch: PackedBatch) -> None:
+        """Raise a ``ValueError`` unless all processes of the group hold the same rows.
+
+        A data module that gives each process rows of its own would make rows whose parts have nothing to do with each
+        other, and a loss like any other.
+        """
+        content = batch["input_ids"].cpu().numpy().tobytes() + repr(batch["document_borders"]).encode()
+        checksum = zlib.crc32(content)
+        extremes = torch.tensor([checksum, -checksum], device=batch["input_ids"].device)
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self.processes)
+        if extremes.sum() != 0:
+            raise ValueError(
+                f"The {self.size} processes that share a row were given different ones: let the data module share rows"
+                " out by `trainer.distributed_sampler_kwargs`, and not by the rank of each process."
+            )
+
+    def agreed(self, number: int) -> int:
+        """The number that the first process of the group has."""
+        sent = [number]
+        dist.broadcast_object_list(sent, src=dist.get_global_rank(self.processes, 0), group=self.processes)
+        return sent[0]
+
+    def log_likelihood(self, backbone: Backbone, batch: PackedBatch) -> Tensor:
+        """Log-likelihoods of the rows of each process, which all processes of its group work out one after another.
+
+        Args:
+            backbone: The model.
+            batch: ``[B, T]`` rows of this process; the others have their own, of whatever length.
+
+        Returns:
+            ``[B, T]`` in nats, as those of `Backbone.forward`.
+        """
+        results = [self._together(backbone, rows) for rows in self._everybodys(batch)]
+        return results[self.rank]
+
+    def _everybodys(self, batch: PackedBatch) -> Iterator[PackedBatch]:
+        """The rows of each process in turn, as soon as the others are asked for."""
+        names = ("input_ids", "labels", "position_ids", "document_borders")
+        for owner in range(self.size):
+            sent = [{name: _to(batch[name], "cpu") for name in names} if owner == self.rank else None]  # type: ignore[literal-required]
+            source = dist.get_global_rank(self.processes, owner)
+            dist.broadcast_object_list(sent, src=source, group=self.processes, device=batch["input_ids"].device)
+            rows: Any = {name: _to(value, batch["input_ids"].device) for name, value in (sent[0] or {}).items()}
+            yield rows
+
+    def _together(self, backbone: Backbone, rows: PackedBatch) -> Tensor:
+        """``[B, T]`` log-likelihoods of rows that all processes hold, known to all of them."""
+        length = rows["labels"].shape[1]
+        scored = backbone(self.part(rows), exchange=self.attend)
+        share = scored.shape[1] - 1
+        whole = scored.new_zeros(len(scored), self.size * share + 1)
+        whole[:, self.rank * share : (self.rank + 1) * share + 1] = scored
+        dist.all_reduce(whole, group=self.processes)  # of which each token has one summand that is not 0
+        return whole[:, :length]
+
+    def check(self, backbone: Backbone) -> None:
+        """Compare scores of a few tokens by all processes together with those of each by itself.
+
+        Raises:
+            ValueError: If they disagree: the model is not known to do something with tokens beside attention.
+        """
+        name = type(backbone.base_model).__name__
+        if backbone.attention != DOCUMENT_SDPA:
+            raise ValueError(
+                f"Processes cannot share the rows of `{name}` with '{backbone.attention}' attention: it takes"
+                " `attn_implementation: sdpa`, and a model that keeps packed documents apart without masks."
+            )
+        rows = _made_up_rows(backbone, 5 * self.size + 2)
+        with torch.no_grad(), eval_mode(backbone):
+            alone, together = backbone(rows), self._together(backbone, rows)
+        half = backbone.base_model.dtype in (torch.bfloat16, torch.float16) or torch.is_autocast_enabled(
+            rows["input_ids"].device.type
+        )
+        error = (alone - together).abs().max().item()
+        if not error <= (0.5 if half else 0.01):
+            raise ValueError(
+                f"`{name}` gives tokens other log-likelihoods (by {error:.2g} nats) if {self.size} processes share a"
+                " row: it looks at other tokens beside its attention. Set `trainer.strategy` to one without"
+                " `sequence_parallel_size`."
+            )
+
+
+def _to(value: Any, device: torch.device | str) -> Any:
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
+@contextmanager
+def _own_groups(module: Any) -> Iterator[None]:
+    """Undo what DeepSpeed writes into a layer: passes that are not shared would repeat keys as often as these."""
+    before = getattr(module, "num_key_value_groups", None)
+    try:
+        yield
+    finally:
+        if before is not None:
+            module.num_key_value_groups = before
+
+
+def _made_up_rows(backbone: Backbone, length: int) -> PackedBatch:
+    """One row of two documents, the same in all processes."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(backbone.vocabulary_size, (1, length), generator=generator).to(backbone.device)
+    border = length - length // 3
+    labels = tokens.clone()
+    labels[:, [0, border]] = IGNORE_INDEX
+    positions = torch.cat([torch.arange(border), torch.arange(length - border)])
+    return PackedBatch(
+        input_ids=tokens,
+        labels=labels,
+        position_ids=positions.unsqueeze(0).to(backbone.device),
+        document_borders=[[0, border, length]],
+    )
+
+
+class _SharesRows(ParallelStrategy):
+    """A strategy in which groups of neighbouring processes share each training row."""
+
+    sequence_group: SequenceGroup | None = None
+
+    def __init__(self, sequence_parallel_size: PositiveInt, **kwargs: Any) -> None:
+        self.sequence_parallel_size = sequence_parallel_size
+        super().__init__(**kwargs)
+
+    def check_early(self) -> None:
+        """Refuse what can be known to fail before processes are started.
+
+        Raises:
+            ValueError: If DeepSpeed is not installed, or the processes do not form groups.
+        """
+        # Not in the constructor: the command line would report a class that it cannot make, and not say why.
+        if importlib.util.find_spec("deepspeed") is None:
+            raise ValueError("Sequence parallelism needs the package deepspeed: pip install 'deepspeed>=0.19.8'.")
+        check_processes(self.sequence_parallel_size, self.world_size)
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self.check_early()
+        self.sequence_group = SequenceGroup(dist.new_subgroups(self.sequence_parallel_size)[0])
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Who reads which rows: all processes of a group the same."""
+        size = self.sequence_parallel_size
+        return {"num_replicas": self.world_size // size, "rank": self.global_rank // size}
+
+
+class UlyssesStrategy(_SharesRows, DDPStrategy):
+    """DeepSpeed Ulysses: groups of processes share each training row; every process holds all weights.
+
+    Args:
+        sequence_parallel_size: Processes that share a row (P); a divisor of their number and of that of the model's
+            attention heads.
+        **kwargs: Arguments of Lightning's ``DDPStrategy``.
+    """
+
+
+class FullyShardedUlyssesStrategy(_SharesRows, FullyShardedStrategy):
+    """The same over FSDP2: groups of processes share each training row, and all processes the weights.
+
+    Args:
+        sequence_parallel_size: Processes that share a row (P); a divisor of their number and of that of the model's
+            attention heads.
+        **kwargs: Arguments of `FullyShardedStrategy`.
+    """
+
+
+def sequence_group(strategy: Strategy) -> SequenceGroup | None:
+    """The processes that share rows with this one; None if each has rows of its own."""
+    return strategy.sequence_group if isinstance(strategy, _SharesRows) else None
+
+
+def sequence_parallel_size(trainer: Trainer) -> int:
+    """How many processes share a row; 1 if each has rows of its own.
+
+    Raises:
+        ValueError: If DeepSpeed is not installed, or the processes do not form groups of that size.
+    """
+    if not isinstance(trainer.strategy, _SharesRows):
+        return 1
+    trainer.strategy.check_early()
+    return trainer.strategy.sequence_parallel_size
+
+
+def check_processes(size: int, processes: int) -> None:
+    """Raise a ``ValueError`` if processes do not form groups of this size."""
+    if processes % size:
+        raise ValueError(
+            f"`sequence_parallel_size` is {size}, and {processes} process(es) do not form groups of {size}: set"
+            " `trainer.devices` (times `trainer.num_nodes`) to a multiple of it."
+        )
+
+
+def check_sequence_parallelism(config: PreTrainedConfig, size: int, attn_implementation: str = "auto") -> None:
+    """Refuse a model whose rows processes cannot share.
+
+    Args:
+        config: Of the model.
+        size: Processes that share a row.
+        attn_implementation: As the user asks for it.
+
+    Raises:
+        ValueError: If the heads cannot be shared out, or attention is not plain causal attention by torch's ``sdpa``.
+    """
+    if size == 1:
+        return
+    text: Any = config.get_text_config(decoder=True)
+    heads = text.num_attention_heads
+    key_heads = getattr(text, "num_key_value_heads", None) or heads
+    if heads % size or (key_heads % size and size % key_heads):
+        raise ValueError(
+            f"`sequence_parallel_size` {size} must divide the {heads} attention heads of the model, and divide its"
+            f" {key_heads} key-value heads or be a multiple of them: set another one."
+        )
+    if attn_implementation not in ("auto", "sdpa", DOCUMENT_SDPA):
+        raise ValueError(
+            f"Processes share rows with torch's `sdpa` only, which has flash attention in it, not with"
+            f" '{attn_implementation}': set `attn_implementation: sdpa`."
+        )
+    if (pattern := (getattr(text, "rope_parameters", None) or {}).get("rope_type")) in PATTERNS:
+        raise ValueError(
+            f"The attention pattern '{pattern}' computes attention in its own way, which processes cannot share: extend"
+            " the context by 'eabf', 'abf', 'yarn' or another method without a pattern."
+        )
+    layers = set(getattr(text, "layer_types", None) or ())
+    window = None if layers else getattr(text, "sliding_window", None)
+    if window is not None or layers - {"full_attention"}:
+        kind = f"a sliding window of {window}" if window is not None else ", ".join(sorted(layers))
+        raise ValueError(
+            f"Processes cannot share the rows of a model whose layers have not only full attention ({kind}): set"
+            " `context_extension.full_attention: true` if it is a sliding window, or take another model."
+        )

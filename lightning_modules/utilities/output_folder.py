@@ -1,0 +1,101 @@
+"""A folder of results, on this machine or behind an fsspec URL, whose files appear whole or not at all."""
+
+import io
+import uuid
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO, cast
+
+import fsspec
+
+from lightning_modules.utilities.files import BUILDING, writable_folder, write_atomically
+
+
+class OutputFolder:
+    """Files of one folder, without its subfolders.
+
+    Args:
+        path: A local folder, or an fsspec URL of one such as ``s3://bucket/scores``; it need not exist.
+
+    Attributes:
+        local: The folder, if it is a local one.
+
+    Raises:
+        ValueError: If the file system of a URL is not known or needs a package that is missing.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.local: Path | None = None
+        if "://" not in path or path.startswith("file://"):
+            self.local = Path(path.removeprefix("file://")).expanduser()
+            return
+        try:
+            self._system, self._root = fsspec.url_to_fs(path)
+        except ImportError as error:
+            raise ValueError(f"'{path}' needs a package that is not installed: {error} (by `pip install`).") from error
+        except ValueError as error:
+            raise ValueError(f"'{path}' is no place to write to: {error}. Correct the address.") from error
+
+    def __str__(self) -> str:
+        return self.path
+
+    def check_writable(self) -> None:
+        """Raise a ``ValueError`` if nothing can be written there; makes the folder if need be."""
+        if self.local is not None:
+            writable_folder(self.local, remedy="Name another folder.")
+            return
+        probe = f"{self._root}/{BUILDING}{uuid.uuid4().hex}"
+        try:
+            self._system.makedirs(self._root, exist_ok=True)
+            self._system.pipe_file(probe, b"")
+            self._system.rm_file(probe)
+        except Exception as error:  # each file system has its own
+            raise ValueError(f"Cannot write to '{self.path}' ({error}). Check the address and your rights.") from error
+
+    def names(self, ending: str) -> list[str]:
+        """Names of the files with that ending, in order; unfinished ones, and those with a leading ``_``, are none."""
+        if self.local is not None:
+            found = [path.name for path in self.local.iterdir()] if self.local.is_dir() else []
+        else:
+            self._system.invalidate_cache()
+            try:
+                found = [PurePosixPath(path).name for path in self._system.ls(self._root, detail=False)]
+            except FileNotFoundError:
+                found = []
+        return sorted(name for name in found if name.endswith(ending) and not name.startswith((".", "_")))
+
+    def open(self, name: str) -> BinaryIO:
+        """The bytes of a file, to be read.
+
+        Raises:
+            FileNotFoundError: If there is none.
+        """
+        if self.local is not None:
+            return (self.local / name).open("rb")
+        return cast(BinaryIO, io.BufferedReader(self._system.open(f"{self._root}/{name}", "rb")))
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a file of which a reader sees all or nothing, also after a kill.
+
+        Raises:
+            OSError: If it cannot be written.
+        """
+        if self.local is not None:
+            write_atomically(self.local / name, content)
+            return
+        temporary = f"{self._root}/{BUILDING}{name}@{uuid.uuid4().hex}"
+        self._system.pipe_file(temporary, content)
+        self._system.mv(temporary, f"{self._root}/{name}")
+
+    def remove_unfinished(self) -> None:
+        """Remove what killed processes have left in a local folder, where nobody writes now."""
+        if self.local is not None:
+            for path in self.local.glob(f"{BUILDING}*"):
+                path.unlink(missing_ok=True)
+
+    def remove(self, name: str) -> None:
+        """Remove a file, if it is there."""
+        if self.local is not None:
+            (self.local / name).unlink(missing_ok=True)
+        elif self._system.exists(f"{self._root}/{name}"):
+            self._system.rm_file(f"{self._root}/{name}")

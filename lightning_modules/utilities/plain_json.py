@@ -1,0 +1,15 @@
+"""Values as JSON can hold them."""
+
+import math
+from typing import Any
+
+
+def plain(value: Any) -> Any:
+    """NaN is no JSON: null stands for it; what is no plain value is told as text."""
+    if isinstance(value, dict):
+        return {str(key): plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(entry) for entry in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if isinstance(value, str | int | float | bool | None) else str(value)

@@ -1,0 +1,245 @@
+"""One self-contained HTML page of a document's tokens: it fetches nothing, and runs no script but its own."""
+
+import base64
+import hashlib
+import html
+import math
+import os
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from lightning_modules.functional import long_perplexity
+from lightning_modules.scoring.alternatives import Alternatives
+from lightning_modules.scoring.key_tokens import Tokens, find_key_tokens, same_tokens
+from lightning_modules.scoring.token_scores import TokenScores
+from lightning_modules.utilities.files import write_atomically
+from lightning_modules.visualization.page.payload import (
+    STEPS_PER_NAT,
+    Vocabulary,
+    alternative_arrays,
+    pack,
+    span_arrays,
+    utf8,
+    utf8_json,
+)
+
+_SCRIPTS = ("data.js", "key_tokens.js", "blocks.js", "card.js", "charts.js", "main.js")
+
+
+class EvaluatedModel(NamedTuple):
+    """What a model that is judged by the key tokens says of a document, in its own tokens.
+
+    Attributes:
+        name: Of the model.
+        tokens: How it reads the document, in ``[M]`` tokens.
+        log_likelihood: ``[M]`` float32 given everything before the token, in nats; token 0 is not scored.
+    """
+
+    name: str
+    tokens: Tokens
+    log_likelihood: Tensor
+
+
+@dataclass(repr=False)
+class Inspection:
+    """A document with what an evaluator says of each token, as a page for people.
+
+    In a notebook it shows itself. Another pair of thresholds needs no new page: they can be moved in it.
+
+    Attributes:
+        name: Of the document.
+        text: The document.
+        evaluator: Name of the model that picks the key tokens.
+        scores: Its log-likelihoods.
+        token_texts: How each token reads that the page names, by its id.
+        alpha: Long-short difference that a key token exceeds, in nats.
+        beta: Long log-likelihood that a key token exceeds, in nats.
+        alternatives: The likeliest tokens at each position, if they are to be shown.
+        model: A model judged by the key tokens, if there is one.
+    """
+
+    name: str
+    text: str
+    evaluator: str
+    scores: TokenScores
+    token_texts: dict[int, str]
+    alpha: float = 2.0
+    beta: float = -2.0
+    alternatives: Alternatives | None = None
+    model: EvaluatedModel | None = None
+
+    def html(self) -> str:
+        """The page.
+
+        Raises:
+            ValueError: If the scores do not know the short log-likelihood of every token, or their offsets are not
+                those of the text.
+        """
+        script = f"(() => {{\n'use strict';\n{''.join(_read(name) for name in _SCRIPTS)}}})();"
+        style = _read("page.css")
+        safe = {
+            "script": script,
+            "style": style,
+            "script_hash": _source_hash(script),
+            "style_hash": _source_hash(style),
+            "scores": pack(self._arrays()),
+            "alternatives": pack(self._alternative_arrays()),
+            "model_figures": self._model_figures(),
+        }
+        shown = {name: html.escape(value) for name, value in self._shown().items()}
+        # In one pass: what a value holds is never taken for a place to be filled.
+        return re.sub(r"\[\[(\w+)\]\]", lambda place: (safe | shown)[place[1]], _read("page.html"))
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the page in one step.
+
+        Raises:
+            OSError: If the folder cannot be written to.
+        """
+        write_atomically(Path(path), self.html().encode("utf-8", errors="replace"))
+        return Path(path)
+
+    def summary(self) -> str:
+        """What the page says of the whole document, in a line."""
+        shown = self._shown()
+        parts = [f"{shown['tokens']} tokens", f"{shown['key_tokens']} key tokens ({shown['share']})"]
+        parts += [f"LongPPL {shown['longppl']}", f"perplexity {shown['perplexity']}"]
+        if self.model is not None:
+            longppl, perplexity = self._model_perplexities
+            parts.append(f"{self.model.name}: LongPPL {_perplexity(longppl)}, perplexity {_perplexity(perplexity)}")
+        return f"{self.name}: {', '.join(parts)}"
+
+    def _repr_html_(self) -> str:
+        """In a frame of its own, which may run its script and do nothing else."""
+        return (
+            '<iframe sandbox="allow-scripts" width="100%" height="760" style="border: 1px solid #8884; border-radius:'
+            f' 8px" srcdoc="{html.escape(self.html())}"></iframe>'
+        )
+
+    @property
+    def _first_short(self) -> int:
+        """The first token that has a short context; those before it see the same in both."""
+        return min(self.scores.context_length + self.scores.stride, len(self.scores.long))
+
+    @cached_property
+    def _key(self) -> Tensor:
+        return find_key_tokens(self.scores, alpha=self.alpha, beta=self.beta).mask
+
+    @cached_property
+    def _model_perplexities(self) -> tuple[float, float]:
+        assert self.model is not None
+        log_likelihood = self.model.log_likelihood
+        inside = find_key_tokens(self.scores, self.model.tokens, alpha=self.alpha, beta=self.beta).mask
+        return (
+            float(long_perplexity(log_likelihood[1:], inside[1:])),  # token 0 is not scored
+            float(long_perplexity(log_likelihood[1:], inside[1:].new_ones(len(inside) - 1))),
+        )
+
+    def _shown(self) -> dict[str, str]:
+        """What stands in the page as text."""
+        scores, key = self.scores, self._key
+        longest_short = scores.context_length + scores.stride - 1
+        return {
+            "name": self.name,
+            "evaluator": self.evaluator,
+            "context_length": f"{scores.context_length:,}",
+            "stride": f"{scores.stride:,}",
+            "longest_short": f"{longest_short:,}",
+            "alpha": f"{self.alpha:g}",
+            "beta": "" if self.beta == -math.inf else f"{self.beta:g}",
+            "beta_shown": f"{self.beta:g}",
+            "tokens": f"{len(key):,}",
+            "key_tokens": f"{int(key.sum()):,}",
+            "share": f"{100 * float(key.double().mean()):.2f} %",
+            "longppl": _perplexity(float(long_perplexity(scores.long, key))),
+            "perplexity": _perplexity(float(long_perplexity(scores.long[1:], key[1:].new_ones(len(key) - 1)))),
+            "of_evaluator": "" if self.model is None else " of evaluator",
+            "model_sentence": "" if self.model is None else f" They judge {self.model.name}.",
+        }
+
+    def _model_figures(self) -> str:
+        if self.model is None:
+            return ""
+        longppl, perplexity = map(_perplexity, self._model_perplexities)
+        return (
+            f'<div class="key"><dt>LongPPL of model</dt><dd id="model-longppl">{longppl}</dd></div>\n'
+            f"<div><dt>perplexity of model</dt><dd>{perplexity}</dd></div>"
+        )
+
+    def _arrays(self) -> dict[str, np.ndarray[Any, Any]]:
+        """All that the script needs to show the document and to count key tokens."""
+        scores, vocabulary = self.scores, self._vocabulary
+        if scores.floor > -math.inf:
+            raise ValueError(
+                f"The short log-likelihoods below a long one of {scores.floor} nats were not computed, and the page"
+                " shows all: score the text without `key_tokens_only`."
+            )
+        advance, length = span_arrays(self.text, scores.offsets)
+        arrays: dict[str, np.ndarray[Any, Any]] = {
+            "facts": utf8_json(self._facts()),
+            "text": utf8(self.text),
+            "vocabulary": utf8_json([self.token_texts[index] for index in vocabulary.ids.tolist()]),
+            "token": vocabulary.numbers(scores.token_ids),
+            "long": scores.long.numpy(),
+            "short": scores.short.numpy(),
+            "advance": advance,
+            "length": length,
+        }
+        if self.model is not None:
+            arrays["model_advance"], arrays["model_length"] = span_arrays(self.text, self.model.tokens.offsets)
+            arrays["model_long"] = self.model.log_likelihood.numpy()
+        return arrays
+
+    def _facts(self) -> dict[str, Any]:
+        return {
+            "context_length": self.scores.context_length,
+            "stride": self.scores.stride,
+            "first_short": self._first_short,
+            "alpha": self.alpha,
+            "beta": None if self.beta == -math.inf else self.beta,
+            "alternatives": 0 if self.alternatives is None else self.alternatives.long.token_ids.shape[-1],
+            "steps_per_nat": STEPS_PER_NAT,
+            "model": None if self.model is None else self.model.name,
+            "same_tokens": self._same_tokens(),
+        }
+
+    def _same_tokens(self) -> list[int] | None:
+        """Return the evaluator's tokens, from first to beyond last, that the model reads too, and the model's first."""
+        own = Tokens(self.scores.token_ids, self.scores.offsets)
+        if self.model is None or (same := same_tokens(own, self.model.tokens)) is None:
+            return None
+        return [same[0].start, same[0].stop, same[1].start]
+
+    def _alternative_arrays(self) -> dict[str, np.ndarray[Any, Any]]:
+        if self.alternatives is None:
+            return {}
+        return alternative_arrays(self.alternatives, self._vocabulary, self._first_short)
+
+    @cached_property
+    def _vocabulary(self) -> Vocabulary:
+        shown = () if self.alternatives is None else tuple(part.token_ids for part in self.alternatives)
+        return Vocabulary(self.scores.token_ids, *shown)
+
+
+def _read(name: str) -> str:
+    return (files(__package__) / name).read_text(encoding="utf-8")
+
+
+def _source_hash(source: str) -> str:
+    """What the page's content security policy says of the one script, or style, that it allows."""
+    return f"sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}"
+
+
+def _perplexity(value: float) -> str:
+    if math.isnan(value):
+        return "—"
+    if value >= 1e6:
+        return f"{value:.2e}".replace("inf", "∞")
+    return f"{value:.3f}" if value < 100 else f"{value:.1f}"

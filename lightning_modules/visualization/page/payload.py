@@ -1,0 +1,97 @@
+"""What the page knows of a document, as the arrays that its script reads."""
+
+import base64
+import json
+import re
+import zlib
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.numpy import save
+from torch import Tensor
+
+from lightning_modules.functional import LikeliestTokens
+from lightning_modules.scoring.alternatives import Alternatives
+
+STEPS_PER_NAT = 512
+"""Log-likelihoods of alternatives are shown, not counted: a step of 1/512 nat is a fifth of a percent of each."""
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def pack(arrays: Mapping[str, NDArray[np.generic]]) -> str:
+    """Named arrays as text that stands in HTML as it is: base64 of a deflated file in the format of safetensors."""
+    return base64.b64encode(zlib.compress(save(dict(arrays)))).decode("ascii")
+
+
+def utf8(text: str) -> NDArray[np.uint8]:
+    """UTF-8 of a text; a lone surrogate, which has none, becomes the replacement character."""
+    return np.frombuffer(_SURROGATE.sub("\ufffd", text).encode("utf-8"), dtype=np.uint8)
+
+
+def utf8_json(value: object) -> NDArray[np.uint8]:
+    """UTF-8 of a value as JSON."""
+    return utf8(json.dumps(value))
+
+
+def span_arrays(text: str, offsets: Tensor) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
+    """Spans of a text as a script counts them, in units of UTF-16.
+
+    Args:
+        text: The document.
+        offsets: ``[N, 2]`` spans of its characters; the starts of those that are not empty ascend.
+
+    Returns:
+        ``[N]`` distance of each start from the one before, and ``[N]`` length. A token without characters, wherever it
+        says that it stands, stands with the one before it.
+
+    Raises:
+        ValueError: If a span runs backwards, starts before the one that precedes it, or leaves the text.
+    """
+    start, stop = offsets.long().unbind(-1)
+    empty = start == stop
+    so_far = torch.where(empty, 0, start).cummax(0).values
+    wrong = (stop < start) | (start < 0) | (stop > len(text)) | (~empty & (start < so_far))
+    if wrong.any():
+        token = int(wrong.nonzero()[0])
+        raise ValueError(
+            f"`offsets` must be ascending spans of the {len(text)} characters of the text, got"
+            f" {offsets[token].tolist()} for token {token}: they are of another text."
+        )
+    start, stop = torch.where(empty, so_far, start), torch.where(empty, so_far, stop)
+    code = np.frombuffer(_SURROGATE.sub("\ufffd", text).encode("utf-32-le"), dtype="<u4")
+    units = np.concatenate([[0], np.cumsum(1 + (code >= 0x10000))])
+    starts, stops = units[start.numpy()], units[stop.numpy()]
+    return np.diff(starts, prepend=0).astype(np.uint32), (stops - starts).astype(np.uint32)
+
+
+class Vocabulary:
+    """The tokens that a page names, numbered anew: the most frequent first, so that numbers are small.
+
+    Attributes:
+        ids: ``[M]`` their ids, in that order.
+    """
+
+    def __init__(self, *parts: Tensor) -> None:
+        unique, counts = torch.cat([part.flatten() for part in parts]).unique(return_counts=True)
+        self.ids = unique[counts.argsort(descending=True, stable=True)]
+        self._sorted, self._number = self.ids.sort()
+
+    def numbers(self, ids: Tensor) -> NDArray[np.uint32]:
+        """The numbers of ids of any shape."""
+        return self._number[torch.searchsorted(self._sorted, ids.contiguous())].numpy().astype(np.uint32)
+
+
+def alternative_arrays(
+    alternatives: Alternatives, vocabulary: Vocabulary, first_short: int
+) -> dict[str, NDArray[np.generic]]:
+    """The likeliest tokens of both contexts; those of the short one only from the first token that has one."""
+    short = LikeliestTokens(*(part[first_short:] for part in alternatives.short))
+    arrays: dict[str, NDArray[np.generic]] = {}
+    for name, found in (("long", alternatives.long), ("short", short)):
+        steps = (found.log_likelihood.double() * -STEPS_PER_NAT).round().nan_to_num(65535.0).clamp(0, 65535)
+        arrays[f"{name}_token"] = vocabulary.numbers(found.token_ids)
+        arrays[f"{name}_steps"] = steps.numpy().astype(np.uint16)
+    return arrays

@@ -1,0 +1,88 @@
+"""Reports made of headings, text, tables and figures: as Markdown, and as HTML that needs no other file."""
+
+import base64
+import html
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
+table { border-collapse: collapse; margin: 1rem 0; font-size: 13px; font-variant-numeric: tabular-nums; }
+th, td { border-bottom: 1px solid #ddd; padding: .25rem .6rem; text-align: left; vertical-align: top; }
+th { border-bottom: 2px solid #888; } img { max-width: 100%; } .wide { overflow-x: auto; }
+"""
+_CODE = re.compile(r"`([^`]+)`")
+
+
+class Heading(NamedTuple):
+    """A heading of the second level."""
+
+    text: str
+
+
+class Table(NamedTuple):
+    """Cells as text."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+class Picture(NamedTuple):
+    """A figure by its name."""
+
+    name: str
+    caption: str
+
+
+Block = Heading | Table | Picture | str
+
+
+def markdown(title: str, blocks: Sequence[Block]) -> str:
+    """The report as Markdown."""
+    lines = [f"# {title}\n"]
+    for block in blocks:
+        match block:
+            case Heading(text):
+                lines.append(f"## {text}\n")
+            case Table():
+                lines.append(f"{as_markdown_table(block)}\n")
+            case Picture(name, caption):
+                lines.append(f"![{caption}](figures/{name}.svg)\n\n{caption}\n")
+            case text:
+                lines.append(f"{text}\n")
+    return "\n".join(lines)
+
+
+def as_markdown_table(table: Table) -> str:
+    """The table as Markdown."""
+    cells = [table.head, ["---"] * len(table.head), *table.rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in cells)
+
+
+def as_html(title: str, blocks: Sequence[Block], pictures: dict[str, str]) -> str:
+    """The report as one HTML file with the figures in it."""
+    parts = [f"<h1>{html.escape(title)}</h1>"]
+    for block in blocks:
+        match block:
+            case Heading(text):
+                parts.append(f"<h2>{html.escape(text)}</h2>")
+            case Table(head, rows):
+                body = "".join(f"<tr>{_cells(row, 'td')}</tr>" for row in rows)
+                parts.append(f'<div class="wide"><table><tr>{_cells(head, "th")}</tr>{body}</table></div>')
+            case Picture(name, caption):
+                content = base64.b64encode(pictures[name].encode()).decode()
+                image = f'<img alt="{html.escape(caption)}" src="data:image/svg+xml;base64,{content}">'
+                parts.append(f"<figure>{image}<figcaption>{html.escape(caption)}</figcaption></figure>")
+            case text:
+                parts.append(f"<p>{_inline(text)}</p>")
+    head = f'<meta charset="utf-8"><title>{html.escape(title)}</title><style>{_STYLE}</style>'
+    return f"<!doctype html><html lang=en><head>{head}</head><body>{''.join(parts)}</body></html>\n"
+
+
+def _cells(row: Sequence[str], tag: str) -> str:
+    return "".join(f"<{tag}>{_inline(cell)}</{tag}>" for cell in row)
+
+
+def _inline(text: str) -> str:
+    return _CODE.sub(r"<code>\1</code>", html.escape(text))

@@ -1,0 +1,166 @@
+"""Documents and tokens as Markdown that passes TensorBoard's sanitiser, whatever is in the text.
+
+It takes away colours and keeps bold, tables and links with a title: `[token](# "shown under the mouse")`.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_modules.visualization.tensorboard.scored_document import ScoredDocument, printable
+
+STEPS = ((4.0, "█"), (2.0, "▆"), (1.0, "▄"), (0.5, "▂"))
+"""How a long-short difference above so many nats looks."""
+
+HELP = "**Key tokens** are bold, with numbers under the mouse. LSD above 0.5, 1, 2, 4 nats: ▂ ▄ ▆ █; below -0.5: ▿."
+
+
+def escaped(text: str) -> str:
+    """Text that Markdown and HTML leave as it is: all that could mean something becomes a numbered entity."""
+    return "".join(
+        character if character.isalnum() or character == " " or ord(character) > 127 else f"&#{ord(character)};"
+        for character in printable(text)
+    )
+
+
+def probability(log_likelihood: float) -> str:
+    """For people: ``12.3%``, and powers of ten for what is rare.
+
+    Example:
+        >>> probability(-1.0), probability(-10.0)
+        ('36.8%', '5e-05')
+    """
+    value = math.exp(log_likelihood)
+    return f"{value:.1%}" if value >= 0.001 else f"{value:.0e}"
+
+
+def excerpts_markdown(document: ScoredDocument, *, tokens: int, title: str) -> str:
+    """The parts of a document around its key tokens.
+
+    Args:
+        document: With the scores of one model.
+        tokens: Of all parts together, at most.
+        title: What stands above, plain text.
+
+    Returns:
+        Markdown.
+    """
+    parts = document.excerpts(tokens)
+    shown = sum(stop - start for start, stop in parts)
+    lines = [f"**{escaped(title)}**", f"{shown:,} of {len(document.long):,} tokens. {HELP}"]
+    for start, stop in parts:
+        running = "".join(escaped(gap) + _marked(document, i, piece) for i, gap, piece in document.pieces(start, stop))
+        lines.append(f"*tokens {start:,} to {stop - 1:,}:* {running}")
+    return "\n\n".join(lines)
+
+
+def helped_markdown(documents: Sequence[ScoredDocument], *, count: int = 20) -> str:
+    """A table of the tokens that the long context helps most, with their probabilities.
+
+    Args:
+        documents: With the scores of one model.
+        count: Rows, at most.
+
+    Returns:
+        Markdown; the last column says how many tokens before the same token stood for the last time.
+    """
+    found = [(float(document.lsd[i]), document, i) for document in documents for i in document.most_helped(count)]
+    found.sort(key=lambda entry: -entry[0])
+    rows = [
+        [
+            _snippet(document, index),
+            probability(float(document.long[index])),
+            probability(float(document.short[index])),
+            f"{lsd:.2f}",
+            "yes" if document.key[index] else "",
+            f"{distance:,}" if (distance := document.distance(index)) else "never",
+            escaped(f"{document.name}, token {index:,}"),
+        ]
+        for lsd, document, index in found[:count]
+    ]
+    return _table(
+        ["token", "long context", "short context", "LSD (nats)", "key token", "last seen, tokens ago", "where"], rows
+    )
+
+
+def learned_markdown(
+    document: ScoredDocument, long_then: Tensor, *, then: int, judge: ScoredDocument | None = None, count: int = 20
+) -> str:
+    """A table of how the probabilities of key tokens change in training.
+
+    Args:
+        document: With the scores of the model in training, now.
+        long_then: ``[N]`` its long log-likelihoods at an earlier step, in nats.
+        then: That step.
+        judge: The document with the scores of the evaluator, whose key tokens these are.
+        count: Rows, at most: those that the evaluator's (else the model's) long context helps most.
+
+    Returns:
+        Markdown.
+    """
+    chosen = _by_judge(document, judge)[:count] if judge else document.key_tokens(count)
+    change = document.long - long_then
+    rows = [
+        [
+            _snippet(document, index),
+            probability(float(long_then[index])),
+            probability(float(document.long[index])),
+            f"{float(change[index]):+.2f} {_glyph(float(change[index]))}",
+            probability(float(document.short[index])) if document.long[index] != document.short[index] else "",
+        ]
+        for index in sorted(chosen)
+    ]
+    table = _table(
+        ["key token", f"probability at step {then:,}", "probability now", "change (nats)", "now, in the short context"],
+        rows,
+    )
+    if not document.key.any():
+        return "This document has no key token."
+    mean_then, mean_now = float(long_then[document.key].mean()), float(document.long[document.key].mean())
+    return (
+        f"{int(document.key.sum()):,} key tokens; geometric mean of their probabilities at step {then:,}:"
+        f" {probability(mean_then)}, now: {probability(mean_now)}.\n\n{table}"
+    )
+
+
+def _by_judge(document: ScoredDocument, judge: ScoredDocument) -> list[int]:
+    """Key tokens of the model by the evaluator's long-short difference at their first character."""
+    starts, reach = document.offsets[:, 0].contiguous(), judge.offsets[:, 1].cummax(0).values
+    owners = torch.searchsorted(reach, starts, right=True).clamp(max=len(reach) - 1)
+    found = [(float(judge.lsd[owners[index]]), index) for index in document.key.nonzero()[:, 0].tolist()]
+    return [index for _, index in sorted(found, key=lambda entry: -entry[0])]
+
+
+def _marked(document: ScoredDocument, index: int, piece: str) -> str:
+    """A token in running text; what is bold must begin and end with something that can be seen."""
+    lsd = float(document.lsd[index])
+    if not document.key[index] or not piece.strip():
+        return escaped(piece) + _glyph(lsd)
+    word = piece.strip()
+    before, after = piece.split(word, 1)
+    long, short = probability(float(document.long[index])), probability(float(document.short[index]))
+    tip = f"LSD {lsd:.2f} nats, long {long}, short {short}"
+    return f'{escaped(before)}**[{escaped(word)}](# "{tip}")**{_glyph(lsd)}{escaped(after)}'
+
+
+def _glyph(lsd: float) -> str:
+    if lsd < -STEPS[-1][0]:
+        return "▿"
+    return next((glyph for above, glyph in STEPS if lsd > above), "")
+
+
+def _snippet(document: ScoredDocument, index: int, before: int = 60, after: int = 20) -> str:
+    start, end = document.offsets[index].tolist()
+    token = document.text[start:end]
+    word = token.strip() or "\N{OPEN BOX}"
+    inner = start + len(token) - len(token.lstrip())
+    left = document.text[max(inner - before, 0) : inner]
+    right = document.text[start + len(token.rstrip()) : end + after] if token.strip() else document.text[end:][:after]
+    return f"{escaped(left)}**{escaped(word)}**{escaped(right)}"
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -1,0 +1,254 @@
+"""`longce reproduce TABLE` as a user runs it: tiny models under the real code path."""
+
+import json
+import multiprocessing
+import os
+import signal
+
+import pytest
+
+from benchmarks.reproduction.tables import measuring as tables_measuring
+from benchmarks.reproduction.tables import ours as tables_ours
+from benchmarks.reproduction.tables.results import read_results
+from lightning_modules.commands.cli.main import main
+from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
+from lightning_modules.scoring.score import ScoredModel, score
+from tests.conftest import make_text, tiny_model
+
+LENGTHS = {"context_length": 48, "stride": 16}
+ALPHA, BETA = 0.5, -6.0  # random models find no key tokens at 2 and -2
+
+
+@pytest.fixture(autouse=True)
+def _thresholds(monkeypatch):
+    monkeypatch.setattr(tables_measuring, "THRESHOLDS", ((ALPHA, BETA),))
+    monkeypatch.setattr(tables_ours, "DEFAULT", tables_measuring.threshold_name(ALPHA, BETA))
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory):
+    """A test split in which the second and third document are long enough."""
+    lines = [json.dumps({"id": f"r{words}", "report": make_text(words, seed=words)}) for words in (10, 60, 70, 80)]
+    file = tmp_path_factory.mktemp("reports") / "test.jsonl"
+    file.write_text("\n".join(lines))
+    return file
+
+
+@pytest.fixture(scope="module")
+def third_dir(tmp_path_factory, tokenizer):
+    folder = tmp_path_factory.mktemp("third")
+    tiny_model("mistral", len(tokenizer), seed=5).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def reproduce(reports, model_dir, tmp_path):
+    """Runs the command on two documents of 100 to 150 tokens; returns its exit status."""
+
+    def run(table, *options, output="one", **settings):
+        values = {"documents": 2, "min_tokens": 100, "max_tokens": 150, "dtype": "float32", **LENGTHS} | settings
+        words = [word for name, value in values.items() for word in (f"--{name}", str(value))]
+        words += ["--data.path", str(reports), "--data.tokenizer", str(model_dir), "--output", str(tmp_path / output)]
+        try:
+            main(["reproduce", table, *options, *words])
+        except SystemExit as stopped:
+            return stopped.code
+        return 0
+
+    return run
+
+
+def table(folder, name="table5"):
+    return json.loads((folder / f"{name}.json").read_text())["cells"]
+
+
+def by_hand(folder, model, evaluator, reports):
+    """LongPPL and perplexity of each document by `longce score`."""
+    tokenizer = load_tokenizer(str(model))
+    files = []
+    for line in reports.read_text().splitlines()[1:3]:
+        text = encode_document(json.loads(line)["report"], tokenizer, max_tokens=150)["text"][0]
+        files.append(folder / f"{len(files)}.txt")
+        files[-1].write_text(text)
+    return score([str(file) for file in files], str(model), str(evaluator), alpha=ALPHA, beta=BETA, **LENGTHS)
+
+
+def mean(result, key, weight):
+    """Of documents, weighted."""
+    rows = result["documents"]
+    return sum(row[key] * weight(row) for row in rows) / sum(map(weight, rows))
+
+
+def test_numbers_are_those_of_longce_score(reproduce, tmp_path, model_dir, evaluator_dir, reports, capsys):
+    options = ["--models", f"mine={model_dir}", "--evaluators", f"Llama-3.1-8B={evaluator_dir}"]
+    assert reproduce("table5", *options) == 0
+    assert "| Mixtral-8x7B-32k | 2.08 / | 2.50 / | 1.74 / | 3.67 / |" in capsys.readouterr().out
+    assert reproduce("table5-package", *options) == 0
+    expected = by_hand(tmp_path, model_dir, evaluator_dir, reports)
+    assert expected["key_tokens"] > 5
+    cells = table(tmp_path / "one")["mine"]
+    longppl = mean(expected, "longppl", lambda row: row["key_tokens"])
+    assert cells["Llama-3.1-8B"]["ours"] == pytest.approx(longppl, rel=1e-6)
+    assert cells["PPL"]["ours"] == pytest.approx(mean(expected, "perplexity", lambda row: row["tokens"] - 1), rel=1e-6)
+    cells = table(tmp_path / "one", "table5-package")["mine"]
+    assert cells["Llama-3.1-8B"]["ours"] == pytest.approx(expected["longppl"], rel=1e-6)
+    assert cells["PPL"]["ours"] == pytest.approx(expected["perplexity"], rel=1e-6)
+
+
+def test_each_model_as_its_own_evaluator(reproduce, tmp_path, model_dir, reports):
+    assert reproduce("table6", "--models", f"Yi={model_dir}") == 0
+    expected = mean(by_hand(tmp_path, model_dir, model_dir, reports), "longppl", lambda row: row["key_tokens"])
+    cell = table(tmp_path / "one", "table6")["Yi-6B-200k"]["LongPPL"]
+    assert cell == {"paper": 1.75, "ours": pytest.approx(expected, rel=1e-6)}
+
+
+def test_two_machines_a_broken_model_and_a_second_try(
+    reproduce, tmp_path, model_dir, third_dir, evaluator_dir, monkeypatch
+):
+    judge = ["--evaluators", f"E={evaluator_dir}"]
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    assert reproduce("table5", "--models", f"broken={broken}", f"M={model_dir}", *judge, output="one") == 1
+    assert reproduce("table5", "--models", f"N={third_dir}", *judge, output="two") == 0
+    assert reproduce("table5", "--merge", str(tmp_path / "two"), output="one") == 1
+    cells = table(tmp_path / "one")
+    assert cells["N"] == table(tmp_path / "two")["N"]
+    assert cells["M"]["PPL"]["ours"] > 1
+    assert "broken" not in cells
+    (failure,) = json.loads((tmp_path / "one" / "table5.json").read_text())["failed"]
+    assert failure.startswith("broken by E: ValueError: The tokenizer")
+    for file in third_dir.iterdir():
+        (broken / file.name).write_bytes(file.read_bytes())
+    loaded = []
+    original = ScoredModel.log_likelihood
+    monkeypatch.setattr(
+        ScoredModel, "log_likelihood", lambda self, row: (loaded.append(self.name), original(self, row))[1]
+    )
+    assert reproduce("table5", "--models", f"broken={broken}", f"M={model_dir}", *judge, output="one") == 0
+    assert set(loaded) == {str(broken)}  # M is not measured again
+    assert table(tmp_path / "one")["broken"]["PPL"]["ours"] == cells["N"]["PPL"]["ours"]
+
+
+def test_running_out_of_memory_is_one_models_failure(reproduce, tmp_path, model_dir, third_dir, monkeypatch, capsys):
+    original = ScoredModel.log_likelihood
+
+    def out_of_memory(self, row):
+        if self.name == str(model_dir):
+            raise MemoryError("CUDA out of memory")
+        return original(self, row)
+
+    monkeypatch.setattr(ScoredModel, "log_likelihood", out_of_memory)
+    options = ["--models", f"M={model_dir}", f"N={third_dir}", "--evaluators", f"E={third_dir}"]
+    assert reproduce("table5", *options) == 1
+    assert "Not measured: M by E: MemoryError: CUDA out of memory" in capsys.readouterr().out
+    assert table(tmp_path / "one")["N"]["PPL"]["ours"] > 1
+
+
+def test_an_evaluator_that_fails_leaves_the_others(reproduce, tmp_path, model_dir, evaluator_dir, capsys):
+    options = ["--models", f"M={model_dir}", "--evaluators", f"none={tmp_path}", f"Llama-3.1-8B={evaluator_dir}"]
+    assert reproduce("table5", *options) == 1
+    assert "Not measured: M by none: evaluator: ValueError" in capsys.readouterr().out
+    assert table(tmp_path / "one")["M"]["Llama-3.1-8B"]["ours"] > 1
+
+
+def killed_at_the_third_pass(reproduce, options):
+    passes = []
+    original = ScoredModel.log_likelihood
+
+    def log_likelihood(self, row):
+        passes.append(row)
+        if len(passes) == 3:  # one model is done, the other in the middle
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(self, row)
+
+    ScoredModel.log_likelihood = log_likelihood
+    reproduce("table5", *options)
+
+
+def test_after_a_kill_it_goes_on_with_the_next_model(
+    reproduce, tmp_path, model_dir, third_dir, evaluator_dir, monkeypatch
+):
+    options = ["--models", f"M={model_dir}", f"N={third_dir}", "--evaluators", f"E={evaluator_dir}"]
+    process = multiprocessing.get_context("fork").Process(target=killed_at_the_third_pass, args=(reproduce, options))
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    assert set(read_results([tmp_path / "one"])) == {("M", "E")}
+    scored = []
+    original = ScoredModel.log_likelihood
+    monkeypatch.setattr(
+        ScoredModel, "log_likelihood", lambda self, row: (scored.append(self.name), original(self, row))[1]
+    )
+    monkeypatch.setattr("lightning_modules.scoring.evaluator.load_backbone", None)  # what it said is on disk
+    assert reproduce("table5", *options) == 0
+    assert scored == [str(third_dir)] * 2
+    assert set(read_results([tmp_path / "one"])) == {("M", "E"), ("N", "E")}
+
+
+def test_correlations_with_scores_of_ones_own(reproduce, tmp_path, model_dir, third_dir, evaluator_dir, capsys):
+    scores = tmp_path / "scores.csv"
+    scores.write_text("model,LongBench,RULER\nM,30,1\nN,20,\nO,50,3\n")
+    models = [f"M={model_dir}", f"N={third_dir}", f"O={evaluator_dir}"]
+    options = ["--models", *models, "--evaluators", f"E={evaluator_dir}", "--scores", str(scores)]
+    assert reproduce("table11", *options) == 0
+    assert "Ours are by E, over 3 models: M, N, O." in capsys.readouterr().out
+    cells = table(tmp_path / "one", "table11")
+    assert -1 <= cells["PPL"]["LongBench"]["ours"] <= 1
+    assert cells["PPL"]["RULER"] == {"paper": 0.27, "ours": None}
+
+
+def test_times_of_evaluator_and_model(reproduce, tmp_path, model_dir, evaluator_dir):
+    assert (
+        reproduce("table12", "--models", f"Mistral={model_dir}", "--evaluators", f"Llama-3.1-8B={evaluator_dir}") == 0
+    )
+    cells = table(tmp_path / "one", "table12")["Mistral-7B-32k"]
+    assert 0 < cells["PPL"]["ours"] < cells["LongPPL (Llama-3.1-8B)"]["ours"]
+    assert cells["LongPPL (Qwen2-72B-Instruct)"] == {"paper": 56.4, "ours": None}
+
+
+def test_training_tables_print_commands_or_scores(reproduce, tmp_path, capsys):
+    assert reproduce("table10") == 0
+    assert capsys.readouterr().out.count("longce fit") == 2
+    (tmp_path / "scores.json").write_text(json.dumps({"A-CE-200": {"MMLU": 41.25}}))
+    assert reproduce("table10", "--scores", str(tmp_path / "scores.json")) == 0
+    assert "| +CE (baseline) | 40.8 / 41.2 |" in capsys.readouterr().out
+
+
+def test_accuracies_by_prompt_length_come_from_scores(reproduce, tmp_path, capsys):
+    (tmp_path / "scores.csv").write_text("model,LongEval 2k\nCLEX,80\n")
+    assert reproduce("table9", "--scores", str(tmp_path / "scores.csv")) == 0
+    assert "| CLEX-7B-64k: LongEval accuracy | 82.00 / 80.00 | 34.00 / |" in capsys.readouterr().out
+
+
+def test_bad_input_is_refused_before_any_model_is_loaded(
+    reproduce, tmp_path, model_dir, evaluator_dir, monkeypatch, capsys
+):
+    one = ["--models", f"M={model_dir}", "--evaluators", f"E={evaluator_dir}"]
+    assert reproduce("table5", *one) == 0
+    monkeypatch.setattr("lightning_modules.scoring.score.load_backbone", None)
+    monkeypatch.setattr("lightning_modules.scoring.evaluator.load_backbone", None)
+    refusals = [
+        ("No table 'table13'", ("table13",), {}),
+        ("and `miniature` with tiny models", ("tabel5",), {}),
+        ("'Mistrol' is no model of the paper", ("table5", "--models", "Mistrol"), {}),
+        ("must be different names", ("table5", "--models", "Yi", "Yi-6B-200k"), {}),
+        ("each model is its own evaluator", ("table6", "--evaluators", "Llama-3.1-8B"), {}),
+        ("was measured with `stride` = 16", ("table5", *one), {"stride": 32}),
+        ("the model of 'M' by 'E' is", ("table5", "--models", f"M={evaluator_dir}", *one[2:]), {}),
+        ("the evaluator of 'M' by 'E' is", ("table5", *one[:2], "--evaluators", f"E={model_dir}"), {}),
+        ("Only 3 of the documents have 100 tokens, and 9", ("table5", *one), {"documents": 9}),
+        ("No results in", ("table5", "--merge", str(tmp_path / "nowhere")), {}),
+        ("No results at 'nowhere.csv'", ("table1", "--scores", "nowhere.csv"), {}),
+        ("no models to train", ("table5", "--run"), {}),
+        ('"context_length"', ("table5", *one), {"context_length": 0}),
+    ]
+    capsys.readouterr()
+    for expected, arguments, settings in refusals:
+        assert reproduce(*arguments, **settings) == 2, expected
+        assert expected in capsys.readouterr().err
+
+
+def test_list(capsys):
+    main(["reproduce", "--list"])
+    assert len(capsys.readouterr().out.splitlines()) == 13

@@ -1,0 +1,95 @@
+import json
+import math
+
+import pytest
+
+from benchmarks.reproduction.tables.results import (
+    DocumentResult,
+    Result,
+    file_name,
+    read_result,
+    read_results,
+    result_path,
+)
+from benchmarks.reproduction.tables.times import EvaluatorTimes, mean_seconds, read_times
+
+SETTINGS = {"stride": 16, "documents": 2}
+
+
+def result(model="M", evaluator="E", settings=SETTINGS, failure=None, total=-6.0):
+    documents = [
+        DocumentResult("a", 10, 2.0, {"hard": (total, 3.0), "none": (0.0, 0.0)}),
+        DocumentResult("b", 20, 1.0, {"hard": (-1.0, 1.0), "none": (0.0, 0.0)}),
+    ]
+    return Result(model, evaluator, settings, {"model_path": "x"}, [] if failure else documents, failure)
+
+
+def test_both_averages_by_hand():
+    assert result().value("hard", "tokens") == pytest.approx(math.exp(7 / 4))
+    assert result().value("hard", "documents") == pytest.approx((3 * math.exp(2) + math.exp(1)) / 4)
+    assert math.isnan(result().value("none", "tokens"))
+    assert math.isnan(result().value("unknown", "documents"))
+
+
+def test_what_is_written_is_read(tmp_path):
+    result(model="some/model one").save(tmp_path)
+    (read,) = read_results([tmp_path]).values()
+    assert read.value("hard", "tokens") == result().value("hard", "tokens")
+    assert (read.model, read.documents[1].name) == ("some/model one", "b")
+
+
+def test_other_names_are_other_files():
+    names = ["a/b", "a-b", "a b", "..", ".", "Mistral Large 2", "mine"]
+    files = {file_name(name) for name in names}
+    assert len(files) == len(names)
+    assert not any("/" in name or name.startswith(".") for name in files)
+    assert file_name("Qwen2-7B-128k") == "Qwen2-7B-128k"
+
+
+def test_folders_are_merged_and_success_goes_before_failure(tmp_path):
+    one, two, three = (tmp_path / name for name in "123")
+    result(failure="out of memory").save(one)
+    result(model="N").save(one)
+    result().save(two)
+    result(total=-60.0).save(three)
+    merged = read_results([one, two, three])
+    assert set(merged) == {("M", "E"), ("N", "E")}
+    assert merged["M", "E"].value("hard", "tokens") == result().value("hard", "tokens")
+
+
+def test_a_failure_leaves_what_was_measured(tmp_path):
+    result().save(tmp_path)
+    result(failure="later").save(tmp_path)
+    assert read_results([tmp_path])["M", "E"].failure is None
+
+
+def test_other_settings_are_refused_by_name(tmp_path):
+    result().save(tmp_path / "1")
+    result(model="N", settings=SETTINGS | {"stride": 32}).save(tmp_path / "2")
+    with pytest.raises(ValueError, match=r"N/E\.json' was measured with `stride` = 32.*M/E\.json' has 16"):
+        read_results([tmp_path / "1", tmp_path / "2"])
+    with pytest.raises(ValueError, match=r"`documents` = 2, and this command has 3"):
+        read_results([tmp_path / "1"], SETTINGS | {"documents": 3})
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[]", '{"format": "other"}', '{"format": "longce-reproduce-1"}'])
+def test_damaged_files_are_named(tmp_path, content):
+    path = result_path(tmp_path, "M", "E")
+    path.parent.mkdir(parents=True)
+    path.write_text(content)
+    with pytest.raises(ValueError, match=r"M/E\.json' is no result"):
+        read_result(path)
+
+
+def test_the_first_time_measured_counts_for_nothing(tmp_path):
+    assert mean_seconds([None, 9.0, 1.0, None, 3.0]) == 2.0
+    assert math.isnan(mean_seconds([None, 9.0]))
+    times = EvaluatorTimes("E/x", SETTINGS)
+    times.add(9.0)
+    times.save(tmp_path / "empty")
+    times.add(1.5)
+    times.save(tmp_path / "full")
+    assert not (tmp_path / "empty").exists()
+    assert read_times([tmp_path / "empty", tmp_path / "full"], "E/x") == 1.5
+    assert math.isnan(read_times([tmp_path], "E/x"))
+    json.loads(next((tmp_path / "full" / "evaluators").iterdir()).read_text())

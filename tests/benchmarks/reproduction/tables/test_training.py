@@ -1,0 +1,148 @@
+import contextlib
+import io
+import shlex
+import shutil
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from benchmarks.reproduction.tables.published import find_table, published
+from benchmarks.reproduction.tables.training import CONFIGS, Run, carry_out, script, table_runs
+from lightning_modules.commands.cli.main import main
+
+ALL = sorted({run for name in published()["tables"] for run in find_table(name).runs.values()})
+
+
+def longce(words, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["longce", *words])
+    main()
+
+
+def parsed(words, monkeypatch):
+    with pytest.raises(SystemExit), contextlib.redirect_stdout(io.StringIO()) as printed:
+        longce([*words, "--print_config"], monkeypatch)
+    return yaml.safe_load(printed.getvalue())
+
+
+SETTINGS = {  # objective, model, extension, short context, stride, data, rows a step on 8 GPUs, learning rate
+    "A-CE": ("CrossEntropy", "Llama-2-7b-hf", "eabf", 4096, 1024, "PG19DataModule", 64, 2e-5),
+    "A-LongCE-K1k-d1k": ("LongCE", "Llama-2-7b-hf", "eabf", 1024, 1024, "PG19DataModule", 64, 2e-5),
+    "A-LongCE-K4k-d4k": ("LongCE", "Llama-2-7b-hf", "eabf", 4096, 4096, "PG19DataModule", 64, 2e-5),
+    "A-LongCE-K4k-d512": ("LongCE", "Llama-2-7b-hf", "eabf", 4096, 512, "PG19DataModule", 64, 2e-5),
+    "B-LongCE": ("LongCE", "Llama-2-7b-hf", "pi", 4096, 1024, "PG19DataModule", 64, 2e-5),
+    "C-CE": ("CrossEntropy", "Llama-2-7b-hf", "eabf", 4096, 1024, "PileArxivDataModule", 8, 2e-5),
+    "Mistral-LongCE": ("LongCE", "Mistral-7B-v0.1", "eabf", 4096, 1024, "PileArxivDataModule", 8, 1e-6),
+    "Llama-2-13B-CE": ("CrossEntropy", "Llama-2-13b-hf", "eabf", 4096, 1024, "PileArxivDataModule", 8, 2e-5),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_commands_mean_what_the_paper_says(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(CONFIGS.parent)
+    config = parsed(Run(name, (50, 100, 200), tmp_path).fit().words, monkeypatch)
+    model, data, trainer = config["model"], config["data"], config["trainer"]
+    rows = 8 * trainer["accumulate_grad_batches"] * data["init_args"].get("batch_size", 1)
+    found = (
+        model["objective"]["class_path"].rpartition(".")[2],
+        model["pretrained_model_name_or_path"].rpartition("/")[2],
+        model["context_extension"]["method"],
+        model["context_length"],
+        model["stride"],
+        data["class_path"].rpartition(".")[2],
+        rows,
+        model["optimizer"]["init_args"]["lr"],
+    )
+    assert found == SETTINGS[name]
+    assert model["optimizer"]["init_args"]["betas"] == [0.9, 0.95]
+    assert model["optimizer"]["init_args"]["weight_decay"] == 0.0
+    assert model["context_extension"]["target_length"] == data["init_args"]["sequence_length"] == 32768
+    assert trainer["max_steps"] == 200
+    if "LongCE" in name:
+        assert model["objective"]["init_args"]["gamma"] == 5.0
+    assert (model["lr_scheduler"]["init_args"]["start_factor"], model["lr_scheduler"]["init_args"]["total_iters"]) == (
+        0.05,
+        19,  # 20 steps of warm-up, and a constant rate from then on: weights after 50 steps are those of a run of 50
+    )
+
+
+def test_every_run_has_configs_that_exist():
+    for entry in published()["runs"].values():
+        assert all((CONFIGS / "experiments" / f"{layer}.yaml").is_file() for layer in entry["configs"])
+
+
+def test_runs_of_a_table_and_their_steps(tmp_path):
+    runs = {run.name: run.steps for run in table_runs(find_table("table3"), tmp_path)}
+    assert runs == dict.fromkeys(("A-CE", "A-LongCE", "B-CE", "B-LongCE", "C-CE", "C-LongCE"), (50, 100, 200))
+    assert {run.name: run.steps for run in table_runs(find_table("table8"), tmp_path)} == runs
+    assert [(run.name, run.steps) for run in table_runs(find_table("table10"), tmp_path)] == [
+        ("A-CE", (200,)),
+        ("A-LongCE", (200,)),
+    ]
+    assert len(table_runs(find_table("table7"), tmp_path)) == 5
+
+
+def test_the_script_passes_over_what_is_done(tmp_path):
+    table = find_table("table10")
+    text = script(table_runs(table, tmp_path / "my runs", ["--trainer.devices", "2"]), table)
+    bin_folder = tmp_path / "bin"
+    bin_folder.mkdir()
+    (bin_folder / "longce").write_text(f'#!/bin/sh\necho "$*" >> "{tmp_path}/calls"\n')
+    (bin_folder / "longce").chmod(0o755)
+    done = tmp_path / "my runs" / "models" / "A-CE-200" / "config.json"
+    done.parent.mkdir(parents=True)
+    done.touch()
+    shell = shutil.which("sh")
+    subprocess.run([shell, "-c", text], check=True, env={"PATH": f"{bin_folder}:/usr/bin:/bin"})
+    calls = [shlex.split(line)[:1] for line in (tmp_path / "calls").read_text().splitlines()]
+    assert calls == [["fit"], ["fit"], ["export"]]
+    assert "--trainer.devices 2" in (tmp_path / "calls").read_text()
+
+
+@pytest.fixture
+def debug_run(tmp_path, model_dir, corpus):
+    """Setting A as a run of two steps with a tiny model, whose weights are kept after each."""
+    for split, text in (("train", "".join(corpus[:3])), ("validation", corpus[4])):
+        (tmp_path / "books" / split).mkdir(parents=True)
+        (tmp_path / "books" / split / "1.txt").write_text(text)
+    data = {"path": str(tmp_path / "books"), "tokenizer": str(model_dir), "sequence_length": 128}
+    keep = {"filename": "weights-{step}", "auto_insert_metric_name": False, "monitor": "step", "save_top_k": -1}
+    keep |= {"every_n_train_steps": 1, "save_weights_only": True}
+    kept = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": keep}
+    own = tmp_path / "own.yaml"
+    trainer = {"callbacks": [kept], "enable_progress_bar": False}
+    own.write_text(
+        yaml.safe_dump({"data": {"class_path": "datamodules.PG19DataModule", "init_args": data}, "trainer": trainer})
+    )
+    options = ("-c", "configs/debug.yaml", "-c", str(own))
+    return Run("A-LongCE", (1, 2), tmp_path / "out", options)
+
+
+def test_a_tiny_run_is_trained_and_exported(debug_run, monkeypatch):
+    monkeypatch.chdir(CONFIGS.parent)
+    assert carry_out([debug_run], lambda words: longce(words, monkeypatch)) == []
+    for step in (1, 2):
+        assert (debug_run.output / "models" / f"A-LongCE-{step}" / "model.safetensors").is_file()
+    assert carry_out([debug_run], None) == []  # nothing is left to do
+
+
+def test_a_run_that_fails_is_named_and_the_next_goes_on(tmp_path):
+    calls = []
+
+    def call(words):
+        calls.append(words[0])
+        if str(tmp_path / "runs" / "A-CE") in " ".join(words) or "A-CE" in words:
+            raise subprocess.CalledProcessError(1, "longce")
+
+    failed = carry_out(table_runs(find_table("table10"), tmp_path), call)
+    assert len(failed) == 1
+    assert failed[0].startswith("A-CE: ")
+    assert calls == ["fit", "fit", "export"]
+
+
+def test_the_plan_of_a_run_has_the_options_of_plan(tmp_path, capsys, monkeypatch):
+    words = shlex.split(Run("A-LongCE", (200,), tmp_path, ("-c", "configs/debug.yaml")).plan())
+    monkeypatch.chdir(CONFIGS.parent)
+    longce(words[1:], monkeypatch)
+    assert "A100" in capsys.readouterr().out

@@ -1,0 +1,200 @@
+"""The benchmarks run: at sizes that say nothing about speed."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import make_text
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    def run(name, *options):
+        spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setattr(sys, "argv", [name, *map(str, options)])
+        spec.loader.exec_module(module)
+        if name == "against_authors":
+            monkeypatch.setitem(module.SHAPES, "S", {**module.SHAPES["S"], "hidden_size": 64, "num_hidden_layers": 1})
+        module.main()
+        return [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()]
+
+    return run
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="memory is read from Linux's /proc")
+def test_against_the_authors(run):
+    sizes = ("--lengths", 96, 160, "--vocabularies", 200, "--context_length", 32, "--stride", 16, "--rounds", 1)
+    table = run("against_authors", *sizes, "--floor")
+    rows = [line for line in table if line[0].startswith("S V=200") and len(line) > 1]
+    assert len(rows) == 2 * (6 + hasattr(torch.nn.functional, "linear_cross_entropy"))
+    for row in rows:
+        if row[1].startswith("score"):
+            agreement, keys = row[-1].rsplit(", key tokens ", 1)
+            assert float(agreement.rpartition(" ")[2]) < 1e-5
+            theirs, ours = map(int, keys.split(" / "))
+            assert theirs == ours > 3
+        elif ": our " not in row[1]:
+            assert float(row[-1].rpartition(" ")[2]) < 1e-5
+    assert any("memory ~ n^" in line[0] for line in table)
+    assert sum("floor" in line[0] and "measured" in line[0] for line in table) == 2 * 4
+
+
+def test_corpus_against_the_authors_loop(run):
+    sizes = ("--lengths", 20, 80, "--vocabulary", 200, "--width", 32, "--layers", 1, "--batch_tokens", 256)
+    windows = ("--context_length", 16, "--stride", 8)
+    table = run("corpus", "--documents", 4, "--rounds", 1, *sizes, *windows)
+    rows = [line for line in table if line[0].startswith(("authors", "longce predict"))]
+    assert len(rows) == 3
+    assert all(float(row[2]) > 0 and float(row[3]) < 1e-5 for row in rows)
+
+
+def test_rehearsal_of_the_gpu_table(run):
+    sizes = ("--layers", 1, "--vocabulary", 200, "--lengths", 64, "--context_length", 16, "--stride", 8)
+    table = run("on_gpu", *sizes, "--device", "cpu", "--attention", "sdpa")
+    names = [line[2] for line in table if line[0] == "sdpa"]
+    assert names == [
+        "perplexity: one pass",
+        "LongPPL, evaluator = model",
+        "CE step, full",
+        "LongCE step, full",
+        "CE step, selective",
+        "LongCE step, selective",
+    ]
+
+
+def test_cheaper_weights_of_a_model(run, model_dir, evaluator_dir, tmp_path):
+    (tmp_path / "text.txt").write_text(make_text(80))
+    thresholds = ("--alpha", 0.3, "--beta", -6.0, "--context_length", 32, "--stride", 8, "--draws", 3)
+    files = ("--model", model_dir, "--evaluator", evaluator_dir, "--files", tmp_path / "text.txt")
+    table = {line[0]: line for line in run("cheaper_weights", *files, *thresholds)}
+    assert float(table["short_dtype: bfloat16"][1]) > 0.99
+    assert float(table["stride = context_length = 32"][1]) > 0.5
+    assert float(table["cross entropy"][1]) < float(table["short_dtype: bfloat16"][1])
+    assert any("weights stored by evaluator" in name for name in table)
+
+
+def test_extended_contexts(run):
+    options = ("--seeds", 1, "--base_steps", 2, "--steps", 2, "--questions", 3, "--methods", "none", "eabf")
+    rows = [line for line in run("extended_contexts", *options) if line[0] in ("none", "eabf")]
+    assert [row[0] for row in rows] == ["none", "eabf"] * 2
+    for row in rows:
+        shares = [float(cell.split()[0]) for cell in row[1:]]
+        assert len(shares) == 4
+        assert all(0 <= share <= 1 for share in shares)
+
+
+def test_data_pipeline(run, model_dir, tmp_path):
+    for number in range(6):
+        (tmp_path / f"{number}.txt").write_text(make_text(300, seed=number))
+    sizes = ("--sequence_length", 64, "--processes", 1, "--rounds", 1, "--workers", 0, "--read_seconds", 0.05)
+    files = ("--texts", tmp_path, "--tokenizer", model_dir)
+    table = {line[0]: line for line in run("data_pipeline", *files, *sizes, "--synthetic_gb", 0.0002)}
+    assert float(table["datasets / ours"][1]) > 0
+    assert float(table["0 workers"][2]) == pytest.approx(4 * float(table["0 workers"][3]), abs=3)
+    assert float(table["0.0002 GB"][1]) > 50
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from Linux's /proc")
+def test_soak(run):
+    table = run("soak", "--minutes", 0.6, "--steps", 4, "--every", 0.5)
+    minutes = [line for line in table if line[0].isdigit()]
+    assert len(minutes) == 1
+    _, _, memory, files, threads, _ = map(int, minutes[0])
+    assert min(memory, files, threads) > 0
+    assert "Too short to say anything." in table[-1]
+
+
+def test_what_a_soak_says_of_growth():
+    spec = importlib.util.spec_from_file_location("soak", FOLDER / "soak.py")
+    soak = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(soak)
+
+    def samples(megabytes=lambda minute: 500.0, files=lambda minute: 20):
+        return [soak.Sample(60 * m, 1000 * m, megabytes(m), files(m), 9, 1) for m in range(30)]
+
+    assert soak.verdict(samples()).startswith("Flat: resident memory +0.00 MB")
+    assert soak.verdict(samples(lambda minute: 500 + 100 * (minute < 8))).startswith("Flat")
+    assert soak.verdict(samples(lambda minute: 500 + 3 * minute)).startswith("NOT FLAT: resident memory +3.00 MB")
+    assert soak.verdict(samples(files=lambda minute: 20 + minute // 20)).endswith("more at the end: files.")
+    assert soak.verdict(samples(files=lambda minute: 20 + 3 * (minute == 25))).startswith("Flat")
+
+
+def test_equal_compute(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    import equal_compute
+    import recall_lab
+
+    ids = recall_lab.documents(3, length=200, slot=6, seed=1)
+    far, answers = recall_lab.recalled(ids, beyond=40), recall_lab.recalled(ids, beyond=0)
+    names = {index: word for word, index in recall_lab.token_ids().items()}
+    for row, place in answers.nonzero().tolist():
+        words = [names[index] for index in ids[row, :place].tolist()]
+        assert words[-2] == "recall"
+        last = max(index for index, word in enumerate(words) if word == names[ids[row, place].item()])
+        assert words[last - 1] == words[-1], "the value of the field that is asked for"
+        assert far[row, place] == (place - last > 40)
+    assert 0 < far.sum() < answers.sum()
+
+    costs = dict.fromkeys(equal_compute.SETTINGS, 1.0) | {"LongCE": 2.0, "LongCE, first third": 2.0, "scoring": 0.5}
+    assert equal_compute.steps_within("CE", costs, 60.0) == 60
+    assert equal_compute.steps_within("LongCE", costs, 60.0) == 30
+    assert equal_compute.steps_within("LongCE, first third", costs, 60.0) == 45
+    assert equal_compute.steps_within("stored weights", costs, 60.0) == 60
+    assert equal_compute.steps_within("stored weights, with their scoring", costs, 60.0) == 40
+
+
+def test_paired_tests_of_equal_compute(monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    import equal_compute
+
+    assert equal_compute.sign_flip_p([1.0, 2.0, 3.0]) == 2 / 8
+    assert equal_compute.sign_flip_p([1.0, -1.0, 1.0, -1.0]) == 1
+    # Differences of Student's sleep data (1908), whose paired t is 4.0621 and p 0.002833.
+    t, p = equal_compute.t_test([1.2, 2.4, 1.3, 1.3, 0.0, 1.0, 1.8, 0.8, 4.6, 1.4])
+    assert t == pytest.approx(4.0621, abs=1e-4)
+    assert p == pytest.approx(0.002833, abs=1e-6)
+
+
+def test_equal_compute_end_to_end(run, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    import recall_lab
+
+    monkeypatch.setattr(recall_lab, "LENGTH", 288)  # a window of K = d = 128 beside the first
+    monkeypatch.setattr(recall_lab, "ROWS", 1)
+    state = recall_lab.new_model(288, 500.0).state_dict()
+    monkeypatch.setattr(recall_lab, "trained_base", lambda folder, seed: state)
+    monkeypatch.setattr(recall_lab, "trained_evaluator", lambda folder, base, steps: recall_lab.long_model(base))
+    options = ("--output", tmp_path, "--quick", "--steps", 4, "--documents", 8)
+    table = run("equal_compute", *options)
+    rows = [line for line in table if line[0].startswith(("CE (", "LongCE", "stored"))]
+    assert rows[-4][0].startswith("CE (")
+    files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.json")}
+    assert len(files) > 20
+    run("equal_compute", *options)
+    assert files == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.json")}, "what is there is read"
+
+
+def test_recall_tasks_of_a_model_that_has_hardly_learnt(run, tmp_path):
+    sizes = ("--trained_lengths", 160, "--lengths", 160, 224, "--samples", 1, "--depths", 2)
+    table = run("recall_tasks", "--output", tmp_path, "--cpu_seconds", 1, *sizes)
+    assert sum(line[0].startswith("passkey") for line in table) == 2
+    for name in ("random", "trained"):
+        assert (tmp_path / f"{name}_scores" / "figures" / "heat_map.svg").is_file()
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_a_model_recalls_in_texts_as_long_as_those_it_learnt_from_and_not_beyond(run, tmp_path):
+    table = run("recall_tasks", "--output", tmp_path, "--mode", "teacher_forced", "--lengths", 208, 1024)
+    rows = [line[0].split() for line in table if line[0].startswith("passkey")]
+    (random_inside, random_beyond), (inside, beyond) = ((float(row[1]), float(row[4])) for row in rows)
+    assert random_inside == random_beyond == 0
+    assert inside > 90
+    assert beyond < 40

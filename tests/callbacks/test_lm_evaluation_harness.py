@@ -1,0 +1,111 @@
+import json
+import random
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader
+
+from callbacks import LMEvaluationHarness
+from lightning_modules.long_context_lm import LongContextLM
+from lightning_modules.models.loading import load_backbone
+from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
+from lightning_modules.objectives import CrossEntropy
+from lightning_modules.tasks.harness.evaluation import evaluate_task
+from lightning_modules.tasks.harness.model import HarnessModel
+from lightning_modules.tasks.harness.tasks import TaskLoader
+from tests.conftest import make_text
+from tests.support.harness_tasks import write_tasks
+
+
+@pytest.fixture(scope="module")
+def task_dir(tmp_path_factory):
+    return write_tasks(tmp_path_factory.mktemp("tasks"))
+
+
+@pytest.fixture(autouse=True)
+def _datasets_elsewhere(tmp_path_factory, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
+
+
+def make_trainer(callback, tmp_path, **settings):
+    return Trainer(
+        accelerator="cpu",
+        logger=CSVLogger(tmp_path / str(len(list(tmp_path.iterdir())))),
+        callbacks=[callback],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        default_root_dir=tmp_path,
+        **settings,
+    )
+
+
+@pytest.fixture
+def rows(tokenizer):
+    documents = [encode_document(make_text(30, seed=seed), tokenizer, name=f"{seed}") for seed in range(4)]
+    return DataLoader(documents, batch_size=None)
+
+
+@pytest.mark.parametrize("stage", ["validate", "test"])
+def test_logs_what_the_tasks_give(model_dir, task_dir, tmp_path, rows, stage):
+    callback = LMEvaluationHarness(["both", "rolling"], include_path=str(task_dir), limit=4, log_samples=True)
+    trainer = make_trainer(callback, tmp_path)
+    (logged,) = getattr(trainer, stage)(LongContextLM(str(model_dir)), rows, verbose=False)
+    model = HarnessModel(load_backbone(str(model_dir)), load_tokenizer(str(model_dir)))
+    loader = TaskLoader(["both", "rolling"], include_path=str(task_dir))
+    tasks = {**loader.load("both").tasks, **loader.load("rolling").tasks}
+    expected = {name: evaluate_task(model, name, task, limit=4)["metrics"] for name, task in tasks.items()}
+    assert logged["harness/choice/acc_norm"] == pytest.approx(expected["choice"]["acc_norm,none"])
+    assert logged["harness/rolling/bits_per_byte"] == pytest.approx(expected["rolling"]["bits_per_byte,none"], rel=1e-5)
+    mean = (expected["choice"]["acc,none"] + expected["letter"]["acc,none"]) / 2
+    assert logged["harness/both/acc"] == pytest.approx(mean)
+    (samples,) = tmp_path.rglob("harness/step-0/letter.jsonl")
+    lines = samples.read_text().splitlines()
+    assert len(lines) == 4
+    assert json.loads(lines[0])["arguments"]
+
+
+def test_training_goes_on_as_if_nobody_had_asked(model_dir, task_dir, tmp_path, rows, monkeypatch):
+    steps = []
+    monkeypatch.setattr(
+        LMEvaluationHarness,
+        "_ask",
+        lambda self, trainer, module, ask=LMEvaluationHarness._ask: (
+            steps.append(trainer.global_step) or ask(self, trainer, module)
+        ),
+    )
+
+    def train(callbacks):
+        torch.manual_seed(0)
+        random.seed(5)
+        module = LongContextLM(str(model_dir), CrossEntropy(), model_config={"attention_dropout": 0.5}, dtype="float64")
+        callback = callbacks or LMEvaluationHarness(["letter"], include_path=str(task_dir), every_n_steps=100)
+        trainer = make_trainer(callback, tmp_path, max_steps=4, accumulate_grad_batches=2, max_epochs=2)
+        trainer.fit(module, rows)
+        return module, trainer, (random.random(), float(torch.rand(())))
+
+    asked = LMEvaluationHarness(["letter"], include_path=str(task_dir), every_n_steps=2, limit=2)
+    with_tasks, trainer, states = train(asked)
+    assert steps == [2, 4]
+    assert with_tasks.backbone.training
+    logged = trainer.logger.experiment.metrics_keys
+    assert {"harness/letter/acc", "harness/seconds"} <= set(logged)
+    without, _, expected = train(None)
+    assert steps == [2, 4]
+    assert states == expected
+    for one, other in zip(with_tasks.parameters(), without.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_bad_arguments_are_refused(model_dir, task_dir, tmp_path, rows, monkeypatch):
+    with pytest.raises(ValueError, match="`tasks` must be a list of names, got 'letter'"):
+        LMEvaluationHarness("letter")
+    away = LMEvaluationHarness(["away"], include_path=str(task_dir))
+    monkeypatch.setattr(LongContextLM, "configure_model", None)  # no model is loaded by then
+    with pytest.raises(ValueError, match="The data of the task 'away'"):
+        make_trainer(away, tmp_path).validate(LongContextLM(str(model_dir)), rows)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="install the extra `eval`"):
+        LMEvaluationHarness(["letter"])

@@ -1,0 +1,473 @@
+"""Documents of a corpus: found, shared out, read and tokenised."""
+
+import gzip
+import json
+import multiprocessing
+import os
+import socket
+import time
+from collections import Counter
+from datetime import timedelta
+from itertools import chain
+from types import SimpleNamespace
+
+import fsspec
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+
+from datamodules import DocumentCorpus
+from datamodules.corpus.files import CorpusColumns, find_corpus
+from datamodules.corpus.stream import CorpusLoader, shares
+from datamodules.sources import documents as sources
+from datamodules.sources.locations import RemoteFile
+from lightning_modules.batch import IGNORE_INDEX, Origin
+from lightning_modules.scoring.score_shards import Written
+
+COLUMNS = CorpusColumns("text", None, ())
+
+
+def write_parquet(path, rows, group=3, **columns):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pyarrow.parquet.write_table(pyarrow.table({"text": rows, **columns}), path, row_group_size=group)
+
+
+def write_lines(path, *records, packed=False):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = b"".join((line if isinstance(line, bytes) else json.dumps(line).encode()) + b"\n" for line in records)
+    path.write_bytes(gzip.compress(lines) if packed else lines)
+
+
+def all_of(files):
+    """Every document by file and row; of a broken one the error."""
+    read = chain.from_iterable(files.read(part, lambda _: True) for part in files.parts)
+    return {(origin.file, origin.row): origin.error or text for origin, text in read}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_parquet(tmp_path / "c" / "web" / "a.parquet", [f"a b {n}" for n in range(8)])
+    write_lines(tmp_path / "c" / "b.jsonl", {"text": "a b c"}, b"  ", {"text": "b"})
+    write_lines(tmp_path / "c" / "z.json.gz", {"text": "c"}, packed=True)
+    (tmp_path / "c" / "t.txt").write_text("a a a")
+    return tmp_path / "c"
+
+
+def test_files_of_all_kinds_are_named_from_the_folder_on(folder):
+    found = all_of(find_corpus([str(folder)], COLUMNS))
+    assert found == {
+        **{("web/a.parquet", row): f"a b {row}" for row in range(8)},
+        ("b.jsonl", 0): "a b c",
+        ("b.jsonl", 2): "b",
+        ("z.json.gz", 0): "c",
+        ("t.txt", 0): "a a a",
+    }
+    for pattern, names in {
+        f"{folder}/**/*.parquet": {"web/a.parquet"},
+        f"{folder}/web/*": {"a.parquet"},
+        f"{folder}/t.txt": {"t.txt"},
+    }.items():
+        assert set(find_corpus([pattern], COLUMNS).names) == names
+    twice = find_corpus([str(folder), f"{folder}/*.txt"], COLUMNS)
+    assert len(twice.names) == 4, "a file that is named twice is there once"
+    write_parquet(folder / "other" / "a.parquet", ["x"])
+    with pytest.raises(ValueError, match=r"Two files are called 'a.parquet'.*above both"):
+        find_corpus([f"{folder}/web", f"{folder}/other"], COLUMNS)
+
+
+def test_row_numbers_go_on_through_large_row_groups(tmp_path):
+    write_parquet(tmp_path / "a.parquet", [f"a {n}" for n in range(70)], group=40)
+    files = find_corpus([str(tmp_path)], COLUMNS)
+    assert [(part.first, part.rows) for part in files.parts] == [(0, 40), (40, 30)]
+    assert all_of(files) == {("a.parquet", row): f"a {row}" for row in range(70)}
+
+
+def test_remote_files_are_named_in_the_same_way(folder, tmp_path):
+    root = f"memory:/{tmp_path}/c"
+    for path in folder.rglob("*.*"):
+        with fsspec.open(f"{root}/{path.relative_to(folder)}", "wb") as stream:
+            stream.write(path.read_bytes())
+    local, remote = find_corpus([str(folder)], COLUMNS), find_corpus([root], COLUMNS)
+    assert all(isinstance(file, RemoteFile) for file in remote.files)
+    assert all_of(remote) == all_of(local)
+    assert set(find_corpus([f"{root}/web/*.parquet"], COLUMNS).names) == {"a.parquet"}
+
+
+def test_keys_and_columns(tmp_path):
+    write_parquet(
+        tmp_path / "p" / "a.parquet",
+        ["x", "y"],
+        id=[7, None],
+        year=pyarrow.array([1900, 2000], pyarrow.int16()),
+        meta=[{"set": "A"}, None],
+    )
+    files = find_corpus([str(tmp_path / "p")], CorpusColumns("text", "id", ("year", "meta.set")))
+    assert files.column_types == {"year": pyarrow.int16(), "meta.set": pyarrow.string()}
+    (first, text), (second, _) = files.read(files.parts[0], lambda _: True)
+    assert (first, text) == (Origin("7", "a.parquet", 0, {"year": 1900, "meta.set": "A"}), "x")
+    assert (second.key, second.error.endswith("no key in 'id'.")) == ("a.parquet:1", True)
+    write_lines(tmp_path / "p" / "b.jsonl", {"text": "z", "id": "q", "year": 3, "meta": {"set": ["B"]}})
+    files = find_corpus([str(tmp_path / "p")], CorpusColumns("text", "id", ("year", "meta.set")))
+    assert set(files.column_types.values()) == {pyarrow.string()}
+    ((origin, _),) = files.read(files.parts[-1], lambda _: True)
+    assert origin == Origin("q", "b.jsonl", 0, {"year": "3", "meta.set": '["B"]'})
+
+
+def test_columns_that_are_not_there_or_differ(tmp_path):
+    write_parquet(tmp_path / "a.parquet", ["x"], n=[1])
+    with pytest.raises(ValueError, match=r"a.parquet: no column 'm.n', only \['n', 'text'\]"):
+        find_corpus([str(tmp_path)], CorpusColumns("text", None, ("m.n",)))
+    write_parquet(tmp_path / "b.parquet", ["x"], n=["1"])
+    with pytest.raises(ValueError, match=r"b.parquet: column 'n' is of string, and of int64 in other files"):
+        find_corpus([str(tmp_path)], CorpusColumns("text", None, ("n",)))
+    (tmp_path / "b.parquet").write_bytes(b"PAR1 and no more")
+    with pytest.raises(ValueError, match=r"b.parquet.*damaged"):
+        find_corpus([str(tmp_path)], COLUMNS)
+    with pytest.raises(FileNotFoundError):
+        find_corpus([str(tmp_path / "none")], COLUMNS)
+
+
+def test_files_in_which_all_documents_would_fail_are_refused_at_once(tmp_path):
+    """A wrong name of a column, and not a million rows with an error."""
+    write_lines(tmp_path / "a.jsonl", {"content": "x", "id": 1}, b"{torn", {"content": "y"})
+    with pytest.raises(ValueError, match=r"first 3 lines of .*a.jsonl .* field 'text', only \['content', 'id'\]"):
+        find_corpus([str(tmp_path)], COLUMNS)
+    with pytest.raises(ValueError, match="field 'key'"):
+        find_corpus([str(tmp_path)], CorpusColumns("content", "key", ()))
+    assert len(all_of(find_corpus([str(tmp_path)], CorpusColumns("content", "id", ())))) == 3
+    (tmp_path / "a.jsonl").write_text(json.dumps([{"text": "an array"}], indent=1))
+    with pytest.raises(ValueError, match="is a JSON object"):
+        find_corpus([str(tmp_path)], COLUMNS)
+    (tmp_path / "a.jsonl").write_text("\n")
+    write_parquet(tmp_path / "b.parquet", [1, 2])
+    with pytest.raises(ValueError, match=r"b.parquet: column 'text' is of int64, and no text"):
+        find_corpus([str(tmp_path)], COLUMNS)
+    for kind in (pyarrow.large_string(), pyarrow.string_view(), pyarrow.dictionary("int32", "string")):
+        write_parquet(tmp_path / "b.parquet", pyarrow.array(["x"], kind))
+        assert all_of(find_corpus([str(tmp_path)], COLUMNS)) == {("b.parquet", 0): "x"}
+
+
+def test_one_file_of_many_in_which_all_documents_would_fail_is_refused_at_once(tmp_path):
+    for number in range(70):  # more than the files whose lines are measured
+        write_lines(tmp_path / "c" / f"{number:02}.jsonl", b"{torn", {"text": "x"})
+    write_lines(tmp_path / "c" / "07.jsonl", {"body": "x", "id": 1}, b"{torn")
+    write_lines(tmp_path / "c" / "09.jsonl", {"body": "x"})
+    message = (
+        r"first 2 lines of .*07\.jsonl \(and of 1 other files\) .* 'text', only \['body', 'id'\].*data\.text_column"
+    )
+    with pytest.raises(ValueError, match=message):
+        find_corpus([str(tmp_path)], COLUMNS)
+    assert len(all_of(find_corpus([str(tmp_path)], COLUMNS, lenient=True))) == 68 * 2 + 3
+    (tmp_path / "c" / "07.jsonl").write_text("")  # nothing fails in an empty file
+    (tmp_path / "c" / "09.jsonl").unlink()
+    find_corpus([str(tmp_path)], COLUMNS)
+    write_parquet(tmp_path / "c" / "p.parquet", pyarrow.array([None] * 4, pyarrow.string()), content=["x"] * 4)
+    with pytest.raises(
+        ValueError, match=r"p\.parquet: column 'text' holds nulls only; the file also has \['content'\]"
+    ):
+        find_corpus([str(tmp_path)], COLUMNS)
+    write_parquet(tmp_path / "c" / "p.parquet", [None, None, None, "x"], content=["x"] * 4)
+    write_parquet(tmp_path / "c" / "q.parquet", pyarrow.array([], pyarrow.string()))
+    find_corpus([str(tmp_path)], COLUMNS)
+
+
+def test_one_broken_document_of_any_length_does_not_speak_for_its_file(tmp_path):
+    write_lines(tmp_path / "a.jsonl", *[b"{" + b"x" * 300_000] * 7, {"text": "x"})
+    assert len(all_of(find_corpus([str(tmp_path)], COLUMNS))) == 8
+
+
+def test_files_without_text_pass_only_where_all_failures_are_allowed(tmp_path, word_tokenizer):
+    write_lines(tmp_path / "a.jsonl", {"body": "x"})
+    write_lines(tmp_path / "b.jsonl", {"text": "x"})
+    with pytest.raises(ValueError, match=r"a\.jsonl"):
+        DocumentCorpus(str(tmp_path), tokenizer=word_tokenizer, allowed_failures=0.99).setup("predict")
+    DocumentCorpus(str(tmp_path), tokenizer=word_tokenizer, allowed_failures=1).setup("predict")
+
+
+def test_a_source_is_a_file_or_the_folder_of_text_files():
+    corpus = DocumentCorpus("x")
+    files = {"a.jsonl": "a.jsonl", "web/a.parquet": "web/a.parquet", "books/1.txt": "books", "2.txt.gz": "."}
+    assert {file: corpus.source(file) for file in files} == files
+
+
+def test_a_broken_document_keeps_its_key_and_columns(tmp_path):
+    write_parquet(tmp_path / "a.parquet", ["fine", None], id=["p", "q"], n=[1, 2])
+    files = find_corpus([str(tmp_path)], CorpusColumns("text", "id", ("n",)))
+    _, (broken, _) = files.read(files.parts[0], lambda _: True)
+    assert (broken.key, broken.columns) == ("q", {"n": 2})
+    assert "no text" in broken.error
+
+
+def test_keys_and_columns_that_no_table_takes_are_reasons(tmp_path):
+    """Half a surrogate pair, which JSON can spell, and durations that Python has not: Arrow refuses the whole shard."""
+    write_lines(tmp_path / "a.jsonl", *({"text": "x", "id": key, "s": key} for key in ("fine", "\ud800")))
+    for columns in (CorpusColumns("text", "id", ()), CorpusColumns("text", None, ("s",))):
+        files = find_corpus([str(tmp_path)], columns)
+        (fine, _), (broken, _) = files.read(files.parts[0], lambda _: True)
+        assert fine.error is None
+        assert "half a surrogate pair" in broken.error
+        assert broken.key == "a.jsonl:1"
+    (tmp_path / "a.jsonl").unlink()
+    write_parquet(tmp_path / "b.parquet", ["x"], long=pyarrow.array([2**62], pyarrow.duration("s")))
+    files = find_corpus([str(tmp_path)], CorpusColumns("text", None, ("long",)))
+    ((broken, _),) = files.read(files.parts[0], lambda _: True)
+    assert "too large" in broken.error
+    with open(os.fsencode(tmp_path) + b"/\xff.txt", "w") as stream:
+        stream.write("x")
+    with pytest.raises(ValueError, match=r"The name of '\\udcff.txt'"):
+        find_corpus([str(tmp_path)], COLUMNS)
+
+
+def test_lines_are_counted_by_their_length(tmp_path, word_tokenizer):
+    for number in range(50):
+        write_lines(tmp_path / f"{number}.jsonl", *({"text": "a" * 40} for _ in range(100)))
+    (tmp_path / "t.txt").write_text("a")
+    corpus = DocumentCorpus(str(tmp_path), tokenizer=word_tokenizer, num_workers=0)
+    versions = find_corpus(corpus.files, COLUMNS).versions()
+    done = {"3.jsonl": np.arange(60), "t.txt": np.array([0])}
+    written = Written(done, {name: versions[name] for name in done}, {}, {}, 1)
+    attached(corpus, Keeper(written)).setup("predict")
+    assert corpus.expected() == 5000 - 60
+
+
+def test_broken_rows_have_a_reason_and_the_others_are_read(tmp_path):
+    write_lines(
+        tmp_path / "a.jsonl", {"text": "fine"}, b"{torn", {"text": 3}, {"title": "x"}, b'"text"', {"text": "last"}
+    )
+    (tmp_path / "b.txt").write_bytes(b"caf\xe9")
+    write_parquet(tmp_path / "c.parquet", ["fine", None, "\n"])
+    found = all_of(find_corpus([str(tmp_path)], COLUMNS))
+    assert found[("a.jsonl", 0)] == "fine"
+    assert found[("a.jsonl", 5)] == "last"
+    for place, reason in {
+        ("a.jsonl", 1): "malformed JSON",
+        ("a.jsonl", 2): "must be a string, got int",
+        ("a.jsonl", 3): "no text in 'text', only ['title']",
+        ("a.jsonl", 4): "expected a JSON object",
+        ("b.txt", 0): "not UTF-8",
+        ("c.parquet", 1): "no text in 'text'",
+    }.items():
+        assert reason in found[place]
+    assert found[("c.parquet", 2)] == "\n"
+
+
+def test_a_line_that_is_too_long_is_one_row(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "LARGEST_DOCUMENT", 40)
+    write_lines(tmp_path / "a.jsonl", {"text": "a"}, {"text": "b" * 200}, {"text": "c"})
+    found = all_of(find_corpus([str(tmp_path)], COLUMNS))
+    assert list(found) == [("a.jsonl", 0), ("a.jsonl", 1), ("a.jsonl", 2)]
+    assert "more than 40 bytes" in found[("a.jsonl", 1)]
+    assert found[("a.jsonl", 2)] == "c"
+
+
+@given(
+    st.lists(st.integers(0, 50), min_size=0, max_size=40),
+    st.integers(1, 7),
+    st.lists(st.floats(0.1, 1e9), min_size=40, max_size=40),
+)
+def test_together_the_streams_read_each_row_once(rows, streams, sizes):
+    taken = Counter()
+    loads = []
+    for stream in range(streams):
+        own = shares(sizes[: len(rows)], stream, streams)
+        for part, first, step in own:
+            taken.update((part, row) for row in range(rows[part]) if row % step == first)
+        loads.append(sum(sizes[part] / step for part, _, step in own))
+    assert taken == Counter({(part, row): 1 for part, count in enumerate(rows) for row in range(count)})
+    if rows:
+        assert max(loads) - min(loads) <= max(sizes[: len(rows)]) * 1.001
+
+
+class OwnStrategy:
+    """Of processes that are asked one after the other."""
+
+    def __init__(self, decisions):
+        self.decisions = iter(decisions)
+
+    def reduce_boolean_decision(self, decision, all):
+        assert all
+        return decision and next(self.decisions)
+
+
+def test_settings_of_the_data_module(folder, word_tokenizer):
+    corpus = DocumentCorpus(str(folder / "b.jsonl"), tokenizer=word_tokenizer, num_workers=0, max_tokens=2)
+    corpus.setup("predict")
+    (first, second) = list(corpus.predict_dataloader())
+    assert first["text"] == ["a b"]
+    assert first["origins"] == [Origin("b.jsonl:0", "b.jsonl", 0, {}, truncated=True)]
+    assert first["labels"].tolist() == [[IGNORE_INDEX, 2]]
+    assert second["origins"][0].truncated is False
+    assert corpus.delivered() == (2, True, [])
+    assert corpus.expected() == 2
+    skipping = DocumentCorpus(
+        [str(folder)], tokenizer=word_tokenizer, num_workers=0, max_tokens=2, overlong="skip", batch_tokens=100
+    )
+    skipping.setup("predict")
+    (batch,) = list(skipping.predict_dataloader())
+    errors = {origin.file: origin.error for origin in batch["failed"]}
+    assert errors["t.txt"] == "left out: 3 tokens are more than `max_tokens` = 2"
+    assert {origin.key for origin in batch["origins"]} == {"b.jsonl:2", "z.json.gz:0"}
+    assert skipping.scoring_settings()["max_tokens"] == 2
+    assert skipping.scoring_settings()["tokenizer"] == corpus.scoring_settings()["tokenizer"]
+
+
+class Keeper:
+    def __init__(self, written):
+        self._written = written
+
+    def written(self):
+        return self._written
+
+
+class Broadcast:
+    """Of processes that come here one after the other, the first one first."""
+
+    value = None
+
+    def broadcast(self, value):
+        self.value = self.value or value
+        return self.value
+
+
+def attached(corpus, *callbacks, strategy=None, rank=0, world_size=1):
+    """As a trainer's."""
+    strategy = strategy or Broadcast()
+    corpus.trainer = SimpleNamespace(callbacks=callbacks, strategy=strategy, global_rank=rank, world_size=world_size)
+    return corpus
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_each_document_comes_once_to_one_process(folder, word_tokenizer, world_size, workers):
+    seen, expected, strategy = [], 0, Broadcast()
+    for rank in range(world_size):
+        corpus = DocumentCorpus(f"{folder}/web", tokenizer=word_tokenizer, num_workers=workers)
+        attached(corpus, strategy=strategy, rank=rank, world_size=world_size).setup("predict")
+        expected += corpus.expected()
+        batches = list(CorpusLoader(corpus.stream, num_workers=workers))
+        assert all(len(batch["origins"]) == 1 for batch in batches)
+        seen += [origin.row for batch in batches for origin in batch["origins"]]
+    assert sorted(seen) == list(range(8))
+    assert abs(expected - 8) <= world_size
+
+
+def test_what_is_done_is_left_out_before_it_is_tokenised(folder, word_tokenizer, monkeypatch):
+    corpus = DocumentCorpus(f"{folder}/**/*.*", tokenizer=word_tokenizer, num_workers=0)
+    versions = find_corpus(corpus.files, COLUMNS).versions()
+    done = {"web/a.parquet": np.array([0, 1, 2, 4]), "b.jsonl": np.array([2]), "t.txt": np.array([0])}
+    written = Written(done, {name: versions[name] for name in done}, {}, {}, 1)
+    attached(corpus, object(), Keeper(written)).setup("predict")
+    read = []
+    monkeypatch.setattr(corpus.stream, "make_row", lambda origin, text: read.append(text) or (origin, None))
+    list(CorpusLoader(corpus.stream))
+    assert sorted(read) == ["a b 3", "a b 5", "a b 6", "a b 7", "a b c", "c"]
+    assert len(corpus.stream.parts) == 4, "a row group and a text file are not opened any more"
+
+
+def test_files_that_changed_or_are_gone_are_named(folder, word_tokenizer):
+    corpus = DocumentCorpus(str(folder), tokenizer=word_tokenizer)
+    for versions, message in (
+        ({"t.txt": "0 0"}, r"1 file\(s\) have changed.*'t.txt'"),
+        ({"gone.txt": "0 0"}, r"not in `files`.*'gone.txt'"),
+    ):
+        written = Written({name: np.array([0]) for name in versions}, versions, {}, {}, 1)
+        with pytest.raises(ValueError, match=message):
+            attached(corpus, Keeper(written)).setup("predict")
+
+
+def test_a_file_that_cannot_be_read_further_is_told_and_the_others_are_read(folder, word_tokenizer):
+    packed = (folder / "z.json.gz").read_bytes()
+    (folder / "z.json.gz").write_bytes(packed[:-9])
+    corpus = DocumentCorpus(str(folder), tokenizer=word_tokenizer, num_workers=0)
+    corpus.setup("predict")
+    seen = {origin.file for batch in corpus.predict_dataloader() for origin in batch["origins"]}
+    assert seen >= {"web/a.parquet", "b.jsonl", "t.txt"}
+    (unreadable,) = corpus.delivered().unreadable
+    assert "z.json.gz: the compressed file is damaged" in unreadable
+
+
+def test_batches_of_several_documents_waste_little(tmp_path, word_tokenizer):
+    lengths = [1, 9, 2, 2, 8, 30, 1, 2]
+    write_parquet(tmp_path / "a.parquet", [" ".join("a" * length) for length in lengths])
+    for tokens, expected in ((9, [(4, 2), (1, 2), (1, 8), (1, 9), (1, 30)]), (18, [(5, 2), (2, 9), (1, 30)])):
+        corpus = DocumentCorpus(str(tmp_path), tokenizer=word_tokenizer, num_workers=0, batch_tokens=tokens)
+        corpus.setup("predict")
+        batches = list(corpus.predict_dataloader())
+        assert [tuple(batch["input_ids"].shape) for batch in batches] == expected
+    for batch in batches:
+        for origin, borders, text in zip(batch["origins"], batch["document_borders"], batch["text"], strict=True):
+            assert borders == [0, lengths[origin.row]]
+            assert len(text.split()) == lengths[origin.row]
+
+
+def test_processes_in_step_get_an_idle_row_until_all_are_done(folder, word_tokenizer):
+    corpus = DocumentCorpus(f"{folder}/t.txt", tokenizer=word_tokenizer, num_workers=0)
+    corpus.setup("predict")
+    batches = list(CorpusLoader(corpus.stream, in_step=OwnStrategy([False, False, True])))
+    assert [len(batch["origins"]) for batch in batches] == [1, 0, 0]
+    assert all(batch["failed"] == [] for batch in batches)
+    assert batches[-1]["labels"].eq(IGNORE_INDEX).all()
+    for strategy, waits in ((SingleDeviceStrategy(), False), (DDPStrategy(), False), (OwnStrategy([]), True)):
+        attached(corpus, strategy=strategy)
+        assert (corpus.predict_dataloader().in_step is not None) == waits
+
+
+def test_bad_settings(tmp_path, folder):
+    with pytest.raises(ValueError, match="`files` is empty"):
+        DocumentCorpus([])
+    with pytest.raises(ValueError, match="num_workers"):
+        DocumentCorpus("x", num_workers=10**6)
+    with pytest.raises(ValueError, match="for `longce predict`"):
+        DocumentCorpus(str(folder)).setup("fit")
+    with pytest.raises(ValueError, match=r"data\.tokenizer"):
+        _ = DocumentCorpus(str(folder)).tokenizer
+    with pytest.raises(RuntimeError, match="setup"):
+        DocumentCorpus(str(folder)).predict_dataloader()
+    with pytest.raises(FileNotFoundError):
+        DocumentCorpus(str(tmp_path / "none")).setup("predict")
+    corpus = DocumentCorpus(str(folder))
+    with pytest.raises(ValueError, match="Several callbacks"):
+        attached(corpus, Keeper(None), Keeper(None)).setup("predict")
+
+
+def set_up_slowly(rank, port, folder):
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    limit = timedelta(seconds=1)  # in place of half an hour
+    dist.init_process_group("gloo", rank=rank, world_size=2, timeout=limit)
+
+    def broadcast(value):
+        values = [value]
+        dist.broadcast_object_list(values)
+        return values[0]
+
+    corpus = DocumentCorpus(str(folder))
+    corpus._tokenizer = object()
+    corpus.trainer = SimpleNamespace(
+        global_rank=rank, world_size=2, callbacks=[], strategy=SimpleNamespace(broadcast=broadcast)
+    )
+    found = corpus._found
+    corpus._found = lambda: time.sleep(2) or found()
+    corpus.setup("predict")
+    assert set(corpus.stream.corpus.names) == set(corpus._versions)
+    dist.barrier()
+
+
+def test_processes_wait_for_the_one_that_hashes(folder):
+    context = multiprocessing.get_context("fork")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = [context.Process(target=set_up_slowly, args=(rank, port, folder)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    assert codes == [0, 0]

@@ -1,0 +1,156 @@
+"""Weights on the way to disk: where they lie, what survives a kill, and what is not mixed."""
+
+import pickle
+
+import numpy as np
+import pytest
+
+from datamodules.influence import writer as influence_writer
+from datamodules.influence.store import HEADER, WEIGHTS, InfluenceStore
+from datamodules.influence.writer import InfluenceWriter, influence_folder, narrow
+from datamodules.packing.packing import PackedRows, pack_documents
+
+LENGTH = 4
+MADE_FROM = {"sequence_length": LENGTH, "isolate_documents": True, "gamma": 5.0, "evaluator": "a"}
+
+
+@pytest.fixture
+def rows():
+    return pack_documents(np.array([0, 3, 9, 18]), LENGTH)  # four rows, the last two tokens are dropped
+
+
+def weights(number):
+    return np.arange(1, LENGTH + 1, dtype=np.float32)[None] / 8 + number
+
+
+def writer(folder, rows, **changes):
+    return InfluenceWriter(folder, {**MADE_FROM, **changes}, rows, tokens=18)
+
+
+def journals(folder):
+    return sorted(folder.glob("rows-*"))
+
+
+def test_weights_lie_where_their_tokens_do(tmp_path):
+    """Rows whose segments are not in the order of the stream, as another packing would make them."""
+    segments = np.array([[6, 9], [0, 1], [1, 3], [9, 11]])
+    rows = PackedRows(segments, np.array([0, 2, 4]), sequence_length=LENGTH, dropped_tokens=10, truncated_documents=2)
+    first = writer(tmp_path / "w", rows)
+    first.write([1], np.array([[1.0, 2.0, 3.0, 4.0]], dtype=np.float32))
+    assert not first.finish()
+    first.write([0], np.array([[1.0, 5.0, 0.5, 0.25]], dtype=np.float32))
+    assert first.finish()
+    store = InfluenceStore(tmp_path / "w")
+    assert store.values.tolist() == [0.25, 1, 2, 0, 0, 0, 1, 5, 0.5, 3, 4, 0, 0, 0, 0, 0, 0, 0]
+    assert [path.name for path in sorted((tmp_path / "w").iterdir())] == [HEADER, WEIGHTS]
+    # 4 of 8 tokens are the first of a segment and not scored; here they count as weight 1 each
+    sums = {"weight_mean": (16.75 - 4) / 4, "weight_above_1": 4 / 4, "weight_at_cap": 1 / 4}
+    assert store.header["statistics"] == pytest.approx(sums)
+    assert np.array_equal(pickle.loads(pickle.dumps(store)).values, store.values)
+
+
+def test_a_second_run_goes_on_with_the_rows_that_are_missing(tmp_path, rows):
+    one, other = writer(tmp_path / "w", rows), writer(tmp_path / "w", rows)
+    one.write([0, 3], np.concatenate([weights(0), weights(3)]))
+    other.write([2], weights(2))
+    again = writer(tmp_path / "w", rows)
+    assert again.remaining().tolist() == [1]
+    assert not again.finish()
+    assert len(journals(tmp_path / "w")) == 2
+    again.write([1], weights(1))
+    assert again.finish()
+    stored = InfluenceStore(tmp_path / "w").values
+    assert np.array_equal(stored[:16], np.concatenate([weights(number)[0] for number in range(4)]).astype("<f2"))
+    last = writer(tmp_path / "w", rows)
+    assert last.complete
+    assert last.remaining().tolist() == []
+    assert last.finish()
+
+
+@pytest.mark.parametrize("damage", ["torn", "changed", "number"])
+def test_a_half_written_row_is_not_taken_for_done(tmp_path, rows, damage):
+    first = writer(tmp_path / "w", rows)
+    first.write([0, 1], np.concatenate([weights(0), weights(1)]))
+    (journal,) = journals(tmp_path / "w")
+    content = bytearray(journal.read_bytes())
+    record = len(content) // 2
+    if damage == "torn":
+        content = content[:-1]
+    else:
+        content[record + (9 if damage == "changed" else 0)] ^= 1
+    journal.write_bytes(content)
+    assert writer(tmp_path / "w", rows).remaining().tolist() == [1, 2, 3]
+
+
+def test_a_kill_while_the_store_is_made(tmp_path, rows, monkeypatch):
+    first = writer(tmp_path / "w", rows)
+    first.write(range(4), np.concatenate([weights(number) for number in range(4)]))
+    with monkeypatch.context() as patch:
+        patch.setattr(InfluenceWriter, "_write_header", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            first.finish()
+    with pytest.raises(ValueError, match="not complete"):
+        InfluenceStore(tmp_path / "w")
+    again = writer(tmp_path / "w", rows)
+    assert again.remaining().tolist() == []
+    assert again.finish()
+    assert InfluenceStore(tmp_path / "w").values[4] == weights(1)[0, 0]
+
+
+@pytest.mark.parametrize("cap", [1.0, 1.3, 5.0, 7.7])
+def test_float16_keeps_what_is_at_the_cap_and_rounds_the_rest(cap):
+    exact = np.append(np.linspace(0, cap, 999, dtype=np.float32), np.float32(cap))
+    stored = narrow(exact, cap).astype(np.float64)
+    assert np.minimum(stored, cap)[exact >= np.float32(cap)] == pytest.approx(cap, rel=0)
+    np.testing.assert_allclose(stored, exact, rtol=2**-10, atol=2**-24)
+
+
+def test_other_weights_are_not_mixed_in(tmp_path, rows):
+    writer(tmp_path / "w", rows)
+    with pytest.raises(ValueError, match=r"made for `evaluator` a, not b\. Name another folder"):
+        writer(tmp_path / "w", rows, evaluator="b")
+    assert influence_folder(tmp_path, MADE_FROM) != influence_folder(tmp_path, {**MADE_FROM, "evaluator": "b"})
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "thesis.tex").touch()
+    with pytest.raises(ValueError, match=r"thesis' holds no token weights but 'thesis\.tex'"):
+        writer(tmp_path / "thesis", rows)
+    with pytest.raises(ValueError, match=r"`gamma` must be 65504"):
+        writer(tmp_path / "v", rows, gamma=1e6)
+
+
+def test_two_processes_that_finish_at_the_same_time(tmp_path, rows):
+    """The slower one finds the rows gone that it is about to merge."""
+    slow, fast = writer(tmp_path / "w", rows), writer(tmp_path / "w", rows)
+    slow.write(range(4), np.concatenate([weights(number) for number in range(4)]))
+    merge = slow._merge
+    slow._merge = lambda file: fast.finish() and merge(file)
+    assert slow.finish()
+    assert InfluenceStore(tmp_path / "w").values[4] == weights(1)[0, 0]
+    assert len(list((tmp_path / "w").iterdir())) == 2
+
+
+def test_another_process_may_make_the_folder_at_the_same_moment(tmp_path, rows, monkeypatch):
+    real, others = influence_writer.read_header, []
+
+    def read_header(folder):
+        header = real(folder)
+        if not others:  # it comes between our two looks
+            others.append(None)
+            others.append(writer(folder, rows))
+        return header
+
+    monkeypatch.setattr(influence_writer, "read_header", read_header)
+    mine = writer(tmp_path / "w", rows)
+    assert mine.header == others[1].header
+
+
+def test_what_a_kill_while_finishing_left_is_swept(tmp_path, rows):
+    last = writer(tmp_path / "w", rows)
+    last.write(range(4), np.concatenate([weights(number) for number in range(4)]))
+    (tmp_path / "w" / f".{WEIGHTS}.torn").write_bytes(b"half")
+    journal = journals(tmp_path / "w")[0]
+    content = journal.read_bytes()
+    assert last.finish()
+    journal.write_bytes(content)  # killed behind the header, before the journals went
+    assert writer(tmp_path / "w", rows).finish()
+    assert sorted(path.name for path in (tmp_path / "w").iterdir()) == [HEADER, WEIGHTS]

@@ -1,0 +1,129 @@
+import lightning
+import numpy as np
+import pytest
+import torch
+
+from datamodules import RecallDataModule
+from datamodules.packing.curriculum import LengthCurriculum, cut_rows
+from datamodules.packing.sequences import collate_rows, make_row
+from lightning_modules.batch import IGNORE_INDEX
+
+
+def slow_cut(row, ends, length):
+    """Pieces of one row, token by token: ids, labels, positions, borders."""
+    pieces = []
+    for start in range(0, len(row), length):
+        ids, labels, positions, borders = [], [], [], [0]
+        for token in range(start, min(start + length, ends[-1])):
+            first = token == start or token in ends
+            positions.append(0 if first else positions[-1] + 1)
+            labels.append(IGNORE_INDEX if first else row[token])
+            ids.append(row[token])
+            if token + 1 in ends or token + 1 in (start + length, ends[-1]):
+                borders.append(token + 1 - start)
+        if ids:
+            pad = length - len(ids)
+            pieces.append((ids + [0] * pad, labels + [IGNORE_INDEX] * pad, positions + [0] * pad, borders))
+    return pieces
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 6, 12])
+@pytest.mark.parametrize("seed", range(6))
+def test_pieces_equal_a_slow_reference(length, seed):
+    rng = np.random.default_rng(seed)
+    rows, expected = [], []
+    for size in (12, int(rng.integers(1, 13))):  # the second one is padded in the batch
+        ends = sorted({*rng.integers(1, size + 1, 3).tolist(), size})
+        tokens = rng.integers(1, 99, size)
+        rows.append(make_row(tokens, np.array(ends)))
+        expected += slow_cut(tokens.tolist(), ends, length)
+    cut = cut_rows(collate_rows(rows), length)
+    keys = ("input_ids", "labels", "position_ids")
+    found = zip(*(cut[key].tolist() for key in keys), cut["document_borders"], strict=True)
+    assert list(found) == expected
+
+
+def test_no_token_is_lost_or_doubled_and_the_batch_is_left_alone():
+    batch = collate_rows([make_row(np.arange(8), np.array([3, 8])), make_row(np.arange(8, 16), np.array([8]))])
+    before = batch["labels"].clone()
+    assert cut_rows(batch, 4)["input_ids"].flatten().tolist() == list(range(16))
+    assert torch.equal(batch["labels"], before)
+
+
+class Recorder(lightning.LightningModule):
+    """Write down the shapes of batches."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.shapes = []
+
+    def training_step(self, batch, batch_idx):
+        self.shapes.append(tuple(batch["input_ids"].shape))
+        return self.weight * batch["input_ids"].sum()
+
+    def validation_step(self, batch, batch_idx):
+        assert batch["input_ids"].shape == (1, 12)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def shapes_trained_on(folder, checkpoint=None, accumulate=1, share=0.5, **limits):
+    trainer = lightning.Trainer(
+        **limits,
+        accelerator="cpu",
+        accumulate_grad_batches=accumulate,
+        use_distributed_sampler=False,
+        default_root_dir=folder,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+    )
+    data = RecallDataModule(
+        train_documents=5,  # rows, and batches in an epoch
+        sequence_length=12,
+        validation_documents=1,
+        cache_dir=str(folder),
+        curriculum=LengthCurriculum(sequence_length=4, share=share),
+    )
+    recorder = Recorder()
+    trainer.fit(recorder, data, ckpt_path=checkpoint)
+    trainer.save_checkpoint(folder / "last.ckpt")
+    return recorder.shapes
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("options", "short", "long"),
+    [
+        ({"max_steps": 6}, 3, 3),
+        ({"max_steps": 7, "share": 0.8}, 6, 1),
+        ({"max_epochs": 2}, 5, 5),
+        ({"max_epochs": 4, "max_steps": 6}, 3, 3),
+        ({"max_steps": 4, "accumulate": 2}, 4, 3),  # the last of an epoch's three steps has one batch
+    ],
+)
+def test_rows_are_short_in_the_first_share_of_the_steps(tmp_path, options, short, long):
+    assert shapes_trained_on(tmp_path, **options) == short * [(3, 4)] + long * [(1, 12)]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_resumed_run_warns_of_another_switch(tmp_path, caplog):
+    shapes_trained_on(tmp_path, max_steps=4)
+    assert shapes_trained_on(tmp_path, checkpoint=tmp_path / "last.ckpt", max_steps=6) == [(1, 12)] * 2
+    assert "after step 3 of the run; for the checkpoint's run it was 2" in caplog.text
+
+
+def test_what_makes_no_sense_is_refused():
+    endless = lightning.Trainer(max_epochs=-1, accelerator="cpu", logger=False)
+    with pytest.raises(ValueError, match=r"give `trainer\.max_steps` or `max_epochs`"):
+        LengthCurriculum.check_trainer(endless)
+    for share in (1.0, 1.5):
+        with pytest.raises(ValueError, match="between 0 and 1"):
+            LengthCurriculum(sequence_length=4, share=share)
+    for length in (4, 6, 2):
+        with pytest.raises(ValueError, match="must divide `sequence_length`"):
+            LengthCurriculum(sequence_length=4, share=0.5).check(length)
+    LengthCurriculum(sequence_length=4, share=0.5).check(8)

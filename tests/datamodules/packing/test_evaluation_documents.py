@@ -1,0 +1,61 @@
+import pytest
+
+from datamodules.packing.evaluation_documents import DocumentDataset
+from datamodules.sources.documents import Document
+from lightning_modules.batch import IGNORE_INDEX
+from lightning_modules.models.tokenization.tokenizer import load_tokenizer
+
+TEXT = "the cat: naïve café, 日本 and 🙂 smiles\n"
+
+
+def dataset(tokenizer, *texts, **kwargs):
+    documents = [Document(f"name {number}", text) for number, text in enumerate(texts)]
+    return DocumentDataset(documents, load_tokenizer(tokenizer), **{"length": None, **kwargs})
+
+
+@pytest.mark.parametrize("length", [*range(1, 40), None])
+def test_text_is_exactly_that_of_the_kept_tokens(byte_tokenizer, length):
+    row = dataset(byte_tokenizer, TEXT, length=length)[0]
+    offsets, text = row["offsets"].tolist(), row["text"]
+    assert TEXT.startswith(text)
+    assert offsets[0][0] == 0
+    assert offsets[-1][1] == len(text)
+    assert len(row["input_ids"]) == len(offsets) <= (length or 999)
+    tokenizer = load_tokenizer(byte_tokenizer)
+    for token, (start, end) in zip(row["input_ids"].tolist(), offsets, strict=True):
+        decoded = tokenizer.decode([token])
+        assert decoded == text[start:end] or "\ufffd" in decoded  # a token may be a part of a character
+    if length is None:
+        assert text == TEXT == tokenizer.decode(row["input_ids"])
+
+
+def test_row_written_out(word_tokenizer):
+    row = dataset(word_tokenizer, "a b  c d", length=3)[0]
+    assert row["input_ids"].tolist() == [1, 2, 3]
+    assert row["labels"].tolist() == [IGNORE_INDEX, 2, 3]
+    assert row["position_ids"].tolist() == [0, 1, 2]
+    assert row["document_borders"] == [0, 3]
+    assert row["offsets"].tolist() == [[0, 1], [2, 3], [5, 6]]
+    assert (row["text"], row["name"]) == ("a b  c", "name 0")
+
+
+def test_special_tokens_stand_for_no_characters(bos_eos_tokenizer):
+    row = dataset(bos_eos_tokenizer, "a b", add_special_tokens=True)[0]
+    assert row["input_ids"].tolist() == [8, 1, 2, 0]
+    assert row["offsets"].tolist() == [[0, 0], [0, 1], [2, 3], [0, 0]]
+    assert row["text"] == "a b"
+
+
+def test_index_past_the_end_gives_an_empty_row(word_tokenizer):
+    documents = dataset(word_tokenizer, "a b")
+    row = documents[len(documents)]
+    assert row.keys() == documents[0].keys()
+    assert row["labels"].tolist() == [IGNORE_INDEX]
+    assert row["document_borders"] == [0, 1]
+    assert (row["text"], row["name"]) == ("", "")
+
+
+def test_empty_documents_are_left_out(word_tokenizer, caplog):
+    documents = dataset(word_tokenizer, "a", "\u3000", "b")
+    assert [documents[index]["text"] for index in range(len(documents))] == ["a", "b"]
+    assert "Left out 1 empty documents of 3: 'name 1'" in caplog.text

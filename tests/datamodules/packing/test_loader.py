@@ -1,0 +1,94 @@
+import tempfile
+
+import lightning
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from datamodules.packing.loader import ResumableLoader
+from datamodules.packing.samplers import RowSampler
+
+ROWS, BATCH_SIZE = 9, 2  # five batches, the last one short
+
+
+def loader(num_workers=0, seed=3):
+    sampler = RowSampler(ROWS, seed=seed)
+    workers = {"num_workers": num_workers, "persistent_workers": num_workers > 0}
+    return ResumableLoader(range(ROWS), batch_size=BATCH_SIZE, sampler=sampler, **workers)
+
+
+class Recorder(lightning.LightningModule):
+    """Writes down which rows it is trained on."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append((self.current_epoch, batch_idx, batch.tolist()))
+        return self.weight * batch.sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def rows_seen(num_workers, callbacks=(), checkpoint=None, **kwargs):
+    module = Recorder()
+    silent = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    silent["default_root_dir"] = tempfile.mkdtemp()  # Lightning saves at the end of each epoch
+    trainer = lightning.Trainer(
+        max_epochs=3, accelerator="cpu", callbacks=list(callbacks), use_distributed_sampler=False, **silent, **kwargs
+    )
+    trainer.fit(module, loader(num_workers), ckpt_path=checkpoint)
+    return module.seen
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("limit", [1.0, 3])
+def test_resumed_run_sees_the_rows_that_are_left(tmp_path, num_workers, limit):
+    save = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    uninterrupted = rows_seen(0, [save], limit_train_batches=limit)
+    per_epoch = 5 if limit == 1.0 else 3
+    for step in (1, per_epoch, per_epoch + 2) if num_workers else range(1, 3 * per_epoch):
+        checkpoint = tmp_path / f"step={step}.ckpt"
+        none = ModelCheckpoint(tmp_path / "none", save_top_k=0)
+        assert rows_seen(num_workers, [none], checkpoint, limit_train_batches=limit) == uninterrupted[step:]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_first_rows_are_overfitted_again_and_again(tmp_path, num_workers):
+    save = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    seen = rows_seen(num_workers, [save], overfit_batches=2)
+    assert seen == [(epoch, batch, [2 * batch, 2 * batch + 1]) for epoch in range(3) for batch in range(2)]
+    assert rows_seen(0, [], tmp_path / "step=2.ckpt", overfit_batches=2) == seen[2:]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_checkpoint_at_the_end_of_an_epoch(tmp_path):
+    save = ModelCheckpoint(tmp_path, filename="{epoch}", save_on_train_epoch_end=True, save_top_k=-1)
+    uninterrupted = rows_seen(0, [save])
+    none = ModelCheckpoint(tmp_path / "none", save_top_k=0)
+    assert rows_seen(0, [none], tmp_path / "epoch=0.ckpt") == uninterrupted[5:]
+
+
+def test_epochs_are_shuffled_differently_and_whole(tmp_path):
+    resumable = loader()
+    epochs = []
+    for epoch in range(2):
+        resumable.sampler.set_epoch(epoch)
+        epochs.append(torch.cat(list(resumable)).tolist())
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(ROWS))
+    assert epochs[0] != epochs[1]
+
+
+def test_state_of_another_order_is_not_used(caplog):
+    interrupted = loader()
+    next(iter(interrupted))
+    other = loader(seed=4)
+    other.load_state_dict(interrupted.state_dict())
+    assert "The epoch starts over" in caplog.text
+    assert "'seed': (3, 4)" in caplog.text
+    assert len(list(other)) == 5

@@ -1,0 +1,283 @@
+"""Packing against one document at a time, and what must hold of every strategy for any documents."""
+
+import sys
+from collections import Counter
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from datamodules.packing.packing import _Bins, best_fit, best_fit_decreasing, chunk, concat, document_of, pack_documents
+from datamodules.packing.samplers import RowSampler
+
+STRATEGIES = {"chunk": chunk, "concat": concat, "best_fit": best_fit}
+
+LENGTHS = st.lists(st.one_of(st.integers(0, 12), st.sampled_from([1, 8, 16, 40])), max_size=40)
+SEQUENCE_LENGTH = st.integers(1, 16)
+
+
+def borders_of(lengths):
+    return np.concatenate([[0], np.cumsum(np.array(lengths, dtype=np.int64))])
+
+
+def lists(packed):
+    return [packed.row(index).tolist() for index in range(len(packed))]
+
+
+# ------------------------------------------------------------------------------------------------- slow and obvious
+
+
+def rows_by_chunk(lengths, size):
+    rows, start = [], 0
+    for length in lengths:
+        rows += [[[start + first, start + first + size]] for first in range(0, length - size + 1, size)]
+        start += length
+    return rows
+
+
+def rows_by_concat(lengths, size):
+    document = [number for number, length in enumerate(lengths) for _ in range(length)]
+    rows = []
+    for first in range(0, len(document) - size + 1, size):
+        row = [[first, first]]
+        for token in range(first, first + size):
+            if document[token] != document[row[-1][0]]:
+                row.append([token, token])
+            row[-1][1] = token + 1
+        rows.append(row)
+    return rows
+
+
+def spaces_by_best_fit(lengths, size):
+    """Free space of each row, one item and one row at a time."""
+    spaces = []
+    for item in sorted((length % size for length in lengths if length % size), reverse=True):
+        holds = [number for number, space in enumerate(spaces) if space >= item]
+        if holds:
+            spaces[min(holds, key=lambda number: spaces[number])] -= item
+        else:
+            spaces.append(size - item)
+    return spaces + [0] * sum(length // size for length in lengths)
+
+
+def rows_by_first_fit(items, size):
+    spaces = []
+    for item in items:
+        number = next((number for number, space in enumerate(spaces) if space >= item), None)
+        if number is None:
+            spaces.append(size - item)
+        else:
+            spaces[number] -= item
+    return len(spaces)
+
+
+# ------------------------------------------------------------------------------------------------------ properties
+
+
+@pytest.mark.parametrize("packing", STRATEGIES)
+@given(lengths=LENGTHS, size=SEQUENCE_LENGTH)
+def test_every_token_once_or_dropped_and_no_segment_crosses_a_border(packing, lengths, size):
+    borders = borders_of(lengths)
+    packed = STRATEGIES[packing](borders, size)
+    seen = Counter(token for start, stop in packed.segments.tolist() for token in range(start, stop))
+    assert set(seen) <= set(range(borders[-1]))
+    assert set(seen.values()) <= {1}
+    assert len(seen) == packed.tokens == borders[-1] - packed.dropped_tokens
+    for start, stop in packed.segments.tolist():
+        assert start < stop
+        assert any(begin <= start and stop <= end for begin, end in pairwise(borders))
+    rows = lists(packed)
+    sizes = [sum(stop - start for start, stop in row) for row in rows]
+    assert all(0 < filled <= size for filled in sizes)
+    assert packed.padded_tokens == sum(size - filled for filled in sizes)
+    assert packed.row_borders[0] == 0
+    assert packed.row_borders[-1] == len(packed.segments)
+    assert rows == sorted(rows)
+    assert all(row == sorted(row) for row in rows)
+    assert packed.segments.dtype == packed.row_borders.dtype == np.int64
+
+
+@pytest.mark.parametrize("packing", STRATEGIES)
+@given(lengths=LENGTHS, size=SEQUENCE_LENGTH)
+def test_truncated_documents_are_those_with_tokens_in_a_row_but_not_all_in_one(packing, lengths, size):
+    borders = borders_of(lengths)
+    packed = STRATEGIES[packing](borders, size)
+    cut = 0
+    for begin, end in pairwise(borders.tolist()):
+        inside = [max(min(stop, end) - max(start, begin), 0) for start, stop in packed.segments.tolist()]
+        cut += sum(inside) > 0 and max(inside) < end - begin
+    assert packed.truncated_documents == cut
+
+
+@given(lengths=LENGTHS, size=SEQUENCE_LENGTH)
+def test_chunk_is_one_document_at_a_time(lengths, size):
+    packed = chunk(borders_of(lengths), size)
+    assert lists(packed) == rows_by_chunk(lengths, size)
+    assert packed.padded_tokens == 0
+
+
+@given(lengths=LENGTHS, size=SEQUENCE_LENGTH)
+def test_concat_is_one_token_at_a_time(lengths, size):
+    packed = concat(borders_of(lengths), size)
+    assert lists(packed) == rows_by_concat(lengths, size)
+    assert packed.padded_tokens == 0
+    assert packed.dropped_tokens == sum(lengths) % size
+
+
+@given(lengths=LENGTHS, size=SEQUENCE_LENGTH)
+def test_best_fit_is_one_item_at_a_time(lengths, size):
+    packed = best_fit(borders_of(lengths), size)
+    spaces = [size - sum(stop - start for start, stop in row) for row in lists(packed)]
+    assert sorted(spaces) == sorted(spaces_by_best_fit(lengths, size))
+    assert packed.dropped_tokens == 0
+
+
+@given(lengths=LENGTHS, size=SEQUENCE_LENGTH)
+def test_best_fit_cuts_only_what_is_longer_than_a_row(lengths, size):
+    borders = borders_of(lengths)
+    packed = best_fit(borders, size)
+    whole = {tuple(segment) for segment in packed.segments.tolist()}
+    for begin, length in zip(borders.tolist(), lengths, strict=False):
+        if 0 < length <= size:
+            assert (begin, begin + length) in whole
+    assert packed.truncated_documents == sum(length > size for length in lengths)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_best_fit_needs_no_more_rows_than_first_fit_and_hardly_more_than_none_could_beat(seed):
+    rng = np.random.default_rng(seed)
+    lengths = [rng.integers(1, 200, 300), rng.lognormal(3, 1, 300), rng.integers(40, 60, 300)][seed % 3]
+    lengths = np.clip(lengths, 1, 100).astype(np.int64)
+    rows = len(best_fit(borders_of(lengths), 100))
+    assert rows <= rows_by_first_fit(lengths.tolist(), 100)
+    assert rows <= 11 / 9 * -(-int(lengths.sum()) // 100) + 1 or (lengths > 40).all()
+
+
+@given(lengths=LENGTHS, size=SEQUENCE_LENGTH, seed=st.integers(0, 9), world_size=st.sampled_from([1, 3]))
+@pytest.mark.parametrize("packing", STRATEGIES)
+def test_an_epoch_has_every_row_once_but_those_left_out_for_evenness(packing, lengths, size, seed, world_size):
+    packed = STRATEGIES[packing](borders_of(lengths), size)
+    if len(packed) < world_size:
+        return
+    left_out = []
+    for epoch in range(12):
+        seen = []
+        for rank in range(world_size):
+            sampler = RowSampler(len(packed), seed=seed, rank=rank, world_size=world_size)
+            sampler.set_epoch(epoch)
+            seen += list(sampler)
+        assert len(set(seen)) == len(seen) == len(packed) // world_size * world_size
+        left_out.append(frozenset(range(len(packed))) - set(seen))
+    assert all(len(rows) == len(packed) % world_size for rows in left_out)
+    if len(packed) % world_size and len(packed) > 2 * world_size:
+        assert len(set(left_out)) > 1  # other ones in other epochs
+
+
+# ------------------------------------------------------------------------------------------------ written-out cases
+
+
+@pytest.mark.parametrize(
+    ("packing", "lengths", "size", "rows", "dropped", "truncated"),
+    [
+        ("concat", [4], 4, [[[0, 4]]], 0, 0),
+        ("concat", [5], 4, [[[0, 4]]], 1, 1),
+        ("concat", [3, 6], 4, [[[0, 3], [3, 4]], [[4, 8]]], 1, 1),
+        ("concat", [1, 1, 1], 1, [[[0, 1]], [[1, 2]], [[2, 3]]], 0, 0),
+        ("concat", [4, 3], 4, [[[0, 4]]], 3, 0),
+        ("concat", [2, 0, 2], 4, [[[0, 2], [2, 4]]], 0, 0),  # an empty document leaves no trace
+        ("concat", [10], 3, [[[0, 3]], [[3, 6]], [[6, 9]]], 1, 1),
+        ("chunk", [3, 6, 4], 4, [[[3, 7]], [[9, 13]]], 5, 1),
+        ("chunk", [0, 9], 4, [[[0, 4]], [[4, 8]]], 1, 1),
+        ("best_fit", [3, 6, 1, 0, 1], 4, [[[0, 3], [9, 10]], [[3, 7]], [[7, 9], [10, 11]]], 0, 1),
+        ("best_fit", [2, 2, 2], 4, [[[0, 2], [2, 4]], [[4, 6]]], 0, 0),
+    ],
+)
+def test_rows_written_out(packing, lengths, size, rows, dropped, truncated):
+    packed = pack_documents(borders_of(lengths), size, packing)
+    assert (lists(packed), packed.dropped_tokens, packed.truncated_documents) == (rows, dropped, truncated)
+
+
+def test_what_is_said_of_the_rows():
+    assert str(pack_documents(borders_of([3, 6, 4]), 4, "chunk")) == (
+        "2 rows of 4 tokens; documents cut: 1, tokens dropped: 5 (38.46%), padding: 0 (0.00%)"
+    )
+    assert "tokens dropped: 0 (0.00%), padding: 3 (25.00%)" in str(pack_documents(borders_of([3, 6]), 4, "best_fit"))
+
+
+@pytest.mark.parametrize("packing", STRATEGIES)
+@pytest.mark.parametrize(
+    ("lengths", "size", "message"),
+    [
+        ([4, 6], 0, "an integer from 1 to 134,217,728, got 0"),
+        ([0, 0], 5, "0 tokens do not fill one row of `sequence_length` = 5"),
+        ([], 5, "0 tokens do not fill"),
+    ],
+)
+def test_refuses_what_has_no_rows(packing, lengths, size, message):
+    with pytest.raises(ValueError, match=message):
+        pack_documents(borders_of(lengths), size, packing)
+
+
+def test_refuses_documents_too_short():
+    with pytest.raises(ValueError, match="10 tokens do not fill one row of `sequence_length` = 11"):
+        pack_documents(borders_of([4, 6]), 11)
+    with pytest.raises(ValueError, match=r"the longest has 6 tokens.*`packing: best_fit`"):
+        pack_documents(borders_of([4, 6]), 7, "chunk")
+    assert len(pack_documents(borders_of([4, 6]), 11, "best_fit")) == 1
+
+
+def test_documents_of_tokens():
+    assert document_of(np.array([0, 2, 3, 8]), np.array([0, 3, 3, 9])).tolist() == [0, 0, 2, 2]
+
+
+class Work:
+    """What a call costs: the calls that it makes itself, and the bins that it takes out to look at."""
+
+    calls = bins = 0
+
+    def __call__(self, function, *arguments):
+        sys.setprofile(self._count)
+        try:
+            return function(*arguments)
+        finally:
+            sys.setprofile(None)
+
+    def _count(self, frame, event, argument):
+        self.calls += event in ("call", "c_call")
+
+
+@pytest.fixture
+def work(monkeypatch):
+    work, tightest = Work(), _Bins.tightest
+
+    def counted(self, size, items):
+        free, bins = tightest(self, size, items)
+        work.bins += len(bins)
+        return free, bins
+
+    monkeypatch.setattr(_Bins, "tightest", counted)
+    return work
+
+
+@pytest.mark.parametrize("packing", STRATEGIES)
+def test_a_million_documents_take_few_calls(packing, work):
+    """A clock would measure what else the machine does; the number of calls is always the same."""
+    borders = borders_of(np.random.default_rng(0).lognormal(7, 1.5, 1_000_000))
+    packed = work(pack_documents, borders, 32_768, packing)
+    if packing == "best_fit":
+        assert packed.padded_tokens < 1e-4 * packed.tokens
+        assert work.calls < 100 * len(np.unique(np.diff(borders) % 32_768)), "a few for each length, none for each item"
+        assert work.bins < 1_000_000
+    else:
+        assert work.calls < 1000
+
+
+@pytest.mark.parametrize("lengths", [np.arange(1, 4097).repeat(30), np.full(100_000, 1), np.arange(200_000) % 90 + 1])
+def test_no_lengths_are_slow_to_fit(lengths, work):
+    bins = work(best_fit_decreasing, lengths, 4096)
+    assert work.calls < 100 * len(np.unique(lengths))
+    assert work.bins <= len(lengths)
+    assert np.bincount(bins, lengths).max() <= 4096
+    assert bins.max() + 1 <= 1.01 * lengths.sum() / 4096 + 1

@@ -1,0 +1,123 @@
+import json
+
+import pytest
+
+from datamodules import TextDataModule
+from datamodules.packing.preview import shortened, visible
+from lightning_modules.batch import IGNORE_INDEX
+
+RECORDS = [
+    {"prompt": "a b ", "text": "c d", "id": "one"},
+    {"prompt": "", "text": "h", "id": "t\two"},
+    {"prompt": "e f g h ", "text": "a b c", "id": "three"},
+]
+
+
+@pytest.fixture
+def module(word_tokenizer, tmp_path):
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
+
+    def make(**settings):
+        settings = {"prompt_field": "prompt", "name_field": "id", "sequence_length": 5, **settings}
+        path, cache = str(tmp_path / "x.jsonl"), str(tmp_path / "cache")
+        return TextDataModule(word_tokenizer, train=path, cache_dir=cache, **settings)
+
+    return make
+
+
+def test_a_report_written_out(module):
+    report = module(packing="best_fit", loss_on_prompt=False).inspect([2, 1], names=True)
+    assert (
+        report
+        == """\
+packing      best_fit, documents isolated
+documents    3 of 15 tokens: median 5, longest 8, 0 empty
+rows         3 rows of 5 tokens; documents cut: 1, tokens dropped: 0 (0.00%), padding: 0 (0.00%)
+             documents in a row: 1 in 66.7%, 2 in 33.3%
+scored       7 tokens (46.67% of the rows), prompts are not
+
+row 2      tokens 5, documents 1, padding 0
+  0 to 5: document 2 (three), tokens 0 to 5 of 8, cut behind
+    prompt   | e f g h
+    response | a
+
+row 1      tokens 5, documents 2, padding 0
+  0 to 2: document 1 (t\\two), whole
+    | h <eos>
+  2 to 5: document 2 (three), tokens 5 to 8 of 8, cut in front
+    | b c <eos>
+"""
+    )
+
+
+@pytest.mark.parametrize("packing", ["concat", "chunk", "best_fit"])
+@pytest.mark.parametrize("loss_on_prompt", [True, False])
+@pytest.mark.parametrize("isolate", [True, False])
+@pytest.mark.parametrize("length", [1, 3, 4, 8])
+def test_scored_tokens_are_those_with_labels(module, packing, loss_on_prompt, isolate, length):
+    settings = {"packing": packing, "loss_on_prompt": loss_on_prompt, "isolate_documents": isolate}
+    data = module(sequence_length=length, **settings)
+    rows = data.training_rows()
+    scored = sum(int((rows[number]["labels"] != IGNORE_INDEX).sum()) for number in range(len(rows)))
+    assert f"\nscored       {scored} tokens ({scored / (len(rows) * length):.2%} of the rows)" in data.inspect()
+
+
+def test_which_rows(module):
+    data = module(sequence_length=2)
+    shown = [[line.split()[1] for line in data.inspect(**o).splitlines() if line.startswith("row ")] for o in OPTIONS]
+    assert shown == [["0", "1", "2"], ["0"], [], ["6"], [str(number) for number in range(7)]]
+    for rows in ([7], [0, -1]):
+        with pytest.raises(ValueError, match=r"there are rows 0 to 6\."):
+            data.inspect(rows)
+
+
+OPTIONS = [{}, {"count": 1}, {"count": 0}, {"rows": [6]}, {"count": 99}]
+
+
+def test_names_are_read_no_further_than_needed(module, monkeypatch):
+    data = module(sequence_length=2)
+    data.training_rows()
+    read = []
+    source = data.source("train")
+
+    class Counted:
+        def __iter__(self):
+            for document in source:
+                read.append(document.name)
+                yield document
+
+        fingerprint = source.fingerprint
+
+    monkeypatch.setattr(data, "source", lambda split: Counted())
+    assert "(" not in data.inspect([3]).split("row 3")[1]
+    assert read == []
+    assert "(three)" in data.inspect([3], names=True)
+    assert read == ["one", "t\two", "three"]
+    read.clear()
+    data.inspect([0], names=True)
+    assert read == ["one"]
+
+
+def test_a_module_that_only_evaluates_is_refused(word_tokenizer):
+    with pytest.raises(ValueError, match="no training rows: there is nothing to inspect"):
+        TextDataModule(word_tokenizer, validation="x").inspect()
+
+
+@pytest.mark.parametrize("text", ["", "x", "0123456789", "a\nb" * 40, "日本🙂" * 30])
+@pytest.mark.parametrize("width", [1, 2, 9, 10, 11])
+def test_shortened_keeps_both_ends(text, width):
+    short = shortened(text, width)
+    assert "\n" not in short
+    if len(text) <= width:
+        assert short == visible(text)
+    else:
+        head, tail = short.split(f" [{len(text) - width} characters] ")
+        assert visible(text).startswith(head)
+        assert visible(text).endswith(tail)
+        assert (head, tail) == (visible(text[: -(-width // 2)]), visible(text[len(text) - width // 2 :]))
+
+
+def test_nothing_moves_the_cursor():
+    text = "".join(map(chr, range(0x300))) + "\u200b\u2028\u202e\ufeff 日本 é"
+    assert all(character.isprintable() for character in visible(text))
+    assert visible("\\ 日本 é~") == "\\ 日本 é~"

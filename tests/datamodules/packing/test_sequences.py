@@ -1,0 +1,156 @@
+import numpy as np
+import pytest
+import torch
+
+from datamodules.packing.packing import pack_documents
+from datamodules.packing.sequences import PackedRowDataset, collate_rows, make_row
+from lightning_modules.batch import IGNORE_INDEX as NO
+
+
+class Store:
+    tokens = np.arange(10, 20, dtype=np.uint16)
+    document_borders = np.array([0, 3, 9, 10])
+    prompt_lengths = None
+
+    def read(self, start, stop):
+        return self.tokens[start:stop]
+
+
+class Prompts(Store):
+    prompt_lengths = np.array([2, 3, 0])
+
+
+def dataset(sequence_length, packing="concat", store=Store, **kwargs):
+    rows = pack_documents(Store.document_borders, sequence_length, packing)
+    return PackedRowDataset(store(), rows, **kwargs)
+
+
+def lists(row):
+    return {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in row.items()}
+
+
+def test_rows_of_isolated_documents_written_out():
+    rows = [lists(row) for row in map(dataset(5).__getitem__, range(2))]
+    assert rows == [
+        {
+            "input_ids": [10, 11, 12, 13, 14],
+            "labels": [NO, 11, 12, NO, 14],
+            "position_ids": [0, 1, 2, 0, 1],
+            "document_borders": [0, 3, 5],
+        },
+        {
+            "input_ids": [15, 16, 17, 18, 19],
+            "labels": [NO, 16, 17, 18, NO],  # the cut document goes on; a document of one token is not scored
+            "position_ids": [0, 1, 2, 3, 0],
+            "document_borders": [0, 4, 5],
+        },
+    ]
+
+
+def test_plain_concatenation_written_out():
+    assert lists(dataset(5, isolate_documents=False)[0]) == {
+        "input_ids": [10, 11, 12, 13, 14],
+        "labels": [NO, 11, 12, 13, 14],
+        "position_ids": [0, 1, 2, 3, 4],
+        "document_borders": [0, 5],
+    }
+
+
+def test_rows_are_int64_and_as_many_as_packed():
+    assert len(dataset(3)) == 3
+    assert {dataset(3)[0][name].dtype for name in ("input_ids", "labels", "position_ids")} == {torch.int64}
+
+
+def test_batch_of_equal_rows():
+    batch = collate_rows([dataset(5)[0], dataset(5)[1]])
+    assert batch["input_ids"].shape == (2, 5)
+    assert batch["document_borders"] == [[0, 3, 5], [0, 4, 5]]
+    assert "text" not in batch
+
+
+def test_shorter_rows_are_padded_behind_their_last_border():
+    def row(length):
+        offsets = torch.arange(1, 2 * length + 1).view(length, 2)
+        return {**make_row(np.arange(1, length + 1), np.array([length])), "text": "t", "offsets": offsets, "name": "n"}
+
+    batch = collate_rows([row(3), row(2)])
+    assert batch["input_ids"].tolist() == [[1, 2, 3], [1, 2, 0]]
+    assert batch["labels"].tolist() == [[NO, 2, 3], [NO, 2, NO]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2], [0, 1, 0]]
+    assert batch["offsets"].tolist() == [[[1, 2], [3, 4], [5, 6]], [[1, 2], [3, 4], [0, 0]]]
+    assert batch["document_borders"] == [[0, 3], [0, 2]]
+    assert (batch["text"], batch["names"]) == (["t", "t"], ["n", "n"])
+
+
+@pytest.mark.parametrize("isolate", [True, False])
+def test_labels_are_the_tokens_wherever_there_is_a_context(isolate):
+    for row in map(dataset(2, isolate_documents=isolate).__getitem__, range(5)):
+        scored = row["position_ids"] > 0
+        assert (row["labels"][scored] == row["input_ids"][scored]).all()
+        assert (row["labels"][~scored] == NO).all()
+
+
+class Influence:
+    values = np.arange(10, dtype=np.float16)
+
+
+def test_a_row_that_is_not_full_is_padded_behind_its_last_border():
+    rows = dataset(5, "best_fit", influence=Influence())
+    assert [lists(row) for row in map(rows.__getitem__, range(len(rows)))] == [
+        {
+            "input_ids": [10, 11, 12, 18, 19],
+            "labels": [NO, 11, 12, NO, NO],  # the rest of the second document, and the third
+            "position_ids": [0, 1, 2, 0, 0],
+            "document_borders": [0, 3, 4, 5],
+            "influence": [0, 1, 2, 8, 9],
+        },
+        {
+            "input_ids": [13, 14, 15, 16, 17],
+            "labels": [NO, 14, 15, 16, 17],
+            "position_ids": [0, 1, 2, 3, 4],
+            "document_borders": [0, 5],
+            "influence": [3, 4, 5, 6, 7],
+        },
+    ]
+    padded = dataset(8, "best_fit", influence=Influence())
+    assert lists(padded[1]) == {
+        "input_ids": [13, 14, 15, 16, 17, 18, 19, 0],
+        "labels": [NO, 14, 15, 16, 17, 18, NO, NO],
+        "position_ids": [0, 1, 2, 3, 4, 5, 0, 0],
+        "document_borders": [0, 6, 7],
+        "influence": [3, 4, 5, 6, 7, 8, 9, 0],
+    }
+    assert padded[0]["input_ids"].tolist() == [10, 11, 12, 0, 0, 0, 0, 0]
+    assert dataset(8, "best_fit", isolate_documents=False)[1]["document_borders"] == [0, 7]
+
+
+@pytest.mark.parametrize("packing", ["concat", "best_fit", "chunk"])
+@pytest.mark.parametrize("sequence_length", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("isolate", [True, False])
+def test_prompts_are_not_scored_wherever_rows_cut_them(packing, sequence_length, isolate):
+    prompts = {10, 11, 13, 14, 15}
+    settings = {"packing": packing, "store": Prompts, "isolate_documents": isolate}
+    with_loss, without = (dataset(sequence_length, loss_on_prompt=loss, **settings) for loss in (True, False))
+    assert len(without) > 0
+    for one, other in zip(map(with_loss.__getitem__, range(len(without))), without, strict=True):
+        expected = [NO if token in prompts else label for token, label in zip(*tokens_and_labels(one), strict=True)]
+        assert other["labels"].tolist() == expected
+        assert torch.equal(one["input_ids"], other["input_ids"])
+        assert one["document_borders"] == other["document_borders"]
+
+
+def tokens_and_labels(row):
+    return row["input_ids"].tolist(), row["labels"].tolist()
+
+
+def test_documents_without_prompts_are_scored_whole():
+    assert torch.equal(dataset(5, loss_on_prompt=False)[0]["labels"], dataset(5)[0]["labels"])
+
+
+def test_rows_behind_the_prompt_are_scored():
+    class Long(Store):
+        document_borders = np.array([0, 2, 10])
+        prompt_lengths = np.array([0, 2])
+
+    rows = PackedRowDataset(Long(), pack_documents(Long.document_borders, 4, "chunk"), loss_on_prompt=False)
+    assert [row["labels"].tolist() for row in map(rows.__getitem__, range(2))] == [[NO, NO, 14, 15], [NO, 17, 18, 19]]

@@ -1,0 +1,91 @@
+import os
+from pathlib import Path
+
+import datasets
+import pytest
+
+from datamodules.sources.documents import Document
+from datamodules.sources.hub import HubDataset
+
+
+@pytest.fixture
+def parquet_folder(tmp_path):
+    """A clone of a hub dataset: ``data/<split>-00000-of-00001.parquet``."""
+    for split in ("train", "test"):
+        rows = [
+            {"title": "A", "text": f"a of {split}", "meta": {"pile_set_name": "ArXiv"}},
+            {"title": None, "text": f"b of {split}", "meta": {"pile_set_name": "Books"}},
+        ]
+        path = tmp_path / "clone" / "data" / f"{split}-00000-of-00001.parquet"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        datasets.Dataset.from_list(rows).to_parquet(path)
+    return str(tmp_path / "clone")
+
+
+def test_reads_a_split_of_parquet_files(parquet_folder):
+    documents = list(HubDataset(parquet_folder, "test", name_columns=("title",)))
+    assert documents == [Document("A", "a of test"), Document("test:1", "b of test")]
+
+
+def test_filter_on_a_nested_column(parquet_folder):
+    source = HubDataset(parquet_folder, "train", where=("meta.pile_set_name", "ArXiv"))
+    assert [document.text for document in source] == ["a of train"]
+    with pytest.raises(ValueError, match=r"No document with meta.pile_set_name == 'GitHub' in split 'train'"):
+        list(HubDataset(parquet_folder, "train", where=("meta.pile_set_name", "GitHub")))
+
+
+def test_fingerprint_is_stable_and_tells_splits_apart(parquet_folder):
+    fingerprints = [HubDataset(parquet_folder, split).fingerprint() for split in ("train", "train", "test")]
+    assert fingerprints[0] == fingerprints[1] != fingerprints[2]
+
+
+def test_an_edited_local_file_is_read_again_though_its_time_is_the_old_one(parquet_folder):
+    before = HubDataset(parquet_folder, "train")
+    assert next(iter(before)).text == "a of train"
+    first = before.fingerprint()
+    path = Path(parquet_folder, "data", "train-00000-of-00001.parquet")
+    times = path.stat()
+    rows = datasets.Dataset.from_parquet(str(path)).to_list()
+    datasets.Dataset.from_list([{**row, "text": row["text"].replace("of", "in")} for row in rows]).to_parquet(path)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    after = HubDataset(parquet_folder, "train")
+    assert [document.text for document in after] == ["a in train", "b in train"]
+    assert after.fingerprint() != first
+
+
+def test_missing_column_and_split_are_named(parquet_folder):
+    with pytest.raises(ValueError, match=r"no column 'report' for the text, only \['title', 'text', 'meta'\]"):
+        list(HubDataset(parquet_folder, "train", text_column="report"))
+    with pytest.raises(ValueError, match=r"No usable split 'validation' of `path` = .* in the local folder"):
+        list(HubDataset(parquet_folder, "validation"))
+
+
+@pytest.mark.parametrize("path", ["/nowhere/pg19", "./pg19", "data/books/pg19", "~/pg19"])
+def test_misspelt_local_path_is_refused_without_asking_the_hub(path, monkeypatch):
+    monkeypatch.setattr(datasets, "load_dataset", None)
+    with pytest.raises(FileNotFoundError, match=f"`path` = '{path}' is no local file or folder"):
+        HubDataset(path, "train").fingerprint()
+
+
+def test_unknown_layout_is_refused(tmp_path):
+    (tmp_path / "book.txt").write_text("`datasets` would make a document of each line")
+    with pytest.raises(FileNotFoundError, match="neither in a layout that this data module knows"):
+        HubDataset(str(tmp_path), "train").fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("cause", "kind"),
+    [
+        (ConnectionError("Couldn't reach 'owner/name' on the Hub"), FileNotFoundError),
+        (RuntimeError("Dataset scripts are no longer supported"), ValueError),
+    ],
+)
+def test_what_the_hub_says_is_passed_on(cause, kind, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise cause
+
+    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    with pytest.raises(
+        kind, match=f"'owner/name' here as a file or folder, nor on the hub .*{cause}.* Check the spelling"
+    ):
+        HubDataset("owner/name", "train").fingerprint()

@@ -1,0 +1,158 @@
+import hashlib
+import os
+import pickle
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from datamodules.sources import locations
+from datamodules.sources.documents import JsonLines
+from datamodules.sources.locations import RemoteFile, file_identities, file_size, files_fingerprint, find_files
+
+NAMES = [
+    "b.jsonl",
+    "deep/down/a.jsonl.zst",
+    "a.jsonl",
+    ".hidden/x.jsonl",
+    "_temporary/x.jsonl",
+    "_SUCCESS",
+    "README.md",
+]
+
+
+@pytest.fixture(params=["local", "memory"])
+def root(request, tmp_path):
+    """Address of a folder that holds `NAMES`."""
+    folder = str(tmp_path) if request.param == "local" else f"memory:/{tmp_path}"
+    for name in NAMES:
+        with fsspec.open(f"{folder}/{name}", "wb", auto_mkdir=True) as file:
+            file.write(b'{"text": "one"}\n')
+    return folder
+
+
+def found(path, root):
+    return [str(file).partition(root.removeprefix("memory:/"))[2].lstrip("/") for file in find_files(path)]
+
+
+def test_files_of_a_folder_a_pattern_and_a_path(root):
+    assert found(root, root) == ["a.jsonl", "b.jsonl", "deep/down/a.jsonl.zst"]
+    assert found(f"{root}/*.jsonl", root) == ["a.jsonl", "b.jsonl"]
+    assert found(f"{root}/**/*.zst", root) == ["deep/down/a.jsonl.zst"]
+    assert found(f"{root}/b.jsonl", root) == ["b.jsonl"]
+
+
+def test_linked_folders_are_searched_too_and_circles_end(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/c.txt").write_text("three")
+    root = tmp_path / "root"
+    (root / "deep").mkdir(parents=True)
+    (root / "a.txt").write_text("one")
+    (root / "deep/linked").symlink_to(tmp_path / "elsewhere")
+    (root / "deep/circle").symlink_to(root)
+    assert found(str(root), str(root)) == ["a.txt", "deep/linked/c.txt"]
+
+
+@pytest.mark.parametrize("name", ["none", "README.md", "*.txt", "none/*.jsonl"])
+def test_nothing_to_read_is_named(root, name):
+    with pytest.raises(FileNotFoundError, match=r"(No file to read|There is nothing) at '.*Correct the path"):
+        find_files(f"{root}/{name}")
+
+
+def test_fingerprint_sees_edits(root):
+    before = files_fingerprint(find_files(root))
+    assert files_fingerprint(find_files(root)) == before
+    with fsspec.open(f"{root}/a.jsonl", "wb") as file:
+        file.write(b'{"text": "two"}\n')
+    if "://" not in root:
+        os.utime(f"{root}/a.jsonl", (1, 1))
+    assert files_fingerprint(find_files(root)) != before
+
+
+def test_an_address_of_a_local_file_is_a_path(tmp_path):
+    (tmp_path / "a.txt").write_text("one")
+    assert find_files(f"file://{tmp_path}") == find_files(str(tmp_path)) == (tmp_path / "a.txt",)
+
+
+def remote(name, **info):
+    return RemoteFile(fsspec.filesystem("memory"), name, info)
+
+
+MD5 = '"0123456789abcdef0123456789abcdef-12"'
+
+
+@pytest.mark.parametrize("info", [{"ETag": MD5}, {"md5Hash": "x"}, {"blob_id": "x", "ETag": '"y"'}])
+def test_a_checksum_counts_wherever_the_file_is(info, caplog):
+    one = file_identities([remote("/a", size=3, mtime=1, **info)])
+    assert file_identities([remote("/b/c", size=3, mtime=2, **info)]) == one
+    (key, value), *_ = info.items()
+    assert file_identities([remote("/a", size=3, mtime=1, **{**info, key: value.replace("x", "z")[::-1]})]) != one
+    assert not caplog.records
+
+
+def test_an_entity_tag_counts_at_its_address(caplog):
+    tags = [
+        file_identities([remote(name, size=size, ETag=tag, mtime=time)])[0]
+        for name, size, tag, time in (
+            ("/a", 3, '"5f-3"', 1),
+            ("/a", 3, '"5f-3"', 2),
+            ("/b", 3, '"5f-3"', 1),  # a web server makes tags of size and time
+            ("/a", 4, '"5f-3"', 1),
+            ("/a", 3, '"60-3"', 1),
+        )
+    ]
+    assert tags[0] == tags[1]
+    assert len(set(tags)) == 4
+    assert not caplog.records
+
+
+def test_a_server_that_reports_times_only_is_named(caplog):
+    locations._warn_of_times.cache_clear()
+    found = file_identities(
+        [remote("/a", size=3, mtime=1), remote("/a", size=3, mtime=2), remote("/b", size=3, mtime=1)]
+    )
+    assert len(set(found)) == 3
+    assert [record.getMessage()[:25] for record in caplog.records] == ["Files of memory report ne"]
+
+
+def test_a_server_that_reports_nothing_is_read(monkeypatch):
+    monkeypatch.setattr(MemoryFileSystem, "info", lambda self, path: {"type": "file"})
+    file = remote("/a.txt")
+    found = set()
+    for text in (b"one", b"two", b"one"):
+        file = remote("/a.txt")
+        file.system.pipe_file(file.path, text)
+        found.update(file_identities([file, file]))
+        with monkeypatch.context() as patch:  # it is fetched once, though each shard asks for its identity
+            patch.setattr(RemoteFile, "open", None)
+            found.update(file_identities([pickle.loads(pickle.dumps(file))]))
+    assert found == {f"sha256:{hashlib.sha256(text).hexdigest()}" for text in (b"one", b"two")}
+    assert file_size(file) is None
+    assert JsonLines((file,)).text_bytes() is None
+
+
+def test_the_query_of_a_web_address_is_no_part_of_the_name():
+    file = RemoteFile(fsspec.filesystem("http"), "https://host/x/a.jsonl.zst?download=true", {})
+    assert (file.name, file.suffix) == ("a.jsonl.zst", ".zst")
+    assert remote("/what?.jsonl").name == "what?.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("nosuch://bucket/x.jsonl", "cannot be reached .*nosuch"),
+        ("http://localhost:9/x.jsonl", "(cannot be reached|There is nothing at)"),
+    ],
+)
+def test_what_cannot_be_reached_is_named(path, message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        find_files(path)
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    def url_to_fs(path):
+        raise ImportError("Install s3fs to access S3")
+
+    monkeypatch.setattr("datamodules.sources.locations.url_to_fs", url_to_fs)
+    with pytest.raises(ValueError, match=r"'s3://bucket/x' needs a package .*Install s3fs .*pip install"):
+        find_files("s3://bucket/x")

@@ -1,0 +1,355 @@
+import multiprocessing
+import os
+import pickle
+import shutil
+import time
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from datamodules.packing.packing import pack_documents
+from datamodules.packing.sequences import PackedRowDataset
+from datamodules.sources.documents import Document, TextFiles, TextFolder
+from datamodules.token_store import checksums
+from datamodules.token_store import store as token_store
+from datamodules.token_store import tokenize as tokenising
+from datamodules.token_store.store import TokenStore, build_token_store
+from lightning_modules.models.tokenization.tokenizer import load_tokenizer
+from lightning_modules.utilities import identity
+
+FILES = (token_store.TOKENS, token_store.DOCUMENT_BORDERS, token_store.CHECKSUMS, token_store.MANIFEST)
+
+
+@dataclass
+class Texts:
+    """Documents in memory that count how often they are read; an exception is raised in its turn."""
+
+    texts: list
+    version: str = "1"
+    reads: list = field(default_factory=list)
+
+    def __iter__(self):
+        self.reads.append(len(self.reads))
+        for number, text in enumerate(self.texts):
+            if isinstance(text, BaseException):
+                raise text
+            yield Document(str(number), text)
+
+    def fingerprint(self):
+        return self.version
+
+
+def build(source, tokenizer, cache_dir, **kwargs):
+    return build_token_store(source, load_tokenizer(tokenizer), cache_dir=cache_dir, **kwargs)
+
+
+def test_tokens_borders_and_end_of_text(word_tokenizer, tmp_path):
+    store = build(Texts(["a b", "c", "d e f"]), word_tokenizer, tmp_path)
+    assert store.tokens.tolist() == [1, 2, 0, 3, 0, 4, 5, 6, 0]
+    assert store.document_borders.tolist() == [0, 3, 5, 9]
+    assert store.tokens.dtype == np.dtype("<u2")
+    assert (store.manifest["documents"], store.manifest["tokens"]) == (3, 9)
+
+
+TIME = 1_700_000_000
+
+
+def text_file(path, text):
+    """A file whose name, size and modification time say nothing of its text."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    os.utime(path, (TIME, TIME))
+    return path
+
+
+def tokens_of(source, tokenizer, tmp_path):
+    return build(source, tokenizer, tmp_path / "cache").tokens.tolist()
+
+
+def test_folders_that_differ_in_text_alone_have_their_own_tokens(word_tokenizer, tmp_path):
+    for name, text in (("one", "a b"), ("two", "c d")):
+        text_file(tmp_path / name / "x.txt", text)
+    assert tokens_of(TextFolder(tmp_path / "one"), word_tokenizer, tmp_path) == [1, 2, 0]
+    assert tokens_of(TextFolder(tmp_path / "two"), word_tokenizer, tmp_path) == [3, 4, 0]
+
+
+def test_files_in_another_order_have_their_own_tokens(word_tokenizer, tmp_path):
+    files = (text_file(tmp_path / "x.txt", "a b"), text_file(tmp_path / "y.txt", "c d"))
+    assert tokens_of(TextFiles(files), word_tokenizer, tmp_path) == [1, 2, 0, 3, 4, 0]
+    assert tokens_of(TextFiles(files[::-1]), word_tokenizer, tmp_path) == [3, 4, 0, 1, 2, 0]
+
+
+def test_an_edit_that_restores_size_and_time_is_noticed(word_tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(identity, "SETTLING_TIME", 0)
+    file = text_file(tmp_path / "x.txt", "a b")
+    assert tokens_of(TextFiles((file,)), word_tokenizer, tmp_path) == [1, 2, 0]
+    text_file(file, "c d")
+    assert tokens_of(TextFiles((file,)), word_tokenizer, tmp_path) == [3, 4, 0]
+
+
+def test_a_copied_or_renamed_folder_is_not_tokenized_again(word_tokenizer, tmp_path, monkeypatch):
+    text_file(tmp_path / "one" / "x.txt", "a b")
+    assert tokens_of(TextFolder(tmp_path / "one"), word_tokenizer, tmp_path) == [1, 2, 0]
+    monkeypatch.setattr(token_store, "_write", None)
+    shutil.copytree(tmp_path / "one", tmp_path / "copy", copy_function=shutil.copyfile)
+    (tmp_path / "copy" / "x.txt").rename(tmp_path / "copy" / "y.txt")
+    assert tokens_of(TextFolder(tmp_path / "copy"), word_tokenizer, tmp_path) == [1, 2, 0]
+
+
+def test_text_that_changes_while_it_is_tokenized_is_refused(word_tokenizer, tmp_path):
+    file = text_file(tmp_path / "x.txt", "a b")
+
+    class Edited(TextFiles):
+        def __iter__(self):
+            yield from super().__iter__()
+            text_file(file, "c d")
+
+    with pytest.raises(ValueError, match=r"changed while it was tokenized\. Start again"):
+        build(Edited((file,)), word_tokenizer, tmp_path / "cache")
+    assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
+
+
+def test_wide_vocabulary_without_end_of_text(wide_tokenizer, tmp_path):
+    store = build(Texts(["w69999 a", "b"]), wide_tokenizer, tmp_path)
+    assert store.tokens.tolist() == [70_008, 1, 2]
+    assert store.tokens.dtype == np.dtype("<u4")
+
+
+@pytest.mark.parametrize("bounds", [(1, 10**6), (10**6, 1), (2, 10**6)])
+def test_batches_do_not_show(byte_tokenizer, tmp_path, monkeypatch, bounds):
+    texts = ["the cat sat", "naïve café 🙂", "on the mat"]
+    whole = build(Texts(texts), byte_tokenizer, tmp_path / "whole")
+    monkeypatch.setattr(tokenising, "BATCH_DOCUMENTS", bounds[0])
+    monkeypatch.setattr(tokenising, "BATCH_CHARACTERS", bounds[1])
+    split = build(Texts(texts), byte_tokenizer, tmp_path / "split")
+    tokenizer = load_tokenizer(byte_tokenizer)
+    expected = [token for text in texts for token in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
+    assert whole.tokens.tolist() == split.tokens.tolist() == expected
+    assert whole.document_borders.tolist() == split.document_borders.tolist()
+
+
+def test_second_build_reads_nothing(word_tokenizer, tmp_path):
+    source = Texts(["a b"])
+    first, second = (build(source, word_tokenizer, tmp_path) for _ in range(2))
+    assert source.reads == [0]
+    assert first.folder == second.folder
+
+
+def test_address_depends_on_all_that_matters(word_tokenizer, bos_eos_tokenizer, tmp_path, monkeypatch):
+    stores = [
+        build(Texts(["a b"]), word_tokenizer, tmp_path),
+        build(Texts(["a b"], version="2"), word_tokenizer, tmp_path),
+        build(Texts(["a b"]), bos_eos_tokenizer, tmp_path),  # the same vocabulary
+        build(Texts(["a b"]), word_tokenizer, tmp_path, add_special_tokens=True),
+    ]
+    monkeypatch.setattr(token_store, "FORMAT", token_store.FORMAT + 1)
+    stores.append(build(Texts(["a b"]), word_tokenizer, tmp_path))
+    assert len({store.folder for store in stores}) == 5
+
+
+def test_special_tokens_are_optional_and_the_end_is_marked_once(bos_eos_tokenizer, tmp_path):
+    plain = build(Texts(["a b"]), bos_eos_tokenizer, tmp_path)
+    special = build(Texts(["a b"]), bos_eos_tokenizer, tmp_path, add_special_tokens=True)
+    assert plain.tokens.tolist() == [1, 2, 0]
+    assert special.tokens.tolist() == [8, 1, 2, 0]
+
+
+def test_interrupted_build_leaves_no_store(word_tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenising, "BATCH_DOCUMENTS", 1)
+    with pytest.raises(KeyboardInterrupt):
+        build(Texts(["a", "b", KeyboardInterrupt()]), word_tokenizer, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    assert build(Texts(["a", "b"]), word_tokenizer, tmp_path).tokens.tolist() == [1, 0, 2, 0]
+
+
+def test_unwritable_cache_is_found_before_anything_is_read(word_tokenizer, tmp_path):
+    (tmp_path / "file").touch()
+    source = Texts(["a"])
+    with pytest.raises(ValueError, match="Cannot write to the folder"):
+        build(source, word_tokenizer, tmp_path / "file")
+    assert source.reads == []
+
+
+def content(store):
+    return {name: (store.folder / name).read_bytes() for name in FILES}
+
+
+def flip(path):
+    damaged = bytearray(path.read_bytes())
+    damaged[len(damaged) // 2] ^= 4
+    path.write_bytes(damaged)
+
+
+def append(path):
+    path.write_bytes(path.read_bytes() + b"\0")
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def empty(path):
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize("damage", [flip, append, truncate, empty, Path.unlink])
+@pytest.mark.parametrize("name", FILES)
+def test_a_damaged_store_is_built_anew_with_a_message(word_tokenizer, tmp_path, caplog, name, damage):
+    source = Texts(["a b c", "d"])
+    store = build(source, word_tokenizer, tmp_path)
+    whole = content(store)
+    damage(store.folder / name)
+    if name != token_store.TOKENS or damage is not flip:  # tokens are many: opening alone does not read them
+        with pytest.raises(ValueError, match=f"is damaged .*{name}"):
+            TokenStore(store.folder)
+    assert content(build(source, word_tokenizer, tmp_path)) == whole
+    assert source.reads == [0, 1]
+    assert caplog.text.count("building it anew") == 1
+    assert name in caplog.text
+    assert [path.name for path in tmp_path.iterdir()] == [store.folder.name]
+    build(source, word_tokenizer, tmp_path)
+    assert source.reads == [0, 1]
+
+
+def test_silent_damage_is_found_when_it_is_read_and_built_anew_at_the_next_start(
+    word_tokenizer, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(checksums, "BLOCK", 8)
+    source = Texts(["a b c d e f g h"])
+    flip(build(source, word_tokenizer, tmp_path).folder / token_store.TOKENS)
+    store = TokenStore(next(tmp_path.iterdir()))
+    store.mark_verified()  # as if the disk had flipped the bit: no file looks changed
+    store = build(source, word_tokenizer, tmp_path)
+    assert source.reads == [0]
+    rows = PackedRowDataset(store, pack_documents(store.document_borders, 4))
+    assert rows[0]["input_ids"].tolist() == [1, 2, 3, 4]
+    with pytest.raises(ValueError, match=r"is damaged \(tokens.bin is not what was written, .* bytes 8 to 15\)"):
+        rows[1]
+    assert build(source, word_tokenizer, tmp_path).read(0, 9).tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 0]
+    assert source.reads == [0, 1]
+
+
+def test_tokens_are_read_in_full_only_if_files_have_changed(word_tokenizer, tmp_path, monkeypatch):
+    source, full = Texts(["a b c"]), []
+    monkeypatch.setattr(token_store, "check_file", lambda *files: full.append(files))
+    store = build(source, word_tokenizer, tmp_path)
+    build(source, word_tokenizer, tmp_path)
+    assert full == []  # what was just written was checked as it was written
+    for change in (lambda: (store.folder / token_store.TOKENS).touch(), (store.folder / token_store.VERIFIED).unlink):
+        change()
+        build(source, word_tokenizer, tmp_path)
+        build(source, word_tokenizer, tmp_path)
+        assert len(full) == 1
+        full.clear()
+    (store.folder / token_store.VERIFIED).write_text('{"tokens.bin')  # torn by a kill
+    build(source, word_tokenizer, tmp_path)
+    assert len(full) == 1
+    assert source.reads == [0]
+    shutil.rmtree(store.folder)  # by another process, that has found it damaged
+    with pytest.raises(ValueError, match="is damaged"):
+        store.verify()
+
+
+@dataclass
+class Slow:
+    """Documents that take a while; every reading leaves a mark in a file."""
+
+    marks: Path
+
+    def __iter__(self):
+        with self.marks.open("a") as file:
+            file.write("x")
+        for number in range(30):
+            time.sleep(0.002)
+            yield Document(str(number), "abcdefgh"[number % 8] + " b" * number)
+
+    def fingerprint(self):
+        return "slow"
+
+
+def in_background(source, tokenizer, cache_dir):
+    process = multiprocessing.get_context("fork").Process(
+        target=build_token_store, args=(source, tokenizer), kwargs={"cache_dir": cache_dir}
+    )
+    process.start()
+    return process
+
+
+def test_several_processes_at_once_tokenise_once(word_tokenizer, tmp_path):
+    tokenizer, source, cache = load_tokenizer(word_tokenizer), Slow(tmp_path / "marks"), tmp_path / "cache"
+    processes = [in_background(source, tokenizer, cache) for _ in range(3)]
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    assert source.marks.read_text() == "x"
+    (folder,) = cache.iterdir()
+    assert TokenStore(folder).manifest["documents"] == 30
+
+
+def test_kills_at_random_moments_leave_nothing_torn(word_tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenising, "BATCH_DOCUMENTS", 3)
+    tokenizer, source, cache = load_tokenizer(word_tokenizer), Slow(tmp_path / "marks"), tmp_path / "cache"
+    started = time.monotonic()
+    undisturbed = content(build_token_store(source, tokenizer, cache_dir=tmp_path / "undisturbed"))
+    duration = time.monotonic() - started
+    moments, published, torn = np.random.default_rng(0).uniform(0, 1.3 * duration, 10), 0, 0
+    for moment in moments:
+        process = in_background(source, tokenizer, cache)
+        time.sleep(moment)
+        process.kill()
+        process.join()
+        for folder in cache.glob("[!.]*"):
+            published += 1
+            store = TokenStore(folder)
+            (folder / token_store.VERIFIED).unlink()
+            store.verify()
+            assert content(store) == undisturbed
+            shutil.rmtree(folder)
+        torn += any(cache.glob(".building-*"))
+    assert torn >= 3
+    assert published < 10
+    assert content(build_token_store(source, tokenizer, cache_dir=cache)) == undisturbed
+    assert len(list(cache.iterdir())) == 1
+
+
+def test_ids_beyond_the_vocabulary_are_refused(word_tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenising, "vocabulary_size", lambda _: 3)
+    with pytest.raises(ValueError, match="gave token 3, beyond its vocabulary of 3"):
+        build(Texts(["a b c"]), word_tokenizer, tmp_path)
+
+
+def test_pickles_as_its_path(word_tokenizer, tmp_path):
+    store = build(Texts(["a b c"]), word_tokenizer, tmp_path)
+    pickled = pickle.dumps(store)
+    assert len(pickled) < 1000
+    assert pickle.loads(pickled).tokens.tolist() == store.tokens.tolist()
+
+
+def test_long_documents_are_no_reason_to_warn(byte_tokenizer, tmp_path, caplog, capfd):
+    tokenizer = load_tokenizer(byte_tokenizer)
+    tokenizer.model_max_length = 4
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        build_token_store(Texts(["the cat sat on the mat " * 9]), tokenizer, cache_dir=tmp_path)
+    assert "maximum" not in caplog.text + "".join(capfd.readouterr())
+
+
+def test_prompt_lengths_are_kept_where_there_are_prompts(word_tokenizer, tmp_path):
+    plain = build(Texts(["a b c"]), word_tokenizer, tmp_path / "plain")
+    assert plain.prompt_lengths is None
+    assert not (plain.folder / token_store.PROMPT_LENGTHS).exists()
+
+    class Prompts(Texts):
+        def __iter__(self):
+            return (Document("", text, prompt_end) for text, prompt_end in self.texts)
+
+    store = build(Prompts([("a b c", 3), ("a", 0), ("a b", 3)]), word_tokenizer, tmp_path / "prompts")
+    assert store.prompt_lengths.tolist() == [2, 0, 2]
+    flip(store.folder / token_store.PROMPT_LENGTHS)
+    with pytest.raises(ValueError, match=r"prompt_lengths.bin is not what was written"):
+        TokenStore(store.folder)
+    again = build(Prompts([("a b c", 3)]), word_tokenizer, tmp_path / "prompts")  # what is damaged is built anew
+    assert again.prompt_lengths.tolist() == [2]

@@ -1,0 +1,115 @@
+import threading
+import time
+from itertools import chain
+
+import numpy as np
+import pytest
+
+from datamodules.sources.documents import Document
+from datamodules.token_store import tokenize as tokenising
+from datamodules.token_store.tokenize import Encoder, tokenised
+from lightning_modules.models.tokenization.tokenizer import load_tokenizer
+
+
+@pytest.fixture(autouse=True)
+def _small_batches(monkeypatch):
+    monkeypatch.setattr(tokenising, "BATCH_DOCUMENTS", 2)
+
+
+def documents(count, pulled=None):
+    for number in range(count):
+        if pulled is not None:
+            pulled.append(number)
+        yield Document(str(number), "abcdefgh"[number % 8] + " b" * (number % 5))
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 5])
+def test_batches_are_those_of_the_tokenizer_in_order(word_tokenizer, monkeypatch, ahead):
+    monkeypatch.setattr(tokenising, "AHEAD", ahead)
+    tokenizer = load_tokenizer(word_tokenizer)
+    encoder = Encoder(tokenizer, add_special_tokens=False)
+
+    def unevenly(batch):
+        time.sleep(0.01 * ("a" in batch[0].text))
+        return encoder(batch)
+
+    batches = list(tokenised(documents(31), unevenly))
+    expected = [[*tokenizer(document.text)["input_ids"], 0] for document in documents(31)]
+    assert np.concatenate([batch.tokens for batch in batches]).tolist() == list(chain(*expected))
+    assert np.concatenate([batch.lengths for batch in batches]).tolist() == list(map(len, expected))
+    assert [len(batch.lengths) for batch in batches] == [2] * 15 + [1]
+    assert sum(batch.text_bytes for batch in batches) == sum(len(document.text) for document in documents(31))
+
+
+def test_two_batches_at_once_and_no_more_than_four_read(word_tokenizer):
+    encoder = Encoder(load_tokenizer(word_tokenizer), add_special_tokens=False)
+    meeting = threading.Barrier(2, timeout=20)
+    pulled = []
+
+    def together(batch):
+        meeting.wait()
+        return encoder(batch)
+
+    for done, _ in enumerate(tokenised(documents(24, pulled), together), start=1):
+        assert len(pulled) <= 2 * (done + 3)
+    assert len(pulled) == 24
+
+
+def test_an_error_of_the_tokenizer_stops_the_reading():
+    pulled = []
+
+    def broken(batch):
+        raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        list(tokenised(documents(100, pulled), broken))
+    assert len(pulled) <= 8
+
+
+def test_text_bytes_are_those_of_utf_8(byte_tokenizer):
+    encoder = Encoder(load_tokenizer(byte_tokenizer), add_special_tokens=False)
+    assert encoder([Document("1", "naïve"), Document("2", "🙂")]).text_bytes == 6 + 4
+
+
+PROMPTS = [
+    ("the cat ", "sat on the mat"),  # a token " sat" would cross the border
+    ("the cat", " sat on the mat"),
+    ("naïve 日", "本 🙂"),
+    ("🙂🙂", "🙂"),
+    ("", "the cat"),
+    ("\n\n", "\n\n the"),
+    ("the c", "at"),
+]
+
+
+@pytest.mark.parametrize("kind", ["byte_tokenizer", "bos_eos_tokenizer"])
+def test_the_prompt_is_the_tokens_that_end_in_it(kind, request):
+    tokenizer = load_tokenizer(request.getfixturevalue(kind))
+    encoder = Encoder(tokenizer, add_special_tokens=True)
+    found = encoder([Document("", prompt + response, len(prompt)) for prompt, response in PROMPTS])
+    expected = []
+    for prompt, response in PROMPTS:
+        offsets = tokenizer(prompt + response, return_offsets_mapping=True)["offset_mapping"]
+        firsts = [index for index, (_, end) in enumerate(offsets) if end > len(prompt)]
+        expected.append(firsts[0] if prompt else 0)
+    assert found.prompt_lengths.tolist() == expected
+    plain = encoder([Document("", prompt + response) for prompt, response in PROMPTS])
+    assert np.array_equal(found.tokens, plain.tokens)
+    assert not plain.prompt_lengths.any()
+
+
+def test_a_token_across_the_border_belongs_to_the_response(byte_tokenizer):
+    tokenizer, text = load_tokenizer(byte_tokenizer), "Call me Ishmael. the cat sat on the mat"
+    encoder = Encoder(tokenizer, add_special_tokens=False)
+    tokens = encoder([Document("", text)]).tokens[:-1].tolist()
+    ends = [len(tokenizer.decode(tokens[: count + 1])) for count in range(len(tokens))]
+    batch = encoder([Document("", text, prompt_end) for prompt_end in range(1, len(text) + 1)])
+    assert batch.prompt_lengths.tolist() == [sum(e <= prompt for e in ends) for prompt in range(1, len(text) + 1)]
+    assert len(ends) < len(text) - 10  # there are tokens to fall into
+
+
+def test_special_tokens_in_front_and_the_end_of_the_text(bos_eos_tokenizer):
+    encoder = Encoder(load_tokenizer(bos_eos_tokenizer), add_special_tokens=True)
+    batch = encoder([Document("", "a b c", 3), Document("", "a b c", 5), Document("", "a b c")])
+    assert batch.tokens.tolist() == [8, 1, 2, 3, 0] * 3
+    assert batch.prompt_lengths.tolist() == [3, 5, 0]

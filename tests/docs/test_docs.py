@@ -1,0 +1,76 @@
+"""What README and pages say exists: links, files, commands and their options."""
+
+import contextlib
+import io
+import re
+import shlex
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from lightning_modules.commands.cli.main import main
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+NAMES = [page.name for page in PAGES]
+
+
+def blocks(page, language):
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def anchors(page):
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def commands(page):
+    """Arguments of each `longce` command of a page, in blocks and in lines of text."""
+    lines = "".join(blocks(page, "bash")).replace("\\\n", " ").splitlines()
+    lines += re.findall(r"`(longce [^`]*)`", page.read_text())
+    for line in lines:
+        if (found := re.search(r"(?:^|\s)(?:\S*/)?longce (.*)$", line.partition(" #")[0])) is not None:
+            yield shlex.split(found[1])
+
+
+@cache
+def help_of(*command):
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
+        main([*command, "--help"])
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\((?!https?:)([^)]*)\)", page.read_text()):
+        path, _, anchor = target.partition("#")
+        file = page.parent / path if path else page
+        assert file.exists(), target
+        assert not anchor or anchor in anchors(file), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_files_exist(page):
+    for file in re.findall(r"\b((?:configs|benchmarks|notebooks|docs)/[\w/]+\.\w+)", page.read_text()):
+        assert (ROOT / file).exists(), file
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_commands_and_options_exist(page):
+    for arguments in commands(page):
+        if not arguments[0].islower():  # `longce --help`, `longce COMMAND --help`
+            continue
+        deep = arguments[0] in ("data", "reproduce") and arguments[1].isalnum()
+        text = help_of(*arguments[: 2 if deep else 1])
+        assert text, arguments
+        for option in arguments:
+            name = option.partition("=")[0]
+            if re.fullmatch(r"--\w+(\.\w+)?\+?", name) and name.count(".") == 0:
+                assert re.search(rf"{name}\b", text), f"{option} of {arguments}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_python_is_python(page):
+    for block in blocks(page, "python"):
+        compile(block, page.name, "exec")

@@ -1,0 +1,317 @@
+"""Each `longce` command of README.md and the first ones of every page, and all blocks of Python, run as by a reader.
+
+Where they name what only a reader has (models on the hub, texts, a cluster) the tables below say what stands in for
+it. A new command needs a line in `COMMANDS`, or the test says so.
+"""
+
+import contextlib
+import io
+import json
+import math
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from typing import NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from lightning_modules.commands.cli.main import COMMANDS as PROGRAMS
+from lightning_modules.commands.cli.main import main
+from tests.docs.test_docs import NAMES, PAGES, ROOT, blocks
+
+README = ROOT / "README.md"
+
+WORDS = {  # what stands in a command, and what stands in for it; folders and files are made by `reader`
+    "mistralai/Mistral-7B-v0.1": "model",
+    "meta-llama/Llama-3.1-8B": "evaluator",
+    "--model M": "--model model",
+    "--evaluator E": "--evaluator evaluator",
+    "key_token_ratio > 0.02 and tokens >= 32768": "key_token_ratio >= 0 and tokens >= 64",
+    "-c ..": "-c experiment.yaml",
+    "..": "-c configs/base.yaml -c experiment.yaml",
+}
+
+EXPERIMENT = {  # of the shape of the shipped ones, on models and books of this test; laid over them it makes them small
+    "model": {
+        "pretrained_model_name_or_path": "model",
+        "context_length": 32,
+        "stride": 16,
+    },
+    "data": {
+        "class_path": "datamodules.PG19DataModule",
+        "init_args": {"path": "pg19", "tokenizer": "model", "sequence_length": 128},
+    },
+    "trainer": {
+        "accelerator": "cpu",
+        "devices": 1,
+        "strategy": "auto",
+        "precision": "32-true",
+        "max_steps": 1,
+        "accumulate_grad_batches": 1,
+        "val_check_interval": 1,
+        "enable_progress_bar": False,
+        "callbacks": [
+            {"class_path": "callbacks.StepCheckpoint", "init_args": {"save_last": True}},
+            {
+                "class_path": "callbacks.ExternalEvaluator",
+                "init_args": {"evaluator": "evaluator", "context_length": 32, "stride": 16},
+            },
+        ],
+    },
+}
+
+
+class Reading(NamedTuple):
+    """How a command is run, and what shows that it did what the page says.
+
+    Attributes:
+        more: Options that make it small, or complete what the page leaves out.
+        prints: What its output must have, as a regular expression.
+        makes: Files that must be there afterwards, as patterns.
+        logs: What TensorBoard must show of the run.
+        elsewhere: Another test that runs it, in this file: of what takes more than a few seconds.
+    """
+
+    more: str = ""
+    prints: str = ""
+    makes: tuple[str, ...] = ()
+    logs: tuple[str, ...] = ()
+    elsewhere: str = ""
+
+
+SCORED = r"(?s)LongPPL +perplexity.*corpus of"
+CHECKPOINT = "runs/longce/VERSION/checkpoints/last.ckpt"
+TRAINED = Reading(
+    makes=("runs/longce/*/config.yaml", "runs/longce/*/checkpoints/last.ckpt"),
+    logs=("train/loss", "train/weight_mean", "val/longppl", "val/perplexity"),
+)
+MINIATURE = Reading(elsewhere="tests/benchmarks/reproduction/miniature/test_command.py")
+
+SHORT = "--context_length 32 --stride 16"
+QUESTIONS = "--tasks passkey --lengths 512 --samples 1 --device cpu"
+SCORE_CORPUS = Reading(
+    "--model.pretrained_model_name_or_path model --model.context_length 32 --model.stride 16 --data.num_workers 0"
+    " --model.dtype float32 --trainer.accelerator cpu --trainer.devices 1",
+    makes=("scores/*.parquet",),
+)
+
+COMMANDS = {
+    # README.md
+    "longce quickstart": Reading(elsewhere="tests/lightning_modules/commands/test_quickstart.py"),
+    "longce score report.txt --model M --evaluator E": Reading(prints=SCORED),
+    "longce fit -c configs/base.yaml -c configs/experiments/longce_pg19.yaml": TRAINED._replace(
+        more="-c experiment.yaml"
+    ),
+    "longce fit .. -c configs/experiments/longlora.yaml": TRAINED,
+    "longce fit .. -c configs/strategies/fsdp.yaml": TRAINED._replace(more="-c experiment.yaml"),
+    "longce export": Reading(
+        f"{CHECKPOINT} exported", "exported", ("exported/model.safetensors", "exported/README.md")
+    ),
+    "longce data inspect -c ..": Reading(prints=r"(?s)rows of 128 tokens.*\nrow 0"),
+    "longce plan -c .. --gpu H200": Reading("", "(?s)LongCE.*GiB"),
+    "longce predict -c configs/base.yaml -c configs/score_corpus.yaml": SCORE_CORPUS,
+    "longce select scores": Reading(prints="(?s)documents"),
+    "longce inspect report.txt --evaluator E": Reading(SHORT, "report.txt.html", ("report.txt.html",)),
+    "longce evaluate --model M --output runs/m": Reading(QUESTIONS, "passkey", ("runs/m/results.json",)),
+    "longce correlate a.json b.json c.json scores.csv --output runs/c": Reading(
+        prints="(?s)Pearson.*longppl|longppl.*Pearson", makes=("runs/c/correlation.json", "runs/c/report.html")
+    ),
+    "longce reproduce miniature": MINIATURE,
+    "longce --help": Reading(prints="usage: longce COMMAND"),
+    **{f"longce {name} --help": Reading(prints=f"usage: longce .*{name}") for name in PROGRAMS},
+    # First commands of the pages
+    "longce score report1.txt report2.txt --model mistralai/Mistral-7B-v0.1 --evaluator meta-llama/Llama-3.1-8B"
+    " --context_length 4096 --stride 1024 --alpha 2 --beta -2 --output out.json": Reading("", SCORED, ("out.json",)),
+    "longce data inspect -c configs/base.yaml -c experiment.yaml --rows 0 7": Reading(prints=r"(?s)\nrow 0.*\nrow 7"),
+    f"longce export {CHECKPOINT} DIR": Reading("", "DIR", ("DIR/model.safetensors",)),
+    "longce reproduce miniature --output runs/miniature": MINIATURE,
+    "longce evaluate --model mistralai/Mistral-7B-v0.1 --tasks ruler_synthetic longeval --lengths 4096 8192 16384"
+    " --samples 20 --output runs/mistral": Reading(QUESTIONS, "passkey", ("runs/mistral/report.html",)),
+    "longce predict -c configs/base.yaml -c configs/score_corpus.yaml --model.pretrained_model_name_or_path"
+    " mistralai/Mistral-7B-v0.1 --data.files 'corpus/*.parquet' --data.columns '[source]'"
+    " --trainer.callbacks.output_dir scores": SCORE_CORPUS,
+    'longce select scores --where "key_token_ratio > 0.02 and tokens >= 32768" --by source --output'
+    " chosen.jsonl": Reading(prints="source"),
+    "longce plan -c configs/base.yaml -c configs/experiments/longce_pg19.yaml --gpu H200 --gpus 8"
+    " --price_per_gpu_hour 3.5": Reading("-c experiment.yaml", "(?s)LongCE.*GiB"),
+}
+
+
+def commands(page, *, first_only=False):
+    """The `longce` commands of a page as it has them, in blocks and in lines of text, without comments."""
+    text = page.read_text()
+    found = blocks(page, "bash")[:1] if first_only else blocks(page, "bash")
+    lines = "".join(found).replace("\\\n", " ").splitlines()
+    lines += [] if first_only else re.findall(r"`(longce [^`]*)`", text)
+    for line in lines:
+        if (command := re.search(r"(?:^|[\s/])(longce .*)$", line.partition(" #")[0])) is not None:
+            yield " ".join(command[1].split())
+
+
+def all_commands():
+    """Each command once, with `COMMAND` replaced by every one there is."""
+    found = [command for page in PAGES for command in commands(page, first_only=page != README)]
+    for command in dict.fromkeys(found):
+        yield from (command.replace("COMMAND", name) for name in (PROGRAMS if "COMMAND" in command else [""]))
+
+
+@pytest.fixture
+def reader(tmp_path, monkeypatch, corpus, model_dir, evaluator_dir):
+    """The folder of a reader who has done what the commands take for granted."""
+    for name, target in (("configs", ROOT / "configs"), ("model", model_dir), ("evaluator", evaluator_dir)):
+        (tmp_path / name).symlink_to(target)
+    for name, text in (("report", corpus[0]), ("report1", "\n".join(corpus[:5])), ("report2", corpus[1])):
+        (tmp_path / f"{name}.txt").write_text(text)
+    for number, split in enumerate(("train", "train", "validation", "test")):
+        (tmp_path / "pg19" / split).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "pg19" / split / f"{number}.txt").write_text(corpus[number])
+    (tmp_path / "pg19" / "metadata.csv").write_text("".join(f"{number},Book,1900,none\n" for number in range(4)))
+    (tmp_path / "experiment.yaml").write_text(yaml.safe_dump(EXPERIMENT))
+    write_corpus(tmp_path / "corpus", corpus)
+    write_results(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write_corpus(folder, texts):
+    folder.mkdir()
+    pq.write_table(pa.table({"text": texts, "source": ["books"] * len(texts)}), folder / "0.parquet")
+
+
+def write_results(folder):
+    """Of `longce score --output` for three models, and their scores."""
+    settings = {"evaluator": "E", "context_length": 32, "stride": 16, "alpha": 2.0, "beta": -2.0}
+    for name, longppl in (("a", 2.0), ("b", 3.0), ("c", 5.0)):
+        numbers = {"longppl": longppl, "perplexity": 20 - longppl, "key_tokens": 9, "tokens": 99, "documents": []}
+        (folder / f"{name}.json").write_text(json.dumps({"model": name, "settings": settings, **numbers}))
+    (folder / "scores.csv").write_text("model,LongBench\na,40\nb,35\nc,20\n")
+
+
+@pytest.fixture(scope="module")
+def scored(tmp_path_factory, corpus, model_dir):
+    """A corpus and its scores."""
+    folder = tmp_path_factory.mktemp("scored")
+    write_corpus(folder / "corpus", corpus)
+    configs = ROOT / "configs"
+    with contextlib.chdir(folder):
+        longce(
+            f"predict -c {configs}/base.yaml -c {configs}/score_corpus.yaml --data.columns '[source]'"
+            f" {SCORE_CORPUS.more.replace('path model', f'path {model_dir}')}"
+        )
+    return folder / "scores"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, corpus):
+    """A checkpoint, as `longce fit` leaves it in `VERSION`."""
+    folder = tmp_path_factory.mktemp("trained")
+    configs = ROOT / "configs"
+    words = f"fit -c {configs}/base.yaml -c {configs}/debug.yaml -c checkpoints.yaml --trainer.max_steps 1"
+    callbacks = {"class_path": "callbacks.StepCheckpoint", "init_args": {"save_last": True}}
+    with contextlib.chdir(folder):
+        (folder / "checkpoints.yaml").write_text(yaml.safe_dump({"trainer": {"callbacks": [callbacks]}}))
+        longce(f"{words} --trainer.logger.init_args.version VERSION")
+    return folder / "runs"
+
+
+def longce(words):
+    """Run a command in this process and return what it printed; `--help` leaves by SystemExit."""
+    status, before = 0, sys.argv
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        try:
+            main(shlex.split(words))
+        except SystemExit as stopped:
+            status = stopped.code
+        finally:
+            sys.argv = before
+    assert status in (0, None), f"`longce {words}` ended with exit status {status}."
+    return out.getvalue()
+
+
+def stand_in(words, replaced):
+    for word, replacement in replaced.items():
+        words = re.sub(rf"(?<![\w/.]){re.escape(word)}(?![\w/.])", replacement, words)
+    return words
+
+
+@pytest.mark.parametrize("command", [pytest.param(command, id=command[:60]) for command in all_commands()])
+def test_command(command, reader, request):
+    reading = COMMANDS.get(command)
+    if reading is None:
+        pytest.fail(f"No line in COMMANDS of {__name__} says how to run the new command `{command}`.")
+    if reading.elsewhere:
+        words = ", ".join(f'"{word}"' for word in shlex.split(command)[1:3] if word.isalpha())
+        assert f"main([{words}," in (ROOT / reading.elsewhere).read_text()
+        return
+    if CHECKPOINT in command + reading.more:
+        (reader / "runs").symlink_to(request.getfixturevalue("trained"))
+    if command.startswith("longce select"):
+        (reader / "scores").symlink_to(request.getfixturevalue("scored"))
+    words = stand_in(command.removeprefix("longce "), WORDS)
+    output = longce(f"{words} {reading.more}")
+    assert re.search(reading.prints, output), output[-2000:]
+    for pattern in reading.makes:
+        assert list(reader.glob(pattern)), f"`{command}` made no {pattern}."
+    if reading.logs:
+        events = EventAccumulator(str(next(reader.glob("runs/longce/*"))))
+        assert set(events.Reload().Tags()["scalars"]) >= set(reading.logs)
+
+
+def test_no_stand_in_is_left_over():
+    """A line whose command is gone from the pages would test nothing that anyone reads."""
+    assert set(COMMANDS) - set(all_commands()) == set()
+
+
+def python_blocks():
+    return [
+        pytest.param(block, id=f"{page.name}-{number}")
+        for page in PAGES
+        for number, block in enumerate(blocks(page, "python"))
+    ]
+
+
+def given():
+    """What a block of Python takes for granted."""
+    long = torch.tensor([[0.0, -0.5, -3.0, -0.1]])
+    return {"long": long, "short": long - torch.tensor([[0.0, 3.0, 3.0, 0.0]]), "log_likelihood": long}
+
+
+@pytest.mark.parametrize("block", python_blocks())
+def test_python_block(block, reader):
+    names = given()
+    quoted = {f'"{word}"': f'"{replacement}"' for word, replacement in WORDS.items() if "/" in word}
+    for word, replacement in quoted.items():
+        block = block.replace(word, replacement)
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exec(compile(block, "page", "exec"), names)  # our own pages
+    if "print(" in block:
+        assert re.search(r"\d", out.getvalue())
+    if "longppl" in names:
+        assert float(names["longppl"]) == pytest.approx(math.exp(0.5))  # of the one key token
+
+
+def test_installation_is_what_ci_runs():
+    """`.ci/run` takes the test command from between two markers; the quickstart's differs in the extra and the end."""
+    see, test = (block.strip() for block in blocks(README, "bash")[:2])
+    extraction = re.search(r"^command=\$\((.*)\)$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)[1]
+    command = subprocess.run(["bash", "-c", extraction], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert command.strip() == test
+    assert see.replace("-e .", '-e ".[dev]"').replace("longce quickstart", "pytest") == test
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert "dev" in project["optional-dependencies"]
+    assert "longce" in project["scripts"]
+    for file in re.findall(r"-c (\S+)", test):
+        assert (ROOT / file).is_file()
+    for extra in re.findall(r"extra `(\w+)`", README.read_text()):
+        assert extra in project["optional-dependencies"]
+
+
+def test_every_page_is_read():
+    assert {"README.md", "measure.md", "train.md"} <= set(NAMES)

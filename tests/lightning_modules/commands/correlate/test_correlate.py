@@ -1,0 +1,127 @@
+import json
+import math
+
+import pytest
+from scipy import stats
+
+from benchmarks.reproduction.tables.published import published
+from lightning_modules.commands.cli.main import main
+from lightning_modules.commands.correlate.command import correlate
+from lightning_modules.commands.correlate.models import join
+from lightning_modules.commands.correlate.result_files import Measured
+
+TABLE = published()["tables"]["table5"]
+MODELS = list(TABLE["rows"])
+LONGPPL, PPL = ([row[column] for row in TABLE["rows"].values()] for column in (0, 3))
+# The paper shows the benchmark scores of these models in figures only; made-up ones fall with LongPPL.
+SCORES = [100 - 15 * value + (-1) ** number for number, value in enumerate(LONGPPL)]
+
+
+@pytest.fixture
+def files(tmp_path):
+    """LongPPL and perplexity as `longce score` writes them, by folder; scores in a table, by name."""
+    paths = []
+    for model, longppl, ppl in zip(MODELS, LONGPPL, PPL, strict=True):
+        content = {"longppl": longppl, "perplexity": ppl, "documents": [], "model": f"/models/{model}"}
+        content["settings"] = {"texts": "t", "max_tokens": None, "add_special_tokens": False, "evaluator": "e"}
+        paths.append(str(tmp_path / f"{model}.json"))
+        (tmp_path / f"{model}.json").write_text(json.dumps(content))
+    lines = [f"{model},{score}" for model, score in zip(MODELS, SCORES, strict=True)]
+    (tmp_path / "scores.csv").write_text("\n".join(["model,LongBench", *lines]) + "\n")
+    return [*paths, str(tmp_path / "scores.csv")]
+
+
+def test_published_perplexities_against_scores(files, tmp_path, capsys):
+    main(["correlate", *files, "--output", str(tmp_path / "out")])
+    printed = capsys.readouterr().out
+    pairs = {pair["metric"]: pair for pair in json.loads((tmp_path / "out" / "correlation.json").read_text())["pairs"]}
+    for name, values in (("longppl", LONGPPL), ("perplexity", PPL)):
+        assert pairs[name]["pearson"] == pytest.approx(stats.pearsonr(values, SCORES).statistic)
+        assert pairs[name]["spearman"] == pytest.approx(stats.spearmanr(values, SCORES).statistic)
+        low, high = pairs[name]["pearson_interval"]
+        assert low <= pairs[name]["pearson"] <= high
+        assert f"{pairs[name]['pearson']:.2f} [{low:.2f}, {high:.2f}]" in printed
+        assert pairs[name]["models"] == MODELS
+    assert pairs["longppl"]["pearson"] < -0.95
+    report = (tmp_path / "out" / "report.md").read_text()
+    assert "figures/LongBench.svg" in report
+    svg = (tmp_path / "out" / "figures" / "LongBench.svg").read_text()
+    assert svg.startswith("<?xml")
+    assert all(f"<!-- {model} -->" in svg for model in MODELS)
+    assert "data:image/svg+xml" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_what_does_not_count_is_said(files, tmp_path):
+    (tmp_path / "more.csv").write_text("model,longppl,perplexity,LongBench,RULER\nA,nan,3,40,1\nB,2,3,,\nC,2,inf,9,\n")
+    said = correlate([*files, str(tmp_path / "more.csv")], str(tmp_path / "out"), scores=["LongBench"])
+    assert "A: longppl is not a number (no key token)." in said
+    assert "B: no LongBench." in said
+    assert "C: perplexity is infinite." in said
+    pairs = json.loads((tmp_path / "out" / "correlation.json").read_text())["pairs"]
+    assert [len(pair["models"]) for pair in pairs] == [len(MODELS) + 1, len(MODELS) + 1]  # and C, and A
+    assert set(pairs[0]["left_out"]) == {"A", "B"}
+    assert "1 models are too few" in correlate([*files, str(tmp_path / "more.csv")], str(tmp_path / "out"))
+
+
+def test_too_few_models_and_unknown_names_are_refused(files, tmp_path):
+    out = str(tmp_path / "out")
+    with pytest.raises(ValueError, match=r"needs at least 3 models .* have 2 .*Yarn-7B-128k: no longppl"):
+        correlate([*files[:2], files[-1]], out)
+    with pytest.raises(ValueError, match=r"No scores 'LongBnch' in these files. There are: LongBench"):
+        correlate(files, out, scores=["LongBnch"])
+    with pytest.raises(ValueError, match="There are no scores in these files"):
+        correlate(files[:-1], out)
+    with pytest.raises(SystemExit) as stopped:
+        main(["correlate", files[-1], "--output", out])
+    assert stopped.value.code == 2
+    assert not (tmp_path / "out").exists()
+
+
+def measured(model, values, **settings):
+    return Measured("a.json", model, values, tuple(values), dict.fromkeys(values, settings))
+
+
+def test_models_are_the_same_by_the_last_part_of_their_names():
+    entries = [measured("a/M", {"x": 1.0}), measured("M", {"y": 2.0}), measured("b/N/", {"x": 3.0})]
+    assert join(entries).values == {"M": {"x": 1.0, "y": 2.0}, "N": {"x": 3.0}}
+    other = [measured("a/M", {"x": 1.0}), measured("b/M", {"x": 2.0}), measured("M", {"y": 3.0})]
+    assert set(join(other).values) == {"a/M", "b/M", "M"}
+    with pytest.raises(ValueError, match=r"'M' has x = 1 in a.json and 2 in a.json"):
+        join([measured("M", {"x": 1.0}), measured("M", {"x": 2.0})])
+    same = join([measured("M", {"x": math.nan}), measured("M", {"x": math.nan})])
+    assert math.isnan(same.values["M"]["x"])
+
+
+def test_other_settings_make_another_metric():
+    entries = [measured("M", {"longppl": float(number)}, evaluator=name, K=9) for number, name in enumerate("ab")]
+    joined = join([*entries, measured("M", {"PPL": 5.0})])
+    assert joined.metrics == ["longppl [evaluator=a]", "longppl [evaluator=b]", "perplexity"]
+    assert join(entries[:1]).metrics == ["longppl"]
+
+
+def test_equal_scores_have_no_correlation_and_the_others_do(tmp_path):
+    (tmp_path / "a.csv").write_text("model,longppl,x,y\nA,1,3,5\nB,2,2,5\nC,3,1,5\n")
+    said = correlate([str(tmp_path / "a.csv")], str(tmp_path / "out"))
+    assert "y is 5 for all models" in said
+    assert "-1.00 [-1.00, -1.00]" in said
+
+
+def test_means_over_other_lengths_are_not_thrown_together(tmp_path):
+    for number, lengths in enumerate(((4096, 8192), (4096, 8192), (4096, 8192), (4096,))):
+        cells = {str(length): {"mean": 90.0 - length / 1024 - number} for length in lengths}
+        content = {"model": f"m{number}", "tasks": {"vt": cells}, "settings": {"mode": "generate"}}
+        content["average"] = {length: cell["mean"] for length, cell in cells.items()}
+        (tmp_path / f"m{number}.json").write_text(json.dumps(content))
+    (tmp_path / "ppl.csv").write_text("model,ppl\n" + "".join(f"m{number},{number + 2}\n" for number in range(4)))
+    files = [str(tmp_path / name) for name in ("m0.json", "m1.json", "m2.json", "m3.json", "ppl.csv")]
+    correlate(files, str(tmp_path / "out"))
+    pairs = {pair["score"]: pair for pair in json.loads((tmp_path / "out" / "correlation.json").read_text())["pairs"]}
+    assert pairs["average [lengths=[4096, 8192]]"]["models"] == ["m0", "m1", "m2"]
+    assert pairs["average [lengths=[4096]]"]["models"] == ["m3"]
+    assert len(list((tmp_path / "out" / "figures").iterdir())) == 2
+
+
+def test_names_that_look_alike_have_figures_of_their_own(tmp_path):
+    (tmp_path / "a.csv").write_text("model,longppl,a/b,a b\nA,1,3,5\nB,2,2,6\nC,3,1,9\n")
+    correlate([str(tmp_path / "a.csv")], str(tmp_path / "out"))
+    assert {path.name for path in (tmp_path / "out" / "figures").iterdir()} == {"a_b.svg", "a_b-1.svg"}

@@ -1,0 +1,78 @@
+import math
+
+import numpy as np
+import pytest
+
+from lightning_modules.commands.correlate.correlation import bootstrap_interval, pearson, spearman
+
+
+def slow_pearson(x, y):
+    mx, my = math.fsum(x) / len(x), math.fsum(y) / len(y)
+    products = math.fsum((a - mx) * (b - my) for a, b in zip(x, y, strict=True))
+    return products / math.sqrt(math.fsum((a - mx) ** 2 for a in x) * math.fsum((b - my) ** 2 for b in y))
+
+
+def slow_ranks(x):
+    """Ranks from 1; equal values share the mean of theirs."""
+    return [sum(b < a for b in x) + (1 + sum(b == a for b in x)) / 2 for a in x]
+
+
+@pytest.fixture(params=[3, 9, 40])
+def models(request):
+    rng = np.random.default_rng(request.param)
+    x = rng.normal(size=request.param)
+    return x.tolist(), (rng.integers(-2, 3, size=request.param) - 0.7 * x).round(1).tolist()
+
+
+def test_as_one_sum_after_the_other(models):
+    x, y = models
+    assert pearson(x, y) == pytest.approx(slow_pearson(x, y), abs=1e-12)
+    assert spearman(x, y) == pytest.approx(slow_pearson(slow_ranks(x), slow_ranks(y)), abs=1e-12)
+
+
+def test_huge_and_tiny_scales():
+    x, y = np.array([1.0, 2.0, 4.0, 3.0]), np.array([2.0, 1.0, 5.0, 3.0])
+    assert pearson(1e200 * x, 1e-200 * y) == pytest.approx(pearson(x, y))
+
+
+def test_a_monotone_function_has_the_largest_rank_correlation():
+    x = np.linspace(0.1, 3, 9)
+    assert spearman(x, np.exp(-5 * x)) == pytest.approx(-1.0)
+    assert -0.9 < pearson(x, np.exp(-5 * x)) < -0.3
+
+
+def test_the_interval_is_that_of_resamples_one_by_one():
+    x, y = [1.0, 2.0, 3.0, 5.0, 4.5], [2.0, 1.0, 4.0, 3.0, 3.0]
+    values = []
+    for drawn in np.random.default_rng(0).integers(5, size=(10_000, 5)):
+        a, b = [x[i] for i in drawn], [y[i] for i in drawn]
+        if len(set(a)) > 1 and len(set(b)) > 1:  # equal values have no correlation
+            values.append(slow_pearson(slow_ranks(a), slow_ranks(b)))
+    assert bootstrap_interval(x, y) == pytest.approx(tuple(np.quantile(values, [0.025, 0.975])))
+    assert len(values) < 10_000
+
+
+def test_the_interval_narrows_with_more_models_and_is_the_same_again():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=200)
+    y = x + rng.normal(size=200)
+    few, many = bootstrap_interval(x[:10], y[:10], "pearson"), bootstrap_interval(x, y, "pearson")
+    assert many.high - many.low < 0.5 * (few.high - few.low)
+    assert many.low < pearson(x, y) < many.high
+    assert bootstrap_interval(x, y, "pearson") == many
+
+
+@pytest.mark.parametrize("function", [pearson, spearman, bootstrap_interval])
+@pytest.mark.parametrize(
+    ("x", "y", "message"),
+    [
+        ([1, 2], [1, 2], "over 2 models"),
+        ([1, 2, 3], [1, 2], r"\[3\] and \[2\]"),
+        ([1, math.nan, 3], [1, 2, 3], "first value of model 1 is nan"),
+        ([1, 2, 3], [1, 2, math.inf], "second value of model 2 is inf"),
+        ([1, 2, 3], [0.1, 0.1, 0.1], "All second values are 0.1"),
+    ],
+)
+def test_what_has_no_correlation_is_refused(function, x, y, message):
+    with pytest.raises(ValueError, match=message):
+        function(x, y)

@@ -1,0 +1,171 @@
+import json
+import math
+
+import pytest
+
+from benchmarks.reproduction.tables.scores import read_scores
+from lightning_modules.commands.correlate.result_files import read_results
+from lightning_modules.tasks.questions.registry import GROUPS
+
+
+def cell(mean):
+    return {"mean": mean, "error": None, "questions": 1}
+
+
+def write(folder, name, content):
+    file = folder / name
+    file.write_text(json.dumps(content))
+    return str(file)
+
+
+@pytest.fixture
+def evaluation(tmp_path):
+    """Of RULER's tasks at two lengths, the first one better than the others, and of LongEval at one."""
+    tasks = {task: {"4096": cell(80.0), "8192": cell(40.0)} for task in GROUPS["ruler"]}
+    tasks[GROUPS["ruler"][0]] = {"4096": cell(100.0), "8192": cell(100.0)}
+    tasks["longeval_lines"] = {"4096": cell(30.0)}
+    content = {"model": "org/M", "tasks": tasks, "average": {"4096": 70.0}, "answer_perplexity": 2.5}
+    content["settings"] = {"mode": "generate", "documents": None, "seed": 3}
+    return write(tmp_path, "evaluation.json", content)
+
+
+@pytest.fixture
+def harness_result(tmp_path):
+    content = {
+        "model": "org/M",
+        "scores": {"LongBench": 31.5, "Summarization": 20.0},
+        "tasks": {"qasper": {"metrics": {"score,none": 0.25, "score_stderr,none": 0.1, "em,strict": 0.5}}},
+        "groups": {"all": {"acc,none": 0.5}},
+        "settings": {"num_fewshot": 0, "limit": 5, "lengths": [4096]},
+    }
+    return write(tmp_path, "harness.json", content)
+
+
+def test_results_of_score(tmp_path):
+    content = {"longppl": None, "perplexity": 3.5, "documents": [], "model": "m"}
+    content["settings"] = {
+        "texts": "t",
+        "max_tokens": None,
+        "add_special_tokens": False,
+        "evaluator": "e",
+        "alpha": 2.0,
+    }
+    (entry,) = read_results([write(tmp_path, "score.json", content)])
+    assert entry.model == "m"
+    assert math.isnan(entry.values["longppl"])
+    assert entry.values["perplexity"] == 3.5
+    assert entry.settings["perplexity"] == {"texts": "t", "max_tokens": None, "add_special_tokens": False}
+    assert entry.settings["longppl"]["evaluator"] == "e"
+    (renamed,) = read_results([f"other={tmp_path / 'score.json'}"])
+    assert renamed.model == "other"
+
+
+def test_results_of_evaluate(evaluation):
+    (entry,) = read_results([evaluation])
+    assert entry.model == "org/M"
+    assert entry.values["RULER"] == pytest.approx((100 + 12 * 60) / 13)
+    assert entry.values["LongEval"] == entry.values["LongEval 4k"] == 30.0
+    assert entry.values["vt"] == 60.0
+    assert entry.values["vt 8192"] == 40.0
+    assert entry.values["average"] == 70.0
+    assert entry.values["answer_perplexity"] == 2.5
+    assert entry.main == ("RULER", "LongEval")
+    told = {"by": "evaluate", "mode": "generate", "documents": None}
+    assert entry.settings["RULER"] == entry.settings["vt"] == told | {"lengths": [4096, 8192]}
+    assert entry.settings["LongEval"] == told | {"lengths": [4096]}
+    assert entry.settings["vt 4096"] == told
+
+
+def test_lengths_that_are_no_multiples_of_1024_keep_their_names(evaluation, tmp_path):
+    content = json.loads((tmp_path / "evaluation.json").read_text())
+    content["tasks"]["longeval_lines"] = {"1024": cell(1.0), "1500": cell(2.0), "16000": cell(3.0)}
+    (entry,) = read_results([write(tmp_path, "evaluation.json", content)])
+    found = {name: value for name, value in entry.values.items() if name.startswith("LongEval ")}
+    assert found == {"LongEval 1k": 1.0, "LongEval 1500": 2.0, "LongEval 16000": 3.0}
+
+
+def test_half_an_evaluation_is_refused(evaluation, tmp_path):
+    content = json.loads((tmp_path / "evaluation.json").read_text())
+    with pytest.raises(ValueError, match="lacks the results of 7 questions: the same `longce evaluate` puts them"):
+        read_results([write(tmp_path, "half.json", content | {"missing": 7})])
+
+
+def test_results_of_the_harness(harness_result):
+    (entry,) = read_results([harness_result])
+    assert entry.values == {
+        "LongBench": 31.5,
+        "Summarization": 20.0,
+        "qasper/score": 0.25,
+        "qasper/em,strict": 0.5,
+        "all/acc": 0.5,
+    }
+    assert entry.main == ("LongBench", "Summarization")
+    assert entry.settings["LongBench"] == {"by": "harness", "num_fewshot": 0, "limit": 5}
+
+
+def test_tables_read_them_too(evaluation, harness_result, tmp_path):
+    expected = {"LongBench": 31.5, "Summarization": 20.0}
+    expected |= {"RULER": pytest.approx(820 / 13), "LongEval": 30.0, "LongEval 4k": 30.0}
+    assert read_scores([evaluation, harness_result]) == {"org/M": expected}
+    assert read_scores([f"A-CE-50={harness_result}"]) == {"A-CE-50": {"LongBench": 31.5, "Summarization": 20.0}}
+    run = tmp_path / "B-CE-100"
+    run.mkdir()
+    content = json.loads((tmp_path / "harness.json").read_text())
+    write(tmp_path, "harness.json", content | {"model": str(run)})
+    assert set(read_scores([harness_result])) == {"B-CE-100"}
+    with pytest.raises(ValueError, match="reports 2 models: rename them in the file, not by 'A='"):
+        read_scores([f"A={tmp_path}"])
+
+
+def test_the_table_of_the_documentation_serves_both_commands(tmp_path):
+    (tmp_path / "more.csv").write_text("model,longppl,perplexity,RULER\nQwen/Qwen2-7B,4.1,6.5,80.5\nM,5,,\n")
+    first, second = read_results([str(tmp_path)])  # of a folder all files
+    assert first.values == {"longppl": 4.1, "perplexity": 6.5, "RULER": 80.5}
+    assert second.values == {"longppl": 5.0}
+    assert read_scores([str(tmp_path / "more.csv")]) == {"Qwen2-7B-128k": {"RULER": 80.5}}
+
+
+def test_a_folder_with_results_is_read_for_them_alone(harness_result, tmp_path):
+    (tmp_path / "questions.json").write_text("[]")
+    (tmp_path / "harness.json").rename(tmp_path / "results.json")
+    (entry,) = read_results([str(tmp_path)])
+    assert entry.model == "org/M"
+    assert read_scores([str(tmp_path)]) == {"org/M": {"LongBench": 31.5, "Summarization": 20.0}}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "word", "message"),
+    [
+        ("a.txt", "", "a.txt", "No results at"),
+        ("a.json", "[]", "a.json", "must be a dictionary of models"),
+        ("a.json", "{", "a.json", "is not JSON"),
+        ("a.json", '{"m": 1}', "a.json", "must be a dictionary of models"),
+        ("a.json", '{"m": {"RULER": "x"}}', "a.json", "'RULER' must be a number, got 'x'"),
+        ("a.json", '{"tasks": {"vt": 3}, "average": {}}', "a.json", "is damaged"),
+        ("a.json", '{"longppl": 2, "perplexity": 3, "documents": []}', "a.json", "does not name its model"),
+        ("a.csv", "name\n", "a.csv", "no column 'model'"),
+        ("a.csv", "", "a.csv", "no column 'model'"),
+        ("a.csv", "model,x\n", "a.csv", "holds no model"),
+        ("a.csv", "model,x,x\na,1,2\n", "a.csv", "names a column twice"),
+        ("a.csv", "model,x\na,1,7\n", "a.csv", r"a\.csv:2: 3 cells for 2 columns"),
+        ("a.csv", "model,x\na,1\n ,2\n", "a.csv", r"a\.csv:3: the column 'model' is empty"),
+        ("a.csv", "model,x\na,1\nb,2\n", "m=a.csv", "reports 2 models"),
+    ],
+)
+def test_bad_files_are_refused(tmp_path, monkeypatch, name, content, word, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=message):
+        read_results([word])
+
+
+def test_spaces_around_cells_do_not_count(tmp_path):
+    (tmp_path / "a.csv").write_text("model, longppl ,RULER\n a , 2.5,\n")
+    (measured,) = read_results([str(tmp_path / "a.csv")])
+    assert (measured.model, measured.values) == ("a", {"longppl": 2.5})
+
+
+def test_a_table_in_another_encoding_is_named(tmp_path):
+    (tmp_path / "a.csv").write_bytes("model,x\nModèle,1\n".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"a\.csv' is not UTF-8"):
+        read_results([str(tmp_path / "a.csv")])

@@ -1,0 +1,243 @@
+"""Against torch's counter of operations while real tiny models run, and the figures of the project's own study."""
+
+import collections
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import set_checkpoint_early_stop
+from torch.utils.flop_counter import flop_registry
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lightning_modules.batch import IGNORE_INDEX, PackedBatch
+from lightning_modules.commands.plan import (
+    ModelShape,
+    authors_scoring_flops,
+    authors_short_pass_flops,
+    ce_step_flops,
+    forward_flops,
+    longce_step_flops,
+    scoring_floor_flops,
+    scoring_flops,
+    short_pass_flops,
+)
+from lightning_modules.commands.plan.flops import ATTENTION_BACKWARD, attention_pairs
+from lightning_modules.functional import Weighing
+from lightning_modules.models.backbone import Backbone
+from tests.conftest import tiny_config
+
+aten = torch.ops.aten
+TOKENS = 96
+MOE = {"num_experts_per_tok": 2, "head_dim": 8}
+ARCHITECTURES = {
+    "llama": tiny_config(),
+    "qwen2": tiny_config("qwen2"),
+    "mixtral": tiny_config("mixtral", num_local_experts=4, **MOE),
+    "qwen3_moe": tiny_config("qwen3_moe", num_experts=4, moe_intermediate_size=16, **MOE),
+    "gemma2": tiny_config("gemma2", head_dim=16, sliding_window=1024),
+    "gpt2": AutoConfig.for_model("gpt2", vocab_size=400, n_embd=32, n_layer=2, n_head=4, n_positions=256),
+}
+
+
+def backbone(config, lora=None, checkpointing=False):
+    """With attention as two plain products, which the counter sees; they cover all pairs of tokens."""
+    config._experts_implementation = "eager"
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if lora is not None:
+        model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **lora))
+    model.get_input_embeddings().weight.requires_grad_()
+    return Backbone(model).train()
+
+
+def row(tokens=TOKENS):
+    ids = torch.randint(400, (1, tokens), generator=torch.Generator().manual_seed(0))
+    labels = ids.clone()
+    labels[:, 0] = IGNORE_INDEX
+    return PackedBatch(
+        input_ids=ids, labels=labels, position_ids=torch.arange(tokens)[None], document_borders=[[0, tokens]]
+    )
+
+
+class Counter(TorchDispatchMode):
+    """torch's formulas without its tracking of modules, which cannot follow a gradient inside a forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations = collections.Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        # In place it is not in the registry.
+        packet = aten.addmm if func._overloadpacket is aten.addmm_ else func._overloadpacket
+        if packet in flop_registry:
+            self.operations[packet] += flop_registry[packet](*args, **(kwargs or {}), out_val=result)
+        return result
+
+
+def counted(run):
+    """Operations in products with weights and in those of attention."""
+    with Counter() as counter:
+        run()
+    attention = counter.operations.pop(aten.bmm, 0)
+    return counter.operations.total(), attention
+
+
+def step(model, batch):
+    model(batch, Weighing(lambda long, short: torch.ones_like(long))).loss.backward()
+
+
+def all_pairs(attention, tokens):
+    """Operations of attention that looks at all pairs, from those of causal attention."""
+    return attention * 2 * tokens / (tokens + 1)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_forward_pass(name):
+    config = ARCHITECTURES[name]
+    with torch.no_grad():
+        gemm, attention = counted(lambda: backbone(config)(row()))
+    planned = forward_flops(ModelShape.of(config), TOKENS, TOKENS - 1)
+    assert planned.gemm == gemm
+    # The rest are rotary angles.
+    assert all_pairs(planned.attention, TOKENS) == pytest.approx(attention, rel=0.02)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_training_step(name, checkpointing):
+    config = ARCHITECTURES[name]
+    model = backbone(config, checkpointing=checkpointing == "full")
+    with set_checkpoint_early_stop(False):
+        gemm, attention = counted(lambda: step(model, row()))
+    planned = ce_step_flops(ModelShape.of(config), TOKENS, checkpointing)
+    # Plain attention takes twice its forward pass in the backward pass.
+    plain = planned.attention + planned.attention_backward * 2 / ATTENTION_BACKWARD
+    assert planned.gemm == gemm
+    assert all_pairs(plain, TOKENS) == pytest.approx(attention, rel=0.02)
+
+
+def test_recomputing_may_stop_before_the_down_projection():
+    gemm, _ = counted(lambda: step(backbone(tiny_config(), checkpointing=True), row()))
+    assert ce_step_flops(ModelShape.of(tiny_config()), TOKENS, "full").gemm - gemm == 2 * TOKENS * 2 * 32 * 64
+
+
+def test_lora_step_has_no_weight_gradients_but_its_own():
+    lora = {"r": 4, "target_modules": "all-linear"}
+    gemm, _ = counted(lambda: step(backbone(tiny_config(), lora), row()))
+    assert ce_step_flops(ModelShape.of(tiny_config(), lora), TOKENS, "none").gemm == gemm
+
+
+def test_selective_checkpointing_saves_one_attention_pass():
+    shape = ModelShape.of(tiny_config())
+    none, full, selective = (ce_step_flops(shape, TOKENS, kind) for kind in ("none", "full", "selective"))
+    assert selective.gemm == full.gemm
+    assert selective.attention == none.attention == full.attention / 2
+
+
+@pytest.mark.parametrize(("context_length", "stride"), [(16, 8), (20, 7), (8, 40), (64, 64)])
+def test_short_pass_is_what_the_backbone_does(context_length, stride):
+    model, shape = backbone(tiny_config()), ModelShape.of(tiny_config())
+    run = {"context_length": context_length, "stride": stride}
+    gemm, _ = counted(lambda: model.short_log_likelihood(row(), **run))
+    planned = short_pass_flops(shape, TOKENS, context_length, stride)
+    assert planned.gemm == gemm
+    step_flops = longce_step_flops(shape, TOKENS, context_length, stride, "full", window_share=0.25)
+    assert step_flops.total == pytest.approx(ce_step_flops(shape, TOKENS, "full").total + planned.total / 4)
+    stored = longce_step_flops(shape, TOKENS, context_length, stride, "full", stored_influence=True)
+    assert stored == ce_step_flops(shape, TOKENS, "full")
+
+
+def test_scoring_is_what_the_backbone_does():
+    model, shape = backbone(tiny_config()), ModelShape.of(tiny_config())
+    gemm, _ = counted(lambda: model.long_and_short(row(), context_length=16, stride=8))
+    shared = scoring_flops(shape, shape, TOKENS, 16, 8, shared_pass=True)
+    assert shared.gemm == gemm
+    other = scoring_flops(shape, shape, TOKENS, 16, 8)
+    assert other.total == pytest.approx(shared.total + forward_flops(shape, TOKENS, TOKENS - 1).total)
+    for settings in ({"shared_pass": True}, {"shared_pass": False}):
+        floor = scoring_floor_flops(shape, shape, TOKENS, 16, 8, **settings).total
+        assert 0.5 < floor / scoring_flops(shape, shape, TOKENS, 16, 8, **settings).total < 1
+
+
+def test_the_authors_feed_the_first_window_and_all_logits():
+    shape = ModelShape.of(tiny_config())
+    windows = [range(start, min(start + 24, TOKENS)) for start in range(0, TOKENS - 16, 8)]
+    expected = sum(forward_flops(shape, len(window), len(window)).total for window in windows)
+    assert len(windows) == 10
+    assert authors_short_pass_flops(shape, TOKENS, 16, 8).total == pytest.approx(expected)
+    once = forward_flops(shape, TOKENS, TOKENS).total
+    assert authors_scoring_flops(shape, shape, TOKENS, 16, 8).total == pytest.approx(expected + 2 * once)
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 12, 40])
+def test_attention_pairs(window):
+    position = torch.arange(12)
+    back = position[:, None] - position[None, :]
+    assert attention_pairs(12, window) == int(((back >= 0) & (back < (window or 12))).sum())
+
+
+def test_latent_attention_counts_both_widths():
+    config = AutoConfig.for_model(
+        "deepseek_v3",
+        vocab_size=400,
+        hidden_size=32,
+        intermediate_size=64,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=16,
+        v_head_dim=12,
+    )
+    with torch.no_grad():
+        gemm, attention = counted(lambda: backbone(config)(row()))
+    planned = forward_flops(ModelShape.of(config), TOKENS, TOKENS - 1)
+    assert planned.gemm == gemm
+    assert all_pairs(planned.attention, TOKENS) == pytest.approx(attention, rel=0.02)
+
+
+# TFLOP: cross entropy without and with checkpointing; then by (K, d) the authors' short pass, and the least one.
+STUDY = {
+    ("llama-2-7b", 32768): (
+        2284,
+        2990,
+        {(4096, 512): (3722, 3519), (4096, 1024): (2087, 1946), (4096, 4096): (881, 740)},
+    ),
+    ("llama-3.1-8b", 32768): (
+        2461,
+        3200,
+        {(4096, 512): (4185, 3778), (4096, 1024): (2344, 2097), (4096, 4096): (984, 807)},
+    ),
+    ("llama-2-7b", 131072): (20959, 27160, {(4096, 512): (16481, 15804), (4096, 1024): (9242, 8863)}),
+    ("llama-3.1-8b", 131072): (21665, 27998, {(4096, 512): (18533, 16967), (4096, 1024): (10381, 9555)}),
+}
+
+
+@pytest.mark.parametrize(("name", "tokens"), STUDY)
+def test_figures_of_the_study(llamas, name, tokens):
+    shape = ModelShape.of(llamas[name])
+    none, full, pairs = STUDY[name, tokens]
+    assert ce_step_flops(shape, tokens, "none").total / 1e12 == pytest.approx(none, rel=0.001)
+    assert ce_step_flops(shape, tokens, "full").total / 1e12 == pytest.approx(full, rel=0.001)
+    for pair, (authors, least) in pairs.items():
+        assert authors_short_pass_flops(shape, tokens, *pair).total / 1e12 == pytest.approx(authors, rel=0.001)
+        # The study feeds windows without their last token.
+        assert short_pass_flops(shape, tokens, *pair).total / 1e12 == pytest.approx(least, rel=0.003)
+
+
+def test_candidates_only_cost_the_head():
+    shape = ModelShape.of(tiny_config())
+    whole, half = (short_pass_flops(shape, TOKENS, 16, 8, candidate_share=share) for share in (1.0, 0.5))
+    scored = TOKENS - 16 - 8
+    assert whole.total - half.total == pytest.approx(2 * shape.head_weights * scored / 2)

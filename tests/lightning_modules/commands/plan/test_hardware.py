@@ -1,0 +1,35 @@
+import pytest
+
+from lightning_modules.commands.plan.flops import Flops
+from lightning_modules.commands.plan.hardware import GPU, GPUS, Efficiency, find_gpu, seconds
+
+
+def test_names_in_any_spelling():
+    for name in ("RTX4090", "rtx 4090", "RTX-4090"):
+        assert find_gpu(name) == GPUS["RTX4090"]
+
+
+def test_unknown_names_are_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match=r"H200.*Did you mean H100"):
+        find_gpu("H1000")
+    with pytest.raises(ValueError, match="gpu_tflops"):
+        find_gpu(None, memory=24)
+    with pytest.raises(ValueError, match="above 0"):
+        find_gpu("H100", memory=-1)
+
+
+def test_another_card():
+    assert find_gpu(None, tflops=100, memory=32) == GPU("GPU", 100, 32)
+    assert find_gpu("mine", tflops=100, memory=32) == GPU("mine", 100, 32)
+    assert find_gpu("H200", memory=70) == GPU("H200", GPUS["H200"].tflops, 70)
+
+
+def test_each_kind_of_work_has_its_rate():
+    work = Flops(gemm=50e12, attention=20e12, attention_backward=10e12)
+    assert seconds(work, GPU("", 100, 1), Efficiency(0.5, 0.2, 0.1)) == pytest.approx(1 + 1 + 1)
+    assert seconds(work, GPU("", 200, 1), Efficiency(0.5, 0.2, 0.1)) == pytest.approx(1.5)
+
+
+def test_rates_are_dense_ones():
+    assert GPUS["H100"].tflops == pytest.approx(1979 / 2, rel=0.001)
+    assert GPUS["A100-80"].tflops == 312

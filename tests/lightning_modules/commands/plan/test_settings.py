@@ -1,0 +1,184 @@
+"""What is read of an experiment's config, parsed as `longce plan` parses it."""
+
+import json
+import re
+import sys
+
+import pytest
+import torch
+import yaml
+from transformers import AutoConfig
+
+from lightning_modules.commands.cli.lightning_cli import PlanCLI
+from lightning_modules.commands.plan.settings import read_experiment
+
+
+@pytest.fixture
+def read(tmp_path, model_dir, evaluator_dir, monkeypatch):
+    """Reads a small experiment with further options."""
+    evaluator = {"evaluator": str(evaluator_dir), "context_length": 24, "stride": 12}
+    config = {
+        "model": {"pretrained_model_name_or_path": str(model_dir), "context_length": 32, "stride": 16},
+        "data": {
+            "class_path": "datamodules.RecallDataModule",
+            "init_args": {"sequence_length": 256, "batch_size": 2, "validation_documents": 5},
+        },
+        "trainer": {
+            "devices": 4,
+            "num_nodes": 2,
+            "accumulate_grad_batches": 3,
+            "max_steps": 7,
+            "precision": "bf16-mixed",
+            "callbacks": [{"class_path": "callbacks.ExternalEvaluator", "init_args": evaluator}],
+        },
+    }
+    (tmp_path / "experiment.yaml").write_text(yaml.safe_dump(config))
+
+    def run(*options, **settings):
+        monkeypatch.setattr(sys, "argv", ["longce", "-c", str(tmp_path / "experiment.yaml"), *options])
+        return read_experiment(PlanCLI().config, **settings)
+
+    return run
+
+
+def test_everything_is_found(read, model_dir, evaluator_dir):
+    experiment = read()
+    training = experiment.training
+    assert (experiment.name, experiment.config.model_type) == (str(model_dir), "llama")
+    assert (experiment.objective, experiment.max_steps, experiment.accumulated) == ("LongCE", 7, 3)
+    assert (training.tokens, training.rows, training.gpus) == (256, 2, 8)
+    assert (training.context_length, training.stride, training.short_pass) == (32, 16, True)
+    assert (training.dtype, training.autocast) == (torch.float32, torch.bfloat16)
+    assert (training.checkpointing, training.moments, training.step_copy) == ("none", 2, True)
+    assert training.sharding.gradient_copy
+    judge = experiment.judge
+    assert (judge.name, judge.config.model_type) == (str(evaluator_dir), "qwen2")
+    assert (judge.context_length, judge.stride) == (24, 12)
+    assert (experiment.window_share, experiment.stored_influence, experiment.notes) == (1.0, False, ())
+    assert experiment.validation_documents == 5
+
+
+def test_the_blocks_of_a_pattern_are_noted(read):
+    extension = "{method: rerope, original_length: 128, target_length: 512}"
+    (note,) = read("--model.context_extension", extension).notes
+    assert note.startswith("'rerope' is planned at the rates of flash attention")
+    assert note.endswith("and needs up to 0.0 GiB more at a time")
+
+
+def test_an_objective_in_another_one(read):
+    inner = {"class_path": "lightning_modules.objectives.LongCE", "init_args": {"gamma": 3.0}}
+    objective = {"class_path": "lightning_modules.objectives.Scheduled", "init_args": {"objective": inner, "stop": 5}}
+    experiment = read("--model.objective", json.dumps(objective))
+    assert (experiment.objective, experiment.training.short_pass) == ("Scheduled", True)
+    assert experiment.notes == ("every step is planned with a short pass, and a schedule has steps without one",)
+
+
+def test_command_line_over_config(read, model_dir):
+    experiment = read(
+        "--model.objective", "CrossEntropy", "--trainer.max_steps", "-1", gpus=1, evaluator=str(model_dir)
+    )
+    assert experiment.objective == "CrossEntropy"
+    assert not experiment.training.short_pass
+    assert experiment.max_steps is None
+    assert experiment.training.gpus == 1
+    assert not experiment.training.sharding.gradient_copy
+    assert (experiment.judge.name, experiment.judge.context_length) == (str(model_dir), 24)
+
+
+def test_a_number_of_devices_that_is_not_known(read):
+    experiment = read("--trainer.devices", "auto")
+    assert experiment.training.gpus == 1
+    assert "'auto'" in experiment.notes[0]
+    assert read("--trainer.devices", "[0, 2, 3]").training.gpus == 6
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype", "expected"),
+    [
+        ("32-true", "float32", (torch.float32, None)),
+        ("32-true", "bfloat16", (torch.bfloat16, None)),
+        ("bf16-true", "float32", (torch.bfloat16, None)),
+        ("16-mixed", "float32", (torch.float32, torch.float16)),
+        ("bf16-mixed", "auto", (torch.float32, torch.bfloat16)),
+    ],
+)
+def test_precisions(read, precision, dtype, expected):
+    training = read("--trainer.precision", precision, "--model.dtype", dtype).training
+    assert (training.dtype, training.autocast) == expected
+
+
+@pytest.mark.parametrize(
+    ("strategy", "divided"),
+    [
+        ("ddp", (False, False, False)),
+        ("fsdp", (True, True, True)),
+        ("fsdp_cpu_offload", (True, True, True)),
+        ("lightning.pytorch.strategies.ModelParallelStrategy", (True, True, True)),
+        ("lightning_modules.training.fsdp.FullyShardedStrategy", (True, True, True)),
+    ],
+)
+def test_strategies(read, strategy, divided):
+    sharding = read("--trainer.strategy", strategy).training.sharding
+    assert (sharding.weights, sharding.gradients, sharding.optimizer) == divided
+    assert sharding.offload == strategy.endswith("offload")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "note"),
+    [
+        ("ddp", None),
+        ("lightning_modules.training.fsdp.FullyShardedStrategy", None),
+        ("fsdp", r"refuses this strategy: take .*FullyShardedStrategy"),
+    ],
+)
+def test_strategies_that_fit_refuses_are_noted(read, strategy, note):
+    notes = read("--trainer.strategy", strategy).notes
+    assert not notes if note is None else re.search(note, notes[0])
+
+
+def test_strategies_with_arguments(read):
+    path = "lightning.pytorch.strategies."
+    view = read("--trainer.strategy", path + "DDPStrategy", "--trainer.strategy.gradient_as_bucket_view", "true")
+    assert not view.training.sharding.gradient_copy
+    kind = ["--trainer.strategy", path + "FSDPStrategy", "--trainer.strategy.sharding_strategy"]
+    assert not read(*kind, "SHARD_GRAD_OP").training.sharding.weights
+    with pytest.raises(ValueError, match="HYBRID_SHARD"):
+        read(*kind, "HYBRID_SHARD")
+
+
+@pytest.mark.parametrize(
+    ("options", "moments", "copy"),
+    [
+        (["--model.optimizer", "torch.optim.SGD"], 0, False),
+        (["--model.optimizer", "torch.optim.SGD", "--model.optimizer.momentum", "0.9"], 1, True),
+        (["--model.optimizer", "torch.optim.AdamW", "--model.optimizer.fused", "true"], 2, False),
+        (["--model.optimizer", "torch.optim.ASGD"], 2, True),
+    ],
+)
+def test_optimizers(read, options, moments, copy):
+    experiment = read(*options)
+    assert (experiment.training.moments, experiment.training.step_copy) == (moments, copy)
+    assert bool(experiment.notes) == (experiment.optimizer == "ASGD")
+
+
+def test_refusals(read):
+    for options, message in (
+        (["--model.context_length", "250"], "250 \\+ 16"),
+        (["--trainer.precision", "transformer-engine"], "transformer-engine"),
+        (["--trainer.strategy", "ddp_spawn"], "known are auto"),
+        (["--model.pretrained_model_name_or_path", "./nowhere"], "nowhere"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read(*options)
+    with pytest.raises(ValueError, match="`gpus`"):
+        read(gpus=0)
+    with pytest.raises(ValueError, match="no/evaluator"):
+        read(evaluator="no/evaluator")
+
+
+def test_a_model_by_its_type_only(read):
+    small = "{model_type: gpt2, n_layer: 3}"
+    options = ["--model.pretrained_model_name_or_path", "null", "--model.model_config", small]
+    experiment = read(*options)
+    assert experiment.name == "new gpt2"
+    assert experiment.config.num_hidden_layers == 3 != AutoConfig.for_model("gpt2").num_hidden_layers

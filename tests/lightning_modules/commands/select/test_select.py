@@ -1,0 +1,300 @@
+"""Documents chosen by conditions, counted by source, and written as ids, as text and as weights of a mixture."""
+
+import json
+
+import numpy as np
+import pandas as pd
+import pyarrow
+import pyarrow.dataset
+import pyarrow.parquet
+import pytest
+import yaml
+
+from datamodules import DocumentCorpus, MixtureDataModule, TextDataModule
+from datamodules.corpus.files import find_corpus
+from lightning_modules.batch import Origin
+from lightning_modules.commands.cli.main import main
+from lightning_modules.commands.select import select
+from lightning_modules.commands.select.conditions import parse_conditions
+from lightning_modules.commands.select.select import write_weights
+from lightning_modules.commands.select.summary import MEANS, report
+from lightning_modules.scoring.document_scorer import Failed
+from lightning_modules.scoring.score_shards import SUCCESS, ScoreShards
+from lightning_modules.scoring.score_table import ScoreTable, clashes, counts
+from tests.lightning_modules.scoring.test_document_scores import make_scores
+
+CONTEXTS = (4, 8)
+TYPES = {"source": pyarrow.string()}
+
+
+@pytest.fixture
+def scored(tmp_path):
+    """24 documents of two files and two sources in three shards, of which number 5 has failed."""
+    records = [{"id": f"d{n}", "text": f"text {n}\nline", "source": "ab"[n % 2]} for n in range(24)]
+    files = {"x/a.parquet": records[:12], "x/b.jsonl": records[12:]}
+    corpus = tmp_path / "corpus"
+    (corpus / "x").mkdir(parents=True)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(files["x/a.parquet"]), corpus / "x" / "a.parquet")
+    (corpus / "x" / "b.jsonl").write_text("\n".join(map(json.dumps, files["x/b.jsonl"])))
+    module = DocumentCorpus([str(corpus)], key_column="id", columns=["source"])
+    versions = find_corpus(module.files, module.column_names).versions()
+    shards = ScoreShards(str(tmp_path / "scores"))
+    table = ScoreTable(TYPES, CONTEXTS, per_token="float16")
+    order = np.random.default_rng(0).permutation(24)
+    for place, number in enumerate(order.tolist()):
+        name = "x/a.parquet" if number < 12 else "x/b.jsonl"
+        origin = Origin(f"d{number}", name, number % 12, {"source": "ab"[number % 2]})
+        scores = make_scores(12 + number, number, rungs=(CONTEXTS[: 1 + number % 2], 3))
+        table.add(origin, Failed("broken") if number == 5 else scores)
+        if place % 8 == 7:
+            header = {"settings": {}, "source": module.source_settings(), "files": versions}
+            header["counts"] = counts(table.table())
+            shards.write(table.table(), header, 0)
+            table.clear()
+    return tmp_path
+
+
+def everything(scored):
+    """All rows, as a slow and obvious list."""
+    rows = pyarrow.parquet.read_table(scored / "scores").to_pylist()
+    return sorted(rows, key=lambda row: int(row["key"][1:]))
+
+
+def keys(scored, **options):
+    select(str(scored / "scores"), output=str(scored / "ids.txt"), **options)
+    return set((scored / "ids.txt").read_text().split())
+
+
+def test_conditions(scored):
+    rows = [row for row in everything(scored) if row["error"] is None]
+    assert len(rows) == 23
+    assert keys(scored) == {row["key"] for row in rows}
+    for where, wanted in {
+        "tokens >= 20": lambda row: row["tokens"] >= 20,
+        "benefit_mean>0 and source=='b'": lambda row: row["benefit_mean"] > 0 and row["source"] == "b",
+        'tokens < 3e1 AND tokens != 20 and source != "a"': lambda row: (
+            row["tokens"] < 30 and row["tokens"] != 20 and row["source"] != "a"
+        ),
+        "truncated == false and tokens > 30": lambda row: row["tokens"] > 30,
+        "longppl <= 2.5": lambda row: row["longppl"] is not None and row["longppl"] <= 2.5,
+        "ladder_4_8_mean > -1": lambda row: row["ladder_4_8_mean"] is not None and row["ladder_4_8_mean"] > -1,
+    }.items():
+        expected = {row["key"] for row in rows if wanted(row)}
+        assert 0 < len(expected) < 23
+        assert keys(scored, where=where) == expected, where
+
+
+def test_the_largest(scored):
+    rows = [row for row in everything(scored) if row["error"] is None]
+    ranked = [row["key"] for row in sorted(rows, key=lambda row: -row["benefit_mean"])]
+    assert keys(scored, top=5) == set(ranked[:5])
+    assert keys(scored, top=0.25) == set(ranked[:6])
+    assert keys(scored, top=1) == keys(scored, top=500) == set(ranked)
+    some = [row for row in rows if row["tokens"] > 20]
+    ranked = [row["key"] for row in sorted(some, key=lambda row: -row["perplexity"])]
+    assert keys(scored, top=0.5, rank_by="perplexity", where="tokens > 20") == set(ranked[: round(len(some) / 2)])
+    assert len(keys(scored, top=7, rank_by="key_tokens")) == 7, "of equal ones as many as asked for"
+    with pytest.raises(ValueError, match="None of the documents"):  # whose ladder has one rung
+        select(str(scored / "scores"), top=7, rank_by="ladder_4_8_mean", where="source == 'a'")
+
+
+def table_of(report, name):
+    lines = [line.split() for line in report.splitlines() if line]
+    return next(line for line in lines if line[0] == name)
+
+
+def test_report_by_source(scored):
+    rows = everything(scored)
+    told = select(str(scored / "scores"), where="tokens > 20", by="source")
+    assert "4 > whole" in told
+    assert told.startswith(f"There is no {SUCCESS}")
+    for source in "ab":
+        own = [row for row in rows if row["source"] == source]
+        chosen = [row for row in own if row["error"] is None and row["tokens"] > 20]
+        line = table_of(told, source)
+        assert line[1:5] == [
+            str(len(own)),
+            str(len(chosen)),
+            str(sum(row["tokens"] or 0 for row in own)),
+            str(sum(row["tokens"] for row in chosen)),
+        ]
+        assert float(line[6]) == pytest.approx(np.mean([row["benefit_mean"] for row in chosen]), rel=1e-3)
+    assert table_of(told, "all")[1] == "24"
+    assert table_of(select(str(scored / "scores"), by="folder"), "x")[1] == "24"
+    (scored / "scores" / SUCCESS).write_text("{}")
+    assert select(str(scored / "scores")).startswith("source")
+
+
+def test_correlations_are_those_of_documents_that_have_both():
+    generator = np.random.default_rng(1)
+    values = generator.normal(3.0, 0.1, (200, 2)) @ generator.normal(size=(2, 2))
+    values[generator.random(values.shape) < 0.2] = np.nan
+    names = ["ladder_4_8_mean", "ladder_8_16_mean"]
+    documents = pd.DataFrame(values, columns=names).assign(source="s", selected=True, tokens=1.0)
+    documents[list(MEANS)] = np.nan
+    both = ~np.isnan(values).any(axis=1)
+    expected = np.corrcoef(values[both].T)[0, 1]
+    assert float(report(documents, names).split()[-2]) == pytest.approx(expected, abs=1e-3)
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
+def test_documents_come_with_text_and_scores(scored, ending):
+    path = scored / f"docs{ending}"
+    select(str(scored / "scores"), where="tokens > 20", top=6, output=str(path))
+    found = (
+        [json.loads(line) for line in path.read_text().splitlines()]
+        if ending == ".jsonl"
+        else pyarrow.parquet.read_table(path).to_pylist()
+    )
+    expected = {row["key"]: row for row in everything(scored)}
+    assert len(found) == 6
+    for row in found:
+        number = int(row["key"][1:])
+        assert row.pop("text") == f"text {number}\nline"
+        assert row == {name: value for name, value in expected[row["key"]].items() if name in row}
+        assert "lsd" not in row
+    assert [(row["file"], row["row"]) for row in found] == sorted((row["file"], row["row"]) for row in found)
+    module = TextDataModule("x", train=str(path), name_field="key")
+    assert {document.name for document in module.source("train")} == {row["key"] for row in found}
+
+
+def test_documents_that_are_elsewhere_or_others(scored):
+    (scored / "corpus").rename(scored / "moved")
+    with pytest.raises(FileNotFoundError, match="corpus"):
+        select(str(scored / "scores"), output=str(scored / "docs.jsonl"))
+    moved = [str(scored / "moved")]
+    select(str(scored / "scores"), output=str(scored / "docs.jsonl"), files=moved[0])
+    assert len((scored / "docs.jsonl").read_text().splitlines()) == 23
+    changed = scored / "moved" / "x" / "b.jsonl"
+    changed.write_text(changed.read_text().replace("text 20", "text 02"))
+    with pytest.raises(ValueError, match=r"1 file\(s\) have changed since .*'x/b\.jsonl'"):
+        select(str(scored / "scores"), output=str(scored / "docs.jsonl"), files=moved)
+    assert len((scored / "docs.jsonl").read_text().splitlines()) == 23, "the earlier file stays"
+
+
+def test_weights_for_a_mixture(scored, word_tokenizer_folder):
+    weights = scored / "weights.yaml"
+    select(str(scored / "scores"), by="source", rank_by="benefit_p90", weights=str(weights))
+    rows = [row for row in everything(scored) if row["error"] is None and row["benefit_p90"] is not None]
+    means = {source: np.mean([row["benefit_p90"] for row in rows if row["source"] == source]) for source in "ab"}
+    found = yaml.safe_load(weights.read_text())["data"]["init_args"]["weights"]
+    assert found == pytest.approx({source: mean / sum(means.values()) for source, mean in means.items()}, abs=1e-5)
+    source = {"class_path": "datamodules.TextDataModule", "init_args": {"train": "x", "validation": "x"}, "weight": 9}
+    mixture = MixtureDataModule(word_tokenizer_folder, sources={"a": source, "b": source}, weights=found)
+    assert mixture.weights == found
+    with pytest.raises(ValueError, match=r"same sources.*\['c'\]"):
+        MixtureDataModule(word_tokenizer_folder, sources={"a": source, "b": source, "c": source}, weights=found)
+    with pytest.raises(ValueError, match=r"mean `benefit_p10` of source '.' is -.*weights are above 0"):
+        select(str(scored / "scores"), by="source", rank_by="benefit_p10", weights=str(weights))
+
+
+@pytest.fixture
+def word_tokenizer_folder(tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    return str(tmp_path / "tokenizer")
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("tokens >", "cannot read 'tokens >'"),
+        ("tokens > 3 or tokens < 2", "cannot read 'tokens > 3 or"),
+        ("__import__('os')", "cannot read"),
+        ("tokens > 1.2.3", "'1.2.3' is not a number"),
+        ("token > 3", "no column 'token'"),
+        ("tokens == 'x'", "cannot be == 'x'"),
+        ("key > 3", "of type string"),
+        ("cut == 1", "'cut' is of type bool"),
+        ("cut == 'true'", "'cut' is of type bool"),
+        ("tokens == true", "'tokens' is of type int64"),
+        ("lsd > 1", "'lsd' is of type list"),
+        ("lsd == 'x'", "'lsd' is of type list"),
+        ("", "cannot read"),
+    ],
+)
+def test_conditions_without_a_meaning(where, message):
+    types = {"tokens": pyarrow.int64(), "key": pyarrow.string(), "cut": pyarrow.bool_()}
+    schema = pyarrow.schema({**types, "lsd": pyarrow.list_(pyarrow.float16())})
+    with pytest.raises(ValueError, match=message):
+        parse_conditions(where, schema)
+
+
+def test_bad_options(scored, tmp_path):
+    scores = str(scored / "scores")
+    (scored / "file").write_text("")
+    for options, message in (
+        ({"where": "tokens > 1000"}, "None of the documents"),
+        ({"output": "ids.csv"}, "must end in one of .txt, .parquet, .jsonl"),
+        ({"rank_by": "nope"}, "no column 'nope'"),
+        ({"rank_by": "key"}, "not a number"),
+        ({"by": "nope"}, "no column 'nope'"),
+        ({"by": "lsd"}, "not name a source"),
+        ({"output": str(scored / "file" / "ids.txt")}, "Cannot write"),
+        ({"weights": str(scored)}, "is a folder"),
+        ({"top": 0.0}, "`top`"),
+        ({"top": 1.5}, "`top`"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            select(scores, **options)
+    with pytest.raises(ValueError, match="no scores"):
+        select(str(tmp_path / "none"))
+    with pytest.raises(ValueError, match=r"a\.parquet' is no file of document scores"):
+        select(str(scored / "corpus" / "x"))
+
+
+def test_text_of_any_arrow_type_is_compared():
+    for kind in (
+        pyarrow.string(),
+        pyarrow.large_string(),
+        pyarrow.string_view(),
+        pyarrow.dictionary("int32", "string"),
+    ):
+        table = pyarrow.table({"source": pyarrow.array(["a", "b", None], kind)})
+        met = pyarrow.dataset.dataset(table).to_table(columns={"met": parse_conditions("source != 'b'", table.schema)})
+        assert met["met"].to_pylist() == [True, False, None], kind
+
+
+def test_a_weight_is_never_rounded_to_nothing(tmp_path):
+    write_weights(tmp_path / "w.yaml", pd.Series({"a": 1.0, "b": 1e-9}, name="key_token_ratio"))
+    weights = yaml.safe_load((tmp_path / "w.yaml").read_text())["data"]["init_args"]["weights"]
+    assert weights == {"a": 1.0, "b": 1e-9}
+
+
+def test_keys_that_are_not_one_line_are_named_and_do_not_stop_the_others(tmp_path):
+    table = ScoreTable({})
+    for row, key in enumerate(
+        ["first", "two\nlines", "", "with space", "return\rhere", "a\u2028b" * 30, " \t", "last"]
+    ):
+        table.add(Origin(key, "a.jsonl", row, {}), make_scores(12))
+    header = {"settings": {}, "source": {}, "files": {}, "counts": {}}
+    ScoreShards(str(tmp_path)).write(table.table(), header, 0)
+    with pytest.warns(UserWarning, match=r"5 chosen document\(s\) are not in .*ids\.txt") as caught:
+        told = select(str(tmp_path), output=str(tmp_path / "ids.txt"))
+    named = r"row 1 of 'a.jsonl' ('two\nlines'), row 2 of 'a.jsonl' (''), row 4 of 'a.jsonl' ('return\rhere') and"
+    assert named in str(caught[0].message)
+    assert (tmp_path / "ids.txt").read_text() == "first\nwith space\nlast\n"
+    assert table_of(told, "all")[2] == "8"
+
+
+def test_columns_of_a_corpus_that_scores_have_too():
+    assert clashes(["source", "tokens", "ladder_x", "text"]) == ["ladder_x", "text", "tokens"]
+
+
+def test_the_command(scored, capsys):
+    main(
+        [
+            "select",
+            str(scored / "scores"),
+            "--where",
+            "tokens > 20",
+            "--by",
+            "source",
+            "--output",
+            str(scored / "i.txt"),
+        ]
+    )
+    assert table_of(capsys.readouterr().out, "all")[2] == str(len((scored / "i.txt").read_text().split()))
+    with pytest.raises(SystemExit) as stopped:
+        main(["select", str(scored / "scores"), "--where", "tokens >"])
+    assert stopped.value.code == 2
+    assert "cannot read" in capsys.readouterr().err

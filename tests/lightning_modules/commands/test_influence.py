@@ -1,0 +1,233 @@
+"""A whole run: the weights it stores, what it does when it is stopped, and how processes share it."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from datamodules import PackedTextDataModule, TextDataModule
+from datamodules.influence.store import InfluenceStore
+from datamodules.influence.writer import InfluenceWriter
+from datamodules.packing.sequences import collate_rows
+from datamodules.sources.documents import TextFolder
+from lightning_modules.batch import IGNORE_INDEX
+from lightning_modules.commands import influence as influence_trainer
+from lightning_modules.commands.influence import InfluenceTrainer
+from lightning_modules.functional import Weighing
+from lightning_modules.long_context_lm import LongContextLM
+from lightning_modules.models.loading import load_backbone
+from lightning_modules.objectives import CrossEntropy, LongCE, Normalised, StoredInfluence
+from tests.conftest import make_text
+from tests.support.distributed import run_distributed
+
+LENGTH = 96
+SETTINGS = {"context_length": 24, "stride": 8}
+TEXTS = [make_text(90, 1), make_text(4, 2), f"Ünïcode 日本語 🙂 {make_text(80, 3)} 日本語 🙂", make_text(100, 4)]
+
+
+class Folder(PackedTextDataModule):
+    """Documents in a folder, the same ones for training and evaluation."""
+
+    def __init__(self, tokenizer, root, **settings):
+        super().__init__(str(tokenizer), sequence_length=LENGTH, cache_dir=str(root / "cache"), **settings)
+        self.root = root
+
+    def source(self, split):
+        return TextFolder(self.root / "texts")
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    root = tmp_path_factory.mktemp("root")
+    (root / "texts").mkdir()
+    for number, text in enumerate(TEXTS):
+        (root / "texts" / f"{number}.txt").write_text(text)
+    return root
+
+
+def trainer(folder, **settings):
+    settings |= {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+    return InfluenceTrainer(accelerator="cpu", default_root_dir=folder, use_distributed_sampler=False, **settings)
+
+
+def run(model_dir, root, output, *, evaluator=None, data=None, objective=None, **settings):
+    module = LongContextLM(str(model_dir), objective=objective or LongCE(4.0), **SETTINGS)
+    data = data or Folder(model_dir, root, batch_size=2)
+    options = {"evaluator_dtype": "float32", "output": str(output)}
+    trainer(root, **settings).influence(module, data, str(evaluator or model_dir), **options)
+
+
+def stored_rows(model_dir, root, output):
+    data = Folder(model_dir, root, influence=str(output))
+    data.setup("fit")
+    return data.rows
+
+
+@pytest.fixture(scope="module")
+def own(model_dir, texts):
+    """Weights by the model itself."""
+    run(model_dir, texts, texts / "own")
+    return texts / "own"
+
+
+def test_weights_by_the_model_itself_are_those_of_longce_at_step_0(own, model_dir, texts):
+    backbone = load_backbone(str(model_dir), dtype="float32").train()
+    rows = stored_rows(model_dir, texts, own)
+    borders = [row["document_borders"] for row in rows]
+    assert max(map(len, borders)) > 2
+    values = []
+    for row in rows:
+        batch = {key: value.unsqueeze(0) if torch.is_tensor(value) else [value] for key, value in row.items()}
+        short = backbone.short_log_likelihood(batch, **SETTINGS)
+        online = backbone(batch, Weighing(LongCE(4.0).influence, *short)).influence[0].detach()
+        scored = row["labels"] != IGNORE_INDEX
+        assert (online[scored] != 1).any()
+        torch.testing.assert_close(row["influence"][scored], online[scored], rtol=2**-10, atol=1e-6)
+        assert (row["influence"][~scored] == 1).all()
+        values.append(online[scored].double())
+    values = torch.cat(values)
+    statistics = InfluenceStore(own).header["statistics"]
+    assert statistics["weight_mean"] == pytest.approx(values.mean().item(), rel=1e-4)
+    assert statistics["weight_at_cap"] == pytest.approx((values == 4).double().mean().item())
+    assert statistics["weight_at_cap"] > 0
+
+
+def prompts(model_dir, root, **settings):
+    """Rows that are not full, of documents whose prompts are longer than their responses."""
+    records = [{"prompt": text[: len(text) * 2 // 3], "text": text[len(text) * 2 // 3 :]} for text in TEXTS]
+    path = root / "prompts.jsonl"
+    if not path.exists():
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    settings |= {"prompt_field": "prompt", "sequence_length": LENGTH, "packing": "best_fit"}
+    return TextDataModule(
+        str(model_dir), train=str(path), validation=str(path), cache_dir=str(root / "cache"), **settings
+    )
+
+
+def test_weights_of_padded_rows_serve_with_and_without_loss_on_the_prompt(model_dir, texts):
+    run(model_dir, texts, texts / "prompts", data=prompts(model_dir, texts, batch_size=2, loss_on_prompt=False))
+    backbone = load_backbone(str(model_dir), dtype="float32").train()
+    values = []
+    for loss_on_prompt in (True, False):
+        data = prompts(model_dir, texts, influence=str(texts / "prompts"), loss_on_prompt=loss_on_prompt)
+        data.setup("fit")
+        assert data.rows.rows.padded_tokens > 0
+        stored = StoredInfluence(4.0)
+        for row in data.rows:
+            batch = collate_rows([row])
+            short = backbone.short_log_likelihood(batch, **SETTINGS)
+            online = backbone(batch, Weighing(LongCE(4.0).influence, *short))
+            given = Weighing(stored.influence, batch["influence"], torch.ones_like(batch["influence"], dtype=bool))
+            offline = backbone(batch, given)
+            scored = batch["labels"] != IGNORE_INDEX
+            torch.testing.assert_close(offline.influence[scored], online.influence[scored], rtol=2**-10, atol=1e-6)
+            torch.testing.assert_close(offline.loss, online.loss, rtol=1e-3, atol=1e-6)
+            # the mean is over scored tokens: neither prompts nor padding make it smaller
+            total = -(offline.influence * offline.log_likelihood)[scored].sum()
+            torch.testing.assert_close(offline.loss, total / scored.sum().clamp(min=1))
+            values += online.influence[scored].tolist() if loss_on_prompt else []
+            assert (row["labels"][row["document_borders"][-1] :] == IGNORE_INDEX).all()
+        share = np.mean([(row["labels"] != IGNORE_INDEX).double().mean() for row in data.rows])
+        assert (share > 0.8) == loss_on_prompt
+    statistics = InfluenceStore(texts / "prompts").header["statistics"]
+    assert statistics["weight_mean"] == pytest.approx(np.mean(values), rel=1e-3)
+
+
+def test_complete_weights_are_not_computed_again(own, model_dir, texts, monkeypatch, capsys):
+    monkeypatch.setattr(influence_trainer, "load_backbone", None)
+    run(model_dir, texts, own)
+    printed = capsys.readouterr().out
+    assert "complete already" in printed
+    assert f"--data.influence {own} --model.objective StoredInfluence --model.objective.gamma 4\n" in printed
+
+
+def test_an_evaluator_with_another_tokenizer(model_dir, evaluator_dir, texts):
+    run(model_dir, texts, texts / "other", evaluator=evaluator_dir)
+    header = InfluenceStore(texts / "other").header
+    assert header["made_from"]["evaluator_tokenizer"] is not None
+    rows = stored_rows(model_dir, texts, texts / "other")
+    values = torch.cat([row["influence"] for row in rows])
+    assert values.min() >= 0
+    assert values.max() <= 4
+    assert (values != 1).float().mean() > 0.2
+
+
+def test_a_run_that_failed_goes_on_and_computes_each_row_once(own, model_dir, texts, monkeypatch):
+    computed = []
+    original = InfluenceWriter.write
+
+    def write(self, numbers, weights):
+        if len(computed) == 3:
+            raise KeyError("stop")
+        original(self, numbers, weights)
+        computed.extend(numbers)
+
+    data = Folder(model_dir, texts, batch_size=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(InfluenceWriter, "write", write)
+        with pytest.raises(KeyError):
+            run(model_dir, texts, texts / "failed", data=data)
+    assert len(computed) == 3
+    monkeypatch.setattr(InfluenceWriter, "write", lambda self, n, w: computed.extend(n) or original(self, n, w))
+    with pytest.raises(ValueError, match="not complete"):
+        InfluenceStore(texts / "failed")
+    run(model_dir, texts, texts / "failed", data=data)
+    count = len(stored_rows(model_dir, texts, own))
+    assert sorted(computed) == list(range(count))
+    assert count > 4
+    pair = [torch.tensor(InfluenceStore(texts / name).values[: count * LENGTH]) for name in ("own", "failed")]
+    torch.testing.assert_close(*pair, rtol=2**-9, atol=1e-6)
+
+
+def _share(rank, world_size, model_dir, root, output):
+    os.environ["LOCAL_RANK"] = str(rank)
+    numbers = []
+    original = InfluenceWriter.write
+    InfluenceWriter.write = lambda self, n, w: numbers.extend(n) or original(self, n, w)
+    for folder in (output, output / "last"):
+        run(model_dir, root, folder, data=Folder(model_dir, root, batch_size=1), devices=world_size, strategy="ddp")
+        (folder / f"rank{rank}.json").write_text(json.dumps(numbers))
+        numbers.clear()
+
+
+def test_two_processes_share_the_rows_and_equal_one(own, model_dir, texts):
+    """Runs that were stopped left an even number of rows, and a single one, for which there are too many processes."""
+    output, count = texts / "two", len(stored_rows(model_dir, texts, own))
+    for folder, done in ((output, 1), (output / "last", count - 1)):
+        run(model_dir, texts, folder, data=Folder(model_dir, texts, batch_size=1), limit_predict_batches=done)
+    run_distributed(_share, model_dir, texts, output)
+    assert [json.loads((output / "last" / f"rank{rank}.json").read_text()) for rank in range(2)] == [[count - 1], []]
+    ranks = [json.loads((output / f"rank{rank}.json").read_text()) for rank in range(2)]
+    assert sorted([0, *ranks[0], *ranks[1]]) == list(range(count))
+    assert abs(len(ranks[0]) - len(ranks[1])) <= 1
+    assert min(map(len, ranks)) > 0
+    expected, *found = (InfluenceStore(folder).values[: count * LENGTH] for folder in (own, output, output / "last"))
+    for values in found:
+        np.testing.assert_allclose(values, expected, rtol=2**-9, atol=1e-6)
+
+
+def test_what_cannot_work_is_refused_before_anything_is_loaded(model_dir, texts, monkeypatch):
+    monkeypatch.setattr(influence_trainer, "load_backbone", None)
+    monkeypatch.setattr(Folder, "training_rows", None)
+    with pytest.raises(ValueError, match=r"LongCE, and `model.objective` is CrossEntropy"):
+        run(model_dir, texts, texts / "x", objective=CrossEntropy())
+    with pytest.raises(ValueError, match=r"LongCE, and `model.objective` is CrossEntropy"):
+        run(model_dir, texts, texts / "x", objective=Normalised(CrossEntropy()))
+    with pytest.raises(ValueError, match=r"No model at '\./nowhere'"):
+        run(model_dir, texts, texts / "x", evaluator="./nowhere")
+    data = Folder(model_dir, texts)
+    data.sequence_length = 32
+    with pytest.raises(ValueError, match=r"24 \+ 8 = 32"):
+        run(model_dir, texts, texts / "x", data=data)
+    with pytest.raises(ValueError, match="no packed training rows"):
+        run(model_dir, texts, texts / "x", data=torch.nn.Module(), objective=Normalised(StoredInfluence()))
+
+
+def test_weights_that_are_no_numbers_stop_the_run(model_dir, texts, monkeypatch):
+    monkeypatch.setattr(
+        influence_trainer, "row_influence", lambda batch, *_, **__: torch.full(batch["labels"].shape, torch.nan)
+    )
+    with pytest.raises(FloatingPointError, match=r"not finite in row\(s\) \[0, 1\].*evaluator_dtype"):
+        run(model_dir, texts, texts / "nan")

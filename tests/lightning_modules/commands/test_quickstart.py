@@ -1,0 +1,49 @@
+import re
+import shutil
+import sys
+
+import pytest
+
+from lightning_modules.commands import quickstart
+from lightning_modules.commands.cli.main import main
+
+
+def run(tmp_path, monkeypatch, capsys, *options):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["longce"])
+    main(["quickstart", *options])
+    return capsys.readouterr().out
+
+
+def rows(output):
+    """The table at the end: step, LongPPL and perplexity."""
+    table = re.findall(r"^ +(\d+) +([\d.]+|nan) +([\d.]+)$", output, flags=re.MULTILINE)
+    return [(int(step), float(longppl), float(perplexity)) for step, longppl, perplexity in table]
+
+
+def test_every_run_of_it_works_and_is_shown_as_a_command(tmp_path, monkeypatch, capsys):
+    options = ["--trainer.max_steps", "2", "--data.train_documents", "256", "--trainer.enable_progress_bar", "false"]
+    # Nobody evaluates by a model of two steps: what it finds does not matter here, that it is asked does.
+    output = run(tmp_path, monkeypatch, capsys, *options, "--trainer.val_check_interval", "1")
+    assert output.count("$ longce ") == 4
+    assert [step for step, *_ in rows(output)] == [0, 1]
+    assert "tensorboard --logdir" in output
+    for name in ("base", "evaluator", "longce"):
+        assert (tmp_path / "runs/quickstart/models" / name / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_longppl_falls(tmp_path, monkeypatch, capsys):
+    table = rows(run(tmp_path, monkeypatch, capsys))
+    first, last = table[0], table[-1]
+    assert first[0] == 0
+    assert last[0] == 149
+    assert first[1] > 15
+    assert last[1] < 6
+    assert [longppl for _, longppl, _ in table] == sorted((longppl for _, longppl, _ in table), reverse=True)
+
+
+def test_without_configs(tmp_path, monkeypatch):
+    monkeypatch.setattr(quickstart, "CONFIGS", tmp_path / "none")
+    with pytest.raises(FileNotFoundError, match="checkout"):
+        quickstart.quickstart(lambda words: shutil.rmtree("/nonexistent"))

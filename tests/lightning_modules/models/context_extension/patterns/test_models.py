@@ -1,0 +1,338 @@
+"""Patterns inside models: loaded, packed, padded, cached, trained, saved."""
+
+import copy
+import itertools
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
+
+from lightning_modules.batch import IGNORE_INDEX
+from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.context_extension.patterns import PATTERNS, blocks
+from lightning_modules.models.context_extension.rope_types import TYPE_ARCHITECTURES, register_rope_types
+from lightning_modules.models.loading import load_backbone, load_config
+from lightning_modules.models.optimizations.gradient_checkpointing import enable_checkpointing
+from lightning_modules.models.probe import check_scoring
+from tests.conftest import tiny_model
+from tests.lightning_modules.models.context_extension.patterns import dense
+from tests.lightning_modules.models.context_extension.test_eabf import attention_layers
+from tests.lightning_modules.models.context_extension.test_methods import EXTRA
+from tests.lightning_modules.test_long_context_lm import row
+
+VOCABULARY, ORIGINAL, TARGET, LENGTH = 50, 16, 64, 60
+SETTINGS = {
+    "streaming_llm": {"sinks": 2, "window": 9},
+    "lm_infinite": {"sinks": 3},
+    "rerope": {"window": 7},
+    "self_extend": {"window": 5, "group": 6},
+    "dual_chunk": {"chunk": 9},
+    "alibi": {},
+    "xpos": {},
+    "longnet": {"segment_lengths": [8, 16, 48], "dilation_rates": [1, 2, 5]},
+}
+
+
+def extension(name, **options):
+    return {"method": name, "original_length": ORIGINAL, "target_length": TARGET, **SETTINGS[name], **options}
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch):
+    monkeypatch.setattr(blocks, "LARGEST_BLOCK", 13)
+    monkeypatch.setattr(blocks, "SMALLEST_BLOCK", 13)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    def save(architecture="llama", **overrides):
+        settings = {"hidden_size": 64, "num_attention_heads": 4, **EXTRA.get(architecture, {}), **overrides}
+        tiny_model(architecture, VOCABULARY, **settings).save_pretrained(tmp_path / architecture)
+        return str(tmp_path / architecture)
+
+    return save
+
+
+def states_of(layer, hidden_states):
+    """``[heads, T, width]`` queries, keys and values of one row before any rotation."""
+    width = layer.config.hidden_size // layer.config.num_attention_heads
+    if layer.config.model_type == "gpt_neox":
+        return layer.query_key_value(hidden_states).view(len(hidden_states), -1, 3 * width).transpose(0, 1).chunk(3, -1)
+    names = ("q_proj", "k_proj", "v_proj")
+    q, k, v = (getattr(layer, name)(hidden_states).view(len(hidden_states), -1, width) for name in names)
+    if layer.config.model_type == "qwen3":
+        q, k = layer.q_norm(q), layer.k_norm(k)
+    groups = layer.config.num_attention_heads // layer.config.num_key_value_heads
+    return [part.transpose(0, 1) for part in (q, *(x.repeat_interleave(groups, 1) for x in (k, v)))]
+
+
+def dense_layer(layer, hidden_states, borders):
+    """One attention layer in float64, each document by itself."""
+    layer, rope = copy.deepcopy(layer).double(), layer.config.rope_parameters
+    width = layer.config.hidden_size // layer.config.num_attention_heads
+    rotated = int(width * rope.get("partial_rotary_factor", 1.0))
+    outputs = []
+    for start, stop in itertools.pairwise(borders):
+        states = states_of(layer, hidden_states[start:stop].double())
+        output = dense.attention(rope["rope_type"], rope, *states, rope["rope_theta"], rotated)
+        outputs.append(output.transpose(0, 1).flatten(1))
+    return getattr(layer, "o_proj", getattr(layer, "dense", None))(torch.cat(outputs))
+
+
+@torch.no_grad()
+def check_every_layer(backbone, borders):
+    seen = []
+    for layer in attention_layers(backbone.base_model):
+        layer.register_forward_hook(
+            lambda layer, args, kwargs, output: seen.append((layer, (args or [kwargs["hidden_states"]])[0], output[0])),
+            with_kwargs=True,
+        )
+    backbone.eval()(row(0, borders, VOCABULARY))
+    assert len(seen) == 2
+    for layer, hidden_states, actual in seen:
+        expected = dense_layer(layer, hidden_states[0], borders)
+        torch.testing.assert_close(actual[0].double(), expected, rtol=1e-5, atol=2e-5 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize("borders", [(0, LENGTH), (0, 7, 8, 40, LENGTH)], ids=["plain", "packed"])
+@pytest.mark.parametrize("architecture", ["llama", "gpt_neox"])
+def test_every_layer_equals_the_formula(name, borders, architecture, folder):
+    check_every_layer(load_backbone(folder(architecture), context_extension=extension(name)), borders)
+
+
+@pytest.mark.parametrize("architecture", [name for name in TYPE_ARCHITECTURES if name not in ("llama", "gpt_neox")])
+def test_every_architecture(architecture, folder):
+    check_every_layer(load_backbone(folder(architecture), context_extension=extension("dual_chunk")), (0, 7, LENGTH))
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+@torch.no_grad()
+def test_packed_batched_and_windowed_documents_are_scored_as_each_alone(name, folder):
+    backbone = load_backbone(folder(), context_extension=extension(name)).eval()
+    check_scoring(backbone)
+    assert backbone.isolates_documents
+    assert backbone.trims_last_layer
+    rows = [row(1, (0, 20, LENGTH), VOCABULARY), row(2, (0, 33, LENGTH), VOCABULARY)]
+    both = {key: torch.cat([part[key] for part in rows]) for key in ("input_ids", "labels", "position_ids")}
+    together = backbone({**both, "document_borders": [part["document_borders"][0] for part in rows]})
+    alone = torch.zeros_like(together)
+    for number, part in enumerate(rows):
+        for start, stop in itertools.pairwise(part["document_borders"][0]):
+            alone[number, start:stop] = backbone(document(part["input_ids"][0, start:stop]))[0]
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-4)
+    # Short windows of 24 to 36 tokens, of which the last layer works on the last 12.
+    batch = row(3, (0, LENGTH), VOCABULARY)
+    short = backbone.short_log_likelihood(batch, context_length=24, stride=12)
+    window = backbone(document(batch["input_ids"][0, 24:60]))
+    torch.testing.assert_close(short.log_likelihood[0, 48:], window[0, 24:], rtol=1e-4, atol=1e-4)
+    assert (short.log_likelihood - backbone(batch))[0, 48:].abs().max() > 1e-3
+
+
+def document(tokens):
+    labels = tokens[None].clone()
+    labels[0, 0] = IGNORE_INDEX
+    positions = torch.arange(len(tokens))[None]
+    borders = [[0, len(tokens)]]
+    return {"input_ids": tokens[None], "labels": labels, "position_ids": positions, "document_borders": borders}
+
+
+@pytest.mark.parametrize("attention", ["document_sdpa", "sdpa"])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_cached_generation_equals_full_recomputation(name, attention, folder):
+    model = load_backbone(folder(), context_extension=extension(name)).model.eval()
+    model.set_attn_implementation(attention)
+    tokens = row(2, (0, 30), VOCABULARY)["input_ids"].repeat(2, 1)
+    mask = torch.ones_like(tokens)
+    mask[1, :11] = 0  # left padding
+    common = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+    common |= {"output_logits": True, "return_dict_in_generate": True, "attention_mask": mask}
+    cached = model.generate(tokens, use_cache=True, **common)
+    for number, padding in enumerate((0, 11)):
+        text = cached.sequences[number : number + 1, padding:]
+        with torch.no_grad():
+            alone = model(text, use_cache=False).logits[0, 29 - padding : -1]
+        torch.testing.assert_close(torch.stack(cached.logits)[:, number], alone, rtol=1e-4, atol=1e-3)
+    if attention == "sdpa" and name in ("streaming_llm", "longnet"):
+        static = model.generate(tokens, cache_implementation="static", **{**common, "disable_compile": True})
+        assert torch.equal(static.sequences, cached.sequences)
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_gradient_checkpointing_and_gradients_in_bf16(name, folder):
+    path, gradients = folder(initializer_range=0.1), {}  # not so wild that rounding is all
+    for kind, dtype in ((False, "float32"), (True, "float32"), (True, "bfloat16")):
+        backbone = load_backbone(path, context_extension=extension(name), gradient_checkpointing=kind, dtype=dtype)
+        (-backbone.train()(row(3, (0, 20, LENGTH), VOCABULARY)).sum()).backward()
+        gradients[kind, dtype] = torch.cat([p.grad.flatten().float() for p in backbone.parameters()])
+    assert torch.equal(gradients[False, "float32"], gradients[True, "float32"])
+    cosine = torch.cosine_similarity(gradients[True, "float32"], gradients[True, "bfloat16"], dim=0)
+    assert cosine > 0.99
+    with pytest.raises(ValueError, match=f"the pattern '{name}' computes its own: set `gradient_checkpointing: true`"):
+        enable_checkpointing(backbone.base_model, "selective")
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+@torch.no_grad()
+def test_saved_and_read_again(name, folder, tmp_path):
+    backbone = load_backbone(folder(), context_extension=extension(name)).eval()
+    backbone.model.save_pretrained(tmp_path / "saved")
+    batch = row(9, (0, LENGTH), VOCABULARY)
+    again = load_backbone(str(tmp_path / "saved")).eval()
+    assert torch.equal(again(batch), backbone(batch))
+    assert torch.equal(copy.deepcopy(backbone)(batch), backbone(batch))
+    config = copy.deepcopy(backbone.base_model.config)
+    config.rope_parameters = {"rope_type": "default", "rope_theta": config.rope_parameters["rope_theta"]}
+    plain = AutoModelForCausalLM.from_config(config, attn_implementation="document_sdpa")
+    plain.load_state_dict(backbone.model.state_dict())
+    difference = (Backbone(plain.eval())(batch) - backbone(batch)).abs()[0]
+    assert difference[ORIGINAL + 1 :].max() > 0.01
+    if name in ("lm_infinite", "dual_chunk"):  # plain attention within the original length
+        assert difference[: ORIGINAL + 1].max() < 1e-4
+
+
+def test_a_process_that_does_not_know_it_fails_loudly(folder, tmp_path):
+    load_backbone(folder(), context_extension=extension("rerope")).model.save_pretrained(tmp_path / "saved")
+    code = f"from transformers import AutoModelForCausalLM as A; A.from_pretrained({str(tmp_path / 'saved')!r})"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert result.returncode != 0
+    assert "KeyError: 'rerope'" in result.stderr
+    register_rope_types()
+    assert AutoModelForCausalLM.from_pretrained(str(tmp_path / "saved")).config.rope_parameters["window"] == 7
+
+
+@pytest.mark.parametrize("attention", ["eager", "flex_attention"])
+def test_attention_that_a_pattern_cannot_replace(attention, folder):
+    path = folder()
+    with pytest.raises(ValueError, match=f"cannot be reached from transformers' '{attention}' attention: set"):
+        load_backbone(path, context_extension=extension("alibi"), attn_implementation=attention)
+    backbone = load_backbone(path, context_extension=extension("alibi"))
+    assert backbone.attention == "document_sdpa"
+    backbone.base_model.set_attn_implementation(attention)
+    with pytest.raises(RuntimeError, match=f"'{attention}' knows nothing.*use one of sdpa, document_sdpa"):
+        backbone.check_rotary_dtype()
+    if attention == "flex_attention":  # which is wrapped; whoever does not look before is told in the forward pass
+        with pytest.raises(ValueError, match="cannot be reached from transformers' 'flex_attention'"):
+            backbone.model(torch.zeros(1, 40, dtype=torch.int64))
+
+
+def test_flash_attention_is_not_chosen_for_a_pattern(folder, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    from lightning_modules.models.loading import resolve_attention
+
+    plain, pattern = (load_config(folder(), context_extension=settings) for settings in (None, extension("xpos")))
+    assert resolve_attention("auto", plain, flash=True) == "flash_attention_2"
+    assert resolve_attention("auto", pattern, flash=True) == "document_sdpa"
+
+
+def test_other_architectures():
+    register_rope_types()
+    config = AutoConfig.for_model(
+        "cohere", hidden_size=64, num_attention_heads=4, rope_parameters={"rope_type": "alibi", "rope_theta": 1e4}
+    )
+    with pytest.raises(ValueError, match="'alibi' is not known to work for models of type 'cohere'"):
+        AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "settings"),
+    [
+        ("mistral", {"sliding_window": 32}),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 0}),
+    ],
+)
+def test_sliding_windows(architecture, settings, folder):
+    path = folder(architecture, **settings)
+    with pytest.raises(ValueError, match=r"sliding windows of 32 tokens.*full_attention: true"):
+        load_config(path, context_extension=extension("rerope"))
+    backbone = load_backbone(path, context_extension=extension("rerope", full_attention=True))
+    check_every_layer(backbone, (0, LENGTH))
+    config = load_config(path, context_extension=extension("rerope", full_attention=True))
+    config.sliding_window, config.layer_types = 32, ["sliding_attention"] * 2  # whoever does so all the same
+    config.use_sliding_window = True
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="document_sdpa")
+    with pytest.raises(ValueError, match="follows no mask but that of padding"):
+        model(torch.zeros(1, 40, dtype=torch.int64))
+
+
+def test_changed_frequencies_are_noticed(folder):
+    backbone = load_backbone(folder(), context_extension=extension("streaming_llm"))
+    backbone.base_model.model.rotary_emb.inv_freq += 1e-3
+    with pytest.raises(RuntimeError, match="does not rotate as the model's config says"):
+        backbone.check_rotary_dtype()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (extension("streaming_llm", sinks=[3]), "sinks` must be one number, got \\[3\\]"),
+        (extension("longnet", segment_lengths=8), "segment_lengths` must be a list of numbers, one or more, got 8"),
+        (extension("longnet", segment_lengths=[], dilation_rates=[]), "a number for each branch, got 0 and 0"),
+        (extension("rerope", full_attention="false"), "full_attention` must be true or false, got 'false'"),
+        (extension("rerope", sinks=3), "`context_extension.sinks` is nothing that the method 'rerope' uses"),
+        (extension("streaming_llm", window=0), "must hold whole numbers of 1 or more, got 0"),
+        (extension("streaming_llm", window=7.5), "must hold whole numbers of 1 or more, got 7.5"),
+        (extension("longnet", dilation_rates=[1, True, 2]), "must hold whole numbers of 1 or more, got True"),
+        (extension("longnet", segment_lengths=[8, 16]), "a number for each branch, got 2 and 3"),
+        (extension("lm_infinite", windw=3), "no key 'windw'. Did you mean 'window'"),
+    ],
+)
+def test_wrong_settings(settings, message, folder):
+    with pytest.raises(ValueError, match=message):
+        load_config(folder(), context_extension=settings)
+
+
+def test_autocast(folder):
+    backbone = load_backbone(folder(initializer_range=0.1), context_extension=extension("self_extend")).eval()
+    batch = row(4, (0, 20, LENGTH), VOCABULARY)
+    expected = backbone(batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = backbone(batch)
+        (-actual.sum()).backward()
+    assert (actual - expected).abs().max() < 0.1 * expected.std()
+
+
+def restarting():
+    return torch.cat([torch.arange(12), torch.arange(18)])[None]
+
+
+@torch.no_grad()
+def test_a_model_called_by_itself_gets_the_masks_of_transformers(folder):
+    """Without borders `document_sdpa` is `sdpa`: documents stay apart, and a static cache's empty end is not seen."""
+    tokens = row(5, (0, 30), VOCABULARY)["input_ids"]
+    for settings in (None, extension("rerope")):
+        model = load_backbone(folder(), context_extension=settings).model.eval()
+        expected = model(tokens, use_cache=False).logits
+        cache = StaticCache(config=model.config, max_cache_len=40)
+        parts = [model(part, past_key_values=cache).logits for part in tokens.split([20, 1, 9], dim=1)]
+        torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=1e-4, atol=1e-3)
+    with pytest.raises(ValueError, match="say so by `document_borders`"):
+        model(tokens, position_ids=restarting(), use_cache=False)
+    plain = load_backbone(folder()).model.eval()
+    apart = plain(tokens, position_ids=restarting(), use_cache=False).logits[:, 12:]
+    torch.testing.assert_close(apart, plain(tokens[:, 12:], use_cache=False).logits, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("rope", "message"),
+    [
+        ({"rope_type": "streaming_llm", "window": 3}, "'streaming_llm' needs `rope_parameters.sinks`, 1 or more"),
+        ({"rope_type": "rerope", "window": 0}, "`rope_parameters.window`, 1 or more, and the model's config has 0"),
+        ({"rope_type": "eabf", "original_max_position_embeddings": 16}, "`rope_parameters.unscaled_layers`, 0 or more"),
+        (
+            {"rope_type": "longnet", "segment_lengths": [8, 12], "dilation_rates": [1, 2]},
+            "a multiple of the one before",
+        ),
+        ({"rope_type": "longnet", "segment_lengths": [], "dilation_rates": [1, 2]}, "the model's config has \\[\\]"),
+    ],
+)
+def test_parameters_that_a_config_lacks_or_has_wrong(rope, message, folder):
+    with pytest.raises(ValueError, match=message):
+        load_config(folder(), model_config={"rope_parameters": rope})
+    config = load_config(folder())
+    config.rope_parameters = {"rope_theta": 1e4, **rope}
+    register_rope_types()
+    with pytest.raises(ValueError, match=message):
+        AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")

@@ -1,0 +1,309 @@
+import copy
+import math
+import subprocess
+import sys
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+
+from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.context_extension.eabf import entropy_scale
+from lightning_modules.models.context_extension.rope_types import (
+    BACKENDS,
+    TYPE_ARCHITECTURES,
+    RopeTypeAttention,
+    register_rope_types,
+)
+from lightning_modules.models.context_extension.rotary_checks import check_rotary
+from lightning_modules.models.loading import load_backbone
+from tests.conftest import tiny_model
+from tests.lightning_modules.models.context_extension.test_methods import EXTRA
+from tests.lightning_modules.test_long_context_lm import row
+
+VOCABULARY, ORIGINAL, TARGET, LENGTH = 50, 16, 64, 60
+
+
+def settings_of(method="eabf"):
+    return {"method": method, "original_length": ORIGINAL, "target_length": TARGET}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    def save(architecture="llama"):
+        settings = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4, **EXTRA.get(architecture, {})}
+        tiny_model(architecture, VOCABULARY, **settings).save_pretrained(tmp_path / architecture)
+        return str(tmp_path / architecture)
+
+    return save
+
+
+def dense_attention(layer, hidden_states, positions, document, theta, scale):
+    """One attention layer in float64, token by token: rotate, scale, mask, softmax."""
+    config, (length, _) = layer.config, hidden_states.shape
+    width = config.hidden_size // config.num_attention_heads
+    if config.model_type == "gpt_neox":
+        qkv = layer.query_key_value(hidden_states).view(length, -1, 3 * width)
+        q, k, v = qkv.split(width, dim=-1)
+        output = layer.dense
+    else:
+        q, k, v = (part(hidden_states).view(length, -1, width) for part in (layer.q_proj, layer.k_proj, layer.v_proj))
+        if config.model_type == "qwen3":
+            q, k = layer.q_norm(q), layer.k_norm(k)
+        groups = config.num_attention_heads // config.num_key_value_heads
+        k, v = (part.repeat_interleave(groups, dim=1) for part in (k, v))
+        output = layer.o_proj
+    rotated = int(width * config.rope_parameters.get("partial_rotary_factor", 1.0))
+
+    def rotate(x):
+        x = x.clone()
+        for j in range(rotated // 2):
+            angle = (positions.double() * theta ** (-2 * j / rotated))[:, None]
+            a, b = x[..., j].clone(), x[..., j + rotated // 2].clone()
+            x[..., j], x[..., j + rotated // 2] = a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()
+        return x
+
+    logits = torch.einsum("ihd,jhd->hij", rotate(q), rotate(k)) / math.sqrt(width) * scale[:, None]
+    visible = (document[:, None] == document) & (torch.arange(length)[:, None] >= torch.arange(length))
+    weights = logits.masked_fill(~visible, -math.inf).softmax(-1)
+    return output(torch.einsum("hij,jhd->ihd", weights, v).reshape(length, -1))
+
+
+def float64_scale(positions, unscaled):
+    scales = [max(1.0, math.log(int(position) + 1) / math.log(ORIGINAL)) for position in positions]
+    return torch.tensor([1.0] * len(scales) if unscaled else scales, dtype=torch.float64)
+
+
+def attention_layers(model):
+    return [module for module in model.modules() if type(module).__name__.endswith("Attention")]
+
+
+@pytest.mark.parametrize("architecture", TYPE_ARCHITECTURES)
+@pytest.mark.parametrize("borders", [(0, LENGTH), (0, 7, 40, LENGTH)], ids=["plain", "packed"])
+def test_every_layer_equals_dense_attention(architecture, borders, folder):
+    check_every_layer(load_backbone(folder(architecture), context_extension=settings_of()), borders, unscaled_layers=2)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "document_sdpa"])
+@pytest.mark.parametrize(("architecture", "theta"), [("llama", 500000.0), ("mistral", 10000.0)])
+def test_the_authors_leave_no_layer_unscaled(attention, architecture, theta, folder):
+    settings = {"method": "eabf_authors", "original_length": 4096, "target_length": 32768}
+    backbone = load_backbone(folder(architecture), context_extension=settings)
+    backbone.base_model.set_attn_implementation(attention)
+    backbone.base_model.config.rope_parameters["original_max_position_embeddings"] = ORIGINAL  # for short rows
+    check_every_layer(backbone, (0, 7, LENGTH), unscaled_layers=0, theta=theta)
+
+
+def check_every_layer(backbone, borders, *, unscaled_layers, theta=500000.0):
+    backbone.eval()
+    seen = []
+    handles = [
+        layer.register_forward_hook(
+            lambda layer, args, kwargs, output: seen.append((layer, (args or [kwargs["hidden_states"]])[0], output[0])),
+            with_kwargs=True,
+        )
+        for layer in attention_layers(backbone.base_model)
+    ]
+    batch = row(0, borders, VOCABULARY)
+    with torch.no_grad():
+        backbone(batch)
+    for handle in handles:
+        handle.remove()
+    document = torch.cat([torch.full((b - a,), n) for n, (a, b) in enumerate(pairwise(borders))])
+    positions = batch["position_ids"][0]
+    assert len(seen) == 4
+    for number, (layer, hidden_states, actual) in enumerate(seen):
+        scale = float64_scale(positions, number < unscaled_layers)
+        layer = copy.deepcopy(layer).double()
+        with torch.no_grad():
+            expected = dense_attention(layer, hidden_states[0].double(), positions, document, theta, scale)
+        torch.testing.assert_close(actual[0].double(), expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
+        if scale.max() > 1:  # or the comparison could not fail
+            with torch.no_grad():
+                plain = dense_attention(layer, hidden_states[0].double(), positions, document, theta, scale / scale)
+            assert (plain - expected).abs().max() > 1e-2 * expected.abs().max()
+
+
+def test_scales_equal_the_formula():
+    positions = torch.tensor([[0, 1, 4094, 4095, 4096, 5000, 32767, 100_000]])
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.set_default_dtype(dtype)
+        try:
+            actual = entropy_scale(positions, 4096)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        expected = [max(1.0, math.log(position + 1) / math.log(4096)) for position in positions[0].tolist()]
+        assert actual.dtype == torch.float32
+        torch.testing.assert_close(actual[0].double(), torch.tensor(expected).double(), rtol=1e-6, atol=0)
+    for original in range(2, 500):  # among them 7, 47, 49 and 402, whose rounded quotient is above 1
+        assert (entropy_scale(torch.arange(original), original) == 1).all()
+
+
+def test_bf16_queries_are_rounded_once():
+    given = []
+    attention = RopeTypeAttention(lambda module, query, *_, **__: given.append(query))
+    rope = {"rope_type": "eabf", "unscaled_layers": 0, "original_max_position_embeddings": 4096}
+    module = SimpleNamespace(config=SimpleNamespace(rope_parameters=rope), layer_idx=0)
+    query = torch.randn(1, 2, 3, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    attention(module, query, position_ids=torch.tensor([[4000, 9001, 30001]]))
+    scale = torch.tensor([1.0, math.log(9002) / math.log(4096), math.log(30002) / math.log(4096)]).double()
+    assert torch.equal(given[0], (query.double() * scale[:, None]).bfloat16())
+    with pytest.raises(ValueError, match="gives attention no positions"):
+        attention(module, query)
+
+
+def abf_of(backbone):
+    """The same weights at the same base, without the scaling."""
+    config = copy.deepcopy(backbone.base_model.config)
+    config.rope_parameters = {"rope_type": "default", "rope_theta": 500000.0}
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=backbone.attention)
+    model.load_state_dict(backbone.base_model.state_dict())
+    return Backbone(model.eval())
+
+
+def test_below_the_original_length_it_is_abf_bit_for_bit_and_beyond_it_is_not(folder):
+    eabf = load_backbone(folder(), context_extension=settings_of()).eval()
+    abf = abf_of(eabf)
+    tokens = row(1, (0, LENGTH), VOCABULARY)["input_ids"]
+    with torch.no_grad():
+        actual, plain = (part.model(tokens, use_cache=False).logits for part in (eabf, abf))
+        assert torch.equal(actual[:, :ORIGINAL], plain[:, :ORIGINAL])
+        assert ((actual - plain)[:, ORIGINAL:].abs().amax(-1) > 1e-3).all()
+        packed = row(1, (0, ORIGINAL, 2 * ORIGINAL, LENGTH), VOCABULARY)
+        difference = (eabf(packed) - abf(packed)).abs()
+    assert (difference[:, : 2 * ORIGINAL] == 0).all()
+    assert (difference[:, 3 * ORIGINAL + 1 :] > 0).any()
+
+
+@pytest.mark.parametrize("attention", ["document_sdpa", "sdpa"])
+def test_cached_generation_equals_full_recomputation(attention, folder):
+    model = load_backbone(folder(), context_extension=settings_of(), attn_implementation="sdpa").model.eval()
+    model.set_attn_implementation(attention)
+    tokens = row(2, (0, 30), VOCABULARY)["input_ids"].repeat(2, 1)
+    mask = torch.ones_like(tokens)
+    mask[1, :11] = 0  # left padding
+    common = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+    common |= {"output_logits": True, "return_dict_in_generate": True}
+    cached = model.generate(tokens, attention_mask=mask, use_cache=True, **common)
+    recomputed = model.generate(tokens, attention_mask=mask, use_cache=False, **common)
+    assert torch.equal(cached.sequences, recomputed.sequences)
+    torch.testing.assert_close(torch.stack(cached.logits), torch.stack(recomputed.logits), rtol=1e-4, atol=1e-3)
+    for number, padding in enumerate((0, 11)):
+        text = cached.sequences[number : number + 1, padding:]
+        with torch.no_grad():
+            alone = model(text, use_cache=False).logits[0, 29 - padding : -1]
+            other = abf_of(Backbone(model)).model(text, use_cache=False).logits[0, 29 - padding : -1]
+        generated = torch.stack(cached.logits)[:, number]
+        torch.testing.assert_close(generated, alone, rtol=1e-4, atol=1e-3)
+        assert (generated - other).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("checkpointing", [True, "selective"])
+def test_gradients_with_checkpointing_and_lora(checkpointing, folder):
+    gradients = []
+    for kind in (False, checkpointing):
+        torch.manual_seed(0)
+        lora = {"r": 2, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+        path = folder()
+        backbone = load_backbone(path, context_extension=settings_of(), gradient_checkpointing=kind, lora=lora).train()
+        loss = -backbone(row(3, (0, 20, LENGTH), VOCABULARY)).sum()
+        loss.backward()
+        gradients.append([p.grad for p in backbone.parameters() if p.requires_grad])
+    assert len(gradients[0]) == 16
+    for plain, recomputed in zip(*gradients, strict=True):
+        assert torch.equal(plain, recomputed)
+
+
+def test_lora_equals_its_merged_model(folder):
+    backbone = load_backbone(folder(), context_extension=settings_of()).eval()
+    torch.manual_seed(1)
+    lora = LoraConfig(r=2, target_modules=["q_proj", "k_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    adapted = Backbone(get_peft_model(backbone.model, lora)).eval()
+    batch = row(4, (0, 25, LENGTH), VOCABULARY)
+    with torch.no_grad():
+        before = adapted(batch)
+        merged = Backbone(adapted.model.merge_and_unload())
+        torch.testing.assert_close(merged(batch), before, rtol=1e-4, atol=1e-4)
+    check_every_layer(merged, (0, 25, LENGTH), unscaled_layers=2)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_every_backend_is_wrapped_once(name, folder, monkeypatch):
+    """With torch's attention in the place of kernels that this machine may lack."""
+    backbone = load_backbone(folder(), context_extension=settings_of()).eval()
+    tokens = row(5, (0, LENGTH), VOCABULARY)["input_ids"]
+    with torch.no_grad():
+        expected = backbone.model(tokens, use_cache=False).logits
+    register_rope_types()
+    wrapper = AttentionInterface()[name]
+    assert isinstance(wrapper, RopeTypeAttention)
+    assert not isinstance(wrapper.attention, RopeTypeAttention)
+
+    def causal(module, query, key, value, *_, scaling, **__):
+        key, value = (part.repeat_interleave(query.shape[1] // part.shape[1], dim=1) for part in (key, value))
+        output = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
+        return output.transpose(1, 2).contiguous(), None
+
+    monkeypatch.setattr(wrapper, "attention", causal)
+    monkeypatch.setattr("transformers.models.llama.modeling_llama.create_causal_mask", lambda **_: None)
+    backbone.base_model.config._attn_implementation_internal = name
+    with torch.no_grad():
+        torch.testing.assert_close(backbone.model(tokens, use_cache=False).logits, expected, rtol=1e-4, atol=1e-3)
+    check_rotary(backbone.base_model)
+
+
+def test_another_model_loaded_later_does_not_undo_it(folder):
+    eabf = load_backbone(folder(), context_extension=settings_of()).eval()
+    batch = row(6, (0, LENGTH), VOCABULARY)
+    with torch.no_grad():
+        before = eabf(batch)
+        load_backbone(folder("qwen2"))
+        assert torch.equal(eabf(batch), before)
+
+
+def test_short_pass_and_trimmed_last_layer(folder):
+    """The scores of a window depend on the positions in it only."""
+    backbone = load_backbone(folder(), context_extension=settings_of()).eval()
+    batch = row(7, (0, LENGTH), VOCABULARY)
+    short = backbone.short_log_likelihood(batch, context_length=24, stride=12)
+    window = {**row(0, (0, 36), VOCABULARY), "input_ids": batch["input_ids"][:, 24:60]}
+    labels = window["input_ids"].clone()
+    labels[:, 0] = -100
+    with torch.no_grad():
+        alone = backbone({**window, "labels": labels})
+    torch.testing.assert_close(short.log_likelihood[:, 48:], alone[:, 24:], rtol=1e-4, atol=1e-4)
+
+
+def test_eager_attention_is_refused_at_load_and_noticed_later(folder):
+    path = folder()
+    with pytest.raises(ValueError, match="cannot be reached from transformers' 'eager' attention"):
+        load_backbone(path, context_extension=settings_of(), attn_implementation="eager")
+    backbone = load_backbone(path, context_extension=settings_of())
+    backbone.check_rotary_dtype()
+    backbone.base_model.set_attn_implementation("eager")
+    with pytest.raises(RuntimeError, match="'eager' knows nothing of what"):
+        backbone.check_rotary_dtype()
+
+
+def test_an_architecture_that_would_not_be_scaled_is_refused():
+    register_rope_types()
+    rope = {"rope_type": "eabf", "rope_theta": 5e5, "original_max_position_embeddings": 16, "unscaled_layers": 2}
+    config = AutoConfig.for_model("falcon", hidden_size=64, num_attention_heads=4, rope_parameters=rope)
+    with pytest.raises(ValueError, match="not known to work for models of type 'falcon'"):
+        AutoModelForCausalLM.from_config(config)
+
+
+def test_a_process_that_does_not_know_it_fails_loudly(folder, tmp_path):
+    backbone = load_backbone(folder(), context_extension=settings_of()).eval()
+    backbone.model.save_pretrained(tmp_path / "saved")
+    batch = row(9, (0, LENGTH), VOCABULARY)
+    with torch.no_grad():
+        assert torch.equal(load_backbone(str(tmp_path / "saved")).eval()(batch), backbone(batch))
+    code = f"from transformers import AutoModelForCausalLM as A; A.from_pretrained({str(tmp_path / 'saved')!r})"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert result.returncode != 0
+    assert "KeyError: 'eabf'" in result.stderr

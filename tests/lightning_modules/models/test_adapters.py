@@ -1,0 +1,373 @@
+import copy
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from torch.utils.data import DataLoader
+
+from lightning_modules.batch import IGNORE_INDEX, PackedBatch
+from lightning_modules.functional.linear_head import LinearHead
+from lightning_modules.long_context_lm import LongContextLM
+from lightning_modules.models import adapters
+from lightning_modules.models.adapters import add_adapters, embeddings_and_norms, quantization_config
+from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.probe import check_scoring
+from tests.conftest import tiny_model
+from tests.support import reference
+
+VOCABULARY, LENGTH = 90, 40
+ALL = {"r": 2, "target_modules": "all-linear", "modules_to_save": "embeddings-and-norms"}
+FOUR_BITS = {"load_in_4bit": True, "bnb_4bit_compute_dtype": "float32"}
+
+
+def row(seed):
+    ids = torch.randint(VOCABULARY, (1, LENGTH), generator=torch.Generator().manual_seed(seed))
+    labels = ids.clone()
+    labels[:, 0] = IGNORE_INDEX
+    return PackedBatch(
+        input_ids=ids, labels=labels, position_ids=torch.arange(LENGTH)[None], document_borders=[[0, LENGTH]]
+    )
+
+
+def trainer(tmp_path, **settings):
+    return Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+        **{"max_steps": 2, **settings},
+    )
+
+
+def lm(folder, **settings):
+    defaults = {"context_length": 8, "stride": 4, "optimizer": lambda p: torch.optim.AdamW(p, lr=0.01)}
+    return LongContextLM(str(folder), **{**defaults, **settings})
+
+
+def fit(tmp_path, module, steps=2, **settings):
+    torch.manual_seed(steps)  # adapters are made at random
+    rows = DataLoader([row(0)] * 6, batch_size=None)  # the same row: where a resumed run goes on does not matter
+    result = trainer(tmp_path, max_steps=steps, **settings.pop("trainer", {}))
+    result.fit(module, rows, **settings)
+    return result
+
+
+@pytest.fixture
+def folder(tmp_path):
+    sizes = {"hidden_size": 64, "intermediate_size": 128}  # 4-bit blocks hold 64 numbers
+    tiny_model("llama", VOCABULARY, seed=6, **sizes).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "names"),
+    [
+        ("llama", ["embed_tokens", "input_layernorm", "norm", "post_attention_layernorm"]),
+        ("qwen3", ["embed_tokens", "input_layernorm", "k_norm", "norm", "post_attention_layernorm", "q_norm"]),
+        ("gpt_neox", ["embed_in", "final_layer_norm", "input_layernorm", "post_attention_layernorm"]),
+    ],
+)
+def test_embeddings_and_norms_of_any_architecture_are_trained_in_full(architecture, names):
+    model = tiny_model(architecture, VOCABULARY)
+    assert embeddings_and_norms(model) == names
+    full = sum(
+        parameter.numel()
+        for name, parameter in model.named_parameters()
+        if any(f".{part}." in f".{name}" for part in names)
+    )
+    adapted = add_adapters(model, ALL)
+    trained = {name: parameter.numel() for name, parameter in adapted.named_parameters() if parameter.requires_grad}
+    assert sum(size for name, size in trained.items() if "lora_" not in name) == full
+    assert sum(size for name, size in trained.items() if "lora_" in name) > 0
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_tied_head_is_trained_with_its_embedding(tied):
+    model = tiny_model("llama", VOCABULARY, tie_word_embeddings=tied)
+    backbone = Backbone(add_adapters(model, ALL)).train()
+    assert isinstance(backbone.head, LinearHead)
+    embedding = model.get_input_embeddings().modules_to_save["default"].weight
+    assert (backbone.head.weight is embedding) == tied
+    with torch.no_grad():
+        embedding.mul_(1.5)
+    check_scoring(backbone)
+    merged = copy.deepcopy(backbone.model).double().merge_and_unload()
+    expected = reference.document_log_likelihood(merged, row(0)["input_ids"][0])
+    torch.testing.assert_close(backbone(row(0))[0].double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_names_and_patterns_that_fit_are_taken_as_peft_takes_them():
+    arguments = {
+        "r": 2,
+        "target_modules": ["self_attn.q_proj", "v_proj"],
+        "rank_pattern": {r"layers\.1\.self_attn\.q_proj": 4, "v_proj": 3},
+        "exclude_modules": ["layers.0.self_attn.v_proj"],
+        "layers_to_transform": [0, 1],
+    }
+    layers = add_adapters(tiny_model("llama", VOCABULARY), arguments).get_base_model().model.layers
+    ranks = [
+        [getattr(part, "r", {}).get("default") for part in (a.q_proj, a.v_proj)] for a in (x.self_attn for x in layers)
+    ]
+    assert ranks == [[2, None], [4, 3]]
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "lm_head"], ["embed_tokens"], r".*(q_proj|lm_head)"])
+def test_low_rank_adapters_of_a_tied_head_are_refused(targets):
+    """peft 0.21 gives embedding and head parameters of their own in the same memory, until the model is moved."""
+    with pytest.raises(ValueError, match=r"they would not stay one: leave both out of `lora\.target_modules`"):
+        add_adapters(tiny_model("llama", VOCABULARY, tie_word_embeddings=True), {"r": 2, "target_modules": targets})
+    add_adapters(tiny_model("llama", VOCABULARY), {"r": 2, "target_modules": targets})
+
+
+def test_a_tied_head_that_peft_would_leave_behind_is_refused():
+    with pytest.raises(ValueError, match="would train the embedding alone"):
+        add_adapters(tiny_model("gpt_neox", VOCABULARY, tie_word_embeddings=True), ALL)
+
+
+def test_arguments_are_left_as_they_are():
+    """Checkpoints hold them: peft would add the embedding to the list, and an export build other adapters."""
+    arguments = {"r": 2, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
+    before = copy.deepcopy(arguments)
+    add_adapters(tiny_model("llama", tie_word_embeddings=True), arguments)
+    assert arguments == before
+
+
+def test_what_is_trained_in_full_is_float32_under_mixed_precision():
+    half = tiny_model("llama", VOCABULARY, dtype=torch.bfloat16)
+    adapted = add_adapters(copy.deepcopy(half), ALL, autocast=True)
+    assert {p.dtype for p in adapted.parameters() if p.requires_grad} == {torch.float32}
+    assert {p.dtype for p in adapted.parameters() if not p.requires_grad} == {torch.bfloat16}
+    torch.testing.assert_close(
+        adapted.get_base_model().model.norm.weight, half.model.norm.weight.float(), rtol=0, atol=0
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"rank": 2}, "`lora` has no 'rank'"),
+        ({"r": 2, "targets_modules": "all-linear"}, "Did you mean 'target_modules'"),
+        ({"r": 2, "target_modules": ["q_proj", "v_prj"]}, "target_modules` names 'v_prj'.*Did you mean 'v_proj'"),
+        ({"r": 2, "target_modules": "all-linear", "modules_to_save": ["embed"]}, "names 'embed'.*embed_tokens"),
+        ({"r": 2, "target_modules": ["q_proj"], "modules_to_save": ["zzz"]}, "It has down_proj, embed_tokens"),
+        ({"r": 2, "target_modules": ["q_proj"], "modules_to_save": ["head"]}, "names 'head'.*Did you mean 'lm_head'"),
+        ({"r": 2, "target_modules": ["q_proj"], "modules_to_save": "lm_head"}, "each letter for a name"),
+        ({"r": 2, "target_modules": ["q_proj"], "rank_pattern": {"q_prj": 4}}, "rank_pattern` names 'q_prj'"),
+        ({"r": 2, "target_modules": ["q_proj"], "alpha_pattern": {"^q_proj": 4}}, "alpha_pattern` names"),
+        ({"r": 2, "target_modules": "all-linear", "exclude_modules": ["layers.5.q_proj"]}, "exclude_modules` names"),
+        ({"r": 2, "target_modules": ["q_proj"], "layers_to_transform": [0, 2]}, "names layer 2: the model has 0 to 1"),
+        ({"r": "2", "target_modules": ["q_proj"]}, "a value of a wrong kind, says peft"),
+        ({"r": 2, "target_modules": ["q_proj"], "inference_mode": True}, "leaves nothing to train"),
+    ],
+)
+def test_arguments_that_do_nothing_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        add_adapters(tiny_model("llama", VOCABULARY), arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "either `load_in_4bit: true` or `load_in_8bit: true`"),
+        ({"load_in_4bit": True, "load_in_8bit": True}, "either"),
+        ({"load_in_4bits": True}, "Did you mean 'load_in_4bit'"),
+        ({"load_in_4bit": True, "bnb_4bit_type": "nf4"}, "Did you mean 'bnb_4bit_quant_type'"),
+    ],
+)
+def test_quantization_without_a_meaning_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        quantization_config(arguments, compute_dtype=torch.float32)
+
+
+def test_quantization_without_its_package_is_refused_before_anything_is_loaded(folder, monkeypatch):
+    monkeypatch.setattr(adapters.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ValueError, match="needs the package bitsandbytes"):
+        lm(folder, quantization=FOUR_BITS, lora=ALL).check_early(LENGTH)
+
+
+def test_quantised_weights_cannot_be_trained_and_random_ones_not_quantised(folder):
+    with pytest.raises(ValueError, match=r"set `model\.lora`"):
+        lm(folder, quantization=FOUR_BITS).check_early(LENGTH)
+    lm(folder, quantization=FOUR_BITS).check_early(None)  # evaluation only
+    with pytest.raises(ValueError, match="`quantization` needs stored weights"):
+        lm(folder / "config.json", quantization=FOUR_BITS, lora=ALL).check_early(LENGTH)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_training_over_quantised_weights(folder, tmp_path, bits, precision):
+    pytest.importorskip("bitsandbytes")
+    quantization = FOUR_BITS if bits == 4 else {"load_in_8bit": True}
+    module = lm(folder, quantization=quantization, lora=ALL, gradient_checkpointing=True)
+    fit(tmp_path, module, trainer={"precision": precision})
+    layer = module.backbone.base_model.model.layers[0].self_attn.q_proj
+    assert type(layer.base_layer).__name__ == ("Linear4bit" if bits == 4 else "Linear8bitLt")
+    assert layer.lora_B["default"].weight.abs().max() > 0
+    assert layer.base_layer.weight.element_size() * layer.base_layer.weight.numel() == 64 * 64 * bits // 8
+
+
+def test_gradients_through_quantised_weights_after_a_short_pass(folder):
+    pytest.importorskip("bitsandbytes")
+    from bitsandbytes.functional import dequantize_4bit
+
+    module = lm(folder, quantization=FOUR_BITS, lora={"r": 2, "target_modules": "all-linear"})
+    torch.manual_seed(1)
+    module.configure_model()
+    for name, parameter in module.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    model = copy.deepcopy(module.backbone.model)
+    module.backbone.train()
+    module.training_step(row(0), 0).backward()  # the short pass runs in eval mode
+
+    for name, part in list(model.named_modules()):
+        if name.endswith("base_layer"):
+            plain = torch.nn.Linear(part.in_features, part.out_features, bias=False)
+            plain.weight = torch.nn.Parameter(dequantize_4bit(part.weight.data, part.weight.quant_state).float(), False)
+            model.set_submodule(name, plain)
+    model = model.double()
+    reference.longce(model, row(0)["input_ids"][0], 8, 4, 5.0).backward()
+    for (name, actual), wanted in zip(module.backbone.model.named_parameters(), model.parameters(), strict=True):
+        if actual.requires_grad:
+            torch.testing.assert_close(actual.grad.double(), wanted.grad, rtol=1e-3, atol=1e-5, msg=name)
+            assert wanted.grad.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("quantization", [None, FOUR_BITS])
+def test_a_checkpoint_of_adapters_holds_only_these_and_resumes(folder, tmp_path, quantization):
+    if quantization:
+        pytest.importorskip("bitsandbytes")
+    whole = lm(folder, lora=ALL, quantization=quantization)
+    fit(tmp_path, whole, steps=4)
+    half = lm(folder, lora=ALL, quantization=quantization)
+    torch.manual_seed(4)
+    half.configure_model()
+    fit(tmp_path, half, steps=2).save_checkpoint(tmp_path / "half.ckpt")
+    state = torch.load(tmp_path / "half.ckpt", weights_only=True)["state_dict"]
+    assert set(state) == {name for name, parameter in half.named_parameters() if parameter.requires_grad}
+    resumed = lm(folder, lora=ALL, quantization=quantization)
+    fit(tmp_path, resumed, steps=4, ckpt_path=str(tmp_path / "half.ckpt"))
+    expected = dict(whole.named_parameters())
+    for name, parameter in resumed.named_parameters():
+        torch.testing.assert_close(parameter, expected[name], rtol=0, atol=0)
+
+
+def test_a_checkpoint_of_other_adapters_or_another_model_is_refused(folder, tmp_path):
+    fit(tmp_path, lm(folder, lora={"r": 2, "target_modules": ["q_proj"]})).save_checkpoint(tmp_path / "a.ckpt")
+    with pytest.raises(ValueError, match=r"lacks 4 of the weights that `model\.lora` trains"):
+        fit(
+            tmp_path,
+            lm(folder, lora={"r": 2, "target_modules": ["q_proj", "v_proj"]}),
+            ckpt_path=str(tmp_path / "a.ckpt"),
+        )
+    tiny_model("llama", VOCABULARY, seed=7, hidden_size=64, intermediate_size=128).save_pretrained(tmp_path / "other")
+    with pytest.raises(ValueError, match=r"trained on other weights than those of .*other"):
+        fit(
+            tmp_path,
+            lm(tmp_path / "other", lora={"r": 2, "target_modules": ["q_proj"]}),
+            ckpt_path=str(tmp_path / "a.ckpt"),
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("attack", ["one number", "two swapped", "two swapped in a chunk", "two opposite"])
+def test_any_change_of_frozen_weights_is_noticed(monkeypatch, dtype, attack):
+    monkeypatch.setattr(adapters, "_CHUNK", 100)  # several for 40 x 60 numbers
+    module = torch.nn.Linear(60, 40, dtype=dtype).requires_grad_(False)
+    first = adapters.frozen_fingerprint(module)
+    assert adapters.frozen_fingerprint(copy.deepcopy(module)) == first
+    numbers = module.weight.view(-1)
+    if attack == "one number":
+        numbers[2399] *= 2
+    elif attack == "two swapped":
+        numbers[[100, 1999]] = numbers[[1999, 100]].clone()
+    elif attack == "two swapped in a chunk":
+        numbers[[3, 11]] = numbers[[11, 3]].clone()
+    else:
+        numbers[[3, 11]] = -numbers[[3, 11]]  # the highest bits of two words in a chunk
+    assert not adapters.same_frozen(first, adapters.frozen_fingerprint(module))
+
+
+def fingerprint(values):
+    return adapters.frozen_fingerprint(torch.nn.ParameterList([torch.nn.Parameter(values, requires_grad=False)]))
+
+
+@pytest.mark.parametrize("size", [0, 1, 3, 8])
+def test_fingerprints_do_not_depend_on_where_weights_are_in_memory(size):
+    part = torch.arange(size + 1, dtype=torch.bfloat16)[1:]
+    assert fingerprint(part) == fingerprint(part.clone())
+
+
+def test_shapes_count_in_fingerprints():
+    assert fingerprint(torch.zeros(2, 3)) != fingerprint(torch.zeros(3, 2))
+
+
+def test_fingerprints_of_earlier_versions_are_not_compared(caplog):
+    assert adapters.same_frozen("0" * 64, adapters.frozen_fingerprint(torch.nn.Linear(2, 2).requires_grad_(False)))
+    assert "the weights below its adapters are not compared" in caplog.text
+
+
+def test_adapters_of_a_model_without_stored_weights_keep_it_in_the_checkpoint(folder, tmp_path):
+    module = lm(folder / "config.json", lora={"r": 2, "target_modules": ["q_proj"]})
+    fit(tmp_path, module).save_checkpoint(tmp_path / "a.ckpt")
+    state = torch.load(tmp_path / "a.ckpt", weights_only=True)["state_dict"]
+    assert set(state) == set(module.state_dict())
+
+
+def perplexity(tmp_path, module, **settings):
+    run = trainer(tmp_path, **settings.pop("trainer", {}))
+    return run.validate(module, DataLoader([row(3)], batch_size=None), verbose=False, **settings)[0]["val/perplexity"]
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("start", [True, "pissa_niter_4"])
+def test_a_checkpoint_is_read_again_under_every_precision(folder, tmp_path, precision, start):
+    """Frozen weights are rounded by `bf16-true` after a checkpoint is read, and by PiSSA at random."""
+    lora, settings = {**ALL, "init_lora_weights": start}, {"precision": precision}
+    module, path = lm(folder, lora=lora), str(tmp_path / "a.ckpt")
+    fit(tmp_path, module, trainer=settings).save_checkpoint(path)
+    expected = perplexity(tmp_path, module, trainer=settings)
+    assert perplexity(tmp_path, lm(folder, lora=lora), trainer=settings, ckpt_path=path) == expected
+    fit(tmp_path, lm(folder, lora=lora), steps=3, trainer=settings, ckpt_path=path)
+    again = LongContextLM.load_from_checkpoint(path, weights_only=True)
+    trained = dict(module.named_parameters())
+    for name, parameter in again.named_parameters():
+        torch.testing.assert_close(parameter.to(trained[name].dtype), trained[name], rtol=0, atol=0)
+
+
+def test_adapters_that_would_count_otherwise_are_refused(folder, tmp_path):
+    lora, path = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}, str(tmp_path / "a.ckpt")
+    fit(tmp_path, lm(folder, lora=lora)).save_checkpoint(path)
+    same = {**lora, "lora_dropout": 0.1, "use_rslora": False, "alpha_pattern": {}}
+    fit(tmp_path, lm(folder, lora=same), steps=3, ckpt_path=path)
+    for change, message in (
+        ({"lora_alpha": 8}, "`lora.lora_alpha` = 4, and this run has 8"),
+        ({"use_rslora": True}, "`lora.use_rslora` = False, and this run has True"),
+        ({"alpha_pattern": {"q_proj": 9}}, "`lora.alpha_pattern` = {}, and this run has {'q_proj': 9}"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            perplexity(tmp_path, lm(folder, lora={**lora, **change}), ckpt_path=path)
+
+
+def test_adapters_over_weights_that_are_quantised_otherwise_are_refused(folder, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    path, lora = str(tmp_path / "a.ckpt"), {"r": 2, "target_modules": ["q_proj"]}
+    fit(tmp_path, lm(folder, lora=lora, quantization=FOUR_BITS)).save_checkpoint(path)
+    same = {**FOUR_BITS, "bnb_4bit_compute_dtype": "bfloat16"}
+    perplexity(tmp_path, lm(folder, lora=lora, quantization=same), ckpt_path=path)
+    for other in ({"load_in_8bit": True}, {**FOUR_BITS, "bnb_4bit_quant_type": "fp4"}):
+        with pytest.raises(ValueError, match=r"over weights quantised by .*nf4"):
+            perplexity(tmp_path, lm(folder, lora=lora, quantization=other), ckpt_path=path)
+
+
+@pytest.mark.parametrize("lora", [None, {"r": 2, "target_modules": ["q_proj"]}])
+def test_a_checkpoint_under_another_extension_is_named(folder, tmp_path, lora, recwarn):
+    extension = {"method": "abf", "original_length": 16, "target_length": 64}
+    path = str(tmp_path / "a.ckpt")
+    fit(tmp_path, lm(folder, lora=lora, context_extension=extension)).save_checkpoint(path)
+    perplexity(tmp_path, lm(folder, lora=lora, context_extension=extension), ckpt_path=path)
+    assert not [w for w in recwarn if "computes with" in str(w.message)]
+    with pytest.warns(UserWarning, match="`rope_parameters` = .*500000.*, and this run computes with .*10000"):
+        perplexity(tmp_path, lm(folder, lora=lora), ckpt_path=path)

@@ -1,0 +1,607 @@
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from transformers import AutoModelForCausalLM, GPT2Config, Llama4Config, Llama4ForConditionalGeneration
+
+from lightning_modules.batch import IGNORE_INDEX, PackedBatch
+from lightning_modules.functional import Weighing, key_token_mask, log_likelihood, soft_influence
+from lightning_modules.models import backbone as backbone_module
+from lightning_modules.models.attention import isolation_arguments, register_document_attention
+from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.probe import check_scoring
+from tests.conftest import tiny_config
+from tests.support import reference
+
+VOCABULARY = 120
+
+
+def packed(*rows, length=None):
+    """Rows of documents (lists of token ids) as a batch, padded on the right."""
+    length = length or max(sum(map(len, row)) for row in rows)
+    batch = PackedBatch(
+        input_ids=torch.zeros(len(rows), length, dtype=torch.int64),
+        labels=torch.full((len(rows), length), IGNORE_INDEX),
+        position_ids=torch.zeros(len(rows), length, dtype=torch.int64),
+        document_borders=[],
+    )
+    for index, row in enumerate(rows):
+        borders = [0]
+        for document in row:
+            start, stop = borders[-1], borders[-1] + len(document)
+            batch["input_ids"][index, start:stop] = batch["labels"][index, start:stop] = document
+            batch["labels"][index, start] = IGNORE_INDEX
+            batch["position_ids"][index, start:stop] = torch.arange(len(document))
+            borders.append(stop)
+        batch["document_borders"].append(borders)
+    return batch
+
+
+def documents(*lengths, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(VOCABULARY, (length,), generator=generator) for length in lengths]
+
+
+def build(architecture, attention="document_sdpa", **overrides):
+    if attention == "document_sdpa":
+        register_document_attention()
+    torch.manual_seed(0)
+    config = tiny_config(architecture, VOCABULARY, **overrides)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32).eval()
+
+
+LLAMA4 = {
+    "head_dim": 8,
+    "intermediate_size_mlp": 64,
+    "num_hidden_layers": 4,  # the last one without rotation
+    "num_local_experts": 2,
+    "attention_chunk_size": 9,  # shorter than documents
+    "floor_scale": 4,
+}
+FALCON_H1 = {
+    "mamba_d_ssm": 32,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 8,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 8,
+    "lm_head_multiplier": 0.3,
+    "embedding_multiplier": 2.0,
+    "mlp_multipliers": [0.5, 2.0],
+    "ssm_multipliers": [0.5, 0.6, 0.7, 0.8, 0.9],
+    "key_multiplier": 0.7,
+}
+# Logit scale, soft cap, division, bias; learned positions; tied and fused weights; sliding windows and chunks; states.
+ARCHITECTURES = [
+    ("llama4_text", LLAMA4),
+    ("llama4_text", {**LLAMA4, "attention_chunk_size": 30, "floor_scale": 40}),  # longer than rows
+    ("falcon_h1", FALCON_H1),
+    ("llama", {}),
+    ("mistral", {}),
+    ("mistral", {"sliding_window": 9}),
+    ("qwen2", {"tie_word_embeddings": True}),
+    ("qwen3", {"head_dim": 8}),
+    ("phi", {"partial_rotary_factor": 0.5}),
+    ("phi3", {}),
+    ("gpt_neox", {}),
+    ("cohere", {"logit_scale": 0.25}),
+    ("granite", {"logits_scaling": 3.0}),
+    ("gemma2", {"attention": "eager", "final_logit_softcapping": 2.0, "head_dim": 8}),
+    ("gemma3_text", {"head_dim": 8, "sliding_window": 9}),
+    ("olmo2", {}),
+]
+
+
+@pytest.mark.parametrize(("architecture", "overrides"), ARCHITECTURES)
+def test_packed_documents_score_as_if_alone(architecture, overrides):
+    model = build(architecture, **overrides)
+    rows = [documents(11, 1, 14), documents(20), documents(2, 7, seed=1)]
+    batch = packed(*rows)
+    scorer = Backbone(model)
+    check_scoring(scorer)
+    with torch.no_grad():
+        actual = scorer(batch)
+        for index, row in enumerate(rows):
+            alone = torch.cat([reference.document_log_likelihood(model, document) for document in row])
+            torch.testing.assert_close(actual[index, : len(alone)].double(), alone, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("spread", [0.02, 0.3])
+def test_states_are_known_of_the_architecture_where_the_probe_is_too_coarse(spread, dtype):
+    """Small weights or half precision hide that a state runs on into the next document."""
+    scorer = Backbone(build("falcon_h1", **{**FALCON_H1, "initializer_range": spread}).to(dtype))
+    parts = documents(31, 25, 13)
+    for probed in (False, True):
+        if probed:
+            check_scoring(scorer)
+        assert not scorer.isolates_documents
+        assert not scorer.trims_last_layer
+        with torch.no_grad():
+            alone = torch.cat([scorer(packed([part]))[0] for part in parts])
+            assert torch.equal(scorer(packed(parts))[0], alone)
+
+
+def log_likelihood_and_gradients(scorer, batch):
+    scorer.zero_grad()
+    scored = scorer(batch)
+    scored.sum().backward()
+    return scored.detach(), [parameter.grad.clone() for parameter in scorer.parameters()]
+
+
+@pytest.mark.parametrize("attention", ["document_sdpa", "sdpa", "eager"])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("batch_size", [1, 4])
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_packed_equals_separate_in_every_mode(attention, training, batch_size, checkpointing):
+    """Rows as `best_fit` makes them: of several documents, some with padding behind the last border."""
+    scorer = Backbone(build("llama", attention).train(training))
+    if checkpointing:
+        scorer.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert scorer.model.config.use_cache  # the default, which would let documents see each other
+    rows = [documents(9, 1, 14), documents(17, 7, seed=1), documents(20, seed=2), documents(2, 3, 5, 10, seed=3)]
+    packed_ll, packed_gradients = log_likelihood_and_gradients(scorer, packed(*rows[:batch_size], length=25))
+    gradients = [torch.zeros_like(gradient) for gradient in packed_gradients]
+    for row, scored in zip(rows, packed_ll, strict=False):
+        alone = [log_likelihood_and_gradients(scorer, packed([document])) for document in row]
+        expected = torch.cat([log_likelihood[0] for log_likelihood, _ in alone])
+        torch.testing.assert_close(scored[: len(expected)], expected, atol=1e-5, rtol=0)
+        assert (scored[len(expected) :] == 0).all()
+        for total, *parts in zip(gradients, *(each for _, each in alone), strict=True):
+            total += sum(parts)
+    for actual, expected in zip(packed_gradients, gradients, strict=True):
+        assert (actual - expected).norm() <= 1e-5 * expected.norm()
+
+
+def test_a_document_cannot_change_the_one_behind_it_not_even_by_gradient():
+    scorer = Backbone(build("llama").train())
+    scorer.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    gradients = []
+    for first in documents(9, 9, seed=3):
+        batch = packed([first, documents(12)[0]])
+        scorer.zero_grad()
+        scorer(batch)[:, 9:].sum().backward()
+        gradients.append([p.grad.clone() for n, p in scorer.named_parameters() if "embed" not in n])
+    torch.testing.assert_close(gradients[0], gradients[1])
+
+
+@pytest.mark.parametrize(("context_length", "stride"), [(6, 3), (4, 9), (8, 8)])
+@pytest.mark.parametrize("windows_together", [True, False])
+def test_long_and_short_match_one_window_at_a_time(context_length, stride, windows_together, monkeypatch):
+    if windows_together:  # as on an accelerator
+        monkeypatch.setattr(Backbone, "_windows_per_pass", lambda *_: 5)
+    model = build("llama")
+    rows = [documents(30, 8, 17), documents(40)]
+    long, short = Backbone(model).long_and_short(packed(*rows), context_length=context_length, stride=stride)
+    with torch.no_grad():
+        for index, row in enumerate(rows):
+            pairs = [reference.long_and_short(model, document, context_length, stride) for document in row]
+            for actual, expected in zip((long, short), zip(*pairs, strict=True), strict=True):
+                expected = torch.cat(expected)
+                torch.testing.assert_close(actual[index, : len(expected)].double(), expected, atol=2e-5, rtol=1e-4)
+    assert (long != short).any()
+
+
+@pytest.mark.parametrize("beta", [-4.0, -5.5, -99.0, 0.0])
+def test_tokens_that_cannot_be_key_are_spared(beta, monkeypatch):
+    scorer = Backbone(build("llama"))
+    batch = packed(documents(60, 8, 30), documents(70))
+    sizes = {"context_length": 6, "stride": 3}
+    long, short = scorer.long_and_short(batch, **sizes)
+    scored = []
+    original = backbone_module.window_batch
+    monkeypatch.setattr(
+        backbone_module, "window_batch", lambda *a: scored.append(int((w := original(*a))["labels"].ge(0).sum())) or w
+    )
+    same, some = scorer.long_and_short(batch, **sizes, beta=beta)
+    torch.testing.assert_close(same, long)
+    spared = (long <= beta) & (batch["position_ids"] >= 9)
+    assert torch.equal(some.isnan(), spared)
+    torch.testing.assert_close(some[~spared], short[~spared])
+    assert sum(scored) == int(((long > beta) & (batch["position_ids"] >= 9) & batch["labels"].ge(0)).sum())
+    for alpha in (0.0, 0.5, 2.0):
+        if beta < 0:
+            masks = [key_token_mask(*pair, alpha=alpha, beta=beta) for pair in ((long, short), (same, some))]
+            assert torch.equal(*masks)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt_neox"])
+def test_chunks_windows_per_pass_and_trimming_change_nothing_that_matters(architecture, monkeypatch):
+    scorer = Backbone(build(architecture))
+    batch = packed(documents(90, 8, 33), documents(131))
+    results = []
+    for windows in (1, 2, 5, 100):
+        for rows in (1, 7, 512):
+            for trims in (True, False):
+                monkeypatch.setattr(Backbone, "_windows_per_pass", lambda *_, windows=windows: windows)
+                monkeypatch.setattr(log_likelihood, "default_chunk_size", lambda _, rows=rows: rows)
+                scorer.trims_last_layer = trims
+                results.append(scorer.long_and_short(batch, context_length=20, stride=7))
+    for long, short in results[1:]:
+        torch.testing.assert_close(long, results[0][0], atol=1e-5, rtol=0)
+        torch.testing.assert_close(short, results[0][1], atol=1e-5, rtol=0)
+        masks = [key_token_mask(*pair, alpha=0.5, beta=-6.0) for pair in ((long, short), results[0])]
+        assert torch.equal(*masks)
+        assert masks[0].sum() > 20
+
+
+def test_a_last_layer_that_needs_all_tokens_gets_them():
+    model = build("llama")
+    mlp = model.model.layers[-1].mlp
+    forward = mlp.forward
+    mlp.forward = lambda hidden: forward(hidden + hidden.cumsum(1))  # no work on each token by itself
+    scorer = Backbone(model)
+    check_scoring(scorer)
+    assert not scorer.trims_last_layer
+    scorer = Backbone(build("llama"))
+    check_scoring(scorer)
+    assert scorer.trims_last_layer
+
+
+@pytest.mark.parametrize("error", [RuntimeError, ValueError, AttributeError, AssertionError])
+def test_a_last_layer_that_cannot_be_cut_works_on_all_tokens(error, caplog):
+    model = build("llama")
+    mlp = model.model.layers[-1].mlp
+    forward = mlp.forward
+
+    def whole_documents_only(hidden):
+        if hidden.shape[1] not in (5, 7, 12):
+            raise error("too short for me")
+        return forward(hidden)
+
+    mlp.forward = whole_documents_only
+    scorer = Backbone(model)
+    with caplog.at_level("INFO"):
+        check_scoring(scorer)
+    assert not scorer.trims_last_layer
+    assert "too short for me" in caplog.text
+
+
+def test_the_autocast_cache_is_as_it_was_afterwards():
+    scorer = Backbone(build("llama").train())
+    for cached in (True, False):
+        torch.set_autocast_cache_enabled(cached)
+        try:
+            with torch.autocast("cpu", torch.bfloat16, cache_enabled=cached):
+                scorer(packed(documents(9)))
+                assert torch.is_autocast_cache_enabled() == cached
+                with pytest.raises(IndexError):
+                    scorer(packed([torch.tensor([0, VOCABULARY + 5])]))
+                assert torch.is_autocast_cache_enabled() == cached
+        finally:
+            torch.set_autocast_cache_enabled(True)
+
+
+def test_windows_share_a_pass_on_an_accelerator(monkeypatch):
+    scorer = Backbone(build("llama"))
+    assert scorer._windows_per_pass(5120) == 1
+    monkeypatch.setattr(Backbone, "device", torch.device("meta"))
+    assert scorer._windows_per_pass(5120) == 6
+    assert scorer._windows_per_pass(40_000) == 1
+
+
+def test_a_share_of_the_windows_is_drawn_by_the_seed():
+    scorer = Backbone(build("llama"))
+    batch = packed(documents(60, 8, 30), documents(70))
+    sizes = {"context_length": 6, "stride": 3}
+    whole = scorer.short_log_likelihood(batch, **sizes)
+    part = scorer.short_log_likelihood(batch, **sizes, window_share=0.4, seed=3)
+    again = scorer.short_log_likelihood(batch, **sizes, window_share=0.4, seed=3)
+    other = scorer.short_log_likelihood(batch, **sizes, window_share=0.4, seed=4)
+    assert torch.equal(part.differs, again.differs)
+    assert not torch.equal(part.differs, other.differs)
+    assert not (part.differs & ~whole.differs).any()
+    assert 0.3 < part.differs.sum() / whole.differs.sum() < 0.5
+    assert part.share == pytest.approx(0.4, abs=0.03)
+    torch.testing.assert_close(part.log_likelihood[part.differs], whole.log_likelihood[part.differs])
+
+
+def test_short_pass_leaves_modes_and_gradients_alone():
+    scorer = Backbone(build("llama", attention_dropout=0.5).train())
+    scorer.model.model.layers[0].eval()
+    batch = packed(documents(40))
+    first, *_ = scorer.short_log_likelihood(batch, context_length=6, stride=3)
+    again, differs, _ = scorer.short_log_likelihood(batch, context_length=6, stride=3)
+    torch.testing.assert_close(first, again, msg="dropout was on")
+    assert not first.requires_grad
+    assert differs[0].tolist() == [t >= 9 for t in range(40)]
+    assert scorer.model.model.layers[1].training
+    assert not scorer.model.model.layers[0].training
+
+
+def test_autocast_weights_cached_by_the_short_pass_do_not_rob_the_long_pass_of_gradients():
+    scorer = Backbone(build("llama").train())
+    batch = packed(documents(40))
+    gradients = []
+    for with_short_pass in (False, True):
+        scorer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            if with_short_pass:
+                scorer.short_log_likelihood(batch, context_length=6, stride=3)
+            scorer(batch).sum().backward()
+        gradients.append({name: p.grad for name, p in scorer.named_parameters()})
+    for name, gradient in gradients[0].items():
+        assert gradients[1][name] is not None, name
+        torch.testing.assert_close(gradients[1][name], gradient)
+
+
+def test_lora_on_the_head_counts():
+    base = build("llama")
+    scorer = Backbone(get_peft_model(base, LoraConfig(target_modules=["q_proj", "lm_head"], init_lora_weights=False)))
+    check_scoring(scorer)
+    batch = packed(documents(12, 5))
+    with torch.no_grad():
+        adapted = scorer(batch)
+        with scorer.model.disable_adapter():
+            plain = scorer(batch)
+    assert (adapted - plain).abs().max() > 0.1
+
+
+def test_prompt_learning_is_refused():
+    peft_model = get_peft_model(build("llama"), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    with pytest.raises(ValueError, match="LoRA"):
+        Backbone(peft_model)
+
+
+def test_a_model_that_does_something_unknown_to_its_logits_is_refused():
+    model = build("llama")
+    forward = model.forward
+    model.forward = lambda *args, **kwargs: _scaled(forward(*args, **kwargs))
+    with pytest.raises(ValueError, match=r"off by .* of their spread"):
+        check_scoring(Backbone(model))
+
+
+def _scaled(output):
+    output.logits = output.logits * 0.7
+    return output
+
+
+def test_a_model_that_our_attention_cannot_split_gets_masks(monkeypatch):
+    scorer = Backbone(build("llama"))
+    original = backbone_module.isolation_arguments
+
+    def lost(implementation, *rest):
+        return {} if implementation == "document_sdpa" else original(implementation, *rest)
+
+    monkeypatch.setattr(backbone_module, "isolation_arguments", lost)
+    batch = packed(documents(9, 12))
+    with torch.no_grad():
+        leaking = scorer(batch)
+        check_scoring(scorer)
+        masked = scorer(batch)
+    assert scorer.base_model.config._attn_implementation == "sdpa"
+    expected = torch.cat([reference.document_log_likelihood(scorer.model, part) for part in documents(9, 12)])
+    torch.testing.assert_close(masked[0].double(), expected, atol=2e-5, rtol=1e-4)
+    assert (leaking - masked).abs().max() > 0.01
+
+
+def test_a_model_that_leaks_scores_documents_one_by_one_or_not_at_all_where_weights_are_shared(monkeypatch):
+    scorer = Backbone(build("llama"))
+    with torch.no_grad():
+        expected = scorer(packed(documents(9, 12), documents(20, seed=1)))
+    decoder = scorer.base_model.get_decoder()
+    forward = decoder.forward
+
+    def without_borders(input_ids, attention_mask=None, document_borders=None, **kwargs):
+        return forward(input_ids, attention_mask=torch.ones_like(input_ids), **kwargs)
+
+    monkeypatch.setattr(decoder, "forward", without_borders)
+    check_scoring(scorer)
+    with torch.no_grad():
+        actual = scorer(packed(documents(9, 12), documents(20, seed=1)), first_scored=3)
+        torch.testing.assert_close(actual[:, 3:], expected[:, 3:])
+    scorer.in_step = True
+    scorer(packed(documents(9)))
+    with pytest.raises(ValueError, match="cannot keep the documents of a row apart"):
+        scorer(packed(documents(9, 12)))
+
+
+def test_long_rows_of_llama_4_are_windowed_and_trained_as_documents_alone():
+    """Attention counts from the start of the row: in chunks, and in what queries are scaled by."""
+    model = build("llama4_text", **LLAMA4)
+    assert model.config.layer_types.count("full_attention") not in (0, len(model.config.layer_types))
+    scorer = Backbone(model)
+    check_scoring(scorer)
+    parts = documents(31, 25)
+    whole, *alone = (packed(rows) for rows in (parts, parts[:1], parts[1:]))
+    for score in (scorer, lambda batch: scorer.short_log_likelihood(batch, context_length=10, stride=5).log_likelihood):
+        expected = torch.cat([score(batch)[0] for batch in alone])
+        torch.testing.assert_close(score(whole)[0], expected, atol=2e-5, rtol=1e-4)
+        assert expected.abs().sum() > 0
+    short = scorer.short_log_likelihood(alone[0], context_length=10, stride=5).log_likelihood[0]
+    window = reference.document_log_likelihood(model, parts[0][5:20])  # scores tokens 15 to 19
+    torch.testing.assert_close(short[15:20].double(), window[10:15], atol=2e-5, rtol=1e-4)
+
+
+def test_the_language_model_in_a_multimodal_llama_4():
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    vision = {**sizes, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32}
+    text = tiny_config("llama4_text", VOCABULARY, **LLAMA4).to_dict()
+    config = Llama4Config(text_config=text, vision_config={**vision, "image_size": 28, "patch_size": 14})
+    torch.manual_seed(0)
+    scorer = Backbone(Llama4ForConditionalGeneration._from_config(config, dtype=torch.float32).eval())
+    assert type(scorer.decoder).__name__ == "Llama4TextModel"
+    check_scoring(scorer)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
+def test_rotary_frequencies_survive_casts(architecture):
+    scorer = Backbone(build(architecture, head_dim=8))
+    before = {name: b.clone() for name, b in scorer.named_buffers() if name.endswith("inv_freq")}
+    assert before
+    torch.nn.ModuleList([scorer]).to(torch.bfloat16)
+    assert next(scorer.parameters()).dtype == torch.bfloat16
+    for name, buffer in scorer.named_buffers():
+        if name in before:
+            assert torch.equal(buffer, before[name])
+    scorer.check_rotary_dtype()
+    scorer.model.to(torch.bfloat16)  # past our guard
+    with pytest.raises(RuntimeError, match="inv_freq"):
+        scorer.check_rotary_dtype()
+
+
+def test_too_long_documents():
+    batch = packed(documents(30))
+    with pytest.warns(UserWarning, match=r"30 tokens is longer than the 16"):
+        Backbone(build("llama", max_position_embeddings=16))(batch)
+    torch.manual_seed(0)
+    config = GPT2Config(n_embd=16, n_layer=1, n_head=2, n_positions=16, vocab_size=VOCABULARY)
+    scorer = Backbone(AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval())
+    with pytest.raises(ValueError, match="16 learned positions"):
+        scorer(batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scorer(packed(documents(16)))
+
+
+def test_flash_arguments_are_cumulative_lengths_over_all_rows():
+    arguments = isolation_arguments("flash_attention_2", [[0, 4, 9], [0, 10]], 10, torch.device("cpu"))
+    assert arguments["cu_seq_lens_q"].tolist() == [0, 4, 9, 10, 20]
+    assert arguments["cu_seq_lens_q"].dtype == torch.int32
+    assert arguments["max_length_q"] == arguments["max_length_k"] == 10
+    assert isolation_arguments("flash_attention_2", [[0, 10], [0, 7]], 10, torch.device("cpu")) == {}
+    assert isolation_arguments("eager", [[0, 4, 9]], 10, torch.device("cpu")) == {}
+
+
+@pytest.mark.parametrize("change", [{"final_logit_softcapping": 30.0}, {"logits_scaling": 1.1}])
+def test_a_forgotten_transform_is_noticed_in_half_precision_too(change):
+    model = build("llama").to(torch.bfloat16)
+    check_scoring(Backbone(model))
+    for name, value in change.items():  # ours applies what the model does not know
+        setattr(model.config, name, value)
+    with pytest.raises(ValueError, match="of their spread"):
+        check_scoring(Backbone(model))
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_rotation_that_depends_on_the_length_is_refused_for_short_contexts(rope_type):
+    parameters = {"rope_type": rope_type, "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+    parameters |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4} if rope_type == "longrope" else {}
+    scorer = Backbone(build("llama", rope_parameters=parameters))
+    scorer(packed(documents(40)))
+    with pytest.raises(ValueError, match=f"'{rope_type}' rotates by the length"):
+        scorer.long_and_short(packed(documents(40)), context_length=6, stride=3)
+
+
+def test_dropout_is_noticed():
+    assert Backbone(build("llama", attention_dropout=0.1)).has_dropout
+    assert not Backbone(build("llama")).has_dropout
+    lora = LoraConfig(target_modules=["q_proj"], lora_dropout=0.2)
+    assert Backbone(get_peft_model(build("llama"), lora)).has_dropout
+
+
+has_torch_kernel = pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch < 2.13")
+
+
+def training_step(scorer, batch):
+    """Loss, what it was made of, and the gradients of all weights."""
+    scorer.zero_grad()
+    short = scorer.short_log_likelihood(batch, context_length=6, stride=3)
+    result = scorer(batch, Weighing(soft_influence, *short))
+    result.loss.backward()
+    return result, {name: p.grad for name, p in scorer.named_parameters()}
+
+
+@has_torch_kernel
+@pytest.mark.parametrize(
+    ("architecture", "overrides"),
+    [
+        ("llama", {}),
+        ("qwen2", {"tie_word_embeddings": True}),
+        ("phi", {"partial_rotary_factor": 0.5}),  # bias
+        ("cohere", {"logit_scale": 0.25}),
+        ("granite", {"logits_scaling": 3.0}),
+    ],
+)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_training_step_with_another_head_kernel_equals_ours(architecture, overrides, autocast):
+    model = build(architecture, **overrides).train()
+    batch = packed(documents(30, 8), documents(40), documents(5, 1))
+    scorers = [Backbone(model), Backbone(model, head_kernel="torch")]
+    tolerance = {"atol": 0.05, "rtol": 0.05} if autocast else {"atol": 1e-5, "rtol": 1e-4}
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        for scorer in scorers:
+            check_scoring(scorer)
+        (expected, gradients), (actual, others) = (training_step(scorer, batch) for scorer in scorers)
+        assert expected.influence.unique().numel() > 10
+        torch.testing.assert_close(actual, expected, **tolerance)
+        assert others.keys() == gradients.keys()
+        for name, gradient in gradients.items():
+            difference = (others[name] - gradient).norm() / gradient.norm()
+            assert difference < (0.05 if autocast else 1e-5), name
+        plain = [scorer(batch) for scorer in scorers]
+        torch.testing.assert_close(*plain, **tolerance)
+
+
+@has_torch_kernel
+def test_the_head_kernel_is_used_where_gradients_are_wanted(monkeypatch):
+    scorer = Backbone(build("llama"), head_kernel="torch")
+    monkeypatch.setattr(F, "linear_cross_entropy", lambda *_, **__: 1 / 0)
+    batch = packed(documents(30))
+    with torch.no_grad():
+        scorer(batch)
+    for weighing in (None, Weighing(soft_influence)):
+        with pytest.raises(ZeroDivisionError):
+            scorer(batch, weighing)
+
+
+def lora_on_the_head():
+    return get_peft_model(build("llama"), LoraConfig(target_modules=["q_proj", "lm_head"]))
+
+
+def hooked():
+    model = build("llama")
+    model.lm_head.register_forward_pre_hook(lambda *_: None)
+    return model
+
+
+def patched():
+    model = build("llama")
+    model.lm_head.forward = lambda hidden: hidden @ model.lm_head.weight.T * 2
+    return model
+
+
+class Quantised(torch.nn.Linear):
+    """Stands for any subclass."""
+
+
+def quantised():
+    model = build("llama")
+    model.lm_head = Quantised(32, VOCABULARY)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lora_on_the_head, "peft.tuners.lora.layer.Linear"),
+        (hooked, "torch.nn.modules.linear.Linear` that is no plain linear layer or has hooks"),
+        (patched, "torch.nn.modules.linear.Linear` that is no plain linear layer or has hooks"),
+        (quantised, "Quantised"),
+    ],
+)
+def test_a_head_that_is_more_than_a_linear_layer_is_refused_by_its_type(make, name):
+    scorer = Backbone(make(), head_kernel="torch")
+    for use in (lambda: check_scoring(scorer), lambda: scorer(packed(documents(9)))):
+        with pytest.raises(ValueError, match=f"{name}.*`head_kernel: torch`.*set `head_kernel: chunked`"):
+            use()
+
+
+@has_torch_kernel
+def test_a_soft_cap_is_refused_before_training_by_a_kernel_that_knows_none():
+    model = build("gemma2", attention="eager", final_logit_softcapping=2.0, head_dim=8)
+    assert Backbone(model).linear_head().soft_cap == 2.0
+    with pytest.raises(ValueError, match="torch` knows no soft cap"):
+        check_scoring(Backbone(model, head_kernel="torch"))
+
+
+@has_torch_kernel
+def test_lora_elsewhere_leaves_the_head_to_the_kernel():
+    torch.manual_seed(0)
+    model = get_peft_model(build("llama"), LoraConfig(target_modules=["q_proj"], init_lora_weights=False)).train()
+    batch = packed(documents(30, 8))
+    gradients = [training_step(Backbone(model, head_kernel=kernel), batch)[1] for kernel in ("chunked", "torch")]
+    kept = [{name: g.clone() for name, g in part.items() if g is not None} for part in gradients]
+    assert len(kept[0]) == 4
+    torch.testing.assert_close(*kept, atol=1e-6, rtol=1e-4)

@@ -1,0 +1,224 @@
+import hashlib
+import json
+import os
+import shutil
+from types import SimpleNamespace
+
+import pytest
+from huggingface_hub.utils import filter_repo_objects
+
+from lightning_modules.models import identity as identity_of_models
+from lightning_modules.models.identity import model_identity
+from lightning_modules.models.loading import load_config
+from lightning_modules.scoring.evaluator import Evaluator
+from lightning_modules.training.export import loading_facts
+from lightning_modules.utilities import identity
+from tests.conftest import make_text, tiny_model
+
+
+@pytest.fixture
+def model(tmp_path, model_dir):
+    return shutil.copytree(model_dir, tmp_path / "model")
+
+
+def edit(path, change):
+    """Change a file in place and give it back its modification time."""
+    before = path.stat()
+    content = bytearray(path.read_bytes())
+    change(content)
+    path.write_bytes(content)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def flip_last_bit(content):
+    content[-1] ^= 1
+
+
+def test_identity_follows_what_is_loaded_and_not_the_path(model, model_dir):
+    assert model_identity(str(model)) == model_identity(str(model_dir))
+    seen = {model_identity(str(model))}
+    (model / "chat_template.jinja").write_text("{{ messages }}")
+    seen.add(model_identity(str(model)))
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.1}))
+    seen.add(model_identity(str(model)))
+    for name in ("model.safetensors", "tokenizer.json"):
+        edit(model / name, flip_last_bit)
+        seen.add(model_identity(str(model)))
+    assert len(seen) == 5
+
+
+def test_files_that_are_not_loaded_do_not_count(model):
+    first = model_identity(str(model))
+    (model / "checkpoints").mkdir()
+    for name in ("README.md", "train.log", "training_args.bin", "pytorch_model.bin", "checkpoints/last.ckpt"):
+        (model / name).write_bytes(b"x")
+    assert model_identity(str(model)) == first
+    (model / "model.safetensors").unlink()  # now the other file would be loaded
+    loaded = model_identity(str(model))
+    (model / "pytorch_model.bin").write_bytes(b"y")
+    assert len({first, loaded, model_identity(str(model))}) == 3
+
+
+def test_code_counts_where_it_runs(model):
+    first = model_identity(str(model), trust_remote_code=True)
+    assert first == model_identity(str(model))
+    (model / "parts").mkdir()
+    (model / "parts" / "modeling.py").write_text("x = 1")
+    assert model_identity(str(model)) == first
+    trusted = model_identity(str(model), trust_remote_code=True)
+    (model / "parts" / "modeling.py").write_text("x = 2")
+    assert len({first, trusted, model_identity(str(model), trust_remote_code=True)}) == 3
+
+
+def test_any_byte_of_a_large_shard_counts(tmp_path):
+    shard = tmp_path / "model.safetensors"
+    with shard.open("wb") as file:
+        file.truncate(70 << 20)  # sampling of blocks would pass over almost all of it
+    before, seen = shard.stat(), {model_identity(str(tmp_path))}
+    for place in (500_000, 40_000_001, (70 << 20) - 1):
+        with shard.open("r+b") as file:
+            file.seek(place)
+            file.write(b"1")
+        os.utime(shard, ns=(before.st_atime_ns, before.st_mtime_ns))
+        seen.add(model_identity(str(tmp_path)))
+    assert len(seen) == 4
+
+
+def test_an_evaluator_that_changes_before_it_is_loaded_is_refused(model, tmp_path):
+    judge = Evaluator(str(model), cache_dir=str(tmp_path / "scores"), context_length=32, stride=16)
+    tiny_model("llama", json.loads((model / "config.json").read_text())["vocab_size"], seed=9).save_pretrained(model)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"model '.*' changed after this run had begun.*Start again"):
+            judge.scores(make_text(60))
+    assert not list((tmp_path / "scores").glob("*/*"))
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def hub(tmp_path, model_dir, monkeypatch):
+    """The hub's cache on this machine with one model, as `huggingface_hub` lays it out; gives its snapshot."""
+    repository = tmp_path / "hub" / "models--owner--tiny"
+    snapshot = repository / "snapshots" / COMMIT
+    for folder in (snapshot, repository / "blobs", repository / "refs"):
+        folder.mkdir(parents=True)
+    (repository / "refs" / "main").write_text(COMMIT)
+    for file in model_dir.iterdir():
+        content = file.read_bytes()
+        git = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+        name = hashlib.sha256(content).hexdigest() if file.suffix == ".safetensors" else git
+        (repository / "blobs" / name).write_bytes(content)
+        (snapshot / file.name).symlink_to(f"../../blobs/{name}")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    return snapshot
+
+
+def test_a_hub_model_is_its_files_as_a_local_copy_of_them(hub, model_dir):
+    assert type(load_config("owner/tiny")).__name__ == "LlamaConfig"  # transformers finds the same files
+    assert model_identity("owner/tiny") == model_identity("owner/tiny", COMMIT) == model_identity(str(model_dir))
+    (hub / "modeling.py").write_text("x = 1")
+    assert model_identity("owner/tiny", trust_remote_code=True) != model_identity("owner/tiny")
+
+
+def test_the_hub_is_asked_and_all_files_are_fetched_before_they_are_hashed(hub, monkeypatch):
+    files = ["config.json", "model.safetensors", "additional_chat_templates/tool.jinja", "code/modeling.py"]
+    left_out = [
+        "consolidated.safetensors",
+        "pytorch_model.bin",
+        "training_args.bin",
+        "step-9/model.safetensors",
+        "x.h5",
+    ]
+    fetched = set()
+
+    def fetch(name, *, allow_patterns, ignore_patterns=None, **revision):
+        assert (name, revision) == ("owner/tiny", {"revision": COMMIT})
+        found = filter_repo_objects([*files, *left_out], allow_patterns=allow_patterns, ignore_patterns=ignore_patterns)
+        fetched.update(found)
+        return str(hub)
+
+    def resolve(name, *, revision, local_files_only):
+        assert not local_files_only
+        return SimpleNamespace(resolved=COMMIT)
+
+    monkeypatch.setattr(identity_of_models, "is_offline_mode", lambda: False)
+    monkeypatch.setattr(identity_of_models, "resolve_revision", resolve)
+    monkeypatch.setattr(identity_of_models, "snapshot_download", fetch)
+    model_identity("owner/tiny", "v2", trust_remote_code=True)
+    assert fetched == set(files)
+    (hub / "model.safetensors").unlink()
+    model_identity("owner/tiny", "v2")
+    assert fetched == {*files, "pytorch_model.bin"}
+
+
+def test_training_facts_name_the_commit(hub):
+    loading = dict.fromkeys(("model_config", "context_extension", "revision", "dtype", "lora", "quantization"))
+    facts = loading_facts({**loading, "pretrained_model_name_or_path": "owner/tiny"}, load_config("owner/tiny"))
+    assert (facts["base_model"], facts["revision"]) == ("owner/tiny", COMMIT)
+
+
+def test_a_branch_that_moves_on_is_what_it_moves_to(hub):
+    first = model_identity("owner/tiny")
+    shutil.copytree(hub, hub.parent / COMMIT[::-1], symlinks=True)
+    (hub.parents[1] / "refs" / "main").write_text(COMMIT[::-1])
+    assert model_identity("owner/tiny") == first
+    (hub.parent / COMMIT[::-1] / "chat_template.jinja").write_text("{{ messages }}")
+    assert model_identity("owner/tiny") != first == model_identity("owner/tiny", COMMIT)
+
+
+@pytest.mark.parametrize("attack", ["edit weights", "replace config", "add template", "other link"])
+def test_an_edited_cache_of_the_hub_is_another_model(hub, attack):
+    first = model_identity("owner/tiny")
+    if attack == "add template":
+        (hub / "chat_template.jinja").write_text("{{ messages }}")
+    elif attack == "replace config":  # as editors do, which put a file in the place of the link
+        config = (hub / "config.json").read_text()
+        (hub / "config.json").unlink()
+        (hub / "config.json").write_text(config.replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-02'))
+    elif attack == "other link":  # to a blob of another commit, whose name is that of its content
+        blob = hub.parents[1] / "blobs" / hashlib.sha256(b"other").hexdigest()
+        blob.write_bytes(b"other")
+        (hub / "model.safetensors").unlink()
+        (hub / "model.safetensors").symlink_to(blob)
+    else:
+        edit((hub / "model.safetensors").resolve(), flip_last_bit)
+    assert model_identity("owner/tiny") != first
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "qwen.tiktoken", "additional_chat_templates/tool.jinja"])
+def test_every_kind_of_loaded_file_counts(model, name):
+    seen = {model_identity(str(model))}
+    (model / name).parent.mkdir(exist_ok=True)
+    for content in "ab":
+        (model / name).write_text(content)
+        seen.add(model_identity(str(model)))
+    assert len(seen) == 3
+
+
+@pytest.mark.parametrize("name", ["low/w.safetensors", "pytorch_model.safetensors", "low/w.safetensors.index.json"])
+def test_weights_that_the_config_names_count_wherever_they_are(model, name):
+    (model / "low").mkdir()
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "transformers_weights": name}))
+    (model / name).write_text(json.dumps({"weight_map": {"x": "low/shard.safetensors"}}))
+    weights = model / ("low/shard.safetensors" if name.endswith("index.json") else name)
+    seen = set()
+    for content in "ab":
+        weights.write_text(content)
+        seen.add(model_identity(str(model)))
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize(("name", "revision"), [("owner/none", None), ("owner/tiny", "v2"), ("{}/config.json", None)])
+def test_what_cannot_be_identified_is_refused(hub, model, name, revision):
+    with pytest.raises(ValueError, match=r"cannot be identified: .*Give a local folder with weights, or a hub id"):
+        model_identity(name.format(model), revision)
+
+
+def test_a_second_look_reads_no_weights(model, monkeypatch):
+    monkeypatch.setattr(identity, "SETTLING_TIME", 0)
+    first = model_identity(str(model))
+    monkeypatch.setattr(identity, "_hash", None)
+    assert model_identity(str(model)) == first

@@ -1,0 +1,138 @@
+import logging
+from contextlib import nullcontext
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from lightning_modules.models.loading import load_backbone, load_config
+from lightning_modules.models.probe import check_scoring
+from tests.conftest import tiny_config, tiny_model
+
+BARE = {
+    "model_type": "llama",
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
+
+
+def test_folder_with_weights(model_dir):
+    backbone = load_backbone(str(model_dir))
+    expected = load_file(model_dir / "model.safetensors")
+    torch.testing.assert_close(backbone.model.lm_head.weight.data, expected["lm_head.weight"])
+    check_scoring(backbone)
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float64"])
+def test_dtype(model_dir, dtype):
+    expected = torch.float32 if dtype == "auto" else getattr(torch, dtype)
+    assert next(load_backbone(str(model_dir), dtype=dtype).parameters()).dtype == expected
+
+
+def test_bare_config_file_and_inline_config_give_random_weights(tmp_path):
+    tiny_config("qwen2", 60).save_pretrained(tmp_path)
+    from_file = load_backbone(str(tmp_path / "config.json"))
+    assert from_file.base_model.config.model_type == "qwen2"
+    assert from_file.vocabulary_size == 60
+    inline = load_backbone(model_config=BARE)
+    assert inline.vocabulary_size == 50
+    assert next(inline.parameters()).dtype == torch.float32
+
+
+def test_config_overrides_are_merged(model_dir):
+    config = load_config(
+        str(model_dir), model_config={"rope_parameters": {"rope_theta": 5e5}, "max_position_embeddings": 99}
+    )
+    assert config.rope_parameters == {"rope_type": "default", "rope_theta": 5e5}
+    backbone = load_backbone(str(model_dir), model_config={"rope_parameters": {"rope_theta": 5e5}})
+    plain = load_backbone(str(model_dir))
+    assert not torch.equal(backbone.model.model.rotary_emb.inv_freq, plain.model.model.rotary_emb.inv_freq)
+
+
+def test_a_misspelt_config_key_is_named(model_dir):
+    with pytest.raises(ValueError, match="rope_parametres"):
+        load_config(str(model_dir), model_config={"rope_parametres": {}})
+
+
+def test_gradient_checkpointing_and_lora(model_dir):
+    backbone = load_backbone(str(model_dir), gradient_checkpointing=True, lora={"r": 2, "target_modules": ["q_proj"]})
+    trainable = [name for name, parameter in backbone.named_parameters() if parameter.requires_grad]
+    assert trainable
+    assert all("lora_" in name for name in trainable)
+    assert backbone.base_model.is_gradient_checkpointing
+
+
+def test_attention_is_said_in_the_log(model_dir, caplog):
+    with caplog.at_level(logging.INFO):
+        backbone = load_backbone(str(model_dir))
+    assert "Attention of llama: sdpa" in caplog.text
+    assert backbone.base_model.config._attn_implementation == "document_sdpa"
+    assert load_backbone(str(model_dir), attn_implementation="eager").base_model.config._attn_implementation == "eager"
+
+
+def test_missing_weights_are_refused(model_dir, tmp_path):
+    for file in ("config.json", "model.safetensors"):
+        (tmp_path / file).write_bytes((model_dir / file).read_bytes())
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"lack 1 tensors .*up_proj"):
+        load_backbone(str(tmp_path))
+
+
+@pytest.mark.parametrize("path", ["./nowhere", "/no/such/folder", "a/b/c", "no spaces allowed"])
+def test_wrong_path(path):
+    with pytest.raises(ValueError, match=path):
+        load_backbone(path)
+
+
+def test_no_model_named():
+    with pytest.raises(ValueError, match="model_type"):
+        load_backbone(None)
+
+
+def test_a_folder_without_model_is_named(tmp_path):
+    with pytest.raises(ValueError, match=str(tmp_path)):
+        load_backbone(str(tmp_path))
+
+
+def test_adapters_without_their_model_are_named(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="holds adapters without their model: export them merged"):
+        load_backbone(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("settings", "flash"),
+    [
+        ({"device": "cuda", "dtype": "bfloat16"}, True),
+        ({"device": "cuda", "dtype": "float32", "autocast": True}, True),
+        ({"device": "cuda", "dtype": "float32"}, False),
+        ({"device": "cuda"}, False),  # stored in float32
+        ({"device": "cpu", "dtype": "bfloat16"}, False),
+    ],
+)
+def test_flash_attention_only_where_it_runs(model_dir, monkeypatch, settings, flash):
+    chosen = []
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "flash_attn")
+    monkeypatch.setattr(
+        "lightning_modules.models.loading._load_weights", lambda *a: chosen.append(a[-1]) or tiny_model()
+    )
+    load_backbone(str(model_dir), **settings)
+    assert (chosen[0]["attn_implementation"] == "flash_attention_2") == flash
+
+
+@pytest.mark.parametrize(("package", "enough"), [("flash_attn", True), ("kernels", True), ("numpy", False)])
+def test_flash_attention_comes_from_either_package(model_dir, monkeypatch, package, enough):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name == package or None)
+    monkeypatch.setattr("lightning_modules.models.loading._load_weights", lambda *_: tiny_model())
+    with nullcontext() if enough else pytest.raises(ValueError, match="install the extra `flash`, or use sdpa"):
+        load_backbone(str(model_dir), attn_implementation="flash_attention_2")
+
+
+def test_home_is_expanded(model_dir, monkeypatch):
+    monkeypatch.setenv("HOME", str(model_dir.parent))
+    assert load_backbone(f"~/{model_dir.name}").vocabulary_size == 400

@@ -1,0 +1,107 @@
+"""Documents that fail by themselves, and errors that stop the run."""
+
+import pytest
+import torch
+
+from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.tokenization.tokenizer import encode_document
+from lightning_modules.scoring.context_lengths import Rungs
+from lightning_modules.scoring.document_scorer import DocumentScorer, Failed, is_out_of_memory, rows_of
+from tests.conftest import make_text, tiny_model
+
+
+def make_batch(tokenizer, *words):
+    rows = [encode_document(make_text(count, count), tokenizer) for count in words]
+    width = max(row["input_ids"].shape[1] for row in rows)
+    batch = {
+        name: torch.cat([torch.nn.functional.pad(row[name], (0, width - row[name].shape[1])) for row in rows])
+        for name in ("input_ids", "labels", "position_ids")
+    }
+    batch["offsets"] = torch.cat(
+        [torch.nn.functional.pad(row["offsets"], (0, 0, 0, width - row["offsets"].shape[1])) for row in rows]
+    )
+    return {**batch, **{name: [row[name][0] for row in rows] for name in ("document_borders", "text")}}
+
+
+def scorer(backbone, **settings):
+    return DocumentScorer(backbone, "tiny", 12, 4, **settings)
+
+
+def no_room_for(backbone, tokens, error):
+    """Let passes over more tokens than that fail."""
+    forward = backbone.forward
+
+    def fail(batch, *arguments, **settings):
+        if batch["input_ids"].numel() > tokens:
+            raise error
+        return forward(batch, *arguments, **settings)
+
+    backbone.forward = fail
+
+
+CPU = RuntimeError("[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory: you tried ..")
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), CPU], ids=repr)
+def test_what_does_not_fit_together_is_scored_alone_and_what_does_not_fit_alone_fails(tokenizer, error):
+    backbone, batch = Backbone(tiny_model(vocab_size=len(tokenizer))), make_batch(tokenizer, 10, 60, 20)
+    expected = [scorer(backbone).score(rows_of(batch, [row]))[0] for row in range(3)]
+    long = batch["document_borders"][1][1]
+    no_room_for(backbone, long - 1, error)
+    first, second, third = scorer(backbone).try_to_score(batch)
+    assert second == Failed(f"out of memory ({long} tokens)")
+    for found, wanted in ((first, expected[0]), (third, expected[2])):
+        assert torch.equal(found.long, wanted.long)
+        assert torch.equal(found.short, wanted.short)
+        assert torch.equal(found.offsets, wanted.offsets)
+        assert found.text_sha256 == wanted.text_sha256
+
+
+def test_where_weights_are_divided_it_stops_the_run(tokenizer):
+    backbone, batch = Backbone(tiny_model(vocab_size=len(tokenizer))), make_batch(tokenizer, 10)
+    no_room_for(backbone, 3, torch.OutOfMemoryError("CUDA out of memory"))
+    backbone._keep_in_step = lambda passes: None
+    backbone.in_step = True
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        scorer(backbone).try_to_score(batch)
+    assert "data.max_tokens" in raised.value.__notes__[0]
+
+
+def test_other_errors_are_those_of_the_run(tokenizer):
+    backbone = Backbone(tiny_model(vocab_size=len(tokenizer)))
+    no_room_for(backbone, 3, RuntimeError("device-side assert triggered"))
+    with pytest.raises(RuntimeError, match="device-side"):
+        scorer(backbone).try_to_score(make_batch(tokenizer, 10))
+    assert not is_out_of_memory(ValueError("memory"))
+
+
+def test_more_tokens_than_learned_positions(tokenizer):
+    model = tiny_model("gpt2", len(tokenizer), max_position_embeddings=64, n_embd=32, n_layer=1, n_head=2)
+    batch = make_batch(tokenizer, 60, 5)
+    failed, scored = scorer(Backbone(model)).try_to_score(batch)
+    assert "64 learned positions" in failed.reason
+    expected = scorer(Backbone(model)).score(rows_of(batch, [1]))[0]
+    assert torch.equal(scored.long, expected.long)
+    (alone,) = scorer(Backbone(model)).try_to_score(rows_of(batch, [0]))
+    assert alone == failed
+
+
+def test_processes_that_are_in_step_make_the_passes_of_a_document_that_fails(tokenizer):
+    backbone = Backbone(tiny_model("gpt2", len(tokenizer), max_position_embeddings=64, n_embd=32, n_layer=1, n_head=2))
+    passes = []
+    backbone._keep_in_step = passes.append
+    backbone.in_step = True
+    forward = backbone.forward
+    backbone.forward = lambda *a, **k: passes.append("pass") or forward(*a, **k)
+    scorer(backbone, rungs=Rungs((8,), 4)).try_to_score(make_batch(tokenizer, 60))
+    assert passes == [0, "pass", 0]
+
+
+def test_scores_that_are_no_numbers(tokenizer):
+    model = tiny_model(vocab_size=len(tokenizer))
+    backbone, batch = Backbone(model), make_batch(tokenizer, 10, 20)
+    model.model.embed_tokens.weight.data[batch["input_ids"][1, 1]] = torch.nan
+    results = scorer(backbone).try_to_score(batch)
+    assert "log-likelihoods are not finite" in results[1].reason
+    alone = [scorer(backbone).try_to_score(rows_of(batch, [row]))[0] for row in range(2)]
+    assert [isinstance(result, Failed) for result in alone] == [isinstance(result, Failed) for result in results]

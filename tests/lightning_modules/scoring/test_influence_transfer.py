@@ -1,0 +1,84 @@
+from itertools import pairwise
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import processors
+
+from datamodules.packing.packing import pack_documents
+from datamodules.packing.sequences import PackedRowDataset, collate_rows
+from lightning_modules.batch import IGNORE_INDEX, PackedBatch
+from lightning_modules.models.loading import load_backbone
+from lightning_modules.models.tokenization.detokenization import TokenCharacters
+from lightning_modules.models.tokenization.tokenizer import load_tokenizer
+from lightning_modules.scoring.influence_transfer import Transfer, row_influence, same_ids
+from tests.conftest import make_text, metaspace_tokenizer
+from tests.support import reference
+
+SETTINGS = {"context_length": 24, "stride": 8}
+TEXTS = [make_text(90, 1), make_text(4, 2), f"Ünïcode 日本語 🙂 {make_text(80, 3)} 日本語 🙂", make_text(100, 4)]
+
+
+def packed(tokenizer):
+    """Batches of rows that begin and end in the middle of a word or a character, with an end token in each document."""
+    documents = [[*tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids, 1] for text in TEXTS]
+    tokens = np.concatenate(documents)
+    store = SimpleNamespace(tokens=tokens, read=lambda start, stop: tokens[start:stop])
+    rows = PackedRowDataset(store, pack_documents(np.cumsum([0, *map(len, documents)]), 97))
+    return [collate_rows([rows[index] for index in range(len(rows))[start : start + 2]]) for start in (0, 2, 4)]
+
+
+def test_rows_without_short_contexts_are_not_scored(model_dir):
+    backbone = load_backbone(str(model_dir))
+    ids = torch.arange(32).unsqueeze(0) % 7
+    labels = ids.index_fill(1, torch.tensor([0]), IGNORE_INDEX)
+    batch = PackedBatch(input_ids=ids, labels=labels, position_ids=torch.arange(32)[None], document_borders=[[0, 32]])
+    assert (row_influence(batch, backbone, context_length=16, stride=8, gamma=5.0) != 1).any()
+    backbone.forward = None
+    assert torch.equal(row_influence(batch, backbone, **SETTINGS, gamma=5.0), torch.ones(1, 32))
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_weights_of_another_tokenizer_match_a_walk_over_the_characters(evaluator_dir, tokenizer, corpus, special):
+    judge = load_backbone(str(evaluator_dir)).double()
+    other = metaspace_tokenizer([*corpus, "Ünïcode 日本語 🙂"])
+    if special:
+        other.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single="</s> $A", special_tokens=[("</s>", other.eos_token_id)]
+        )
+    transfer = Transfer(TokenCharacters(tokenizer), other, add_special_tokens=special)
+    moved = 0
+    for batch in packed(tokenizer):
+        found = transfer.row_influence(batch, judge, **SETTINGS, gamma=4.0)
+        for row, borders in enumerate(batch["document_borders"]):
+            for start, stop in pairwise(borders):
+                ids = batch["input_ids"][row, start:stop]
+                expected = slow_transfer(ids, tokenizer, judge.model, other, special)
+                torch.testing.assert_close(found[row, start:stop].double(), expected, rtol=1e-4, atol=1e-5)
+                moved += int((expected != 1).sum())
+    assert moved > 100
+
+
+def slow_transfer(ids, tokenizer, judge, other, special):
+    text, offsets = TokenCharacters(tokenizer)(ids)
+    encoding = other.backend_tokenizer.encode(text, add_special_tokens=special)
+    with torch.no_grad():
+        long, short = reference.long_and_short(judge, torch.tensor(encoding.ids), 24, 8)
+    weights = (long - short).exp().clamp(max=4).tolist()
+    characters = []
+    for character in range(len(text)):
+        owners = [w for w, (a, b) in zip(weights, encoding.offsets, strict=True) if a <= character < b]
+        characters.append(sum(owners) / len(owners) if owners else 1.0)
+    moved = [sum(characters[a:b]) / (b - a) if b > a else 1.0 for a, b in offsets.tolist()]
+    return torch.tensor([1.0, *moved[1:]], dtype=torch.float64)
+
+
+def test_equal_ids_are_those_of_equal_vocabularies_and_rules(model_dir, tokenizer, other_tokenizer):
+    again = load_tokenizer(str(model_dir))
+    assert same_ids(tokenizer, again)
+    again.backend_tokenizer.post_processor = processors.ByteLevel()
+    assert same_ids(tokenizer, again), "which special tokens it would add does not matter"
+    again.add_tokens(["new"])
+    assert not same_ids(tokenizer, again)
+    assert not same_ids(tokenizer, other_tokenizer)

@@ -1,0 +1,162 @@
+import json
+import math
+from pathlib import Path
+
+import pytest
+from longppl.longppl import compute_longppl
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lightning_modules.commands.cli.main import main
+from lightning_modules.models.backbone import Backbone
+from lightning_modules.scoring import score as score_module
+from lightning_modules.scoring.score import score
+from lightning_modules.scoring.token_scores import TokenScores
+from tests.conftest import make_text, tiny_model
+
+SETTINGS = {"context_length": 48, "stride": 16, "alpha": 0.5, "beta": -6.0}
+OPTIONS = [word for name, value in SETTINGS.items() for word in (f"--{name}", str(value))]
+
+
+@pytest.fixture
+def files(tmp_path):
+    paths = []
+    for number, words in enumerate((80, 110, 5)):
+        paths.append(tmp_path / f"{number}.txt")
+        paths[-1].write_text(make_text(words, seed=number))
+    return [str(path) for path in paths]
+
+
+def test_agrees_with_the_authors_document_by_document(files, model_dir, evaluator_dir):
+    result = score(files, str(model_dir), str(evaluator_dir), **SETTINGS)
+    model, judge = (AutoModelForCausalLM.from_pretrained(path).eval() for path in (model_dir, evaluator_dir))
+    tokenizer, judge_tokenizer = (AutoTokenizer.from_pretrained(path) for path in (model_dir, evaluator_dir))
+    log_longppl = key_tokens = 0
+    for document, file in zip(result["documents"][:2], files, strict=False):
+        theirs = compute_longppl(
+            Path(file).read_text(), model, judge, tokenizer, judge_tokenizer, None, 48, 16, alpha=0.5, beta=-6.0
+        )
+        assert document["file"] == file
+        assert document["longppl"] == pytest.approx(float(theirs["longppl"]), rel=1e-5)
+        assert document["perplexity"] == pytest.approx(float(theirs["ppl"]), rel=1e-5)
+        assert (document["key_tokens"], document["tokens"]) == (theirs["n_key_token"], theirs["n_token"])
+        log_longppl += theirs["n_key_token"] * math.log(theirs["longppl"])
+        key_tokens += theirs["n_key_token"]
+    assert result["longppl"] == pytest.approx(math.exp(log_longppl / key_tokens), rel=1e-5)
+    assert result["key_tokens"] == key_tokens > 5
+    assert result["tokens"] == sum(document["tokens"] for document in result["documents"])
+    short = result["documents"][2]
+    assert math.isnan(short["longppl"])
+    assert math.isfinite(short["perplexity"])
+
+
+def test_command_prints_a_table_and_writes_json(files, model_dir, evaluator_dir, tmp_path, capsys):
+    output = tmp_path / "out.json"
+    models = ["--model", str(model_dir), "--evaluator", str(evaluator_dir)]
+    main(["score", *files, *models, *OPTIONS, "--output", str(output)])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["document", "tokens", "key", "tokens", "LongPPL", "perplexity"]
+    assert [line.split()[0] for line in lines if line[0] != "-"] == ["document", *files, "corpus", "Key"]
+    assert "nan" in lines[4]
+    written = json.loads(output.read_text())
+    kinds = ("tokens_sharing_characters", "tokens_without_characters")
+    shares = {"alignment", *kinds, *(f"evaluator_{kind}" for kind in kinds)}
+    numbers = {"longppl", "perplexity", "key_tokens", "tokens"}
+    assert set(written) == numbers | shares | {"documents", "model", "settings"}
+    assert set(written["documents"][0]) == numbers | shares | {"file"}
+    assert (written["alignment"], written["settings"]["key_token_rule"]) == ("characters", "paper")
+    assert written["model"] == str(model_dir)
+    assert written["settings"]["evaluator"] == str(evaluator_dir)
+    assert written["documents"][2]["longppl"] is None
+    assert f"{written['longppl']:.4f}" in lines[-2]
+    assert lines[-1].startswith("Key tokens aligned by characters; 0.0% of the tokens share a character")
+
+
+def test_max_tokens_is_counted_by_the_model(files, model_dir, evaluator_dir):
+    result = score(files[:1], str(model_dir), str(evaluator_dir), max_tokens=100, **SETTINGS)
+    assert result["tokens"] == 100
+
+
+def fails(arguments, capsys):
+    """What `longce` prints when it refuses."""
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_bad_input_is_named_before_any_model_is_loaded(files, model_dir, evaluator_dir, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("lightning_modules.scoring.score.load_backbone", None)
+    monkeypatch.setattr("lightning_modules.scoring.evaluator.load_backbone", None)
+    models = ["--model", str(model_dir), "--evaluator", str(evaluator_dir)]
+    (tmp_path / "latin.txt").write_bytes(b"first line\nna\xefve")
+    (tmp_path / "empty.txt").write_text(" \n")
+    cases = {
+        "./nowhere.txt": ["./nowhere.txt", *models],
+        "latin.txt', line 2: byte 0xef": [str(tmp_path / "latin.txt"), *models],
+        "empty.txt' is empty": [files[0], str(tmp_path / "empty.txt"), *models],
+        "/no/such/model": [*files, "--model", "/no/such/model", "--evaluator", str(evaluator_dir)],
+        "/no/such/judge": [*files, "--model", str(model_dir), "--evaluator", "/no/such/judge"],
+        "`stride`": [*files, *models, "--stride", "0"],
+        "`context_length`": [*files, *models, "--context_length", "-5"],
+        "`alpha`": [*files, *models, "--alpha", "-1"],
+        "no/folder/out.json": [*files, *models, "--output", "no/folder/out.json"],
+        "--strides": [*files, *models, "--strides", "4"],
+    }
+    for expected, arguments in cases.items():
+        assert expected in fails(["score", *arguments], capsys)
+
+
+def test_unreachable_hub_id(files, model_dir, capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    message = fails(["score", *files, "--model", str(model_dir), "--evaluator", "nobody/no-such-model"], capsys)
+    assert "nobody/no-such-model" in message
+    assert "hub id" in message
+
+
+def test_tokenizer_that_is_not_the_models(files, evaluator_dir, tmp_path, tokenizer, capsys):
+    tiny_model("llama", 100).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    message = fails(["score", *files, "--model", str(tmp_path / "model"), "--evaluator", str(evaluator_dir)], capsys)
+    assert "embedding of 100 tokens" in message
+
+
+@pytest.mark.parametrize("max_tokens", [None, 90])
+def test_evaluator_and_model_in_one_share_the_long_pass(files, model_dir, tmp_path, monkeypatch, caplog, max_tokens):
+    passes = []
+    original = Backbone.forward
+    monkeypatch.setattr(
+        Backbone,
+        "forward",
+        lambda self, batch, *a, **k: passes.append(batch["labels"].shape[1]) or original(self, batch, *a, **k),
+    )
+
+    def run(**options):
+        passes.clear()
+        cache = str(tmp_path / str(len(list(tmp_path.iterdir()))))
+        return score(
+            files[:2], str(model_dir), str(model_dir), cache_dir=cache, max_tokens=max_tokens, **SETTINGS, **options
+        )
+
+    with caplog.at_level("INFO"):
+        apart = run()
+    assert "special tokens" in caplog.text
+    long_passes = sum(length > 64 for length in passes)
+    shared = run(evaluator_add_special_tokens=False)
+    assert sum(length > 64 for length in passes) == long_passes - 2
+    monkeypatch.setattr(score_module, "_shared_pass", lambda *_: None)
+    expected = run(evaluator_add_special_tokens=False)
+    for name in ("longppl", "perplexity"):
+        assert shared[name] == pytest.approx(expected[name], rel=1e-6)
+        assert shared[name] != pytest.approx(apart[name], rel=1e-6) or name == "perplexity"
+    assert shared["key_tokens"] == expected["key_tokens"] > 3
+
+
+def test_key_tokens_only_gives_the_same_numbers_and_scores_fewer_tokens(files, model_dir, evaluator_dir, tmp_path):
+    results, known = [], []
+    for only in (False, True):
+        options = {"cache_dir": str(tmp_path / str(only)), "key_tokens_only": only, **SETTINGS}
+        results.append(score(files, str(model_dir), str(evaluator_dir), **options))
+        stored = [TokenScores.load(path) for path in (tmp_path / str(only)).rglob("*.safetensors")]
+        known.append(sum(int(scores.short.isfinite().sum()) for scores in stored))
+    assert json.dumps(results[0]) == json.dumps(results[1])
+    assert known[1] < known[0]

@@ -1,0 +1,132 @@
+"""Folders of results, here and behind an fsspec URL, and what is read from shards of scores."""
+
+import re
+
+import fsspec
+import numpy as np
+import pyarrow
+import pytest
+
+from lightning_modules.scoring.score_shards import ScoreShards, check_settings
+from lightning_modules.utilities import output_folder
+from lightning_modules.utilities.output_folder import OutputFolder
+
+
+@pytest.fixture(params=["local", "file", "memory"])
+def place(request, tmp_path):
+    return {"local": "", "file": "file://", "memory": "memory:/"}[request.param] + str(tmp_path / "scores")
+
+
+def table(*rows):
+    return pyarrow.table({"file": [file for file, _ in rows], "row": [row for _, row in rows]})
+
+
+def header(**settings):
+    return {"settings": {"stride": 4, **settings}, "files": {"a": "1"}, "counts": {"documents": 2}}
+
+
+def test_files_of_a_folder(place):
+    folder = OutputFolder(place)
+    assert folder.names(".txt") == []
+    folder.check_writable()
+    folder.write("b.txt", b"1")
+    folder.write("b.txt", b"two")
+    folder.write("a.txt", b"")
+    for hidden in (".building-c.txt", "_SUCCESS.txt"):
+        folder.write(hidden, b"")
+    assert folder.names(".txt") == ["a.txt", "b.txt"]
+    with folder.open("b.txt") as stream:
+        assert stream.read() == b"two"
+    folder.remove("b.txt")
+    folder.remove("b.txt")
+    assert folder.names(".txt") == ["a.txt"]
+    with pytest.raises(FileNotFoundError):
+        folder.open("b.txt")
+
+
+def test_a_file_that_cannot_be_written_whole_is_not_there(tmp_path, monkeypatch):
+    folder = OutputFolder(f"memory:/{tmp_path}")
+    system = fsspec.filesystem("memory")
+
+    def torn(path, content):
+        type(system).pipe_file(system, path, content[:2])
+        raise OSError("connection lost")
+
+    monkeypatch.setattr(folder._system, "pipe_file", torn)
+    with pytest.raises(OSError, match="connection lost"):
+        folder.write("a.parquet", b"content")
+    assert folder.names(".parquet") == []
+
+
+def test_places_that_are_none(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="nosuch"):
+        OutputFolder("nosuch://bucket/scores")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="Name another folder"):
+        OutputFolder(str(tmp_path / "file")).check_writable()
+    monkeypatch.setattr(
+        output_folder.fsspec, "url_to_fs", lambda path: (_ for _ in ()).throw(ImportError("Install s3fs"))
+    )
+    with pytest.raises(ValueError, match="Install s3fs"):
+        OutputFolder("s3://bucket/scores")
+
+
+def test_rows_that_are_there(place):
+    shards = ScoreShards(place)
+    empty = shards.written()
+    assert (empty.rows, empty.settings, empty.counts, empty.shards) == ({}, {}, {}, 0)
+    shards.write(table(("b", 3), ("a", 9), ("b", 1)), header(), 0)
+    shards.write(table(("a", 2), ("b", 2)), {**header(), "files": {"a": "1", "b": "7"}}, 1)
+    written = shards.written()
+    assert {file: rows.tolist() for file, rows in written.rows.items()} == {"a": [2, 9], "b": [1, 2, 3]}
+    assert written.rows["a"].dtype == np.int64
+    assert written.versions == {"a": "1", "b": "7"}
+    assert written.settings == {"stride": 4}
+    assert written.counts == {"documents": 4}
+    assert written.shards == len(shards.names()) == 2
+    assert {name.split("-")[1] for name in shards.names()} == {"00000", "00001"}
+    assert sum(len(batch) for batch in shards.batches(["row"])) == 5
+
+
+def test_shards_that_do_not_go_together(tmp_path):
+    shards = ScoreShards(str(tmp_path))
+    shards.write(table(("a", 1)), header(), 0)
+    shards.write(table(("a", 1)), header(), 0)
+    shards.write(table(("a", 3)), header(), 0)
+    with pytest.raises(ValueError, match=r"1 shard\(s\) hold rows that others hold, too") as caught:
+        shards.written()
+    (double,) = re.findall(r"part-\S+\.parquet", str(caught.value))
+    shards.folder.remove(double)
+    assert shards.written().rows["a"].tolist() == [1, 3], "each row once"
+    for other, message in (
+        ({**header(), "files": {"a": "2"}}, "two versions"),
+        (header(stride=5), r"`stride` was . and is ."),
+    ):
+        before = set(shards.names())
+        shards.write(table(("a", 2)), other, 0)
+        with pytest.raises(ValueError, match=message):
+            shards.written()
+        (added,) = set(shards.names()) - before
+        shards.folder.remove(added)
+
+
+def test_files_that_are_no_shards(tmp_path):
+    shards = ScoreShards(str(tmp_path))
+    with pytest.raises(ValueError, match="no scores"):
+        shards.schema()
+    shards.write(table(("a", 1)), header(), 0)
+    (path,) = tmp_path.glob("*.parquet")
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(ValueError, match=r"part-.*damaged.*Delete it"):
+        shards.written()
+    pyarrow.parquet.write_table(table(("a", 1)), path)
+    with pytest.raises(ValueError, match="no file of document scores"):
+        shards.written()
+    with pytest.raises(ValueError, match="no column 'x'"):
+        shards.schema(["file", "x"])
+
+
+def test_settings_are_compared_by_name():
+    check_settings({"a": [1, 2], "b": None}, {"a": (1, 2), "b": None}, "here")
+    with pytest.raises(ValueError, match=r"'here'.*`a` was 1 and is 2; `b` was None and is 'x'\. Name another folder"):
+        check_settings({"a": 1, "c": 3}, {"a": 2, "b": "x", "c": 3}, "here")

@@ -1,0 +1,181 @@
+import json
+import math
+import re
+import xml.dom.minidom
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from lightning_modules.tasks.evaluation.plots import as_pixels, figures
+from lightning_modules.tasks.evaluation.report import as_text, write_report
+from lightning_modules.tasks.evaluation.runs import TaskResult
+from lightning_modules.tasks.evaluation.store import ResultStore
+from lightning_modules.tasks.evaluation.summary import summarise
+
+SETTINGS = {"model": "a/b", "seed": 0, "mode": "teacher_forced"}
+
+
+def result(task="niah", length=1024, depth=0.0, index=0, score=1.0):
+    return TaskResult(
+        task, length, depth, index, depth, score, ("4|7", "<b>"), "`x` | 47\n é", 900, 2.0, 4, 30.0, 10, 0.5
+    )
+
+
+GRID = [
+    result(task, length, depth, index, float(length == 1024 or depth in (0.0, 1.0)))
+    for task in ("niah", "lines")
+    for length in (1024, 2048)
+    for depth in (0.0, 0.25, 0.5, 0.75, 1.0)
+    for index in (0, 1)
+]
+
+
+@pytest.fixture
+def store(tmp_path):
+    return ResultStore(tmp_path / "folder", SETTINGS)
+
+
+def test_results_survive_and_come_back_each_once(store):
+    store.append(store.path(0, 2), GRID[:5])
+    store.append(store.path(0, 2), GRID[5:8])
+    store.append(store.path(1, 2), [GRID[7], *GRID[8:]])
+    found = ResultStore(store.folder, SETTINGS).read()
+    assert sorted(map(str, found)) == sorted(map(str, GRID))
+
+
+def test_a_torn_last_line_is_no_result_and_is_written_over(store):
+    path = store.path(0, 1)
+    store.append(path, GRID[:3])
+    whole = path.read_bytes()
+    for kept in (len(whole) - 1, len(whole) - 20, whole.index(b"\n") + 1, 10, 0):
+        path.write_bytes(whole[:kept])
+        assert store.read() == sorted(GRID[: whole[:kept].count(b"\n")], key=lambda one: one.depth)
+        store.append(path, [GRID[5]])
+        assert len(store.read()) == whole[:kept].count(b"\n") + 1
+        assert path.read_bytes().endswith(b"\n")
+
+
+def test_a_damaged_line_is_named(store):
+    store.append(store.path(0, 1), GRID[:2])
+    store.path(0, 1).write_bytes(store.path(0, 1).read_bytes() + b'{"task": 1}\n')
+    with pytest.raises(ValueError, match=r"results-00000-of-00001.jsonl', line 3, is no result"):
+        store.read()
+
+
+def test_other_settings_are_refused_by_name(store):
+    store.append(store.path(0, 1), GRID[:1])
+    with pytest.raises(ValueError, match="made with seed = 0, and now it is 1"):
+        ResultStore(store.folder, {**SETTINGS, "seed": 1})
+    with pytest.raises(ValueError, match="with extra = None, and now it is 3"):
+        ResultStore(store.folder, {**SETTINGS, "extra": 3})
+
+
+def test_settings_without_results_bind_nobody(tmp_path):
+    first = ResultStore(tmp_path, SETTINGS)
+    other = ResultStore(tmp_path, {**SETTINGS, "seed": 1})
+    with pytest.raises(ValueError, match="made with seed = 1, and now it is 0"):
+        first.append(first.path(0, 2), GRID[:1])  # they have begun at the same time
+    other.append(other.path(1, 2), GRID[:1])
+    assert len(other.read()) == 1
+
+
+def test_the_summary_of_a_grid():
+    summary = summarise(GRID)
+    assert summary.scores["niah", 1024].mean == 100.0
+    assert summary.averages == {1024: 100.0, 2048: 40.0}
+    assert summary.effective_length == 1024
+    assert summary.weighted_inc == pytest.approx(60.0)
+    assert summary.weighted_dec == pytest.approx(80.0)
+    assert list(summary.heat_maps) == ["all", "niah", "lines"]
+    np.testing.assert_array_equal(summary.heat_maps["niah"].scores, [[100] * 5, [100, 0, 0, 0, 100]])
+    assert [score.mean for score in summary.curves[2048].values()] == [100, 0, 0, 0, 100]
+    assert summary.perplexities == pytest.approx((math.exp(0.5), math.exp(3.0)))
+    logged = summary.logged()
+    assert logged["niah/2048"] == 40.0
+    assert logged["effective_length"] == 1024
+    assert logged["other_perplexity"] == pytest.approx(math.exp(3.0))
+    json.dumps(summary.as_json())
+
+
+def test_what_was_not_measured_is_missing_and_not_0():
+    summary = summarise([*GRID[:4], result("vt", 4096, None, 0, 0.0)])
+    assert summary.averages == {}
+    assert not [name for name in summary.logged() if name.startswith(("average", "weighted", "effective"))]
+    assert np.isnan(summary.heat_maps["niah"].scores).any()
+    assert summarise([]).logged() == {}
+    generated = [replace(one, answer_nll=None, other_nll=None, answer_tokens=0, other_tokens=0) for one in GRID]
+    assert summarise(generated).perplexities is None
+    assert "answer_perplexity" not in summarise(generated).as_json()["tasks"]["niah"]["1024"]
+
+
+def test_perplexities_by_length_and_task():
+    longer = [
+        replace(one, answer_nll=8.0, answer_tokens=2) for one in GRID if one.length == 2048 and one.task == "niah"
+    ]
+    summary = summarise([*GRID, *[replace(one, index=one.index + 2) for one in longer]])
+    logged, tasks = summary.logged(), summary.as_json()["tasks"]
+    assert logged["answer_perplexity/1024"] == pytest.approx(math.exp(0.5))
+    assert logged["answer_perplexity/2048"] == pytest.approx(math.exp((20 * 2 + 10 * 8) / (20 * 4 + 10 * 2)))
+    assert tasks["niah"]["2048"]["answer_perplexity"] == pytest.approx(math.exp((10 * 2 + 10 * 8) / (10 * 4 + 10 * 2)))
+    assert tasks["lines"]["2048"]["answer_perplexity"] == pytest.approx(math.exp(0.5))
+    assert logged["other_perplexity/2048"] == pytest.approx(math.exp(3))
+
+
+@pytest.mark.parametrize(("nll", "perplexity"), [(4e6, math.inf), (math.nan, math.nan)])
+def test_a_model_that_has_diverged_stops_no_training(nll, perplexity):
+    assert summarise([replace(GRID[0], other_nll=nll)]).logged()["other_perplexity"] == pytest.approx(
+        perplexity, nan_ok=True
+    )
+
+
+def test_tasks_without_a_choice_of_depth_make_no_depth_easier():
+    """Or the front would look hard because of a task that is hard and always there."""
+    hard = [
+        replace(result("first", length, 0.0, index, 0.0), asked_depth=None)
+        for length in (1024, 2048)
+        for index in (0, 1)
+    ]
+    summary = summarise([*GRID, *hard])
+    assert summary.curves == summarise(GRID).curves
+    np.testing.assert_array_equal(summary.heat_maps["all"].scores, summarise(GRID).heat_maps["all"].scores)
+    assert summary.heat_maps["first"].scores[0, 0] == 0
+    drawn = [replace(one, asked_depth=None) for one in GRID]
+    assert summarise(drawn).curves[2048][0.5].mean == 0
+
+
+def test_the_report_holds_numbers_answers_and_figures(tmp_path):
+    write_report(tmp_path, GRID, SETTINGS, missing=3)
+    numbers = json.loads((tmp_path / "results.json").read_text())
+    assert numbers["average"] == {"1024": 100.0, "2048": 40.0}
+    assert numbers["missing"] == 3
+    assert numbers["tasks"]["lines"]["2048"]["questions"] == 10
+    page = (tmp_path / "report.html").read_text()
+    assert "&lt;b&gt;" in page
+    assert "<b>" not in page
+    assert "3 questions have no result yet" in page
+    assert page.count("data:image/svg+xml") == 4
+    assert not re.search(r"(src|href)=.?https?:", page)
+    text = (tmp_path / "report.md").read_text()
+    assert r"4\|7" in text
+    assert "| average | 100.0 | 40.0 |" in text
+    assert "| lines | 1.649 / 20.09 | 1.649 / 20.09 |" in text
+    for figure in (tmp_path / "figures").iterdir():
+        xml.dom.minidom.parse(str(figure))
+
+
+def test_the_table_for_a_terminal():
+    lines = as_text(summarise(GRID), 0).splitlines()
+    assert lines[0].split() == ["task", "1k", "2k"]
+    assert lines[2].split() == ["niah", "100.0", "±", "0.0", "40.0", "±", "16.3"]
+    assert "Effective length, the longest whose average exceeds 85.6: 1,024 tokens." in lines
+
+
+def test_figures_of_little_or_nothing():
+    assert figures(summarise([])) == {}
+    few = figures(summarise([result(depth=None)]))
+    assert list(few) == ["lengths"]
+    pixels = as_pixels(few["lengths"])
+    assert pixels.dtype == np.uint8
+    assert pixels.shape[2] == 3
+    assert pixels.std() > 0

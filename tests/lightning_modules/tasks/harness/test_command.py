@@ -1,0 +1,105 @@
+import json
+
+import pytest
+
+from lightning_modules.commands.cli.main import main
+from lightning_modules.commands.harness import harness
+from lightning_modules.tasks.harness import evaluation
+from lightning_modules.tasks.harness.results import Results
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Names of the tasks that a model is asked."""
+    names = []
+    evaluate = evaluation.evaluate_task
+    monkeypatch.setattr(
+        evaluation,
+        "evaluate_task",
+        lambda model, name, *rest, **options: names.append(name) or evaluate(model, name, *rest, **options),
+    )
+    return names
+
+
+def test_a_task_that_is_done_is_not_asked_again(model_dir, task_dir, tmp_path, asked, monkeypatch, capsys):
+    arguments = ["harness", "--model", str(model_dir), "--include_path", str(task_dir), "--limit", "3"]
+    arguments += ["--output", str(tmp_path / "out"), "--log_samples", "true", "--tasks", "both"]
+    main(arguments)
+    first = capsys.readouterr().out
+    assert "both" in first
+    assert asked == ["choice", "letter"]
+    main([*arguments, "answer"])
+    assert asked == ["choice", "letter", "answer"]
+    result = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert result["model"] == str(model_dir)
+    assert set(result["tasks"]) == {"choice", "letter", "answer"}
+    mean = sum(result["tasks"][name]["metrics"]["acc,none"] for name in ("choice", "letter")) / 2
+    assert result["groups"]["both"]["acc,none"] == pytest.approx(mean)
+    assert result["tasks"]["choice"]["questions"] == 3
+    assert "acc_stderr,none" in result["tasks"]["choice"]["metrics"]
+    assert len((tmp_path / "out" / "samples" / "choice.jsonl").read_text().splitlines()) == 3
+    # A group that was stopped after one of its tasks goes on with the others.
+    (tmp_path / "out" / "names" / "both.json").unlink()
+    (tmp_path / "out" / "tasks" / "letter.json").unlink()
+    main(arguments)
+    assert asked == ["choice", "letter", "answer", "letter"]
+    assert capsys.readouterr().out.splitlines()[-1] == first.splitlines()[-1]
+    monkeypatch.setattr("lightning_modules.commands.harness.load_backbone", None)
+    main(arguments)  # all is there: the model is not even loaded
+
+
+def test_other_settings_and_missing_data_are_refused_before_the_model_is_loaded(
+    model_dir, task_dir, tmp_path, monkeypatch, capsys
+):
+    options = {"include_path": str(task_dir), "limit": 2}
+    harness(str(model_dir), ["letter"], str(tmp_path / "out"), **options)
+    monkeypatch.setattr("lightning_modules.commands.harness.load_backbone", None)
+    with pytest.raises(ValueError, match=r"letter\.json' is of another run: limit=2 \(now 3\)"):
+        harness(str(model_dir), ["letter"], str(tmp_path / "out"), **{**options, "limit": 3})
+    with pytest.raises(ValueError, match="is of another run: limit=2"):
+        harness(str(model_dir), ["both"], str(tmp_path / "out"), **{**options, "limit": 3})
+    with pytest.raises(SystemExit) as stopped:
+        main(["harness", "--model", str(model_dir), "--tasks", "short", "--output", str(tmp_path / "other")])
+    assert stopped.value.code == 2
+    assert "'cais/mmlu'" in (said := capsys.readouterr().err)
+    assert "HF_HUB_OFFLINE" in said
+    with pytest.raises(ValueError, match="`limit` must be above 0"):
+        harness(str(model_dir), ["letter"], str(tmp_path / "out"), limit=0)
+    with pytest.raises(ValueError, match="give one length at a time"):
+        harness(str(model_dir), ["ruler"], str(tmp_path / "out"), limit=3, lengths=[4096, 8192])
+    (tmp_path / "out" / "names" / "letter.json").write_text("{")
+    with pytest.raises(ValueError, match=r"letter\.json' is damaged"):
+        harness(str(model_dir), ["letter"], str(tmp_path / "out"), **options)
+
+
+def test_a_task_file_that_has_changed_is_another_task(model_dir, task_dir, tmp_path, asked):
+    file = tmp_path / "letter.yaml"
+    file.write_text((task_dir / "letter.yaml").read_text())
+    out = str(tmp_path / "out")
+    for _ in range(2):
+        harness(str(model_dir), [str(file)], out, limit=1)
+    assert asked == ["letter"]
+    file.write_text(file.read_text().replace("A, B or C:", "C, B or A:"))
+    with pytest.raises(ValueError, match=r"is of another run: task_file='[0-9a-f]{16}' \(now "):
+        harness(str(model_dir), [str(file)], out, limit=1)
+    other = tmp_path / "other.yaml"  # of the same name inside
+    file.rename(other)
+    with pytest.raises(ValueError, match=r"letter\.json' is of another run: task_file="):
+        harness(str(model_dir), [str(other)], out, limit=1)
+    with pytest.raises(ValueError, match=r"letter\.json' is of another run: task_file="):
+        harness(str(model_dir), ["letter"], out, limit=1, include_path=str(other.parent))
+    assert asked == ["letter"]
+
+
+def test_names_that_are_paths_are_files_of_their_own(tmp_path):
+    results = Results(tmp_path, {})
+    for name in ("a/b.yaml", "a_b.yaml", "a:b.yaml"):
+        results.write_task(name, {"metrics": {name: float("nan")}})
+    assert len(list((tmp_path / "tasks").iterdir())) == 3
+    assert results.task("a/b.yaml") == {"metrics": {"a/b.yaml": None}}
+
+
+def test_it_says_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="install the extra `eval`"):
+        harness("model", ["letter"], str(tmp_path))

@@ -1,0 +1,131 @@
+"""Our class against that of lm-evaluation-harness for Hugging Face models."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from lm_eval import simple_evaluate
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+
+from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.tokenization.tokenizer import load_tokenizer
+from lightning_modules.tasks.harness.evaluation import aggregate, evaluate_task
+from lightning_modules.tasks.harness.model import HarnessModel, cut
+from lightning_modules.tasks.harness.tasks import TaskLoader
+from tests.conftest import tiny_model
+
+NAMES = ["both", "answer", "rolling"]
+
+
+@pytest.fixture(scope="module", params=["float32", "long texts"])
+def pair(request, model_dir):
+    """Ours and theirs, which read few tokens at a time if texts shall be long: rolling windows, left truncation."""
+    tokenizer = load_tokenizer(str(model_dir))
+    tokenizer.add_special_tokens({"pad_token": "</s>"})
+    length = 4096 if request.param == "float32" else 64
+    # Not rounded: of the same argument each of both would else have another token now and then.
+    model = tiny_model("llama", len(tokenizer), seed=1).double()
+    ours = HarnessModel(Backbone(model), tokenizer, max_length=length, truncation="left", batch_tokens=300)
+    return ours, HFLM(pretrained=model, tokenizer=tokenizer, max_length=length, batch_size=1)
+
+
+def test_same_answers_and_metrics(pair, task_dir):
+    ours, theirs = pair
+    loader = TaskLoader(NAMES, include_path=str(task_dir))
+    loaded = {name: loader.load(name) for name in NAMES}
+    found = {
+        name: evaluate_task(ours, name, task, log_samples=True, limit=5)
+        for part in loaded.values()
+        for name, task in part.tasks.items()
+    }
+    manager = TaskManager(include_path=str(task_dir), include_defaults=False)
+    expected = simple_evaluate(theirs, tasks=NAMES, task_manager=manager, bootstrap_iters=0, limit=5)
+    assert set(found) == {"choice", "letter", "answer", "rolling"}
+    for name, result in found.items():
+        assert result["questions"] == 5
+        for one, other in zip(result["samples"], expected["samples"][name], strict=True):
+            assert one["arguments"] == other["arguments"]
+            for mine, their in zip(one["resps"], other["resps"], strict=True):
+                if isinstance(their[0], tuple):
+                    assert mine[0][0] == pytest.approx(their[0][0], abs=1e-4)
+                    assert mine[0][1] == their[0][1]
+                else:
+                    assert mine == (their if isinstance(their[0], str) else pytest.approx(their, abs=1e-3))
+        for key, value in result["metrics"].items():
+            assert value == pytest.approx(expected["results"][name][key], rel=1e-6), key
+    assert any(answer for sample in found["answer"]["samples"] for answer in sample["resps"][0])
+    both = aggregate(loaded["both"].groups, found)["both"]
+    assert both["acc,none"] == pytest.approx(expected["results"]["both"]["acc,none"])
+
+
+def test_whole_prompts_are_read_unless_they_are_too_long(pair):
+    ours, _ = pair
+    before = ours.truncated
+    ours.generate_until([Instance("generate_until", {}, ("ba ce", {"max_gen_toks": 4, "until": []}), 0)])
+    assert ours.truncated == before
+
+
+def test_what_is_too_long_loses_its_middle(model_dir, tokenizer, monkeypatch):
+    model = HarnessModel(Backbone(tiny_model("llama", len(tokenizer))), tokenizer, max_length=20)
+    read = []
+    monkeypatch.setattr(
+        "lightning_modules.tasks.harness.model.generate", lambda _, prompts, *__, **___: [read.extend(prompts)] and [[]]
+    )
+    text = "".join(f"{number} ba " for number in range(30))
+    ids = model.tok_encode(text)
+    model.generate_until([Instance("generate_until", {}, (text, {"max_gen_toks": 5}), 0)])
+    assert read == [ids[:7] + ids[-8:]]
+    assert model.truncated == 1
+    asked = []
+    monkeypatch.setattr(model, "_score", lambda continuations: asked.extend(continuations) or [])
+    model._loglikelihood_tokens([(("", ""), ids, [5, 6, 7])])
+    assert asked[0].context == ids[:9] + ids[-9:]  # the last token of the continuation is predicted, not read
+    with pytest.raises(ValueError, match="asks for 20 tokens behind the prompt, and the model reads 20"):
+        model.generate_until([Instance("generate_until", {}, (text, {"max_gen_toks": 20}), 0)])
+
+
+def test_generation_stops_at_a_sequence_across_tokens(model_dir, tokenizer):
+    model = HarnessModel(Backbone(tiny_model("llama", len(tokenizer), seed=1)), tokenizer)
+    whole = Instance("generate_until", {}, ("ba ce di", {"max_gen_toks": 40, "until": []}), 0)
+    (text,) = model.generate_until([whole])
+    stop = text[10:14]
+    passes = []
+    model.backbone.decoder.register_forward_hook(lambda *_: passes.append(1))
+    stopping = Instance("generate_until", {}, ("ba ce di", {"max_gen_toks": 40, "until": [stop, "###"]}), 0)
+    assert model.generate_until([stopping]) == [text.partition(stop)[0]]
+    assert len(passes) < 30
+    assert cut("ab##cd", ["cd", "##"]) == "ab"
+
+
+def test_random_samples_are_refused(model_dir, tokenizer):
+    model = HarnessModel(Backbone(tiny_model("llama", len(tokenizer))), tokenizer)
+    with pytest.raises(ValueError, match="asks for random samples"):
+        model.generate_until([Instance("generate_until", {}, ("ba", {"do_sample": True, "temperature": 1.0}), 0)])
+
+
+def test_random_states_and_modes_come_back(model_dir, tokenizer, task_dir):
+    network = tiny_model("llama", len(tokenizer)).train()
+    model = HarnessModel(Backbone(network), tokenizer)
+    before = (random.getstate(), np.random.get_state()[1].copy(), torch.get_rng_state())
+    loaded = TaskLoader(["choice"], include_path=str(task_dir)).load("choice")
+    first = evaluate_task(model, "choice", loaded.tasks["choice"], log_samples=True)
+    assert random.getstate() == before[0]
+    np.testing.assert_array_equal(np.random.get_state()[1], before[1])
+    torch.testing.assert_close(torch.get_rng_state(), before[2])
+    assert network.training
+    again = evaluate_task(model, "choice", loaded.tasks["choice"], log_samples=True)
+    assert [sample["arguments"] for sample in again["samples"]] == [sample["arguments"] for sample in first["samples"]]
+
+
+def test_chat_template(model_dir, task_dir):
+    tokenizer = load_tokenizer(str(model_dir))
+    tokenizer.chat_template = "{% for m in messages %}<s>{{ m.content }}</s>{% endfor %}"
+    model = HarnessModel(Backbone(tiny_model("llama", len(tokenizer))), tokenizer)
+    task = TaskLoader(["letter"], include_path=str(task_dir)).load("letter").tasks["letter"]
+    result = evaluate_task(model, "letter", task, chat_template=True, log_samples=True, limit=1)
+    prompt = result["samples"][0]["arguments"][0][0]
+    assert prompt.startswith("<s>")
+    assert model.tok_encode(prompt).count(tokenizer.bos_token_id) == 1  # none besides the template's

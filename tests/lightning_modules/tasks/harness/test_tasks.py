@@ -1,0 +1,63 @@
+import pytest
+from lm_eval.tasks import TaskManager
+
+from lightning_modules.tasks.harness import tasks
+from lightning_modules.tasks.harness.evaluation import scores
+from lightning_modules.tasks.harness.tasks import TaskLoader, expand, task_sets
+
+
+def test_sets_are_tasks_that_the_harness_has():
+    sets = task_sets([4096, 8192])
+    loader = TaskLoader(["longbench", "short", "ruler", "race"])
+    assert loader.names == [*sets["longbench"].tasks, *sets["short"].tasks, *sets["ruler"].tasks]
+    assert (len(sets["longbench"].tasks), len(sets["short"].tasks), len(sets["ruler"].tasks)) == (16, 6, 13)
+    assert len(loader.manager.all_tasks) < 2000  # only a few folders were read, not 14,000 tasks
+
+
+def test_scores_are_means_of_categories_in_percent():
+    one = task_sets([4096])["longbench"]
+    metrics = {name: {"score,none": 0.5} for name in one.tasks}
+    metrics["longbench_passage_count"] = {"score,none": 0.0}
+    found = scores(one, metrics)
+    assert found["Synthetic Tasks"] == 25.0
+    assert found["LongBench"] == pytest.approx((5 * 50 + 25) / 6)
+    del metrics["longbench_lcc"]
+    found = scores(one, metrics)
+    assert "Code Completion" not in found
+    assert "LongBench" not in found
+    ruler = task_sets([4096, 8192])["ruler"]
+    metrics = {name: {"4096,none": 0.8, "8192,none": 0.4} for name in ruler.tasks}
+    assert scores(ruler, metrics) == {"RULER": pytest.approx(60.0)}
+
+
+def test_examples_in_prompts(task_dir):
+    def examples(**options):
+        loader = TaskLoader(["both"], include_path=str(task_dir), **options)
+        return {name: task.get_config("num_fewshot") for name, task in loader.load("both").tasks.items()}
+
+    assert examples() == {"choice": 1, "letter": 0}
+    assert examples(num_fewshot=2) == {"choice": 2, "letter": 2}
+
+
+def test_a_file_is_a_task(task_dir):
+    path = str(task_dir / "letter.yaml")
+    assert list(TaskLoader([path]).load(path).tasks) == ["letter"]
+
+
+def test_bad_names_and_missing_data_are_refused(task_dir, tmp_path, monkeypatch):
+    # To look a name up among all tasks of the harness takes 15 s.
+    monkeypatch.setattr(tasks, "TaskManager", lambda **options: TaskManager(**{**options, "include_defaults": False}))
+    with pytest.raises(ValueError, match=r"has no task 'chioce', .* Did you mean choice"):
+        TaskLoader(["choice", "chioce"], include_path=str(task_dir))
+    with pytest.raises(ValueError, match="`include_path` must be a folder"):
+        TaskLoader(["choice"], include_path=str(tmp_path / "none"))
+    with pytest.raises(ValueError, match="`num_fewshot` must be 0 or more, got -1"):
+        TaskLoader(["choice"], include_path=str(task_dir), num_fewshot=-1)
+    with pytest.raises(ValueError, match="Name a task"):
+        expand([], task_sets([4096]))
+    loader = TaskLoader(["away"], include_path=str(task_dir))
+    with pytest.raises(ValueError, match=r"task 'away' \(dataset 'nobody/has-this'\) cannot be had: .*HF_HOME"):
+        loader.load("away")
+    (tmp_path / "bad.yaml").write_text("task: bad\ndataset_path: json\n")
+    with pytest.raises(ValueError, match=r"The task '.*bad\.yaml' cannot be loaded"):
+        TaskLoader([str(tmp_path / "bad.yaml")]).load(str(tmp_path / "bad.yaml"))

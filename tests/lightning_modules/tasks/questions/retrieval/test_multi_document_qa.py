@@ -1,0 +1,150 @@
+import itertools
+import json
+import random
+import re
+
+import pytest
+
+from lightning_modules.tasks.questions.example import contains_answer
+from lightning_modules.tasks.questions.retrieval.multi_document_qa import MultiDocumentQA
+from lightning_modules.tasks.questions.synthetic_lives import made_up_lives
+from tests.support import answerers
+
+INSTRUCTION = (
+    r"Write a high-quality answer for the given question using only the provided search results \(some of which might"
+    r" be irrelevant\)\."
+)
+
+
+@pytest.fixture(scope="module")
+def nq_open(tmp_path_factory):
+    path = tmp_path_factory.mktemp("questions") / "nq.jsonl"
+    path.write_text("\n".join(json.dumps(answerers.nq_open_record(number)) for number in range(20)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def prompter():
+    return answerers.prompters(["Write a high-quality answer. Document [1](Title: Gold 0) A wind blew."])["words"]
+
+
+def passages(prompt, query="after"):
+    """Titles and texts of a prompt that is worded as the original, and its question."""
+    before = "" if query == "after" else r"Question: (?P<before>.*?)\n\n"
+    after = "" if query == "before" else r"Question: (?P<after>.*?)\n"
+    found = re.fullmatch(rf"{INSTRUCTION}\n\n{before}(?P<results>Document .*)\n\n{after}Answer:", prompt, re.DOTALL)
+    questions = {text for name, text in found.groupdict().items() if name != "results"}
+    assert len(questions) == 1
+    results = re.findall(r"^Document \[(\d+)\]\(Title: (.*?)\) (.*)$", found["results"], re.MULTILINE)
+    assert [int(number) for number, *_ in results] == list(range(1, len(results) + 1))
+    return [(title, text) for _, title, text in results], questions.pop()
+
+
+@pytest.mark.parametrize("query", ["before", "after", "both"])
+def test_the_question_stands_where_it_shall(nq_open, prompter, query):
+    task = MultiDocumentQA(nq_open, query=query)
+    assert task.name == ("multi_document_qa" if query == "after" else f"multi_document_qa_query_{query}")
+    example = task.example(prompter, 600, 3, depth=0)
+    found, question = passages(example.prompt, query)
+    plain, _ = passages(MultiDocumentQA(nq_open).example(prompter, 600, 3, depth=0).prompt)
+    number = re.search(r"\d+", question)[0]
+    assert found[0] == plain[0] == (f"Gold {number}", f"The Dr. Who of {number} is Winner{number}.")
+    assert (example.answer_prefix, example.target, example.answers) == ("", f" Winner{number}", (f"Winner{number}",))
+
+
+@pytest.mark.parametrize("depth", [0, 0.3, 0.5, 1])
+def test_the_gold_passage_stands_at_the_depth_that_was_asked_for(nq_open, prompter, depth):
+    for task in (MultiDocumentQA(nq_open), MultiDocumentQA(nq_open, documents=5), MultiDocumentQA()):
+        example = task.example(prompter, 1000, 1, depth=depth)
+        found, _ = passages(example.prompt)
+        place = next(n for n, (_, text) in enumerate(found) if contains_answer(text, example.answers))
+        assert sum(contains_answer(text, example.answers) for _, text in found) == 1
+        assert place == round(depth * (len(found) - 1))
+        assert example.depth == place / (len(found) - 1)
+
+
+def test_the_passages_found_for_the_question_come_first_and_in_their_order(nq_open, prompter):
+    for index in range(5):
+        found, question = passages(MultiDocumentQA(nq_open, documents=4).example(prompter, 600, index, depth=1).prompt)
+        number = re.search(r"\d+", question)[0]
+        assert [title for title, _ in found] == [*(f"Distractor {number} {n}" for n in range(3)), f"Gold {number}"]
+
+
+def test_longer_texts_take_passages_of_other_questions(nq_open, prompter):
+    found, question = passages(MultiDocumentQA(nq_open).example(prompter, 1500, 0, depth=0).prompt)
+    number = re.search(r"\d+", question)[0]
+    titles = [title for title, _ in found]
+    assert len(set(titles)) == len(titles) > 20
+    own = [n for n, title in enumerate(titles) if title.startswith(f"Distractor {number} ")]
+    assert len(own) == 5
+    assert max(own) > 6  # shuffled among the others
+
+
+def test_passages_of_other_questions_neither_repeat_nor_answer(tmp_path, prompter):
+    records = [answerers.nq_open_record(number) for number in range(2)]
+    shared = records[0]["ctxs"][0]
+    for record in records:
+        record["ctxs"][-1] = shared
+        record["ctxs"][-2]["text"] = "They say winner0, and WINNER1."
+        record["ctxs"][-2]["hasanswer"] = True  # of its own question: a distractor of neither
+    records[0]["ctxs"][0] = {**shared, "title": "Known", "text": "Winner1 again."}
+    (tmp_path / "nq.jsonl").write_text("\n".join(map(json.dumps, records)))
+    seen = set()
+    for index in range(2):
+        task = MultiDocumentQA(tmp_path / "nq.jsonl", documents=7)
+        found, question = passages(task.example(prompter, 1500, index).prompt)
+        number = re.search(r"\d+", question)[0]
+        assert len(found) == len(set(found)) == 7
+        assert sum(f"winner{number}" in text.lower() for _, text in found) == 1
+        seen.add(number)
+    assert seen == {"0", "1"}
+
+
+def test_drawn_depths_are_everywhere(prompter):
+    depths = [MultiDocumentQA(documents=10).example(prompter, 1500, index).depth for index in range(40)]
+    assert {0, 1} < set(depths)
+    assert len(set(depths)) == 10
+
+
+def test_bad_settings_are_refused(nq_open, prompter):
+    with pytest.raises(ValueError, match="before, after or both, got 'twice'"):
+        MultiDocumentQA(query="twice")
+    with pytest.raises(ValueError, match="2 or more, not 1"):
+        MultiDocumentQA(documents=1)
+    with pytest.raises(ValueError, match=r"nq\.jsonl holds too few passages .* cannot have 50000 tokens of passages"):
+        MultiDocumentQA(nq_open).example(prompter, 50_000, 0)
+    with pytest.raises(ValueError, match=r"nq\.jsonl holds too few passages .* cannot have 500 passages"):
+        MultiDocumentQA(nq_open, documents=500).example(prompter, 50_000, 0)
+    with pytest.raises(ValueError, match="A length of 200 tokens is too short"):
+        MultiDocumentQA(nq_open, documents=20).example(prompter, 200, 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "answers", "found"),
+    [
+        ("It is the Röntgen, Wilhelm-Conrad.", ["röntgen wilhelmconrad"], True),
+        ("U.S.A", ["USA"], True),
+        ("She said an  apple\tof a day", ["apple of the day!"], True),
+        ("then", ["the n"], True),
+        ("Ampere", ["Volta", "ampère"], False),
+        ("A", ["a"], False),
+        ("", ["x"], False),
+    ],
+)
+def test_answers_are_found_after_normalisation(text, answers, found):
+    assert contains_answer(text, answers) is found
+
+
+def test_only_the_first_line_counts(nq_open, prompter):
+    example = MultiDocumentQA(nq_open).example(prompter, 600, 0)
+    assert example.score(f" It was {example.answers[0].upper()}!\nno") == 1
+    assert example.score(f"no\n{example.answers[0]}") == 0
+
+
+def test_made_up_lives_share_no_name():
+    lives = itertools.islice(made_up_lives(random.Random(0)), 1500)
+    flat = []
+    for life in lives:
+        town, teacher = re.search(r"town of (\w+) as .* taught by (\w+),", life.text).groups()
+        flat += [*life.title.split(), town, teacher]
+    assert len(flat) == len(set(flat)) == 4 * 1500

@@ -1,0 +1,74 @@
+import re
+
+import pytest
+
+from lightning_modules.tasks.questions.haystacks import LONGEST_SENTENCE, Drawn, Essays, split_sentences
+
+
+@pytest.mark.parametrize(
+    ("text", "sentences"),
+    [
+        ("One. Two!  Three?\nFour", ["One.", "Two!", "Three?", "Four"]),
+        ("Mr. Hu met J. Doe, etc. Then he left.", ["Mr. Hu met J. Doe, etc. Then he left."]),
+        ('"Go." He went. (So it was.) Yes.', ['"Go."', "He went.", "(So it was.)", "Yes."]),
+        ("It costs 3.50 dollars, e.g. here.", ["It costs 3.50 dollars, e.g. here."]),
+        ("“Go.” “No!” She", ["“Go.”", "“No!”", "She"]),
+        ("你好。再见。", ["你好。", "再见。"]),
+        ("A HEADING\n \nText\ngoes on.", ["A HEADING", "Text goes on."]),
+        ("", []),
+    ],
+)
+def test_splits_into_sentences(text, sentences):
+    assert split_sentences(text) == sentences
+
+
+def test_text_without_full_stops_is_cut():
+    words = "word " * 1000 + "x" * 2500
+    sentences = split_sentences(words)
+    assert max(map(len, sentences)) <= LONGEST_SENTENCE
+    assert "".join(sentences).replace(" ", "") == words.replace(" ", "")
+
+
+def test_essays_come_from_the_files_in_order_and_again_when_short(tmp_path):
+    (tmp_path / "b.txt").write_text("\ufeffThree.\nFour.", encoding="utf-8")
+    (tmp_path / "a.txt").write_text("One. Two.")
+    (tmp_path / "c.md").write_text("Never.")
+    essays = Essays(tmp_path)
+    assert essays.sentences(3) == ["One.", "Two.", "Three."]
+    assert essays.sentences(6, start=3) == ["Four.", "One.", "Two.", "Three.", "Four.", "One."]
+
+
+def test_essays_are_read_as_far_as_needed(tmp_path):
+    (tmp_path / "a.txt").write_text("One. Two.")
+    (tmp_path / "b.txt").write_bytes(b"\xff\xfe\x00")
+    essays = Essays(tmp_path)
+    assert essays.sentences(2) == ["One.", "Two."]
+    with pytest.raises(ValueError, match=r"b\.txt' is not UTF-8 .*: convert it"):
+        essays.sentences(3)
+
+
+def test_unusable_folders_are_refused_by_name(tmp_path):
+    with pytest.raises(ValueError, match=r"The haystack '.*nowhere' is not a folder"):
+        Essays(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"holds no \.txt file"):
+        Essays(tmp_path)
+    (tmp_path / "a.txt").write_text("\n")
+    with pytest.raises(ValueError, match=f"The text files in '{tmp_path}' are empty"):
+        Essays(tmp_path).sentences(1)
+
+
+def test_made_up_essays_never_end_and_hold_no_answer():
+    sentences = Essays().sentences(2500)
+    assert sentences == Essays().sentences(3000)[:2500]
+    assert Essays().sentences(10, start=1500) == sentences[1500:1510]
+    assert len(set(sentences)) > 2400
+    assert not re.search("[0-9-]|special|magic|San Francisco", " ".join(sentences))
+    assert split_sentences(" ".join(sentences)) == sentences
+
+
+def test_what_is_drawn_is_kept():
+    numbers = iter(range(100))
+    drawn = Drawn(lambda: str(next(numbers)))
+    assert drawn.first(3) == ["0", "1", "2"]
+    drawn.first(2).append("changed")
+    assert drawn.first(5) == ["0", "1", "2", "3", "4"]

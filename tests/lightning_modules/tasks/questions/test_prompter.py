@@ -1,0 +1,51 @@
+"""Special tokens and chat templates around questions: each token once, and none behind the question."""
+
+import copy
+
+import pytest
+from tokenizers import processors
+
+from lightning_modules.tasks.questions.prompter import Prompter
+
+
+@pytest.fixture
+def chat(tokenizer):
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = (
+        "<s>{% for m in messages %}[{{ m.content }}]{% endfor %}{% if add_generation_prompt %}:{% endif %}"
+    )
+    return Prompter(own, chat_template=True)
+
+
+def test_first_token_comes_once(tokenizer, chat):
+    first = tokenizer.bos_token_id
+    assert Prompter(tokenizer).encode("ba ce", " di").count(first) == 1
+    assert Prompter(tokenizer, add_special_tokens=False).encode("ba ce", " di").count(first) == 0
+    assert chat.encode("ba ce", " di").count(first) == 1
+    assert chat.tokenizer.decode(chat.encode("ba ce", " di")) == "<s>[ba ce]: di"
+
+
+def test_no_answer_comes_behind_the_end_of_a_text(tokenizer):
+    ending = copy.deepcopy(tokenizer)
+    ending.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    plain, ended = Prompter(tokenizer), Prompter(ending)
+    assert ended.encode("ba ce", " di") == plain.encode("ba ce", " di")
+    assert ended.force("ba ce", " di", " fo", ["fo"]) == plain.force("ba ce", " di", " fo", ["fo"])
+
+
+def test_forced_answer_spans_its_tokens_alone(tokenizer):
+    prompter = Prompter(tokenizer)
+    forced = prompter.force("ba ce 4711", " It is", " 4711, and 12", ["4711", "12"])
+    assert forced.input_ids[: forced.answer_start] == prompter.encode("ba ce 4711", " It is")
+    texts = [tokenizer.decode(forced.input_ids[start:stop]) for start, stop in forced.spans]
+    assert [text.strip() for text in texts] == ["4711", "12"]
+
+
+def test_turn_of_a_chat_begins_without_a_space(chat, tokenizer):
+    """No chat model would begin its turn with one, so that a right answer would count as wrong."""
+    forced = chat.force("ba", "", " ce", ["ce"])
+    assert chat.tokenizer.decode(forced.input_ids) == "<s>[ba]:ce"
+    assert chat.tokenizer.decode(chat.force("ba", " It is", " ce", ["ce"]).input_ids) == "<s>[ba]: It is ce"
+    assert tokenizer.decode(Prompter(tokenizer).force("ba", "", " ce", ["ce"]).input_ids) == "<s>ba ce"

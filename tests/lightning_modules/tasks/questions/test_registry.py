@@ -1,0 +1,63 @@
+from pathlib import Path
+
+import pytest
+
+from lightning_modules.tasks.questions.registry import GROUPS, TASKS, find_tasks
+from lightning_modules.tasks.questions.task import Task
+
+
+class Own(Task):
+    name = "own"
+
+    def example(self, prompter, length, index, *, seed=0, depth=None):
+        raise NotImplementedError
+
+
+class Demanding(Own):
+    def __init__(self, path):
+        self.path = path
+
+
+@pytest.fixture
+def importable(tmp_path, monkeypatch):
+    """This file as a module that can be imported by name."""
+    (tmp_path / "own_tasks.py").write_text(Path(__file__).read_text())
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def test_names_and_groups_are_found_once_in_order():
+    names = [task.name for task in find_tasks(["passkey", "niah", "retrieval", "niah_single_2"])]
+    assert names == ["passkey", *GROUPS["niah"], "needle", "first_sentence", "longeval_lines", "key_values"]
+
+
+def test_every_group_is_made_of_tasks():
+    for group, names in GROUPS.items():
+        assert set(names) <= set(TASKS), group
+        assert group not in TASKS
+        assert len(set(names)) == len(names)
+
+
+def test_ones_own_task_is_found_by_its_path(importable):
+    assert find_tasks(["own_tasks.Own"])[0].name == "own"
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ([], "No task is named: Tasks: niah_single_1, .* Groups: "),
+        (["niah_singel_1"], "There is no task 'niah_singel_1'; did you mean 'niah_single_1'.* Tasks: "),
+        (["@"], "There is no task '@'. Tasks: "),
+        (["nowhere.Task"], "'nowhere.Task' cannot be imported .*PYTHONPATH"),
+        (["own_tasks.Missing"], "'own_tasks.Missing' cannot be imported"),
+        (["os.path"], "'os.path' is no class that derives from"),
+        (["own_tasks.Demanding"], "cannot be made without arguments .*path.*give them defaults"),
+    ],
+)
+def test_other_names_are_refused(names, message, importable):
+    with pytest.raises(ValueError, match=message):
+        find_tasks(names)
+
+
+def test_a_haystack_reaches_the_tasks(tmp_path):
+    with pytest.raises(ValueError, match=r"holds no \.txt file"):
+        find_tasks(["needle"], haystack=str(tmp_path))

@@ -1,0 +1,92 @@
+import math
+import statistics
+
+import numpy as np
+import pytest
+
+from lightning_modules.tasks.questions.summary import (
+    Row,
+    depth_matrix,
+    effective_length,
+    length_averages,
+    position_curve,
+    task_scores,
+    weighted_average,
+)
+
+LENGTHS = [4096, 8192, 16384, 32768, 65536, 131072]
+PUBLISHED = [  # RULER's table: effective length, scores, weighted averages (inc), (dec)
+    (131072, (96.7, 95.8, 96.0, 95.9, 95.9, 94.4), 95.5, 96.1),
+    (65536, (96.6, 96.3, 95.2, 93.2, 87.0, 81.2), 89.0, 94.1),
+    (65536, (96.5, 95.8, 95.4, 94.8, 88.4, 66.6), 85.5, 93.7),
+    (65536, (96.4, 96.3, 95.3, 94.0, 85.9, 48.1), 79.5, 92.5),
+    (16384, (95.1, 94.4, 90.8, 85.4, 80.9, 72.1), 82.6, 90.3),
+    (16384, (92.8, 90.3, 85.7, 79.9, 76.3, 69.5), 78.5, 86.3),
+    (4096, (88.1, 85.5, 84.5, 82.7, 75.5, 68.9), 77.8, 83.9),
+    (8192, (94.9, 93.8, 78.0, 67.8, 0.0, 0.0), 37.5, 74.0),
+    (None, (82.3, 78.4, 73.7, 69.1, 68.1, 65.0), 69.9, 75.7),
+]
+
+
+@pytest.mark.parametrize(("longest", "scores", "increasing", "decreasing"), PUBLISHED)
+def test_agrees_with_the_published_table(longest, scores, increasing, decreasing):
+    averages = dict(reversed(list(zip(LENGTHS, scores, strict=True))))  # the order in which they come does not matter
+    assert effective_length(averages) == longest
+    assert weighted_average(averages, increasing=True) == pytest.approx(increasing, abs=0.051)
+    assert weighted_average(averages, increasing=False) == pytest.approx(decreasing, abs=0.051)
+
+
+def test_the_threshold_has_to_be_exceeded_and_only_at_the_longest():
+    assert effective_length({4096: 85.6}) is None
+    assert effective_length({4096: 80.0, 8192: 85.7}) == 8192
+    assert effective_length({4096: 80.0, 8192: 85.7}, threshold=79.4) == 8192
+    assert effective_length({}) is None
+
+
+def test_means_errors_and_counts_by_hand():
+    scores = [1.0, 0.5, 0.5, 0.0, 1.0]
+    rows = [Row("vt", 4096, None, score) for score in scores] + [Row("cwe", 8192, 0.5, 0.25)]
+    found = task_scores(iter(rows))
+    assert found["vt", 4096] == pytest.approx((60, 100 * statistics.stdev(scores) / math.sqrt(5), 5))
+    assert found["cwe", 8192].mean == 25
+    assert math.isnan(found["cwe", 8192].error)
+    assert set(found) == {("vt", 4096), ("cwe", 8192)}
+
+
+def test_all_tasks_count_the_same_and_none_may_be_missing():
+    rows = [Row("vt", 4096, None, 1.0)] * 9 + [Row("cwe", 4096, None, 0.0)]
+    assert length_averages(rows) == {4096: 50}
+    assert length_averages([*rows, Row("vt", 8192, None, 1.0)]) == {4096: 50}
+    assert length_averages([]) == {}
+    assert math.isnan(weighted_average({}, increasing=True))
+
+
+def test_positions_count_for_the_nearest_depth_and_missing_ones_stay_missing():
+    rows = [
+        Row("needle", 4096, depth, score)
+        for depth, score in [(0, 1.0), (0.04, 0.0), (0.06, 1.0), (0.5, 0.5), (0.96, 0.0), (1, 0.0), (None, 1.0)]
+    ] + [Row("needle", 8192, 0.5, 1.0)]
+    curve = position_curve(rows)
+    assert {depth: score.mean for depth, score in curve.items()} == {0: 50, 0.1: 100, 0.5: 75, 1: 0}
+    assert [score.questions for score in curve.values()] == [2, 1, 2, 2]
+    assert list(position_curve(rows, bins=2)) == [0, 1]
+    matrix = depth_matrix(rows)
+    assert matrix.lengths == [4096, 8192]
+    assert matrix.depths == pytest.approx(np.linspace(0, 1, 11))
+    expected = np.full((2, 11), np.nan)
+    expected[0, [0, 1, 5, 10]] = [50, 100, 50, 0]
+    expected[1, 5] = 100
+    np.testing.assert_array_equal(matrix.scores, expected)
+
+
+def test_a_grid_of_depths_stays_apart():
+    for bins in (2, 5, 11, 21, 40):
+        rows = [Row("needle", 4096, number / (bins - 1), 1.0) for number in range(bins)]
+        assert [score.questions for score in position_curve(rows, bins=bins).values()] == [1] * bins
+
+
+def test_bad_depths_and_bins_are_refused():
+    with pytest.raises(ValueError, match=r"A depth is from 0 .* got 1.5 for 'needle'"):
+        position_curve([Row("needle", 4096, 1.5, 1.0)])
+    with pytest.raises(ValueError, match="2 or more, got 1"):
+        depth_matrix([], bins=1)

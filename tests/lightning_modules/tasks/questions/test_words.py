@@ -1,0 +1,38 @@
+import random
+import re
+from uuid import UUID
+
+from lightning_modules.tasks.questions.words import ADJECTIVES, NOUNS, key_word, made_up_words, number, uuid
+
+
+def test_words_are_many_and_plain():
+    for words in (ADJECTIVES, NOUNS):
+        assert len(words) > 500
+        assert len(set(words)) == len(words)
+        assert all(re.fullmatch("[a-z]+", word) for word in words)
+
+
+def test_what_is_drawn_has_its_shape():
+    rng = random.Random(0)
+    for _ in range(200):
+        adjective, noun = key_word(rng).split("-")
+        assert adjective in ADJECTIVES
+        assert noun in NOUNS
+        assert re.fullmatch("[1-9][0-9]{6}", number(rng))
+        assert re.fullmatch("[1-9][0-9]{2}", number(rng, digits=3))
+        assert UUID(uuid(rng)).version == 4
+    assert {number(rng, digits=1) for _ in range(300)} == set("123456789")
+
+
+def test_made_up_words_are_distinct_and_in_order():
+    words = made_up_words(random.Random(1), 20_000)
+    assert len(set(words)) == 20_000
+    assert made_up_words(random.Random(1), 100) == words[:100]
+    assert made_up_words(random.Random(2), 100) != words[:100]
+    assert all(re.fullmatch("[a-z]+", word) for word in words)
+
+
+def test_made_up_words_have_no_end(monkeypatch):
+    monkeypatch.setattr("lightning_modules.tasks.questions.words._ONSETS", ("b",))
+    monkeypatch.setattr("lightning_modules.tasks.questions.words._RHYMES", ("a",))
+    assert sorted(made_up_words(random.Random(1), 5), key=len) == ["ba" * syllables for syllables in range(2, 7)]

@@ -1,0 +1,177 @@
+"""Greedy continuations are those of transformers, prompt by prompt."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from lightning_modules.models.adapters import add_adapters
+from lightning_modules.models.attention import register_document_attention
+from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.context_extension.methods import ContextExtension, extend_config
+from lightning_modules.models.context_extension.patterns import PATTERNS
+from lightning_modules.tasks import generation
+from lightning_modules.tasks.generation import cache_use, generate
+from tests.conftest import tiny_config, tiny_model
+
+LENGTHS, LIMITS = (3, 24, 13, 40, 13, 1), (5, 8, 9, 8, 7, 8)
+ENDS = [1, 2, 3, 5, 7, 11, 13, 17]
+WINDOW = {"sliding_window": 8, "head_dim": 8, "query_pre_attn_scalar": 8}
+ARCHITECTURES = {
+    "llama": ("llama", {}, "sdpa"),
+    "ours": ("llama", {}, "document_sdpa"),
+    "qwen2": ("qwen2", {}, "sdpa"),
+    "mistral": ("mistral", {"sliding_window": 8}, "document_sdpa"),
+    "gemma2": ("gemma2", {**WINDOW, "final_logit_softcapping": 3.0}, "eager"),
+    "gemma3": ("gemma3_text", {**WINDOW, "final_logit_softcapping": 3.0}, "document_sdpa"),
+    "gpt_neox": ("gpt_neox", {}, "sdpa"),
+    "gpt2": ("gpt2", {}, "sdpa"),
+    "granite": ("granite", {"logits_scaling": 4.0}, "sdpa"),
+}
+
+
+def prompts(count=6, vocabulary=400):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in LENGTHS[:count]]
+
+
+def make_backbone(name="ours", dtype=torch.float64):
+    kind, settings, attention = ARCHITECTURES[name]
+    register_document_attention()
+    torch.manual_seed(0)
+    config = tiny_config(kind, max_position_embeddings=64, **settings)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).eval()
+    model.generation_config.eos_token_id = ENDS
+    return Backbone(model)
+
+
+def by_transformers(backbone, prompt, limit):
+    tokens = torch.tensor([prompt])
+    settings = {"do_sample": False, "max_new_tokens": limit, "pad_token_id": 0}
+    whole = backbone.base_model.generate(tokens, attention_mask=torch.ones_like(tokens), **settings)
+    return [token for token in whole[0, len(prompt) :].tolist() if token not in ENDS]
+
+
+@pytest.mark.parametrize("name", list(ARCHITECTURES))
+def test_a_group_goes_on_as_each_prompt_alone_and_as_in_transformers(name, monkeypatch):
+    monkeypatch.setattr(generation, "WINDOWED_CHUNK", 16)  # several for a long prompt
+    backbone = make_backbone(name)
+    together = generate(backbone, prompts(), LIMITS)
+    assert cache_use(backbone) == "together"
+    assert together == [generate(backbone, [prompt], limit)[0] for prompt, limit in zip(prompts(), LIMITS, strict=True)]
+    assert together == [by_transformers(backbone, *pair) for pair in zip(prompts(), LIMITS, strict=True)]
+    lengths = {len(tokens) for tokens in together}
+    assert max(lengths) == 9
+
+
+def test_some_continuations_end_before_their_limit():
+    backbone = make_backbone()
+    whole = generate(backbone, prompts(), 8, end_tokens=())
+    end = whole[1][4]
+    cut = generate(backbone, prompts(), 8, end_tokens=[end])
+    assert cut == [tokens[: tokens.index(end)] if end in tokens else tokens for tokens in whole]
+    assert len(cut[1]) < 8
+
+
+def test_every_logit_is_that_of_all_tokens_at_once(monkeypatch):
+    """Not just the likeliest one: with windows, of rows that are padded, far beyond the window."""
+    monkeypatch.setattr(generation, "WINDOWED_CHUNK", 16)
+    backbone = make_backbone("gemma3")
+    logits = []
+    next_logits = generation.next_logits
+    monkeypatch.setattr(generation, "next_logits", lambda *a: logits.append(next_logits(*a)) or logits[-1])
+    order = sorted(range(6), key=lambda row: -LENGTHS[row])
+    new = generate(backbone, prompts(), 8, end_tokens=())
+    seen = torch.stack(logits[-7:], dim=1)
+    for place, row in enumerate(order):
+        tokens = torch.tensor([prompts()[row] + new[row]])
+        expected = backbone.base_model(tokens, use_cache=False).logits[0, LENGTHS[row] : -1]
+        torch.testing.assert_close(seen[place], expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("method", ["eabf", "yarn", *PATTERNS])
+def test_extended_contexts_go_on_from_a_cache(method):
+    options = {"longnet": {"segment_lengths": [8, 16], "dilation_rates": [1, 2]}}.get(method, {})
+    extension = ContextExtension(method=method, original_length=16, target_length=64, **options)
+    config = tiny_config("llama", max_position_embeddings=16, num_hidden_layers=3)
+    extend_config(config, extension)
+    torch.manual_seed(0)
+    implementation = register_document_attention()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation, dtype=torch.float64)
+    backbone = Backbone(model.eval())
+    together = generate(backbone, prompts(), LIMITS, end_tokens=())
+    backbone.cache_use = "none"
+    assert together == generate(backbone, prompts(), LIMITS, end_tokens=())
+
+
+@pytest.mark.parametrize("use", ["alone", "none"])
+def test_slower_ways_give_the_same(use):
+    backbone = make_backbone("qwen2")
+    together = generate(backbone, prompts(), LIMITS)
+    backbone.cache_use = use
+    assert generate(backbone, prompts(), LIMITS) == together
+
+
+def test_models_that_bear_no_padding_or_no_cache_are_found_out(monkeypatch, caplog):
+    backbone = make_backbone("llama")
+    decoder, forward = backbone.decoder, backbone.decoder.forward
+    monkeypatch.setattr(decoder, "forward", lambda *a, **k: forward(*a, **{**k, "attention_mask": None}))
+    assert cache_use(backbone) == "alone"
+    backbone.cache_use = None
+    monkeypatch.setattr(decoder, "forward", lambda *a, **k: forward(*a, **{**k, "past_key_values": None}))
+    assert cache_use(backbone) == "none"
+    assert "cannot go on from a cache" in caplog.text
+
+
+def test_little_memory_makes_smaller_groups_and_the_same_tokens():
+    backbone, groups = make_backbone(), []
+    whole = generate(backbone, prompts(), LIMITS)
+    per_token = 2 * 2 * 2 * 8 * 8  # keys and values, layers, heads, width, bytes
+    assert generate(backbone, prompts(), LIMITS, cache_bytes=100 * per_token, done=groups.append) == whole
+    assert [[LENGTHS[row] for row in group] for group in groups] == [[13, 40], [24, 1, 13], [3]]
+
+
+def test_adapters_take_part_and_training_is_left_as_it_was():
+    model = tiny_model("llama", dtype=torch.float64)
+    plain = generate(Backbone(model), prompts(), 8, end_tokens=())
+    model = add_adapters(model, {"r": 4, "target_modules": ["q_proj", "lm_head"], "lora_dropout": 0.5})
+    backbone = Backbone(model).train()
+    for name, parameter in backbone.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    state, modes = torch.get_rng_state(), [module.training for module in backbone.modules()]
+    adapted = generate(backbone, prompts(), 8, end_tokens=())
+    assert adapted != plain
+    assert adapted == generate(backbone, prompts(), 8, end_tokens=())
+    assert torch.equal(state, torch.get_rng_state())
+    assert modes == [module.training for module in backbone.modules()]
+    assert all(parameter.grad is None for parameter in backbone.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_precisions(dtype):
+    backbone = make_backbone(dtype=dtype)
+    assert [len(tokens) for tokens in generate(backbone, prompts(), LIMITS, end_tokens=())] == list(LIMITS)
+    assert cache_use(backbone) == "together"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([[]], 4), "Prompt 0 is empty"),
+        (([[1], [400]], 4), "Prompt 1 has token 400, beyond the embedding of 400"),
+        (([[1]], 0), "must be 1 or more"),
+        (([[1]], [1, 2]), "for each of the 1 prompts"),
+    ],
+)
+def test_bad_input(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        generate(make_backbone(), *arguments)
+
+
+def test_learned_positions_end():
+    with pytest.raises(ValueError, match="64 learned positions"):
+        generate(make_backbone("gpt2"), [[1] * 60], 5)
+
+
+def test_nothing_to_do():
+    assert generate(make_backbone(), [], 4) == []

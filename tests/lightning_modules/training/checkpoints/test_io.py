@@ -1,0 +1,417 @@
+import errno
+import io
+import json
+import multiprocessing
+import os
+import pickle
+import signal
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from torch.distributed.checkpoint.metadata import Metadata
+
+from lightning_modules.training.checkpoints import io as checkpoint_io
+from lightning_modules.training.checkpoints.io import (
+    CheckedCheckpointIO,
+    CheckpointError,
+    check_checkpoint,
+    check_content,
+    damage,
+    newest_checkpoint,
+)
+from lightning_modules.utilities import files
+from tests.support.distributed import run_distributed
+from tests.support.faults import same
+
+STATE = {"state_dict": {"weight": torch.arange(5000.0)}, "optimizer_states": [{"step": 3, "betas": (0.9, 0.95)}]}
+
+
+def save(path, content=STATE, *, age=0):
+    CheckedCheckpointIO().save_checkpoint(content, path)
+    os.utime(path, (time.time() - age,) * 2)
+    return path
+
+
+def test_what_is_saved_is_loaded_here_and_by_torch_alone(tmp_path):
+    path = save(tmp_path / "folder" / "a.ckpt")
+    assert same(CheckedCheckpointIO().load_checkpoint(path), STATE)
+    assert same(torch.load(path, weights_only=True), STATE)
+    assert [file.name for file in path.parent.iterdir()] == ["a.ckpt"]
+
+
+def test_a_changed_byte_is_harmless_or_found(tmp_path):
+    small = {"weight": torch.arange(40.0), "step": 7}
+    path = save(tmp_path / "a.ckpt", small)
+    whole = path.read_bytes()
+    found = 0
+    for place in range(0, len(whole), 3):
+        changed = bytearray(whole)
+        changed[place] ^= 1 << place % 8
+        path.write_bytes(changed)
+        os.utime(path, ns=(place, place))
+        try:
+            assert same(CheckedCheckpointIO().load_checkpoint(path), small), place
+        except ValueError:
+            found += 1
+    payload = whole.index(small["weight"].numpy().tobytes())
+    assert found > 53, "the bytes of the tensor alone"
+    path.write_bytes(whole[:payload] + b"\xff" + whole[payload + 1 :])
+    assert torch.load(path, weights_only=True)["weight"][0] != 0, "torch itself does not look"
+
+
+def test_every_cut_is_found(tmp_path):
+    path = save(tmp_path / "a.ckpt", {"weight": torch.arange(40.0)})
+    whole = path.read_bytes()
+    for length in range(0, len(whole), 7):
+        path.write_bytes(whole[:length])
+        os.utime(path, ns=(length, length))
+        with pytest.raises(ValueError, match="torn"):
+            check_checkpoint(path)
+
+
+def test_a_damaged_file_is_refused_with_the_newest_good_one_beside_it(tmp_path):
+    save(tmp_path / "step-1.ckpt", age=30)
+    save(tmp_path / "step-2.ckpt", age=20)
+    save(tmp_path / "weights-3.ckpt", {"state_dict": {}}, age=10)
+    last = save(tmp_path / "step-3.ckpt")
+    assert newest_checkpoint(tmp_path) == last
+    last.write_bytes(last.read_bytes()[:-2000])
+    for refusing in (check_checkpoint, CheckedCheckpointIO().load_checkpoint):
+        with pytest.raises(ValueError, match=r"step-3.ckpt' is torn.* newest good one beside it is .*step-2.ckpt"):
+            refusing(last)
+    with pytest.raises(ValueError, match=r"'.*none.ckpt' does not exist. The newest good"):
+        check_checkpoint(tmp_path / "none.ckpt")
+
+
+def test_the_newest_that_is_good_is_chosen_and_the_log_says_what_was_passed_over(tmp_path, caplog):
+    assert newest_checkpoint(tmp_path) is None
+    good = save(tmp_path / "checkpoints" / "step-9.ckpt", age=30)
+    torn = save(tmp_path / "checkpoints" / "step-10.ckpt")
+    torn.write_bytes(b"PK")
+    os.utime(torn, (time.time() - 20,) * 2)
+    (tmp_path / "checkpoints" / "last.ckpt").symlink_to("step-10.ckpt")
+    (tmp_path / "checkpoints" / "step-11.ckpt").mkdir()  # what a sharded strategy has begun
+    assert newest_checkpoint(tmp_path) == good
+    assert [record.getMessage().split("/")[-1].split(":")[0] for record in caplog.records] == [
+        "step-11.ckpt",
+        "step-10.ckpt",
+    ]
+    index = pickle.dumps(Metadata(state_dict_metadata={}, storage_data={}))
+    (tmp_path / "checkpoints" / "step-11.ckpt" / ".metadata").write_bytes(index)
+    assert newest_checkpoint(tmp_path) == good, "without what is not divided"
+    torch.save({}, tmp_path / "checkpoints" / "step-11.ckpt" / "meta.pt")
+    assert newest_checkpoint(tmp_path) == tmp_path / "checkpoints" / "step-11.ckpt"
+    good.unlink()
+    (tmp_path / "checkpoints" / "step-11.ckpt" / ".metadata").unlink()
+    caplog.clear()
+    with pytest.raises(ValueError, match=r"No checkpoint in .* can be used: step-11.ckpt is an incomplete sharded"):
+        newest_checkpoint(tmp_path)
+
+
+def sharded(path):
+    """What FSDP2 leaves, without any part."""
+    path.mkdir()
+    (path / ".metadata").write_bytes(pickle.dumps(Metadata(state_dict_metadata={}, storage_data={})))
+    torch.save({}, path / "meta.pt")
+    return path
+
+
+def test_a_sharded_checkpoint_names_the_strategy_that_loads_it(tmp_path):
+    whole = sharded(tmp_path / "step-1.ckpt")
+    with pytest.raises(ValueError, match=r"is divided among processes: set `trainer.strategy`"):
+        CheckedCheckpointIO().load_checkpoint(whole)
+    (whole / "meta.pt").unlink()
+    with pytest.raises(ValueError, match="is an incomplete sharded checkpoint"):
+        CheckedCheckpointIO().load_checkpoint(whole)
+
+
+def test_files_folders_and_links_are_removed(tmp_path):
+    file, folder, kept = save(tmp_path / "a.ckpt"), sharded(tmp_path / "b.ckpt"), sharded(tmp_path / "kept.ckpt")
+    (tmp_path / "link.ckpt").symlink_to("kept.ckpt")
+    for path in (file, str(folder), tmp_path / "link.ckpt"):
+        CheckedCheckpointIO().remove_checkpoint(path)
+    assert list(tmp_path.iterdir()) == [kept]
+    assert len(list(kept.iterdir())) == 2
+
+
+def test_a_folder_loses_its_name_before_its_files(tmp_path, monkeypatch):
+    folder = sharded(tmp_path / "b.ckpt")
+    monkeypatch.setattr(files.shutil, "rmtree", lambda *_, **__: None)  # as if killed there
+    CheckedCheckpointIO().remove_checkpoint(folder)
+    assert [path.name.startswith(files.BUILDING) for path in tmp_path.iterdir()] == [True]
+
+
+def test_what_is_no_file_is_no_checkpoint(tmp_path):
+    assert damage(Path("/dev/zero")) == "is no file"
+    assert damage(Path("a\0b")) == "does not exist"
+
+
+def test_weights_alone_are_evaluated_and_not_trained_on(tmp_path):
+    whole = save(tmp_path / "step-1.ckpt")
+    weights = save(tmp_path / "step-2.ckpt", {"state_dict": {}})
+    check_checkpoint(weights)
+    check_checkpoint(whole, resume=True)
+    with pytest.raises(ValueError, match=r"`x` '.*step-2.ckpt' holds weights alone"):
+        check_checkpoint(weights, "x", resume=True)
+    assert newest_checkpoint(tmp_path, resume=False) == weights
+    assert newest_checkpoint(tmp_path) == whole
+    save(tmp_path / "step-3.ckpt", {"optimizer_states": []})
+    assert newest_checkpoint(tmp_path) == whole, "no weights"
+
+
+def flip_tensor_bit(path):
+    content = bytearray(path.read_bytes())
+    content[content.index(STATE["state_dict"]["weight"].numpy().tobytes()) + 40] ^= 1
+    path.write_bytes(content)
+
+
+def test_without_reading_the_content_a_file_only_has_to_be_complete(tmp_path):
+    good, flipped = save(tmp_path / "step-1.ckpt"), save(tmp_path / "step-2.ckpt")
+    flip_tensor_bit(flipped)
+    check_checkpoint(flipped, content=False)
+    assert newest_checkpoint(tmp_path, content=False) == flipped
+    assert newest_checkpoint(tmp_path) == good
+    with pytest.raises(
+        ValueError, match=r"is damaged: '.*' in it is not what was written. The newest good .*step-1.ckpt"
+    ):
+        check_checkpoint(flipped)
+    flip_tensor_bit(good)
+    with pytest.raises(ValueError, match=r"not what was written. Name another one."):
+        check_checkpoint(flipped)
+    (torn := tmp_path / "step-3.ckpt").write_bytes(b"PK")
+    with pytest.raises(ValueError, match=r"is torn .*beside it is .*step-2.ckpt"):
+        check_checkpoint(torn, content=False)
+
+
+@pytest.mark.parametrize("content", [3, {}, {"state_dict": {}}, {"state_dict": 1, "pytorch-lightning_version": ""}])
+def test_only_checkpoints_of_lightning_are_accepted(tmp_path, content):
+    torch.save(content, tmp_path / "a.ckpt")
+    with pytest.raises(ValueError, match=r"`x` '.*a.ckpt' was not written by `longce fit`"):
+        check_content(tmp_path / "a.ckpt", "x")
+    torch.save({"state_dict": {}, "pytorch-lightning_version": ""}, tmp_path / "a.ckpt")
+    check_content(tmp_path / "a.ckpt")
+    check_content(tmp_path)  # a sharded one, which its strategy checks
+
+
+def test_an_archive_of_others_is_refused(tmp_path):
+    with zipfile.ZipFile(tmp_path / "a.ckpt", "w") as archive:
+        archive.writestr("a", "b")
+    flip_tensor_bit(save(tmp_path / "b.ckpt"))
+    with pytest.raises(ValueError, match=r"cannot be loaded .* Name another one."):
+        check_content(tmp_path / "a.ckpt")
+    (tmp_path / "b.ckpt").unlink()
+    with pytest.raises(ValueError, match="cannot be loaded"):
+        CheckedCheckpointIO().load_checkpoint(tmp_path / "a.ckpt")
+    with pytest.raises(ValueError, match=r"a.ckpt cannot be loaded"):
+        newest_checkpoint(tmp_path)
+
+
+def test_what_is_saved_can_be_checked_whatever_torch_was_told(tmp_path):
+    torch.serialization.set_crc32_options(False)
+    try:
+        path = save(tmp_path / "a.ckpt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert damage(path) is None
+    flip_tensor_bit(path)
+    assert "not what was written" in damage(path)
+
+
+def test_what_no_disk_is_to_blame_for_is_raised_as_it_is(tmp_path, monkeypatch):
+    def failing(*_):
+        raise RuntimeError("not the disk")
+
+    monkeypatch.setattr(torch, "save", failing)
+    with pytest.raises(RuntimeError, match="not the disk"):
+        CheckedCheckpointIO().save_checkpoint(STATE, tmp_path / "a.ckpt")
+
+
+def test_addresses_and_options_are_lightnings(tmp_path, monkeypatch):
+    seen = []
+    for name in ("save_checkpoint", "remove_checkpoint"):
+        monkeypatch.setattr(TorchCheckpointIO, name, lambda *arguments: seen.append(arguments[-1]))
+    CheckedCheckpointIO().save_checkpoint(STATE, "memory://a.ckpt")
+    CheckedCheckpointIO().save_checkpoint(STATE, tmp_path / "a.ckpt", storage_options="x")
+    CheckedCheckpointIO().remove_checkpoint("memory://a.ckpt")
+    assert seen == [None, "x", "memory://a.ckpt"]
+
+
+def test_loading_maps_the_file(tmp_path):
+    """Each process of a machine would hold all of it otherwise."""
+    path = save(tmp_path / "a.ckpt", {"weight": torch.zeros(1 << 24)})  # 64 MiB
+    before = memory()
+    loaded = CheckedCheckpointIO().load_checkpoint(path)
+    assert memory() - before < 32 << 20
+    assert loaded["weight"].shape == (1 << 24,)
+
+
+def memory():
+    return int(next(line for line in open("/proc/self/status") if line.startswith("VmRSS")).split()[1]) << 10
+
+
+def test_code_runs_only_where_that_is_asked_for(tmp_path):
+    path = tmp_path / "a.ckpt"
+    torch.save({"x": Evil(str(tmp_path / "ran"))}, path)
+    for asked in (None, True):
+        with pytest.raises(ValueError, match="holds code and must not be loaded"):
+            CheckedCheckpointIO().load_checkpoint(path, weights_only=asked)
+    assert not (tmp_path / "ran").exists()
+    CheckedCheckpointIO().load_checkpoint(path, weights_only=False)
+    assert (tmp_path / "ran").exists()
+
+
+def test_only_unfinished_checkpoints_are_removed(tmp_path):
+    (tmp_path / f"{files.BUILDING}a.ckpt@here-1").touch()
+    sharded(tmp_path / f"{files.BUILDING}b.ckpt@elsewhere-2")
+    kept = [tmp_path / f"{files.BUILDING}run.json@here-1", save(tmp_path / "a.ckpt")]
+    kept[0].touch()
+    checkpoint_io.remove_unfinished(tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted(kept)
+
+
+def test_a_folder_of_two_runs_has_no_newest(tmp_path):
+    for step, run in enumerate("ab"):
+        save(tmp_path / f"step-{step}.ckpt", {**STATE, "global_step": step, "run_id": run})
+    with pytest.raises(ValueError, match="checkpoints of 2 runs"):
+        newest_checkpoint(tmp_path)
+
+
+def test_the_log_says_where_times_disagree_with_steps(tmp_path, caplog):
+    newest = save(tmp_path / "step-2.ckpt", age=10)
+    save(tmp_path / "step-1.ckpt")
+    assert newest_checkpoint(tmp_path) == newest
+    assert "The step decides" in caplog.text
+
+
+class Evil:
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return (open, (self.marker, "w"))
+
+
+def test_no_code_of_a_checkpoint_runs(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    path = tmp_path / "a.ckpt"
+    torch.save({"optimizer_states": Evil(str(tmp_path / "ran"))}, path)
+    with pytest.raises(ValueError, match="must not be loaded"):
+        CheckedCheckpointIO().load_checkpoint(path)
+    with pytest.raises(ValueError, match="can be used"):
+        newest_checkpoint(tmp_path)
+    path.write_bytes(pickle.dumps(Evil(str(tmp_path / "ran"))))
+    with pytest.raises(ValueError, match="torn or no checkpoint"):
+        CheckedCheckpointIO().load_checkpoint(path)
+    with pytest.raises(ValueError, match="not loaded from the web"):
+        CheckedCheckpointIO().load_checkpoint("https://example.org/a.ckpt")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("fails", ["fsync", "write"])
+def test_a_full_disk_leaves_the_old_checkpoint_and_says_what_to_do(tmp_path, monkeypatch, fails):
+    path = save(tmp_path / "a.ckpt")
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if fails == "fsync":
+        monkeypatch.setattr(files.os, "fsync", full)
+    else:
+        stream = type("Stream", (io.BytesIO,), {"write": full, "fileno": lambda self: 0})
+        monkeypatch.setattr(files.os, "fdopen", lambda descriptor, mode: os.close(descriptor) or stream())
+    with pytest.raises(
+        CheckpointError, match=r"a.ckpt could not be written \(No space left on device\).*free some room"
+    ):
+        CheckedCheckpointIO().save_checkpoint({"other": 1}, path)
+    monkeypatch.undo()
+    assert same(CheckedCheckpointIO().load_checkpoint(path), STATE)
+    assert [file.name for file in tmp_path.iterdir()] == ["a.ckpt"]
+
+
+def _save_for_ever(path):
+    for step in range(10_000):
+        CheckedCheckpointIO().save_checkpoint({"step": step, "weight": torch.full((200_000,), float(step))}, path)
+
+
+def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
+    path = save(tmp_path / "a.ckpt", {"step": -1, "weight": torch.full((200_000,), -1.0)})
+    for trial in range(12):
+        before = path.stat().st_ino
+        process = multiprocessing.get_context("fork").Process(target=_save_for_ever, args=(path,))
+        process.start()
+        while path.stat().st_ino == before:  # until its first checkpoint is there
+            assert process.is_alive()
+            time.sleep(0.0005)
+        time.sleep(0.003 * trial)
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        loaded = CheckedCheckpointIO().load_checkpoint(path)
+        assert loaded["step"] >= 0
+        assert torch.equal(loaded["weight"], torch.full((200_000,), float(loaded["step"])))
+    assert all(file == path or file.name.startswith(files.BUILDING) for file in tmp_path.iterdir())
+    checkpoint_io.remove_unfinished(tmp_path)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.fixture
+def group_of_one():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_a_single_process_compares_all_by_itself(tmp_path, group_of_one):
+    file, folder = save(tmp_path / "a.ckpt"), sharded(tmp_path / "b.ckpt")
+    checkpoint_io.check_together(file)
+    checkpoint_io.check_together(folder)
+    flip_tensor_bit(file)
+    with pytest.raises(ValueError, match=r"is damaged: '.*' in it is not what was written"):
+        checkpoint_io.check_together(file)
+    size = (folder / "meta.pt").stat().st_size
+    (folder / "checksums.json").write_text(json.dumps({"meta.pt": [size, 1]}))
+    with pytest.raises(ValueError, match=r"is damaged \(process 0: 'meta.pt' is not what was written"):
+        checkpoint_io.check_together(folder)
+
+
+def load_and_count(rank, world_size, whole, damaged):
+    read, read_record = [], checkpoint_io.zipfile.ZipExtFile.read
+    checkpoint_io.zipfile.ZipExtFile.read = lambda self, size: read.append(read_record(self, size)) or read[-1]
+    assert same(CheckedCheckpointIO().load_checkpoint(whole), STATE)
+    sizes = [0] * world_size
+    torch.distributed.all_gather_object(sizes, sum(map(len, read)))
+    with checkpoint_io.zipfile.ZipFile(whole) as archive:
+        assert sum(sizes) == sum(record.file_size for record in archive.infolist()) > max(sizes)
+    with pytest.raises(ValueError, match=r"is damaged \(process .*Bad CRC-32.*good one beside it is .*whole.ckpt"):
+        CheckedCheckpointIO().load_checkpoint(damaged)
+
+
+def test_several_processes_read_it_once_together(tmp_path):
+    whole, damaged = save(tmp_path / "whole.ckpt", age=10), save(tmp_path / "damaged.ckpt")
+    flip_tensor_bit(damaged)
+    run_distributed(load_and_count, whole, damaged)
+
+
+def test_a_file_that_is_damaged_after_it_was_read_is_noticed_though_its_time_is_the_old_one(tmp_path):
+    path = save(tmp_path / "a.ckpt", age=10)
+    assert damage(path) is None
+    before, content = path.stat(), bytearray(path.read_bytes())
+    content[content.index(STATE["state_dict"]["weight"].numpy().tobytes()) + 40] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert "is damaged" in damage(path)
+
+
+def test_a_whole_file_is_read_once(tmp_path, monkeypatch):
+    path = save(tmp_path / "a.ckpt")
+    read, testzip = [], checkpoint_io.zipfile.ZipFile.testzip
+    monkeypatch.setattr(checkpoint_io.zipfile.ZipFile, "testzip", lambda self: read.append(1) or testzip(self))
+    assert damage(path) is None
+    assert damage(path) is None
+    assert len(read) == 1
+    save(path, age=5)
+    assert damage(path) is None
+    assert len(read) == 2

@@ -1,0 +1,150 @@
+"""With which checkpoint a run goes on; what the command line says of it is in `tests/test_cli.py`."""
+
+import os
+import zipfile
+from types import SimpleNamespace
+
+import pytest
+import torch
+from lightning import Trainer
+
+from callbacks import StepCheckpoint
+from lightning_modules.training.checkpoints import resume as run_checkpoints
+from lightning_modules.training.checkpoints.resume import (
+    SameCheckpoint,
+    check_checkpoint_folders,
+    find_checkpoint,
+    goes_on,
+    owned_folders,
+)
+from lightning_modules.training.export import export_checkpoint
+
+WEIGHTS = {"state_dict": {}, "pytorch-lightning_version": "2.6.6"}
+WHOLE = {**WEIGHTS, "optimizer_states": []}
+
+
+@pytest.fixture
+def trainer(tmp_path):
+    return Trainer(logger=False, callbacks=[StepCheckpoint(tmp_path / "own")], accelerator="cpu")
+
+
+def test_evaluation_of_the_last_checkpoint_needs_one(trainer, tmp_path):
+    assert find_checkpoint("last", trainer, False) is None
+    with pytest.raises(ValueError, match=r"`ckpt_path: last` finds no checkpoint in '.*own'"):
+        find_checkpoint("last", trainer, False, resume=False)
+
+
+def test_weights_alone_can_be_evaluated_and_not_trained_on(trainer, tmp_path):
+    (tmp_path / "own").mkdir()
+    path = tmp_path / "own" / "weights.ckpt"
+    torch.save(WEIGHTS, path)
+    for name in (str(path), str(path.parent), "last"):
+        assert find_checkpoint(name, trainer, False, resume=False) == str(path)
+        with pytest.raises(ValueError, match="weights alone"):
+            find_checkpoint(name, trainer, False)
+    torch.save(WHOLE, path.with_name("whole.ckpt"))
+    with pytest.raises(ValueError, match=r"weights alone.*The newest good one beside it is .*whole.ckpt"):
+        find_checkpoint(str(path), trainer, False)
+
+
+def test_a_checkpoint_of_deepspeed_is_refused_or_passed_over(trainer, tmp_path):
+    folder = tmp_path / "own" / "step-2.ckpt"
+    folder.mkdir(parents=True)
+    (folder / "latest").write_text("checkpoint")
+    convert = "DeepSpeed ZeRO, which is no longer supported: convert it with `longce export` of the version"
+    for name in (str(folder), str(folder.parent), "last"):
+        with pytest.raises(ValueError, match=rf"step-2.ckpt'? was written by {convert}"):
+            find_checkpoint(name, trainer, False)
+    with pytest.raises(ValueError, match=rf"`checkpoint` '.*step-2.ckpt' was written by {convert}"):
+        export_checkpoint(str(folder), str(tmp_path / "exported"))
+    torch.save(WHOLE, folder.with_name("step-1.ckpt"))
+    assert find_checkpoint("last", trainer, False) == str(folder.with_name("step-1.ckpt"))
+
+
+def test_which_command_goes_on_with_what_it_has_saved(trainer, tmp_path):
+    given = ["last", str(tmp_path / "own"), None, str(tmp_path), str(tmp_path / "own" / "step-1.ckpt")]
+    assert [goes_on(path, trainer) for path in given] == [True, True, False, False, False]
+    trainer.checkpoint_callbacks[0].dirpath = str(tmp_path / "checkpoints")
+    assert goes_on(str(tmp_path), trainer)
+
+
+def test_several_processes_do_not_each_read_it_before_they_meet(trainer, tmp_path, monkeypatch):
+    (tmp_path / "own").mkdir()
+    for step in range(3):
+        torch.save(WHOLE, tmp_path / "own" / f"step-{step}.ckpt")
+    monkeypatch.setattr(zipfile.ZipFile, "testzip", lambda _: pytest.fail("read"))
+    several = SimpleNamespace(world_size=2, checkpoint_callbacks=trainer.checkpoint_callbacks)
+    newest = str(tmp_path / "own" / "step-2.ckpt")
+    for name in ("last", str(tmp_path / "own"), newest):
+        assert find_checkpoint(name, several, False) == newest
+    os.truncate(newest, os.path.getsize(newest) - 30)
+    assert find_checkpoint("last", several, False) == str(tmp_path / "own" / "step-1.ckpt")
+    with pytest.raises(ValueError, match="torn"):
+        find_checkpoint(newest, several, False)
+
+
+@pytest.mark.parametrize(
+    ("paths", "other"), [(["a", "a", None], "process 2 with nothing"), ([None, "a"], "process 1 ")]
+)
+def test_processes_that_found_different_checkpoints_are_refused(monkeypatch, paths, other):
+    def gathered(found, own):
+        found[:] = paths
+
+    monkeypatch.setattr(run_checkpoints.dist, "all_gather_object", gathered)
+    with pytest.raises(ValueError, match=rf"process 0 goes on with .*{other}.* on a disk that all nodes see"):
+        SameCheckpoint().setup(SimpleNamespace(world_size=len(paths), ckpt_path=paths[0]), None, "fit")
+    paths[:] = ["a"] * len(paths)
+    SameCheckpoint().setup(SimpleNamespace(world_size=len(paths), ckpt_path="a"), None, "fit")
+
+
+def test_logs_are_tried_out_as_well(tmp_path):
+    from lightning.pytorch.loggers import CSVLogger
+
+    (tmp_path / "file").touch()
+    save = StepCheckpoint(tmp_path / "own")
+    trainer = Trainer(logger=CSVLogger(tmp_path / "file" / "logs"), callbacks=[save], accelerator="cpu")
+    with pytest.raises(ValueError, match=r"Cannot write to the folder .*file \(.*`save_dir` of the logger"):
+        check_checkpoint_folders(trainer)
+
+
+@pytest.mark.parametrize(
+    ("saved", "said"),
+    [
+        (7, "Stopped at step 7. Go on with:\nlongce fit -c 'a b.yaml' --ckpt_path {folder}"),
+        (5, "Stopped at step 7, of which 5 are saved. Go on with:\nlongce fit -c 'a b.yaml' --ckpt_path {folder}"),
+        (0, "Stopped at step 7, of which nothing is saved: a `callbacks.StepCheckpoint`"),
+    ],
+)
+def test_who_stopped_a_run_hears_what_is_saved(trainer, tmp_path, monkeypatch, caplog, saved, said):
+    words = ["longce", "fit", "--ckpt_path", "last", "-c", "a b.yaml", "--ckpt_path=older"]
+    monkeypatch.setattr(run_checkpoints.sys, "argv", words)
+    trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = 7
+    trainer.checkpoint_callback._last_global_step_saved = saved
+    with caplog.at_level("INFO"):
+        run_checkpoints.say_how_to_go_on(trainer)
+    assert caplog.messages[-1].startswith(said.format(folder=tmp_path / "own"))
+
+
+def numbering(name, version, save_dir="runs"):
+    return SimpleNamespace(name=name, version=version, save_dir=save_dir)
+
+
+@pytest.mark.parametrize(
+    ("loggers", "dirpaths", "owned"),
+    [
+        ([numbering("longce", "mine")], [None], ["runs/longce/mine", "runs/longce/mine/checkpoints"]),
+        ([numbering("longce", 3)], ["a", "b", "a"], ["runs/longce/version_3", "a", "b"]),
+        ([numbering("project", None)], [None], []),  # a server will name it
+        ([numbering("project", None)], [None, "a"], ["a"]),
+        ([numbering("longce", "mine", "s3://bucket")], [None, "a"], ["a"]),
+        ([], [None], ["checkpoints"]),  # the working folder is the user's
+        ([], [], []),
+    ],
+)
+def test_which_folders_belong_to_a_run(tmp_path, monkeypatch, loggers, dirpaths, owned):
+    monkeypatch.chdir(tmp_path)
+    callbacks = [StepCheckpoint(dirpath) for dirpath in dirpaths]
+    for callback, dirpath in zip(callbacks, dirpaths, strict=True):
+        callback.dirpath = dirpath
+    trainer = SimpleNamespace(loggers=loggers, checkpoint_callbacks=callbacks, default_root_dir=str(tmp_path))
+    assert owned_folders(trainer) == [tmp_path / folder for folder in owned]

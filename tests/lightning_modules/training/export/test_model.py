@@ -1,0 +1,268 @@
+import ast
+import errno
+import json
+import multiprocessing
+import os
+import re
+import signal
+
+import pytest
+import torch
+import yaml
+from peft import AutoPeftModelForCausalLM, PeftModel
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from lightning_modules.training.export import ExportOptions, TrainingFacts, check_export, export_model, model
+from lightning_modules.utilities import files
+from tests.conftest import tiny_model
+from tests.lightning_modules.training.export.test_weights import adapted, export, logits, run_card
+
+EXTENDED = {"rope_parameters": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4}}
+
+
+@pytest.fixture
+def base(tmp_path):
+    """A model in a folder, and adapters trained on it with its positions interpolated."""
+    tiny_model("llama").save_pretrained(tmp_path / "base")
+    trained = adapted()
+    trained.get_base_model().load_state_dict(tiny_model("llama").state_dict(), strict=False)
+    config = trained.get_base_model().config
+    config.rope_parameters = EXTENDED["rope_parameters"]
+    rotary = type(trained.get_base_model().model.rotary_emb)(config)
+    trained.get_base_model().model.rotary_emb = rotary
+    return trained, TrainingFacts(base_model=str(tmp_path / "base"), base_is_local=True, changes=EXTENDED)
+
+
+def test_adapters_kept_apart_load_with_the_base_in_their_folder_and_not_without(base, tmp_path):
+    trained, facts = base
+    options = ExportOptions("kept", legacy_rope_keys=True)
+    export_model(trained, None, tmp_path / "out", options=options, facts=facts)
+    config = AutoConfig.from_pretrained(tmp_path / "out" / "base")
+    right = AutoModelForCausalLM.from_pretrained(tmp_path / "base", config=config)
+    loaded = PeftModel.from_pretrained(right, tmp_path / "out")
+    torch.testing.assert_close(logits(loaded), logits(trained), rtol=1e-4, atol=1e-4)
+    assert json.loads((tmp_path / "out" / "base" / "config.json").read_text())["rope_scaling"]["type"] == "linear"
+
+    # What loads the base model by itself computes other numbers: nobody can tell it, but the card says so.
+    wrong = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "out")
+    assert (logits(wrong) - logits(trained)).abs().max() > 0.1
+    assert "**computes other numbers, without an error**" in (tmp_path / "out" / "README.md").read_text()
+    # What asks the adapter for its base is told to look into the card.
+    hub = TrainingFacts(base_model="meta-llama/x", revision="0123abc", changes=EXTENDED)
+    for name, source in (("out", facts), ("hub", hub)):
+        export_model(trained, None, tmp_path / name, options=ExportOptions("kept"), facts=source)
+        for loader in (AutoPeftModelForCausalLM, AutoModelForCausalLM):
+            with pytest.raises((OSError, ValueError), match=r"with the config in base/, see README\.md"):
+                loader.from_pretrained(str(tmp_path / name))
+    assert (
+        'from_pretrained("meta-llama/x", config=config, revision="0123abc")' in (tmp_path / "hub/README.md").read_text()
+    )
+    assert json.loads((tmp_path / "hub" / "adapter_config.json").read_text())["revision"] == "0123abc"
+
+
+def test_adapters_of_an_unchanged_base_load_by_themselves(tmp_path):
+    tiny_model("llama").save_pretrained(tmp_path / "base")
+    trained = adapted()
+    trained.get_base_model().load_state_dict(tiny_model("llama").state_dict(), strict=False)
+    facts = TrainingFacts(base_model=str(tmp_path / "base"), base_is_local=True)
+    export_model(trained, None, tmp_path / "out", options=ExportOptions("kept"), facts=facts)
+    loaded = AutoPeftModelForCausalLM.from_pretrained(str(tmp_path / "out"))
+    torch.testing.assert_close(logits(loaded), logits(trained), rtol=1e-4, atol=1e-4)
+    assert "computes other numbers" not in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_the_card_says_what_was_done(tmp_path, tokenizer):
+    facts = TrainingFacts(
+        base_model="meta-llama/Llama-2-7b-hf",
+        revision="0123abc",
+        changes={"context_extension": {"method": "pi", "original_length": 4096, "target_length": 32768, "base": None}},
+        objective={"name": "LongCE", "gamma": 5.0},
+        context_length=4096,
+        stride=1024,
+        optimizer={"name": "AdamW", "lr": 2e-5, "betas": [0.9, 0.95]},
+        steps=200,
+        tokens_per_step=2097152,
+        data="PG19DataModule",
+        dataset="emozilla/pg19",
+        tokenizer="/home/me/tokenizer",
+        metrics={"val/longppl": 2.71828},
+        metrics_step=150,
+        versions={"longce": "0.1.0"},
+    )
+    export_model(adapted(), tokenizer, tmp_path / "out", options=ExportOptions(), facts=facts)
+    card = (tmp_path / "out" / "README.md").read_text()
+    front_matter = yaml.safe_load(card.split("---\n")[1])
+    assert front_matter["base_model"] == "meta-llama/Llama-2-7b-hf"
+    assert front_matter["library_name"] == "transformers"
+    assert front_matter["datasets"] == ["emozilla/pg19"]
+    for words in (
+        "revision `0123abc`",
+        "from 4096 to 32768 tokens by the method `pi`.",
+        "LongCE (gamma = 5.0)",
+        "K = 4096, d = 1024 tokens",
+        "AdamW (lr = 2e-05, betas = [0.9, 0.95])",
+        "| tokens per step | 2097152 |",
+        "| data | PG19DataModule (emozilla/pg19) |",
+        "after 150 steps",
+        "| `val/longppl` | 2.71828 |",
+        "longce 0.1.0",
+    ):
+        assert words in card, words
+    text = "".join(path.read_text() for path in (tmp_path / "out").iterdir() if path.suffix in (".md", ".json"))
+    assert "/home/me" not in text
+    assert str(tmp_path) not in text
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")("ba ce").input_ids == tokenizer("ba ce").input_ids
+    assert TrainingFacts.from_json(facts.to_json()) == facts
+
+
+@pytest.mark.parametrize("code", ["merged", "kept"])
+def test_the_lines_of_the_card_load_the_model(base, code, tmp_path, monkeypatch, tokenizer):
+    trained, facts = base
+    export_model(trained, tokenizer, tmp_path / "out", options=ExportOptions(code), facts=facts)
+    names = run_card(tmp_path / "out", monkeypatch)
+    torch.testing.assert_close(logits(names["model"]), logits(trained), rtol=1e-4, atol=1e-4)
+    assert names["tokenizer"]("ba").input_ids == tokenizer("ba").input_ids
+
+
+@pytest.mark.parametrize(
+    ("trained", "facts", "options", "message"),
+    [
+        (lambda: tiny_model(), {}, {"adapters": "kept"}, "`adapters: kept`: the model has none"),
+        (adapted, {}, {"adapters": "kept"}, "came from no hub id or folder"),
+        (lambda: adapted(init_lora_weights="pissa"), {"base_model": "a/b"}, {"adapters": "kept"}, "'merged'"),
+        (adapted, {}, {"eabf_as_abf": True}, "is 'default' and not 'eabf'"),
+    ],
+)
+def test_what_cannot_be_right_is_refused_before_anything_is_written(trained, facts, options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        export(trained(), tmp_path / "out", TrainingFacts(**facts), **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_quantised_base_is_not_merged(tmp_path):
+    trained = adapted()
+    trained.get_base_model().config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    with pytest.raises(ValueError, match=r"quantised base.*`adapters` to 'kept'"):
+        export(trained, tmp_path / "out")
+    # Weights that are stored in few bits are so by the base's own config; others by the lines of the card.
+    for name, quantization in (("stored", None), ("loaded", {"load_in_4bit": True})):
+        facts = TrainingFacts(base_model="a/b", quantization=quantization)
+        export_model(trained, None, tmp_path / name, options=ExportOptions("kept"), facts=facts)
+        content = json.loads((tmp_path / name / "base" / "config.json").read_text())
+        assert ("quantization_config" in content) == (name == "stored")
+        card = (tmp_path / name / "README.md").read_text()
+        assert ("quantization_config=BitsAndBytesConfig(load_in_4bit=True)" in card) == (name == "loaded")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"adapters": "split"}, "'split'.*'merged' or 'kept'"),
+        ({"dtype": "int8"}, "'int8'.*bfloat16"),
+        ({"adapters": "kept", "dtype": "bfloat16"}, "merged models"),
+    ],
+)
+def test_wrong_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        ExportOptions(**options)
+
+
+def test_a_generation_config_that_transformers_would_not_save(tmp_path, caplog):
+    trained = tiny_model()
+    trained.generation_config.temperature = 0.5  # without sampling, as some published models have it
+    trained.generation_config.do_sample = False
+    export(trained, tmp_path / "out")
+    assert "generation config is left out" in caplog.text
+
+
+def test_only_an_earlier_export_is_replaced(tmp_path):
+    target = tmp_path / "out"
+    export(tiny_model(seed=0), target)
+    export(tiny_model(seed=1), target)
+    (target / "notes.txt").write_text("keep")
+    with pytest.raises(ValueError, match=r"no earlier export.*'notes.txt'"):
+        export(tiny_model(), target)
+    tiny_model().save_pretrained(tmp_path / "model")  # has a config.json, too
+    (tmp_path / "file").write_text("keep")
+    for name in ("model", "file"):
+        with pytest.raises(ValueError, match="name a new folder"):
+            export(tiny_model(), tmp_path / name)
+    assert (target / "notes.txt").read_text() == "keep"
+    facts = TrainingFacts(base_model=str(target), base_is_local=True)
+    (target / "notes.txt").unlink()
+    with pytest.raises(ValueError, match="is the model that this one is made from"):
+        export(tiny_model(), target, facts)
+    (tmp_path / "empty").mkdir()
+    export(tiny_model(), tmp_path / "empty")
+    (tmp_path / "link").symlink_to("empty")
+    umask = os.umask(0o027)
+    export(tiny_model(), tmp_path / "link")
+    os.umask(umask)
+    assert (tmp_path / "link").is_symlink()
+    (tmp_path / "link").unlink()
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "empty").iterdir()} == {0o640}
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "model", "file", "empty"}
+
+
+def _killed(target, where):
+    def kill(*_, **__):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    module, name = {
+        "while weights are written": (model, "write_weights"),
+        "before the card": (model, "model_card"),
+        "before the exchange": (files, "_exchange"),
+        "after the exchange": (files.shutil, "rmtree"),
+    }[where]
+    if where == "after the exchange":
+        original = files._exchange
+        files._exchange = lambda *a: (original(*a), setattr(module, name, kill))
+    else:
+        setattr(module, name, kill)
+    export(tiny_model(seed=1), target)
+
+
+@pytest.mark.parametrize(
+    ("where", "seed"),
+    [("while weights are written", 0), ("before the card", 0), ("before the exchange", 0), ("after the exchange", 1)],
+)
+def test_a_kill_leaves_the_old_export_or_the_new_one(where, seed, tmp_path):
+    export(tiny_model(seed=0), tmp_path / "out")
+    child = multiprocessing.get_context("fork").Process(target=_killed, args=(tmp_path / "out", where))
+    child.start()
+    child.join()
+    assert child.exitcode == -signal.SIGKILL
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(logits(loaded), logits(tiny_model(seed=seed)))
+    export(tiny_model(), tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"], "the next one clears up"
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left"), SafetensorError("No space left")])
+def test_a_full_disk_leaves_the_old_export_and_names_the_remedy(error, tmp_path, monkeypatch):
+    export(tiny_model(seed=0), tmp_path / "out")
+    monkeypatch.setattr(model, "write_weights", lambda *_: (_ for _ in ()).throw(error))
+    with pytest.raises(ValueError, match=f"'{tmp_path / 'out'}'.*No space left.*Free some room, or name another"):
+        export(tiny_model(seed=1), tmp_path / "out")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(logits(loaded), logits(tiny_model(seed=0)))
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_folders_that_cannot_be_written_are_refused_before_training(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"Cannot write to the folder .*file .*another `output_dir`"):
+        check_export(tiny_model(), tmp_path / "file" / "out", ExportOptions(), TrainingFacts())
+    monkeypatch.setattr(model.Path, "is_mount", lambda path: path == tmp_path)
+    with pytest.raises(ValueError, match=r"mount point.*name a folder in it"):
+        check_export(tiny_model(), tmp_path, ExportOptions(), TrainingFacts())
+
+
+def test_names_from_a_checkpoint_stay_text_in_the_lines_of_the_card(tmp_path):
+    name = 'x"); raise SystemExit("run"); ("'
+    facts = TrainingFacts(base_model=name, revision=name)
+    export_model(adapted(), None, tmp_path / "out", options=ExportOptions("kept"), facts=facts)
+    code = ast.parse(re.search(r"```python\n(.*?)```", (tmp_path / "out/README.md").read_text(), re.DOTALL)[1])
+    assert not any(isinstance(node, ast.Raise) for node in ast.walk(code))
+    assert [node.value for node in ast.walk(code) if isinstance(node, ast.Constant)].count(name) == 2

@@ -1,0 +1,116 @@
+import json
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lightning_modules.models.context_extension.methods import ContextExtension, extend_config
+from lightning_modules.training.export import ExportOptions, TrainingFacts, export_model
+from lightning_modules.training.export.rope import LEGACY_TYPES, as_abf, guard_keys, legacy_rope_keys
+from tests.conftest import tiny_config, tiny_model
+from tests.lightning_modules.training.export.test_weights import logits, run_card
+
+METHODS = ("none", "pi", "abf", "ntk", "llama3", "yarn", "dynamic_ntk", "longrope", "eabf")
+
+
+def extended(model_type, method):
+    extra = {"long_factor": [2.0, 3.0, 4.0, 5.0]} if method == "longrope" else {}
+    if method == "longnet":
+        extra = {"segment_lengths": [8, 16], "dilation_rates": [1, 2]}
+    base = {"base": 2e6} if method in ("abf", "eabf") else {}
+    config = tiny_config(model_type, head_dim=8)
+    extend_config(config, ContextExtension(method, 64, 512, **extra, **base))
+    return config
+
+
+def read_by_4_45(content):
+    """The base and the scaling that the classes of transformers 4.45.2 take from a `config.json`."""
+    defaults = {"mixtral": 1e6}
+    theta = content.get("rope_theta", defaults.get(content["model_type"], 10000.0))
+    if theta is None:
+        raise TypeError("unsupported operand type(s) for **: 'NoneType' and 'Tensor'")
+    scaling = content.get("rope_scaling") if content["model_type"] in ("llama", "qwen2") else None
+    if scaling is not None and "type" in scaling:
+        scaling = {**scaling, "rope_type": scaling["type"]}
+    return theta, scaling
+
+
+def frequencies_of_4_45(content):
+    """Inverse frequencies as 4.45.2 computes them, for a text within the original length."""
+    theta, scaling = read_by_4_45(content)
+    width = content["head_dim"]
+    frequencies = theta ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
+    kind = (scaling or {}).get("rope_type", "default")
+    if kind == "linear":
+        return frequencies / scaling["factor"]
+    if kind == "llama3":
+        turns = scaling["original_max_position_embeddings"] * frequencies / (2 * torch.pi)
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        kept = ((turns - low) / (high - low)).clamp(0, 1)
+        return frequencies * (kept + (1 - kept) / scaling["factor"])
+    assert kind in ("default", "dynamic")
+    return frequencies
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "mistral", "mixtral", "gemma"])
+@pytest.mark.parametrize("method", METHODS)
+def test_version_4_is_right_or_stops_and_version_5_is_the_same(model_type, method, tmp_path):
+    config = extended(model_type, method)
+    expected = AutoModelForCausalLM.from_config(config).model.rotary_emb.inv_freq
+    content = json.loads(config.to_json_string(use_diff=False))
+    if method != "none":
+        with pytest.raises(TypeError):
+            read_by_4_45({**content, **guard_keys(content)})
+    if config.rope_parameters["rope_type"] not in LEGACY_TYPES[model_type]:
+        with pytest.raises(ValueError, match="`legacy_rope_keys`"):
+            legacy_rope_keys(content)
+        keys = guard_keys(content)
+    else:
+        keys = legacy_rope_keys(content)
+        torch.testing.assert_close(frequencies_of_4_45({**content, **keys}).float(), expected, rtol=1e-6, atol=0)
+    (tmp_path / "config.json").write_text(json.dumps({**content, **keys}))
+    read = AutoConfig.from_pretrained(tmp_path)
+    assert torch.equal(AutoModelForCausalLM.from_config(read).model.rotary_emb.inv_freq, expected)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "phi3", "gpt_neox"])
+def test_types_that_version_4_reads_otherwise_are_guarded_and_refused(model_type):
+    config = tiny_config(model_type)
+    content = json.loads(config.to_json_string(use_diff=False))
+    assert guard_keys(content) == {}, "its defaults are right"
+    content["rope_parameters"] |= {"rope_theta": 7e5}
+    assert guard_keys(content) == {"rotary_emb_base" if model_type == "gpt_neox" else "rope_theta": None}
+    with pytest.raises(ValueError, match=f"'{model_type}'.*transformers 5"):
+        legacy_rope_keys(content)
+
+
+def test_eabf_has_no_legacy_keys_and_becomes_abf_on_request(tmp_path, caplog):
+    config = extended("llama", "eabf")
+    with pytest.raises(ValueError, match=r"of type 'eabf'.*`eabf_as_abf`"):
+        legacy_rope_keys(config.to_dict())
+    assert as_abf(config.rope_parameters) == {"rope_type": "default", "rope_theta": 2e6}
+    with pytest.raises(ValueError, match=r"'default' and not 'eabf'"):
+        as_abf({"rope_type": "default", "rope_theta": 2e6})
+
+    model = tiny_model("llama", num_hidden_layers=3, rope_parameters=config.rope_parameters)
+    options = ExportOptions(eabf_as_abf=True, legacy_rope_keys=True)
+    export_model(model, None, tmp_path / "out", options=options, facts=TrainingFacts())
+    assert "logits differ" in caplog.text
+    assert "**logits differ" in (tmp_path / "out" / "README.md").read_text()
+    ids = torch.arange(200).unsqueeze(0)
+    with torch.no_grad():
+        difference = AutoModelForCausalLM.from_pretrained(tmp_path / "out")(ids).logits - model(ids).logits
+    assert difference[:, :64].abs().max() < 1e-5
+    assert difference[:, 64:].abs().max() > 1e-2
+    assert model.config.rope_parameters["rope_type"] == "eabf", "the model itself is not changed"
+
+
+@pytest.mark.parametrize("method", ["streaming_llm", "longnet"])
+def test_a_pattern_goes_with_the_config_and_its_card_registers_it(method, tmp_path, monkeypatch):
+    config = extended("llama", method)
+    with pytest.raises(ValueError, match=f"of type '{method}'"):
+        legacy_rope_keys(config.to_dict())
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    export_model(model, None, tmp_path / "out", options=ExportOptions(), facts=TrainingFacts())
+    assert "register_rope_types()" in (tmp_path / "out" / "README.md").read_text()
+    torch.testing.assert_close(logits(run_card(tmp_path / "out", monkeypatch)["model"]), logits(model))

@@ -1,0 +1,178 @@
+import json
+import re
+import weakref
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from lightning_modules.models.adapters import add_adapters
+from lightning_modules.training.export import ExportOptions, TrainingFacts, check_export, export_model, weights
+from lightning_modules.training.export.weights import merged_layer
+from tests.conftest import tiny_model
+
+IDS = torch.arange(60).unsqueeze(0)
+TARGETS = ["q_proj", "up_proj"]
+
+
+def adapted(*, tied=False, model_type="llama", dtype=torch.float32, **lora):
+    """A model with adapters that do something, as after a training."""
+    model = tiny_model(model_type, tie_word_embeddings=tied, dtype=dtype)
+    model = get_peft_model(model, LoraConfig(r=2, task_type="CAUSAL_LM", **{"target_modules": TARGETS, **lora}))
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+    return model.eval()
+
+
+def export(model, folder, facts=None, **options):
+    export_model(model, None, folder, options=ExportOptions(**options), facts=facts or TrainingFacts())
+    return AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+def run_card(folder, monkeypatch):
+    """What the Python lines of a model card define, run as they stand."""
+    monkeypatch.chdir(folder)
+    names = {}
+    exec(re.search(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)[1], names)
+    return names
+
+
+@torch.no_grad()
+def logits(model):
+    return model(IDS).logits
+
+
+@pytest.mark.parametrize(
+    ("lora", "tied", "stays_tied"),
+    [
+        ({}, False, False),
+        ({}, True, True),
+        ({"use_dora": True}, False, False),
+        ({"use_rslora": True, "lora_alpha": 3}, True, True),
+        ({"target_modules": ["q_proj", "lm_head"]}, True, False),
+        ({"target_modules": ["q_proj", "embed_tokens"]}, True, False),
+        ({"modules_to_save": ["lm_head"]}, True, False),
+        ({"modules_to_save": ["embed_tokens"]}, True, False),
+        ({"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, True, True),
+        ({"modules_to_save": ["input_layernorm"]}, False, False),
+        ({"trainable_token_indices": [3, 5]}, False, False),
+    ],
+)
+def test_merged_logits_are_those_of_the_adapters_and_the_config_says_what_is_tied(lora, tied, stays_tied, tmp_path):
+    model = adapted(tied=tied, **lora)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    expected = logits(model)
+    loaded = export(model, tmp_path / "out")
+    torch.testing.assert_close(logits(loaded), expected, rtol=1e-4, atol=1e-4)
+    with model.disable_adapter():
+        assert (logits(model) - expected).abs().max() > 0.1, "the adapters do something"
+
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] == stays_tied
+    assert ("lm_head.weight" in load_file(tmp_path / "out" / "model.safetensors")) == (not stays_tied)
+
+    assert torch.equal(logits(model), expected)
+    assert model.get_base_model().config.tie_word_embeddings == tied
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "mixtral"])
+def test_biases_and_experts(model_type, tmp_path):
+    model = adapted(model_type=model_type, target_modules=["q_proj", "v_proj"])
+    torch.testing.assert_close(logits(export(model, tmp_path / "out")), logits(model), rtol=1e-4, atol=1e-4)
+
+
+def test_a_half_precision_base_is_merged_in_float32_and_rounded_once(tmp_path):
+    layer = adapted(dtype=torch.bfloat16).get_base_model().model.layers[0].self_attn.q_proj
+    base, (a, b) = layer.base_layer.weight, (layer.lora_A.default.weight, layer.lora_B.default.weight)
+    expected = base.double() + layer.scaling["default"] * b.double() @ a.double()
+    assert torch.equal(merged_layer(layer)["weight"], expected.to(torch.bfloat16))
+    torch.testing.assert_close(merged_layer(layer, torch.float32)["weight"], expected.float())
+    assert layer.merged_adapters == []
+    assert base.dtype == torch.bfloat16
+
+
+def test_shards_hold_a_few_layers_each_and_the_index_finds_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(weights, "SHARD_BYTES", 60_000)
+    model = adapted(tied=True)
+    loaded = export(model, tmp_path / "out")
+    torch.testing.assert_close(logits(loaded), logits(model), rtol=1e-4, atol=1e-4)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    files = {path.name: load_file(path) for path in (tmp_path / "out").glob("*.safetensors")}
+    assert len(files) > 2
+    assert {name: file for file, tensors in files.items() for name in tensors} == index["weight_map"]
+    for tensors in files.values():
+        assert len(tensors) == 1 or sum(tensor.nbytes for tensor in tensors.values()) <= 60_000
+    # A later export with one file leaves nothing of this one.
+    monkeypatch.undo()
+    export(model, tmp_path / "out")
+    assert not list((tmp_path / "out").glob("model-*"))
+    assert not (tmp_path / "out" / "model.safetensors.index.json").exists()
+
+
+def test_only_a_shard_is_held_beside_the_model(tmp_path, monkeypatch):
+    monkeypatch.setattr(weights, "SHARD_BYTES", 60_000)
+    sizes = []
+    original = weights._on_cpu
+    alive = []
+
+    def spy(tensor, dtype):
+        result = original(tensor, dtype).clone()
+        alive[:] = [reference for reference in alive if reference() is not None]
+        alive.append(weakref.ref(result))
+        sizes.append(sum(reference().nbytes for reference in alive))
+        return result
+
+    monkeypatch.setattr(weights, "_on_cpu", spy)
+    model = adapted()
+    export(model, tmp_path / "out")
+    assert max(sizes) <= 60_000
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float16"])
+def test_type_of_the_weights(dtype, tmp_path):
+    model = adapted()
+    loaded = export(model, tmp_path / "out", dtype=dtype)
+    wanted = torch.float32 if dtype == "auto" else getattr(torch, dtype)
+    assert {parameter.dtype for parameter in loaded.parameters()} == {wanted}
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["dtype"] == str(wanted).removeprefix("torch.")
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    expected = merged_layer(model.get_base_model().model.layers[0].self_attn.q_proj)["weight"].to(wanted)
+    assert torch.equal(loaded.model.layers[0].self_attn.q_proj.weight, expected)
+    assert ("were rounded" in (tmp_path / "out" / "README.md").read_text()) == (dtype != "auto")
+
+
+def test_adapters_on_half_precision_weights_are_exported_in_one_type_and_exactly_in_float32(tmp_path):
+    model = add_adapters(
+        tiny_model(dtype=torch.bfloat16),
+        {"r": 2, "target_modules": TARGETS, "modules_to_save": ["norm"]},
+        autocast=True,
+    )
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.1
+    facts = TrainingFacts(lora={"r": 2})
+    for dtype, stored in (("auto", torch.bfloat16), ("float32", torch.float32)):
+        loaded = export(model, tmp_path / dtype, facts, dtype=dtype)
+        assert {tensor.dtype for tensor in load_file(tmp_path / dtype / "model.safetensors").values()} == {stored}
+        words = f"stored in {str(stored).removeprefix('torch.')}" + (", to which they were rounded" * (dtype == "auto"))
+        assert words in (tmp_path / dtype / "README.md").read_text()
+    torch.testing.assert_close(logits(loaded), logits(model.float()), rtol=1e-4, atol=1e-4)
+
+
+def test_adapters_that_cannot_be_merged_alone_are_refused(tmp_path):
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    model = adapted(model_type="mixtral", target_modules=["q_proj"], target_parameters=experts)
+    message = r"`model.layers.0.mlp.experts`.*'kept'"
+    with pytest.raises(ValueError, match=message):
+        export(model, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ValueError, match=message):  # before training
+        check_export(model, tmp_path / "out", ExportOptions(), TrainingFacts())
+    with pytest.raises(ValueError, match=r"lora_bias.*'kept'"):
+        export(adapted(lora_bias=True), tmp_path / "out")

@@ -1,0 +1,99 @@
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from lightning import LightningModule, Trainer
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.utils.data import DataLoader
+
+from callbacks import StepCheckpoint
+from lightning_modules.training import preemption
+from lightning_modules.training.preemption import Preemption
+
+ACCUMULATE = 3
+
+
+class Line(LightningModule):
+    """One weight; signals its own process in some batches."""
+
+    def __init__(self, *batches, number=signal.SIGTERM):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.batches, self.number = batches, number
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx in self.batches:
+            os.kill(os.getpid(), self.number)
+        return (self.weight - batch.float().mean()) ** 2
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(folder, module):
+    callbacks = [Preemption(), StepCheckpoint(folder, "{step}", every_n_train_steps=100, save_on_exception=True)]
+    silent = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    trainer = Trainer(max_epochs=1, accumulate_grad_batches=ACCUMULATE, callbacks=callbacks, **silent)
+    trainer.fit(module, DataLoader(range(20)))
+    return trainer
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_training_ends_with_the_step_saved_and_status_0(tmp_path, capfd):
+    handler = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SIGTERMException) as stopped:
+        fit(tmp_path, Line(4, 5))
+    assert not stopped.value.code
+    assert [path.name for path in tmp_path.iterdir()] == ["step=2.ckpt"]
+    loops = torch.load(tmp_path / "step=2.ckpt", weights_only=True)["loops"]["fit_loop"]
+    assert loops["epoch_loop.batch_progress"]["current"]["ready"] == 2 * ACCUMULATE
+    assert capfd.readouterr().err.count("SIGTERM: stopping after this optimizer step") == 1
+    assert signal.getsignal(signal.SIGTERM) == handler
+
+
+SECOND = """
+import time
+from pathlib import Path
+from lightning_modules.training import preemption
+from tests.lightning_modules.training.test_preemption import Line, fit
+preemption.ECHO = 0.0
+fit(Path("."), Line(4, 5))
+"""
+
+
+def test_a_second_signal_ends_the_process_at_once(tmp_path):
+    path = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run([sys.executable, "-c", SECOND], cwd=tmp_path, env=environment, check=False)
+    assert ended.returncode == 128 + signal.SIGTERM
+    assert list(tmp_path.glob("*.ckpt")) == []
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_under_slurm_the_announcement_of_the_end_requeues_the_job(tmp_path, monkeypatch, caplog):
+    (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/called\n')
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.setattr(preemption.SLURMEnvironment, "detect", staticmethod(lambda: True))
+    for number, expected in ((signal.SIGTERM, False), (signal.SIGUSR1, True)):
+        asked = Preemption()
+        old = {signal_: signal.getsignal(signal_) for signal_ in (signal.SIGTERM, signal.SIGUSR1)}
+        try:
+            asked.on_train_start(None, None)
+            os.kill(os.getpid(), number)
+        finally:
+            for signal_, handler in old.items():
+                signal.signal(signal_, handler)
+        asked.requeue(goes_on=True)
+        assert (tmp_path / "called").exists() == expected
+    assert (tmp_path / "called").read_text() == "requeue 77\n"
+    asked.requeue(goes_on=False)  # it would begin again for ever
+    assert "use `--ckpt_path last`" in caplog.text
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "77")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
+    asked.requeue(goes_on=True)
+    assert (tmp_path / "called").read_text() == "requeue 77\nrequeue 77_3\n"

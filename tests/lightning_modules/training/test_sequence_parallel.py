@@ -1,0 +1,313 @@
+"""The same numbers whether a process has whole rows or shares each with others (DeepSpeed Ulysses)."""
+
+import functools
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from torch.distributed.tensor import DTensor
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from callbacks import ExternalEvaluator
+from datamodules import PG19DataModule
+from lightning_modules.batch import IGNORE_INDEX, PackedBatch
+from lightning_modules.functional import Weighing
+from lightning_modules.long_context_lm import LongContextLM
+from lightning_modules.models.attention import register_document_attention
+from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.loading import load_backbone, load_config
+from lightning_modules.objectives import CrossEntropy, LongCE
+from lightning_modules.training.sequence_parallel import (
+    FullyShardedUlyssesStrategy,
+    SequenceGroup,
+    UlyssesStrategy,
+    check_processes,
+    check_sequence_parallelism,
+    sequence_parallel_size,
+)
+from tests.conftest import make_text, tiny_config, tiny_model
+from tests.support.distributed import run_distributed
+
+STEPS, ROW = 5, 65  # tokens of a row, which neither 2 nor 4 divides
+EABF = {"method": "eabf", "original_length": 16, "target_length": 128}
+VARIANTS = {
+    "longce": {"gradient_checkpointing": True, "context_extension": EABF},
+    "cross entropy": {"objective": CrossEntropy(), "gradient_checkpointing": "selective"},
+    "lora": {
+        "lora": {"r": 2, "target_modules": ["q_proj", "lm_head"], "modules_to_save": ["norm"]},
+        "short_window_share": 0.5,
+    },
+}
+RUNS = [("ddp", "longce"), ("ddp", "cross entropy"), ("fsdp", "lora")]
+STRATEGIES = {"ddp": UlyssesStrategy, "fsdp": FullyShardedUlyssesStrategy}
+
+
+@pytest.fixture(scope="module")
+def setup(tokenizer, evaluator_dir, tmp_path_factory):
+    """Books, and a model with fewer key-value heads than processes, of whose three layers EABF scales the last."""
+    folder = tmp_path_factory.mktemp("sequence parallelism")
+    tiny_model("llama", len(tokenizer), seed=1, num_hidden_layers=3, num_key_value_heads=1).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    lengths = {"train": [150, 20, 250, 5, 150], "validation": [60, 3, 80, 40, 71]}
+    for split, words in lengths.items():
+        (folder / split).mkdir()
+        for number, count in enumerate(words):
+            (folder / split / f"{number}.txt").write_text(make_text(count, seed=100 * len(split) + number))
+    return SimpleNamespace(folder=str(folder), evaluator=str(evaluator_dir))
+
+
+def train(setup, root, variant, *, strategy="auto", processes=1, accumulated=2):
+    """Five steps with clipping and accumulation, then validation."""
+    torch.manual_seed(0 if strategy == "auto" else int(os.environ["LOCAL_RANK"]))  # processes draw windows together
+    module = LongContextLM(
+        setup.folder,
+        context_length=16,
+        stride=16,
+        dtype="float64",
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+        **({"objective": LongCE()} | VARIANTS[variant]),
+    )
+    judge = ExternalEvaluator(
+        setup.evaluator, context_length=16, stride=16, alpha=0.5, beta=-6.0, cache_dir=str(root / f"by {strategy}")
+    )
+    trainer = Trainer(
+        accelerator="cpu",
+        strategy="auto" if strategy == "auto" else STRATEGIES[strategy](sequence_parallel_size=2),
+        devices=processes,
+        callbacks=[judge],
+        inference_mode=strategy != "fsdp",
+        use_distributed_sampler=False,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        num_sanity_val_steps=0,
+        default_root_dir=root,
+        max_steps=STEPS,
+        accumulate_grad_batches=accumulated,
+        gradient_clip_val=1.0,
+        val_check_interval=STEPS * accumulated,
+    )
+    losses, compute = [], module._statistics.compute
+
+    def kept(strategy):
+        sums = strategy.reduce(module._statistics._sums.clone(), reduce_op="sum")
+        losses.append((sums[0] / sums[2]).item())
+        return compute(strategy)
+
+    module._statistics.compute = kept
+    data = PG19DataModule(setup.folder, path=setup.folder, sequence_length=ROW, cache_dir=str(root / "tokens"))
+    widths = seen_tokens(module)
+    trainer.fit(module, data)
+    assert len(losses) == STEPS
+    logged = {name: float(value) for name, value in trainer.callback_metrics.items() if "second" not in name}
+    results = {
+        "losses": torch.tensor(losses, dtype=torch.float64),
+        "longppl": judge.longppl.compute(),
+        "longppl_soft": judge.longppl_soft.compute(),
+        "perplexity": module._perplexity.compute(),
+        "logged": logged,
+        "tokens_per_step": module.training_facts().tokens_per_step,
+        "weights": {name: whole(tensor) for name, tensor in module.named_parameters()},
+    }
+    return results, widths
+
+
+def seen_tokens(module):
+    """How many tokens of a row are in a layer where gradients are wanted: filled in as training goes on."""
+    widths = set()
+
+    def look(layer, inputs):
+        if torch.is_grad_enabled():
+            widths.add(inputs[0].shape[1])
+
+    module.on_train_start = lambda: module.backbone.decoder.layers[0].mlp.register_forward_pre_hook(look)
+    return widths
+
+
+def whole(tensor):
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def other_rows(group):
+    """What is said of processes that share a row and were given different ones."""
+    tokens = torch.full((1, 4), group.rank)
+    batch = PackedBatch(input_ids=tokens, labels=tokens, position_ids=tokens, document_borders=[[0, 4]])
+    with pytest.raises(ValueError, match=r"were given different ones: .*distributed_sampler_kwargs") as error:
+        group.check_same(batch)
+    group.check_same(batch | {"input_ids": torch.zeros(1, 4)})
+    return str(error.value)
+
+
+def looks_elsewhere(setup, group):
+    """What is said of a model of which a part is not attention and looks at other tokens."""
+    backbone = load_backbone(setup.folder)
+    group.check(backbone)
+    assert backbone.decoder.layers[0].self_attn.num_key_value_groups == 4, "passes that are not shared would use it"
+    backbone.decoder.layers[0].mlp.register_forward_hook(lambda _, __, output: output.cumsum(1))
+    with pytest.raises(ValueError, match=r"other log-likelihoods .* without `sequence_parallel_size`") as error:
+        group.check(backbone)
+    backbone.base_model.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match="with 'eager' attention: it takes"):
+        group.check(backbone)
+    return str(error.value)
+
+
+def without_shared_memory():
+    """DeepSpeed compiles this operator on a CPU, which takes a minute once; nothing here calls it."""
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def _train(rank, processes, setup, root, runs, accumulated):
+    os.environ["LOCAL_RANK"] = str(rank)
+    without_shared_memory()
+    results = {}
+    for strategy, variant in runs:
+        results[strategy, variant], widths = train(
+            setup, root, variant, strategy=strategy, processes=processes, accumulated=accumulated
+        )
+        assert widths == {33}, "half of 65 tokens, rounded up"
+    group = SequenceGroup(dist.group.WORLD)
+    results["messages"] = other_rows(group), looks_elsewhere(setup, group)
+    sdpa = AttentionInterface()["sdpa"]
+    assert getattr(sdpa, "attention", sdpa) is sdpa_attention_forward, "an evaluator would be given the exchange"
+    torch.save(results, root / f"rank {rank}.pt")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def two(setup, root):
+    """What each of two processes found."""
+    pytest.importorskip("deepspeed")
+    run_distributed(_train, setup, root, RUNS, 2)
+    return [torch.load(root / f"rank {rank}.pt") for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def one(setup, root):
+    """What one process finds; computed when asked for."""
+    return functools.cache(lambda variant, accumulated=2: train(setup, root / "one", variant, accumulated=accumulated))
+
+
+def assert_same(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-9, equal_nan=True)
+
+
+@pytest.mark.parametrize(("strategy", "variant"), RUNS)
+def test_losses_weights_and_metrics_are_those_of_whole_rows(two, one, strategy, variant):
+    expected, widths = one(variant)
+    assert widths == {ROW}
+    assert expected["losses"].isfinite().all()
+    assert expected["longppl"].isfinite()
+    for results in two:
+        assert_same(results[strategy, variant], expected)
+
+
+def test_what_cannot_be_shared_is_refused_by_all_processes(two):
+    assert two[0]["messages"] == two[1]["messages"]
+
+
+@pytest.mark.slow
+def test_two_groups_of_two_processes(setup, one, tmp_path):
+    pytest.importorskip("deepspeed")
+    runs = [("ddp", "longce"), ("fsdp", "longce"), ("fsdp", "lora")]
+    run_distributed(_train, setup, tmp_path, runs, 1, world_size=4)
+    for rank in range(4):
+        results = torch.load(tmp_path / f"rank {rank}.pt")
+        for strategy, variant in runs[:2]:  # the groups draw other windows than a single process does
+            assert_same(results[strategy, variant], one(variant)[0])
+        assert results["fsdp", "lora"]["losses"].isfinite().all()
+
+
+def _group(rank, size):
+    group = SequenceGroup.__new__(SequenceGroup)
+    group.rank, group.size = rank, size
+    return group
+
+
+def test_parts_are_the_tokens_and_what_they_predict():
+    tokens = torch.arange(10, 17).unsqueeze(0)
+    labels = tokens.clone()
+    labels[:, [0, 5]] = IGNORE_INDEX
+    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1]])
+    batch = PackedBatch(input_ids=tokens, labels=labels, position_ids=positions, document_borders=[[0, 5, 7]])
+    short = torch.arange(7.0).unsqueeze(0)
+    weighing = Weighing(torch.add, short, short > 2)
+    parts = [_group(rank, 2).part(batch) for rank in range(2)]
+    weighings = [_group(rank, 2).part_of_weighing(weighing) for rank in range(2)]
+    no = IGNORE_INDEX
+    assert [part["input_ids"].tolist() for part in parts] == [[[10, 11, 12, 13]], [[14, 15, 16, 0]]]
+    assert [part["labels"].tolist() for part in parts] == [[[no, 11, 12, 13, 14]], [[no, no, 16, no, no]]]
+    assert [part["position_ids"].tolist() for part in parts] == [[[0, 1, 2, 3]], [[4, 0, 1, 0]]]
+    assert all(part["document_borders"] == [[0, 5, 7, 8]] for part in parts)
+    assert [part.short.tolist() for part in weighings] == [[[0, 1, 2, 3, 4]], [[0, 5, 6, 0, 0]]]
+    assert [part.differs.sum() for part in weighings] == [2, 2]
+    assert _group(1, 2).part_of_weighing(Weighing(torch.add)) == Weighing(torch.add)
+
+
+@pytest.mark.parametrize(
+    ("size", "settings", "attention", "message"),
+    [
+        (3, {}, "auto", "3 must divide the 4 attention heads"),
+        (8, {}, "auto", "8 must divide the 4 attention heads"),
+        (4, {"num_attention_heads": 24, "num_key_value_heads": 6}, "auto", "its 6 key-value heads"),
+        (2, {}, "flash_attention_2", "not with 'flash_attention_2': set `attn_implementation: sdpa`"),
+        (2, {"architecture": "mistral", "sliding_window": 64}, "auto", "a sliding window of 64"),
+        (2, {"architecture": "gemma3_text"}, "auto", r"full attention \(sliding_attention\)"),
+    ],
+)
+def test_models_whose_rows_cannot_be_shared(size, settings, attention, message):
+    config = tiny_config(**({"hidden_size": 48} | settings))
+    with pytest.raises(ValueError, match=message):
+        check_sequence_parallelism(config, size, attention)
+    check_sequence_parallelism(config, 1, attention)
+
+
+def test_models_whose_rows_can_be_shared(tmp_path):
+    for size, heads, key_heads in [(2, 4, 2), (4, 4, 2), (4, 8, 8), (8, 8, 1)]:
+        check_sequence_parallelism(
+            tiny_config(num_attention_heads=heads, num_key_value_heads=key_heads, hidden_size=64), size
+        )
+    tiny_config("qwen2").save_pretrained(tmp_path)
+    check_sequence_parallelism(load_config(str(tmp_path), context_extension=EABF), 2)
+    pattern = {"method": "rerope", "original_length": 4096, "target_length": 8192}
+    with pytest.raises(ValueError, match="attention pattern 'rerope'"):
+        check_sequence_parallelism(load_config(str(tmp_path), context_extension=pattern), 2)
+
+
+def test_groups_need_their_processes():
+    check_processes(4, 8)
+    with pytest.raises(ValueError, match=r"is 4, and 6 process\(es\) do not form groups of 4"):
+        check_processes(4, 6)
+
+
+def test_each_process_has_rows_of_its_own_without_it(monkeypatch):
+    trainer = SimpleNamespace(strategy=object(), world_size=2)
+    assert sequence_parallel_size(trainer) == 1
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    trainer.strategy = UlyssesStrategy(sequence_parallel_size=2)
+    with pytest.raises(ValueError, match="needs the package deepspeed: pip install"):
+        sequence_parallel_size(trainer)
+
+
+def test_a_mask_of_a_part_is_refused():
+    backbone = Backbone(tiny_model())
+    backbone.base_model.set_attn_implementation(register_document_attention())
+    assert AttentionInterface()["sdpa"] is not None
+    with pytest.raises(ValueError, match="needs a mask, which is of this process's part"):
+        backbone.decoder(
+            input_ids=torch.zeros(1, 4, dtype=torch.long),
+            attention_mask=torch.tensor([[0, 1, 1, 1]]),
+            exchange=sdpa_attention_forward,
+        )

@@ -1,0 +1,100 @@
+"""Who may find modules in the working directory."""
+
+import importlib.util
+import multiprocessing
+import os
+import subprocess
+import sys
+from multiprocessing.spawn import get_command_line
+from types import SimpleNamespace
+
+import pytest
+
+from lightning_modules.utilities.user_modules import hidden_module_hint, import_object, user_modules
+
+LIBRARY = (
+    "def look(name):\n    import importlib\n    return importlib.util.find_spec(name), importlib.import_module(name)\n"
+)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working directory, and a library that is installed in it, as in a virtual environment that lies there."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "um_library.py").write_text(LIBRARY)
+    (tmp_path / "um_decoy.py").write_text("raise AssertionError('a decoy was run')")
+    (tmp_path / "um_namespace").mkdir()
+    (tmp_path / "um_package").mkdir()
+    (tmp_path / "um_package" / "__init__.py").write_text("")
+    (tmp_path / "um_package" / "own.py").write_text(
+        "import um_sibling\n\nclass Own:\n    def later(self):\n"
+        "        import um_later\n        return um_later.__name__\n"
+    )
+    (tmp_path / "um_sibling.py").write_text("")
+    (tmp_path / "um_later.py").write_text("")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "site")])
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    for name in [name for name in sys.modules if name.startswith("um_")]:
+        del sys.modules[name]
+
+
+def test_what_the_user_names_is_found_and_what_that_imports_now_and_later(folder):
+    path = list(sys.path)
+    with user_modules():
+        own = import_object("um_package.own.Own")
+        os.chdir("/")
+        assert own().later() == "um_later"
+        assert sys.path == path
+    with pytest.raises(ImportError):
+        import_object("um_decoy.Name")
+
+
+@pytest.mark.parametrize("name", ["um_decoy", "um_namespace"])
+def test_libraries_find_nothing_even_if_they_are_installed_below_the_folder(folder, name):
+    with user_modules():
+        import um_library  # type: ignore[import-not-found]
+
+        assert importlib.util.find_spec(name) is None
+        with pytest.raises(ImportError):
+            um_library.look(name)
+
+
+def test_processes_of_multiprocessing_do_not_search_the_folder(folder, monkeypatch):
+    (folder / "pickle.py").write_text("raise AssertionError('a decoy was run')")
+    before = get_command_line()
+    with user_modules():
+        assert "-P" in get_command_line()
+        worker = multiprocessing.get_context("spawn").Process()
+        worker.start()
+        worker.join()
+        assert worker.exitcode == 0
+    assert get_command_line() == before
+    monkeypatch.setattr(sys, "path", ["", *sys.path])  # as `python -m` has it
+    with user_modules():
+        assert get_command_line() == before
+
+
+def test_scripts_that_the_user_starts_find_their_neighbors(folder, monkeypatch):
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    (folder / "tools").mkdir()
+    (folder / "tools" / "neighbor.py").write_text("")
+    (folder / "tools" / "run.py").write_text("import neighbor")
+    with user_modules():
+        subprocess.run([sys.executable, "tools/run.py"], check=True)
+
+
+def test_other_processes_of_a_run_keep_the_safe_path_of_the_first(monkeypatch):
+    monkeypatch.setenv("PYTHONSAFEPATH", "")
+    monkeypatch.setattr(sys, "flags", SimpleNamespace(safe_path=True))  # `python -P`
+    with user_modules():
+        assert os.environ["PYTHONSAFEPATH"] == "1"
+
+
+def test_a_file_with_the_name_of_an_installed_package_is_named(folder):
+    message = "Problem with given class_path '{}.Foo'"
+    assert hidden_module_hint(message.format("datasets")) == ""
+    (folder / "datasets.py").write_text("class Foo: ...")
+    assert f"not '{folder / 'datasets.py'}': rename the file" in hidden_module_hint(message.format("datasets"))
+    assert hidden_module_hint(message.format("um_sibling")) == ""
+    assert hidden_module_hint("another message") == ""

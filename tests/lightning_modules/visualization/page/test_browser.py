@@ -1,0 +1,78 @@
+"""The page in a real browser, where there is one."""
+
+import pytest
+
+from lightning_modules.functional import key_token_mask, long_perplexity
+from tests.conftest import make_text
+from tests.lightning_modules.visualization.page.conftest import NASTY, make_inspection
+from tests.support.browser import browser_python, in_browser
+
+
+@pytest.fixture(scope="module")
+def python():
+    found = browser_python()
+    if found is None:
+        pytest.skip("no browser: PySide6 is not installed")
+    return found
+
+
+def test_the_document_is_shown_and_nothing_of_it_is_run(python, tokenizer, tmp_path):
+    path = make_inspection(tokenizer, name="<script>alert(3)</script>").save(tmp_path / "page.html")
+    found = in_browser(
+        python,
+        path,
+        """
+        const article = document.getElementById("document");
+        document.getElementById("next").click();
+        const elements = article.querySelectorAll("script, img").length;
+        return [article.textContent, elements, document.activeElement.className];""",
+    )
+    text, elements, focused = found["result"]
+    assert text == NASTY
+    assert elements == 0
+    assert {"t", "k", "current"} <= set(focused.split())
+    assert found["title"] == "<script>alert(3)</script>: key tokens"
+    assert found["dialogs"] == found["messages"] == []
+    assert found["requests"] == [path.as_uri()]
+
+
+def test_sliders_and_keys_move_through_key_tokens(python, tokenizer, tmp_path):
+    inspection = make_inspection(tokenizer, text=make_text(400))
+    path = inspection.save(tmp_path / "page.html")
+    found = in_browser(
+        python,
+        path,
+        """
+        const slider = document.getElementById("alpha-slider");
+        const text = (id) => document.getElementById(id).textContent;
+        const later = () => new Promise((done) => requestAnimationFrame(() => setTimeout(done, 0)));
+        slider.value = 4.5;
+        slider.dispatchEvent(new Event("input"));
+        await later();
+        const counted = [text("count"), text("longppl"), document.getElementById("alpha").value];
+        const places = [];
+        for (const key of ["n", "n", "n", "p"]) {
+          document.body.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
+          await later();
+          const current = document.querySelector(".current");
+          places.push([text("place"), Number(current.dataset.token), text("card").includes("key token")]);
+        }
+        return [counted, places];""",
+    )
+    assert "error" not in found, found["error"]
+    (count, longppl, alpha), places = found["result"]
+    key = key_token_mask(inspection.scores.long, inspection.scores.short, alpha=4.5)
+    assert (count, alpha) == (f"{int(key.sum()):,}", "4.5")
+    assert longppl == f"{long_perplexity(inspection.scores.long, key):.3f}"
+    tokens = key.nonzero().squeeze(-1).tolist()
+    assert [place for place, _, _ in places] == [f"{number} of {len(tokens)}" for number in (1, 2, 3, 2)]
+    assert [token for _, token, _ in places] == [tokens[0], tokens[1], tokens[2], tokens[1]]
+    assert all(is_key for _, _, is_key in places)
+
+
+def test_the_frame_of_a_notebook_shows_the_page(python, tokenizer, tmp_path):
+    frame = tmp_path / "notebook.html"
+    frame.write_text(f"<!doctype html><meta charset=utf-8>{make_inspection(tokenizer)._repr_html_()}", encoding="utf-8")
+    found = in_browser(python, frame, "return document.querySelector('iframe').contentDocument === null;")
+    assert found["result"] is True  # an origin of its own: it cannot reach the notebook
+    assert found["messages"] == []

@@ -1,0 +1,147 @@
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_modules.commands.cli.main import main
+from lightning_modules.functional import key_token_mask
+from lightning_modules.models.backbone import Backbone
+from lightning_modules.scoring.alternatives import Alternatives
+from lightning_modules.scoring.evaluator import Evaluator
+from lightning_modules.scoring.score import score
+from lightning_modules.visualization.page import inspect_document
+from tests.conftest import make_text, tiny_model
+from tests.lightning_modules.visualization.page.conftest import as_json, unpacked
+
+SETTINGS = {"context_length": 48, "stride": 16, "alpha": 0.5, "beta": -6.0}
+OPTIONS = [word for name, value in SETTINGS.items() for word in (f"--{name}", str(value))]
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts").mkdir()
+    path = tmp_path / "texts" / "a report.txt"
+    path.write_text(f"<script>alert(1)</script>\n{make_text(110)} 🙂\n", encoding="utf-8")
+    return str(path)
+
+
+def test_command_writes_the_page_of_the_evaluators_scores(file, model_dir, evaluator_dir, capsys):
+    main(["inspect", file, "--evaluator", str(evaluator_dir), "--model", str(model_dir), *OPTIONS])
+    out = capsys.readouterr().out.splitlines()
+    page = Path("a report.txt.html").read_text(encoding="utf-8")
+    assert out[1] == f"a report.txt.html ({len(page.encode()) / 1e6:.1f} MB)"
+    text = Path(file).read_text(encoding="utf-8")
+    scores = Evaluator(str(evaluator_dir), context_length=48, stride=16).scores(text)
+    arrays = unpacked(page, "scores")
+    assert np.array_equal(arrays["long"], scores.long.numpy())
+    assert np.array_equal(arrays["short"], scores.short.numpy())
+    assert arrays["text"].tobytes().decode() == text
+    key = key_token_mask(scores.long, scores.short, alpha=0.5, beta=-6.0)
+    assert key.sum() > 3
+    judged = score(file, str(model_dir), str(evaluator_dir), **SETTINGS)
+    assert out[0].startswith(f"a report.txt: {len(key)} tokens, {int(key.sum())} key tokens")
+    assert f"LongPPL {judged['longppl']:.1f}, perplexity {judged['perplexity']:.1f}" in out[0]
+    assert str(model_dir) in out[0]
+
+
+def test_alternatives_are_those_of_the_model(file, evaluator_dir):
+    text = Path(file).read_text(encoding="utf-8")
+    inspection = inspect_document(text, str(evaluator_dir), alternatives=3, **SETTINGS)
+    assert isinstance(inspection.alternatives, Alternatives)
+    long, scores = inspection.alternatives.long, inspection.scores
+    own = long.token_ids == inspection.scores.token_ids.unsqueeze(-1)
+    assert own[1:].any()
+    torch.testing.assert_close(long.log_likelihood[own][1:], scores.long.unsqueeze(-1).expand(own.shape)[own][1:])
+    assert (long.log_likelihood[1:, 0] >= scores.long[1:] - 1e-5).all()
+    early = slice(None, 64)
+    assert torch.equal(long.token_ids[early], inspection.alternatives.short.token_ids[early])
+    assert not torch.equal(long.token_ids, inspection.alternatives.short.token_ids)
+
+
+def test_stored_scores_need_no_model_and_alternatives_one_pass_more(file, evaluator_dir, monkeypatch):
+    passes = []
+    original = Backbone.forward
+    monkeypatch.setattr(
+        Backbone,
+        "forward",
+        lambda self, batch, *a, **k: passes.append(len(batch["labels"])) or original(self, batch, *a, **k),
+    )
+    text = Path(file).read_text(encoding="utf-8")
+    first = inspect_document(text, str(evaluator_dir), alternatives=0, **SETTINGS)
+    once = len(passes)
+    assert first.alternatives is None
+    passes.clear()
+    second = inspect_document(text, str(evaluator_dir), alternatives=2, **SETTINGS)
+    assert 0 < len(passes) <= once
+    assert torch.equal(first.scores.long, second.scores.long)
+    monkeypatch.setattr("lightning_modules.scoring.evaluator.load_backbone", None)
+    third = inspect_document(text, str(evaluator_dir), alternatives=0, **{**SETTINGS, "alpha": 1.0})
+    assert torch.equal(first.scores.short, third.scores.short)
+
+
+def test_max_tokens_is_counted_by_the_evaluator(file, evaluator_dir):
+    text = Path(file).read_text(encoding="utf-8")
+    whole = inspect_document(text, str(evaluator_dir), alternatives=0, **SETTINGS)
+    cut = inspect_document(text, str(evaluator_dir), alternatives=0, max_tokens=90, **SETTINGS)
+    assert len(cut.scores.token_ids) == 90
+    assert text.startswith(cut.text)
+    torch.testing.assert_close(cut.scores.long, whole.scores.long[:90], atol=1e-5, rtol=0)
+
+
+def fails(arguments, capsys):
+    """What `longce` prints when it refuses."""
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_bad_input_is_named_before_any_model_is_loaded(file, model_dir, evaluator_dir, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("lightning_modules.scoring.score.load_backbone", None)
+    monkeypatch.setattr("lightning_modules.scoring.evaluator.load_backbone", None)
+    judge = ["--evaluator", str(evaluator_dir)]
+    (tmp_path / "latin.txt").write_bytes(b"first line\nna\xefve")
+    (tmp_path / "empty.txt").write_text(" \n")
+    cases = {
+        "./nowhere.txt": ["./nowhere.txt", *judge],
+        "latin.txt', line 2: byte 0xef": [str(tmp_path / "latin.txt"), *judge],
+        "empty.txt' is empty": [str(tmp_path / "empty.txt"), *judge],
+        "/no/such/judge": [file, "--evaluator", "/no/such/judge"],
+        "/no/such/model": [file, *judge, "--model", "/no/such/model"],
+        "`stride`": [file, *judge, "--stride", "0"],
+        "`context_length`": [file, *judge, "--context_length", "-5"],
+        "`alpha`": [file, *judge, "--alpha", "-1"],
+        "`beta`": [file, *judge, "--beta", "0.5"],
+        "`alternatives` must be an integer from 0 to 20, got 21": [file, *judge, "--alternatives", "21"],
+        "`max_tokens` must be an integer of 1 or more, got 0": [file, *judge, "--max_tokens", "0"],
+        "no/folder/out.html": [file, *judge, "--output", "no/folder/out.html"],
+        "is the document, which the page would replace": [file, *judge, "--output", "texts/../texts/a report.txt"],
+        "evaluator": [file],
+        "--strides": [file, *judge, "--strides", "4"],
+    }
+    for expected, arguments in cases.items():
+        assert expected in fails(["inspect", *arguments], capsys)
+    assert not list(tmp_path.glob("*.html"))
+
+
+def test_tokenizer_that_is_not_the_models(file, evaluator_dir, tmp_path, tokenizer, capsys, monkeypatch):
+    monkeypatch.setattr("lightning_modules.scoring.evaluator.load_backbone", None)
+    tiny_model("llama", 100).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    command = ["inspect", file, "--model", str(tmp_path / "model"), "--evaluator", str(evaluator_dir)]
+    assert "embedding of 100 tokens" in fails(command, capsys)
+
+
+def test_a_text_that_is_no_unicode_is_refused(evaluator_dir):
+    with pytest.raises(ValueError, match="lone surrogate"):
+        inspect_document("ba ce \ud83d di", str(evaluator_dir))
+
+
+def test_a_short_document_has_a_page_without_key_tokens(evaluator_dir):
+    inspection = inspect_document("ba ce di.", str(evaluator_dir), **SETTINGS)
+    assert re.search(r"0 key tokens \(0\.00 %\), LongPPL —", inspection.summary())
+    assert as_json(unpacked(inspection.html(), "scores")["facts"])["first_short"] == len(inspection.scores.token_ids)
+    assert unpacked(inspection.html(), "alternatives")["short_token"].shape == (0, 5)

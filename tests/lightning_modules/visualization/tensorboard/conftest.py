@@ -1,0 +1,22 @@
+import pytest
+import torch
+
+from lightning_modules.visualization.tensorboard import ScoredDocument
+
+
+@pytest.fixture
+def make_document():
+    def make(words, lsd=None, long=None, key=(), name="a document"):
+        """Tokens with the space before them, as those of GPT-2's tokenizer."""
+        text, offsets = "", []
+        for word in words:
+            offsets.append([len(text), len(text) + len(word)])
+            text += word
+        count = len(words)
+        long = torch.full((count,), -1.0) if long is None else torch.tensor(long)
+        short = long - (torch.zeros(count) if lsd is None else torch.tensor(lsd))
+        mask = torch.zeros(count, dtype=torch.bool)
+        mask[list(key)] = True
+        return ScoredDocument(name, text, torch.tensor(offsets), long, short, mask)
+
+    return make

@@ -1,0 +1,334 @@
+"""Files of strangers run no code: each payload is shown to work where it is run on purpose."""
+
+import ast
+import io
+import json
+import os
+import pickle
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import yaml
+from safetensors.torch import load_file
+
+from datamodules.influence.store import InfluenceStore
+from datamodules.sources.documents import with_text
+from datamodules.text import TextDataModule
+from datamodules.token_store.store import TokenStore
+from lightning_modules.commands.cli.main import main
+from lightning_modules.models.checks import check_weight_files
+from lightning_modules.models.loading import load_backbone, load_config
+from lightning_modules.models.tokenization.tokenizer import load_tokenizer
+from lightning_modules.scoring.token_scores import TokenScores, read_key_spans
+from lightning_modules.training.checkpoints.io import CheckedCheckpointIO, check_checkpoint
+from lightning_modules.training.export import ExportOptions, TrainingFacts, export_checkpoint
+from lightning_modules.training.export.card import model_card
+
+ROOT = Path(__file__).parents[2]
+OURS = [path for name in ("lightning_modules", "datamodules", "callbacks") for path in (ROOT / name).rglob("*.py")]
+
+
+class Payload:
+    """Unpickled without restrictions, it makes a file."""
+
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.marker),)
+
+
+@pytest.fixture
+def marker(tmp_path):
+    return tmp_path / "code was run"
+
+
+def works(marker, run):
+    """That the payload does its work when somebody lets it, so that its absence means something."""
+    assert not marker.exists(), "code of a stranger was run"
+    run()
+    assert marker.exists(), "this payload would never have worked"
+
+
+def calls(tree):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            yield node, ast.unparse(node.func), {word.arg: ast.unparse(word.value) for word in node.keywords}
+
+
+def test_no_code_of_ours_evaluates_text_or_unpickles_files():
+    assert len(OURS) > 80
+    for path in OURS:
+        for node, name, words in calls(ast.parse(path.read_text())):
+            place = f"{path}:{node.lineno}: {name}"
+            assert name not in ("eval", "exec", "compile", "__import__", "os.system", "os.popen", "pickle.load"), place
+            assert not name.startswith(("marshal.", "shelve.", "dill.", "joblib.", "cloudpickle.")), place
+            assert name not in ("yaml.load", "yaml.unsafe_load", "yaml.full_load") or words.get("Loader"), place
+            assert words.get("shell", "False") == "False", place
+            assert words.get("trust_remote_code") != "True", place
+            if name.endswith("torch.load"):
+                assert words["weights_only"] in ("True", "weights_only is not False"), place
+            if name == "pickle.loads":  # of what it has pickled itself, in memory
+                assert ast.unparse(node.args[0]).startswith("pickle.dumps("), place
+
+
+def test_key_spans_are_parsed(tmp_path, marker):
+    text = f"__import__('os').mkdir({str(marker)!r})"
+    for content in (text, f"[0, 1];{text}", f"[{text}, 1]", "[1, 0]", "[-1, 3]", "[" * 9999):
+        (tmp_path / "spans.txt").write_text(content)
+        with pytest.raises(ValueError, match=r"spans\.txt"):
+            read_key_spans(tmp_path / "spans.txt")
+    works(marker, lambda: eval(text))
+
+
+@pytest.mark.parametrize("forced", [False, True])
+def test_checkpoints(tmp_path, marker, monkeypatch, forced):
+    if forced:
+        monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    path = tmp_path / "x.ckpt"
+    torch.save({"state_dict": {"w": torch.ones(1)}, "extra": Payload(marker)}, path)
+    for load in (
+        lambda: CheckedCheckpointIO().load_checkpoint(path),
+        lambda: CheckedCheckpointIO().load_checkpoint(path, weights_only=None),
+        lambda: export_checkpoint(str(path), str(tmp_path / "out")),
+    ):
+        with pytest.raises(ValueError, match=r"x\.ckpt.* holds code and must not be loaded") as refused:
+            load()
+        assert "weights_only" not in str(refused.value)
+    works(marker, lambda: torch.load(path, weights_only=False))
+
+
+@pytest.fixture
+def sharded(tmp_path, monkeypatch):
+    """A sharded checkpoint as one process writes it."""
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+    def save(folder, state):
+        dcp.save(state, checkpoint_id=str(folder))
+        torch.save({}, folder / "meta.pt")
+
+    yield save
+    dist.destroy_process_group()
+
+
+def test_sharded_checkpoints(tmp_path, marker, sharded):
+    state = {"w": torch.ones(3), "lr": 0.1, "nested": {"betas": (0.9, 0.95), "half": torch.ones(2).half()}}
+    folder = tmp_path / "good"
+    sharded(folder, state)
+    check_checkpoint(folder)
+    index = (folder / ".metadata").read_bytes()
+    (folder / ".metadata").write_bytes(index[: len(index) // 2])
+    with pytest.raises(ValueError, match="is damaged"):
+        check_checkpoint(folder)
+
+    (folder / ".metadata").write_bytes(pickle.dumps(Payload(marker)))
+    with pytest.raises(ValueError, match=r"holds more than weights \(it names posix.mkdir\)"):
+        check_checkpoint(folder)
+    works(marker, lambda: _quietly(lambda: dcp.FileSystemReader(folder).read_metadata()))
+    marker.rmdir()
+
+    (folder / ".metadata").write_bytes(index)
+    torch.save({"loops": Payload(marker)}, folder / "meta.pt")
+    with pytest.raises(ValueError, match="holds more than weights"):
+        check_checkpoint(folder)
+    works(marker, lambda: torch.load(folder / "meta.pt", weights_only=False))
+
+
+def test_values_in_sharded_checkpoints(tmp_path, marker, sharded):
+    folder = tmp_path / "values"
+    sharded(folder, {"w": torch.ones(3), "lr": Payload(marker)})
+    with pytest.raises(ValueError, match="holds more than weights"):
+        check_checkpoint(folder)
+    works(marker, lambda: _quietly(lambda: dcp.load({"w": torch.ones(3), "lr": 0}, checkpoint_id=str(folder))))
+    content = (folder / ".metadata").read_bytes()
+    name = next(folder.glob("*.distcp")).name
+    shutil.copy(folder / name, tmp_path / "outside")
+    (folder / ".metadata").write_bytes(content.replace(name.encode(), b"../outside".ljust(len(name), b" ")))
+    with pytest.raises(ValueError, match=r"is damaged|outside of it"):
+        check_checkpoint(folder)
+
+
+def _quietly(run):
+    try:
+        run()
+    except Exception as error:  # what a payload leaves is of no use to whoever called it
+        print(error)  # noqa: T201, for whoever looks why a payload no longer works
+
+
+def test_rows_of_data_sets(tmp_path, marker, model_dir):
+    pickled = pickle.dumps(Payload(marker))
+    source = tmp_path / "corpus"
+    (source / "sub").mkdir(parents=True)
+    record = {"text": "ba ce", "name": f"../../{marker.name}", "__reduce__": ["os.mkdir", str(marker)]}
+    (source / "a.jsonl").write_text(json.dumps(record) + "\n")
+    documents = TextDataModule(str(model_dir), train=str(source / "a.jsonl"), name_field="name").source("train")
+    assert [document.name for document in with_text(documents)] == [record["name"]]
+    table = pyarrow.table({"text": ["ba ce"], "obj": [pickled]})
+    pyarrow.parquet.write_table(table, source / "sub" / "b.parquet")
+    files = TextDataModule(str(model_dir), train=str(source / "sub"), text_field="obj").source("train")
+    with pytest.raises(ValueError, match="the text must be a string, got bytes"):
+        list(files)
+    works(marker, lambda: pickle.loads(pickled))
+
+
+MODULE = """
+import os
+from transformers import {base}
+os.mkdir({marker!r})
+class Evil({base}):
+    {body}
+"""
+
+
+def remote_code(folder, marker, base, body="model_type = 'llama'"):
+    (folder / "evil.py").write_text(MODULE.format(base=base, marker=str(marker), body=body))
+
+
+def test_model_and_tokenizer_folders(tmp_path, marker, model_dir, monkeypatch):
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = tmp_path / "model"
+    shutil.copytree(model_dir, folder)
+    remote_code(folder, marker, "PreTrainedConfig")
+    config = json.loads((folder / "config.json").read_text())
+    auto_map = dict.fromkeys(("AutoConfig", "AutoModelForCausalLM"), "evil.Evil") | {"AutoTokenizer": 2 * ["evil.Evil"]}
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "evil", "auto_map": auto_map}))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    evil = {"tokenizer_class": "Evil", "auto_map": auto_map, "chat_template": "{{ ''.__class__.__mro__ }}"}
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, **evil}))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\ny\ny\n"))  # nobody is asked
+    for load in (load_config, load_tokenizer, load_backbone):
+        _quietly(lambda load=load: load(str(folder)))
+    works(marker, lambda: _quietly(lambda: load_config(str(folder), trust_remote_code=True)))
+
+
+def test_pickled_weights_of_models_and_adapters(tmp_path, marker, model_dir, monkeypatch):
+    folder = tmp_path / "model"
+    shutil.copytree(model_dir, folder)
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save({**weights, "evil": Payload(marker)}, folder / "pytorch_model.bin")
+    for forced in ("0", "1"):
+        monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", forced)
+        with pytest.raises(
+            ValueError, match=r"holds code and must not be loaded: it would run `posix\.mkdir`"
+        ) as refused:
+            load_backbone(str(folder))
+        assert "weights_only" not in str(refused.value)
+        with pytest.raises(ValueError, match="holds code"):
+            check_weight_files(str(folder))  # before another model is loaded and scores
+    works(marker, lambda: torch.load(folder / "pytorch_model.bin", weights_only=False))
+    marker.rmdir()
+    adapters = tmp_path / "adapters"
+    adapters.mkdir()
+    lora = {"peft_type": "LORA", "base_model_name_or_path": str(model_dir), "target_modules": ["q_proj"], "r": 2}
+    (adapters / "adapter_config.json").write_text(json.dumps(lora))
+    shutil.copy(model_dir / "config.json", adapters)
+    torch.save({"evil": Payload(marker)}, adapters / "adapter_model.bin")
+    monkeypatch.delenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
+    _quietly(lambda: load_backbone(str(adapters)))
+    works(marker, lambda: torch.load(adapters / "adapter_model.bin", weights_only=False))
+
+
+MKDIR = "{{class_path: os.mkdir, init_args: {{path: '{marker}'}}}}"
+POPEN = "{{class_path: subprocess.Popen, init_args: {{args: [mkdir, '{marker}']}}}}"
+CONFIGS = {
+    "tag": "model: !!python/object/apply:os.mkdir ['{marker}']",
+    "name": "model: {{dtype: !!python/name:os.mkdir }}",
+    "callback": f"trainer: {{{{callbacks: [{MKDIR}]}}}}",
+    "process": f"trainer: {{{{callbacks: [{POPEN}]}}}}",
+    "data": f"data: {POPEN}",
+    "objective": f"model: {{{{objective: {MKDIR}}}}}",
+    "optimizer": f"model: {{{{optimizer: {POPEN}}}}}",
+    "schedule": f"model: {{{{lr_scheduler: {POPEN}}}}}",
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_configs_name_classes_of_the_right_kind_only(name, tmp_path, marker, monkeypatch, capsys):
+    (tmp_path / "evil.yaml").write_text(CONFIGS[name].format(marker=marker))
+    words = ["fit", "-c", str(ROOT / "configs" / "base.yaml"), "-c", str(tmp_path / "evil.yaml")]
+    monkeypatch.setattr(sys, "argv", ["longce", *words])
+    with pytest.raises(SystemExit) as stopped:
+        main(words)
+    assert stopped.value.code == 2
+    assert "error" in capsys.readouterr().err
+    works(marker, lambda: os.mkdir(marker))
+
+
+def test_a_config_is_code_all_the_same(tmp_path, marker, monkeypatch):
+    """Why only configs that one has read should be run.
+
+    To name a class imports its module, which runs it, and for an optimizer a function will do.
+    """
+    (tmp_path / "evil_module.py").write_text(f"import os\nos.mkdir({str(marker)!r})\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    optimizer = json.dumps({"class_path": "os.mkdir", "init_args": {"path": str(marker)}})
+    for options in (["--model.objective", "evil_module.Evil"], ["--model.optimizer", optimizer]):
+        words = ["fit", *options]
+        monkeypatch.setattr(sys, "argv", ["longce", *words])
+        with pytest.raises(SystemExit):
+            main(words)
+        assert marker.exists()
+        marker.rmdir()
+
+
+def test_stored_scores_and_tokens(tmp_path, marker, model_dir):
+    pickled = pickle.dumps({"long": Payload(marker)})
+    (tmp_path / "x.safetensors").write_bytes(pickled)
+    with pytest.raises(ValueError, match=r"x\.safetensors"):
+        TokenScores.load(tmp_path / "x.safetensors")
+    store = tmp_path / "store"
+    store.mkdir()
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"12345678")
+    manifest = {"bytes": {"../secret": 8}, "crc32": {"../secret": 0}, "dtype": "O"}
+    (store / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match=r"manifest\.json is not what was written"):
+        TokenStore(store)
+    works(marker, lambda: pickle.loads(pickled))
+
+
+def test_stored_influence(tmp_path, marker):
+    store, pickled = tmp_path / "store", pickle.dumps(Payload(marker))
+    store.mkdir()
+    good = {"format": 1, "complete": True, "tokens": 4, "made_from": {"gamma": 5.0}}
+    for header in (
+        pickled,
+        b"[" * 100_000,
+        *(json.dumps({**good, **change}).encode() for change in ({"tokens": "4"}, {"tokens": -1}, {"made_from": [1]})),
+        *(json.dumps({**good, **change}).encode() for change in ({"made_from": {}}, {"complete": "yes"})),
+    ):
+        (store / "header.json").write_bytes(header)
+        with pytest.raises(ValueError, match=r"header\.json' "):
+            InfluenceStore(store)
+    (store / "header.json").write_text(json.dumps({**good, "tokens": len(pickled) // 2}))
+    (store / "influence.bin").write_bytes(pickled[: len(pickled) // 2 * 2])
+    assert InfluenceStore(store).values.dtype == np.float16  # numbers, whatever stands there
+    (store / "influence.bin").unlink()
+    (store / "influence.bin").symlink_to("/dev/zero")
+    with pytest.raises(ValueError, match="damaged"):
+        InfluenceStore(store)
+    works(marker, lambda: pickle.loads(pickled))
+
+
+def test_model_cards_quote_what_they_are_told():
+    """Of a checkpoint's hostile name neither the header nor the lines that load the model become anything else."""
+    hostile = 'x"); import os; os.mkdir("y")\n---\n!!python/object/apply:os.mkdir [z]'
+    facts = TrainingFacts(base_model=hostile, base_is_local=False, dataset=hostile)
+    for adapters in ("merged", "kept"):
+        card = model_card(facts, {"model_type": "llama", "dtype": "float32"}, ExportOptions(adapters))
+        header = next(yaml.safe_load_all(card))
+        assert header["base_model"] == hostile
+        assert header["datasets"] == [hostile]
+        code = ast.parse(card.split("```python\n")[1].split("```")[0])
+        assert not [name for _, name, _ in calls(code) if name.startswith("os.")]
