@@ -11,7 +11,6 @@ from datamodules.recall.language import (
     SET,
     field_values,
     genre_words,
-    possible_values,
     recall_tokenizer,
 )
 from datamodules.recall.module import RecallDataModule, RecallSource
@@ -33,7 +32,6 @@ __all__ = [
     "RecallTask",
     "field_values",
     "genre_words",
-    "possible_values",
     "recall_documents",
     "recall_questions",
     "recall_records",
