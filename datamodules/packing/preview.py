@@ -95,7 +95,7 @@ def _row(
         part, end = _part(rows, document, start, stop), place + stop - start
         yield f"  {place:,} to {end:,}: document {document:,}{name}, {part}"
         place = end
-        tokens = rows.store.read(start, stop).tolist()
+        tokens = rows.store.tokens[start:stop].tolist()
         for title, ids in (("prompt   ", tokens[:prompt]), ("response " if prompt else "", tokens[prompt:])):
             if ids:
                 text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)

@@ -64,7 +64,7 @@ class PackedRowDataset(Dataset[Row]):
 
     def __getitem__(self, index: int) -> Row:
         segments = self.rows.row(index)
-        tokens = np.concatenate([self.store.read(start, stop) for start, stop in segments.tolist()], dtype=np.int64)
+        tokens = np.concatenate([self.store.tokens[start:stop] for start, stop in segments.tolist()], dtype=np.int64)
         ends = np.cumsum(segments[:, 1] - segments[:, 0])
         row = make_row(tokens, ends if self.isolate_documents else ends[-1:])
         if not self.loss_on_prompt:

@@ -237,7 +237,7 @@ def test_second_run_tokenises_nothing(word_tokenizer, root, caplog):
     caplog.set_level(logging.INFO)
     ready(word_tokenizer, root)
     ready(word_tokenizer, root)
-    assert caplog.text.count("Tokenised 3 documents into 11 tokens") == 1
+    assert caplog.text.count("Tokenized 3 documents into 11 tokens") == 1
 
 
 # a b c d <eos> | e f g <eos> | h <eos>
@@ -285,7 +285,7 @@ def test_an_epoch_reads_every_token_of_odd_documents_once(byte_tokenizer, packin
             rows = None
         texts = [text for text in texts if text.strip()]  # the others are left out
         expected = [token for text in texts for token in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
-        assert store.read(0, len(store.tokens)).tolist() == expected
+        assert store.tokens.tolist() == expected
         if rows is None or len(rows) < world_size:
             return
         dataset, seen, left_out = PackedRowDataset(store, rows), np.zeros(len(expected), int), set(range(len(rows)))
