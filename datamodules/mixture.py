@@ -106,7 +106,7 @@ class MixtureDataModule(PackedTextDataModule):
             with _naming(name):
                 module._check_evaluation_source(stage)
         if stage == "fit":
-            self._check_trainer()
+            self.check_trainer()
             for name, module in self.modules.items():
                 with _naming(name):
                     if tokenizer_hash(module.tokenizer) != tokenizer_hash(self.tokenizer):

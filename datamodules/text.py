@@ -129,7 +129,7 @@ class StreamingTextDataModule(TextDataModule):
     def prepare_data(self) -> None:
         stage = self._stage()
         if stage == "fit":
-            self._check_trainer()
+            self.check_trainer()
             self.train_dataloader()  # refuses what cannot be streamed
         self._check_evaluation_source(stage)
 

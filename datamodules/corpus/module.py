@@ -79,9 +79,7 @@ class DocumentCorpus(LightningDataModule):
         if not self.files:
             raise ValueError("`files` is empty: name files, folders or patterns of the documents.")
         if num_workers > (most := max(64, 4 * (os.cpu_count() or 1))):
-            raise ValueError(
-                f"`num_workers` = {num_workers} are more processes than this machine bears: {most} at most."
-            )
+            raise ValueError(f"`num_workers={num_workers}` exceeds the limit of {most} for this machine.")
         self.tokenizer_name = tokenizer
         self.tokenizer_revision = tokenizer_revision
         self.column_names = CorpusColumns(text_column, key_column, tuple(columns or ()))

@@ -33,7 +33,7 @@ class InfluenceWriter:
 
     Args:
         folder: Made if need be; on several machines it must be one that all of them see.
-        made_from: All that the weights depend on, with what `rows_identity` says of the rows and ``gamma``, their cap.
+        made_from: All that the weights depend on, with the rows' `PackedRowDataset.identity` and ``gamma``, their cap.
         rows: The rows, all of ``made_from["sequence_length"]`` tokens with their padding.
         tokens: Length of the token stream.
 

@@ -1,16 +1,21 @@
 """Train on short rows first and long rows later: the same rows in the same order, cut until the switch."""
 
+import logging
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from jsonargparse.typing import PositiveFloat, PositiveInt
-from lightning.pytorch import Trainer
+from lightning import LightningDataModule
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional.checks import check_count
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -52,15 +57,51 @@ class LengthCurriculum:
                 f" {sequence_length} and be smaller: rows are cut into equal pieces before the switch."
             )
 
-    @staticmethod
-    def check_trainer(trainer: Trainer) -> None:
-        """Raise a ``ValueError`` for a trainer without a last step."""
-        if trainer.max_steps < 0 and (trainer.max_epochs or -1) < 0:
+
+class CurriculumDataModule(LightningDataModule):
+    """Data module whose training batches are cut until the switch; whether one is depends on the step alone.
+
+    Args:
+        curriculum: When to cut, and how; null for never.
+    """
+
+    def __init__(self, curriculum: LengthCurriculum | None = None) -> None:
+        super().__init__()
+        self.curriculum = curriculum
+        self._switch_before: int | None = None
+
+    def check_trainer(self) -> None:
+        """Raise a ``ValueError`` if the curriculum needs the number of steps and the trainer has no last one."""
+        if self.curriculum and self.trainer and self.trainer.max_steps < 0 and (self.trainer.max_epochs or -1) < 0:
             raise ValueError("`curriculum.share` is a share of all steps: give `trainer.max_steps` or `max_epochs`.")
 
-    def short_steps(self, trainer: Trainer) -> int:
-        """Return the number of optimizer steps with short rows."""
-        return round(self.share * trainer.estimated_stepping_batches)
+    @override
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        if self.curriculum and self.trainer and self.trainer.training and self.trainer.global_step < self._switch():
+            return cut_rows(batch, self.curriculum.sequence_length)
+        return batch
+
+    def _switch(self) -> int:
+        """Compute the number of optimizer steps with short rows, which is known from the first batch on."""
+        assert self.curriculum is not None
+        assert self.trainer is not None
+        switch = round(self.curriculum.share * self.trainer.estimated_stepping_batches)
+        before, self._switch_before = self._switch_before, None  # compared once
+        if before not in (None, switch):
+            _log.warning(
+                "Rows become long after step %d of the run; for the checkpoint's run it was %d. Other"
+                " `trainer.max_steps`, `accumulate_grad_batches` or `curriculum` have moved it.",
+                *(switch, before),
+            )
+        return switch
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"switch": self._switch()} if self.curriculum and self.trainer else {}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._switch_before = state_dict.get("switch")
 
 
 def cut_rows(batch: PackedBatch, length: int) -> PackedBatch:

@@ -79,7 +79,7 @@ def test_training_rows_of_one_epoch(word_tokenizer, root):
 def stored(tokenizer, root, **kwargs):
     """Weights of the rows of `root`: a tenth of the token's place in the stream."""
     module = ready(tokenizer, root, **kwargs)
-    writer = InfluenceWriter(root / "w", {**module.identity(module.rows), "gamma": 5.0}, module.rows.rows, tokens=11)
+    writer = InfluenceWriter(root / "w", {**module.rows.identity(), "gamma": 5.0}, module.rows.rows, tokens=11)
     writer.write(range(3), np.arange(9, dtype=np.float32).reshape(3, 3) / 10)
     writer.finish()
     return str(root / "w")

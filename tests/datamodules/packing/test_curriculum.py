@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from datamodules import RecallDataModule
-from datamodules.packing.curriculum import LengthCurriculum, cut_rows
+from datamodules.packing.curriculum import CurriculumDataModule, LengthCurriculum, cut_rows
 from datamodules.packing.sequences import collate_rows, make_row
 from lightning_modules.batch import IGNORE_INDEX
 
@@ -117,9 +117,10 @@ def test_a_resumed_run_warns_of_another_switch(tmp_path, caplog):
 
 
 def test_what_makes_no_sense_is_refused():
-    endless = lightning.Trainer(max_epochs=-1, accelerator="cpu", logger=False)
+    endless = CurriculumDataModule(LengthCurriculum(sequence_length=4, share=0.5))
+    endless.trainer = lightning.Trainer(max_epochs=-1, accelerator="cpu", logger=False)
     with pytest.raises(ValueError, match=r"give `trainer\.max_steps` or `max_epochs`"):
-        LengthCurriculum.check_trainer(endless)
+        endless.check_trainer()
     for share in (1.0, 1.5):
         with pytest.raises(ValueError, match="between 0 and 1"):
             LengthCurriculum(sequence_length=4, share=share)
