@@ -7,7 +7,7 @@ from jsonargparse.typing import PositiveInt
 from typing_extensions import override
 
 from datamodules.packed_text import PackedTextDataModule
-from datamodules.sources.documents import JsonLines, Source
+from datamodules.sources.documents import RecordFiles, Source
 from datamodules.sources.hub import HubDataset, holds_parquet
 from datamodules.sources.splits import HashSplit, Split, json_lines_files
 
@@ -50,7 +50,7 @@ class PileArxivDataModule(PackedTextDataModule):
     def source(self, split: Split) -> Source:
         path = Path(self.path).expanduser()
         if path.is_file():
-            return HashSplit(JsonLines((path,), where=ARXIV), split, self.holdout)
+            return HashSplit(RecordFiles((path,), where=ARXIV), split, self.holdout)
         if path.is_dir() and not holds_parquet(path):
-            return JsonLines(json_lines_files(path, split), where=ARXIV)
+            return RecordFiles(json_lines_files(path, split), where=ARXIV)
         return HubDataset(self.path, split, where=ARXIV, revision=self.revision)

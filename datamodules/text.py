@@ -10,10 +10,9 @@ from typing_extensions import override
 from datamodules.packed_text import PackedTextDataModule
 from datamodules.packing.sequences import PackedRowDataset, Row
 from datamodules.packing.streaming import StreamedRows, StreamingLoader, file_sources
-from datamodules.sources.documents import JsonLines, Source, TextFiles
+from datamodules.sources.documents import RecordFiles, Source, TextFiles
 from datamodules.sources.hub import HubDataset
 from datamodules.sources.locations import JSON_LINES, PARQUET, TEXT, File, find_files, is_url
-from datamodules.sources.parquet import ParquetFiles
 from datamodules.sources.splits import HashSplit, Split
 from datamodules.token_store.tokenize import Encoder
 
@@ -101,11 +100,10 @@ class TextDataModule(PackedTextDataModule):
         if on_hub:
             hub_split: Split = "train" if self.holdout else split
             return HubDataset(path, hub_split, self.text_field, names, self.where, self.revision)
-        if files[0].name.endswith(PARQUET):
-            return ParquetFiles(_all_of(PARQUET, files, path), self.text_field, names, self.where)
-        if files[0].name.endswith(JSON_LINES):
-            files = _all_of(JSON_LINES, files, path)
-            return JsonLines(files, (self.text_field,), names, self.where, self.prompt_field)
+        for kind in (JSON_LINES, PARQUET):
+            if files[0].name.endswith(kind):
+                files = _all_of(kind, files, path)
+                return RecordFiles(files, (self.text_field,), names, self.where, self.prompt_field)
         if self.where is not None:
             raise ValueError(
                 f"`where` = {self.where} needs documents with fields, and '{path}' holds text. Leave it out."

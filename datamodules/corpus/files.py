@@ -12,17 +12,7 @@ import pyarrow
 from fsspec.core import url_to_fs
 
 from datamodules.corpus.sample import bytes_per_line
-from datamodules.sources.documents import (
-    LARGEST_DOCUMENT,
-    check_size,
-    checked_text,
-    decoded,
-    is_packed,
-    lines_of,
-    nested,
-    opened,
-    parsed_line,
-)
+from datamodules.sources.documents import checked_text
 from datamodules.sources.locations import (
     JSON_LINES,
     PARQUET,
@@ -33,7 +23,18 @@ from datamodules.sources.locations import (
     find_files,
     is_url,
 )
-from datamodules.sources.parquet import BATCH_ROWS, is_null, opened_table
+from datamodules.sources.records import (
+    LARGEST_DOCUMENT,
+    check_size,
+    decoded,
+    is_null,
+    is_packed,
+    nested,
+    opened,
+    opened_table,
+    read_document,
+    read_records,
+)
 from lightning_modules.batch import Origin
 
 _READERS = 16  # threads that read the ends of parquet files, which is mostly waiting
@@ -148,32 +149,12 @@ class CorpusFiles:
     def _records(
         self, file: File, part: Part, wanted: Callable[[int], bool]
     ) -> Iterator[tuple[int, Callable[[], Mapping[str, Any]]]]:
-        """Number of each wanted row, and what gives its columns or raises a ``ValueError``."""
-        if file.name.endswith(PARQUET):
-            yield from self._parquet_rows(file, part, wanted)
-        elif file.name.endswith(JSON_LINES):
-            yield from _json_lines(file, wanted)
+        """Yield the number of each wanted row, and a function that returns its columns or raises a ``ValueError``."""
+        if not is_text(file.name):
+            columns = [column.partition(".")[0] for column in self.columns.wanted()]
+            yield from read_records(file, columns, wanted, row_group=part.row_group, first=part.first)
         elif wanted(0):
-            with opened(file) as stream:
-                content = stream.read(LARGEST_DOCUMENT + 1)
-            yield 0, partial(_text_file, content, str(file), self.columns.text)
-
-    def _parquet_rows(
-        self, file: File, part: Part, wanted: Callable[[int], bool]
-    ) -> Iterator[tuple[int, Callable[[], Mapping[str, Any]]]]:
-        columns = sorted({column.partition(".")[0] for column in self.columns.wanted()})
-        with opened(file) as stream:
-            try:
-                table, row = opened_table(stream, file), part.first
-                for batch in table.iter_batches(
-                    BATCH_ROWS, row_groups=[part.row_group], columns=columns, use_threads=False
-                ):
-                    for index in range(batch.num_rows):
-                        if wanted(row + index):
-                            yield row + index, partial(_parquet_row, batch, index)
-                    row += batch.num_rows
-            except pyarrow.ArrowException as error:
-                raise ValueError(f"{file}: the parquet file is damaged ({error}). Fetch it again.") from error
+            yield 0, partial(_text_file, read_document(file), str(file), self.columns.text)
 
 
 def find_corpus(paths: Sequence[str], columns: CorpusColumns, *, lenient: bool = False) -> CorpusFiles:
@@ -290,22 +271,6 @@ def _check_text_type(kind: pyarrow.DataType, column: str, file: File) -> None:
 def _counted(part: Part, line_size: float | None) -> Part:
     """With about how many rows it has."""
     return part if part.about is not None or line_size is None else part._replace(about=part.size / line_size)
-
-
-def _parquet_row(batch: pyarrow.RecordBatch, index: int) -> dict[str, Any]:
-    return {name: batch.column(name)[index].as_py() for name in batch.schema.names}  # a UnicodeDecodeError is one, too
-
-
-def _json_lines(file: File, wanted: Callable[[int], bool]) -> Iterator[tuple[int, Callable[[], dict[str, Any]]]]:
-    with opened(file) as stream:
-        for row, line in enumerate(lines_of(stream)):
-            if wanted(row) and not line.isspace():
-                yield row, partial(_json_line, line, f"{file}:{row}")
-
-
-def _json_line(line: bytes, place: str) -> dict[str, Any]:
-    check_size(line, place)
-    return parsed_line(line, place)
 
 
 def _text_file(content: bytes, place: str, column: str) -> dict[str, Any]:

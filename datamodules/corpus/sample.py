@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from datamodules.sources.documents import lines_of, nested, opened, parsed_line
 from datamodules.sources.locations import File
+from datamodules.sources.records import lines_of, nested, opened, parsed_line
 
 FILES = 32
 """Files that are read at a time, and about how many are read far enough to measure their lines."""

@@ -15,9 +15,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from typing_extensions import override
 
 from datamodules.packing.sequences import Row, collate_rows, make_row
-from datamodules.sources.documents import Document, JsonLines, NoDocumentError, Source, TextFiles, is_empty
+from datamodules.sources.documents import Document, NoDocumentError, RecordFiles, Source, TextFiles, is_empty
 from datamodules.sources.locations import file_identities, file_size
-from datamodules.sources.parquet import ParquetFiles
 from datamodules.sources.splits import HashSplit
 from datamodules.token_store.tokenize import Encoder
 from lightning_modules.batch import PackedBatch
@@ -46,7 +45,7 @@ def file_sources(source: Source) -> list[Source]:
     """
     if isinstance(source, HashSplit):
         return [replace(source, source=each) for each in file_sources(source.source)]
-    if isinstance(source, TextFiles | JsonLines | ParquetFiles):
+    if isinstance(source, TextFiles | RecordFiles):
         return [replace(source, files=(file,)) for file in source.files]
     raise ValueError(
         "Only files can be streamed: name those of a hub dataset as hf://datasets/owner/name/**/*.parquet."

@@ -9,7 +9,8 @@ from typing import Any
 
 import datasets
 
-from datamodules.sources.documents import Document, checked_text, nested, record_name
+from datamodules.sources.documents import Document, checked_text, record_name
+from datamodules.sources.records import nested
 from lightning_modules.utilities.identity import content_hash
 
 

@@ -24,7 +24,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from datamodules import DocumentCorpus
 from datamodules.corpus.files import CorpusColumns, find_corpus
 from datamodules.corpus.stream import CorpusLoader, shares
-from datamodules.sources import documents as sources
+from datamodules.sources import records
 from datamodules.sources.locations import RemoteFile
 from lightning_modules.batch import IGNORE_INDEX, Origin
 from lightning_modules.scoring.score_shards import Written
@@ -257,7 +257,7 @@ def test_broken_rows_have_a_reason_and_the_others_are_read(tmp_path):
 
 
 def test_a_line_that_is_too_long_is_one_row(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "LARGEST_DOCUMENT", 40)
+    monkeypatch.setattr(records, "LARGEST_DOCUMENT", 40)
     write_lines(tmp_path / "a.jsonl", {"text": "a"}, {"text": "b" * 200}, {"text": "c"})
     found = all_of(find_corpus([str(tmp_path)], COLUMNS))
     assert list(found) == [("a.jsonl", 0), ("a.jsonl", 1), ("a.jsonl", 2)]

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from datamodules import StreamingTextDataModule
 from datamodules.packing.streaming import StreamingLoader, file_sources
-from datamodules.sources.documents import JsonLines, TextFiles
+from datamodules.sources.documents import RecordFiles, TextFiles
 from datamodules.sources.locations import find_files
 from datamodules.sources.splits import HashSplit
 
@@ -281,8 +281,10 @@ def test_files_without_a_wanted_document_are_passed_over(corpus_folder, wide_tok
 
 def test_each_file_is_a_source(corpus_folder):
     files = find_files(str(corpus_folder))
-    assert [source.files for source in file_sources(JsonLines(files, where=("a", "b")))] == [(file,) for file in files]
-    assert all(source.where == ("a", "b") for source in file_sources(JsonLines(files, where=("a", "b"))))
+    assert [source.files for source in file_sources(RecordFiles(files, where=("a", "b")))] == [
+        (file,) for file in files
+    ]
+    assert all(source.where == ("a", "b") for source in file_sources(RecordFiles(files, where=("a", "b"))))
     held_out = file_sources(HashSplit(TextFiles(files), "train", 5))
     assert [(source.source.files, source.share) for source in held_out] == [((file,), 5) for file in files]
 
