@@ -56,7 +56,7 @@ def read_records(
             yield from _parquet_rows(stream, file, columns, wanted, text_columns, row_group, first)
             return
         for row, line in enumerate(lines_of(stream), first):
-            if wanted(row) and not line.isspace():
+            if wanted(row) and (len(line) > LARGEST_DOCUMENT or not line.isspace()):
                 yield row, partial(_parse_json, line, f"{file}:{row}")
 
 
