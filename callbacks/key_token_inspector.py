@@ -20,11 +20,11 @@ from lightning_modules.models.context_extension.rotary_checks import check_stati
 from lightning_modules.scoring.key_tokens import Rule
 from lightning_modules.scoring.token_scores import TokenScores, text_sha256
 from lightning_modules.visualization.tensorboard import (
+    CUSTOM_SCALARS,
     EvaluationPanels,
     InspectedDocument,
     PositionSums,
     WeightSample,
-    custom_scalars,
     draw_weights,
 )
 
@@ -32,8 +32,8 @@ from lightning_modules.visualization.tensorboard import (
 class KeyTokenInspector(Callback):
     """Shows in TensorBoard which tokens need the long context, and what the model in training makes of them.
 
-    Of some validation documents: the text around key tokens, bold and with their numbers under the mouse; the same as a
-    picture in colours, by the evaluator once and by the model at each evaluation; how likely the model finds key tokens
+    Of some validation documents: the text around key tokens, bold and with their numbers under the mouse, by the
+    evaluator once and by the model at each evaluation; how likely the model finds key tokens
     now and did at first; the most helped tokens. Of all: loss by the length of the context with its power law
     (``val/power_law_..``), and the evaluator's long-short differences and log-likelihoods. Of training: the token
     weights of the objective and the model's own long-short differences. The page of custom scalars shows LongPPL beside
@@ -117,7 +117,7 @@ class KeyTokenInspector(Callback):
         if self._writers and self.short_context:
             check_static(pl_module.backbone.base_model.config, compares=True)
         for writer in self._writers:
-            writer.add_custom_scalars(custom_scalars())
+            writer.add_custom_scalars(CUSTOM_SCALARS)
 
     # ------------------------------------------------------------------------------------------------------ training
 

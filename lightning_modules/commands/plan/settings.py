@@ -260,7 +260,7 @@ def _sharding(strategy: Any, gpus: int) -> Sharding:
 def _not_supported(strategy: Any, sharding: Sharding) -> list[str]:
     """What `longce fit` refuses, or has not been tried with."""
     remedy = "take lightning_modules.training.fsdp.FullyShardedStrategy (configs/strategies/fsdp.yaml)"
-    if sharding.weights and "fsdp" in _class(strategy).lower():
+    if sharding.weights and "fsdp" in _class(strategy).rpartition(".")[2].lower():
         return [f"`longce fit` refuses this strategy: {remedy}"]
     if _arguments(strategy).get("sequence_parallel_size", 1) > 1:
         return ["rows shared by GPUs have been tried with longce on CPUs only; exchange and its buffers do not count"]

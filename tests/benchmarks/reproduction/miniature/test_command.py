@@ -5,7 +5,7 @@ from html.parser import HTMLParser
 import pytest
 import yaml
 
-from benchmarks.reproduction import miniature
+from benchmarks.reproduction.miniature import command as miniature
 from benchmarks.reproduction.miniature.command import reproduce_miniature
 from benchmarks.reproduction.miniature.plan import make_plan
 from benchmarks.reproduction.miniature.settings import CONFIG, read_settings

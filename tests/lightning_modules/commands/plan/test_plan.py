@@ -16,7 +16,7 @@ from lightning_modules.commands.plan.remedies import possible_changes
 from lightning_modules.commands.plan.report import report
 from lightning_modules.commands.plan.settings import Experiment, Judge
 
-CONFIGS = Path(__file__).parents[3] / "configs"
+CONFIGS = Path(__file__).parents[4] / "configs"
 LAYERS = ["-c", str(CONFIGS / "base.yaml"), "-c", str(CONFIGS / "experiments/longce_pg19.yaml")]
 
 
