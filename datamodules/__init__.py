@@ -1,4 +1,4 @@
-"""Text in, packed rows out: the data modules that a YAML names."""
+"""Data modules that turn text into packed rows."""
 
 from datamodules.corpus.module import DocumentCorpus
 from datamodules.gov_report import GovReportDataModule

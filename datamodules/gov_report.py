@@ -1,4 +1,4 @@
-"""GovReport: long reports to evaluate on."""
+"""Evaluate on GovReport, a corpus of long reports."""
 
 from pathlib import Path
 from typing import Any

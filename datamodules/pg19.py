@@ -1,4 +1,4 @@
-"""PG-19: books published before 1919."""
+"""Train on PG-19, books published before 1919."""
 
 import csv
 from pathlib import Path
@@ -40,7 +40,7 @@ class PG19DataModule(PackedTextDataModule):
 
 
 def _titles(metadata: Path) -> dict[str, str]:
-    """Title of each book by its id."""
+    """Read the title of each book by its id."""
     if not metadata.exists():
         return {}
     with metadata.open(encoding="utf-8", newline="") as file:

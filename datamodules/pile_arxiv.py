@@ -25,7 +25,7 @@ class PileArxivDataModule(PackedTextDataModule):
             files; a local folder with JSON-lines files named ``train*``, ``val*`` and ``test*`` or in subfolders of
             these names; a single JSON-lines file, whose documents are then split by a hash of their text. JSON-lines
             files hold ``text`` and ``meta.pile_set_name``, and may be compressed (``.zst``, ``.gz``).
-        holdout: For a single file: one document in so many is held out for validation, and one for test.
+        holdout: For a single file: one of this many documents is held out for validation, and one for test.
         revision: Branch, tag or commit of a hub dataset.
         **kwargs: See :class:`PackedTextDataModule`.
     """

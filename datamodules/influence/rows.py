@@ -55,7 +55,7 @@ class InfluenceRows(LightningDataModule):
 
     Args:
         data: Whose training rows.
-        made_from: What the weights depend on besides the rows, with ``gamma``, their cap.
+        made_from: What the weights depend on in addition to the rows, with ``gamma``, their cap.
         folder: Where to keep the weights; by default in the cache of ``data``, named by all they depend on.
 
     Attributes:

@@ -36,7 +36,7 @@ def read_header(folder: Path) -> dict[str, Any] | None:
 
 
 def check_identity(folder: Path, found: dict[str, Any], expected: dict[str, Any], *, remedy: str = _AGAIN) -> None:
-    """Raise a ``ValueError`` that names the first value of ``found`` that is not the expected one."""
+    """Raise a ``ValueError`` that names the first value of ``found`` that differs from the expected one."""
     reasons = {
         "token_store": "other training text, or another tokenizer",
         "packing": "rows that were packed otherwise",

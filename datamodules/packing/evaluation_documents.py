@@ -1,4 +1,4 @@
-"""Whole documents for evaluation: one to a row, with the text and the characters of each token."""
+"""Tokenize whole documents for evaluation, with the text and the characters of each token."""
 
 from collections.abc import Iterable
 
@@ -22,8 +22,8 @@ class DocumentDataset(Dataset[Row]):
         documents: The documents; they are held in memory as text. Empty ones are left out, see `with_text`.
         tokenizer: A fast tokenizer.
         length: Tokens kept of each document; ``None`` for all.
-        add_special_tokens: Whether the tokenizer puts its special tokens around each document. They stand for no
-            characters: their offsets are ``[0, 0)``.
+        add_special_tokens: Whether the tokenizer puts its special tokens around each document. Their offsets
+            are ``[0, 0)``.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class DocumentDataset(Dataset[Row]):
         self.tokenizer = tokenizer
         self.length = length
         self.add_special_tokens = add_special_tokens
-        self._rows: dict[int, Row] = {}  # validation comes round again and again
+        self._rows: dict[int, Row] = {}  # validation repeats
 
     def __len__(self) -> int:
         return len(self.documents)
@@ -70,6 +70,6 @@ class DocumentDataset(Dataset[Row]):
 
 
 def empty_row() -> Row:
-    """One token of no document, which is not scored."""
+    """Return one unscored token of no document."""
     row = make_row(np.zeros(1, dtype=np.int64), np.array([1]))
     return {**row, "text": "", "offsets": torch.zeros(1, 2, dtype=torch.int64), "name": ""}

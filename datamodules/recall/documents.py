@@ -1,4 +1,4 @@
-"""Documents of the made-up language, and what is known of each of their words."""
+"""Write documents of the synthetic language, with annotations of their words."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,22 +23,21 @@ from datamodules.recall.language import (
 )
 
 Kind = Literal["local", "answer", "about", "other"]
-"""What a word is: local, the value behind ``recall FIELD``, the genre word behind ``about``, or none of these."""
+"""Kind of a word: local, the value after ``recall FIELD``, the genre word after ``about``, or another one."""
 
 _MARKERS = (SET, GET, ABOUT)
 _SHORTEST_SLOT = 4  # an event of 3 words and a local one
 
 
 class Word(NamedTuple):
-    """A word and what is known of it.
+    """An annotated word.
 
     Attributes:
         text: The word.
         kind: Its kind.
-        distance: Of an answer, how many words ago it was last said of its field, or tokens where a word can be several;
-            0 for other kinds.
-        decisive: Of an answer, how many of its characters must be known: what is behind them could be no other. None
-            for all.
+        distance: Words since the same answer for the same field, or tokens where a word can have several; 0 for other
+            kinds.
+        decisive: Number of an answer's characters that must be recalled, as they determine the rest; None for all.
     """
 
     text: str
@@ -49,7 +48,7 @@ class Word(NamedTuple):
 
 @dataclass(frozen=True)
 class RecallRecord:
-    """A document and what is known of each of its words.
+    """An annotated document.
 
     Attributes:
         words: The words in order.
@@ -59,7 +58,7 @@ class RecallRecord:
 
     @property
     def text(self) -> str:
-        """The document, one space between words."""
+        """The document, with one space between words."""
         return " ".join(word.text for word in self.words)
 
     @cached_property
@@ -69,11 +68,11 @@ class RecallRecord:
         return [(end - 1 - len(word.text), end - 1) for end, word in zip(ends, self.words, strict=True)]
 
     def spans(self, kind: Kind, *, farther_than: int = -1) -> list[tuple[int, int]]:
-        """Characters ``[start, end)`` of the words of a kind, of which answers were last said so far back.
+        """Find the characters ``[start, end)`` of words of a kind; only the decisive ones of answers.
 
         Args:
-            kind: The kind. Of answers the decisive characters.
-            farther_than: The word was last said more than so many words ago.
+            kind: The kind.
+            farther_than: Only words with a greater distance.
         """
         return [
             (start, end if word.decisive is None else start + word.decisive)
@@ -154,13 +153,13 @@ def recall_questions(
         length: Words in each, with the question and its answer.
         depth: Where the field was set, drawn evenly: from 0, the front of the document, to 1, its end.
         slot: Words from one event to the next, on average.
-        seed: Of the documents; those of `recall_records` with the same seed are others.
+        seed: Seed of the documents; those of `recall_records` with the same seed are different.
 
     Yields:
-        Documents of exactly ``length`` words whose last word is the answer. Of other words only the kind is known.
+        Documents of exactly ``length`` words whose last word is the answer; other words only have their kind.
 
     Raises:
-        ValueError: If ``slot`` leaves no room, ``depth`` is no part of [0, 1], or ``length`` is below 8.
+        ValueError: If ``slot`` leaves no room, ``depth`` is not within [0, 1], or ``length`` is below 8.
     """
     _check_slot(slot)
     if not 0 <= depth[0] <= depth[1] <= 1:
@@ -201,10 +200,10 @@ def _check_slot(slot: int) -> None:
 
 
 class Writer:
-    """Writes one document, event by event.
+    """Writer of one document, event by event.
 
     Args:
-        seed: Of the document.
+        seed: Seed of the document.
         slot: Words from one event to the next, on average.
         second_dialect: Probability that the local words are in the second dialect.
         without: A field that the document does not name.
@@ -223,7 +222,7 @@ class Writer:
     def words(self, length: int) -> list[Word]:
         """Write the first ``length`` words."""
         words: list[Word] = []
-        said: dict[tuple[str, str], int] = {}  # a value behind its field
+        said: dict[tuple[str, str], int] = {}  # a value after its field
         for part in self.parts(length):
             for word in part:
                 pair = (words[-1].text if words else "", word.text)
@@ -254,7 +253,7 @@ class Writer:
             written += len(event) + between
 
     def _event(self, genre: str, values: dict[str, str], unset: list[str], known: list[str]) -> list[Word]:
-        """What happens next, if anything; a field that gets its value moves from `unset` to `known`."""
+        """Draw the next event, if any; a field that gets its value moves from `unset` to `known`."""
         kind = self.rng.random()
         if kind < 0.3 and unset:
             known.append(unset.pop())

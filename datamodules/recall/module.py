@@ -18,7 +18,7 @@ from datamodules.sources.splits import Split
 
 @dataclass(frozen=True)
 class RecallSource:
-    """Documents of the made-up language as a source of a data module; arguments as those of `recall_records`."""
+    """Source of documents of the synthetic language; arguments as those of `recall_records`."""
 
     count: int
     length: int
@@ -32,7 +32,7 @@ class RecallSource:
             yield Document(f"recall-{self.seed}-{index}", text)
 
     def fingerprint(self) -> str:
-        """What the documents are made from, and the first of them in case the language changes."""
+        """Describe what the documents are made from, with the first of them in case the language changes."""
         return f"{self} {next(iter(self)).text}"
 
 
@@ -42,14 +42,14 @@ class RecallDataModule(PackedTextDataModule):
     Training, validation and test documents are different ones of the same language. The tokenizer comes with it.
 
     Args:
-        train_documents: How many documents to train on.
-        document_length: Words of each document, in training and evaluation; by default as many as fill a row.
+        train_documents: Number of documents to train on.
+        document_length: Words of each document, in training and evaluation; by default those of a row.
         slot: Words from one event to the next, on average: fewer make it easier to learn.
         sequence_length: Tokens per training row.
-        validation_documents: How many documents to validate on.
-        test_documents: How many documents to test on.
+        validation_documents: Number of documents to validate on.
+        test_documents: Number of documents to test on.
         seed: Seed of the documents and of the order of the training rows.
-        second_dialect: Share of the documents in the second dialect.
+        second_dialect: Fraction of the documents in the second dialect.
         **kwargs: See :class:`PackedTextDataModule`.
     """
 

@@ -34,7 +34,7 @@ def correlate(
             another name. Models are joined by name, or by the last part of it.
         output: Folder for ``correlation.json``, ``report.md``, ``report.html`` and the figures.
         metrics: Perplexities, such as ``longppl``; by default all of them.
-        scores: Benchmark scores, such as ``RULER``; by default averages, or all if there are none.
+        scores: Benchmark scores, such as ``RULER``; by default averages, or all without any.
         log_axis: Draw perplexities on logarithmic axes.
 
     Returns:

@@ -46,7 +46,7 @@ def join(entries: Sequence[Measured]) -> Models:
     two evaluators is two metrics, and the names contain what differs.
 
     Args:
-        entries: Of all files.
+        entries: Entries of all files.
 
     Raises:
         ValueError: If two places give different values for the same name.
@@ -80,7 +80,7 @@ def choose_names(wanted: Sequence[str] | None, models: Models, kind: str) -> lis
         kind: ``metrics`` or ``scores``.
 
     Raises:
-        ValueError: If there are none, or a wanted one does not exist.
+        ValueError: If a kind has no values, or a wanted one does not exist.
     """
     known = models.metrics if kind == "metrics" else models.scores
     if wanted is None:

@@ -15,7 +15,7 @@ class Pair(NamedTuple):
         score: Name of the score.
         models: Those that have both, in order of the files.
         left_out: Why each of the others does not count.
-        undefined: Why there is no correlation; empty if there is one.
+        undefined: Why the correlation does not exist; empty if it does.
         pearson: NaN if undefined.
         pearson_interval: 95 % bootstrap interval over models.
         spearman: NaN if undefined.

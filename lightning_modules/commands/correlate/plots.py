@@ -22,7 +22,7 @@ def scatter(pairs: Sequence[Pair], values: Mapping[str, Mapping[str, float]], *,
     """Plot a score against each perplexity.
 
     Args:
-        pairs: Of the same score.
+        pairs: Pairs of the same score.
         values: By model and name.
         log_axis: Whether perplexities have a logarithmic axis.
 

@@ -54,8 +54,8 @@ def select(
     Args:
         scores: Folder or fsspec URL of the scores.
         where: Conditions on columns, joined by ``and``: ``key_token_ratio > 0.02 and tokens >= 32768``.
-        top: Of the documents that meet the conditions and have a `rank_by`, take those with the largest: a fraction up
-            to 1, which is all of them, or a number from 2.
+        top: Take the documents with the largest `rank_by` of those that meet the conditions: a fraction up to 1, which is
+            all of them, or a number from 2.
         rank_by: Column that ranks documents, and whose means `weights` are.
         by: Column that names a document's source; ``folder`` for the folder of its file.
         output: File of the chosen ones: ``.txt`` for their keys, one per line, ``.parquet`` or ``.jsonl`` for the
@@ -70,7 +70,7 @@ def select(
 
     Raises:
         ValueError: If there are no scores, a condition or column has no meaning, a file cannot be written, no document
-            passes, or the documents do not exist any more.
+            passes, or the documents no longer exist.
     """
     # Refuse files that cannot be written before hours of scores are read.
     for file in filter(None, (output, weights)):
@@ -211,7 +211,7 @@ def _read_documents(
     for origin, text in corpus.documents(rows, shards.written().versions):
         place = int(groups[origin.file].index[0] + np.searchsorted(rows[origin.file], origin.row))
         if origin.error is not None or origin.key != chosen["key"][place].as_py():
-            raise ValueError(f"Row {origin.row} of '{origin.file}' is no longer the document that was scored.")
+            raise ValueError(f"Row {origin.row} of '{origin.file}' is not the document that was scored any more.")
         yield place, text
 
 
