@@ -54,8 +54,8 @@ def select(
     Args:
         scores: Folder or fsspec URL of the scores.
         where: Conditions on columns, joined by ``and``: ``key_token_ratio > 0.02 and tokens >= 32768``.
-        top: Take the documents with the largest `rank_by` of those that meet the conditions: a fraction up to 1, which is
-            all of them, or a number from 2.
+        top: Take the documents with the largest `rank_by` of those that meet the conditions: a fraction up to 1 (all of
+            them), or a number from 2.
         rank_by: Column that ranks documents, and whose means `weights` are.
         by: Column that names a document's source; ``folder`` for the folder of its file.
         output: File of the chosen ones: ``.txt`` for their keys, one per line, ``.parquet`` or ``.jsonl`` for the

@@ -145,7 +145,7 @@ def test_files_in_which_all_documents_would_fail_are_refused_at_once(tmp_path):
         find_corpus([str(tmp_path)], COLUMNS)
     (tmp_path / "a.jsonl").write_text("\n")
     write_parquet(tmp_path / "b.parquet", [1, 2])
-    with pytest.raises(ValueError, match=r"b.parquet: column 'text' is of int64, and no text"):
+    with pytest.raises(ValueError, match=r"b.parquet: column 'text' is of int64, not text"):
         find_corpus([str(tmp_path)], COLUMNS)
     for kind in (pyarrow.large_string(), pyarrow.string_view(), pyarrow.dictionary("int32", "string")):
         write_parquet(tmp_path / "b.parquet", pyarrow.array(["x"], kind))
