@@ -1,25 +1,28 @@
-"""Long-context tasks put to the model in training."""
+"""Long-context tasks, and tasks of lm-evaluation-harness, asked of the model in training."""
 
+import json
 import time
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from jsonargparse.typing import PositiveInt
+from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_deprecation, rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerFast
 from typing_extensions import override
 
 from callbacks.same_names import check_single
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
+from lightning_modules.tasks.evaluation.config import Depths, Mode, Truncation
 from lightning_modules.tasks.evaluation.plots import as_pixels, figures
 from lightning_modules.tasks.evaluation.questions import (
-    Depths,
     Question,
     first_of_each,
     make_questions,
@@ -27,61 +30,78 @@ from lightning_modules.tasks.evaluation.questions import (
     warn_of_unknown_tokens,
 )
 from lightning_modules.tasks.evaluation.report import answer_table
-from lightning_modules.tasks.evaluation.runs import Mode, TaskResult, put_questions
-from lightning_modules.tasks.evaluation.summary import Summary, summarise
+from lightning_modules.tasks.evaluation.runs import TaskResult, put_questions
+from lightning_modules.tasks.evaluation.summary import summarise
+from lightning_modules.tasks.harness import split_tasks
 from lightning_modules.tasks.questions.prompter import Prompter
 from lightning_modules.tasks.questions.registry import find_tasks
+from lightning_modules.training.export import loaded_tokenizer
 from lightning_modules.training.preemption import between_steps
 from lightning_modules.training.sequence_parallel import sequence_group
+from lightning_modules.utilities.files import write_atomically
+from lightning_modules.utilities.plain_json import plain
 from lightning_modules.visualization.report import as_markdown_table
+
+if TYPE_CHECKING:
+    from lightning_modules.tasks.harness.tasks import LoadedTasks
 
 
 class LongContextTasks(Callback):
-    """Puts long-context tasks to the model at each validation, or every so many steps, and logs its scores.
+    """Asks tasks of the model at each validation, or every N steps, and logs its scores.
 
-    Logged, in percent: ``tasks/<task>/<length>``, ``tasks/average/<length>`` over the tasks, and of these averages, as
-    RULER defines them, ``tasks/weighted_inc``, ``tasks/weighted_dec`` and ``tasks/effective_length`` (tokens; 0 if no
-    length will do). With forced answers also ``tasks/answer_perplexity`` and ``tasks/other_perplexity``, over all
-    questions and by ``/<length>``. To TensorBoard besides: scores by length, heat maps by length and depth, curves by
-    depth, and some answers.
+    Our long-context tasks log, in percent: ``tasks/<task>/<length>``, ``tasks/average/<length>`` over the tasks, and of
+    these averages, as RULER defines them, ``tasks/weighted_inc``, ``tasks/weighted_dec`` and ``tasks/effective_length``
+    (tokens; 0 if no length reaches the threshold). With ``teacher_forced`` also ``tasks/answer_perplexity`` and
+    ``tasks/other_perplexity``, over all questions and by ``/<length>``. TensorBoard also gets scores by length, heat
+    maps by length and depth, curves by depth, and some answers. Tasks of lm-evaluation-harness log
+    ``harness/<task>/<metric>``, groups and sets alike (``harness/LongBench``, in percent).
 
-    The same questions are put each time. They are made before training and shared out among the processes, with any
-    strategy that divides no rows. Training goes on as if there had been none: neither weights nor modes nor random
-    numbers change. What it costs is logged as ``tasks/seconds`` of a round and ``tasks/time_share`` of all time since
-    training began, and bounded by ``samples``, by fewer ``lengths`` or by ``every_n_steps``.
+    The same questions are asked each time, shared among the processes, with any strategy that does not shard
+    sequences. Weights, training mode and random states stay as they are, and the time is not part of
+    ``train/tokens_per_second``. ``tasks/seconds`` and ``harness/seconds`` report what it costs, ``tasks/time_share``
+    its fraction of all time since training began; bound it with ``samples``, ``limit``, ``lengths``, ``every_n_steps``.
 
     Args:
-        tasks: Names of tasks or groups of tasks (``ruler_synthetic``, ``longeval``, ``lost_in_the_middle``, ..), or
-            import paths of tasks of your own.
+        tasks: Names of tasks or groups (``ruler_synthetic``, ``longeval``, ``lost_in_the_middle``, ..), import paths of
+            your own task classes, and for lm-evaluation-harness names of its tasks and groups, task files (YAML; they
+            may run code of their folder), and the sets ``short`` and ``longbench``, as for ``longce evaluate``.
         lengths: Tokens of prompt and answer together.
-        samples: Questions of each task and length, and of each depth if depths are asked for.
+        samples: Questions per task and length, and per depth if depths are given.
         mode: ``teacher_forced``: the model is given the right answer token by token, which takes a single pass;
             ``generate``: it writes its answer.
-        depths: How many evenly spaced depths, or which ones, from 0 (front) to 1 (end), answers stand at; by default
-            each task draws them.
-        every_n_steps: Put them behind every so many optimizer steps instead of at each validation. Such values cannot
-            be monitored by ``ModelCheckpoint``.
-        at_start: Put them before the first step, too.
-        seed: Of all that is random in the questions.
-        haystack: Folder of text files to hide needles in; made-up prose by default.
+        depths: How many evenly spaced depths of the answers, or which ones, from 0 (front) to 1 (end); by default each
+            task draws them.
+        every_n_steps: Ask after every N optimizer steps instead of at each validation. Such values cannot be monitored
+            by ``ModelCheckpoint``.
+        at_start: Ask before the first step as well.
+        seed: Seed of all that is random in the questions.
+        haystack: Folder of text files to hide needles in; synthetic prose by default.
         squad: Local file of SQuAD, for ``qa_1``.
         hotpot: Local file of HotpotQA, for ``qa_2``.
-        nq_open: Local file for ``multi_document_qa``; made-up lives by default.
+        nq_open: Local file for ``multi_document_qa``; synthetic by default.
         documents: Passages of ``multi_document_qa``; by default as many as the length allows.
-        tokenizer: Hub id or local folder; by default that of the data module.
-        chat_template: Whether the prompt is the user's turn of the tokenizer's chat template.
-        add_special_tokens: Whether the tokenizer adds its own where there is no chat template.
+        tokenizer: Hub id or local folder; by default that of the data, or of the model.
+        chat_template: Whether prompts are turns of the tokenizer's chat template.
+        add_special_tokens: Whether the tokenizer adds its special tokens where there is no chat template.
+        include_path: Folder of further task files, which win over those of the harness.
+        num_fewshot: Examples in each prompt of the harness; by default as each task specifies.
+        limit: Questions to ask of each task of the harness, or below 1 their fraction; all by default.
+        max_length: Tokens that the model may read and generate in the harness; by default those of its config.
+        truncation: Where prompts of the harness that are too long lose tokens.
+        batch_tokens: Tokens of a forward pass that scores continuations, padding included.
+        log_samples: Write questions and answers of the harness to ``harness/step-<step>/<task>.jsonl`` in the logger's
+            folder.
 
     Raises:
-        ValueError: If a task, a file or a number cannot be used; at setup, if there are several such callbacks; before
-            training, if there is no tokenizer, a length is too short for a task or too long for the model, or several
-            processes share the tokens of a row.
+        ValueError: If a task, a file or a number cannot be used; at setup, if a task lacks its data, or there are
+            several such callbacks; before training, if there is no tokenizer, a length is too short for a task or too
+            long for the model, or several processes share the tokens of a sequence.
     """
 
     def __init__(
         self,
-        tasks: list[str],
-        lengths: list[PositiveInt],
+        tasks: Sequence[str],
+        lengths: Sequence[PositiveInt] = (4096,),
         samples: PositiveInt = 10,
         mode: Mode = "teacher_forced",
         depths: Depths = None,
@@ -96,26 +116,48 @@ class LongContextTasks(Callback):
         tokenizer: str | None = None,
         chat_template: bool = False,
         add_special_tokens: bool = True,
+        include_path: str | None = None,
+        num_fewshot: NonNegativeInt | None = None,
+        limit: PositiveFloat | None = None,
+        max_length: PositiveInt | None = None,
+        truncation: Truncation = "middle",
+        batch_tokens: PositiveInt = 16_384,
+        log_samples: bool = False,
     ) -> None:
+        if isinstance(tasks, str) or not tasks:
+            raise ValueError(f"`tasks` must be a list of names, got {tasks!r}.")
+        self.names = list(tasks)
+        ours, self._theirs = split_tasks(self.names)
         sources: dict[str, Any] = {"haystack": haystack, "squad": squad, "hotpot": hotpot, "nq_open": nq_open}
-        self.tasks = find_tasks(tasks, **sources, documents=documents)
-        self.keys = question_keys(self.tasks, lengths, samples, depths)
+        self.tasks = find_tasks(ours, **sources, documents=documents) if ours else []
+        self.keys = question_keys(self.tasks, lengths, samples, depths) if ours else []
         self.mode: Mode = mode
         self.every_n_steps, self.at_start, self.seed = every_n_steps, at_start, seed
         self.tokenizer = None if tokenizer is None else load_tokenizer(tokenizer)
         self._prompting = {"chat_template": chat_template, "add_special_tokens": add_special_tokens}
+        self._loading: dict[str, Any] = {"include_path": include_path, "num_fewshot": num_fewshot}
+        self._limits: dict[str, Any] = {
+            "max_length": max_length,
+            "truncation": truncation,
+            "batch_tokens": batch_tokens,
+        }
+        self._asking: dict[str, Any] = {"limit": limit, "chat_template": chat_template, "log_samples": log_samples}
+        self._loaded: dict[str, LoadedTasks] = {}
         self._prompter: Prompter | None = None
         self._questions: list[Question] = []
         self._began: float | None = None
         self._seconds = 0.0
-        self._put_at = 0
+        self._asked_at = 0
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        def described(callback: LongContextTasks) -> str:
-            return ", ".join(task.name for task in callback.tasks)
+        """Load the harness's tasks: missing data are reported before the first step."""
+        check_single(trainer, LongContextTasks, lambda callback: ", ".join(callback.names), "tasks/seconds, ..")
+        if self._theirs and not self._loaded and stage != "predict":
+            from lightning_modules.tasks.harness.tasks import TaskLoader
 
-        check_single(trainer, LongContextTasks, described, "tasks/average/<length>, ..")
+            loader = TaskLoader(self._theirs, **self._loading)
+            self._loaded = {name: loader.load(name) for name in loader.names}
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -127,94 +169,148 @@ class LongContextTasks(Callback):
             self._prepare(trainer, pl_module)
 
     @override
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.on_validation_start(trainer, pl_module)
+
+    @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._began, self._seconds, self._put_at = time.perf_counter(), 0.0, trainer.global_step
+        self._began, self._seconds, self._asked_at = time.perf_counter(), 0.0, trainer.global_step
         if self.at_start:
-            self._log_directly(trainer, self._round(trainer, pl_module))
+            self._log_directly(trainer, self._ask(trainer, pl_module))
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         step = trainer.global_step
-        due = self.every_n_steps is not None and step != self._put_at and step % self.every_n_steps == 0
+        due = self.every_n_steps is not None and step != self._asked_at and step % self.every_n_steps == 0
         if due and between_steps(trainer):
-            self._put_at = step
-            self._log_directly(trainer, self._round(trainer, pl_module))
+            self._asked_at = step
+            self._log_directly(trainer, self._ask(trainer, pl_module))
 
     @override
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.sanity_checking or (self.every_n_steps is not None and trainer.state.fn == TrainerFn.FITTING):
             return
-        values = self._round(trainer, pl_module)
+        values = self._ask(trainer, pl_module)
         tensors = {name: torch.tensor(value, dtype=torch.float32) for name, value in values.items()}
-        pl_module.log_dict(tensors, sync_dist=True)  # of equal numbers, but for the seconds
+        pl_module.log_dict(tensors, sync_dist=True)  # equal on all processes, except for the seconds
+
+    @override
+    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.on_validation_epoch_end(trainer, pl_module)
 
     def _prepare(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Make this process's questions, and see that the others can be made and put."""
+        """Make this process's questions, and check that all others can be made and asked."""
         assert isinstance(pl_module, LongContextLM)
         if sequence_group(trainer.strategy) is not None:
             raise ValueError(
-                "LongContextTasks puts whole questions to each process, and here several share the tokens of a row:"
-                " remove the callback, and run `longce evaluate` on the exported model."
+                "LongContextTasks asks whole questions of each process, and here several share the tokens of a"
+                " sequence: remove the callback, and run `longce evaluate` on the exported model."
             )
-        self._prompter = Prompter(self._find_tokenizer(trainer), **self._prompting)
+        self._prompter = Prompter(self._find_tokenizer(trainer, pl_module), **self._prompting)
+        if not self.keys:
+            return
         pl_module.backbone.check_length(max(key.length for key in self.keys))
-        with isolate_rng():  # a task of the user's own may draw from anything
+        with isolate_rng():  # a user's task may draw from anything
             first = make_questions(first_of_each(self.keys), self.tasks, self._prompter, self.seed)
             warn_of_unknown_tokens(first, self._prompter)
             own = self.keys[trainer.global_rank :: trainer.world_size]
             self._questions = make_questions(own, self.tasks, self._prompter, self.seed)
 
-    def _find_tokenizer(self, trainer: Trainer) -> Any:
-        tokenizer = self.tokenizer or getattr(trainer.datamodule, "tokenizer", None)  # type: ignore[attr-defined]
-        if not isinstance(tokenizer, PreTrainedTokenizerBase):
-            raise ValueError("The data module has no tokenizer: name one by `tokenizer` of LongContextTasks.")
-        return tokenizer
+    def _find_tokenizer(self, trainer: Trainer, pl_module: LightningModule) -> PreTrainedTokenizerFast:
+        tokenizer = self.tokenizer or loaded_tokenizer(getattr(trainer, "datamodule", None))
+        return tokenizer or load_tokenizer(str(pl_module.hparams["pretrained_model_name_or_path"]))
 
-    def _round(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
-        """Put all questions, draw what there is to see, and give the numbers to be logged."""
+    def _ask(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
+        """Ask all questions, draw figures, and return the values to log."""
         assert isinstance(pl_module, LongContextLM)
-        assert self._prompter is not None
         pl_module.stop_clock()
         started = time.perf_counter()
-        with isolate_rng(), trainer.precision_plugin.forward_context():
-            results = put_questions(pl_module.backbone, self._prompter, self._questions, self.mode)
-        results = self._gathered(results)
+        values: dict[str, float] = {}
+        with isolate_rng(), trainer.precision_plugin.forward_context():  # flash attention does not take float32
+            if self.keys:
+                values |= self._ask_ours(trainer, pl_module)
+            if self._loaded:
+                values |= self._ask_theirs(trainer, pl_module)
         if pl_module.device.type == "cuda":
-            torch.cuda.empty_cache()  # training would not find the caches' memory in pieces that it can use
+            torch.cuda.empty_cache()  # training would not find the caches' memory in chunks that it can use
+        self._seconds += (seconds := time.perf_counter() - started)
+        values["tasks/seconds"] = seconds
+        if self._began is not None:
+            values["tasks/time_share"] = self._seconds / (time.perf_counter() - self._began)
+        return values
+
+    def _ask_ours(self, trainer: Trainer, pl_module: LongContextLM) -> dict[str, float]:
+        assert self._prompter is not None
+        results = self._gathered(put_questions(pl_module.backbone, self._prompter, self._questions, self.mode))
         summary = summarise(results)
-        self._draw(trainer, summary, results)
-        values = {f"tasks/{name}": value for name, value in summary.logged().items()}
-        return values | self._cost(time.perf_counter() - started)
-
-    def _cost(self, seconds: float) -> dict[str, float]:
-        self._seconds += seconds
-        if self._began is None:
-            return {"tasks/seconds": seconds}
-        return {"tasks/seconds": seconds, "tasks/time_share": self._seconds / (time.perf_counter() - self._began)}
-
-    @staticmethod
-    def _log_directly(trainer: Trainer, values: dict[str, float]) -> None:
-        """At this very step, whatever `log_every_n_steps` says."""
-        for logger in trainer.loggers:
-            logger.log_metrics(values, step=trainer.global_step)
-
-    @staticmethod
-    def _draw(trainer: Trainer, summary: Summary, results: Sequence[TaskResult]) -> None:
         loggers = [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
-        if not loggers or not trainer.is_global_zero:
-            return
-        step = trainer.global_step
-        pictures = {name: as_pixels(figure) for name, figure in figures(summary).items()}
-        for logger in loggers:
-            for name, pixels in pictures.items():
-                logger.experiment.add_image(f"tasks/{name}", pixels, step, dataformats="HWC")
-            logger.experiment.add_text("tasks/answers", as_markdown_table(answer_table(results)), step)
+        if loggers and trainer.is_global_zero:
+            pictures = {name: as_pixels(figure) for name, figure in figures(summary).items()}
+            for logger in loggers:
+                for name, pixels in pictures.items():
+                    logger.experiment.add_image(f"tasks/{name}", pixels, trainer.global_step, dataformats="HWC")
+                answers = as_markdown_table(answer_table(results))
+                logger.experiment.add_text("tasks/answers", answers, trainer.global_step)
+        return {f"tasks/{name}": value for name, value in summary.logged().items()}
 
     def _gathered(self, results: list[TaskResult]) -> list[TaskResult]:
-        """The results of all processes, in the order in which a single one would have them."""
+        """Return the results of all processes, in the order of a single process."""
         parts = [results]
         if dist.is_available() and dist.is_initialized():
             parts *= dist.get_world_size()
             dist.all_gather_object(parts, results)
         by_key = {result.key: result for part in parts for result in part}
         return [by_key[key] for key in self.keys]
+
+    def _ask_theirs(self, trainer: Trainer, pl_module: LongContextLM) -> dict[str, float]:
+        """Return the metrics of all tasks, groups and sets of the harness, by the names they are logged under."""
+        from lightning_modules.tasks.harness.evaluation import aggregate, evaluate_task, set_scores
+        from lightning_modules.tasks.harness.model import HarnessModel
+
+        assert self._prompter is not None
+        started = time.perf_counter()
+        model = HarnessModel(pl_module.backbone, self._prompter.tokenizer, **self._limits)
+        metrics: dict[str, dict[str, float]] = {}
+        for loaded in self._loaded.values():
+            found = {name: evaluate_task(model, name, task, **self._asking) for name, task in loaded.tasks.items()}
+            self._write_samples(trainer, found)
+            metrics |= {name: result["metrics"] for name, result in found.items()}
+            metrics |= aggregate(loaded.groups, found)
+        if model.truncated:
+            rank_zero_info(f"{model.truncated} prompts were longer than {model.max_length} tokens and were cut.")
+        logged = {f"harness/{name}": value for name, value in set_scores(self._theirs, metrics).items()}
+        for name, values in metrics.items():
+            logged |= {f"harness/{name}/{key.removesuffix(',none')}": value for key, value in values.items()}
+        return {"harness/seconds": time.perf_counter() - started, **logged}
+
+    def _write_samples(self, trainer: Trainer, found: dict[str, dict[str, Any]]) -> None:
+        if not self._asking["log_samples"]:
+            return
+        # All processes: the first one sends them the folder's name.
+        folder = Path(trainer.log_dir or trainer.default_root_dir) / "harness" / f"step-{trainer.global_step}"
+        if trainer.is_global_zero:
+            for name, result in found.items():
+                lines = [json.dumps(plain(sample)) + "\n" for sample in result["samples"]]
+                write_atomically(folder / f"{name}.jsonl", "".join(lines).encode())
+
+    @staticmethod
+    def _log_directly(trainer: Trainer, values: dict[str, float]) -> None:
+        """Log at this very step, whatever `log_every_n_steps` is."""
+        for logger in trainer.loggers:
+            logger.log_metrics(values, step=trainer.global_step)
+
+
+class LMEvaluationHarness(LongContextTasks):
+    """Deprecated name of `LongContextTasks`, which takes tasks of lm-evaluation-harness as well.
+
+    Args:
+        tasks: As in `LongContextTasks`.
+        options: Its other arguments.
+    """
+
+    def __init__(self, tasks: Sequence[str], **options: Any) -> None:
+        rank_zero_deprecation(
+            "`callbacks.LMEvaluationHarness` is deprecated: use `callbacks.LongContextTasks`, which takes the same"
+            " arguments. Its task `ruler` is longce's."
+        )
+        super().__init__(tasks, **options)

@@ -102,7 +102,7 @@ def commands(folder, model, evaluator):
         ["inspect", "0.txt", *pair, "--output", "page.html"],
         ["evaluate", "--model", model, "--tasks", "passkey", "--lengths", "512", "--samples", "1", "--output", "tasks"],
         [
-            "harness",
+            "evaluate",
             "--model",
             model,
             "--include_path",

@@ -17,8 +17,8 @@ STEPS = (50, 100, 200)
 def read_scores(paths: Sequence[str]) -> Scores:
     """Read benchmark scores of models and runs, under the names that the tables have for them.
 
-    Perplexities are left out, as `reproduce` measures them itself; so are scores of ``longce evaluate`` and ``longce
-    harness`` that no table has.
+    Perplexities are left out, as `reproduce` measures them itself; so are scores of ``longce evaluate`` that no
+    table has.
 
     Args:
         paths: As in `lightning_modules.commands.correlate.result_files.read_results`; benchmarks are named as in the

@@ -33,7 +33,7 @@ Key-token long-context language modelling: LongPPL to measure, LongCE to train.
 commands:
   quickstart  make a corpus, train a tiny evaluator and fine-tune a tiny model with LongCE, all offline
   score       LongPPL and perplexity of text files, by a model and an evaluator
-  evaluate    scores on long-context tasks (RULER, LongEval, needles, ..) of any model, by length and depth
+  evaluate    scores of any model on long-context tasks (RULER, LongEval, ..) and on those of lm-evaluation-harness
   inspect     one HTML page of a document: key tokens, and what both contexts say of each token
   fit         fine-tune a model, evaluated by LongPPL as it trains
   validate    evaluate a model on the validation documents
@@ -42,7 +42,6 @@ commands:
   select      the documents of a scored corpus that pass conditions, as ids or text, and weights of their sources
   data        `data inspect`: what the training rows hold, as text, with document borders
   influence   LongCE weights of the training rows by an evaluator, so that training makes no short pass
-  harness     tasks of lm-evaluation-harness: LongBench, RULER, MMLU and its kin, or your own
   correlate   LongPPL and perplexity of many models against their benchmark scores
   export      a checkpoint of `fit` as a folder that transformers loads
   reproduce   the paper's experiments: `miniature` with tiny models, `table1` .. `table12` with real ones (`--list`)

@@ -1,6 +1,7 @@
 """The commands with options of their own, which are not those of ``longce fit``."""
 
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -24,18 +25,17 @@ def score_command(arguments: Sequence[str]) -> None:
 def evaluate_command(arguments: Sequence[str]) -> None:
     """Run ``longce evaluate`` and print its table."""
     from lightning_modules.commands.evaluate import evaluate
-    from lightning_modules.tasks.questions.registry import GROUPS
+    from lightning_modules.tasks.evaluation.config import EvaluationConfig
 
     parser = jsonargparse.ArgumentParser(prog="longce evaluate", description=summary(evaluate))
     parser.add_argument("-c", "--config", action="config", help="YAML file with options of this command.")
-    parser.add_function_arguments(evaluate, skip={"tasks", "lengths", "depths"}, as_positional=False)
-    groups = ", ".join(GROUPS)
-    names = f"Names of tasks or of groups ({groups}), or import paths of tasks of your own."
+    parser.add_class_arguments(EvaluationConfig, skip={"tasks", "lengths", "depths"}, as_positional=False)
+    names = "Names of tasks, groups and sets, import paths of your own tasks, and task files of lm-evaluation-harness."
     parser.add_argument("--tasks", nargs="+", type=str, default=["ruler_synthetic"], help=names)
     parser.add_argument(
         "--lengths", nargs="+", type=PositiveInt, default=[4096], help="Tokens of prompt and answer together."
     )
-    depths = "How many evenly spaced depths answers stand at, or which, from 0 (front) to 1 (end); drawn by default."
+    depths = "How many evenly spaced depths of the answers, or which, from 0 (front) to 1 (end); drawn by default."
     parser.add_argument("--depths", nargs="+", type=NonNegativeFloat, help=depths)
     options = parser.parse_args(list(arguments[1:])).as_dict()
     options.pop("config", None)
@@ -43,6 +43,12 @@ def evaluate_command(arguments: Sequence[str]) -> None:
         case [count] if count > 1 and count.is_integer():
             options["depths"] = int(count)
     sys.stdout.write(evaluate(**options) + "\n")
+
+
+def harness_command(arguments: Sequence[str]) -> None:
+    """Run ``longce evaluate`` under its former name."""
+    warnings.warn("`longce harness` is deprecated: use `longce evaluate`, which takes the same options.", stacklevel=2)
+    evaluate_command(arguments)
 
 
 def inspect_command(arguments: Sequence[str]) -> None:
@@ -76,21 +82,6 @@ def export_command(arguments: Sequence[str]) -> None:
     parser.add_function_arguments(export_checkpoint, as_positional=True)
     options = parser.parse_args(list(arguments[1:])).as_dict()
     sys.stdout.write(f"{export_checkpoint(**options)}\n")
-
-
-def harness_command(arguments: Sequence[str]) -> None:
-    """Run ``longce harness`` and print its table."""
-    from lightning_modules.commands.harness import harness
-    from lightning_modules.tasks.harness.results import table
-
-    parser = jsonargparse.ArgumentParser(prog="longce harness", description=summary(harness))
-    parser.add_argument("-c", "--config", action="config", help="YAML file with options of this command.")
-    parser.add_argument("--tasks", nargs="+", type=str, required=True, help="Tasks, groups, task files and sets.")
-    parser.add_argument("--lengths", nargs="+", type=PositiveInt, default=[4096], help="Of RULER's prompts, tokens.")
-    parser.add_function_arguments(harness, skip={"tasks", "lengths"}, as_positional=False)
-    options = parser.parse_args(list(arguments[1:])).as_dict()
-    options.pop("config", None)
-    sys.stdout.write(table(harness(**options)) + "\n")
 
 
 def correlate_command(arguments: Sequence[str]) -> None:

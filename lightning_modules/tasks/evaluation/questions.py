@@ -5,15 +5,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from lightning_modules.tasks.evaluation.config import Depths
 from lightning_modules.tasks.questions.example import Example
 from lightning_modules.tasks.questions.prompter import Prompter
 from lightning_modules.tasks.questions.task import Task
 
 MOST_UNKNOWN = 0.1
 """Share of tokens that a tokenizer may not know."""
-
-Depths = int | Sequence[float] | None
-"""Where answers stand: at so many evenly spaced depths, at these, or where each task draws it (None)."""
 
 
 @dataclass(frozen=True)

@@ -3,16 +3,14 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
 from lightning_modules.models.backbone import Backbone
+from lightning_modules.tasks.evaluation.config import Mode
 from lightning_modules.tasks.evaluation.questions import Key, Question
 from lightning_modules.tasks.generation import generate
 from lightning_modules.tasks.questions.prompter import ForcedAnswer, Prompter
 from lightning_modules.tasks.teacher_forcing import AnswerScores, teacher_forced
-
-Mode = Literal["generate", "teacher_forced"]
-"""Whether the model writes its answer, or is given the right one token by token, which takes a single pass."""
 
 
 @dataclass(frozen=True)

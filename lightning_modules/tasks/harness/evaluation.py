@@ -1,19 +1,124 @@
-"""One task of lm-evaluation-harness, asked of a model, and what comes of it."""
+"""Tasks of lm-evaluation-harness asked of a model: answers, stored results, report."""
 
+import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import version
 from typing import Any
 
+import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from lm_eval.api.group import Group
 from lm_eval.api.task import Task
 from lm_eval.evaluator import evaluate
+from transformers import PreTrainedTokenizerFast
 
+from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.tokenization.chat_templates import check_chat_template
+from lightning_modules.tasks.evaluation.config import EvaluationConfig
 from lightning_modules.tasks.harness.model import HarnessModel
-from lightning_modules.tasks.harness.tasks import TaskSet, quiet, seed
+from lightning_modules.tasks.harness.results import Results, table, write_json
+from lightning_modules.tasks.harness.tasks import SETS, TaskLoader, TaskSet, quiet, seed
+
+log = logging.getLogger(__name__)
 
 FEWSHOT_SEED = 1234
 """Of the examples in prompts: the harness's own."""
+
+
+class HarnessEvaluation:
+    """Asks tasks of lm-evaluation-harness of a model; a task that has a result in the folder is not asked again.
+
+    Results of a changed task file are refused. Data and files that it names are not checked: after they change, name
+    another folder.
+
+    Args:
+        config: All settings.
+        tasks: Names of tasks and groups of the harness, task files and sets.
+        tokenizer: The model's tokenizer.
+        identity: Content of the model.
+        max_length: Tokens that the model may read and generate together; None if its config has no limit.
+
+    Raises:
+        ValueError: If a task is unknown or lacks its data, or the folder holds results of other settings.
+    """
+
+    def __init__(
+        self,
+        config: EvaluationConfig,
+        tasks: Sequence[str],
+        tokenizer: PreTrainedTokenizerFast,
+        identity: str,
+        *,
+        max_length: int | None,
+    ) -> None:
+        if config.chat_template:
+            check_chat_template(tokenizer)
+        self.config, self.words, self.tokenizer = config, tasks, tokenizer
+        settings = {
+            "model": identity,
+            "num_fewshot": config.num_fewshot,
+            "limit": config.limit,
+            "max_length": max_length,
+            "truncation": config.truncation,
+            "chat_template": config.chat_template,
+            "dtype": config.dtype,
+            "lm_eval": version("lm_eval"),
+        }
+        self.results = Results(config.output_folder, settings)
+        self.loader = TaskLoader(tasks, include_path=config.include_path, num_fewshot=config.num_fewshot)
+        self.files = {name: self.loader.task_file(name) for name in self.loader.names}
+        names = [name for name in self.loader.names if self.results.finished(name, self.files[name]) is None]
+        self.pending = {name: self.loader.load(name) for name in names}
+        for name, loaded in self.pending.items():
+            for part in loaded.tasks:
+                self.files[part] = self.loader.task_file(part) or self.files[name]
+                self.results.task(part, self.files[part])  # refuses results of other settings
+
+    def missing(self, rank: int = 0, processes: int = 1) -> list[str]:
+        """Return this process's names without a result."""
+        return [name for name in self.loader.names[rank::processes] if name in self.pending]
+
+    def ask(self, backbone: Backbone, rank: int = 0, processes: int = 1) -> None:
+        """Ask the missing tasks, and store the result of each at once."""
+        config = self.config
+        reading: dict[str, Any] = {name: getattr(config, name) for name in ("truncation", "batch_tokens", "max_length")}
+        model = HarnessModel(backbone, self.tokenizer, **reading)
+        for number, name in enumerate(names := self.missing(rank, processes)):
+            log.info("Tasks of the harness: %s (%d of %d)", name, number + 1, len(names))
+            loaded = self.pending[name]
+            with torch.no_grad():
+                for part, task in loaded.tasks.items():
+                    if self.results.task(part, self.files[part]) is None:
+                        result = evaluate_task(
+                            model,
+                            part,
+                            task,
+                            limit=config.limit,
+                            chat_template=config.chat_template,
+                            log_samples=config.log_samples,
+                            bootstrap_iters=1000,
+                        )
+                        self.results.write_task(part, result, self.files[part])
+            known = {part: self.results.task(part) or {} for part in loaded.tasks}
+            content = {"tasks": list(loaded.tasks), "groups": aggregate(loaded.groups, known)}
+            self.results.write_finished(name, content, self.files[name])
+
+    def report(self) -> str:
+        """Write ``harness.json`` with all results so far, and return their table."""
+        found = [self.results.finished(name) or {"tasks": [], "groups": {}} for name in self.loader.names]
+        tasks = {part: self.results.task(part) for entry in found for part in entry["tasks"]}
+        groups = {name: metrics for entry in found for name, metrics in entry["groups"].items()}
+        metrics = {**{name: (entry or {})["metrics"] for name, entry in tasks.items()}, **groups}
+        result = {
+            "model": self.config.model,
+            "scores": set_scores(self.words, metrics),
+            "tasks": tasks,
+            "groups": groups,
+            "settings": self.results.settings,
+        }
+        write_json(self.results.folder / "harness.json", result)
+        return table(result)
 
 
 def evaluate_task(
@@ -82,6 +187,11 @@ def aggregate(groups: Sequence[Group], results: Mapping[str, Mapping[str, Any]])
         if plain := _plain(metrics[group.name]):
             found[group.name] = plain
     return found
+
+
+def set_scores(words: Iterable[str], metrics: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """Return the scores in percent of all sets among some words, as far as their tasks are known."""
+    return {name: value for word in words if word in SETS for name, value in scores(SETS[word], metrics).items()}
 
 
 def scores(task_set: TaskSet, metrics: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:

@@ -14,8 +14,8 @@ from typing_extensions import override
 
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.tokenization.chat_templates import render_chat
+from lightning_modules.tasks.evaluation.config import Truncation
 from lightning_modules.tasks.generation import generate
-from lightning_modules.tasks.harness import Truncation
 from lightning_modules.tasks.harness.scoring import Continuation, score_continuations, share, shared
 
 DEFAULT_MAX_LENGTH = 2048

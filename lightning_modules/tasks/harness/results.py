@@ -1,4 +1,4 @@
-"""The results of ``longce harness``: a file per task as soon as it is done, and one for all."""
+"""Results of tasks of lm-evaluation-harness: a file per task as soon as it is done, and one for all."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ class Results:
     """The folder of results.
 
     ``tasks/NAME.json`` is a task's, ``names/NAME.json`` says which tasks and groups a name stands for once all of
-    them are done, ``samples/NAME.jsonl`` holds questions and answers, and ``results.json`` all that is known.
+    them are done, ``samples/NAME.jsonl`` holds questions and answers, and ``harness.json`` all that is known.
 
     Args:
         folder: Which can be written to.
@@ -91,7 +91,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """The results of `harness` as text: a row per metric, then the scores of sets in percent."""
+    """Format results as text: a row per metric, then the scores of sets in percent."""
     rows = []
     for kind in ("tasks", "groups"):
         for name, entry in result[kind].items():

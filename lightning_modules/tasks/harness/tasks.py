@@ -17,6 +17,8 @@ from lm_eval.api.group import Group
 from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 
+from lightning_modules.tasks.questions.registry import GROUPS, TASKS
+
 _ROOT = Path(lm_eval.tasks.__file__).resolve().parent
 
 Metric = tuple[str, str]
@@ -55,54 +57,33 @@ _SHORT = {
     "CommonsenseQA": ("commonsense_qa", "acc,none"),
 }
 
-_RULER = (
-    *(f"niah_single_{number}" for number in (1, 2, 3)),
-    *(f"niah_multikey_{number}" for number in (1, 2, 3)),
-    *("niah_multiquery", "niah_multivalue", "ruler_vt", "ruler_cwe", "ruler_fwe", "ruler_qa_squad", "ruler_qa_hotpot"),
-)
+SETS = {
+    "short": TaskSet(
+        tuple(task for task, _ in _SHORT.values()),
+        ("mmlu/default", "arc", "race", "bbh/cot_fewshot", "truthfulqa", "commonsense_qa"),
+        {name: (metric,) for name, metric in _SHORT.items()},
+    ),
+    "longbench": TaskSet(
+        tuple(f"longbench_{task}" for tasks in _LONGBENCH.values() for task in tasks),
+        ("longbench",),
+        {
+            **{
+                kind: tuple((f"longbench_{name}", "score,none") for name in names) for kind, names in _LONGBENCH.items()
+            },
+            "LongBench": tuple(_LONGBENCH),
+        },
+    ),
+}
+"""Sets of tasks, with scores named as in the tables of Fang et al. (2025).
+
+``short`` has the six tasks of Table 10. The paper does not report the number of examples in the prompt or the metric;
+here they are the harness's defaults (no examples, three with a chain of thought for BBH), and accuracy. ``longbench``
+has the 16 English tasks of LongBench; its score is the mean of six categories, as in Table 8."""
 
 
-def task_sets(lengths: Sequence[int]) -> dict[str, TaskSet]:
-    """The sets by name, with scores named as in the tables of Fang et al. (2025).
-
-    ``short`` are the six of Table 10. The paper says neither how many examples are in the prompt nor which metric
-    counts; here it is what the harness does by default (none, for BBH three with a chain of thought), and accuracy.
-    ``longbench`` are the 16 English tasks of LongBench; its score is the mean of six categories, as in Table 8.
-    ``ruler`` are RULER's 13 tasks as the harness makes them; its score is their mean, over all lengths.
-
-    Args:
-        lengths: Of RULER's prompts, in tokens.
-    """
-    longbench: dict[str, tuple[Metric | str, ...]] = {
-        category: tuple((f"longbench_{task}", "score,none") for task in tasks) for category, tasks in _LONGBENCH.items()
-    }
-    return {
-        "short": TaskSet(
-            tuple(task for task, _ in _SHORT.values()),
-            ("mmlu/default", "arc", "race", "bbh/cot_fewshot", "truthfulqa", "commonsense_qa"),
-            {name: (metric,) for name, metric in _SHORT.items()},
-        ),
-        "longbench": TaskSet(
-            tuple(f"longbench_{task}" for tasks in _LONGBENCH.values() for task in tasks),
-            ("longbench",),
-            {**longbench, "LongBench": tuple(longbench)},
-        ),
-        "ruler": TaskSet(
-            _RULER, ("ruler",), {"RULER": tuple((task, f"{length},none") for task in _RULER for length in lengths)}
-        ),
-    }
-
-
-def expand(words: Sequence[str], sets: Mapping[str, TaskSet]) -> list[str]:
-    """Names of tasks, groups and files, each once, with the sets among them written out.
-
-    Raises:
-        ValueError: If there is none.
-    """
-    names = [name for word in words for name in (sets[word].tasks if word in sets else (word,))]
-    if not names:
-        raise ValueError(f"Name a task: one of lm-evaluation-harness, a YAML file, or a set ({', '.join(sets)}).")
-    return list(dict.fromkeys(names))
+def expand(words: Sequence[str]) -> list[str]:
+    """Return the names of tasks, groups and files, each once, with sets written out."""
+    return list(dict.fromkeys(name for word in words for name in (SETS[word].tasks if word in SETS else (word,))))
 
 
 class LoadedTasks(NamedTuple):
@@ -123,8 +104,6 @@ class TaskLoader:
     Args:
         words: Tasks, groups, YAML files and sets that will be asked for.
         include_path: Folder of further task files, which win over those of the harness.
-        lengths: Of RULER's prompts, in tokens.
-        tokenizer: Hub id or folder, by which RULER counts.
         num_fewshot: Examples in each prompt, for tasks that have any; by default as each task says.
 
     Attributes:
@@ -139,29 +118,25 @@ class TaskLoader:
         words: Sequence[str],
         *,
         include_path: str | None = None,
-        lengths: Sequence[int] = (4096,),
-        tokenizer: str | None = None,
         num_fewshot: int | None = None,
     ) -> None:
         if include_path is not None and not Path(include_path).expanduser().is_dir():
             raise ValueError(f"`include_path` must be a folder of task files (YAML), got '{include_path}'.")
         if num_fewshot is not None and num_fewshot < 0:
             raise ValueError(f"`num_fewshot` must be 0 or more, got {num_fewshot}.")
-        sets = task_sets(lengths)
-        self.names = expand(words, sets)
+        self.names = expand(words)
         self.num_fewshot = num_fewshot
         own = [str(Path(include_path).expanduser())] if include_path is not None else []
-        folders = [str(_ROOT / folder) for word in words if word in sets for folder in sets[word].folders]
-        metadata = {"tokenizer": tokenizer, "max_seq_lengths": list(lengths)}
+        folders = [str(_ROOT / folder) for word in words if word in SETS for folder in SETS[word].folders]
         with quiet():
-            self.manager = TaskManager(include_path=[*folders, *own], include_defaults=False, metadata=metadata)
+            self.manager = TaskManager(include_path=[*folders, *own], include_defaults=False)
             if not all(map(self._is_known, self.names)):
-                self.manager = TaskManager(include_path=own, metadata=metadata)
+                self.manager = TaskManager(include_path=own)
         for name in self.names:
             if not self._is_known(name):
-                near = difflib.get_close_matches(name, self.manager.all_tasks, n=3)
+                near = difflib.get_close_matches(name, [*TASKS, *GROUPS, *self.manager.all_tasks], n=3)
                 hint = f" Did you mean {' or '.join(near)}?" if near else ""
-                raise ValueError(f"lm-evaluation-harness has no task '{name}', and there is no such file.{hint}")
+                raise ValueError(f"Neither longce nor lm-evaluation-harness has a task or file '{name}'.{hint}")
 
     def _is_known(self, name: str) -> bool:
         return name in self.manager.task_index or (Path(name).suffix in (".yaml", ".yml") and Path(name).is_file())

@@ -132,13 +132,21 @@ def find_tasks(
     return [_make(name, sources) for name in dict.fromkeys(single)]
 
 
+def check_names(names: Sequence[str]) -> None:
+    """Refuse names that are not in `TASKS`, not in `GROUPS`, and not import paths.
+
+    Raises:
+        ValueError: With the closest known name.
+    """
+    for name in names:
+        if name not in TASKS and name not in GROUPS and "." not in name:
+            near = difflib.get_close_matches(name, [*TASKS, *GROUPS], n=1)
+            raise ValueError(f"There is no task '{name}'{f'; did you mean {near[0]!r}?' if near else '.'} {_choice()}")
+
+
 def _make(name: str, sources: Sources) -> Task:
-    if name in TASKS:
-        return TASKS[name](sources)
-    if "." in name:
-        return _import(name)
-    near = difflib.get_close_matches(name, [*TASKS, *GROUPS], n=1)
-    raise ValueError(f"There is no task '{name}'{f'; did you mean {near[0]!r}?' if near else '.'} {_choice()}")
+    check_names([name])
+    return TASKS[name](sources) if name in TASKS else _import(name)
 
 
 def _choice() -> str:

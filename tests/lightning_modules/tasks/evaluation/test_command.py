@@ -7,6 +7,7 @@ import pytest
 from lightning_modules.commands import evaluate as command
 from lightning_modules.commands.cli.main import main
 from lightning_modules.commands.evaluate import evaluate
+from lightning_modules.tasks.evaluation import evaluation
 from lightning_modules.tasks.evaluation.store import ResultStore
 from tests.support.toy_tasks import GUESS, SEVERAL
 
@@ -17,13 +18,13 @@ QUESTIONS = 2 * 3 * 3 + 2 * 3
 @pytest.fixture
 def asked(monkeypatch):
     """How many questions were put, run by run."""
-    counts, put = [], command.put_questions
+    counts, put = [], evaluation.put_questions
 
     def counted(backbone, prompter, questions, mode, **settings):
         counts.append(len(questions))
         return put(backbone, prompter, questions, mode, **settings)
 
-    monkeypatch.setattr(command, "put_questions", counted)
+    monkeypatch.setattr(evaluation, "put_questions", counted)
     return counts
 
 
@@ -98,7 +99,6 @@ def test_a_folder_of_other_settings_is_refused_before_the_model_is_loaded(guessi
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"tasks": ["rulr"]}, "no task 'rulr'; did you mean 'ruler'"),
         ({"lengths": [8]}, "8 tokens is too short for 'guess'"),
         ({"samples": 0}, "`samples` must be 1 or more"),
         ({"device": "tpu7"}, "not to be had here"),
@@ -139,7 +139,7 @@ def test_texts_that_have_changed_are_other_questions(guessing_dir, tmp_path):
 
 
 def test_long_questions_are_made_a_few_at_a_time(guessing_dir, tmp_path, asked, monkeypatch):
-    monkeypatch.setattr(command, "TOKENS_AT_ONCE", 150)
+    monkeypatch.setattr(evaluation, "TOKENS_AT_ONCE", 150)
     evaluate(str(guessing_dir), str(tmp_path), mode="teacher_forced", **{**TASKS, "tasks": [SEVERAL], "depths": None})
     assert asked == [3, 2, 1]  # 48 tokens each, and 64
 

@@ -3,9 +3,10 @@ import json
 import pytest
 
 from lightning_modules.commands.cli.main import main
-from lightning_modules.commands.harness import harness
+from lightning_modules.commands.evaluate import evaluate
 from lightning_modules.tasks.harness import evaluation
 from lightning_modules.tasks.harness.results import Results
+from tests.support.toy_tasks import GUESS
 
 
 @pytest.fixture
@@ -22,7 +23,7 @@ def asked(monkeypatch):
 
 
 def test_a_task_that_is_done_is_not_asked_again(model_dir, task_dir, tmp_path, asked, monkeypatch, capsys):
-    arguments = ["harness", "--model", str(model_dir), "--include_path", str(task_dir), "--limit", "3"]
+    arguments = ["evaluate", "--model", str(model_dir), "--include_path", str(task_dir), "--limit", "3"]
     arguments += ["--output", str(tmp_path / "out"), "--log_samples", "true", "--tasks", "both"]
     main(arguments)
     first = capsys.readouterr().out
@@ -30,7 +31,7 @@ def test_a_task_that_is_done_is_not_asked_again(model_dir, task_dir, tmp_path, a
     assert asked == ["choice", "letter"]
     main([*arguments, "answer"])
     assert asked == ["choice", "letter", "answer"]
-    result = json.loads((tmp_path / "out" / "results.json").read_text())
+    result = json.loads((tmp_path / "out" / "harness.json").read_text())
     assert result["model"] == str(model_dir)
     assert set(result["tasks"]) == {"choice", "letter", "answer"}
     mean = sum(result["tasks"][name]["metrics"]["acc,none"] for name in ("choice", "letter")) / 2
@@ -44,7 +45,7 @@ def test_a_task_that_is_done_is_not_asked_again(model_dir, task_dir, tmp_path, a
     main(arguments)
     assert asked == ["choice", "letter", "answer", "letter"]
     assert capsys.readouterr().out.splitlines()[-1] == first.splitlines()[-1]
-    monkeypatch.setattr("lightning_modules.commands.harness.load_backbone", None)
+    monkeypatch.setattr("lightning_modules.commands.evaluate.load_backbone", None)
     main(arguments)  # all is there: the model is not even loaded
 
 
@@ -52,24 +53,22 @@ def test_other_settings_and_missing_data_are_refused_before_the_model_is_loaded(
     model_dir, task_dir, tmp_path, monkeypatch, capsys
 ):
     options = {"include_path": str(task_dir), "limit": 2}
-    harness(str(model_dir), ["letter"], str(tmp_path / "out"), **options)
-    monkeypatch.setattr("lightning_modules.commands.harness.load_backbone", None)
+    evaluate(str(model_dir), str(tmp_path / "out"), tasks=["letter"], **options)
+    monkeypatch.setattr("lightning_modules.commands.evaluate.load_backbone", None)
     with pytest.raises(ValueError, match=r"letter\.json' is of another run: limit=2 \(now 3\)"):
-        harness(str(model_dir), ["letter"], str(tmp_path / "out"), **{**options, "limit": 3})
+        evaluate(str(model_dir), str(tmp_path / "out"), tasks=["letter"], **{**options, "limit": 3})
     with pytest.raises(ValueError, match="is of another run: limit=2"):
-        harness(str(model_dir), ["both"], str(tmp_path / "out"), **{**options, "limit": 3})
+        evaluate(str(model_dir), str(tmp_path / "out"), tasks=["both"], **{**options, "limit": 3})
     with pytest.raises(SystemExit) as stopped:
         main(["harness", "--model", str(model_dir), "--tasks", "short", "--output", str(tmp_path / "other")])
     assert stopped.value.code == 2
     assert "'cais/mmlu'" in (said := capsys.readouterr().err)
     assert "HF_HUB_OFFLINE" in said
     with pytest.raises(ValueError, match="`limit` must be above 0"):
-        harness(str(model_dir), ["letter"], str(tmp_path / "out"), limit=0)
-    with pytest.raises(ValueError, match="give one length at a time"):
-        harness(str(model_dir), ["ruler"], str(tmp_path / "out"), limit=3, lengths=[4096, 8192])
+        evaluate(str(model_dir), str(tmp_path / "out"), tasks=["letter"], limit=0)
     (tmp_path / "out" / "names" / "letter.json").write_text("{")
     with pytest.raises(ValueError, match=r"letter\.json' is damaged"):
-        harness(str(model_dir), ["letter"], str(tmp_path / "out"), **options)
+        evaluate(str(model_dir), str(tmp_path / "out"), tasks=["letter"], **options)
 
 
 def test_a_task_file_that_has_changed_is_another_task(model_dir, task_dir, tmp_path, asked):
@@ -77,17 +76,17 @@ def test_a_task_file_that_has_changed_is_another_task(model_dir, task_dir, tmp_p
     file.write_text((task_dir / "letter.yaml").read_text())
     out = str(tmp_path / "out")
     for _ in range(2):
-        harness(str(model_dir), [str(file)], out, limit=1)
+        evaluate(str(model_dir), out, tasks=[str(file)], limit=1)
     assert asked == ["letter"]
     file.write_text(file.read_text().replace("A, B or C:", "C, B or A:"))
     with pytest.raises(ValueError, match=r"is of another run: task_file='[0-9a-f]{16}' \(now "):
-        harness(str(model_dir), [str(file)], out, limit=1)
+        evaluate(str(model_dir), out, tasks=[str(file)], limit=1)
     other = tmp_path / "other.yaml"  # of the same name inside
     file.rename(other)
     with pytest.raises(ValueError, match=r"letter\.json' is of another run: task_file="):
-        harness(str(model_dir), [str(other)], out, limit=1)
+        evaluate(str(model_dir), out, tasks=[str(other)], limit=1)
     with pytest.raises(ValueError, match=r"letter\.json' is of another run: task_file="):
-        harness(str(model_dir), ["letter"], out, limit=1, include_path=str(other.parent))
+        evaluate(str(model_dir), out, tasks=["letter"], limit=1, include_path=str(other.parent))
     assert asked == ["letter"]
 
 
@@ -99,7 +98,27 @@ def test_names_that_are_paths_are_files_of_their_own(tmp_path):
     assert results.task("a/b.yaml") == {"metrics": {"a/b.yaml": None}}
 
 
+def test_our_tasks_and_theirs_in_one_command(model_dir, task_dir, tmp_path, asked):
+    options = {"include_path": str(task_dir), "limit": 2, "lengths": [48], "samples": 2, "mode": "teacher_forced"}
+    text = evaluate(str(model_dir), str(tmp_path), tasks=[GUESS, "letter"], **options)
+    assert "guess" in text
+    assert "letter" in text
+    assert asked == ["letter"]
+    assert json.loads((tmp_path / "results.json").read_text())["tasks"]["guess"]["48"]["questions"] == 2
+    assert json.loads((tmp_path / "harness.json").read_text())["tasks"]["letter"]["questions"] == 2
+
+
+def test_processes_share_the_tasks(model_dir, task_dir, tmp_path, asked, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    options = {"tasks": ["letter", "answer"], "include_path": str(task_dir), "limit": 1}
+    for rank in "01":
+        monkeypatch.setenv("RANK", rank)
+        evaluate(str(model_dir), str(tmp_path), **options)
+        assert asked == ["letter", "answer"][: int(rank) + 1]
+    assert set(json.loads((tmp_path / "harness.json").read_text())["tasks"]) == {"letter", "answer"}
+
+
 def test_it_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="install the extra `eval`"):
-        harness("model", ["letter"], str(tmp_path))
+    with pytest.raises(ValueError, match=r"no task 'rulr'; did you mean 'ruler'.* need the extra `eval`"):
+        evaluate("model", str(tmp_path), tasks=["rulr"])

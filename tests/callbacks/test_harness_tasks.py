@@ -7,7 +7,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
-from callbacks import LMEvaluationHarness
+from callbacks import LMEvaluationHarness, LongContextTasks
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.loading import load_backbone
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
@@ -17,6 +17,7 @@ from lightning_modules.tasks.harness.model import HarnessModel
 from lightning_modules.tasks.harness.tasks import TaskLoader
 from tests.conftest import make_text
 from tests.support.harness_tasks import write_tasks
+from tests.support.toy_tasks import GUESS
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,8 @@ def rows(tokenizer):
 
 @pytest.mark.parametrize("stage", ["validate", "test"])
 def test_logs_what_the_tasks_give(model_dir, task_dir, tmp_path, rows, stage):
-    callback = LMEvaluationHarness(["both", "rolling"], include_path=str(task_dir), limit=4, log_samples=True)
+    tasks = ["both", "rolling", GUESS]
+    callback = LongContextTasks(tasks, [48], include_path=str(task_dir), limit=4, log_samples=True)
     trainer = make_trainer(callback, tmp_path)
     (logged,) = getattr(trainer, stage)(LongContextLM(str(model_dir)), rows, verbose=False)
     model = HarnessModel(load_backbone(str(model_dir)), load_tokenizer(str(model_dir)))
@@ -64,15 +66,16 @@ def test_logs_what_the_tasks_give(model_dir, task_dir, tmp_path, rows, stage):
     (samples,) = tmp_path.rglob("harness/step-0/letter.jsonl")
     lines = samples.read_text().splitlines()
     assert len(lines) == 4
+    assert 0 <= logged["tasks/guess/48"] <= 100, "our own tasks, by the same callback"
     assert json.loads(lines[0])["arguments"]
 
 
 def test_training_goes_on_as_if_nobody_had_asked(model_dir, task_dir, tmp_path, rows, monkeypatch):
     steps = []
     monkeypatch.setattr(
-        LMEvaluationHarness,
+        LongContextTasks,
         "_ask",
-        lambda self, trainer, module, ask=LMEvaluationHarness._ask: (
+        lambda self, trainer, module, ask=LongContextTasks._ask: (
             steps.append(trainer.global_step) or ask(self, trainer, module)
         ),
     )
@@ -81,12 +84,12 @@ def test_training_goes_on_as_if_nobody_had_asked(model_dir, task_dir, tmp_path, 
         torch.manual_seed(0)
         random.seed(5)
         module = LongContextLM(str(model_dir), CrossEntropy(), model_config={"attention_dropout": 0.5}, dtype="float64")
-        callback = callbacks or LMEvaluationHarness(["letter"], include_path=str(task_dir), every_n_steps=100)
+        callback = callbacks or LongContextTasks(["letter"], include_path=str(task_dir), every_n_steps=100)
         trainer = make_trainer(callback, tmp_path, max_steps=4, accumulate_grad_batches=2, max_epochs=2)
         trainer.fit(module, rows)
         return module, trainer, (random.random(), float(torch.rand(())))
 
-    asked = LMEvaluationHarness(["letter"], include_path=str(task_dir), every_n_steps=2, limit=2)
+    asked = LongContextTasks(["letter"], include_path=str(task_dir), every_n_steps=2, limit=2)
     with_tasks, trainer, states = train(asked)
     assert steps == [2, 4]
     assert with_tasks.backbone.training
@@ -101,11 +104,17 @@ def test_training_goes_on_as_if_nobody_had_asked(model_dir, task_dir, tmp_path, 
 
 def test_bad_arguments_are_refused(model_dir, task_dir, tmp_path, rows, monkeypatch):
     with pytest.raises(ValueError, match="`tasks` must be a list of names, got 'letter'"):
-        LMEvaluationHarness("letter")
-    away = LMEvaluationHarness(["away"], include_path=str(task_dir))
+        LongContextTasks("letter")
+    away = LongContextTasks(["away"], include_path=str(task_dir))
     monkeypatch.setattr(LongContextLM, "configure_model", None)  # no model is loaded by then
     with pytest.raises(ValueError, match="The data of the task 'away'"):
         make_trainer(away, tmp_path).validate(LongContextLM(str(model_dir)), rows)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="install the extra `eval`"):
-        LMEvaluationHarness(["letter"])
+    with pytest.raises(ValueError, match=r"no task 'letter'.* need the extra `eval`"):
+        LongContextTasks(["letter"])
+
+
+def test_the_former_name_warns(task_dir):
+    with pytest.warns(DeprecationWarning, match="use `callbacks.LongContextTasks`"):
+        former = LMEvaluationHarness(["letter"], include_path=str(task_dir), limit=2)
+    assert former.names == ["letter"]

@@ -1,0 +1,117 @@
+"""Long-context tasks asked of a model: questions, stored results, report."""
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerFast
+
+from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.tokenization.tokenizer import tokenizer_hash
+from lightning_modules.tasks.evaluation.config import EvaluationConfig
+from lightning_modules.tasks.evaluation.questions import (
+    Key,
+    first_of_each,
+    make_questions,
+    question_keys,
+    warn_of_unknown_tokens,
+)
+from lightning_modules.tasks.evaluation.report import as_text, write_report
+from lightning_modules.tasks.evaluation.runs import check_mode, put_questions
+from lightning_modules.tasks.evaluation.store import ResultStore
+from lightning_modules.tasks.evaluation.summary import summarise
+from lightning_modules.tasks.questions.prompter import Prompter
+from lightning_modules.tasks.questions.registry import find_tasks
+from lightning_modules.utilities.identity import content_hash
+from lightning_modules.utilities.locks import exclusive
+
+QUESTIONS_AT_ONCE = 256
+TOKENS_AT_ONCE = 2**21
+"""Largest number of questions in memory, and of their tokens: the model waits while they are made."""
+
+_SOURCES = ("haystack", "squad", "hotpot", "nq_open")
+
+
+class Evaluation:
+    """Asks long-context tasks of a model; each question has one result in the folder, whichever process asked it.
+
+    Args:
+        config: All settings.
+        tasks: Names of our tasks and groups, and import paths.
+        tokenizer: The model's tokenizer.
+        identity: Content of the model.
+
+    Raises:
+        ValueError: If a task, a file or a number cannot be used, or the folder holds results of other settings.
+    """
+
+    def __init__(
+        self, config: EvaluationConfig, tasks: Sequence[str], tokenizer: PreTrainedTokenizerFast, identity: str
+    ) -> None:
+        check_mode(config.mode)
+        self.config = config
+        sources = {name: getattr(config, name) for name in _SOURCES}
+        self.tasks = find_tasks(tasks, **sources, documents=config.documents)
+        self.keys = question_keys(self.tasks, config.lengths, config.samples, config.depths)
+        prompting = {"chat_template": config.chat_template, "add_special_tokens": config.add_special_tokens}
+        self.prompter = Prompter(tokenizer, **prompting)
+        first = make_questions(first_of_each(self.keys), self.tasks, self.prompter, config.seed)
+        warn_of_unknown_tokens(first, self.prompter)
+        settings = {
+            "model": config.model,
+            "identity": identity,
+            "tokenizer": tokenizer_hash(tokenizer),
+            "mode": config.mode,
+            "seed": config.seed,
+            **prompting,
+            "dtype": config.dtype,
+            "documents": config.documents,
+            **{name: None if path is None else _content(Path(path)) for name, path in sources.items()},
+        }
+        self.store = ResultStore(config.output_folder, settings)
+
+    def missing(self, rank: int = 0, processes: int = 1) -> list[Key]:
+        """Return this process's questions that have no result from any process."""
+        known = {result.key for result in self.store.read()}
+        return [key for key in self.keys[rank::processes] if key not in known]
+
+    def ask(self, backbone: Backbone, rank: int = 0, processes: int = 1) -> None:
+        """Ask the missing questions, and store each result at once."""
+        with exclusive(own := self.store.path(rank, processes)):
+            if not (keys := self.missing(rank, processes)):
+                return
+            backbone.check_length(max(key.length for key in keys))
+            with tqdm(total=len(keys), desc="tasks", unit="question", disable=None) as bar:
+
+                def store(results: list[Any]) -> None:
+                    self.store.append(own, results)
+                    bar.update(len(results))
+
+                for chunk in _chunks(keys):
+                    bar.set_postfix_str(f"{chunk[0].task}, {chunk[0].length} tokens")
+                    questions = make_questions(chunk, self.tasks, self.prompter, self.config.seed)
+                    put_questions(backbone, self.prompter, questions, self.config.mode, done=store)
+
+    def report(self) -> str:
+        """Write the report of all results so far, and return their table."""
+        known = {result.key: result for result in self.store.read()}
+        results = [known[key] for key in self.keys if key in known]
+        missing = len(self.keys) - len(results)
+        write_report(self.store.folder, results, self.store.settings, missing)
+        return f"{as_text(summarise(results), missing)}\nReport: {self.store.folder / 'report.html'}"
+
+
+def _chunks(keys: Sequence[Key]) -> Iterator[list[Key]]:
+    """Yield questions of one task and length, a limited number at a time."""
+    for _, group in groupby(keys, key=lambda key: (key.task, key.length)):
+        cell = list(group)
+        size = max(1, min(QUESTIONS_AT_ONCE, TOKENS_AT_ONCE // cell[0].length))
+        yield from (cell[first : first + size] for first in range(0, len(cell), size))
+
+
+def _content(path: Path) -> str:
+    """Return the hash of the texts that questions are made of: other texts make other questions."""
+    files = list(path.glob("*.txt")) if path.is_dir() else None
+    return f"sha256:{content_hash(path, files)}"
