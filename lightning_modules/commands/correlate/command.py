@@ -29,9 +29,9 @@ def correlate(
     """Correlate LongPPL and perplexity of many models with their benchmark scores.
 
     Args:
-        files: JSON of ``longce score --output``, ``results.json`` of ``longce evaluate`` and ``longce harness`` (or
-            their folders), and CSV files (``model,longppl,perplexity,LongBench``); NAME=FILE gives the model of a file
-            another name. Models are joined by name, or by the last part of it.
+        files: JSON of ``longce score --output``, folders of ``longce evaluate``, and CSV files
+            (``model,longppl,perplexity,LongBench``); NAME=FILE gives the model of a file another name. Models are
+            joined by name, or by the last part of it.
         output: Folder for ``correlation.json``, ``report.md``, ``report.html`` and the figures.
         metrics: Perplexities, such as ``longppl``; by default all of them.
         scores: Benchmark scores, such as ``RULER``; by default averages, or all without any.

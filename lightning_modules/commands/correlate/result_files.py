@@ -14,10 +14,10 @@ _TEXTS = ("texts", "max_tokens", "add_special_tokens")
 """Settings that a perplexity depends on; LongPPL depends on all."""
 
 _QUESTIONS = ("mode", "documents")
-"""Settings of ``longce evaluate`` that decide which questions are asked."""
+"""Settings of our tasks that decide which questions are asked."""
 
 _PROMPTS = ("num_fewshot", "limit", "truncation")
-"""Settings of ``longce harness`` that decide which questions are asked."""
+"""Settings of tasks of lm-evaluation-harness that decide which questions are asked."""
 
 
 class Measured(NamedTuple):
@@ -29,7 +29,7 @@ class Measured(NamedTuple):
         values: By name; NaN for what was measured and is not a number.
         main: Names of the values that summarize the others, such as an average over tasks.
         settings: For each value what it depends on, if the file has it: values of other settings are not comparable.
-        ours: Whether the file is a result of ``longce evaluate`` or ``longce harness``.
+        ours: Whether the file is a result of ``longce evaluate``.
     """
 
     place: str
@@ -43,13 +43,13 @@ class Measured(NamedTuple):
 def read_results(words: Sequence[str]) -> list[Measured]:
     """Read what files report, one entry per file and model.
 
-    The files are JSON of ``longce score --output``, the ``results.json`` of ``longce evaluate`` and ``longce harness``,
-    a dictionary ``{"Qwen2-7B": {"LongBench": 42.0}}``, or CSV with a line for each model: its name in the column
+    The files are JSON of ``longce score --output``, ``results.json`` and ``harness.json`` of ``longce evaluate``, a
+    dictionary ``{"Qwen2-7B": {"LongBench": 42.0}}``, or CSV with a line for each model: its name in the column
     ``model``, and values in the others, where a cell may be blank.
 
     Args:
-        words: Files; folders, of which the ``results.json`` is read, or else all ``.csv`` and ``.json`` files; and
-            ``NAME=FILE`` for a file of a single model, which gets this name.
+        words: Files; folders of ``longce evaluate``, or of other ``.csv`` and ``.json`` files; and ``NAME=FILE`` for
+            results of a single model, which gets this name.
 
     Raises:
         ValueError: If a file is missing or has another format, or ``NAME=`` is given to several models.
@@ -69,10 +69,10 @@ def _read_word(word: str) -> list[Measured]:
     if not files or (renamed and not name):
         raise ValueError(f"No results at '{word}': give .json or .csv files, folders of them, or NAME=FILE.")
     entries = [entry for file in files for entry in _read_file(file)]
-    if renamed and len(entries) != 1:
-        raise ValueError(f"'{path}' reports {len(entries)} models: rename them in the file, not by '{name}='.")
     if renamed:
-        entries = [entries[0]._replace(model=name)]
+        if (models := len({entry.model for entry in entries})) != 1:
+            raise ValueError(f"'{path}' reports {models} models: rename them in the file, not by '{name}='.")
+        entries = [entry._replace(model=name) for entry in entries]
     for entry in entries:
         if not entry.model:
             raise ValueError(f"{entry.place} does not name its model: give NAME={word}.")
@@ -81,8 +81,8 @@ def _read_word(word: str) -> list[Measured]:
 
 def _find_files(path: Path) -> list[Path]:
     if path.is_dir():
-        results = path / "results.json"
-        return [results] if results.is_file() else sorted([*path.glob("*.csv"), *path.glob("*.json")])
+        evaluations = [path / name for name in ("results.json", "harness.json") if (path / name).is_file()]
+        return evaluations or sorted([*path.glob("*.csv"), *path.glob("*.json")])
     return [path] if path.is_file() and path.suffix in (".csv", ".json") else []
 
 
@@ -111,7 +111,7 @@ def _json_entries(file: Path) -> list[Measured]:
 
 _OTHER = (
     "'{file}' must be a dictionary of models, each a dictionary of benchmarks and scores, or a result of"
-    " `longce score`, `longce evaluate` or `longce harness`."
+    " `longce score` or `longce evaluate`."
 )
 
 
@@ -164,7 +164,7 @@ def _short(length: int) -> str:
 
 
 def _harness(file: Path, content: Mapping[str, Any]) -> Measured:
-    """Read ``longce harness``: scores of sets in percent, and the metrics of tasks and groups as they are."""
+    """Read tasks of lm-evaluation-harness: scores of sets in percent, metrics of tasks and groups as they are."""
     values = {name: _number(file, name, value) for name, value in content["scores"].items()}
     metrics = {name: entry["metrics"] for name, entry in content["tasks"].items()} | content["groups"]
     tasks = {
