@@ -13,10 +13,9 @@ from transformers import PreTrainedTokenizerFast
 from typing_extensions import override
 
 from datamodules.corpus.files import CorpusFiles, Part
-from datamodules.packing.evaluation_documents import empty_row
+from datamodules.packing.evaluation_documents import document_row, empty_row
 from datamodules.packing.sequences import Row, collate_rows
 from lightning_modules.batch import Origin, PackedBatch
-from lightning_modules.models.tokenization.tokenizer import encode_document
 from lightning_modules.scoring.corpus_protocols import Delivered
 from lightning_modules.scoring.score_failures import LEFT_OUT
 
@@ -51,7 +50,7 @@ class CorpusRows:
             return origin, None
         kept = self.max_tokens if self.overlong == "cut" else None
         try:
-            batch = encode_document(
+            row = document_row(
                 text,
                 self.tokenizer,
                 name=origin.key,
@@ -60,20 +59,11 @@ class CorpusRows:
             )
         except ValueError as error:
             return origin._replace(error=str(error)), None
-        tokens = batch["input_ids"].shape[1]
+        tokens = len(row["input_ids"])
         if self.max_tokens is not None and tokens > self.max_tokens:
             reason = f"{LEFT_OUT}{tokens} tokens are more than `max_tokens` = {self.max_tokens}"
             return origin._replace(error=reason), None
-        row = Row(
-            input_ids=batch["input_ids"][0],
-            labels=batch["labels"][0],
-            position_ids=batch["position_ids"][0],
-            document_borders=batch["document_borders"][0],
-            text=batch["text"][0],
-            offsets=batch["offsets"][0],
-            name=origin.key,
-        )
-        return origin._replace(truncated=len(batch["text"][0]) < len(text)), row
+        return origin._replace(truncated=len(row["text"]) < len(text)), row
 
 
 class Reading(NamedTuple):

@@ -47,26 +47,36 @@ class DocumentDataset(Dataset[Row]):
         if index >= len(self):
             return empty_row()
         if index not in self._rows:
-            self._rows[index] = self._tokenised(self.documents[index])
+            document = self.documents[index]
+            self._rows[index] = document_row(
+                document.text,
+                self.tokenizer,
+                name=document.name,
+                add_special_tokens=self.add_special_tokens,
+                max_tokens=self.length,
+            )
         return self._rows[index]
 
-    def _tokenised(self, document: Document) -> Row:
-        batch = encode_document(
-            document.text,
-            self.tokenizer,
-            name=document.name,
-            add_special_tokens=self.add_special_tokens,
-            max_tokens=self.length,
-        )
-        return Row(
-            input_ids=batch["input_ids"][0],
-            labels=batch["labels"][0],
-            position_ids=batch["position_ids"][0],
-            document_borders=batch["document_borders"][0],
-            text=batch["text"][0],
-            offsets=batch["offsets"][0],
-            name=document.name,
-        )
+
+def document_row(
+    text: str,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    name: str,
+    add_special_tokens: bool = False,
+    max_tokens: int | None = None,
+) -> Row:
+    """Tokenize a whole document as a row; arguments as those of `encode_document`."""
+    batch = encode_document(text, tokenizer, name=name, add_special_tokens=add_special_tokens, max_tokens=max_tokens)
+    return Row(
+        input_ids=batch["input_ids"][0],
+        labels=batch["labels"][0],
+        position_ids=batch["position_ids"][0],
+        document_borders=batch["document_borders"][0],
+        text=batch["text"][0],
+        offsets=batch["offsets"][0],
+        name=name,
+    )
 
 
 def empty_row() -> Row:
