@@ -1,6 +1,7 @@
 """Use books with planted lines in experiments: the events of `recall_records` with real text between them."""
 
 import hashlib
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -216,7 +217,7 @@ class HaystackCorpus:
         encode = self._tokenizer.backend_tokenizer.encode
         tokens = encode(value, add_special_tokens=False)
         others = [encode(other, add_special_tokens=False).ids for other in field_values()[field] if other != value]
-        shared = max(sum(1 for _ in _common_prefix(tokens.ids, other)) for other in others)
+        shared = max(len(os.path.commonprefix([tokens.ids, other])) for other in others)
         return int(tokens.offsets[min(shared, len(tokens.ids) - 1)][1])
 
 
@@ -248,17 +249,16 @@ class HaystackSource:
     slot: int
     seed: int
     second_dialect: float = 0.0
-    split: Split = "train"
 
     def __iter__(self) -> Iterator[Document]:
         """Stream the documents."""
         for index in range(self.count):
-            record = self.corpus.record(self.split, self.tokens, (self.seed, index), self.slot, self.second_dialect)
+            record = self.corpus.record("train", self.tokens, (self.seed, index), self.slot, self.second_dialect)
             yield Document(f"haystack-{self.seed}-{index}", record.text)
 
     def fingerprint(self) -> str:
         """Describe what the documents are made from, with the first of them in case the code changes."""
-        made_from = (self.count, self.tokens, self.slot, self.seed, self.second_dialect, self.split)
+        made_from = (self.count, self.tokens, self.slot, self.seed, self.second_dialect)
         return f"{self.corpus.fingerprint()} {made_from} {next(iter(self)).text}"
 
 
@@ -282,10 +282,3 @@ class HaystackDataModule(PackedTextDataModule):
     @override
     def source(self, split: Split) -> HaystackSource:
         return self.documents
-
-
-def _common_prefix(first: Sequence[int], second: Sequence[int]) -> Iterator[int]:
-    for one, other in zip(first, second, strict=False):
-        if one != other:
-            return
-        yield one
