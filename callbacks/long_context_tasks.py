@@ -31,7 +31,7 @@ from lightning_modules.tasks.evaluation.questions import (
 )
 from lightning_modules.tasks.evaluation.report import answer_table
 from lightning_modules.tasks.evaluation.runs import TaskResult, put_questions
-from lightning_modules.tasks.evaluation.summary import summarise
+from lightning_modules.tasks.evaluation.summary import summarize
 from lightning_modules.tasks.harness import split_tasks
 from lightning_modules.tasks.questions.prompter import Prompter
 from lightning_modules.tasks.questions.registry import find_tasks
@@ -242,7 +242,7 @@ class LongContextTasks(Callback):
     def _ask_ours(self, trainer: Trainer, pl_module: LongContextLM) -> dict[str, float]:
         assert self._prompter is not None
         results = self._gathered(put_questions(pl_module.backbone, self._prompter, self._questions, self.mode))
-        summary = summarise(results)
+        summary = summarize(results)
         loggers = [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
         if loggers and trainer.is_global_zero:
             pictures = {name: as_pixels(figure) for name, figure in figures(summary).items()}

@@ -2,9 +2,14 @@
 
 import base64
 import html
+import json
 import re
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lightning_modules.utilities.files import write_atomically
+from lightning_modules.utilities.plain_json import plain
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
@@ -38,8 +43,53 @@ class Picture(NamedTuple):
 Block = Heading | Table | Picture | str
 
 
-def markdown(title: str, blocks: Sequence[Block]) -> str:
-    """The report as Markdown."""
+def write_report(
+    folder: Path,
+    title: str,
+    blocks: Sequence[Block],
+    pictures: Mapping[str, str],
+    numbers: Mapping[str, Any],
+    *,
+    name: str,
+) -> None:
+    """Write the numbers as ``NAME.json``, then ``report.md``, ``report.html`` and ``figures/*.svg``.
+
+    Args:
+        folder: Folder of the report.
+        title: Its title.
+        blocks: Its content.
+        pictures: SVG text of each picture.
+        numbers: What the report is made of; values that JSON does not have become null or text.
+        name: Of the file of numbers.
+    """
+    for picture, svg in pictures.items():
+        write_atomically(folder / "figures" / f"{picture}.svg", svg.encode())
+    write_atomically(folder / f"{name}.json", (json.dumps(plain(numbers), indent=1) + "\n").encode())
+    write_atomically(folder / "report.md", as_markdown(title, blocks).encode())
+    write_atomically(folder / "report.html", as_html(title, blocks, pictures).encode())
+
+
+def as_text_table(table: Table, *, left: Sequence[int] = (0,)) -> str:
+    """Format a table for a terminal.
+
+    Args:
+        table: The cells.
+        left: Columns aligned to the left; the others are aligned to the right.
+    """
+    rows = [table.head, *table.rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if number in left else cell.rjust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+    return "\n".join([lines[0], "-" * (sum(widths) + 2 * len(widths) - 2), *lines[1:]])
+
+
+def as_markdown(title: str, blocks: Sequence[Block]) -> str:
+    """Format a report as Markdown."""
     lines = [f"# {title}\n"]
     for block in blocks:
         match block:
@@ -55,13 +105,13 @@ def markdown(title: str, blocks: Sequence[Block]) -> str:
 
 
 def as_markdown_table(table: Table) -> str:
-    """The table as Markdown."""
+    """Format a table as Markdown."""
     cells = [table.head, ["---"] * len(table.head), *table.rows]
     return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in cells)
 
 
-def as_html(title: str, blocks: Sequence[Block], pictures: dict[str, str]) -> str:
-    """The report as one HTML file with the figures in it."""
+def as_html(title: str, blocks: Sequence[Block], pictures: Mapping[str, str]) -> str:
+    """Format a report as one HTML file with the figures in it."""
     parts = [f"<h1>{html.escape(title)}</h1>"]
     for block in blocks:
         match block:

@@ -13,7 +13,7 @@ from callbacks import LongContextTasks, long_context_tasks
 from datamodules import PG19DataModule
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.tasks.evaluation.runs import put_questions
-from lightning_modules.tasks.evaluation.summary import summarise
+from lightning_modules.tasks.evaluation.summary import summarize
 from tests.conftest import make_text
 from tests.support.toy_tasks import GUESS, SEVERAL
 
@@ -112,7 +112,7 @@ def test_what_is_logged(setup, tmp_path):
     assert 0 < logged["tasks/time_share"] < 1
     # The numbers are those of the model as it is now.
     results = put_questions(run.module.backbone, tasks._prompter, tasks._questions, "teacher_forced")
-    for name, value in summarise(results).logged().items():
+    for name, value in summarize(results).logged().items():
         assert logged[f"tasks/{name}"] == pytest.approx(value, rel=1e-5)
 
 

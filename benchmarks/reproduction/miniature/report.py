@@ -12,7 +12,7 @@ from benchmarks.reproduction.miniature.results import METRICS
 from benchmarks.reproduction.miniature.verdicts import Verdict, mean_spearman
 from lightning_modules.utilities.files import write_atomically
 from lightning_modules.utilities.plain_json import plain
-from lightning_modules.visualization.report import Block, Heading, Picture, Table, as_html, markdown
+from lightning_modules.visualization.report import Block, Heading, Picture, Table, as_html, as_markdown
 
 TITLE = "The paper in miniature"
 
@@ -35,7 +35,7 @@ def write_report(folder: Path, experiments: dict[str, Any], found: Sequence[Verd
         write_atomically(folder / "figures" / f"{name}.svg", svg.encode())
     numbers = {**facts, "verdicts": [asdict(verdict) for verdict in found], "experiments": experiments}
     write_atomically(folder / "numbers.json", (json.dumps(plain(numbers), indent=1) + "\n").encode())
-    write_atomically(folder / "report.md", markdown(TITLE, blocks).encode())
+    write_atomically(folder / "report.md", as_markdown(TITLE, blocks).encode())
     write_atomically(folder / "report.html", as_html(TITLE, blocks, pictures).encode())
     return folder / "report.html"
 

@@ -13,7 +13,7 @@ from lightning_modules.commands.correlate.plots import scatter
 from lightning_modules.commands.correlate.result_files import read_results
 from lightning_modules.utilities.files import writable_folder, write_atomically
 from lightning_modules.utilities.plain_json import plain
-from lightning_modules.visualization.report import Block, Heading, Picture, Table, as_html, markdown
+from lightning_modules.visualization.report import Block, Heading, Picture, Table, as_html, as_markdown
 
 TITLE = "Perplexities and benchmark scores"
 
@@ -58,7 +58,7 @@ def correlate(
     for name, svg in pictures.items():
         write_atomically(folder / "figures" / f"{name}.svg", svg.encode())
     write_atomically(folder / "correlation.json", (json.dumps(plain(content), indent=1) + "\n").encode())
-    write_atomically(folder / "report.md", markdown(TITLE, blocks).encode())
+    write_atomically(folder / "report.md", as_markdown(TITLE, blocks).encode())
     write_atomically(folder / "report.html", as_html(TITLE, blocks, pictures).encode())
     return f"{as_text(pairs)}\nReport: {folder / 'report.html'}\n"
 

@@ -18,10 +18,10 @@ from lightning_modules.tasks.evaluation.questions import (
     question_keys,
     warn_of_unknown_tokens,
 )
-from lightning_modules.tasks.evaluation.report import as_text, write_report
+from lightning_modules.tasks.evaluation.report import as_text, write_task_report
 from lightning_modules.tasks.evaluation.runs import check_mode, put_questions
 from lightning_modules.tasks.evaluation.store import ResultStore
-from lightning_modules.tasks.evaluation.summary import summarise
+from lightning_modules.tasks.evaluation.summary import summarize
 from lightning_modules.tasks.questions.prompter import Prompter
 from lightning_modules.tasks.questions.registry import find_tasks
 from lightning_modules.utilities.identity import content_hash
@@ -99,8 +99,8 @@ class Evaluation:
         known = {result.key: result for result in self.store.read()}
         results = [known[key] for key in self.keys if key in known]
         missing = len(self.keys) - len(results)
-        write_report(self.store.folder, results, self.store.settings, missing)
-        return f"{as_text(summarise(results), missing)}\nReport: {self.store.folder / 'report.html'}"
+        write_task_report(self.store.folder, results, self.store.settings, missing)
+        return f"{as_text(summarize(results), missing)}\nReport: {self.store.folder / 'report.html'}"
 
 
 def _chunks(keys: Sequence[Key]) -> Iterator[list[Key]]:

@@ -11,8 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from lightning_modules.tasks.evaluation.summary import Summary
-from lightning_modules.tasks.questions.summary import RULER_THRESHOLD, Matrix, Score
+from lightning_modules.tasks.evaluation.summary import RULER_THRESHOLD, Matrix, Score, Summary
 
 _STYLE: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "longce"}
 _COLUMNS = 4

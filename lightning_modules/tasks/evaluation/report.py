@@ -8,11 +8,8 @@ from typing import Any
 
 from lightning_modules.tasks.evaluation.plots import as_svg, figures, short
 from lightning_modules.tasks.evaluation.runs import TaskResult
-from lightning_modules.tasks.evaluation.summary import Summary, summarise
-from lightning_modules.tasks.questions.summary import RULER_THRESHOLD
-from lightning_modules.utilities.files import write_atomically
-from lightning_modules.utilities.plain_json import plain
-from lightning_modules.visualization.report import Block, Heading, Picture, Table, as_html, markdown
+from lightning_modules.tasks.evaluation.summary import RULER_THRESHOLD, Summary, summarize
+from lightning_modules.visualization.report import Block, Heading, Picture, Table, as_text_table, write_report
 
 _CAPTIONS = {
     "lengths": "Score by length, with standard errors.",
@@ -23,31 +20,20 @@ _CAPTIONS = {
 _EXAMPLES = 8
 
 
-def write_report(
-    folder: Path, results: Sequence[TaskResult], settings: Mapping[str, Any], missing: int
-) -> dict[str, Any]:
+def write_task_report(folder: Path, results: Sequence[TaskResult], settings: Mapping[str, Any], missing: int) -> None:
     """Write ``results.json``, ``report.md``, ``report.html`` and ``figures/*.svg``.
 
     Args:
-        folder: Where to.
-        results: All that there are.
-        settings: What they have in common; ``model`` is the title.
-        missing: Questions that have no result yet.
-
-    Returns:
-        What ``results.json`` holds.
+        folder: Folder of the report.
+        results: All results so far.
+        settings: Settings of all results; ``model`` is the title.
+        missing: Number of questions without a result.
     """
-    summary = summarise(results)
+    summary = summarize(results)
     numbers = {"model": settings["model"], **summary.as_json(), "missing": missing, "settings": dict(settings)}
     pictures = {name: as_svg(figure) for name, figure in figures(summary).items()}
     blocks = _blocks(summary, results, settings, missing, list(pictures))
-    title = f"Long-context tasks: {settings['model']}"
-    for name, svg in pictures.items():
-        write_atomically(folder / "figures" / f"{name}.svg", svg.encode())
-    write_atomically(folder / "results.json", (json.dumps(plain(numbers), indent=1) + "\n").encode())
-    write_atomically(folder / "report.md", markdown(title, blocks).encode())
-    write_atomically(folder / "report.html", as_html(title, blocks, pictures).encode())
-    return numbers
+    write_report(folder, f"Long-context tasks: {settings['model']}", blocks, pictures, numbers, name="results")
 
 
 def score_table(summary: Summary) -> Table:
@@ -75,16 +61,7 @@ def perplexity_table(summary: Summary) -> Table:
 
 def as_text(summary: Summary, missing: int) -> str:
     """The scores for a terminal."""
-    head, rows = score_table(summary)
-    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
-    lines = [
-        "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        )
-        for row in (head, *rows)
-    ]
-    lines.insert(1, "-" * len(lines[0]))
-    return "\n".join([*lines, "", *_sentences(summary, missing)])
+    return "\n".join([as_text_table(score_table(summary)), "", *_sentences(summary, missing)])
 
 
 def _cell(score: Any) -> str:

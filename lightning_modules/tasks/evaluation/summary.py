@@ -1,37 +1,58 @@
-"""What is reported of the results of an evaluation, as numbers."""
+"""Scores of an evaluation, from those of single questions.
+
+Questions score from 0 to 1; everything here is in percent, as RULER reports it. What was not measured is missing from
+the results, and never 0.
+"""
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
 
 from lightning_modules.tasks.evaluation.questions import even_depths
 from lightning_modules.tasks.evaluation.runs import TaskResult
-from lightning_modules.tasks.questions.summary import (
-    Matrix,
-    Row,
-    Score,
-    depth_matrix,
-    effective_length,
-    length_averages,
-    position_curve,
-    task_scores,
-    weighted_average,
-)
 
-Key = TypeVar("Key", bound=Hashable)
+RULER_THRESHOLD = 85.6
+"""Score of Llama-2-7B (chat) at 4,096 tokens, averaged over RULER's 13 tasks (https://arxiv.org/abs/2404.06654)."""
 
 BINS = 11
-"""Depths of heat maps and curves where none were asked for."""
+"""Depths of heat maps and curves if none were asked for."""
+
+
+class Score(NamedTuple):
+    """Mean score of some questions.
+
+    Attributes:
+        mean: In percent.
+        error: Standard error of the mean, in percent; NaN for a single question.
+        questions: Number of questions.
+    """
+
+    mean: float
+    error: float
+    questions: int
+
+
+class Matrix(NamedTuple):
+    """Scores by length and depth.
+
+    Attributes:
+        lengths: ``[L]`` tokens, ascending.
+        depths: ``[D]`` centers of the bins.
+        scores: ``[L, D]`` means in percent, float64; NaN where nothing was measured.
+    """
+
+    lengths: list[int]
+    depths: list[float]
+    scores: NDArray[np.float64]
 
 
 class Perplexities(NamedTuple):
-    """Of forced answers.
-
-    Attributes:
-        answer: Of all tokens of answers together.
-        other: Of all other tokens.
-    """
+    """Perplexities of the tokens of answers, and of all other tokens, if answers were forced."""
 
     answer: float
     other: float
@@ -39,23 +60,22 @@ class Perplexities(NamedTuple):
 
 @dataclass(frozen=True)
 class Summary:
-    """Scores in percent, and perplexities where answers were forced.
+    """Scores in percent, and perplexities if answers were forced.
 
     Attributes:
         scores: Mean score by task and length.
-        averages: Average over the tasks by length; only of lengths at which all of them were put.
+        averages: Average over tasks by length, only for lengths at which all tasks were asked.
         effective_length: Longest length whose average exceeds RULER's threshold; None if none does.
-        weighted_inc: Average over lengths, of which longer ones weigh more.
-        weighted_dec: The same with the weights in reverse.
+        weighted_inc: Average over lengths, with larger weights for longer ones.
+        weighted_dec: The same with the weights reversed.
         perplexities: Over all questions; None if answers were generated.
-        perplexities_by_length: The same by length, as Figure 2 and Table 9 of Fang et al. (2025) show them.
-        perplexities_by_task: By task and length.
-        heat_maps: Scores by length and depth of each task whose answers have one; under ``all`` of these together, if
-            they are several. Where depths were asked for, those together are the tasks that have them: others would
-            make one depth easier than the next.
+        perplexities_by_length: The same by length, as in Figure 2 and Table 9 of Fang et al. (2025).
+        perplexities_by_task: The same by task and length.
+        heat_maps: Scores by length and depth of each task whose answers have one, and under ``all`` of these together.
+            If depths were asked for, ``all`` has only tasks that have them: others would make one depth easier.
         curves: Scores by depth of these together, for each length.
         seconds: Time that the questions took, over all processes.
-        questions: Their number.
+        questions: Number of questions.
     """
 
     scores: dict[tuple[str, int], Score]
@@ -72,31 +92,28 @@ class Summary:
     questions: int
 
     def logged(self) -> dict[str, float]:
-        """The numbers for a logger, by their names behind ``tasks/``."""
+        """Return the values to log, by their names after ``tasks/``."""
         values = {f"{task}/{length}": score.mean for (task, length), score in self.scores.items()}
         values |= {f"average/{length}": average for length, average in self.averages.items()}
         if self.averages:
             values |= {"effective_length": float(self.effective_length or 0)}
             values |= {"weighted_inc": self.weighted_inc, "weighted_dec": self.weighted_dec}
-        if self.perplexities is not None:
-            values |= _named(self.perplexities)
+        values |= _named(self.perplexities)
         for length, found in self.perplexities_by_length.items():
             values |= {f"{name}/{length}": value for name, value in _named(found).items()}
         return values
 
     def as_json(self) -> dict[str, Any]:
-        """The numbers for a file."""
+        """Return the values for a file."""
         tasks: dict[str, dict[str, Any]] = {}
         for (task, length), score in self.scores.items():
             perplexities = _named(self.perplexities_by_task.get((task, length)))
             tasks.setdefault(task, {})[str(length)] = score._asdict() | perplexities
+        names = ("effective_length", "weighted_inc", "weighted_dec", "questions", "seconds")
         return {
             "tasks": tasks,
             "average": {str(length): average for length, average in self.averages.items()},
-            **{
-                name: getattr(self, name)
-                for name in ("effective_length", "weighted_inc", "weighted_dec", "questions", "seconds")
-            },
+            **{name: getattr(self, name) for name in names},
             **(_named(self.perplexities) or {"answer_perplexity": None, "other_perplexity": None}),
             "depths": {
                 name: {
@@ -108,73 +125,150 @@ class Summary:
         }
 
 
-def summarise(results: Sequence[TaskResult]) -> Summary:
-    """Numbers of any results, be they complete or not."""
-    rows = [_row(result) for result in results]
-    averages = length_averages(rows)
-    bins = _bins(results)
-    asked = any(result.asked_depth is not None for result in results)
-    together = [_row(result) for result in results if not asked or result.asked_depth is not None]
+def summarize(results: Sequence[TaskResult]) -> Summary:
+    """Summarize results, complete or not."""
+    table = pd.DataFrame([vars(result) for result in results], columns=list(TaskResult.__dataclass_fields__))
+    # Depths that were asked for are the same at all lengths; true depths are those that whole sentences allow.
+    table["depth"] = table["asked_depth"].astype(float).fillna(table["depth"].astype(float))
+    asked = sorted(table["asked_depth"].dropna().unique())
+    bins = len(asked) if len(asked) > 1 and asked == even_depths(len(asked)) else BINS
+    together = table[table["asked_depth"].notna()] if asked else table
+    with_depth = table[table["depth"].notna()]
+    heat_maps = {task: depth_matrix(rows, bins=bins) for task, rows in with_depth.groupby("task", sort=False)}
+    if len(heat_maps) > 1:
+        heat_maps = {"all": depth_matrix(together, bins=bins), **heat_maps}
+    averages = length_averages(table)
+    forced = table[table["answer_nll"].notna() | (table["answer_tokens"] > 0)]
     return Summary(
-        scores=task_scores(rows),
+        scores=task_scores(table),
         averages=averages,
         effective_length=effective_length(averages),
         weighted_inc=weighted_average(averages, increasing=True),
         weighted_dec=weighted_average(averages, increasing=False),
-        perplexities=_perplexities(results, lambda _: None).get(None),
-        perplexities_by_length=_perplexities(results, lambda result: result.length),
-        perplexities_by_task=_perplexities(results, lambda result: (result.task, result.length)),
-        heat_maps=_heat_maps(rows, together, bins),
-        curves=_curves(together, bins),
-        seconds=math.fsum(result.seconds for result in results),
-        questions=len(results),
+        perplexities=_perplexities(forced) if len(forced) else None,
+        perplexities_by_length={length: _perplexities(rows) for length, rows in forced.groupby("length", sort=False)},
+        perplexities_by_task={key: _perplexities(rows) for key, rows in forced.groupby(["task", "length"], sort=False)},
+        heat_maps=heat_maps,
+        curves={
+            length: position_curve(rows, bins=bins)
+            for length, rows in together[together["depth"].notna()].groupby("length")
+        },
+        seconds=math.fsum(table["seconds"]),
+        questions=len(table),
     )
 
 
-def _row(result: TaskResult) -> Row:
-    # Asked depths are the same at all lengths; true ones are what whole sentences allow.
-    depth = result.depth if result.asked_depth is None else result.asked_depth
-    return Row(result.task, result.length, depth, result.score)
+def task_scores(table: pd.DataFrame) -> dict[tuple[str, int], Score]:
+    """Return the mean score of each task at each length.
+
+    Args:
+        table: Columns ``task``, ``length`` (tokens), ``depth`` (from 0 to 1, or NaN) and ``score`` (from 0 to 1), with
+            a row for each question; so for the functions below.
+    """
+    return _scores(table, ["task", "length"])
 
 
-def _bins(results: Sequence[TaskResult]) -> int:
-    """As many as evenly spaced depths were asked for."""
-    asked = sorted({result.asked_depth for result in results if result.asked_depth is not None})
-    return len(asked) if len(asked) > 1 and asked == even_depths(len(asked)) else BINS
+def length_averages(table: pd.DataFrame) -> dict[int, float]:
+    """Return the average over tasks at each length, in percent; all tasks count the same.
+
+    A length is left out unless every task has been measured at it: other tasks make another average.
+    """
+    means = table.pivot_table(index="length", columns="task", values="score", aggfunc="mean").dropna()
+    return {int(length): 100 * float(mean) for length, mean in means.mean(axis=1).items()}
 
 
-def _heat_maps(rows: Sequence[Row], together: Sequence[Row], bins: int) -> dict[str, Matrix]:
-    tasks = list(dict.fromkeys(row.task for row in rows if row.depth is not None))
-    maps = {task: depth_matrix([row for row in rows if row.task == task], bins=bins) for task in tasks}
-    return {"all": depth_matrix(together, bins=bins), **maps} if len(tasks) > 1 else maps
+def effective_length(averages: Mapping[int, float], *, threshold: float = RULER_THRESHOLD) -> int | None:
+    """Return RULER's effective length: the longest at which the average over tasks exceeds the threshold.
+
+    "The maximum length exceeding the threshold" (Section 4); shorter ones need not exceed it, though in the paper they
+    always do. With tasks or models other than RULER's, the threshold is only a convention.
+
+    Args:
+        averages: Average score by length, in percent.
+        threshold: What has to be exceeded, in percent.
+
+    Returns:
+        Tokens; None if no length exceeds it.
+
+    Example:
+        >>> effective_length({4096: 95.5, 8192: 93.8, 16384: 91.6, 32768: 87.4, 65536: 84.7, 131072: 77.0})
+        32768
+    """
+    return max((length for length, average in averages.items() if average > threshold), default=None)
 
 
-def _curves(rows: Sequence[Row], bins: int) -> dict[int, dict[float, Score]]:
-    lengths = sorted({row.length for row in rows if row.depth is not None})
-    return {length: position_curve([row for row in rows if row.length == length], bins=bins) for length in lengths}
+def weighted_average(averages: Mapping[int, float], *, increasing: bool) -> float:
+    """Return RULER's ``wAvg. (inc)`` or ``wAvg. (dec)``: lengths weigh 1, 2, 3 .. in ascending or descending order.
+
+    Args:
+        averages: Average score by length, in percent. Only the same lengths make comparable weighted averages.
+        increasing: Whether longer texts weigh more.
+
+    Returns:
+        Percent; NaN without any length.
+
+    Example:
+        >>> scores = {4096: 96.5, 8192: 95.8, 16384: 95.4, 32768: 94.8, 65536: 88.4, 131072: 66.6}
+        >>> round(weighted_average(scores, increasing=True), 1), round(weighted_average(scores, increasing=False), 1)
+        (85.5, 93.7)
+    """
+    if not averages:
+        return math.nan
+    values = [averages[length] for length in sorted(averages, reverse=not increasing)]
+    return float(np.average(values, weights=range(1, len(values) + 1)))
 
 
-def _perplexities(results: Sequence[TaskResult], key: Callable[[TaskResult], Key]) -> dict[Key, Perplexities]:
-    """Over all tokens of the results that have the same key, each token counting the same."""
-    groups: dict[Key, list[TaskResult]] = {}
-    for result in results:
-        if result.answer_nll is not None:
-            groups.setdefault(key(result), []).append(result)
+def position_curve(table: pd.DataFrame, *, bins: int = BINS) -> dict[float, Score]:
+    """Return the mean score by depth: the U-shaped curve of *Lost in the Middle* (https://arxiv.org/abs/2307.03172).
+
+    Args:
+        table: As in `task_scores`; questions without a depth are left out.
+        bins: Number of evenly spaced depths from 0 to 1; each question counts for the nearest. 2 or more.
+
+    Returns:
+        By depth, ascending; depths without a question are left out.
+    """
+    centers = even_depths(bins)
+    scores = _scores(_with_bins(table, bins), ["bin"])
+    return {centers[number]: scores[number] for number in sorted(scores)}
+
+
+def depth_matrix(table: pd.DataFrame, *, bins: int = BINS) -> Matrix:
+    """Return the mean score by length and depth: the heat map of Needle-in-a-Haystack.
+
+    Args:
+        table: As in `task_scores`; questions without a depth are left out.
+        bins: As in `position_curve`.
+    """
+    means = _with_bins(table, bins).pivot_table(index="length", columns="bin", values="score", aggfunc="mean")
+    scores = 100 * means.reindex(columns=range(bins)).to_numpy(dtype=np.float64)
+    return Matrix([int(length) for length in means.index], even_depths(bins), scores)
+
+
+def _with_bins(table: pd.DataFrame, bins: int) -> pd.DataFrame:
+    """Return the questions that have a depth, with the nearest bin; of two that are equally near, the deeper."""
+    table = table[table["depth"].notna()]
+    return table.assign(bin=(table["depth"].astype(float) * (bins - 1) + 0.5).astype(int))
+
+
+def _scores(table: pd.DataFrame, by: list[str]) -> dict[Any, Score]:
+    found = table.groupby(by[0] if len(by) == 1 else by, sort=False)["score"].agg(["mean", "sem", "count"])
     return {
-        name: Perplexities(
-            _perplexity([(result.answer_nll, result.answer_tokens) for result in group]),
-            _perplexity([(result.other_nll, result.other_tokens) for result in group]),
-        )
-        for name, group in groups.items()
+        key: Score(100 * float(mean), 100 * float(error), int(count))
+        for key, mean, error, count in zip(found.index, found["mean"], found["sem"], found["count"], strict=True)
     }
 
 
-def _perplexity(sums: Sequence[tuple[float | None, int]]) -> float:
-    tokens = sum(count for _, count in sums)
-    try:
-        return math.exp(math.fsum(nll or 0.0 for nll, _ in sums) / tokens) if tokens else math.nan
-    except OverflowError:  # a model that has diverged
-        return math.inf
+def _perplexities(table: pd.DataFrame) -> Perplexities:
+    """Return the perplexities of forced answers, over all tokens: each token counts the same."""
+
+    def perplexity(kind: str) -> float:
+        tokens = int(table[f"{kind}_tokens"].sum())
+        nll = float(table[f"{kind}_nll"].astype(float).sum(skipna=False))
+        with np.errstate(over="ignore"):  # infinite for a model that has diverged
+            return float(np.exp(nll / tokens)) if tokens else math.nan
+
+    return Perplexities(perplexity("answer"), perplexity("other"))
 
 
 def _named(perplexities: Perplexities | None) -> dict[str, float]:

@@ -13,7 +13,7 @@ from lightning_modules.tasks.evaluation.questions import (
     warn_of_unknown_tokens,
 )
 from lightning_modules.tasks.evaluation.runs import put_questions
-from lightning_modules.tasks.evaluation.summary import summarise
+from lightning_modules.tasks.evaluation.summary import summarize
 from lightning_modules.tasks.questions.prompter import Prompter
 from lightning_modules.tasks.questions.registry import find_tasks
 from tests.support.toy_tasks import GUESS, SEVERAL
@@ -105,7 +105,7 @@ def test_perplexities_are_over_all_tokens(questions, guessing, prompter):
             kind = "answers" if any(a <= place < b for a, b in forced.spans) else "others"
             nll[kind] -= value
             tokens[kind] += 1
-    summary = summarise(results)
+    summary = summarize(results)
     expected = [math.exp(nll[kind] / tokens[kind]) for kind in ("answers", "others")]
     assert summary.perplexities == pytest.approx(expected, rel=1e-5)
     assert expected[0] < 4 < expected[1]

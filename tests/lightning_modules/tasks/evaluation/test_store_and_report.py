@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from lightning_modules.tasks.evaluation.plots import as_pixels, figures
-from lightning_modules.tasks.evaluation.report import as_text, write_report
+from lightning_modules.tasks.evaluation.report import as_text, write_task_report
 from lightning_modules.tasks.evaluation.runs import TaskResult
 from lightning_modules.tasks.evaluation.store import ResultStore
-from lightning_modules.tasks.evaluation.summary import summarise
+from lightning_modules.tasks.evaluation.summary import summarize
 
 SETTINGS = {"model": "a/b", "seed": 0, "mode": "teacher_forced"}
 
@@ -81,7 +81,7 @@ def test_settings_without_results_bind_nobody(tmp_path):
 
 
 def test_the_summary_of_a_grid():
-    summary = summarise(GRID)
+    summary = summarize(GRID)
     assert summary.scores["niah", 1024].mean == 100.0
     assert summary.averages == {1024: 100.0, 2048: 40.0}
     assert summary.effective_length == 1024
@@ -99,21 +99,21 @@ def test_the_summary_of_a_grid():
 
 
 def test_what_was_not_measured_is_missing_and_not_0():
-    summary = summarise([*GRID[:4], result("vt", 4096, None, 0, 0.0)])
+    summary = summarize([*GRID[:4], result("vt", 4096, None, 0, 0.0)])
     assert summary.averages == {}
     assert not [name for name in summary.logged() if name.startswith(("average", "weighted", "effective"))]
     assert np.isnan(summary.heat_maps["niah"].scores).any()
-    assert summarise([]).logged() == {}
+    assert summarize([]).logged() == {}
     generated = [replace(one, answer_nll=None, other_nll=None, answer_tokens=0, other_tokens=0) for one in GRID]
-    assert summarise(generated).perplexities is None
-    assert "answer_perplexity" not in summarise(generated).as_json()["tasks"]["niah"]["1024"]
+    assert summarize(generated).perplexities is None
+    assert "answer_perplexity" not in summarize(generated).as_json()["tasks"]["niah"]["1024"]
 
 
 def test_perplexities_by_length_and_task():
     longer = [
         replace(one, answer_nll=8.0, answer_tokens=2) for one in GRID if one.length == 2048 and one.task == "niah"
     ]
-    summary = summarise([*GRID, *[replace(one, index=one.index + 2) for one in longer]])
+    summary = summarize([*GRID, *[replace(one, index=one.index + 2) for one in longer]])
     logged, tasks = summary.logged(), summary.as_json()["tasks"]
     assert logged["answer_perplexity/1024"] == pytest.approx(math.exp(0.5))
     assert logged["answer_perplexity/2048"] == pytest.approx(math.exp((20 * 2 + 10 * 8) / (20 * 4 + 10 * 2)))
@@ -124,7 +124,7 @@ def test_perplexities_by_length_and_task():
 
 @pytest.mark.parametrize(("nll", "perplexity"), [(4e6, math.inf), (math.nan, math.nan)])
 def test_a_model_that_has_diverged_stops_no_training(nll, perplexity):
-    assert summarise([replace(GRID[0], other_nll=nll)]).logged()["other_perplexity"] == pytest.approx(
+    assert summarize([replace(GRID[0], other_nll=nll)]).logged()["other_perplexity"] == pytest.approx(
         perplexity, nan_ok=True
     )
 
@@ -136,16 +136,16 @@ def test_tasks_without_a_choice_of_depth_make_no_depth_easier():
         for length in (1024, 2048)
         for index in (0, 1)
     ]
-    summary = summarise([*GRID, *hard])
-    assert summary.curves == summarise(GRID).curves
-    np.testing.assert_array_equal(summary.heat_maps["all"].scores, summarise(GRID).heat_maps["all"].scores)
+    summary = summarize([*GRID, *hard])
+    assert summary.curves == summarize(GRID).curves
+    np.testing.assert_array_equal(summary.heat_maps["all"].scores, summarize(GRID).heat_maps["all"].scores)
     assert summary.heat_maps["first"].scores[0, 0] == 0
     drawn = [replace(one, asked_depth=None) for one in GRID]
-    assert summarise(drawn).curves[2048][0.5].mean == 0
+    assert summarize(drawn).curves[2048][0.5].mean == 0
 
 
 def test_the_report_holds_numbers_answers_and_figures(tmp_path):
-    write_report(tmp_path, GRID, SETTINGS, missing=3)
+    write_task_report(tmp_path, GRID, SETTINGS, missing=3)
     numbers = json.loads((tmp_path / "results.json").read_text())
     assert numbers["average"] == {"1024": 100.0, "2048": 40.0}
     assert numbers["missing"] == 3
@@ -165,15 +165,15 @@ def test_the_report_holds_numbers_answers_and_figures(tmp_path):
 
 
 def test_the_table_for_a_terminal():
-    lines = as_text(summarise(GRID), 0).splitlines()
+    lines = as_text(summarize(GRID), 0).splitlines()
     assert lines[0].split() == ["task", "1k", "2k"]
     assert lines[2].split() == ["niah", "100.0", "±", "0.0", "40.0", "±", "16.3"]
     assert "Effective length, the longest whose average exceeds 85.6: 1,024 tokens." in lines
 
 
 def test_figures_of_little_or_nothing():
-    assert figures(summarise([])) == {}
-    few = figures(summarise([result(depth=None)]))
+    assert figures(summarize([])) == {}
+    few = figures(summarize([result(depth=None)]))
     assert list(few) == ["lengths"]
     pixels = as_pixels(few["lengths"])
     assert pixels.dtype == np.uint8

@@ -1,11 +1,12 @@
 import math
 import statistics
+from typing import NamedTuple
 
 import numpy as np
+import pandas as pd
 import pytest
 
-from lightning_modules.tasks.questions.summary import (
-    Row,
+from lightning_modules.tasks.evaluation.summary import (
     depth_matrix,
     effective_length,
     length_averages,
@@ -13,6 +14,18 @@ from lightning_modules.tasks.questions.summary import (
     task_scores,
     weighted_average,
 )
+
+
+class Row(NamedTuple):
+    task: str
+    length: int
+    depth: float | None
+    score: float
+
+
+def table(rows):
+    return pd.DataFrame(rows, columns=Row._fields)
+
 
 LENGTHS = [4096, 8192, 16384, 32768, 65536, 131072]
 PUBLISHED = [  # RULER's table: effective length, scores, weighted averages (inc), (dec)
@@ -46,7 +59,7 @@ def test_the_threshold_has_to_be_exceeded_and_only_at_the_longest():
 def test_means_errors_and_counts_by_hand():
     scores = [1.0, 0.5, 0.5, 0.0, 1.0]
     rows = [Row("vt", 4096, None, score) for score in scores] + [Row("cwe", 8192, 0.5, 0.25)]
-    found = task_scores(iter(rows))
+    found = task_scores(table(rows))
     assert found["vt", 4096] == pytest.approx((60, 100 * statistics.stdev(scores) / math.sqrt(5), 5))
     assert found["cwe", 8192].mean == 25
     assert math.isnan(found["cwe", 8192].error)
@@ -55,9 +68,9 @@ def test_means_errors_and_counts_by_hand():
 
 def test_all_tasks_count_the_same_and_none_may_be_missing():
     rows = [Row("vt", 4096, None, 1.0)] * 9 + [Row("cwe", 4096, None, 0.0)]
-    assert length_averages(rows) == {4096: 50}
-    assert length_averages([*rows, Row("vt", 8192, None, 1.0)]) == {4096: 50}
-    assert length_averages([]) == {}
+    assert length_averages(table(rows)) == {4096: 50}
+    assert length_averages(table([*rows, Row("vt", 8192, None, 1.0)])) == {4096: 50}
+    assert length_averages(table([])) == {}
     assert math.isnan(weighted_average({}, increasing=True))
 
 
@@ -66,11 +79,11 @@ def test_positions_count_for_the_nearest_depth_and_missing_ones_stay_missing():
         Row("needle", 4096, depth, score)
         for depth, score in [(0, 1.0), (0.04, 0.0), (0.06, 1.0), (0.5, 0.5), (0.96, 0.0), (1, 0.0), (None, 1.0)]
     ] + [Row("needle", 8192, 0.5, 1.0)]
-    curve = position_curve(rows)
+    curve = position_curve(table(rows))
     assert {depth: score.mean for depth, score in curve.items()} == {0: 50, 0.1: 100, 0.5: 75, 1: 0}
     assert [score.questions for score in curve.values()] == [2, 1, 2, 2]
-    assert list(position_curve(rows, bins=2)) == [0, 1]
-    matrix = depth_matrix(rows)
+    assert list(position_curve(table(rows), bins=2)) == [0, 1]
+    matrix = depth_matrix(table(rows))
     assert matrix.lengths == [4096, 8192]
     assert matrix.depths == pytest.approx(np.linspace(0, 1, 11))
     expected = np.full((2, 11), np.nan)
@@ -82,11 +95,4 @@ def test_positions_count_for_the_nearest_depth_and_missing_ones_stay_missing():
 def test_a_grid_of_depths_stays_apart():
     for bins in (2, 5, 11, 21, 40):
         rows = [Row("needle", 4096, number / (bins - 1), 1.0) for number in range(bins)]
-        assert [score.questions for score in position_curve(rows, bins=bins).values()] == [1] * bins
-
-
-def test_bad_depths_and_bins_are_refused():
-    with pytest.raises(ValueError, match=r"A depth is from 0 .* got 1.5 for 'needle'"):
-        position_curve([Row("needle", 4096, 1.5, 1.0)])
-    with pytest.raises(ValueError, match="2 or more, got 1"):
-        depth_matrix([], bins=1)
+        assert [score.questions for score in position_curve(table(rows), bins=bins).values()] == [1] * bins
