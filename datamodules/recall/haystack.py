@@ -1,11 +1,10 @@
 """Use books with planted lines in experiments: the events of `recall_records` with real text between them."""
 
 import hashlib
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -217,7 +216,7 @@ class HaystackCorpus:
         encode = self._tokenizer.backend_tokenizer.encode
         tokens = encode(value, add_special_tokens=False)
         others = [encode(other, add_special_tokens=False).ids for other in field_values()[field] if other != value]
-        shared = max(len(os.path.commonprefix([tokens.ids, other])) for other in others)
+        shared = max(_shared_prefix(tokens.ids, other) for other in others)
         return int(tokens.offsets[min(shared, len(tokens.ids) - 1)][1])
 
 
@@ -282,3 +281,7 @@ class HaystackDataModule(PackedTextDataModule):
     @override
     def source(self, split: Split) -> HaystackSource:
         return self.documents
+
+
+def _shared_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))

@@ -1,6 +1,5 @@
 """``longce correlate``: correlate perplexities with benchmark scores."""
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Sequence
@@ -11,9 +10,8 @@ from lightning_modules.commands.correlate.models import choose_names, join
 from lightning_modules.commands.correlate.pairs import Pair, correlations
 from lightning_modules.commands.correlate.plots import scatter
 from lightning_modules.commands.correlate.result_files import read_results
-from lightning_modules.utilities.files import writable_folder, write_atomically
-from lightning_modules.utilities.plain_json import plain
-from lightning_modules.visualization.report import Block, Heading, Picture, Table, as_html, as_markdown
+from lightning_modules.utilities.files import writable_folder
+from lightning_modules.visualization.report import Block, Heading, Picture, Table, as_text_table, write_report
 
 TITLE = "Perplexities and benchmark scores"
 
@@ -53,26 +51,15 @@ def correlate(
         names[score]: scatter([pair for pair in pairs if pair.score == score], models.values, log_axis=log_axis)
         for score in against
     }
-    blocks = _blocks(pairs, models.values, chosen, names)
-    content = {"pairs": [pair._asdict() for pair in pairs], "values": models.values, "files": list(files)}
-    for name, svg in pictures.items():
-        write_atomically(folder / "figures" / f"{name}.svg", svg.encode())
-    write_atomically(folder / "correlation.json", (json.dumps(plain(content), indent=1) + "\n").encode())
-    write_atomically(folder / "report.md", as_markdown(TITLE, blocks).encode())
-    write_atomically(folder / "report.html", as_html(TITLE, blocks, pictures).encode())
-    return f"{as_text(pairs)}\nReport: {folder / 'report.html'}\n"
+    table = Table(_HEAD, [_row(pair) for pair in pairs])
+    numbers = {"pairs": [pair._asdict() for pair in pairs], "values": models.values, "files": list(files)}
+    blocks = _blocks(table, pairs, models.values, chosen, names)
+    write_report(folder, TITLE, blocks, pictures, numbers, name="correlation")
+    printed = [as_text_table(table, left=range(len(_HEAD))), *_left_out(pairs), f"Report: {folder / 'report.html'}"]
+    return "\n".join(printed) + "\n"
 
 
 _HEAD = ("score", "metric", "models", "Pearson [95 %]", "Spearman [95 %]")
-
-
-def as_text(pairs: Sequence[Pair]) -> str:
-    """Format a row per pair, and a line for each model that is left out of some."""
-    rows = [_HEAD, *map(_row, pairs)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    lines.insert(1, "-" * (sum(widths) + 2 * len(widths) - 2))
-    return "\n".join([*lines, *_left_out(pairs)])
 
 
 def _row(pair: Pair) -> tuple[str, ...]:
@@ -97,7 +84,11 @@ def _left_out(pairs: Sequence[Pair]) -> list[str]:
 
 
 def _blocks(
-    pairs: Sequence[Pair], values: dict[str, dict[str, float]], metrics: Sequence[str], pictures: dict[str, str]
+    table: Table,
+    pairs: Sequence[Pair],
+    values: dict[str, dict[str, float]],
+    metrics: Sequence[str],
+    pictures: dict[str, str],
 ) -> list[Block]:
     names = [*metrics, *pictures]
     numbers = [
@@ -107,7 +98,7 @@ def _blocks(
         "Correlations over models, with 95 % intervals of a bootstrap over models: they show how far a number depends"
         " on the choice of models. Models of one family are not independent draws, so the true uncertainty is"
         " larger. A lower perplexity should go with a higher score, so the best is -1.",
-        Table(_HEAD, [_row(pair) for pair in pairs]),
+        table,
         *_left_out(pairs),
         *(Picture(name, f"{score} against each perplexity, one point per model.") for score, name in pictures.items()),
         Heading("Values"),
