@@ -25,7 +25,7 @@ from datamodules.packed_text import PackedTextDataModule
 from datamodules.recall.corpus import EVALUATION_SEED, NATURAL_SLOT, depth_parts
 from datamodules.recall.documents import RecallRecord, Word, Writer, any_fact, free_place
 from datamodules.recall.language import GET, SET, field_values
-from datamodules.sources.documents import Document, TextFolder
+from datamodules.sources.documents import Document, text_folder
 from datamodules.sources.splits import Split
 from lightning_modules.models.tokenization.tokenizer import tokenizer_hash
 
@@ -69,7 +69,7 @@ class HaystackCorpus:
             raise ValueError("This corpus plants lines in your text: name a folder with train/*.txt and test/*.txt.")
         if vocabulary_size <= _BYTES:
             raise ValueError(f"`vocabulary_size` must be above {_BYTES}, the tokens of bytes, got {vocabulary_size}.")
-        self.folders = {split: TextFolder(Path(text).expanduser() / split) for split in ("train", "test")}
+        self.folders = {split: text_folder(Path(text).expanduser() / split) for split in ("train", "test")}
         self.vocabulary_size = vocabulary_size
         self._fingerprints = {split: folder.fingerprint() for split, folder in self.folders.items()}
         self._sizes: dict[str, int] = {}

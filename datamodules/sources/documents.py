@@ -81,37 +81,16 @@ class TextFiles:
         return _plain_bytes(self.files)
 
 
-@dataclass(frozen=True)
-class TextFolder:
-    """Every ``.txt`` file of a local folder is a document, in the order of the file names.
+def text_folder(folder: Path, titles: Mapping[str, str] | None = None) -> TextFiles:
+    """Find the ``.txt`` files of a local folder, without its subfolders, in the order of their names.
 
-    Args:
-        folder: The folder; subfolders are not searched.
-        titles: As in `TextFiles`.
+    Raises:
+        FileNotFoundError: If there is no such file.
     """
-
-    folder: Path
-    titles: Mapping[str, str] = field(default_factory=dict)
-
-    def __iter__(self) -> Iterator[Document]:
-        """Stream the documents."""
-        return iter(self._files())
-
-    def fingerprint(self) -> str:
-        """Content and order of the files."""
-        return self._files().fingerprint()
-
-    def text_bytes(self) -> int | None:
-        """Size of the files."""
-        return self._files().text_bytes()
-
-    def _files(self) -> TextFiles:
-        files = tuple(sorted(self.folder.glob("*.txt")))
-        if not files:
-            raise FileNotFoundError(
-                f"No .txt file in {self.folder}. Name a folder that holds one text file per document."
-            )
-        return TextFiles(files, self.titles)
+    files = tuple(sorted(folder.glob("*.txt")))
+    if not files:
+        raise FileNotFoundError(f"No .txt file in {folder}. Name a folder that holds one text file per document.")
+    return TextFiles(files, titles or {})
 
 
 @dataclass(frozen=True)

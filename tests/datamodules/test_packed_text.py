@@ -21,7 +21,7 @@ from datamodules.influence.writer import InfluenceWriter
 from datamodules.packing.packing import pack_documents
 from datamodules.packing.samplers import RowSampler
 from datamodules.packing.sequences import PackedRowDataset
-from datamodules.sources.documents import Document, TextFolder
+from datamodules.sources.documents import Document, text_folder
 from datamodules.token_store.store import build_token_store
 from lightning_modules.batch import IGNORE_INDEX, batch_to
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
@@ -35,7 +35,7 @@ class Folders(PackedTextDataModule):
         self.root = root
 
     def source(self, split):
-        return TextFolder(self.root / split)
+        return text_folder(self.root / split)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from datamodules.sources.documents import (
     RecordFiles,
     SizedSource,
     TextFiles,
-    TextFolder,
+    text_folder,
     with_text,
 )
 
@@ -32,12 +32,12 @@ def test_text_folder_in_order_with_titles(tmp_path):
     (tmp_path / "b.txt").write_bytes(b"two\r\n")
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone")  # byte-order mark
     (tmp_path / "notes.md").write_text("not a document")
-    assert list(TextFolder(tmp_path, {"b": "The B"})) == [Document("a", "one"), Document("b The B", "two\r\n")]
+    assert list(text_folder(tmp_path, {"b": "The B"})) == [Document("a", "one"), Document("b The B", "two\r\n")]
 
 
 def test_folder_without_text_files_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=str(tmp_path)):
-        list(TextFolder(tmp_path))
+        list(text_folder(tmp_path))
 
 
 @pytest.mark.parametrize("content", [b"", b" \n\t\n"])
@@ -45,10 +45,10 @@ def test_empty_documents_are_left_out_and_named(tmp_path, content, caplog):
     for name in ("c", "e", "f", "g"):
         (tmp_path / f"{name}.txt").write_bytes(content)
     with pytest.raises(NoDocumentError, match=r"All of the 4 documents are empty \('c', 'e', 'f' and others\)"):
-        list(with_text(TextFolder(tmp_path)))
+        list(with_text(text_folder(tmp_path)))
     for name in ("b", "d"):
         (tmp_path / f"{name}.txt").write_text(name)
-    assert [document.text for document in with_text(TextFolder(tmp_path))] == ["b", "d"]
+    assert [document.text for document in with_text(text_folder(tmp_path))] == ["b", "d"]
     assert caplog.messages == ["Left out 4 empty documents of 6: 'c', 'e', 'f' and others."]
 
 
@@ -68,7 +68,7 @@ def test_a_document_too_large_to_hold_is_refused_before_it_is_unpacked(tmp_path,
 def test_invalid_utf8_in_a_text_file_is_named_with_its_place(tmp_path):
     (tmp_path / "latin.txt").write_bytes("café".encode("latin-1"))
     with pytest.raises(ValueError, match=r"latin\.txt: byte 3 is not UTF-8"):
-        list(TextFolder(tmp_path))
+        list(text_folder(tmp_path))
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
@@ -146,7 +146,7 @@ def test_fingerprint_is_the_content_and_not_the_name_or_time(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / file).write_text(text)
         os.utime(tmp_path / name / file, (mtime, mtime))
-        return TextFolder(tmp_path / name).fingerprint()
+        return text_folder(tmp_path / name).fingerprint()
 
     first = folder("one", "text", 1)
     assert folder("moved", "text", 2, "b.txt") == first
@@ -171,8 +171,8 @@ def test_fingerprint_sees_what_is_taken(tmp_path):
 def test_size_of_the_texts_is_told_where_it_is_known(tmp_path):
     (tmp_path / "a.txt").write_text("naïve")
     (tmp_path / "b.txt").write_text("two")
-    assert isinstance(TextFolder(tmp_path), SizedSource)
-    assert TextFolder(tmp_path).text_bytes() == 6 + 3
+    assert isinstance(text_folder(tmp_path), SizedSource)
+    assert text_folder(tmp_path).text_bytes() == 6 + 3
     plain = write_lines(tmp_path / "a.jsonl", {"text": "one"})
     assert plain.text_bytes() == len('{"text": "one"}\n')
     assert RecordFiles(plain.files, where=ARXIV).text_bytes() is None

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from datamodules.sources.documents import Document, TextFiles, TextFolder
+from datamodules.sources.documents import Document, TextFiles, text_folder
 from datamodules.token_store import store as token_store
 from datamodules.token_store import tokenize as tokenising
 from datamodules.token_store.store import TokenStore, build_token_store
@@ -69,8 +69,8 @@ def tokens_of(source, tokenizer, tmp_path):
 def test_folders_that_differ_in_text_alone_have_their_own_tokens(word_tokenizer, tmp_path):
     for name, text in (("one", "a b"), ("two", "c d")):
         text_file(tmp_path / name / "x.txt", text)
-    assert tokens_of(TextFolder(tmp_path / "one"), word_tokenizer, tmp_path) == [1, 2, 0]
-    assert tokens_of(TextFolder(tmp_path / "two"), word_tokenizer, tmp_path) == [3, 4, 0]
+    assert tokens_of(text_folder(tmp_path / "one"), word_tokenizer, tmp_path) == [1, 2, 0]
+    assert tokens_of(text_folder(tmp_path / "two"), word_tokenizer, tmp_path) == [3, 4, 0]
 
 
 def test_files_in_another_order_have_their_own_tokens(word_tokenizer, tmp_path):
@@ -89,11 +89,11 @@ def test_an_edit_that_restores_size_and_time_is_noticed(word_tokenizer, tmp_path
 
 def test_a_copied_or_renamed_folder_is_not_tokenized_again(word_tokenizer, tmp_path, monkeypatch):
     text_file(tmp_path / "one" / "x.txt", "a b")
-    assert tokens_of(TextFolder(tmp_path / "one"), word_tokenizer, tmp_path) == [1, 2, 0]
+    assert tokens_of(text_folder(tmp_path / "one"), word_tokenizer, tmp_path) == [1, 2, 0]
     monkeypatch.setattr(token_store, "_write", None)
     shutil.copytree(tmp_path / "one", tmp_path / "copy", copy_function=shutil.copyfile)
     (tmp_path / "copy" / "x.txt").rename(tmp_path / "copy" / "y.txt")
-    assert tokens_of(TextFolder(tmp_path / "copy"), word_tokenizer, tmp_path) == [1, 2, 0]
+    assert tokens_of(text_folder(tmp_path / "copy"), word_tokenizer, tmp_path) == [1, 2, 0]
 
 
 def test_text_that_changes_while_it_is_tokenized_is_refused(word_tokenizer, tmp_path):
