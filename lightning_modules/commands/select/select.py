@@ -9,7 +9,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import jsonargparse
 import numpy as np
 import pandas as pd
 import pyarrow
@@ -17,7 +16,6 @@ import pyarrow.compute as pc
 import pyarrow.dataset
 import pyarrow.parquet
 import yaml
-from lightning.pytorch import LightningDataModule
 
 from lightning_modules.commands.select.conditions import parse_conditions
 from lightning_modules.commands.select.summary import MEANS, means_by_source, report
@@ -229,6 +227,9 @@ def _table_writer(stream: BinaryIO, ending: str, schema: pyarrow.Schema) -> Iter
 
 def _make_corpus(settings: dict[str, Any]) -> Any:
     """Make the data module as from a config, since `datamodules` is not imported here."""
+    import jsonargparse  # only here: a choice of keys needs neither
+    from lightning.pytorch import LightningDataModule
+
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(LightningDataModule, "data")
     config = {"class_path": CORPUS, "init_args": settings}
