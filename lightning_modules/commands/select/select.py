@@ -19,8 +19,7 @@ import yaml
 
 from lightning_modules.commands.select.conditions import parse_conditions
 from lightning_modules.commands.select.summary import MEANS, means_by_source, report
-from lightning_modules.scoring.score_shards import SUCCESS, ScoreShards
-from lightning_modules.scoring.score_table import PER_TOKEN
+from lightning_modules.scoring.score_shards import PER_TOKEN, SUCCESS, ScoreShards
 from lightning_modules.utilities.files import atomic_file, writable_folder, write_atomically
 
 CORPUS = "datamodules.DocumentCorpus"
