@@ -4,6 +4,7 @@ import random
 os.environ["HF_HUB_OFFLINE"] = "1"  # read once, when transformers is imported: a hub id must fail, not wait
 
 import hypothesis
+import lightning.pytorch  # noqa: F401  Its logger keeps the stderr of the first import: not that of a test.
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers

@@ -16,7 +16,7 @@ from lightning_modules.training.evaluation import FOLDER
 CONFIGS = Path(__file__).parents[2] / "configs"
 RUNS = (
     ("A tiny model learns the made-up language, in short rows.", "fit", "quickstart/base.yaml"),
-    ("It goes on in long rows and becomes the evaluator.", "fit", "quickstart/evaluator.yaml"),
+    ("It continues in long rows and becomes the evaluator.", "fit", "quickstart/evaluator.yaml"),
     ("The evaluator judges the model as it was after its short rows.", "validate", "quickstart/longce.yaml"),
     ("That model is fine-tuned in long rows with LongCE.", "fit", "quickstart/longce.yaml"),
 )

@@ -7,17 +7,18 @@ import importlib.util
 import logging
 import math
 import re
+import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
-from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from transformers import BitsAndBytesConfig, PreTrainedModel
+
+if TYPE_CHECKING:  # imported where it is used: peft imports bitsandbytes, and takes seconds
+    from peft import LoraConfig, PeftModel
 
 EMBEDDINGS_AND_NORMS = "embeddings-and-norms"
 """A value of ``modules_to_save``, in the manner of peft's ``target_modules: all-linear``."""
@@ -33,7 +34,7 @@ _FACTOR = 0x1E3779B97F4A7C15  # any large odd number: it spreads the places over
 _log = logging.getLogger(__name__)
 
 
-def add_adapters(model: PreTrainedModel, arguments: dict[str, Any], *, autocast: bool = False) -> PeftModel:
+def add_adapters(model: PreTrainedModel, arguments: dict[str, Any], *, autocast: bool = False) -> "PeftModel":
     """Freeze a model and put adapters into it.
 
     Where a model's head is its embedding, and the embedding is trained, the two stay one (peft's
@@ -51,6 +52,8 @@ def add_adapters(model: PreTrainedModel, arguments: dict[str, Any], *, autocast:
         ValueError: If ``peft.LoraConfig`` knows one of the arguments not, a name is that of no module, nothing would be
             trained, or a head that is tied to its embedding would come apart from it.
     """
+    from peft import get_peft_model
+
     config = lora_config(arguments, model)
     _check_names(model, config)
     for module in model.modules():
@@ -72,12 +75,14 @@ def add_adapters(model: PreTrainedModel, arguments: dict[str, Any], *, autocast:
     return adapted
 
 
-def lora_config(arguments: dict[str, Any], model: PreTrainedModel) -> LoraConfig:
+def lora_config(arguments: dict[str, Any], model: PreTrainedModel) -> "LoraConfig":
     """What the adapters of `add_adapters` are made by.
 
     Raises:
         ValueError: If ``peft.LoraConfig`` knows one of the arguments not.
     """
+    from peft import LoraConfig
+
     _check_arguments("lora", arguments, LoraConfig.__dataclass_fields__)
     # A copy: peft adds to the lists in it, and the arguments go into checkpoints, to build the same adapters again.
     settings = {"task_type": "CAUSAL_LM", **copy.deepcopy(arguments)}
@@ -140,9 +145,16 @@ def quantization_config(arguments: dict[str, Any], *, compute_dtype: torch.dtype
     return BitsAndBytesConfig(**({**nf4, **arguments} if arguments.get("load_in_4bit") else arguments))
 
 
+def is_peft_model(model: nn.Module) -> "TypeGuard[PeftModel]":
+    """Whether peft made this model, which it did not where nobody has imported it."""
+    peft = sys.modules.get("peft")
+    return peft is not None and isinstance(model, peft.PeftModel)
+
+
 def active_module(module: nn.Module) -> nn.Module:
     """What computes: of a module that is trained in full beside adapters the trained copy."""
-    if isinstance(module, ModulesToSaveWrapper) and not module.disable_adapters:
+    peft = sys.modules.get("peft")
+    if peft is not None and isinstance(module, peft.utils.ModulesToSaveWrapper) and not module.disable_adapters:
         return module.modules_to_save[module.active_adapters[0]]
     return module
 
@@ -161,6 +173,8 @@ def check_same_scaling(stored: Mapping[str, Any], arguments: Mapping[str, Any]) 
         stored: Arguments of ``peft.LoraConfig`` of the run that trained them.
         arguments: Those of this run.
     """
+    from peft import LoraConfig
+
     for name in ("lora_alpha", "use_rslora", "alpha_pattern"):
         before, now = (settings.get(name, getattr(LoraConfig(), name)) for settings in (stored, arguments))
         if before != now:
@@ -227,7 +241,7 @@ def _bitsandbytes_arguments() -> list[str]:
     return [name for name in BitsAndBytesConfig().to_dict() if not name.startswith("_") and name != "quant_method"]
 
 
-def _check_names(model: PreTrainedModel, config: LoraConfig) -> None:
+def _check_names(model: PreTrainedModel, config: "LoraConfig") -> None:
     """Raise a ``ValueError`` for names that fit nothing: peft passes over them as long as any other fits."""
     modules = [f".{name}" for name, _ in model.named_modules() if name]
     for option in ("target_modules", "exclude_modules", "modules_to_save", "rank_pattern", "alpha_pattern"):
@@ -258,13 +272,16 @@ def _touches_embedding(model: PreTrainedModel, settings: dict[str, Any]) -> bool
     return any(f".{name}".endswith(f".{part}") for name in own for part in whole)
 
 
-def _check_tied(adapted: PeftModel, *, apart: bool) -> None:
+def _check_tied(adapted: "PeftModel", *, apart: bool) -> None:
     """Raise a ``ValueError`` if an embedding and the head that is tied to it would come apart.
 
     Args:
         adapted: A model with adapters.
         apart: Whether one of them may be trained in full without the other.
     """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils import AuxiliaryTrainingWrapper
+
     base: Any = adapted.get_base_model()
     if not base.config.get_text_config(decoder=True).tie_word_embeddings:
         return

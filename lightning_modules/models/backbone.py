@@ -3,11 +3,10 @@
 import warnings
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
 import torch.nn.functional as F
-from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -15,11 +14,14 @@ from lightning_modules.batch import PackedBatch
 from lightning_modules.functional import token_log_likelihood
 from lightning_modules.functional.linear_head import LinearHead
 from lightning_modules.functional.log_likelihood import Head
-from lightning_modules.models.adapters import active_module
+from lightning_modules.models.adapters import active_module, is_peft_model
 from lightning_modules.models.attention import Exchange, borders_given, index_free_length, isolation_arguments
 from lightning_modules.models.context_extension.rotary_checks import check_rotary
 from lightning_modules.models.optimizations.last_layer import last_layer_reads_from
 from lightning_modules.models.optimizations.modes import no_autocast_cache
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 Result = TypeVar("Result")
 
@@ -48,9 +50,9 @@ class Backbone(nn.Module):
         ValueError: If the model is no causal LM with a decoder and an output head, or uses prompt learning.
     """
 
-    def __init__(self, model: PreTrainedModel | PeftModel) -> None:
+    def __init__(self, model: "PreTrainedModel | PeftModel") -> None:
         super().__init__()
-        if isinstance(model, PeftModel) and model.peft_config[model.active_adapter].is_prompt_learning:
+        if is_peft_model(model) and model.peft_config[model.active_adapter].is_prompt_learning:
             raise ValueError("Prompt learning adds tokens that nobody scores: use LoRA or another weight adapter.")
         self.model = model
         # A state runs on from token to token: no position and no mask can keep documents apart, or leave tokens out.
@@ -65,7 +67,7 @@ class Backbone(nn.Module):
     @property
     def base_model(self) -> PreTrainedModel:
         """The Hugging Face model itself; adapters inside it stay active."""
-        return self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
+        return self.model.get_base_model() if is_peft_model(self.model) else self.model
 
     @property
     def decoder(self) -> Any:

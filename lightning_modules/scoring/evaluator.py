@@ -23,7 +23,6 @@ from lightning_modules.models.short_context import long_and_short
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer, tokenizer_hash
 from lightning_modules.scoring.alternatives import Alternatives, long_and_short_alternatives
 from lightning_modules.scoring.token_scores import FORMAT, TokenScores, text_sha256
-from lightning_modules.training.fsdp import load_sharded_backbone, world_mesh
 from lightning_modules.utilities.files import default_cache_dir, writable_folder
 
 log = logging.getLogger(__name__)
@@ -291,7 +290,11 @@ class Evaluator:
         return self._backbone
 
     def _load(self, device: torch.device | str) -> Backbone:
-        mesh = world_mesh(device) if self.sharded else None
-        if mesh is None:
-            return load_backbone(self.name, device=device, **self._settings).to(device)
-        return load_sharded_backbone(mesh, device=device, pretrained_model_name_or_path=self.name, **self._settings)
+        if self.sharded:
+            from lightning_modules.training.fsdp import load_sharded_backbone, world_mesh  # which imports Lightning
+
+            if (mesh := world_mesh(device)) is not None:
+                return load_sharded_backbone(
+                    mesh, device=device, pretrained_model_name_or_path=self.name, **self._settings
+                )
+        return load_backbone(self.name, device=device, **self._settings).to(device)

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,8 +13,8 @@ from transformers import PreTrainedConfig
 
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch, batch_to
 from lightning_modules.functional.influence import check_thresholds
+from lightning_modules.functional.long_perplexity import _long_perplexity_compute, _long_perplexity_update
 from lightning_modules.functional.windows import check_context
-from lightning_modules.metrics import LongPerplexity
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.checks import check_weight_files
 from lightning_modules.models.identity import model_identity
@@ -34,8 +33,9 @@ from lightning_modules.scoring.key_tokens import (
     measure_coverage,
 )
 from lightning_modules.scoring.token_scores import TokenScores, text_sha256
-from lightning_modules.utilities.files import writable_folder, write_atomically
+from lightning_modules.utilities.files import write_atomically
 from lightning_modules.utilities.plain_json import plain
+from lightning_modules.utilities.text_files import check_output, read_text
 
 log = logging.getLogger(__name__)
 
@@ -162,36 +162,6 @@ def score(
     return result
 
 
-def read_text(file: str) -> str:
-    """The text of a UTF-8 file.
-
-    Raises:
-        ValueError: If there is no such file, it holds records (``.jsonl``), it is no UTF-8, or it holds no text.
-    """
-    if not os.path.isfile(file):
-        raise ValueError(f"No file {file!r:.300}: give UTF-8 text files, one document each.")
-    if Path(file).suffix.lower() in (".json", ".jsonl", ".parquet"):
-        raise ValueError(
-            f"'{file}' holds records, not one text: write each document to a text file, or score the file as a corpus"
-            " with `longce predict -c configs/score_corpus.yaml`."
-        )
-    try:
-        content = Path(file).read_bytes()
-    except OSError as error:
-        raise ValueError(f"'{file}' cannot be read ({error.strerror}). Check your rights to it.") from error
-    try:
-        text = content.decode("utf-8").removeprefix("\ufeff")  # which some editors put in front
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise ValueError(
-            f"'{file}', line {line}: byte {content[error.start]:#04x} at offset {error.start} is no UTF-8."
-            " Convert the file, for example with `iconv -f latin1 -t utf-8`."
-        ) from error
-    if not text.strip():
-        raise ValueError(f"'{file}' is empty or white space only: there is nothing to score. Leave it out.")
-    return text
-
-
 def table(result: dict[str, Any]) -> str:
     """Return the result of `score` as text: a row per document, one for the corpus, and how key tokens were found."""
     rows = [*result["documents"], {**result, "file": f"corpus of {len(result['documents'])}"}]
@@ -254,7 +224,8 @@ class ScoredModel:
 
 
 def _evaluate(judged: list[_Judged], model: ScoredModel) -> dict[str, Any]:
-    corpus = {"longppl": LongPerplexity(), "perplexity": LongPerplexity()}
+    # The metric's own sums: importing torchmetrics would take longer than scoring a short text.
+    sums: dict[str, list[tuple[torch.Tensor, ...]]] = {"longppl": [], "perplexity": []}
     rows: list[dict[str, Any]] = []
     for document, mask, alignment, coverage, known in tqdm(judged, desc="model", unit="document", disable=None):
         log_likelihood = model.log_likelihood(document) if known is None else known
@@ -262,7 +233,8 @@ def _evaluate(judged: list[_Judged], model: ScoredModel) -> dict[str, Any]:
         key = mask & scored
         row: dict[str, Any] = {"file": document["names"][0]}
         for name, influence in (("longppl", key), ("perplexity", scored)):
-            row[name] = float(corpus[name](log_likelihood, influence))
+            sums[name].append(_long_perplexity_update(log_likelihood, influence))
+            row[name] = float(_long_perplexity_compute(*sums[name][-1]))
         row |= {"key_tokens": int(key.sum()), "tokens": scored.numel(), "alignment": alignment, **coverage.shares()}
         rows.append(row)
     without = sum(row["key_tokens"] == 0 for row in rows)
@@ -273,7 +245,10 @@ def _evaluate(judged: list[_Judged], model: ScoredModel) -> dict[str, Any]:
             without,
             len(rows),
         )
-    totals: dict[str, Any] = {name: float(metric.compute()) for name, metric in corpus.items()}
+    totals: dict[str, Any] = {}
+    for name, parts in sums.items():
+        total, weight, largest = (torch.stack(values) for values in zip(*parts, strict=True))
+        totals[name] = float(_long_perplexity_compute(total.sum(), weight.sum(), largest.amax()))
     totals |= {name: sum(row[name] for row in rows) for name in ("key_tokens", "tokens")}
     coverage = add_coverage(document.coverage for document in judged)
     if (warning := coverage.warning()) is not None:
@@ -319,11 +294,3 @@ def _check_repeated(files: Sequence[str], texts: Sequence[str]) -> None:
         places.add(place)
         if (same := first.setdefault(text, file)) != file:
             log.warning("'%s' holds the same text as '%s': the corpus counts it twice.", file, same)
-
-
-def check_output(output: str) -> None:
-    """Raise a ``ValueError`` for a result file that could not be written, before there is a result."""
-    folder = Path(output).absolute().parent
-    if Path(output).is_dir() or not folder.is_dir():
-        raise ValueError(f"`output` must be a file in a folder that exists, got '{output}'.")
-    writable_folder(folder, remedy="Name another file by `output`.")

@@ -12,7 +12,6 @@ from types import FrameType
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
@@ -74,7 +73,7 @@ class Preemption(Callback):
     def _listen(self, trainer: Trainer) -> None:
         if threading.current_thread() is not threading.main_thread():
             return  # only there may signals be handled
-        signals = [signal.SIGTERM, *([signal.SIGUSR1] if SLURMEnvironment.detect() else [])]
+        signals = [signal.SIGTERM, *([] if _slurm_job() is None else [signal.SIGUSR1])]
         for number in signals:
             signal.signal(number, functools.partial(self._receive, trainer))  # the trainer puts the old ones back
 

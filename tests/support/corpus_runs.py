@@ -27,8 +27,6 @@ from datamodules import DocumentCorpus
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.scoring.context_lengths import ContextLadder
 from lightning_modules.scoring.score_shards import SUCCESS
-from lightning_modules.training import companions
-from lightning_modules.training.companions import Companions
 from lightning_modules.training.fsdp import FullyShardedStrategy
 from tests.conftest import byte_level_tokenizer, make_text, tiny_model
 
@@ -55,7 +53,6 @@ def prepare(folder):
 def predict(folder, output, rank, world_size, port, strategy, settings):
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_RANK": str(rank)}
     torch.set_num_threads(1)
-    companions.GRACE = 1.0
     if world_size > 1:
         dist.init_process_group("gloo", rank=rank, world_size=world_size)
     torch.manual_seed(0)
@@ -75,7 +72,7 @@ def predict(folder, output, rank, world_size, port, strategy, settings):
         devices=world_size,
         inference_mode=False,
         logger=False,
-        callbacks=[Companions(), writer],
+        callbacks=[writer],
         enable_progress_bar=False,
         enable_model_summary=False,
         enable_checkpointing=False,

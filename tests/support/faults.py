@@ -27,7 +27,6 @@ import yaml
 
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.scoring import evaluator, token_scores
-from lightning_modules.training import companions
 from tests.support.fault_runs import Run, new_run, prepare
 
 
@@ -160,12 +159,12 @@ class Faults:
             outcome.wrong.append(f"exit statuses {statuses}: {run.log()[-2000:]}")
         return self._finish(outcome, run)
 
-    def rank_killed(self, rank: int, when: str = "training") -> Outcome:
+    def rank_killed(self, rank: int) -> Outcome:
         """kill -9 for one of two processes."""
-        outcome = Outcome(f"kill -9 of process {rank} of 2 in {when}", trials=1)
+        outcome = Outcome(f"kill -9 of process {rank} of 2 in training", trials=1)
         run = self._new_run(2)
-        run.start(patch=partial(busy, 1 - rank) if when == "evaluator scoring" else lambda rank: None)
-        run.until(lambda: (run.folder / "busy").exists() or (when == "training" and len(run.records()) >= 5))
+        run.start()
+        run.until(lambda: len(run.records()) >= 5)
         os.kill(run.processes[rank], signal.SIGKILL)
         _, outcome.seconds = run.wait()
         outcome.message = last_words(run)
@@ -182,17 +181,6 @@ class Faults:
         statuses, outcome.seconds = run.wait()
         outcome.message = last_words(run)
         if statuses != [1]:
-            outcome.wrong.append(f"exit statuses {statuses}: {run.log()[-2000:]}")
-        return self._finish(outcome, run)
-
-    def rank_missing(self, rank: int) -> Outcome:
-        """kill -9 for one of two processes before they have found each other, by nobody's launcher."""
-        outcome = Outcome(f"kill -9 of process {rank} of 2 at the start (limit 15 s here)", trials=1)
-        run = self._new_run(2)
-        run.start(patch=partial(missing, rank))
-        statuses, outcome.seconds = run.wait()
-        outcome.message = last_words(run)
-        if statuses[1 - rank] != 1:
             outcome.wrong.append(f"exit statuses {statuses}: {run.log()[-2000:]}")
         return self._finish(outcome, run)
 
@@ -302,23 +290,6 @@ def no_cache(rank: int) -> None:
     os.environ["LONGCE_CACHE"] = "/proc/longce"
 
 
-def busy(which: int, rank: int) -> None:
-    """Let one process score for minutes while the other waits for it."""
-
-    def score_text(*_, **__):
-        Path("busy").touch()
-        time.sleep(10 * 60)
-
-    if rank == which:
-        evaluator.score_text = score_text
-
-
-def missing(which: int, rank: int) -> None:
-    companions.GATHERING = 15.0
-    if rank == which:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
 def flip_a_bit(path: Path, rng: random.Random) -> None:
     content = bytearray(path.read_bytes())
     content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
@@ -415,10 +386,6 @@ def kinds(faults: Faults, trials: int) -> list[Callable[[], Outcome]]:
         lambda: faults.loader_killed(),
         lambda: faults.rank_killed(0),
         lambda: faults.rank_killed(1),
-        lambda: faults.rank_killed(0, when="evaluator scoring"),
-        lambda: faults.rank_killed(1, when="evaluator scoring"),
-        lambda: faults.rank_missing(0),
-        lambda: faults.rank_missing(1),
         lambda: faults.parts_killed(max(1, trials // 4)),
         lambda: faults.damaged_part("cut short"),
         lambda: faults.damaged_part("flipped bit"),

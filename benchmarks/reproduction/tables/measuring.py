@@ -6,27 +6,28 @@ import math
 import platform
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import transformers
+from jsonargparse.typing import PositiveInt
 from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.reproduction.tables.ngrams import repeated_ngram_spans
+from benchmarks.reproduction.ngrams import repeated_ngram_spans
 from benchmarks.reproduction.tables.published import NamedModel
-from benchmarks.reproduction.tables.results import ITSELF, DocumentResult, Result, reason
-from benchmarks.reproduction.tables.times import EvaluatorTimes
+from benchmarks.reproduction.tables.results import ITSELF, DocumentResult, Result, reason, save_times
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional import span_token_mask
 from lightning_modules.models.identity import model_identity
+from lightning_modules.models.loading import DType
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
 from lightning_modules.scoring.evaluator import Evaluator
 from lightning_modules.scoring.key_tokens import document_tokens, find_key_tokens, move_soft_influence
-from lightning_modules.scoring.score import ScoredModel
+from lightning_modules.scoring.score import ScoredModel, find_device
 from lightning_modules.scoring.token_scores import TokenScores, text_sha256
 
 THRESHOLDS = ((2.0, -2.0), (2.0, -1.0), (1.0, -2.0), (1.0, -1.0), (2.0, -math.inf))
@@ -114,40 +115,59 @@ def weighted_sums(log_likelihood: Tensor, weights: Mapping[str, Tensor]) -> dict
     return {name: (float((exact * weight).sum()), float(weight.double().sum())) for name, weight in weights.items()}
 
 
-@dataclass
-class Measuring:
-    """The documents, the settings, and where results go.
+@dataclass(frozen=True)
+class MeasureOptions:
+    """How models are measured.
 
-    Attributes:
-        texts: The documents.
-        output: Folder of results.
-        device: Where models run.
-        loading: ``dtype``, ``attn_implementation`` and ``trust_remote_code`` of all models.
+    Args:
+        documents: Documents to measure on.
+        min_tokens: Shorter documents are passed over.
+        max_tokens: Tokens kept of each document.
         context_length: Length K of the shortest short context, in the evaluator's tokens.
         stride: Number d of tokens that share one short window.
         gamma: Largest soft influence.
-        cache_dir: Folder of the evaluators' stored scores.
+        dtype: Type of the weights of all models; ``auto`` keeps the stored one.
+        attn_implementation: Attention of all models, as in transformers; ``auto`` is flash attention where installed.
+        device: Such as ``cuda:0`` or ``cpu``; ``auto`` is the first GPU, if there is one.
+        cache_dir: Folder of the evaluators' stored scores; by default in ``$LONGCE_CACHE`` or ``~/.cache/longce``.
+        trust_remote_code: Run code from the models' repositories; off unless you trust it.
     """
 
-    texts: Sequence[Text]
-    output: Path
-    device: torch.device
-    loading: dict[str, Any]
-    context_length: int = 4096
-    stride: int = 1024
+    documents: PositiveInt = 50
+    min_tokens: PositiveInt = 16384
+    max_tokens: PositiveInt = 32767
+    context_length: PositiveInt = 4096
+    stride: PositiveInt = 1024
     gamma: float = 5.0
+    dtype: DType = "bfloat16"
+    attn_implementation: str = "auto"
+    device: str = "auto"
     cache_dir: str | None = None
-    settings: dict[str, Any] = field(init=False)
+    trust_remote_code: bool = False
 
-    def __post_init__(self) -> None:
-        hashes = "".join(text_sha256(text) for _, text in self.texts)
+    @property
+    def loading(self) -> dict[str, Any]:
+        """Arguments that all models are loaded with."""
+        return {name: getattr(self, name) for name in ("dtype", "attn_implementation", "trust_remote_code")}
+
+
+class Measuring:
+    """Measures models on documents, and writes a result file for each.
+
+    Args:
+        texts: The documents.
+        output: Folder of results.
+        options: How they are measured.
+    """
+
+    def __init__(self, texts: Sequence[Text], output: Path, options: MeasureOptions) -> None:
+        self.texts, self.output, self.options = texts, output, options
+        self.device = find_device(options.device)
+        hashes = "".join(text_sha256(text) for _, text in texts)
         self.settings = {
-            "documents": len(self.texts),
+            "documents": len(texts),
             "documents_sha256": hashlib.sha256(hashes.encode()).hexdigest(),
-            "context_length": self.context_length,
-            "stride": self.stride,
-            "gamma": self.gamma,
-            "dtype": self.loading["dtype"],
+            **{name: getattr(options, name) for name in ("context_length", "stride", "gamma", "dtype")},
         }
 
     def measure(
@@ -181,21 +201,21 @@ class Measuring:
         try:
             judge = Evaluator(
                 named.path,
-                context_length=self.context_length,
-                stride=self.stride,
-                cache_dir=self.cache_dir,
-                **self.loading,
+                context_length=self.options.context_length,
+                stride=self.options.stride,
+                cache_dir=self.options.cache_dir,
+                **self.options.loading,
             )
-            times = EvaluatorTimes(named.name, self.settings)
+            times: list[float | None] = []
             for name, text in tqdm(self.texts, desc=f"evaluator {named.name}", unit="document", disable=None):
                 stored = judge.path(text_sha256(text)).is_file()
                 started = time.perf_counter()
                 judge.scores(text, device=self.device, name=name)
-                times.add(None if stored else time.perf_counter() - started)
+                times.append(None if stored else time.perf_counter() - started)
             judge.release()
         except Exception as error:  # whatever a model's own code may raise: others shall go on
             return reason(error)
-        times.save(self.output)
+        save_times(self.output, named.name, self.settings, times)
         return judge
 
     def _measure_model(
@@ -204,7 +224,7 @@ class Measuring:
         found = {name: self._judge(model) if name == ITSELF else judges[name] for name in names}
         results = [Result(model.name, name, self.settings) for name in names]
         try:
-            identity = model_identity(model.path, trust_remote_code=self.loading["trust_remote_code"])
+            identity = model_identity(model.path, trust_remote_code=self.options.loading["trust_remote_code"])
             working = [result for result in results if isinstance(found[result.evaluator], Evaluator)]
             self._score(model, working, {name: judge for name, judge in found.items() if isinstance(judge, Evaluator)})
         except Exception as error:
@@ -224,15 +244,17 @@ class Measuring:
         """One pass of the model over each document serves all evaluators."""
         if not results:
             return
-        tokenizer = load_tokenizer(model.path, trust_remote_code=self.loading["trust_remote_code"])
-        scored = ScoredModel(model.path, self.device, self.loading)
+        tokenizer = load_tokenizer(model.path, trust_remote_code=self.options.loading["trust_remote_code"])
+        scored = ScoredModel(model.path, self.device, self.options.loading)
         for name, text in tqdm(self.texts, desc=model.name, unit="document", disable=None):
             document = encode_document(text, tokenizer, name=name)
             started = time.perf_counter()
             log_likelihood = scored.log_likelihood(document)
             seconds = time.perf_counter() - started
             for result in results:
-                weights = influences(document, judges[result.evaluator].scores(text, name=name), gamma=self.gamma)
+                weights = influences(
+                    document, judges[result.evaluator].scores(text, name=name), gamma=self.options.gamma
+                )
                 sums = weighted_sums(log_likelihood, weights)
                 result.documents.append(DocumentResult(name, document["labels"].numel(), seconds, sums))
 

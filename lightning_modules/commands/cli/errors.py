@@ -1,4 +1,4 @@
-"""How a command that failed ends: with what went wrong and what to do about it, or with a traceback if nobody knows."""
+"""Report errors: what went wrong and what to do about it, or a traceback of an unexpected error."""
 
 import os
 import re
@@ -6,31 +6,31 @@ import sys
 import traceback
 from typing import NoReturn
 
-import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-
 from lightning_modules.utilities.errors import IncompleteError
 
 _REMEDIES = {
     "DataLoader worker": "A loader process was killed, by the system if memory ran out: lower `data.num_workers`.",
     "Connection (closed|reset) by peer|gloo|NCCL": (
-        "Another process of the run has ended or does not answer: it says why."
+        "Another process of the run has ended or does not answer: see its own output."
     ),
 }
-"""What to do about errors of torch, by what they say."""
+"""Advice for errors of torch, by a pattern of their message."""
 
 
 def stop_with(error: Exception) -> NoReturn:
-    """Report what went wrong and exit: with 2 for what the user can fix, with 1 for what failed on the way.
+    """Report an error and exit: with 2 for what the user can fix, with 1 for what failed on the way.
 
-    ``LONGCE_TRACEBACK=1`` shows where it arose. An error that nobody expected is raised again, with a note.
+    ``LONGCE_TRACEBACK=1`` shows where it arose. An unexpected error is raised again, with a note.
     """
-    if isinstance(error, ValueError | OSError | FloatingPointError | MisconfigurationException):
+    kinds = {kind.__name__ for kind in type(error).__mro__}  # of Lightning and torch, which may not be imported
+    if isinstance(error, ValueError | OSError | FloatingPointError) or "MisconfigurationException" in kinds:
         _exit(error, status=2)
     if isinstance(error, IncompleteError):
         _exit(error, status=1)
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        error.add_note("There is too little memory: `longce plan` says what these settings take, and what takes less.")
+    if isinstance(error, MemoryError) or "OutOfMemoryError" in kinds:
+        error.add_note(
+            "There is too little memory: `longce plan` estimates what these settings take, and what takes less."
+        )
         _exit(error, status=1)
     if isinstance(error, RuntimeError):
         _exit_with_remedy(error)
@@ -42,9 +42,9 @@ def stop_with(error: Exception) -> NoReturn:
 
 
 def _exit_with_remedy(error: BaseException) -> None:
-    """Explain an error of torch; returns if it is none that we know."""
+    """Explain a known error of torch, and return after any other."""
     found: BaseException | None = error
-    while found is not None:  # torch reports a killed loader wherever the process is, in another error's course
+    while found is not None:  # torch reports a killed loader wherever the process is, in the course of another error
         for pattern, remedy in _REMEDIES.items():
             if re.search(pattern, str(found)):
                 noticed = str(found).partition("\n")[0]
@@ -66,7 +66,7 @@ def _exit(error: BaseException, *, status: int) -> NoReturn:
 
 
 def _root_cause(error: BaseException) -> BaseException:
-    """What a class named in a config complained of, without the parser's list of all it tried."""
+    """Return what a class named in a config complained of, without the parser's list of all it tried."""
     while str(error).startswith("Does not validate") and (cause := error.__cause__ or error.__context__) is not None:
         error = cause
     return error

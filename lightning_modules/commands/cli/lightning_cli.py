@@ -1,20 +1,18 @@
 """LightningCLI for ``fit`` and its kin, and for the commands that take its options."""
 
-import argparse
 import re
 from pathlib import Path
 from typing import Any, NoReturn
 
 import jsonargparse
-from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
-from lightning_modules.commands.cli.setting_checks import check_settings
-from lightning_modules.commands.cli.trainer_checks import check_trainer
+from lightning_modules.commands.cli.experiment_options import accept_saved_config, add_data_options, add_plan_options
+from lightning_modules.commands.cli.setting_checks import check_settings, check_trainer
 from lightning_modules.commands.influence import InfluenceTrainer
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.training.checkpoints.io import CheckedCheckpointIO
@@ -27,7 +25,6 @@ from lightning_modules.training.checkpoints.resume import (
     owned_folders,
     say_how_to_go_on,
 )
-from lightning_modules.training.companions import Companions, gathering
 from lightning_modules.training.evaluation import at_checkpoint_step, place_evaluation
 from lightning_modules.training.fsdp import check_strategy
 from lightning_modules.training.optimizers import LR_SCHEDULER, OPTIMIZER
@@ -37,6 +34,7 @@ from lightning_modules.training.random_states import RandomStates
 from lightning_modules.training.run import Run, RunMember
 from lightning_modules.training.sequence_parallel import sequence_parallel_size
 from lightning_modules.utilities.loopback import loopback
+from lightning_modules.utilities.orphans import children_end_with_us
 from lightning_modules.utilities.user_modules import hidden_module_hint
 
 
@@ -71,7 +69,6 @@ class LongceCLI(LightningCLI):
                 trainer_defaults={
                     "use_distributed_sampler": False,
                     "callbacks": [
-                        Companions(),
                         SameCheckpoint(),
                         RunMember(self.training_run),
                         RandomStates(),
@@ -99,16 +96,18 @@ class LongceCLI(LightningCLI):
 
     @override
     def before_instantiate_classes(self) -> None:
-        """Refuse a config that takes the model's settings away, or a value that a class cannot work with."""
+        """Refuse a config without settings of the model, or a value that a class cannot work with."""
         if not isinstance(self._get(self.config, "model"), jsonargparse.Namespace):
-            raise ValueError("`model` must hold settings of the model, as keys and values: leave it out, or mend it.")
+            raise ValueError(
+                "`model` must hold settings of the model, as keys and values: leave it out, or correct it."
+            )
         for name, kind in (("model", LongContextLM), ("data", None), ("trainer", Trainer)):
             check_settings(self._get(self.config, name), kind, name)
         check_strategy(self._get(self.config, "trainer").get("strategy"))
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Write and read checkpoints in our way, unless the config has one of its own."""
+        """Write and read checkpoints by our plugin, unless the config names another."""
         options = self._get(self.config_init, "trainer")
         check_trainer(options)
         plugins = options.get("plugins") or []
@@ -122,7 +121,7 @@ class LongceCLI(LightningCLI):
 
     @override
     def _run_subcommand(self, subcommand: str) -> None:
-        with loopback(self.trainer), gathering(self.trainer):
+        with loopback(self.trainer), children_end_with_us():
             super()._run_subcommand(subcommand)
 
     @override
@@ -174,7 +173,7 @@ class LongceCLI(LightningCLI):
             place_evaluation(self.trainer, str(self.subcommand), checkpoint, text, numbered=is_numbered(logger))
 
     def fit(self, **arguments: Any) -> None:
-        """Train; whoever asked for a stop is told how to go on."""
+        """Train, and print how to resume after a stop that was asked for."""
         try:
             self.trainer.fit(**arguments)
         except SystemExit as stopped:  # of status 0 after SIGTERM, 1 after Ctrl-C
@@ -198,12 +197,6 @@ def _check_curriculum(model: LongContextLM, curriculum: Any) -> None:
         )
 
 
-def accept_saved_config(parser: LightningArgumentParser) -> None:
-    """Take what the saved config of a run of ``longce fit`` holds besides model, data and trainer, and ignore it."""
-    for name in ("ckpt_path", "weights_only"):
-        parser.add_argument(f"--{name}", type=Any, default=None, help=argparse.SUPPRESS)
-
-
 class InfluenceCLI(LongceCLI):
     """The same configs for ``longce influence``; logger, callbacks and checkpoints of a training take no part."""
 
@@ -217,7 +210,7 @@ class InfluenceCLI(LongceCLI):
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Accept what a saved config of ``longce fit`` holds besides."""
+        """Accept what else a saved config of ``longce fit`` holds."""
         super().add_arguments_to_parser(parser)
         accept_saved_config(parser)
 
@@ -241,20 +234,7 @@ class PlanCLI(LongceCLI):
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         super().add_arguments_to_parser(parser)
-        parser.prog = "longce plan"
-        parser.description = "What a run of `longce fit` with these options, and scoring, would take on given GPUs."
-        parser.add_argument("--gpu", type=str | None, help="Name of the card, such as H200 or A100-80.")
-        parser.add_argument("--gpus", type=PositiveInt | None, help="How many; by default trainer.devices x num_nodes.")
-        parser.add_argument("--gpu_tflops", type=PositiveFloat | None, help="Peak dense bfloat16 rate of another card.")
-        parser.add_argument("--gpu_memory", type=PositiveFloat | None, help="Memory of another card, GiB.")
-        parser.add_argument(
-            "--evaluator",
-            type=str | None,
-            help="Hub id, folder or config.json of the evaluator; by default that of the callback ExternalEvaluator.",
-        )
-        parser.add_argument("--price_per_gpu_hour", type=NonNegativeFloat | None, help="In any currency.")
-        parser.add_argument("--output", type=str | None, help="JSON file to write the numbers to.")
-        accept_saved_config(parser)
+        add_plan_options(parser)
 
     @override
     def _set_seed(self) -> None:
@@ -274,15 +254,7 @@ class DataCLI(LongceCLI):
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         super().add_arguments_to_parser(parser)
-        parser.prog = "longce data inspect"
-        parser.description = "The rows that `longce fit` with these options would train on, as text."
-        parser.add_argument("--rows", type=NonNegativeInt, nargs="+", help="Numbers of the rows to show, from 0.")
-        parser.add_argument("--count", type=NonNegativeInt, default=3, help="First rows to show, if not by `--rows`.")
-        parser.add_argument("--width", type=PositiveInt, default=400, help="Characters to show of each text.")
-        parser.add_argument(
-            "--names", type=bool, default=False, help="Name documents; the source is read up to the last one shown."
-        )
-        accept_saved_config(parser)
+        add_data_options(parser)
 
     @override
     def _set_seed(self) -> None:

@@ -1,28 +1,16 @@
-"""The command line: which commands there are, and `main`."""
+"""The command line: `main`, which imports what a command needs once its words are checked."""
 
-import json
 import logging
 import multiprocessing
 import sys
 import warnings
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 from lightning_modules.commands.cli.config_files import check_config_files, use_checked_yaml
 from lightning_modules.commands.cli.errors import stop_with
-from lightning_modules.commands.cli.lightning_cli import DataCLI, InfluenceCLI, LongceCLI, PlanCLI
-from lightning_modules.commands.cli.registry import (
-    correlate_command,
-    evaluate_command,
-    export_command,
-    harness_command,
-    inspect_command,
-    reproduce_command,
-    score_command,
-    select_command,
-    summary,
-)
-from lightning_modules.utilities.files import writable_folder, write_atomically
+from lightning_modules.commands.cli.old_paths import rename_old_paths
+from lightning_modules.commands.cli.registry import COMMANDS, run_experiment
+from lightning_modules.utilities.orphans import end_with_launcher
 from lightning_modules.utilities.user_modules import find_user_modules, user_modules
 
 USAGE = """\
@@ -45,6 +33,7 @@ commands:
   correlate   LongPPL and perplexity of many models against their benchmark scores
   export      a checkpoint of `fit` as a folder that transformers loads
   reproduce   the paper's experiments: `miniature` with tiny models, `table1` .. `table12` with real ones (`--list`)
+  launch      any of these commands in several processes, which are restarted after a crash
   plan        FLOPs, time, memory and cost of `fit` and of scoring on given GPUs, without weights or a GPU
 
 `longce COMMAND --help` explains the options of each."""
@@ -54,88 +43,14 @@ if getattr(multiprocessing.current_process(), "_inheriting", False):
     find_user_modules()
 
 
-def plan_command(arguments: Sequence[str]) -> None:
-    """Run ``longce plan`` and print its report."""
-    from lightning_modules.commands.plan.hardware import find_gpu
-    from lightning_modules.commands.plan.plan import Planner
-    from lightning_modules.commands.plan.report import report
-    from lightning_modules.commands.plan.settings import read_experiment
-
-    sys.argv[1:] = arguments[1:]
-    options = PlanCLI().config
-    gpu = find_gpu(options.gpu, tflops=options.gpu_tflops, memory=options.gpu_memory)
-    if options.output is not None:
-        if Path(options.output).is_dir():
-            raise ValueError(f"`output` must be a file, and '{options.output}' is a folder.")
-        writable_folder(Path(options.output).parent, remedy="Name another file by `--output`.")
-    experiment = read_experiment(options, gpus=options.gpus, evaluator=options.evaluator)
-    plan = Planner(experiment, gpu, options.price_per_gpu_hour).plan()
-    sys.stdout.write(report(plan) + "\n")
-    if options.output is not None:
-        write_atomically(Path(options.output), (json.dumps(plan, indent=2) + "\n").encode())
-
-
-def data_command(arguments: Sequence[str]) -> None:
-    """Run ``longce data inspect`` and print its report."""
-    if arguments[1:2] in (["-h"], ["--help"]):
-        arguments = ["data", "inspect", "--help"]
-    if arguments[1:2] != ["inspect"]:
-        raise ValueError("`longce data` has one command: `longce data inspect`, with the options of `longce fit`.")
-    sys.argv[1:] = arguments[2:]
-    cli = DataCLI()
-    if not callable(getattr(cli.datamodule, "inspect", None)):
-        raise ValueError(f"`data` has no packed training rows to inspect: {type(cli.datamodule).__name__}.")
-    options = cli.config
-    sys.stdout.write(
-        cli.datamodule.inspect(options.rows, count=options.count, width=options.width, names=options.names)
-    )
-
-
-def quickstart_command(arguments: Sequence[str]) -> None:
-    """Run ``longce quickstart``; further options go to each of its runs."""
-    from lightning_modules.commands.quickstart import quickstart
-
-    if "-h" in arguments or "--help" in arguments:
-        sys.stdout.write(f"usage: longce quickstart [OPTIONS of longce fit]\n\n{summary(quickstart)}\n")
-    else:
-        quickstart(_lightning_command, arguments[1:])
-
-
-def _lightning_command(arguments: Sequence[str]) -> LongceCLI:
-    sys.argv[1:] = arguments
-    return LongceCLI()
-
-
-def influence_command(arguments: Sequence[str]) -> None:
-    """Run ``longce influence``."""
-    sys.argv[1:] = arguments
-    InfluenceCLI()
-
-
-COMMANDS: dict[str, Callable[[Sequence[str]], object]] = {
-    "plan": plan_command,
-    "score": score_command,
-    "inspect": inspect_command,
-    "evaluate": evaluate_command,
-    "influence": influence_command,
-    "select": select_command,
-    "export": export_command,
-    "harness": harness_command,
-    "correlate": correlate_command,
-    "data": data_command,
-    "quickstart": quickstart_command,
-    "reproduce": reproduce_command,
-    **dict.fromkeys(("fit", "validate", "test", "predict"), _lightning_command),
-}
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the console script; exits with 0 after success, 2 for what the user can fix, 1 for the rest.
 
     Args:
-        arguments: Words behind ``longce``; by default those of the command line.
+        arguments: Words after ``longce``; by default those of the command line.
     """
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    end_with_launcher()
+    arguments = [rename_old_paths(word) for word in (sys.argv[1:] if arguments is None else arguments)]
     _set_up_messages()
     if not arguments or arguments[0] in ("-h", "--help"):
         sys.stdout.write(USAGE + "\n")
@@ -147,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         use_checked_yaml()
         check_config_files(arguments)
         with user_modules():
-            COMMANDS.get(arguments[0], _lightning_command)(arguments)
+            COMMANDS.get(arguments[0], run_experiment)(arguments)
     except KeyboardInterrupt:
         sys.stderr.write("\nlongce: interrupted\n")
         sys.exit(130)
@@ -182,3 +97,7 @@ def _to_stderr(record: logging.LogRecord) -> bool:
     if "Setting accelerator to CPU" not in record.getMessage():
         logging.getLogger().handle(record)
     return False
+
+
+if __name__ == "__main__":
+    main()

@@ -1,8 +1,9 @@
-"""Check values that jsonargparse accepts for a class and that the class does not: nulls, and untyped arguments."""
+"""Check values that pass jsonargparse's types and would crash a class later, or train the wrong way."""
 
 import inspect
+import os
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import NoneType
 from typing import Any
 
@@ -13,13 +14,21 @@ from lightning_modules.utilities.user_modules import import_object
 _MIN_VALUES = {"max_queue": 0, "flush_secs": 0, "purge_step": 0, "flush_logs_every_n_steps": 1}
 """Smallest values of loggers' arguments that are whole numbers, and that torch and Lightning leave without a type."""
 
+_TRAINER_MIN_VALUES = {
+    "accumulate_grad_batches": 1,
+    "val_check_interval": 0,
+    "gradient_clip_val": 0,
+    "limit_train_batches": 0,
+}
+"""Smallest values; 0 itself only where it switches something off."""
+
 
 def check_settings(settings: Any, kind: type | None, path: str) -> None:
     """Refuse null where a class needs a value, and numbers of loggers that are not numbers.
 
     Args:
         settings: Arguments as parsed, in which other classes may be nested.
-        kind: The class that takes them; None if there is none.
+        kind: The class that takes them, or None.
         path: How messages name the settings.
 
     Raises:
@@ -59,3 +68,16 @@ def _needs_value(kind: type, name: str) -> bool:
                 return False
             return parameter.default is not None and hint not in (Any, None) and NoneType not in typing.get_args(hint)
     return False
+
+
+def check_trainer(options: Mapping[str, Any] | Namespace) -> None:
+    """Raise a ``ValueError`` for numbers that Lightning's Trainer accepts, and that make no sense for training."""
+    for name, limit in _TRAINER_MIN_VALUES.items():
+        value = options.get(name)
+        off = name == "gradient_clip_val"
+        if isinstance(value, int | float) and (value < limit or (value == 0 and not off)):
+            wanted = "1 or more" if limit else "0 or more" if off else "above 0"
+            raise ValueError(f"`trainer.{name}` must be {wanted}, got {value}. Leave it out for Lightning's default.")
+    limit, devices = max(64, 4 * (os.cpu_count() or 1)), str(options.get("devices"))
+    if devices.isdecimal() and int(devices) > limit:
+        raise ValueError(f"`trainer.devices` = {devices} exceeds the limit for this machine: {limit} at most.")

@@ -1,4 +1,4 @@
-"""Documents chosen by their scores: which pass, what they are worth by source, and as what they are written."""
+"""Select documents by their scores."""
 
 from lightning_modules.commands.select.select import select
 

@@ -1,4 +1,4 @@
-"""Trained models as folders that transformers loads: merged or adapters apart, with a card that says what they are."""
+"""Trained models as folders that transformers loads: merged or adapters apart, with a model card."""
 
 from lightning_modules.training.export.checkpoint import (
     FINGERPRINT,

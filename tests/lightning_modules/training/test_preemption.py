@@ -10,7 +10,6 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 
 from callbacks import StepCheckpoint
-from lightning_modules.training import preemption
 from lightning_modules.training.preemption import Preemption
 
 ACCUMULATE = 3
@@ -78,7 +77,6 @@ def test_under_slurm_the_announcement_of_the_end_requeues_the_job(tmp_path, monk
     (tmp_path / "scontrol").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_ID", "77")
-    monkeypatch.setattr(preemption.SLURMEnvironment, "detect", staticmethod(lambda: True))
     for number, expected in ((signal.SIGTERM, False), (signal.SIGUSR1, True)):
         asked = Preemption()
         old = {signal_: signal.getsignal(signal_) for signal_ in (signal.SIGTERM, signal.SIGUSR1)}

@@ -1,0 +1,20 @@
+#!/bin/bash
+# LongCE on two nodes of eight GPUs, resumed by SLURM until it is done: sbatch configs/slurm.sh
+#SBATCH --job-name=longce
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1     # one `longce launch` per node, which starts a process per GPU
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=64
+#SBATCH --time=24:00:00
+#SBATCH --signal=USR1@600       # ten minutes before the end all processes save, and the job is requeued
+#SBATCH --requeue
+#SBATCH --open-mode=append
+# The cluster's KillWait applies to `scancel`: it should be at least --shutdown_timeout.
+
+export MAIN_NODE=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+srun --kill-on-bad-exit=1 longce launch \
+    --nnodes "$SLURM_NNODES" --nproc_per_node 8 --rdzv_endpoint "$MAIN_NODE:29500" \
+    --max_restarts 2 --shutdown_timeout 540 -- \
+    fit -c configs/base.yaml -c configs/strategies/fsdp.yaml -c configs/experiments/longce_pg19.yaml \
+    --trainer.devices 8 --trainer.num_nodes "$SLURM_NNODES" \
+    --trainer.logger.init_args.version "${RUN:-pg19}" --ckpt_path last

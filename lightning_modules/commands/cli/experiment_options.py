@@ -1,0 +1,118 @@
+"""Options of the commands that read the configs of ``longce fit``, explained and checked before torch is imported."""
+
+import argparse
+import difflib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jsonargparse
+from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from lightning_modules.commands.cli.options import REQUIRED, TABLE_LISTS, TABLES, Row, add_options
+from lightning_modules.models.config import DType
+
+_COMMON = (
+    *("config", "help", "print_config", "seed_everything", "trainer", "model", "data", "ckpt_path", "weights_only"),
+    *("verbose", "return_predictions"),
+)
+"""Options of ``longce fit``, ``validate``, ``test`` and ``predict``, without their second parts."""
+
+
+PLAN: tuple[Row, ...] = (
+    ("gpu", str | None, None, "Name of the card, such as H200 or A100-80."),
+    ("gpus", PositiveInt | None, None, "How many; by default trainer.devices x num_nodes."),
+    ("gpu_tflops", PositiveFloat | None, None, "Peak dense bfloat16 rate of another card."),
+    ("gpu_memory", PositiveFloat | None, None, "Memory of another card, GiB."),
+    ("evaluator", str | None, None, "Hub id, folder or config.json; by default that of ExternalEvaluator."),
+    ("price_per_gpu_hour", NonNegativeFloat | None, None, "In any currency."),
+    ("output", str | None, None, "JSON file to write the numbers to."),
+)
+DATA: tuple[Row, ...] = (
+    ("count", NonNegativeInt, 3, "First rows to show, if not by `--rows`."),
+    ("width", PositiveInt, 400, "Characters to show of each text."),
+    ("names", bool, False, "Name documents; the source is read up to the last one shown."),
+)
+INFLUENCE: tuple[Row, ...] = (
+    ("evaluator", str, REQUIRED, "Hub id or folder of the model that weighs the tokens."),
+    ("evaluator_tokenizer", str | None, None, "Hub id or folder of its tokenizer; by default its own."),
+    ("evaluator_revision", str | None, None, "Branch, tag or commit on the hub."),
+    ("evaluator_add_special_tokens", bool, True, "Whether its tokenizer adds its own."),
+    ("evaluator_dtype", DType, "auto", "Type of its weights; auto: as stored."),
+    ("evaluator_attn_implementation", str, "auto", "As in transformers."),
+    ("evaluator_model_config", dict[str, Any] | None, None, "Values that replace those of its config."),
+    ("evaluator_trust_remote_code", bool, False, "Run code from its repository."),
+    ("output", str | None, None, "Folder of the weights; by default data.influence, or one in the cache."),
+)
+
+
+def add_plan_options(parser: Any) -> None:
+    """Add the options of ``longce plan``."""
+    parser.prog = "longce plan"
+    parser.description = "What a run of `longce fit` with these options, and scoring, would take on given GPUs."
+    add_options(parser, PLAN)
+    accept_saved_config(parser)
+
+
+def add_data_options(parser: Any) -> None:
+    """Add the options of ``longce data inspect``."""
+    parser.prog = "longce data inspect"
+    parser.description = "The rows that `longce fit` with these options would train on, as text."
+    parser.add_argument("--rows", type=NonNegativeInt, nargs="+", help="Numbers of the rows to show, from 0.")
+    add_options(parser, DATA)
+    accept_saved_config(parser)
+
+
+def add_influence_options(parser: Any) -> None:
+    """Add the options of ``longce influence``, which are arguments of `InfluenceTrainer.influence`."""
+    parser.prog = "longce influence"
+    parser.description = "LongCE weights of the training rows by an evaluator, so that training makes no short pass."
+    add_options(parser, INFLUENCE)
+
+
+def add_table_options(parser: Any) -> None:
+    """Add the options of ``longce reproduce TABLE``."""
+    parser.prog = "longce reproduce"
+    parser.description = (
+        "Measure a table of the paper again, ours beside theirs. `--list` lists the tables; `longce reproduce"
+        " miniature` has options of its own."
+    )
+    parser.add_argument("table", nargs="?", help="table1 to table12, or table5-package.")
+    for name, text in TABLE_LISTS.items():
+        parser.add_argument(f"--{name}", nargs="*", type=str, help=text)
+    parser.add_argument("--run", action="store_true", help="Train the models of the table; do not only print how.")
+    add_options(parser, TABLES)
+
+
+def accept_saved_config(parser: Any) -> None:
+    """Accept and ignore what the saved config of a run holds in addition to model, data and trainer."""
+    for name in ("ckpt_path", "weights_only"):
+        parser.add_argument(f"--{name}", type=Any, default=None, help=argparse.SUPPRESS)
+
+
+def check_options(words: Sequence[str], add_options: Callable[[Any], None] | None = None) -> None:
+    """Print the help of a command, or refuse an option that it does not have.
+
+    Args:
+        words: Words after the command.
+        add_options: Adds the command's own options; None for the commands of LightningCLI, which print their own help.
+
+    Raises:
+        ValueError: Naming an unknown option, and the one that may be meant.
+    """
+    parser = jsonargparse.ArgumentParser(
+        epilog="It takes the configs and options of `longce fit` as well: see `longce fit --help`."
+    )
+    parser.add_argument("-c", "--config", metavar="FILE", help="YAML file of `longce fit`; may be repeated.")
+    if add_options is not None:
+        add_options(parser)
+        if {"-h", "--help"} & set(words):
+            parser.print_help()
+            raise SystemExit(0)
+    known = sorted({*_COMMON, *parser.get_defaults().as_dict()})
+    for word in words:
+        option, _, _ = word.partition("=")
+        name = option.removeprefix("--").partition(".")[0].removesuffix("+")
+        if option.startswith("--") and not any(other.startswith(name) for other in known):
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f" Did you mean `--{close[0]}`?" if close else f" There are: {', '.join(known)}."
+            raise ValueError(f"There is no option `{option}`.{hint}")

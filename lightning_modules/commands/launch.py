@@ -1,0 +1,114 @@
+"""Start the processes of a run by torchrun's agent, and restart them after a crash."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from argparse import Namespace
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch.distributed.elastic.agent.server import WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from typing_extensions import override
+
+from lightning_modules.utilities.orphans import LAUNCHER
+
+_LOOPBACK = "127.0.0.1"
+_USER_ERROR = 2
+_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+
+
+class Agent(LocalElasticAgent):
+    """Torchrun's agent, which here does not repeat what a user must fix, and knows whether a stop was clean."""
+
+    def stopped_cleanly(self) -> bool:
+        """Whether every process of this machine has saved and ended with status 0 after a signal."""
+        processes = self._processes()
+        return bool(processes) and all(process.poll() == 0 for process in processes)
+
+    def _processes(self) -> list[subprocess.Popen[bytes]]:
+        handlers = getattr(self._pcontext, "subprocess_handlers", {})
+        return [handler.proc for handler in handlers.values()]
+
+    @override
+    def _monitor_workers(self, worker_group: Any) -> Any:
+        result = super()._monitor_workers(worker_group)
+        if _is_user_error(result.failures.values()):
+            self._remaining_restarts = 0
+        return result
+
+    @override
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        """Ask the processes to save and stop, by a signal they handle, and kill those that run after the timeout.
+
+        Torchrun would signal their data loaders as well, whose end is an error before anything is saved. SIGUSR1 under
+        SLURM also requeues the job.
+        """
+        requeues = death_sig == signal.SIGUSR1 and "SLURM_JOB_ID" in os.environ
+        running = [process for process in self._processes() if process.poll() is None]
+        for process in running:
+            process.send_signal(signal.SIGUSR1 if requeues else signal.SIGTERM)
+        deadline = time.monotonic() + timeout
+        for process in running:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+        super()._shutdown(signal.SIGKILL, timeout)
+
+
+def launch(words: Sequence[str], options: Namespace) -> int:
+    """Run a command of ``longce`` in several processes.
+
+    Args:
+        words: The command and its options.
+        options: Options of ``longce launch``.
+
+    Returns:
+        Exit status: 0 after success or a clean stop, 2 for what the user can fix, above 128 for a signal, 1 otherwise.
+    """
+    # Torch 2.13: without this variable, restarted processes read the addresses of their predecessors in the store.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = _SIGNALS
+    os.environ[LAUNCHER] = str(os.getpid())
+    alone = options.nnodes == 1
+    parameters = RendezvousParameters(
+        backend="c10d",
+        endpoint=f"{_LOOPBACK}:0" if alone else options.rdzv_endpoint,
+        run_id=uuid.uuid4().hex if alone else os.environ.get("SLURM_JOB_ID", "longce"),
+        min_nodes=options.nnodes,
+        max_nodes=options.nnodes,
+        local_addr=_LOOPBACK if alone else None,
+    )
+    spec = WorkerSpec(
+        role="longce",
+        local_world_size=options.nproc_per_node,
+        entrypoint=sys.executable,
+        args=("-P", "-m", "lightning_modules.commands.cli.main", *words),
+        rdzv_handler=get_rendezvous_handler(parameters),
+        max_restarts=options.max_restarts,
+        local_addr=parameters.local_addr,
+    )
+    agent = Agent(spec, DefaultLogsSpecs(), shutdown_timeout=options.shutdown_timeout)
+    try:
+        failures = agent.run().failures.values()
+    except SignalException as stopped:
+        return 0 if agent.stopped_cleanly() else 128 + stopped.sigval
+    spec.rdzv_handler.shutdown()
+    for failure in failures:
+        ending = f"by {failure.signal_name()}" if failure.exitcode < 0 else f"with status {failure.exitcode}"
+        sys.stderr.write(f"longce: error: process {failure.local_rank} (pid {failure.pid}) ended {ending}.\n")
+    if not failures:
+        return 0
+    sys.stderr.write("longce: see its output above. To resume: the same command, with `--ckpt_path` of the run.\n")
+    return _USER_ERROR if _is_user_error(failures) else 1
+
+
+def _is_user_error(failures: Iterable[ProcessFailure]) -> bool:
+    return any(failure.exitcode == _USER_ERROR for failure in failures)

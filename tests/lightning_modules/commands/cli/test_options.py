@@ -1,0 +1,102 @@
+"""Help and usage errors come before torch is imported, and the tables of options are those of the functions."""
+
+import inspect
+import os
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.reproduction.miniature.command import reproduce_miniature
+from benchmarks.reproduction.tables.command import reproduce_table
+from lightning_modules.commands.cli import experiment_options, options
+from lightning_modules.commands.cli.registry import COMMANDS
+from lightning_modules.commands.correlate.command import correlate
+from lightning_modules.commands.influence import InfluenceTrainer
+from lightning_modules.commands.select import select
+from lightning_modules.scoring.score import score
+from lightning_modules.training.export import export_checkpoint
+from lightning_modules.visualization.page.document import inspect_document
+
+LIGHT = """
+import sys
+from lightning_modules.commands.cli.main import main
+try:
+    main(sys.argv[1:])
+finally:
+    found = {"torch", "lightning", "transformers", "datasets", "peft", "bitsandbytes"} & set(sys.modules)
+    assert not found, found
+"""
+EXPERIMENTS = ("fit", "validate", "test", "predict")
+
+
+def run(*words, folder):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", LIGHT, *words]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    "command", ["", *(name for name in COMMANDS if name not in EXPERIMENTS), "reproduce miniature"]
+)
+def test_help_imports_no_torch(command, tmp_path):
+    result = run(*command.split(), "--help", folder=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("usage: longce")
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "data inspect", "reproduce miniature"])
+def test_an_unknown_option_is_refused_without_torch(command, tmp_path):
+    result = run(*command.split(), "--nonsense", "3", folder=tmp_path)
+    assert result.returncode == 2, result.stderr
+    assert "error" in result.stderr
+    assert "AssertionError" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("", "usage: longce"),
+        ("fiit", "no command 'fiit'"),
+        ("score --model a --evaluator b missing.txt", "No file 'missing.txt'"),
+        ("score --model a --evaluator b --stride x missing.txt", "stride"),
+        ("inspect --evaluator b missing.txt", "No file 'missing.txt'"),
+        ("evaluate --model a", "output"),
+        ("fit -c missing.yaml", "There is no config 'missing.yaml'."),
+        ("fit --modle.stride 3", "Did you mean `--model`?"),
+        ("plan --gpuss 3", "Did you mean `--gpus`?"),
+        ("fit -c configs/longce.yaml", "It is now 'configs/experiments/longce.yaml'."),
+        ("fit -c twice.yaml", "given twice"),
+    ],
+)
+def test_usage_errors_import_no_torch(words, message, tmp_path):
+    (tmp_path / "configs" / "experiments").mkdir(parents=True)
+    (tmp_path / "configs" / "experiments" / "longce.yaml").write_text("model: {}\n")
+    (tmp_path / "twice.yaml").write_text("seed_everything: 1\nseed_everything: 2\n")
+    result = run(*words.split(), folder=tmp_path)
+    assert result.returncode == 2, result.stderr
+    assert message in result.stdout + result.stderr
+    assert "AssertionError" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("rows", "function", "others"),
+    [
+        (options.SCORE, score, {"files"}),
+        (options.INSPECT, inspect_document, {"text", "name"}),
+        (options.EXPORT, export_checkpoint, {"checkpoint", "output_dir"}),
+        (options.SELECT, select, {"scores"}),
+        (options.CORRELATE, correlate, {"files", "metrics", "scores"}),
+        (options.MINIATURE, reproduce_miniature, set()),
+        (experiment_options.INFLUENCE, InfluenceTrainer.influence, {"self", "model", "datamodule"}),
+        (options.TABLES, reproduce_table, {"table", "data", "run", *options.TABLE_LISTS}),
+    ],
+)
+def test_tables_of_options_are_those_of_the_functions(rows, function, others):
+    parameters = inspect.signature(function).parameters
+    expected = {name: parameter.default for name, parameter in parameters.items() if name not in others}
+    given = {name: default for name, _, default, _ in rows}
+    required = {name for name, default in given.items() if default is options.REQUIRED}
+    assert given.keys() == expected.keys()
+    assert required == {name for name, default in expected.items() if default is inspect.Parameter.empty}
+    assert all(given[name] == expected[name] for name in given.keys() - required)

@@ -1,0 +1,143 @@
+"""`longce launch`: processes that are restarted after a crash, stopped together, and never left behind."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import yaml
+
+from lightning_modules.utilities.orphans import LAUNCHER
+from tests.support.fault_runs import BASE, ROOT, new_run, prepare
+
+FIT = ["fit", "-c", BASE, "-c", "config.yaml", "--ckpt_path", "last"]
+
+
+def start(folder, *words, restarts=0):
+    """Launch a command of two processes."""
+    command = ["launch", "--nproc_per_node", "2", "--max_restarts", str(restarts), "--", *words]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "LONGCE_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
+    with (folder / "log.txt").open("w") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "lightning_modules.commands.cli.main", *command],
+            cwd=folder,
+            env=environment,
+            stdout=log,
+            stderr=log,
+        )
+
+
+def ranks(launcher):
+    """Return the running processes of a launcher, rank 0 first."""
+    found = {}
+    for child in psutil.Process(launcher.pid).children():
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            if "-P" in child.cmdline():
+                found[child.environ()["RANK"]] = child
+    return [found[rank] for rank in sorted(found)]
+
+
+def wait_for(moment, launcher, seconds=120):
+    deadline = time.monotonic() + seconds
+    while not moment():
+        assert launcher.poll() is None, "the run has ended"
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("launch")
+    prepare(folder)
+    return folder
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_restarted_with_equal_losses_and_a_signal_stops_all(folder):
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    runs = [new_run(folder / name, config, ranks=2, workers=1) for name in ("undisturbed", "killed")]
+    assert start(runs[0].folder, *FIT).wait(300) == 0
+
+    launcher = start(runs[1].folder, *FIT, restarts=1)
+    wait_for(lambda: len(runs[1].records()) >= 6, launcher)
+    victim = ranks(launcher)[1]
+    victim.send_signal(signal.SIGKILL)
+    wait_for(lambda: len(ranks(launcher)) == 2 and victim not in ranks(launcher), launcher)
+    before = len(runs[1].records())
+    wait_for(lambda: len(runs[1].records()) > before + 2, launcher)
+    launcher.send_signal(signal.SIGHUP)
+    assert launcher.wait(120) == 0, runs[1].log()
+    assert "stopping after this optimizer step" in runs[1].log()
+
+    assert start(runs[1].folder, *FIT).wait(300) == 0, runs[1].log()
+    assert not runs[1].differences(runs[0])
+
+
+@pytest.mark.slow
+def test_a_user_error_is_not_repeated_and_no_rank_outlives_its_launcher(folder):
+    run = new_run(folder / "orphans", yaml.safe_load((folder / "config.yaml").read_text()), ranks=2)
+    wrong = start(run.folder, *FIT, "--model.stride", "0", restarts=3)
+    assert wrong.wait(120) == 2
+    assert run.log().count("process 0 (pid") <= 1
+    assert "`--ckpt_path`" in run.log()
+
+    launcher = start(run.folder, *FIT)
+    wait_for(lambda: len(run.records()) >= 2, launcher)
+    left = ranks(launcher)
+    launcher.kill()
+    assert not psutil.wait_procs(left, timeout=10)[1]
+
+
+ORPHAN = """
+import os, sys, time
+from lightning_modules.utilities.orphans import end_with_launcher
+end_with_launcher()
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
+def test_a_process_ends_with_the_launcher_that_started_it(tmp_path):
+    inner = f"import os, subprocess, sys; os.environ['{LAUNCHER}'] = str(os.getpid());"
+    inner += f"p = subprocess.Popen([sys.executable, '-c', {ORPHAN!r}], stdout=open('said', 'w'));"
+    inner += "print(p.pid, flush=True); p.wait()"
+    outer = subprocess.Popen(
+        [sys.executable, "-c", inner], cwd=tmp_path, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    child = psutil.Process(int(outer.stdout.readline()))
+    wait_for(lambda: "ready" in (tmp_path / "said").read_text(), outer, 20)
+    outer.kill()
+    assert not psutil.wait_procs([child], timeout=10)[1]
+
+
+def test_a_process_whose_launcher_has_ended_does_not_begin(tmp_path):
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    environment = {**os.environ, LAUNCHER: str(gone.pid)}
+    result = subprocess.run([sys.executable, "-c", ORPHAN], env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert "launcher" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "nproc_per_node"),
+        (["--nproc_per_node", "2"], "after `--`"),
+        (["--nproc_per_node", "2", "--", "launch"], "after `--`"),
+        (["--nproc_per_node", "2", "--nnodes", "2", "--", "fit"], "rdzv_endpoint"),
+        (["--nproc_per_node", "2", "--max_restarts", "1", "--", "fit"], "--ckpt_path last"),
+    ],
+)
+def test_launches_that_cannot_work(words, message, capsys):
+    from lightning_modules.commands.cli.main import main
+
+    with pytest.raises(SystemExit) as stopped:
+        main(["launch", *words])
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
