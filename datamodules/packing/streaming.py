@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from datamodules.packing.sequences import Row, collate_rows, make_row
 from datamodules.sources.documents import Document, NoDocumentError, RecordFiles, Source, TextFiles, is_empty
-from datamodules.sources.locations import file_size
+from datamodules.sources.locations import file_identities, file_size
 from datamodules.sources.splits import HashSplit
 from datamodules.token_store.tokenize import Encoder
 from lightning_modules.batch import PackedBatch
@@ -25,12 +25,16 @@ _log = logging.getLogger(__name__)
 
 
 class Cursor(NamedTuple):
-    """Position of a stream: its pass over its files, the file in that, the document, and its next token."""
+    """Position of a stream: its pass over its files, the file in that, the document, and its next token.
+
+    `content` identifies the file's content; older checkpoints do not have it.
+    """
 
     round: int = 0
     file: int = 0
     document: int = 0
     token: int = 0
+    content: str = ""
 
 
 def file_sources(source: Source) -> list[Source]:
@@ -127,9 +131,10 @@ class StreamedRows(IterableDataset[tuple[Row, Cursor]]):
             for index, file in enumerate(order):
                 if (turn, index) < cursor[:2]:
                     continue
+                content = self._content(file, cursor.content if (turn, index) == cursor[:2] else "")
                 for number, document in self._read(file):
                     found = True
-                    place = Cursor(turn, index, number)
+                    place = Cursor(turn, index, number, content=content)
                     if place[:3] >= cursor[:3]:
                         skip = cursor.token if place[:3] == cursor[:3] else 0
                         yield place._replace(token=skip), self.encoder([document]).tokens[skip:]
@@ -137,6 +142,17 @@ class StreamedRows(IterableDataset[tuple[Row, Cursor]]):
                 raise ValueError(
                     f"None of the {len(order)} files of stream {stream} holds a document. Name other files."
                 )
+
+    def _content(self, file: int, expected: str) -> str:
+        """Identify a file's content, and refuse other content than expected: a position in it would mean nothing."""
+        (stored,) = _file_source(self.files[file]).files
+        (content,) = file_identities([stored])
+        if expected not in ("", content):
+            raise ValueError(
+                f"{stored} has changed since the checkpoint was written, in the middle of this file. Restore it, or"
+                " start without `--ckpt_path`."
+            )
+        return content
 
     def _read(self, file: int) -> Iterator[tuple[int, Document]]:
         """Yield each document of a file with its number; a file without any is not an error here."""
@@ -200,7 +216,7 @@ class StreamingLoader:
 
         All processes must call it.
         """
-        own = [list(map(int, cursor)) for cursor in self._cursors]
+        own = [[*map(int, cursor[:4]), cursor.content] for cursor in self._cursors]
         cursors: list[Any] = [own] * self.rows.world_size
         if self.rows.world_size > 1:  # the checkpoint is written by the first process
             processes = torch.distributed.get_world_size()
@@ -223,7 +239,7 @@ class StreamingLoader:
                 " settings and files."
             )
         self._done = state["batches"]
-        self._cursors = [Cursor(*cursor[:4]) for cursor in state["cursors"][self.rows.rank]]
+        self._cursors = [Cursor(*cursor) for cursor in state["cursors"][self.rows.rank]]
 
     @cached_property  # the names and sizes of thousands of files, and the state may be asked for at each step
     def _order(self) -> dict[str, int]:
@@ -240,8 +256,12 @@ class StreamingLoader:
         return {name: int(value) for name, value in order.items()}
 
 
+def _file_source(source: Any) -> Any:
+    return source.source if isinstance(source, HashSplit) else source
+
+
 def _description(source: Any) -> str:
-    """Describe a file's name and size and the settings of its documents."""
+    """Describe a file's name and size and the settings of its documents. Its content is compared when it is read."""
     if isinstance(source, HashSplit):
         return f"{source.split} 1/{source.share} of {_description(source.source)}"
     (file,) = source.files

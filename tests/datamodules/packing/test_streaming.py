@@ -219,6 +219,30 @@ def test_other_streams_are_refused(corpus_folder, wide_tokenizer):
         module(corpus_folder, wide_tokenizer).train_dataloader().load_state_dict(state)
 
 
+def test_the_file_in_progress_must_be_the_same(corpus_folder, wide_tokenizer):
+    loader = module(corpus_folder, wide_tokenizer).train_dataloader()
+    first_of(loader, 1)
+    state = loader.state_dict()
+    index = np.random.default_rng(0).permutation(len(LENGTHS))
+    order = np.random.default_rng([0, 0, 0]).permutation(index)
+    in_progress = sorted(corpus_folder.iterdir())[order[state["cursors"][0][0][1]]]
+    before, content = in_progress.stat(), in_progress.read_text()
+    in_progress.write_text(content.replace("w", "v"))
+    os.utime(in_progress, ns=(before.st_atime_ns, before.st_mtime_ns))
+    for changed in (True, False):
+        resumed = module(corpus_folder, wide_tokenizer).train_dataloader()
+        resumed.load_state_dict(state)
+        if changed:
+            with pytest.raises(ValueError, match=rf"{in_progress.name} has changed since the checkpoint was written"):
+                first_of(resumed, 1)
+        in_progress.write_text(content)
+    first_of(resumed, 1)
+    state["cursors"] = [[cursor[:4] for cursor in own] for own in state["cursors"]]  # as written by earlier versions
+    resumed = module(corpus_folder, wide_tokenizer).train_dataloader()
+    resumed.load_state_dict(state)
+    first_of(resumed, 1)
+
+
 def test_files_are_looked_at_once_however_often_the_state_is_asked_for(corpus_folder, wide_tokenizer, monkeypatch):
     looked, loader = [], module(corpus_folder, wide_tokenizer).train_dataloader()
     monkeypatch.setattr("datamodules.packing.streaming.file_size", lambda file: looked.append(file) or 1)
