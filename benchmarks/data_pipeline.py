@@ -33,7 +33,7 @@ from datamodules.packing.loader import ResumableLoader
 from datamodules.packing.packing import pack_documents
 from datamodules.packing.samplers import RowSampler
 from datamodules.packing.sequences import PackedRowDataset, collate_rows
-from datamodules.sources.documents import Document, TextFolder
+from datamodules.sources.documents import Document, text_folder
 from datamodules.token_store.store import TokenStore, build_token_store
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 
@@ -65,7 +65,7 @@ class MadeUp:
 
 
 def ours(texts: Path, tokenizer: PreTrainedTokenizerFast, folder: Path, length: int) -> TokenStore:
-    store = build_token_store(TextFolder(texts), tokenizer, cache_dir=folder)
+    store = build_token_store(text_folder(texts), tokenizer, cache_dir=folder)
     pack_documents(store.document_borders, length)
     return store
 
@@ -97,7 +97,7 @@ def seconds(work: Callable[[Path], Any]) -> float:
 
 
 def compare(options: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> None:
-    texts = [document.text for document in TextFolder(options.texts)]
+    texts = [document.text for document in text_folder(options.texts)]
     megabytes = sum(len(text.encode()) for text in texts) / 1e6
     length = options.sequence_length
     best: dict[str, float] = {}

@@ -23,16 +23,10 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch, batch_to
-from lightning_modules.commands.plan import (
-    Flops,
-    ModelShape,
-    activation_bytes,
-    ce_step_flops,
-    forward_flops,
-    longce_step_flops,
-    scoring_flops,
-)
+from lightning_modules.commands.plan.activations import activation_bytes
+from lightning_modules.commands.plan.flops import Flops, ce_step_flops, forward_flops, longce_step_flops, scoring_flops
 from lightning_modules.commands.plan.memory import GIB, Training, scoring_memory, training_memory
+from lightning_modules.commands.plan.shapes import ModelShape
 from lightning_modules.functional import long_cross_entropy
 from lightning_modules.models.attention import register_document_attention
 from lightning_modules.models.backbone import Backbone

@@ -61,4 +61,4 @@ class HuggingFaceExport(Callback):
                 options=self.options,
                 facts=pl_module.training_facts(),
             )
-        trainer.strategy.barrier()  # nobody reads it, or starts to test, before it is there
+        trainer.strategy.barrier()  # so that other processes find it

@@ -1,4 +1,4 @@
-"""Checkpoints that a run can go on from exactly."""
+"""Checkpoints that a run resumes from exactly."""
 
 import os
 from pathlib import Path
@@ -16,29 +16,29 @@ from lightning_modules.training.preemption import between_steps
 
 
 class StepCheckpoint(ModelCheckpoint):
-    """Lightning's ModelCheckpoint that saves only what a run can go on from.
+    """Lightning's ModelCheckpoint that saves only what a run can resume from.
 
     A checkpoint holds no gradients. Lightning's own saves a resumed run once more after its first batch, and after a
-    validation wherever that came; with ``accumulate_grad_batches`` either is in the middle of a step: a run that goes
-    on from there has lost the batches before. This one saves only when a step is complete (after a validation in the
-    middle of one, with what that found), and always after the last step, so that a finished run can go on with more
+    validation wherever that came; with ``accumulate_grad_batches`` either is in the middle of a step: a run that
+    resumes there has lost the batches before. This one saves only when a step is complete (after a validation in the
+    middle of one, with what that found), and always after the last step, so that a finished run can take more
     steps in the middle of its epoch.
 
     After an exception (``save_on_exception``) it saves the last whole step, whose weights are still those of the model:
-    gradients of batches behind it, and an evaluation that was interrupted, are left out. Where the newest are kept
+    gradients of later batches, and an evaluation that was interrupted, are left out. Where the newest are kept
     (``monitor: step``, ``mode: max``) this takes the place of the oldest, however often a run is stopped. It does not
     save before the first step, in the middle of the optimizer's update, after a checkpoint could not be written, nor
     where one of several processes failed: the others are waiting for that one elsewhere.
     """
 
-    _loops: dict[str, Any] | None = None  # where training stood at the last whole step
+    _loops: dict[str, Any] | None = None  # state of training at the last whole step
     _failed = _updating = _due = False
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         last = self.format_checkpoint_name({}, self.CHECKPOINT_NAME_LAST)
-        if os.path.islink(last):  # of the run that this one goes on with; a link may be replaced
+        if os.path.islink(last):  # of the run that this one resumes; a link may be replaced
             self.last_model_path = last
 
     @override
@@ -72,7 +72,7 @@ class StepCheckpoint(ModelCheckpoint):
         agreed = isinstance(exception, SIGTERMException)
         if (trainer.world_size > 1 and not agreed) or isinstance(exception, CheckpointError):
             return
-        if agreed and trainer.training:  # raised behind a step, before this callback has heard of it
+        if agreed and trainer.training:  # raised after a step, before this callback runs
             self._note_step(trainer)
         if self._loops is None or self._updating or not self._should_save_on_exception(trainer):
             return
@@ -94,7 +94,7 @@ class StepCheckpoint(ModelCheckpoint):
 
     @override
     def _should_remove_checkpoint(self, trainer: Trainer, previous: str, current: str) -> bool:
-        # Lightning never removes what a run went on from: one more would stay each time that a run is stopped.
+        # Lightning never removes what a run resumed from: one more would stay each time that a run is stopped.
         own = self.dirpath is not None and Path(self.dirpath).absolute() in Path(previous).absolute().parents
         newer = self._keeps_newest and own and previous != current and "://" not in previous
         return newer or super()._should_remove_checkpoint(trainer, previous, current)

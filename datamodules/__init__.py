@@ -1,4 +1,4 @@
-"""Text in, packed rows out: the data modules that a YAML names."""
+"""Data modules that turn text into packed rows."""
 
 from datamodules.corpus.module import DocumentCorpus
 from datamodules.gov_report import GovReportDataModule
@@ -7,8 +7,7 @@ from datamodules.packed_text import PackedTextDataModule
 from datamodules.pg19 import PG19DataModule
 from datamodules.pile_arxiv import PileArxivDataModule
 from datamodules.recall import RecallDataModule
-from datamodules.streaming_text import StreamingTextDataModule
-from datamodules.text import TextDataModule
+from datamodules.text import StreamingTextDataModule, TextDataModule
 
 __all__ = [
     "DocumentCorpus",

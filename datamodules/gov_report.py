@@ -1,4 +1,4 @@
-"""GovReport: long reports to evaluate on."""
+"""Evaluate on GovReport, a corpus of long reports."""
 
 from pathlib import Path
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from typing_extensions import override
 
 from datamodules.packed_text import PackedTextDataModule
-from datamodules.sources.documents import JsonLines, Source
+from datamodules.sources.documents import RecordFiles, Source
 from datamodules.sources.hub import HubDataset, holds_parquet
 from datamodules.sources.splits import Split, json_lines_files
 
@@ -47,5 +47,5 @@ class GovReportDataModule(PackedTextDataModule):
         path = Path(self.path).expanduser()
         if path.exists() and not holds_parquet(path):
             files = (path,) if path.is_file() else json_lines_files(path, split)
-            return JsonLines(files, text_fields=("input", "report", "text"), name_fields=("id", "title"))
+            return RecordFiles(files, text_fields=("input", "report", "text"), name_fields=("id", "title"))
         return HubDataset(self.path, split, text_column=self.text_column, revision=self.revision)

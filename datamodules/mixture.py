@@ -1,4 +1,4 @@
-"""Several corpora in one training, each with its share of the rows."""
+"""Train on several corpora, each with its share of the rows."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -20,7 +20,7 @@ from datamodules.sources.documents import Source
 from datamodules.sources.splits import Split
 from lightning_modules.models.tokenization.tokenizer import tokenizer_hash
 
-# Settings of the training as a whole, which a source has no say in.
+# Settings of the training as a whole, which a source cannot change.
 _COMMON = ("tokenizer", "tokenizer_revision", "sequence_length")
 _NOT_PASSED_ON = ("batch_size", "validation_batch_size", "num_workers", "seed", "influence", "curriculum")
 
@@ -44,15 +44,15 @@ class MixtureSource(TypedDict):
 class MixtureDataModule(PackedTextDataModule):
     """Rows of several data modules by weight; see `MixtureSampler` for their order.
 
-    Weights are shares of rows, and so of tokens. An epoch is as long as the mixture lasts until a source would begin
-    again; the others go on in the next one where they stopped. No row comes again before all of its source have been
-    seen, and how often each source is seen is logged when training begins. A source may be there for evaluation only.
+    Weights are shares of rows, and so of tokens. An epoch ends before a source would begin again; the others continue
+    in the next one where they stopped. No row repeats before all of its source have been seen, and the log reports how
+    often each source is seen when training begins. A source may be used for evaluation only.
 
     Args:
         tokenizer: Tokenizer of the model: hub id or local folder.
         sources: The data modules by names of your choice, each with ``class_path``, ``init_args`` and ``weight``. They
             take the mixture's settings where they have none of their own, such as ``long_documents``.
-        weights: Weights by source, in the place of those in `sources`; ``longce select --weights`` writes them.
+        weights: Weights by source, in place of those in `sources`; ``longce select --weights`` writes them.
         evaluate_on: Sources whose validation and test documents are evaluated on; null for all. `validation_documents`
             and `test_documents` count those of each source.
         **kwargs: See :class:`PackedTextDataModule`.
@@ -91,7 +91,7 @@ class MixtureDataModule(PackedTextDataModule):
 
     @override
     def source(self, split: Split) -> Source | None:
-        raise ValueError("A mixture has no documents of its own: ask its `modules`.")
+        raise ValueError("The documents of a mixture are those of its `modules`.")
 
     @override
     def training_rows(self) -> PackedRowDataset | None:
@@ -102,17 +102,15 @@ class MixtureDataModule(PackedTextDataModule):
     @override
     def prepare_data(self) -> None:
         stage = self._stage()
-        self._check_curriculum()
         for name, module in self.evaluated.items():
             with _naming(name):
                 module._check_evaluation_source(stage)
         if stage == "fit":
+            self.check_trainer()
             for name, module in self.modules.items():
                 with _naming(name):
                     if tokenizer_hash(module.tokenizer) != tokenizer_hash(self.tokenizer):
-                        raise ValueError(
-                            "its tokenizer is another one. Rows of one training are made of one vocabulary."
-                        )
+                        raise ValueError("its tokenizer differs. All rows of a training need one vocabulary.")
                     if module._token_store() is None and name not in self.evaluated:
                         raise ValueError("it has nothing to train on. Leave it out, or evaluate on it.")
 
@@ -142,7 +140,7 @@ class MixtureDataModule(PackedTextDataModule):
         return self._training_loader(list(self.mixed_rows.values()), sampler)
 
     def _chained(self, split: Split) -> DocumentDataset:
-        """The evaluation documents of all sources, one after the other."""
+        """Join the evaluation documents of all sources."""
         counts = {"validation": "validation_documents", "test": "test_documents"}
         datasets = [each._documents(split, getattr(each, counts[split])) for each in self.evaluated.values()]
         return DocumentDataset(
@@ -173,7 +171,7 @@ def _weight(name: str, weight: float) -> float:
 
 
 def _module(name: str, source: MixtureSource, settings: Mapping[str, Any]) -> PackedTextDataModule:
-    """The data module of a source, with the mixture's settings for what it leaves open."""
+    """Make the data module of a source, with the mixture's settings where it has none."""
     given = dict(source.get("init_args") or {})
     for common in _COMMON:
         if common in given and given[common] != settings.get(common):
@@ -182,7 +180,7 @@ def _module(name: str, source: MixtureSource, settings: Mapping[str, Any]) -> Pa
                 " Leave it out of the source."
             )
     if unfit := sorted(set(given) & set(_NOT_PASSED_ON)):
-        raise ValueError(f"Source {name!r} has {unfit}, which mean nothing for a part of a mixture. Leave them out.")
+        raise ValueError(f"Source {name!r} has {unfit}, which have no meaning for a part of a mixture. Leave them out.")
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(PackedTextDataModule, "data")
     plain = {key: asdict(value) if is_dataclass(value) else value for key, value in settings.items()}  # type: ignore[arg-type]
@@ -197,7 +195,7 @@ def _module(name: str, source: MixtureSource, settings: Mapping[str, Any]) -> Pa
 
 @contextmanager
 def _naming(name: str) -> Iterator[None]:
-    """Say of which source an error speaks."""
+    """Add the name of the source to an error."""
     try:
         yield
     except ValueError as error:

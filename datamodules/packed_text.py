@@ -1,4 +1,4 @@
-"""Base of the data modules: documents in, packed training rows and whole evaluation documents out."""
+"""Turn documents into packed training rows and whole evaluation documents."""
 
 import os
 import zlib
@@ -12,7 +12,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from jsonargparse.typing import NonNegativeInt, PositiveInt
-from lightning import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info
 from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset, DataLoader, Dataset
@@ -20,12 +19,12 @@ from transformers import PreTrainedTokenizerFast
 from typing_extensions import override
 
 from datamodules.influence.rows import InfluenceRows
-from datamodules.influence.store import InfluenceStore, rows_identity
-from datamodules.packing.curriculum import CurriculumStages, LengthCurriculum
+from datamodules.influence.store import InfluenceStore
+from datamodules.packing.curriculum import CurriculumDataModule, LengthCurriculum
 from datamodules.packing.evaluation_documents import DocumentDataset
 from datamodules.packing.loader import ResumableLoader
 from datamodules.packing.packing import PackedRows, Packing, pack_documents
-from datamodules.packing.preview import inspection
+from datamodules.packing.preview import preview
 from datamodules.packing.samplers import DocumentSampler, RowSampler
 from datamodules.packing.sequences import PackedRowDataset, Row, collate_rows
 from datamodules.packing.up_sampling import LongDocuments, pack_in_order
@@ -37,13 +36,13 @@ from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.utilities.files import default_cache_dir
 
 
-class PackedTextDataModule(LightningDataModule, ABC):
+class PackedTextDataModule(CurriculumDataModule, ABC):
     """Packed rows of text for training, whole documents for evaluation.
 
-    The training text is tokenised once, into a cache that later runs share; evaluation documents are tokenised as they
-    come. Rows are shared out here, so run the trainer with ``use_distributed_sampler=False``.
+    The training text is tokenized once, into a cache that later runs share; evaluation documents are tokenized as they
+    are read. Rows are divided among processes here, so run the trainer with ``use_distributed_sampler=False``.
 
-    A subclass says by ``source`` where the documents of each split are.
+    A subclass implements ``source``, which returns the documents of each split.
 
     Args:
         tokenizer: Tokenizer of the model: hub id or local folder.
@@ -53,10 +52,10 @@ class PackedTextDataModule(LightningDataModule, ABC):
         batch_size: Training rows per batch and process.
         validation_batch_size: Documents per batch and process in validation, test and prediction.
         num_workers: Processes that read rows ahead; 0 reads them in the training process, which is fast enough.
-        cache_dir: Folder for tokenised text; ``$LONGCE_CACHE`` or ``~/.cache/longce`` if not given.
+        cache_dir: Folder for tokenized text; ``$LONGCE_CACHE`` or ``~/.cache/longce`` if not given.
         isolate_documents: Whether contexts end at document borders. If not, a row counts as one document.
-        loss_on_prompt: Whether the prompts of training documents that have one are learned, too, which helped where
-            they are long (Table 9 of Xiong et al., 2023, https://arxiv.org/abs/2309.16039).
+        loss_on_prompt: Whether prompts of training documents are learned, which helped where they are long (Table 9 of
+            Xiong et al., 2023, https://arxiv.org/abs/2309.16039).
         add_special_tokens: Whether the tokenizer puts its special tokens around each document. Training documents end
             with the end-of-text token either way.
         validation_documents: Documents to validate on, the first of the split; null for all.
@@ -95,7 +94,7 @@ class PackedTextDataModule(LightningDataModule, ABC):
         long_documents: LongDocuments | None = None,
         curriculum: LengthCurriculum | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(curriculum)
         if influence and (long_documents or curriculum):
             raise ValueError(
                 "Stored token weights (`influence`) are of rows that hold each token once and are not cut: leave out"
@@ -104,9 +103,7 @@ class PackedTextDataModule(LightningDataModule, ABC):
         if sequence_length > LONGEST_ROW:
             raise ValueError(f"`sequence_length` must be at most {LONGEST_ROW:,} tokens, got {sequence_length:,}.")
         if num_workers > (most := max(64, 4 * (os.cpu_count() or 1))):
-            raise ValueError(
-                f"`num_workers` = {num_workers} are more processes than this machine bears: {most} at most."
-            )
+            raise ValueError(f"`num_workers={num_workers}` exceeds the limit of {most} for this machine.")
         if curriculum:
             curriculum.check(sequence_length)
         self.tokenizer_name = tokenizer
@@ -126,14 +123,13 @@ class PackedTextDataModule(LightningDataModule, ABC):
         self.seed = seed
         self.influence = influence
         self.long_documents = long_documents
-        self.curriculum = curriculum
         self.rows: PackedRowDataset | None = None
         self.validation: DocumentDataset | None = None
         self.test: DocumentDataset | None = None
 
     @abstractmethod
     def source(self, split: Split) -> Source | None:
-        """The documents of a split; None for a training split that does not exist."""
+        """Return the documents of a split; None for a training split that does not exist."""
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerFast:
@@ -143,10 +139,10 @@ class PackedTextDataModule(LightningDataModule, ABC):
     @override
     def prepare_data(self) -> None:
         stage = self._stage()
-        self._check_curriculum()
         self._check_evaluation_source(stage)
         if stage == "fit":
-            if self.influence:  # what can be refused before an hour of tokenising
+            self.check_trainer()
+            if self.influence:  # refuse wrong weights before an hour of tokenizing
                 known = {"sequence_length": self.sequence_length, "isolate_documents": self.isolate_documents}
                 self._open_influence(self.influence, known)
             self._token_store()
@@ -157,7 +153,7 @@ class PackedTextDataModule(LightningDataModule, ABC):
             documents = len(rows.store.document_borders) - 1
             rank_zero_info(f"Packed {documents:,} documents ({self.packing}) into {rows.rows}.")
             if self.influence:
-                rows.influence = self._open_influence(self.influence, self.identity(rows))
+                rows.influence = self._open_influence(self.influence, rows.identity())
             self.rows = rows
         if stage in ("fit", "validate"):
             self.validation = self._documents("validation", self.validation_documents)
@@ -191,7 +187,7 @@ class PackedTextDataModule(LightningDataModule, ABC):
         return self._evaluation_loader(self.test, "predict")
 
     def training_rows(self) -> PackedRowDataset | None:
-        """The packed rows, tokenised on the first call; None without a training split."""
+        """Return the packed rows, tokenized on the first call; None without a training split."""
         store = self._token_store()
         if store is None:
             return None
@@ -215,14 +211,24 @@ class PackedTextDataModule(LightningDataModule, ABC):
     def inspect(
         self, rows: Sequence[int] | None = None, *, count: int = 3, width: int = 400, names: bool = False
     ) -> str:
-        """What `longce data inspect` shows of the training rows; see `datamodules.packing.preview`."""
-        return inspection(self, rows, count=count, width=width, names=names)
+        """Show training rows, by default the first `count`; see `datamodules.packing.preview`."""
+        dataset = self.training_rows()
+        if dataset is None:
+            raise ValueError(f"{type(self).__name__} has no training rows: there is nothing to inspect.")
+        return preview(
+            dataset,
+            self.tokenizer,
+            packing=self.packing,
+            numbers=range(min(count, len(dataset))) if rows is None else rows,
+            width=width,
+            documents=self.source("train") if names else None,
+        )
 
     def influence_rows(self, made_from: dict[str, Any], folder: str | None = None) -> InfluenceRows:
-        """The training rows as ``longce influence`` goes through them.
+        """Return the training rows as ``longce influence`` reads them.
 
         Args:
-            made_from: What the weights depend on besides the rows: their cap ``gamma``, the evaluator, ..
+            made_from: What the weights depend on in addition to the rows: their cap ``gamma``, the evaluator, ..
             folder: Where to keep the weights; by default `influence`, or a folder in the cache.
 
         Raises:
@@ -235,18 +241,12 @@ class PackedTextDataModule(LightningDataModule, ABC):
 
     @property
     def influence_cap(self) -> float | None:
-        """What the stored weights were capped at; None without any."""
+        """Cap of the stored weights; None without any."""
         stored = None if self.rows is None else self.rows.influence
         return None if stored is None else float(stored.header["made_from"]["gamma"])
 
-    def identity(self, rows: PackedRowDataset) -> dict[str, Any]:
-        """What `rows_identity` says of the training rows."""
-        return rows_identity(
-            rows.store, rows.rows, sequence_length=self.sequence_length, isolate_documents=self.isolate_documents
-        )
-
     def _open_influence(self, folder: str, expected: dict[str, Any]) -> InfluenceStore:
-        """The stored weights, if they are those of such rows."""
+        """Open the stored weights, if they were made for such rows."""
         store = InfluenceStore(Path(folder).expanduser())
         store.check(expected)
         return store
@@ -255,15 +255,10 @@ class PackedTextDataModule(LightningDataModule, ABC):
         rows: Dataset[Row] = parts[0] if len(parts) == 1 else ConcatDataset(parts)
         loader = ResumableLoader(rows, batch_size=self.batch_size, sampler=sampler, **self.loader_options())
         loader.content = zlib.crc32(repr([part.checksum() for part in parts]).encode())
-        loader.stages = self._check_curriculum()
         return loader
 
-    def _check_curriculum(self) -> CurriculumStages | None:
-        """The curriculum in this run, if there is one and the trainer says how long the run is."""
-        return CurriculumStages(self.curriculum, self.trainer) if self.curriculum and self.trainer else None
-
     def _token_store(self) -> TokenStore | None:
-        """The tokenised training text, made on the first call and only opened afterwards."""
+        """Open the tokenized training text, which is made on the first call."""
         source = self.source("train")
         if source is None:
             return None
@@ -275,7 +270,7 @@ class PackedTextDataModule(LightningDataModule, ABC):
         return self.trainer.state.fn if self.trainer and self.trainer.state.fn else "fit"
 
     def _check_evaluation_source(self, stage: str) -> None:
-        """Read a document to evaluate on: a hub dataset is fetched, and a wrong path fails before hours of work."""
+        """Read one document to evaluate on: a hub dataset is fetched, and a wrong path fails before hours of work."""
         next(iter(self._evaluation_source("test" if stage in ("test", "predict") else "validation")), None)
 
     def _evaluation_source(self, split: Split) -> Source:
@@ -302,7 +297,7 @@ class PackedTextDataModule(LightningDataModule, ABC):
         return DataLoader(documents, batch_size=batch_size, sampler=sampler, **self.loader_options())
 
     def loader_options(self) -> dict[str, Any]:
-        """What all loaders have in common."""
+        """Return options that all loaders share."""
         if self.num_workers:  # forked workers cannot use the tokenizer's threads, and warn of it unless told
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         return {
@@ -313,10 +308,10 @@ class PackedTextDataModule(LightningDataModule, ABC):
         }
 
     def _reader(self) -> tuple[int, int]:
-        """Which of how many readers of training rows this process is: those that share rows read the same."""
+        """Return rank and number of readers of training rows; processes that share rows have one rank."""
         share = self.trainer.distributed_sampler_kwargs if self.trainer else None
         return (share["rank"], share["num_replicas"]) if share else (0, 1)
 
     def _process(self) -> tuple[int, int]:
-        """Rank of this process and number of processes."""
+        """Return the rank of this process and the number of processes."""
         return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)

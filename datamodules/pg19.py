@@ -1,4 +1,4 @@
-"""PG-19: books published before 1919."""
+"""Train on PG-19, books published before 1919."""
 
 import csv
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 from typing_extensions import override
 
 from datamodules.packed_text import PackedTextDataModule
-from datamodules.sources.documents import Source, TextFolder
+from datamodules.sources.documents import Source, text_folder
 from datamodules.sources.hub import HubDataset
 from datamodules.sources.splits import Split
 
@@ -35,12 +35,12 @@ class PG19DataModule(PackedTextDataModule):
     def source(self, split: Split) -> Source:
         folder = Path(self.path).expanduser()
         if any((folder / name).is_dir() and next((folder / name).glob("*.txt"), None) for name in ("train", split)):
-            return TextFolder(folder / split, _titles(folder / "metadata.csv"))
+            return text_folder(folder / split, _titles(folder / "metadata.csv"))
         return HubDataset(self.path, split, name_columns=("short_book_title",), revision=self.revision)
 
 
 def _titles(metadata: Path) -> dict[str, str]:
-    """Title of each book by its id."""
+    """Read the title of each book by its id."""
     if not metadata.exists():
         return {}
     with metadata.open(encoding="utf-8", newline="") as file:

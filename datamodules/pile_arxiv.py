@@ -7,7 +7,7 @@ from jsonargparse.typing import PositiveInt
 from typing_extensions import override
 
 from datamodules.packed_text import PackedTextDataModule
-from datamodules.sources.documents import JsonLines, Source
+from datamodules.sources.documents import RecordFiles, Source
 from datamodules.sources.hub import HubDataset, holds_parquet
 from datamodules.sources.splits import HashSplit, Split, json_lines_files
 
@@ -25,7 +25,7 @@ class PileArxivDataModule(PackedTextDataModule):
             files; a local folder with JSON-lines files named ``train*``, ``val*`` and ``test*`` or in subfolders of
             these names; a single JSON-lines file, whose documents are then split by a hash of their text. JSON-lines
             files hold ``text`` and ``meta.pile_set_name``, and may be compressed (``.zst``, ``.gz``).
-        holdout: For a single file: one document in so many is held out for validation, and one for test.
+        holdout: For a single file: one of this many documents is held out for validation, and one for test.
         revision: Branch, tag or commit of a hub dataset.
         **kwargs: See :class:`PackedTextDataModule`.
     """
@@ -50,7 +50,7 @@ class PileArxivDataModule(PackedTextDataModule):
     def source(self, split: Split) -> Source:
         path = Path(self.path).expanduser()
         if path.is_file():
-            return HashSplit(JsonLines((path,), where=ARXIV), split, self.holdout)
+            return HashSplit(RecordFiles((path,), where=ARXIV), split, self.holdout)
         if path.is_dir() and not holds_parquet(path):
-            return JsonLines(json_lines_files(path, split), where=ARXIV)
+            return RecordFiles(json_lines_files(path, split), where=ARXIV)
         return HubDataset(self.path, split, where=ARXIV, revision=self.revision)

@@ -1,17 +1,20 @@
-"""Any corpus: files of text, JSON lines or parquet, here or elsewhere, or a hub dataset."""
+"""Train on any corpus: files of text, JSON lines or parquet, local or remote, or a hub dataset."""
 
 from pathlib import Path
 from typing import Any
 
 from jsonargparse.typing import PositiveInt
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from datamodules.packed_text import PackedTextDataModule
-from datamodules.sources.documents import JsonLines, Source, TextFiles
+from datamodules.packing.sequences import PackedRowDataset, Row
+from datamodules.packing.streaming import StreamedRows, StreamingLoader, file_sources
+from datamodules.sources.documents import RecordFiles, Source, TextFiles
 from datamodules.sources.hub import HubDataset
 from datamodules.sources.locations import JSON_LINES, PARQUET, TEXT, File, find_files, is_url
-from datamodules.sources.parquet import ParquetFiles
 from datamodules.sources.splits import HashSplit, Split
+from datamodules.token_store.tokenize import Encoder
 
 
 class TextDataModule(PackedTextDataModule):
@@ -97,16 +100,82 @@ class TextDataModule(PackedTextDataModule):
         if on_hub:
             hub_split: Split = "train" if self.holdout else split
             return HubDataset(path, hub_split, self.text_field, names, self.where, self.revision)
-        if files[0].name.endswith(PARQUET):
-            return ParquetFiles(_all_of(PARQUET, files, path), self.text_field, names, self.where)
-        if files[0].name.endswith(JSON_LINES):
-            files = _all_of(JSON_LINES, files, path)
-            return JsonLines(files, (self.text_field,), names, self.where, self.prompt_field)
+        for kind in (JSON_LINES, PARQUET):
+            if files[0].name.endswith(kind):
+                files = _all_of(kind, files, path)
+                return RecordFiles(files, (self.text_field,), names, self.where, self.prompt_field)
         if self.where is not None:
             raise ValueError(
                 f"`where` = {self.where} needs documents with fields, and '{path}' holds text. Leave it out."
             )
         return TextFiles(_all_of(TEXT, files, path))
+
+
+class StreamingTextDataModule(TextDataModule):
+    """A corpus that is tokenized and packed while it is read, and too large for a token cache on disk.
+
+    Rows are not shuffled: documents follow each other as in their files, and only the files are read in random order.
+    So shuffle the documents when you write them. The order depends on `seed`, the number of processes and
+    `num_workers`, and an interrupted run resumes at the very token. `trainer.max_steps` is needed.
+
+    Args:
+        num_workers: Processes that read and tokenize, each its own files; each of them tokenizes with one thread.
+        **kwargs: See :class:`TextDataModule`; `train` names files, and not a hub dataset.
+    """
+
+    @override
+    def prepare_data(self) -> None:
+        stage = self._stage()
+        if stage == "fit":
+            self.check_trainer()
+            self.train_dataloader()  # refuses what cannot be streamed
+        self._check_evaluation_source(stage)
+
+    @override
+    def setup(self, stage: str) -> None:
+        if stage in ("fit", "validate"):
+            self.validation = self._documents("validation", self.validation_documents)
+        if stage in ("test", "predict"):
+            self.test = self._documents("test", self.test_documents)
+
+    @override
+    def training_rows(self) -> PackedRowDataset | None:
+        raise ValueError(
+            "StreamingTextDataModule keeps no rows: use TextDataModule for mixtures, token weights and inspection."
+        )
+
+    @override
+    def train_dataloader(self) -> DataLoader[Row]:
+        if self.influence or self.long_documents:
+            raise ValueError(
+                "`influence` and `long_documents` need the whole corpus: leave them out, or do not stream."
+            )
+        if self.packing != "concat" or not self.loss_on_prompt:
+            raise ValueError(
+                "A stream supports `packing: concat` and `loss_on_prompt: true` only: set them, or do not stream."
+            )
+        if self.trainer is None or self.trainer.max_steps < 0:
+            raise ValueError("A stream has no end: give `trainer.max_steps`.")
+        if (source := self.source("train")) is None:
+            raise ValueError("There is nothing to train on: give `train`.")
+        rank, world_size = self._reader()
+        rows = StreamedRows(
+            file_sources(source),
+            Encoder(self.tokenizer, add_special_tokens=self.add_special_tokens),
+            sequence_length=self.sequence_length,
+            isolate_documents=self.isolate_documents,
+            seed=self.seed,
+            rank=rank,
+            world_size=world_size,
+        )
+        options = self.loader_options()
+        return StreamingLoader(  # type: ignore[return-value]  # Lightning takes any iterable
+            rows,
+            batch_size=self.batch_size,
+            batches=self.trainer.max_steps * self.trainer.accumulate_grad_batches,
+            num_workers=options["num_workers"],
+            pin_memory=options["pin_memory"],
+        )
 
 
 def _all_of(endings: tuple[str, ...], files: tuple[File, ...], path: str) -> tuple[File, ...]:

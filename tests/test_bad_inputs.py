@@ -192,7 +192,7 @@ OPTIONS = [
     ("--model.pretrained_model_name_or_path", "", "give a local folder or a hub id"),
     ("--model.pretrained_model_name_or_path", "https://x/y", "no such file or folder"),
     ("--data.sequence_length", str(10**30), "at most 134,217,728 tokens"),
-    ("--data.num_workers", "1000000", "more processes than this machine bears"),
+    ("--data.num_workers", "1000000", "exceeds the limit of"),
     ("--data.long_documents", "{longer_than: 9, weight: 1e12}", "set it to 1 to 1000"),
     ("--data.packing", "worst", "packing"),
     ("--data.tokenizer", "", "give a local folder or a hub id"),
@@ -214,7 +214,7 @@ OPTIONS = [
     ("--trainer.max_time", "banana", "DD:HH:MM:SS"),
     ("--seed_everything", "-1", "not in bounds"),
     ("--nosuch", "1", "There is no option `--nosuch`"),
-    ("--ckpt_path", "/dev/zero", "is no file"),
+    ("--ckpt_path", "/dev/zero", "is not a file"),
     ("--ckpt_path", "s3://x/y", "not loaded from the web"),
 ]
 

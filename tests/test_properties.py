@@ -10,10 +10,8 @@ import torch
 from hypothesis import strategies as st
 
 from datamodules.packing.curriculum import LengthCurriculum, cut_rows
-from datamodules.packing.mixture_sampler import MixtureSampler, epoch_counts
 from datamodules.packing.packing import best_fit_decreasing, pack_documents
-from datamodules.packing.samplers import RowSampler
-from datamodules.packing.up_sampling import LongDocuments, pack_in_order
+from datamodules.packing.up_sampling import LongDocuments
 from lightning_modules.batch import IGNORE_INDEX, LONGEST_ROW, PackedBatch
 from lightning_modules.functional import (
     key_token_mask,
@@ -387,11 +385,7 @@ def test_packed_documents(lengths, size, packing):
 
 @pytest.mark.parametrize("borders", [[], [1, 2], [0, 5, 3], [[0, 1]], [0.0, 2.0], [math.nan, 3], [False, True], 7])
 def test_what_are_no_borders(borders):
-    borders = np.array(borders)
-    long = LongDocuments(longer_than=1, weight=2.0)
-    pack = lambda borders: pack_documents(borders, 2)  # noqa: E731
-    for call in (lambda: pack(borders), lambda: long.order(borders), lambda: pack_in_order(borders, [0], pack)):
-        refused(call, "`document_borders` must")
+    refused(lambda: pack_documents(np.array(borders), 2), "`document_borders` must")
 
 
 @hypothesis.given(st.lists(st.integers(-1, 8), max_size=8), st.integers(1, 6))
@@ -425,51 +419,6 @@ def test_long_documents(lengths, longer_than, weight):
     assert order[: len(lengths)] == list(range(len(lengths)))
     assert set(order[len(lengths) :]) <= set(long)
     assert abs(len(order) - len(lengths) - (weight - 1) * len(long)) < 1
-
-
-@hypothesis.given(st.lists(st.integers(-2, 4), max_size=4))
-def test_documents_in_order(order):
-    borders, pack = np.array([0, 2, 2, 5]), lambda borders: pack_documents(borders, 1)
-    call = lambda: pack_in_order(borders, np.array(order, dtype=np.int64), pack)  # noqa: E731
-    tokens = [token for index in order for token in [[0, 1], [], [2, 3, 4]][index % 3]]
-    if any(not 0 <= index < 3 for index in order) or not tokens:
-        refused(call, "`order` must name", "0 tokens do not fill")
-    else:
-        assert [row[0] for row in call().segments.tolist()] == tokens
-
-
-@hypothesis.given(st.dictionaries(st.sampled_from("abc"), st.tuples(NUMBERS, NUMBERS)), NUMBERS)
-def test_mixtures(sources, world_size):
-    rows = {name: source[0] for name, source in sources.items()}
-    weights = {name: source[1] for name, source in sources.items()}
-    numbers = all(is_count(count, 0) for count in rows.values()) and is_count(world_size)
-    if not (rows and numbers and all(0 < weight < math.inf for weight in weights.values())):
-        refused(lambda: epoch_counts(rows, weights, world_size), "weight", "`rows`", "`world_size`")
-        return
-    try:
-        counts = epoch_counts(rows, weights, world_size)
-    except ValueError as error:
-        assert "has no row in an epoch" in str(error)  # noqa: PT017, which of both is not told here
-        return
-    total = sum(counts.values())
-    assert total % world_size == 0
-    assert all(0 < counts[name] <= rows[name] for name in rows)
-    for name, weight in weights.items():
-        assert abs(counts[name] - total * weight / math.fsum(weights.values())) < 1 + 1e-9 * total
-
-
-@hypothesis.given(NUMBERS, NUMBERS, NUMBERS, NUMBERS)
-def test_samplers(rows, seed, rank, world_size):
-    hypothesis.assume(not is_count(rows) or rows < 100)  # it makes an order of all of them
-    fits = (
-        is_count(world_size) and is_count(rows, world_size) and is_count(seed, 0) and is_count(rank, 0, world_size - 1)
-    )
-    mixed = lambda: MixtureSampler({"a": rows}, {"a": 1.0}, seed=seed, rank=rank, world_size=world_size)  # noqa: E731
-    for call in (lambda: RowSampler(rows, seed=seed, rank=rank, world_size=world_size), mixed):
-        if fits:
-            assert len(list(call())) == len(call()) == rows // world_size
-        else:
-            refused(call, "`rows`", "`seed`", "`rank`", "`world_size`", "are not enough", "has no row")
 
 
 @hypothesis.given(NUMBERS, NUMBERS, NUMBERS)

@@ -1,4 +1,4 @@
-"""The documents of a corpus in files of any kind: found without reading them, and read one part at a time."""
+"""Find the documents of a corpus in files of any kind without reading them, and read one part at a time."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,17 +12,7 @@ import pyarrow
 from fsspec.core import url_to_fs
 
 from datamodules.corpus.sample import bytes_per_line
-from datamodules.sources.documents import (
-    LARGEST_DOCUMENT,
-    check_size,
-    checked_text,
-    decoded,
-    is_packed,
-    lines_of,
-    nested,
-    opened,
-    parsed_line,
-)
+from datamodules.sources.documents import checked_text
 from datamodules.sources.locations import (
     JSON_LINES,
     PARQUET,
@@ -33,24 +23,35 @@ from datamodules.sources.locations import (
     find_files,
     is_url,
 )
-from datamodules.sources.parquet import BATCH_ROWS, is_null, opened_table
+from datamodules.sources.records import (
+    LARGEST_DOCUMENT,
+    check_size,
+    decoded,
+    is_null,
+    is_packed,
+    nested,
+    opened,
+    opened_table,
+    read_document,
+    read_records,
+)
 from lightning_modules.batch import Origin
 
-_READERS = 16  # threads that read the ends of parquet files, which is mostly waiting
+_READERS = 16  # threads that read the footers of parquet files, mostly waiting
 _FIELDS = 20  # named in an error
-_UNPACKED = 4  # bytes of text for one of a compressed file
+_UNPACKED = 4  # bytes of text per byte of a compressed file
 
 
 class Part(NamedTuple):
-    """What one reader reads in one go.
+    """A unit of reading: a file, or a row group of a parquet file.
 
     Attributes:
         file: Index of the file.
-        row_group: Of a parquet file.
+        row_group: Number of the row group in a parquet file.
         first: Number of its first row.
-        rows: How many; None if that is not known without reading them.
-        size: About how many bytes of text they have.
-        about: About how many rows; None if nobody knows.
+        rows: Number of rows; None if unknown without reading them.
+        size: Estimated bytes of text.
+        about: Estimated number of rows; None if unknown.
     """
 
     file: int
@@ -75,12 +76,12 @@ class CorpusColumns(NamedTuple):
 
 @dataclass(frozen=True)
 class CorpusFiles:
-    """Files of documents, of which each row of parquet, each line of JSON and each text file is one.
+    """Files of documents: rows of parquet, lines of JSON, and text files.
 
     Attributes:
         files: The files.
-        names: What each is called in results: its path from the folder or pattern on by which it was found.
-        parts: What they consist of, in order.
+        names: Name of each in results: its path relative to the folder or pattern by which it was found.
+        parts: Their units of reading, in order.
         columns: Which columns are read.
         column_types: Types of `CorpusColumns.others`; of JSON lines, text as it is and all else as JSON.
     """
@@ -98,17 +99,17 @@ class CorpusFiles:
         return dict(zip(chosen, file_identities(files[name] for name in chosen), strict=True))
 
     def read(self, part: Part, wanted: Callable[[int], bool]) -> Iterator[tuple[Origin, str]]:
-        """The documents of a part.
+        """Read the documents of a part.
 
         Args:
             part: One of `parts`.
-            wanted: Of which rows, by their numbers; the others are not looked at.
+            wanted: Which rows, by their numbers; the others are not parsed.
 
         Yields:
-            Each document's origin and text. Of a broken one the origin has the ``error``, and there is no text.
+            Each document's origin and text. The origin of a broken one has the ``error``, and its text is empty.
 
         Raises:
-            ValueError: If the file cannot be read any further.
+            ValueError: If the rest of the file cannot be read.
         """
         file, name = self.files[part.file], self.names[part.file]
         for row, record in self._records(file, part, wanted):
@@ -116,14 +117,14 @@ class CorpusFiles:
             text = ""
             try:
                 content = record()
-                origin = self._with_key(origin, content, f"{file}:{row}")  # of a document without a text, too
+                origin = self._with_key(origin, content, f"{file}:{row}")  # also for a document without text
                 text = self._text(content, f"{file}:{row}")
-            except (ValueError, OverflowError) as error:  # the latter of dates and durations that Python has not
+            except (ValueError, OverflowError) as error:  # the latter for dates and durations beyond Python's
                 origin = origin._replace(error=_in_one_line(error))
             yield origin, text
 
     def _with_key(self, origin: Origin, record: Mapping[str, Any], place: str) -> Origin:
-        """With the corpus's own key and columns."""
+        """Add the corpus's own key and columns."""
         key = origin.key
         if self.columns.key is not None and not is_text(origin.file):
             if (own := nested(record, self.columns.key)) is None:
@@ -148,36 +149,16 @@ class CorpusFiles:
     def _records(
         self, file: File, part: Part, wanted: Callable[[int], bool]
     ) -> Iterator[tuple[int, Callable[[], Mapping[str, Any]]]]:
-        """Number of each wanted row, and what gives its columns or raises a ``ValueError``."""
-        if file.name.endswith(PARQUET):
-            yield from self._parquet_rows(file, part, wanted)
-        elif file.name.endswith(JSON_LINES):
-            yield from _json_lines(file, wanted)
+        """Yield the number of each wanted row, and a function that returns its columns or raises a ``ValueError``."""
+        if not is_text(file.name):
+            columns = [column.partition(".")[0] for column in self.columns.wanted()]
+            yield from read_records(file, columns, wanted, row_group=part.row_group, first=part.first)
         elif wanted(0):
-            with opened(file) as stream:
-                content = stream.read(LARGEST_DOCUMENT + 1)
-            yield 0, partial(_text_file, content, str(file), self.columns.text)
-
-    def _parquet_rows(
-        self, file: File, part: Part, wanted: Callable[[int], bool]
-    ) -> Iterator[tuple[int, Callable[[], Mapping[str, Any]]]]:
-        columns = sorted({column.partition(".")[0] for column in self.columns.wanted()})
-        with opened(file) as stream:
-            try:
-                table, row = opened_table(stream, file), part.first
-                for batch in table.iter_batches(
-                    BATCH_ROWS, row_groups=[part.row_group], columns=columns, use_threads=False
-                ):
-                    for index in range(batch.num_rows):
-                        if wanted(row + index):
-                            yield row + index, partial(_parquet_row, batch, index)
-                    row += batch.num_rows
-            except pyarrow.ArrowException as error:
-                raise ValueError(f"{file}: the parquet file is damaged ({error}). Fetch it again.") from error
+            yield 0, partial(_text_file, read_document(file), str(file), self.columns.text)
 
 
 def find_corpus(paths: Sequence[str], columns: CorpusColumns, *, lenient: bool = False) -> CorpusFiles:
-    """Find the documents without reading them; of parquet files the ends are read, of JSON lines the first ones.
+    """Find the documents by the footers of parquet files and the first lines of JSON lines.
 
     Args:
         paths: Files, folders or patterns, as in `find_files`, of any kinds together.
@@ -223,7 +204,7 @@ def find_corpus(paths: Sequence[str], columns: CorpusColumns, *, lenient: bool =
 
 
 def _named(path: str) -> Iterator[tuple[str, File]]:
-    """The files at a path, each with its path from the folder on, or from where the pattern begins."""
+    """Find the files at a path, each with its path relative to the folder, or to where the pattern begins."""
     files = find_files(path)
     fixed = _fixed(path)
     root = PurePosixPath(url_to_fs(fixed)[1] if is_url(path) else Path(fixed).expanduser())
@@ -234,14 +215,14 @@ def _named(path: str) -> Iterator[tuple[str, File]]:
 
 
 def _fixed(path: str) -> str:
-    """The part of a pattern before its first wildcard, up to a folder."""
+    """Return the folder of a pattern before its first wildcard."""
     return path.partition("*")[0].rpartition("/")[0] or "." if "*" in path else path
 
 
 def _parts(
     index: int, file: File, columns: CorpusColumns, lenient: bool
 ) -> tuple[list[Part], dict[str, pyarrow.DataType]]:
-    """What a file consists of, and the types of the columns that go with the scores, if it has types."""
+    """Divide a file into parts; also return the types of the columns that go with the scores, if it has types."""
     if not file.name.endswith(PARQUET):
         size = (file_size(file) or LARGEST_DOCUMENT) * (_UNPACKED if is_packed(file) else 1)
         return [Part(index, None, 0, 1, size, 1) if is_text(file.name) else Part(index, None, 0, None, size, None)], {}
@@ -284,28 +265,14 @@ def _type(schema: pyarrow.Schema, path: str, file: File) -> pyarrow.DataType:
 def _check_text_type(kind: pyarrow.DataType, column: str, file: File) -> None:
     value = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
     if not str(value).endswith(("string", "string_view")):
-        raise ValueError(f"{file}: column {column!r} is of {kind}, and no text. Name the text's by `data.text_column`.")
+        raise ValueError(
+            f"{file}: column {column!r} is of {kind}, not text. Name the text column by `data.text_column`."
+        )
 
 
 def _counted(part: Part, line_size: float | None) -> Part:
-    """With about how many rows it has."""
+    """Estimate the rows of a part whose number is unknown."""
     return part if part.about is not None or line_size is None else part._replace(about=part.size / line_size)
-
-
-def _parquet_row(batch: pyarrow.RecordBatch, index: int) -> dict[str, Any]:
-    return {name: batch.column(name)[index].as_py() for name in batch.schema.names}  # a UnicodeDecodeError is one, too
-
-
-def _json_lines(file: File, wanted: Callable[[int], bool]) -> Iterator[tuple[int, Callable[[], dict[str, Any]]]]:
-    with opened(file) as stream:
-        for row, line in enumerate(lines_of(stream)):
-            if wanted(row) and not line.isspace():
-                yield row, partial(_json_line, line, f"{file}:{row}")
-
-
-def _json_line(line: bytes, place: str) -> dict[str, Any]:
-    check_size(line, place)
-    return parsed_line(line, place)
 
 
 def _text_file(content: bytes, place: str, column: str) -> dict[str, Any]:

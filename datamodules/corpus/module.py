@@ -1,4 +1,4 @@
-"""A corpus whose documents are scored, one by one, as `longce predict` does."""
+"""Read a corpus whose documents are scored one by one by `longce predict`."""
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,16 +22,16 @@ from lightning_modules.models.tokenization.tokenizer import load_tokenizer, toke
 from lightning_modules.scoring.corpus.protocols import Delivered, KeepsScores
 from lightning_modules.utilities.collectives import gathered, patient_group
 
-_NAMED = 3  # files that a message tells of
+_NAMED = 3  # files in a message
 
 
 class DocumentCorpus(LightningDataModule):
-    """Documents to predict for, as many as you like: they are read as they are scored, and never all in memory.
+    """Any number of documents to predict for: they are read as they are scored, and never all in memory.
 
     A document is a row of a ``.parquet`` file, a line of a ``.jsonl`` or ``.json`` file or a ``.txt`` file (those also
-    as ``.gz`` and ``.zst``). File and row number name it, so that keys may come twice. Documents are shared out among
-    processes and their workers so that each has about as many bytes and no document comes twice, and those that a
-    callback has kept the scores of (`DocumentScoresWriter`) are left out before they are tokenised.
+    as ``.gz`` and ``.zst``). File and row number identify it, so that keys may repeat. Documents are divided among
+    processes and their workers by bytes, each to one of them, and those whose scores a callback already has
+    (`DocumentScoresWriter`) are left out before they are tokenized.
 
     Args:
         files: Files, folders (searched to any depth) and patterns (with ``*``, or ``**`` for any depth), here or as
@@ -42,11 +42,10 @@ class DocumentCorpus(LightningDataModule):
         key_column: Column or field of the row key; by default the key is file name and row number.
         columns: Others to go with the scores. Of JSON lines they become text: strings as they are, all else as JSON.
         max_tokens: Most tokens of a document.
-        overlong: What becomes of a document with more: ``cut`` scores its first tokens, ``skip`` leaves it out with the
-            reason.
-        batch_tokens: Score several short documents together, in batches of so many tokens with padding. By default
-            each is scored by itself, and its scores are then the same to the last bit however many processes there are.
-        num_workers: Processes that read and tokenise ahead for each that scores; 0 does so in the latter.
+        overlong: ``cut`` scores the first tokens of a document with more, ``skip`` leaves it out with the reason.
+        batch_tokens: Score several short documents together, in batches of that many tokens with padding. By default
+            each is scored alone, and its scores are then bit-identical for any number of processes.
+        num_workers: Processes that read and tokenize ahead for each that scores; 0 does so in the scoring process.
         add_special_tokens: Whether the tokenizer puts its special tokens around each document.
         tokenizer_revision: Branch, tag or commit of a tokenizer on the hub.
         allowed_failures: Share of the documents of a source that may fail, from 0 to 1; a source is a file, or all text
@@ -55,7 +54,7 @@ class DocumentCorpus(LightningDataModule):
             no text is refused before anything is scored.
 
     Raises:
-        ValueError: If no file is named, or there are more workers than the machine bears.
+        ValueError: If no file is named, or there are too many workers for the machine.
     """
 
     def __init__(
@@ -79,9 +78,7 @@ class DocumentCorpus(LightningDataModule):
         if not self.files:
             raise ValueError("`files` is empty: name files, folders or patterns of the documents.")
         if num_workers > (most := max(64, 4 * (os.cpu_count() or 1))):
-            raise ValueError(
-                f"`num_workers` = {num_workers} are more processes than this machine bears: {most} at most."
-            )
+            raise ValueError(f"`num_workers={num_workers}` exceeds the limit of {most} for this machine.")
         self.tokenizer_name = tokenizer
         self.tokenizer_revision = tokenizer_revision
         self.column_names = CorpusColumns(text_column, key_column, tuple(columns or ()))
@@ -105,7 +102,7 @@ class DocumentCorpus(LightningDataModule):
                 model = self.trainer.lightning_module.hparams if self.trainer else {}
                 name, revision = model.get("pretrained_model_name_or_path"), model.get("revision")
             if name is None or name.endswith(".json"):
-                raise ValueError("The model has no tokenizer of its own: name one by `data.tokenizer`.")
+                raise ValueError("The model has no tokenizer: name one by `data.tokenizer`.")
             self._tokenizer = load_tokenizer(name, revision=revision)
         return self._tokenizer
 
@@ -148,13 +145,13 @@ class DocumentCorpus(LightningDataModule):
 
     @property
     def stream(self) -> CorpusStream:
-        """The documents of this process."""
+        """Documents of this process."""
         if self._stream is None:
-            raise RuntimeError("DocumentCorpus has not looked for its files yet: call `setup('predict')` first.")
+            raise RuntimeError("DocumentCorpus has not found its files yet: call `setup('predict')` first.")
         return self._stream
 
     def versions(self, files: Iterable[str]) -> dict[str, str]:
-        """Identity of the content of some files by their names, as it was when this run began.
+        """Identify the content of some files by their names, as it was when this run began.
 
         Raises:
             ValueError: If one has changed since.
@@ -169,7 +166,7 @@ class DocumentCorpus(LightningDataModule):
 
     @property
     def column_types(self) -> Mapping[str, pyarrow.DataType]:
-        """What `Origin.columns` holds."""
+        """Types of `Origin.columns`."""
         return self.stream.corpus.column_types
 
     def source(self, file: str) -> str:
@@ -177,7 +174,7 @@ class DocumentCorpus(LightningDataModule):
         return PurePosixPath(file).parent.as_posix() if is_text(file) else file
 
     def scoring_settings(self) -> dict[str, Any]:
-        """All that decides which tokens are scored, in plain values."""
+        """Return all settings that decide which tokens are scored, as plain values."""
         return {
             "tokenizer": tokenizer_hash(self.tokenizer),
             "add_special_tokens": self.add_special_tokens,
@@ -189,21 +186,21 @@ class DocumentCorpus(LightningDataModule):
         }
 
     def source_settings(self) -> dict[str, Any]:
-        """Arguments by which the same documents are found again."""
+        """Return the arguments that find the same documents again."""
         return {"files": self.files, "text_column": self.column_names.text, "key_column": self.column_names.key}
 
     def expected(self) -> int | None:
-        """About how many documents this process gets; None if nobody knows how many a file has."""
+        """Estimate how many documents this process gets; None if unknown."""
         return self.stream.expected(max(self.num_workers, 1))
 
     def delivered(self) -> Delivered:
-        """What this process has had so far."""
+        """Return what this process has read so far."""
         return Delivered(0, False, []) if self._loader is None else self._loader.delivered()
 
     def documents(
         self, rows: Mapping[str, NDArray[np.int64]], versions: Mapping[str, str]
     ) -> Iterator[tuple[Origin, str]]:
-        """Origin and whole text of some documents, file after file, as they are read.
+        """Read the origin and whole text of some documents, file after file.
 
         Args:
             rows: Ascending row numbers by the name of the file.
@@ -221,7 +218,7 @@ class DocumentCorpus(LightningDataModule):
                 yield from corpus.read(part, frozenset(numbers.tolist()).__contains__)
 
     def _found(self) -> tuple[CorpusFiles, dict[str, str], Mapping[str, NDArray[np.int64]]]:
-        """The files, the identity of their content, and the rows of them that are done."""
+        """Find the files, the identity of their content, and their rows that are done."""
         corpus = find_corpus(self.files, self.column_names, lenient=self.allowed_failures == 1)
         versions = corpus.versions()
         keepers = [each for each in self.trainer.callbacks if isinstance(each, KeepsScores)] if self.trainer else []  # type: ignore[attr-defined]
@@ -235,16 +232,16 @@ class DocumentCorpus(LightningDataModule):
         return corpus, versions, done
 
     def _process(self) -> tuple[int, int]:
-        """Rank of this process and number of processes."""
+        """Return the rank of this process and the number of processes."""
         return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
 
 
 def _check_versions(written: Mapping[str, str], versions: Mapping[str, str]) -> None:
-    """Raise a ``ValueError`` if rows that are done are those of other files than the ones that are there."""
+    """Raise a ``ValueError`` if rows that are done belong to files that have changed or are missing."""
     if missing := sorted(set(written) - set(versions)):
         raise ValueError(
             f"Documents of {len(missing)} file(s) that are not in `files` have been scored already, such as"
-            f" {missing[:_NAMED]}: name these files, too, by the same folders or patterns, or write to another folder."
+            f" {missing[:_NAMED]}: also name these files by the same folders or patterns, or write to another folder."
         )
     _check_unchanged(written, versions)
 

@@ -1,4 +1,4 @@
-"""Batches of whole documents as they are read: each document once, in whatever number of processes and workers."""
+"""Batch whole documents as they are read, each once, for any number of processes and workers."""
 
 import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,31 +13,30 @@ from transformers import PreTrainedTokenizerFast
 from typing_extensions import override
 
 from datamodules.corpus.files import CorpusFiles, Part
-from datamodules.packing.evaluation_documents import empty_row
+from datamodules.packing.evaluation_documents import document_row, empty_row
 from datamodules.packing.sequences import Row, collate_rows
 from lightning_modules.batch import Origin, PackedBatch
-from lightning_modules.models.tokenization.tokenizer import encode_document
 from lightning_modules.scoring.corpus.failures import LEFT_OUT
 from lightning_modules.scoring.corpus.protocols import Delivered
 
 PARTS_PER_STREAM = 4
-"""With fewer parts than this for each stream, rows are shared out instead of parts."""
+"""With fewer parts than this per stream, rows are divided instead of parts."""
 
 POOL_DOCUMENTS, POOL_BATCHES = 256, 32
-"""Documents that are sorted by length to make batches of: so many, or as many as fill so many batches."""
+"""Maximum documents, and batches that they fill, among which documents of similar length are batched."""
 
 _FAILED = 256  # documents without a batch, at most
 
 
 @dataclass(frozen=True)
 class CorpusRows:
-    """Makes rows of documents.
+    """Function that tokenizes documents.
 
     Args:
         tokenizer: A fast tokenizer.
         add_special_tokens: Whether it puts its special tokens around each document.
         max_tokens: Most tokens of a document.
-        overlong: What becomes of a document with more: its end is cut off, or it is not scored.
+        overlong: Whether the end of a longer document is cut off, or the document is not scored.
     """
 
     tokenizer: PreTrainedTokenizerFast
@@ -46,12 +45,12 @@ class CorpusRows:
     overlong: Literal["cut", "skip"]
 
     def __call__(self, origin: Origin, text: str) -> tuple[Origin, Row | None]:
-        """The row and its origin, with the ``error`` if there is no row."""
+        """Return the row and its origin; without a row, the origin has the ``error``."""
         if origin.error is not None:
             return origin, None
         kept = self.max_tokens if self.overlong == "cut" else None
         try:
-            batch = encode_document(
+            row = document_row(
                 text,
                 self.tokenizer,
                 name=origin.key,
@@ -60,20 +59,11 @@ class CorpusRows:
             )
         except ValueError as error:
             return origin._replace(error=str(error)), None
-        tokens = batch["input_ids"].shape[1]
+        tokens = len(row["input_ids"])
         if self.max_tokens is not None and tokens > self.max_tokens:
             reason = f"{LEFT_OUT}{tokens} tokens are more than `max_tokens` = {self.max_tokens}"
             return origin._replace(error=reason), None
-        row = Row(
-            input_ids=batch["input_ids"][0],
-            labels=batch["labels"][0],
-            position_ids=batch["position_ids"][0],
-            document_borders=batch["document_borders"][0],
-            text=batch["text"][0],
-            offsets=batch["offsets"][0],
-            name=origin.key,
-        )
-        return origin._replace(truncated=len(batch["text"][0]) < len(text)), row
+        return origin._replace(truncated=len(row["text"]) < len(text)), row
 
 
 class Reading(NamedTuple):
@@ -84,7 +74,7 @@ class Reading(NamedTuple):
 
 
 class CorpusStream(IterableDataset[Reading]):
-    """Documents of a corpus, without those that are done, as batches.
+    """Dataset of the documents of a corpus that are not done, in batches.
 
     Each worker of each process is a stream, and each document belongs to one of them. See `shares`.
 
@@ -129,7 +119,7 @@ class CorpusStream(IterableDataset[Reading]):
         return self._batches(self.rank * workers + worker, self.world_size * workers)
 
     def expected(self, workers: int) -> int | None:
-        """About how many documents this process gets; None if nobody knows how many a file has."""
+        """Estimate how many documents this process gets; None if unknown."""
         if any(part.about is None for part in self.parts):
             return None
         rows = [max((part.about or 0) - len(done), 0) for part, done in self._both()]
@@ -161,7 +151,7 @@ class CorpusStream(IterableDataset[Reading]):
         yield from self._readings(pool, failed, unreadable)
 
     def _documents(self, stream: int, streams: int) -> Iterator[tuple[Origin, Row | None] | str]:
-        """Origin and row of each document of a stream, or why a part cannot be read any further."""
+        """Yield origin and row of each document of a stream, or why the rest of a part cannot be read."""
         for index, first, step in self._shares(stream, streams):
             part, rows = self.parts[index], self.done[index]
             done = frozenset(rows[rows % step == first].tolist())  # of a large file only this stream's own
@@ -204,16 +194,16 @@ class Share(NamedTuple):
 
 
 def shares(sizes: Sequence[float], stream: int, streams: int) -> list[Share]:
-    """What one of several streams reads: together they read every row once.
+    """Choose what one of several streams reads: together they read every row once.
 
-    Where there are enough parts, each goes to one stream, the largest first and always to the one with the least so
-    far, so that each file is read once and all have about as many bytes. Else each stream reads all parts and takes
-    every so many-th row of each: reading is cheap beside scoring.
+    With enough parts, each goes to one stream, the largest first and always to the one with the least so far, so that
+    each file is read once and all streams have similar numbers of bytes. Otherwise each stream reads all parts and
+    takes every ``streams``-th row: reading is cheap compared to scoring.
 
     Args:
         sizes: Bytes of each part.
         stream: Number of the stream.
-        streams: How many there are.
+        streams: Number of streams.
 
     Returns:
         Shares of parts, the largest first.
@@ -232,7 +222,7 @@ def shares(sizes: Sequence[float], stream: int, streams: int) -> list[Share]:
 
 
 def _groups(pool: list[tuple[Origin, Row]], batch_tokens: int) -> Iterator[list[tuple[Origin, Row]]]:
-    """Documents of about one length together, as many as fit into ``batch_tokens`` tokens with padding, or one."""
+    """Group documents of similar length, as many as fit into ``batch_tokens`` tokens with padding, or one."""
     group: list[tuple[Origin, Row]] = []
     for item in sorted(pool, key=lambda item: len(item[1]["input_ids"])):
         if group and len(item[1]["input_ids"]) * (len(group) + 1) > batch_tokens:
@@ -244,7 +234,7 @@ def _groups(pool: list[tuple[Origin, Row]], batch_tokens: int) -> Iterator[list[
 
 
 def idle_batch() -> PackedBatch:
-    """One token that is not scored, of no document: for a process that has none while others have."""
+    """Return one unscored token of no document, for a process without documents while others have some."""
     batch = collate_rows([empty_row()])
     batch["origins"], batch["failed"] = [], []
     return batch
@@ -255,14 +245,14 @@ def _as_it_is(reading: Any) -> Any:
 
 
 class CorpusLoader:
-    """The batches of a process.
+    """Loader of the batches of a process.
 
     Args:
         stream: The documents.
-        num_workers: Processes that read and tokenise; 0 does so in the process that scores.
+        num_workers: Processes that read and tokenize; 0 does so in the process that scores.
         pin_memory: Whether batches are put into page-locked memory.
-        in_step: The strategy of processes that must make equally many steps; each waits for all in each step, and
-            gets an `idle_batch` when it has no documents left. None where they need not.
+        in_step: Strategy of processes that must make the same number of steps; each waits for all in each step, and
+            gets an `idle_batch` when it has no documents left. None if they need not.
     """
 
     def __init__(
@@ -293,5 +283,5 @@ class CorpusLoader:
         self._complete = True
 
     def delivered(self) -> Delivered:
-        """What this process has had so far."""
+        """Return what this process has read so far."""
         return Delivered(self._documents, self._complete, self._unreadable)

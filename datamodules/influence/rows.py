@@ -1,7 +1,7 @@
-"""The training rows of a data module as work to be done once: those whose token weights are still missing."""
+"""Hand out the training rows whose token weights are still missing, and keep the weights."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 from lightning import LightningDataModule
@@ -14,8 +14,20 @@ from datamodules.influence.writer import InfluenceWriter, influence_folder
 from datamodules.packing.sequences import PackedRowDataset, Row, collate_rows
 from lightning_modules.batch import PackedBatch
 
-if TYPE_CHECKING:
-    from datamodules.packed_text import PackedTextDataModule
+
+class TrainingData(Protocol):
+    """A data module with packed training rows."""
+
+    cache_dir: Path
+    batch_size: int
+
+    def training_rows(self) -> PackedRowDataset | None:
+        """Return the packed rows; None without a training split."""
+        ...
+
+    def loader_options(self) -> dict[str, Any]:
+        """Return options that all loaders share."""
+        ...
 
 
 class NumberedRows(Dataset[tuple[int, Row]]):
@@ -34,16 +46,16 @@ class NumberedRows(Dataset[tuple[int, Row]]):
 
 
 def collate_numbered(items: list[tuple[int, Row]]) -> tuple[list[int], PackedBatch]:
-    """Numbers and batch."""
+    """Collate rows, and keep their numbers."""
     return [number for number, _ in items], collate_rows([row for _, row in items])
 
 
 class InfluenceRows(LightningDataModule):
-    """Hands out the rows without weights, each to one process, and keeps the weights that come back.
+    """Data module of the rows without weights, each for one process.
 
     Args:
         data: Whose training rows.
-        made_from: What the weights depend on besides the rows, with ``gamma``, their cap.
+        made_from: What the weights depend on in addition to the rows, with ``gamma``, their cap.
         folder: Where to keep the weights; by default in the cache of ``data``, named by all they depend on.
 
     Attributes:
@@ -51,7 +63,7 @@ class InfluenceRows(LightningDataModule):
         allow_zero_length_dataloader_with_multiple_devices: The last rows need not suffice for all processes.
     """
 
-    def __init__(self, data: "PackedTextDataModule", made_from: dict[str, Any], folder: Path | None = None) -> None:
+    def __init__(self, data: TrainingData, made_from: dict[str, Any], folder: Path | None = None) -> None:
         super().__init__()
         self.allow_zero_length_dataloader_with_multiple_devices = True
         self.data = data
@@ -63,21 +75,21 @@ class InfluenceRows(LightningDataModule):
 
     @override
     def prepare_data(self) -> None:
-        self.data.training_rows()  # tokenises, if need be
+        self.data.training_rows()  # tokenizes if needed
 
     @override
     def setup(self, stage: str) -> None:
         rows = self.data.training_rows()
         if rows is None:
             raise ValueError(f"{type(self.data).__name__} has no training rows: there is nothing to weigh.")
-        rows.loss_on_prompt = True  # every token gets its weight, whoever may learn it later
-        made_from = self.data.identity(rows) | self.made_from
+        rows.loss_on_prompt = True  # every token gets its weight, whether or not it is trained on later
+        made_from = rows.identity() | self.made_from
         self.folder = self.folder or influence_folder(self.data.cache_dir, made_from)
         self._writer = InfluenceWriter(self.folder, made_from, rows.rows, len(rows.store.tokens))
         missing = self._writer.remaining()
         self.remaining = len(missing)
         rank, world_size = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
-        if self.trainer:  # nobody may add rows before all have seen the same ones missing
+        if self.trainer:  # no process may add rows before all have seen the same ones missing
             self.trainer.strategy.barrier("influence")
         self._missing = NumberedRows(rows, missing[rank::world_size])
 
@@ -93,6 +105,6 @@ class InfluenceRows(LightningDataModule):
 
     @property
     def writer(self) -> InfluenceWriter:
-        """Where the weights go; there after `setup`."""
+        """Writer of the weights; available after `setup`."""
         assert self._writer is not None
         return self._writer

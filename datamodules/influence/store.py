@@ -1,6 +1,5 @@
-"""Token weights on disk, beside the tokens they belong to: computed once, read by every training run."""
+"""Read token weights that were computed once, for every training run on the same rows."""
 
-import hashlib
 import json
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,9 +8,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-from datamodules.packing.packing import PackedRows
-from datamodules.token_store.store import TokenStore
 
 FORMAT = 1
 """Raise it with any change to what is written or to how the weights are computed."""
@@ -22,30 +18,8 @@ DTYPE = np.dtype("<f2")
 _AGAIN = "Run `longce influence` with the configuration of this training, or leave `data.influence` out."
 
 
-def rows_identity(
-    store: TokenStore, rows: PackedRows, *, sequence_length: int, isolate_documents: bool
-) -> dict[str, Any]:
-    """All that training rows depend on: equal identities mean equal tokens in equal contexts.
-
-    Args:
-        store: The tokens; its folder is named by a hash of the text and the tokenizer.
-        rows: Which of them make up each row, whatever strategy decided it.
-        sequence_length: Tokens per row.
-        isolate_documents: Whether contexts end at document borders.
-    """
-    packing = hashlib.sha256()
-    for part in (rows.segments, rows.row_borders):
-        packing.update(np.ascontiguousarray(part, dtype="<i8").reshape(-1).data)
-    return {
-        "token_store": store.folder.name,
-        "sequence_length": int(sequence_length),
-        "isolate_documents": isolate_documents,
-        "packing": packing.hexdigest(),
-    }
-
-
 def read_header(folder: Path) -> dict[str, Any] | None:
-    """The header of a folder of weights, complete or not; None if there is none.
+    """Read the header of a folder of weights, complete or not; None if it does not exist.
 
     Raises:
         ValueError: If the folder holds something else, or weights of another format.
@@ -62,7 +36,7 @@ def read_header(folder: Path) -> dict[str, Any] | None:
 
 
 def check_identity(folder: Path, found: dict[str, Any], expected: dict[str, Any], *, remedy: str = _AGAIN) -> None:
-    """Raise a ``ValueError`` that names the first value of ``found`` that is not the expected one."""
+    """Raise a ``ValueError`` that names the first value of ``found`` that differs from the expected one."""
     reasons = {
         "token_store": "other training text, or another tokenizer",
         "packing": "rows that were packed otherwise",
@@ -83,7 +57,7 @@ class InfluenceStore:
         folder: A folder that ``longce influence`` has completed.
 
     Raises:
-        ValueError: If there is none, or it is incomplete or damaged.
+        ValueError: If it does not exist, is incomplete or damaged.
     """
 
     folder: Path
@@ -93,7 +67,7 @@ class InfluenceStore:
         if not header["complete"]:
             raise ValueError(
                 f"The token weights in '{self.folder}' are not complete: run the same `longce influence` command again,"
-                " it goes on where it stopped."
+                " it resumes where it stopped."
             )
         found = (self.folder / WEIGHTS).stat().st_size if (self.folder / WEIGHTS).exists() else 0
         if found != header["tokens"] * DTYPE.itemsize:
@@ -104,7 +78,7 @@ class InfluenceStore:
 
     @cached_property
     def header(self) -> dict[str, Any]:
-        """What the weights were made from, under ``made_from``, and what they are on average."""
+        """What the weights were made from, under ``made_from``, and their mean."""
         header = read_header(self.folder)
         if header is None:
             raise ValueError(f"There are no token weights in '{self.folder}'. {_AGAIN}")
@@ -116,14 +90,14 @@ class InfluenceStore:
 
     @cached_property
     def values(self) -> NDArray[np.float16]:
-        """Weight of each token of the stream; of a token that is in no row, 0."""
+        """Weight of each token of the stream; 0 for a token that is in no row."""
         return np.memmap(self.folder / WEIGHTS, dtype=DTYPE, mode="r")
 
     def check(self, expected: dict[str, Any]) -> None:
         """Refuse rows that the weights were not made for.
 
         Args:
-            expected: What `rows_identity` says of them, or what of it is known already.
+            expected: Their `PackedRowDataset.identity`, or the part of it that is known.
 
         Raises:
             ValueError: Naming what differs.

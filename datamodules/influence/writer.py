@@ -1,4 +1,4 @@
-"""Token weights of a corpus as they are computed: by several processes, each of which may be killed at any moment."""
+"""Write token weights as several processes compute them, each of which may be killed at any moment."""
 
 import hashlib
 import json
@@ -20,20 +20,20 @@ JOURNALS = "rows-*.journal"
 
 
 def influence_folder(cache_dir: Path, made_from: dict[str, Any]) -> Path:
-    """Where weights are kept that nobody gave a place of their own: named by a hash of all they depend on."""
+    """Return the default folder of weights, which is named by a hash of all they depend on."""
     return cache_dir / "influence" / hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
 
 
 class InfluenceWriter:
-    """Collects the weights of rows in a folder that becomes an :class:`InfluenceStore` when all are there.
+    """Writer of the weights of rows to a folder that becomes an :class:`InfluenceStore` when all are there.
 
-    Each process appends its rows to a file of its own, row number and checksum with the weights, and waits for the
-    disk: a row that is torn or was still in flight counts as never computed, a row that is there is never computed
-    again. `finish` puts the rows in the order of the tokens. No two processes ever write to the same file.
+    Each process appends its rows to its own file, row number and checksum with the weights, and waits for the disk: a
+    torn row counts as never computed, a complete one is never computed again. `finish` puts the rows in the order of
+    the tokens. No two processes ever write to the same file.
 
     Args:
-        folder: Made if need be; on several machines it must be one that all of them see.
-        made_from: All that the weights depend on, with what `rows_identity` says of the rows and ``gamma``, their cap.
+        folder: Made if needed; it must be shared by all machines.
+        made_from: All that the weights depend on, with the rows' `PackedRowDataset.identity` and ``gamma``, their cap.
         rows: The rows, all of ``made_from["sequence_length"]`` tokens with their padding.
         tokens: Length of the token stream.
 
@@ -68,17 +68,17 @@ class InfluenceWriter:
         return bool(self.header["complete"])
 
     def remaining(self) -> NDArray[np.int64]:
-        """Ascending numbers of the rows that nobody has computed yet."""
+        """Return the ascending numbers of the rows that are not computed yet."""
         missing = np.full(len(self.rows), not self.complete)
         for row, _ in self._stored():
             missing[row] = False
         return np.flatnonzero(missing)
 
     def write(self, numbers: Sequence[int], weights: NDArray[np.float32]) -> None:
-        """Keep the weights of some rows, also if the power goes the moment this returns.
+        """Store the weights of some rows durably.
 
         Args:
-            numbers: Of the rows.
+            numbers: Numbers of the rows.
             weights: ``[len(numbers), sequence_length]``.
         """
         records = np.zeros(len(numbers), self._record)
@@ -90,7 +90,7 @@ class InfluenceWriter:
         os.fsync(self._journal.fileno())
 
     def finish(self) -> bool:
-        """Make the store of the rows, if all are there; one process does it when the others are done.
+        """Make the store if all rows are there; one process does it when the others are done.
 
         Returns:
             Whether the store is complete.
@@ -105,7 +105,7 @@ class InfluenceWriter:
         try:
             with os.fdopen(descriptor, "wb") as file:
                 statistics = self._merge(file)
-                if statistics is None:  # somebody else has merged them meanwhile
+                if statistics is None:  # another process has merged them meanwhile
                     return self.complete
                 file.flush()
                 os.fsync(file.fileno())
@@ -113,18 +113,18 @@ class InfluenceWriter:
         finally:
             temporary.unlink(missing_ok=True)
         self._write_header(complete=True, statistics=statistics)
-        to_disk(self.folder)  # the header first: without the journals nothing else says what is done
+        to_disk(self.folder)  # before the journals go, or nothing would record what is done
         self._sweep()
         return True
 
     def _sweep(self, *, torn_only: bool = False) -> None:
-        """Remove what a kill in the middle of `finish` has left, and the journals when nobody needs them any more."""
+        """Remove what a kill during `finish` has left, and the journals when they are merged."""
         for pattern in (f".{WEIGHTS}.*", *(() if torn_only else (JOURNALS,))):
             for path in self.folder.glob(pattern):
                 path.unlink(missing_ok=True)
 
     def _merge(self, file: BinaryIO) -> dict[str, float] | None:
-        """Put every row's weights where its tokens are in the stream.
+        """Write every row's weights at the place of its tokens in the stream.
 
         Returns:
             Means over the scored tokens; None if a row was missing.
@@ -155,7 +155,7 @@ class InfluenceWriter:
         return dict(zip(names, (sums / max(scored, 1)).tolist(), strict=True))
 
     def _stored(self) -> Iterator[tuple[int, NDArray[np.float16]]]:
-        """Number and weights of each whole row in the journals."""
+        """Yield number and weights of each complete row in the journals."""
         for journal in sorted(self.folder.glob(JOURNALS)):
             whole = journal.stat().st_size // self._record.itemsize
             for record in np.memmap(journal, self._record, mode="r", shape=(whole,)) if whole else ():
@@ -195,7 +195,7 @@ class InfluenceWriter:
 
 
 def narrow(weights: NDArray[np.float32], cap: float) -> NDArray[np.float16]:
-    """Weights as float16; one at the cap becomes the smallest float16 that is no less, and so stays at the cap.
+    """Convert weights to float16; those at the cap are rounded up, so that they stay at the cap.
 
     Example:
         >>> float(narrow(np.array([1.3], dtype=np.float32), 1.3)[0]) >= 1.3

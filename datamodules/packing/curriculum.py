@@ -1,16 +1,16 @@
-"""Short rows first, long rows later: the same rows in the same order, cut into pieces until the switch."""
+"""Train on short rows first and long rows later: the same rows in the same order, cut until the switch."""
 
 import logging
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from jsonargparse.typing import PositiveFloat, PositiveInt
-from lightning.pytorch import Trainer
+from lightning import LightningDataModule
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional.checks import check_count
@@ -27,15 +27,15 @@ class LengthCurriculum:
     of their downstream tasks Qasper lost (25.0 and 28.6, Table 10). They trained one 7B model from scratch.
 
     Before the switch each row of a batch is cut into ``data.sequence_length / sequence_length`` rows. So batches have
-    the same tokens in the same order as without a curriculum, before and behind the switch, and none is lost or seen
-    twice; the pieces of a row, which are often of one document, are in one batch.
+    the same tokens in the same order as without a curriculum, and no token is lost or seen twice; the pieces of a row,
+    which are often of one document, are in one batch.
 
     Args:
         sequence_length: Tokens per row before the switch; it divides ``data.sequence_length``.
         share: Share of the optimizer steps before the switch, between 0 and 1.
 
     Raises:
-        ValueError: If ``sequence_length`` is no integer of 1 or more, or ``share`` is not between 0 and 1.
+        ValueError: If ``sequence_length`` is not an integer of 1 or more, or ``share`` is not between 0 and 1.
     """
 
     sequence_length: PositiveInt
@@ -58,61 +58,54 @@ class LengthCurriculum:
             )
 
 
-class CurriculumStages:
-    """A curriculum in a run: whether a batch is cut is a function of its number and the trainer's settings only.
+class CurriculumDataModule(LightningDataModule):
+    """Data module whose training batches are cut until the switch; whether one is depends on the step alone.
 
     Args:
-        curriculum: When to cut, and how.
-        trainer: Whose steps are counted.
-
-    Raises:
-        ValueError: If the trainer has no last step.
+        curriculum: When to cut, and how; null for never.
     """
 
-    def __init__(self, curriculum: LengthCurriculum, trainer: Trainer) -> None:
+    def __init__(self, curriculum: LengthCurriculum | None = None) -> None:
+        super().__init__()
         self.curriculum = curriculum
-        self.trainer = trainer
-        if trainer.max_steps < 0 and (trainer.max_epochs or -1) < 0:
+        self._switch_before: int | None = None
+
+    def check_trainer(self) -> None:
+        """Raise a ``ValueError`` if the curriculum needs the number of steps and the trainer has no last one."""
+        if self.curriculum and self.trainer and self.trainer.max_steps < 0 and (self.trainer.max_epochs or -1) < 0:
             raise ValueError("`curriculum.share` is a share of all steps: give `trainer.max_steps` or `max_epochs`.")
 
-    def __call__(self, batch: PackedBatch, epoch: int, number: int) -> PackedBatch:
-        """Batch ``number`` of an epoch (both count from 0) as it is trained on."""
-        if epoch * self._batches_per_epoch + number < self.switch:
+    @override
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        if self.curriculum and self.trainer and self.trainer.training and self.trainer.global_step < self._switch():
             return cut_rows(batch, self.curriculum.sequence_length)
         return batch
 
-    def state(self) -> dict[str, int]:
-        """What a checkpoint says of the switch."""
-        return {"switch": int(self.switch)}
-
-    def compare(self, state: dict[str, Any]) -> None:
-        """Warn if the switch comes at another batch than when the checkpoint was written."""
-        if state.get("switch", self.switch) != self.switch:
+    def _switch(self) -> int:
+        """Compute the number of optimizer steps with short rows, which is known from the first batch on."""
+        assert self.curriculum is not None
+        assert self.trainer is not None
+        switch = round(self.curriculum.share * self.trainer.estimated_stepping_batches)
+        before, self._switch_before = self._switch_before, None  # compared once
+        if before not in (None, switch):
             _log.warning(
-                "Rows become long after batch %d of the run; for the checkpoint's run it was %d. Other"
+                "Rows become long after step %d of the run; for the checkpoint's run it was %d. Other"
                 " `trainer.max_steps`, `accumulate_grad_batches` or `curriculum` have moved it.",
-                *(self.switch, state["switch"]),
+                *(switch, before),
             )
+        return switch
 
-    @cached_property
-    def switch(self) -> int:
-        """Batches of the run, of each process, before the switch."""
-        batches, accumulate = self._batches_per_epoch, self.trainer.accumulate_grad_batches
-        per_epoch = -(-batches // accumulate)  # the last step of an epoch may have fewer batches
-        limits = [
-            self.trainer.max_steps,
-            per_epoch * (-1 if self.trainer.max_epochs is None else self.trainer.max_epochs),
-        ]
-        steps = round(self.curriculum.share * min(limit for limit in limits if limit >= 0))
-        return steps // per_epoch * batches + steps % per_epoch * accumulate
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"switch": self._switch()} if self.curriculum and self.trainer else {}
 
-    @cached_property
-    def _batches_per_epoch(self) -> int:
-        return int(self.trainer.num_training_batches)  # known from the first batch on
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._switch_before = state_dict.get("switch")
 
 
 def cut_rows(batch: PackedBatch, length: int) -> PackedBatch:
-    """Each row as several rows of ``length`` tokens, whose contexts do not reach back into the piece before.
+    """Cut each row into rows of ``length`` tokens, whose contexts do not reach back into the preceding piece.
 
     Args:
         batch: ``[B, T]`` training rows.
@@ -122,17 +115,17 @@ def cut_rows(batch: PackedBatch, length: int) -> PackedBatch:
         Up to ``[B * ceil(T / length), length]`` rows in the order of the text. The first token of each is not scored.
 
     Raises:
-        ValueError: If ``length`` is no integer of 1 or more, or the rows hold nothing but padding.
+        ValueError: If ``length`` is not an integer of 1 or more, or the rows hold nothing but padding.
     """
     check_count("`length`", length)
     pieces = -(-batch["input_ids"].shape[1] // length)
     borders = [_clipped(row, start * length, length) for row in batch["document_borders"] for start in range(pieces)]
     if all(len(border) < 2 for border in borders):
         raise ValueError("The batch has no token to cut: its rows hold nothing but padding.")
-    kept = torch.tensor([index for index, border in enumerate(borders) if len(border) > 1])
+    kept = torch.tensor([index for index, border in enumerate(borders) if len(border) > 1])  # not padding only
+    borders = [border for border in borders if len(border) > 1]
     labels = _cut(batch["labels"], pieces, length, IGNORE_INDEX)[kept]
     labels[:, 0] = IGNORE_INDEX
-    borders = [border for border in borders if len(border) > 1]
     cut = batch.copy()
     cut["input_ids"] = _cut(batch["input_ids"], pieces, length, 0)[kept]
     cut["labels"] = labels
@@ -146,12 +139,12 @@ def _cut(tensor: Tensor, pieces: int, length: int, padding: int) -> Tensor:
 
 
 def _clipped(borders: list[int], start: int, length: int) -> list[int]:
-    """The borders inside a piece, from its first token on; only ``[0]`` if it is padding."""
+    """Return the borders inside a piece, counted from its first token; ``[0]`` if it is padding."""
     ends = [min(border - start, length) for border in borders if border > start]
     return [0, *(end for index, end in enumerate(ends) if index == 0 or end > ends[index - 1])]
 
 
 def _positions(borders: list[int], length: int) -> Tensor:
-    """Positions that restart at each border, and 0 in padding."""
+    """Return positions that restart at each border, and 0 in padding."""
     parts = [torch.arange(stop - start) for start, stop in pairwise(borders)]
     return F.pad(torch.cat(parts), (0, length - borders[-1]))

@@ -1,4 +1,4 @@
-"""Whole documents for evaluation: one to a row, with the text and the characters of each token."""
+"""Tokenize whole documents for evaluation, with the text and the characters of each token."""
 
 from collections.abc import Iterable
 
@@ -22,8 +22,8 @@ class DocumentDataset(Dataset[Row]):
         documents: The documents; they are held in memory as text. Empty ones are left out, see `with_text`.
         tokenizer: A fast tokenizer.
         length: Tokens kept of each document; ``None`` for all.
-        add_special_tokens: Whether the tokenizer puts its special tokens around each document. They stand for no
-            characters: their offsets are ``[0, 0)``.
+        add_special_tokens: Whether the tokenizer puts its special tokens around each document. Their offsets
+            are ``[0, 0)``.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class DocumentDataset(Dataset[Row]):
         self.tokenizer = tokenizer
         self.length = length
         self.add_special_tokens = add_special_tokens
-        self._rows: dict[int, Row] = {}  # validation comes round again and again
+        self._rows: dict[int, Row] = {}  # validation repeats
 
     def __len__(self) -> int:
         return len(self.documents)
@@ -47,29 +47,39 @@ class DocumentDataset(Dataset[Row]):
         if index >= len(self):
             return empty_row()
         if index not in self._rows:
-            self._rows[index] = self._tokenised(self.documents[index])
+            document = self.documents[index]
+            self._rows[index] = document_row(
+                document.text,
+                self.tokenizer,
+                name=document.name,
+                add_special_tokens=self.add_special_tokens,
+                max_tokens=self.length,
+            )
         return self._rows[index]
 
-    def _tokenised(self, document: Document) -> Row:
-        batch = encode_document(
-            document.text,
-            self.tokenizer,
-            name=document.name,
-            add_special_tokens=self.add_special_tokens,
-            max_tokens=self.length,
-        )
-        return Row(
-            input_ids=batch["input_ids"][0],
-            labels=batch["labels"][0],
-            position_ids=batch["position_ids"][0],
-            document_borders=batch["document_borders"][0],
-            text=batch["text"][0],
-            offsets=batch["offsets"][0],
-            name=document.name,
-        )
+
+def document_row(
+    text: str,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    name: str,
+    add_special_tokens: bool = False,
+    max_tokens: int | None = None,
+) -> Row:
+    """Tokenize a whole document as a row; arguments as those of `encode_document`."""
+    batch = encode_document(text, tokenizer, name=name, add_special_tokens=add_special_tokens, max_tokens=max_tokens)
+    return Row(
+        input_ids=batch["input_ids"][0],
+        labels=batch["labels"][0],
+        position_ids=batch["position_ids"][0],
+        document_borders=batch["document_borders"][0],
+        text=batch["text"][0],
+        offsets=batch["offsets"][0],
+        name=name,
+    )
 
 
 def empty_row() -> Row:
-    """One token of no document, which is not scored."""
+    """Return one unscored token of no document."""
     row = make_row(np.zeros(1, dtype=np.int64), np.array([1]))
     return {**row, "text": "", "offsets": torch.zeros(1, 2, dtype=torch.int64), "name": ""}

@@ -1,4 +1,4 @@
-"""A training loader that goes on where an interrupted epoch stopped."""
+"""Resume training at the batch where an interrupted epoch stopped."""
 
 import logging
 from collections.abc import Iterator
@@ -7,7 +7,6 @@ from typing import Any
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from datamodules.packing.curriculum import CurriculumStages
 from datamodules.packing.samplers import RowSampler
 from datamodules.packing.sequences import Row
 
@@ -15,19 +14,17 @@ _log = logging.getLogger(__name__)
 
 
 class ResumableLoader(DataLoader[Row]):
-    """Batches of a :class:`RowSampler`; Lightning keeps its state in every checkpoint.
+    """Load batches of a :class:`RowSampler`; Lightning keeps the loader's state in every checkpoint.
 
-    A plain loader would begin a resumed epoch with the batches that were already trained on. The state is only how
-    many they were and in which epoch: the order is a function of the seed and the epoch.
+    A plain loader would begin a resumed epoch with the batches that were already trained on. The state is the epoch and
+    the number of its batches that are done: the order is a function of the seed and the epoch.
 
     Attributes:
-        stages: Cuts the rows of the first batches of a run into shorter ones, if there is a curriculum.
-        content: Checksum of the rows: another text may well have as many.
+        content: Checksum of the rows: another text may have the same number of them.
     """
 
     sampler: RowSampler  # or Lightning's own, for `overfit_batches`: the first rows, again and again
     batch_size: int
-    stages: CurriculumStages | None = None
     content = 0
     _batches = 0
     _resume: dict[str, Any] | None = None
@@ -42,29 +39,24 @@ class ResumableLoader(DataLoader[Row]):
         resume, self._resume = self._resume, None
         self._batches = resume["batches"] if resume and resume["epoch"] == self.sampler.epoch else 0
         self.sampler.skip = self._batches * self.batch_size
-        if self.stages:
-            self.stages.compare(resume or {})
         for batch in super().__iter__():
             self._batches += 1
-            yield self.stages(batch, self.sampler.epoch, self._batches - 1) if self.stages else batch
+            yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Batches of this epoch handed out so far, and what rows and order depend on."""
+        """Return the number of batches of this epoch handed out so far, and what rows and order depend on."""
         if not isinstance(self.sampler, RowSampler):
             return {}
-        return {"epoch": self.sampler.epoch, "batches": self._batches, **self._switch(), **self._order()}
+        return {"epoch": self.sampler.epoch, "batches": self._batches, **self._order()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next epoch leave out the batches that are already done."""
+        """Skip the batches that are already done in the next epoch."""
         order = self._order() if isinstance(self.sampler, RowSampler) else {}
         changed = {name: (state.get(name), value) for name, value in order.items() if state.get(name) != value}
         if changed:
             _log.warning("The epoch starts over: its rows are not those of the checkpoint (then, now): %s.", changed)
         else:
             self._resume = state
-
-    def _switch(self) -> dict[str, int]:
-        return self.stages.state() if self.stages else {}
 
     def _order(self) -> dict[str, Any]:
         return {**self.sampler.order(), "batch_size": int(self.batch_size), "content": self.content}

@@ -1,6 +1,5 @@
-"""Which rows of which source each process sees, and in which order."""
+"""Choose which rows of which source each process sees, and in which order."""
 
-import math
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from typing import Any
@@ -10,17 +9,16 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from datamodules.packing.samplers import RowSampler
-from lightning_modules.functional.checks import check_count
 
 
 class MixtureSampler(RowSampler):
-    """Rows of several sources by weight, in an order that depends on seed, epoch, weights and number of processes only.
+    """Sampler of rows of several sources by weight; the order depends on seed, epoch, weights and number of processes.
 
-    An epoch has as many rows as the mixture lasts until a source would begin again. The rows of a source in an epoch
-    are its share of them, to less than one row. They are spread evenly: of the first ``n`` rows of an epoch, over all
-    processes, source ``i`` of ``m`` with share ``s`` has ``n * s`` to within ``1.5 + s * m / 2`` rows.
+    An epoch ends before a source would begin again. The rows of a source in an epoch are its share of them, to less
+    than one row. They are spread evenly: of the first ``n`` rows of an epoch, over all processes, source ``i`` of ``m``
+    with share ``s`` has ``n * s`` to within ``1.5 + s * m / 2`` rows.
 
-    Each source goes through all of its rows in random order, then through all of them in another order, and so on,
+    Each source passes through all of its rows in random order, then through all of them in another order, and so on,
     from epoch to epoch.
 
     Args:
@@ -47,7 +45,6 @@ class MixtureSampler(RowSampler):
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        _check_sources(rows, weights)
         super().__init__(sum(rows.values()), seed=seed, rank=rank, world_size=world_size)
         self.rows_of = dict(rows)
         self.counts = epoch_counts(rows, weights, world_size)
@@ -65,27 +62,26 @@ class MixtureSampler(RowSampler):
         return {**super().order(), "rows": list(self.rows_of.values()), "counts": list(self.counts.values())}
 
     def epoch_order(self, epoch: int) -> NDArray[np.int64]:
-        """``[sum of counts]`` rows of an epoch; process ``r`` has every ``world_size``-th of them from the ``r``-th."""
+        """Return ``[sum of counts]`` rows of an epoch; process ``r`` has every ``world_size``-th from the ``r``-th."""
         due = np.concatenate([(np.arange(count) + 0.5) / count for count in self.counts.values()])
         rows = np.concatenate([self._rows(index, epoch) for index in range(len(self.counts))])
         return rows[np.argsort(due, kind="stable")]
 
     def passes_per_epoch(self) -> dict[str, float]:
-        """How often each source is gone through in an epoch: the one that ends it about once, the others less."""
+        """Return how often each source is read in an epoch: the one that ends it about once, the others less."""
         return {name: count / self.rows_of[name] for name, count in self.counts.items()}
 
     def _rows(self, source: int, epoch: int) -> NDArray[np.int64]:
-        """The rows of a source in an epoch: the next ones of its passes, which know no epochs."""
-        rows, count = list(self.rows_of.values())[source], list(self.counts.values())[source]
-        first, last = epoch * count, (epoch + 1) * count
+        """Return the rows of a source in an epoch: the next ones of its passes, which continue from epoch to epoch."""
+        sizes, counts = list(self.rows_of.values()), list(self.counts.values())
+        rows, first, last = sizes[source], epoch * counts[source], (epoch + 1) * counts[source]
         passes = range(first // rows, (last - 1) // rows + 1)
         order = np.concatenate([np.random.default_rng([self.seed, source, each]).permutation(rows) for each in passes])
-        offset = sum(list(self.rows_of.values())[:source])
-        return order[first - passes[0] * rows : last - passes[0] * rows] + offset
+        return order[first - passes[0] * rows : last - passes[0] * rows] + sum(sizes[:source])
 
 
 def epoch_counts(rows: Mapping[str, int], weights: Mapping[str, float], world_size: int) -> dict[str, int]:
-    """Rows of each source in an epoch: no more than it has, and their shares to less than one row.
+    """Compute the rows of each source in an epoch: no more than it has, and their shares to less than one row.
 
     Args:
         rows: Number of rows of each source.
@@ -93,15 +89,13 @@ def epoch_counts(rows: Mapping[str, int], weights: Mapping[str, float], world_si
         world_size: The sum is a multiple of it.
 
     Raises:
-        ValueError: If a source would have none, or a weight is not above 0 and finite.
+        ValueError: If a source would have none.
 
     Example:
         >>> epoch_counts({"books": 100, "code": 90}, {"books": 2, "code": 1}, world_size=4)
         {'books': 99, 'code': 49}
     """
-    _check_sources(rows, weights)
-    check_count("`world_size`", world_size)
-    exact = {name: Fraction(str(float(weights[name]))) for name in rows}  # 0.1 is a tenth, not the float beside it
+    exact = {name: Fraction(str(float(weights[name]))) for name in rows}  # 0.1 is a tenth, not the nearest float
     total = sum(exact.values())
     length = int(min(rows[name] * total / exact[name] for name in rows)) // world_size * world_size
     due = {name: length * exact[name] / total for name in rows}
@@ -116,12 +110,3 @@ def epoch_counts(rows: Mapping[str, int], weights: Mapping[str, float], world_si
                 " rows). Give it more weight, or all sources more text; with several processes, use fewer."
             )
     return counts
-
-
-def _check_sources(rows: Mapping[str, int], weights: Mapping[str, float]) -> None:
-    if not rows or rows.keys() - weights.keys():
-        raise ValueError(f"A mixture of {list(rows)} needs a weight for each of them, got weights for {list(weights)}.")
-    for name, count in rows.items():
-        check_count(f"`rows` of {name!r}", count, least=0)
-        if not 0 < weights[name] < math.inf:
-            raise ValueError(f"The weight of source {name!r} must be above 0 and finite, got {weights[name]}.")

@@ -1,4 +1,4 @@
-"""Documents of any length to rows of one length: pure arithmetic on token indices, no token is touched.
+"""Pack documents of any length into rows of one length, by arithmetic on token indices.
 
 The strategies differ in what they give up. `concat` cuts documents wherever a row ends and wastes nothing, `best_fit`
 cuts only what is longer than a row and pads a little, `chunk` mixes no documents and drops what fills no row.
@@ -20,14 +20,14 @@ Packing = Literal["chunk", "concat", "best_fit"]
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Which stretches of the token stream make up each row; what every packing strategy produces.
+    """Segments of the token stream that make up each row; the result of every packing strategy.
 
     Attributes:
         segments: ``[s, 2]`` int64 start and stop of each segment in the token stream; a segment lies in one document.
         row_borders: ``[r + 1]`` int64; row ``r`` is made of ``segments[row_borders[r] : row_borders[r + 1]]``.
-        sequence_length: Tokens per row; a row whose segments have fewer is padded behind them.
+        sequence_length: Tokens per row; a row whose segments have fewer is padded after them.
         dropped_tokens: Tokens of the stream that are in no row.
-        truncated_documents: Documents of which not all tokens are in one and the same row, but some are in a row.
+        truncated_documents: Documents of which some tokens are in a row, but not all in the same one.
     """
 
     segments: NDArray[np.int64]
@@ -51,7 +51,7 @@ class PackedRows:
 
     @property
     def padded_tokens(self) -> int:
-        """Places in the rows that no token fills."""
+        """Positions of padding in all rows."""
         return len(self) * self.sequence_length - self.tokens
 
     def __str__(self) -> str:
@@ -77,8 +77,8 @@ def pack_documents(
         packing: `chunk`, `concat` or `best_fit`.
 
     Raises:
-        ValueError: If ``sequence_length`` is no integer from 1 to `LONGEST_ROW`, the borders are none, the strategy is
-            not known, or there is not a single row.
+        ValueError: If ``sequence_length`` is not an integer from 1 to `LONGEST_ROW`, the borders do not ascend from 0,
+            the strategy is unknown, or no row is filled.
     """
     check_count("`sequence_length`", sequence_length, most=LONGEST_ROW)
     check_borders(document_borders)
@@ -99,7 +99,7 @@ def pack_documents(
 
 
 def check_borders(document_borders: NDArray[np.int64]) -> None:
-    """Raise a ``ValueError`` for what are no borders of documents in a stream of tokens."""
+    """Raise a ``ValueError`` unless the borders are integers that ascend from 0."""
     borders = np.asarray(document_borders)
     if borders.ndim != 1 or not np.issubdtype(borders.dtype, np.integer) or len(borders) == 0:
         raise ValueError(f"`document_borders` must be integers [n + 1], got {borders.dtype} {list(borders.shape)}.")
@@ -133,8 +133,8 @@ def concat(document_borders: NDArray[np.int64], sequence_length: int) -> PackedR
     """Concatenate the documents and cut every ``sequence_length`` tokens.
 
     No padding, and at most ``sequence_length - 1`` tokens of the whole corpus are dropped (the incomplete last row).
-    The price: a document cut at a row's end goes on in the next row as a segment of its own, without the context that
-    stayed behind. For books, mostly longer than a row, any strategy has to cut.
+    The price: a document cut at a row's end continues in the next row as a separate segment, without the preceding
+    context. Books are mostly longer than a row, so that any strategy has to cut.
 
     Args:
         document_borders: As in `pack_documents`.
@@ -154,7 +154,7 @@ def concat(document_borders: NDArray[np.int64], sequence_length: int) -> PackedR
 
 
 def best_fit(document_borders: NDArray[np.int64], sequence_length: int) -> PackedRows:
-    """Put documents whole into rows, each where it leaves least room: as few cuts as there can be.
+    """Put whole documents into rows, each where it leaves the least room, with as few cuts as possible.
 
     Best-fit-decreasing of Ding et al. (2024), "Fewer Truncations Improve Language Modeling",
     https://arxiv.org/abs/2404.10830: of a document longer than a row whole rows are cut off the front; what remains,
@@ -190,10 +190,10 @@ def best_fit(document_borders: NDArray[np.int64], sequence_length: int) -> Packe
 
 
 def best_fit_decreasing(lengths: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
-    """Bin of each item when, longest first, each goes into the fullest bin that holds it.
+    """Assign items to bins: longest first, each to the fullest bin that holds it.
 
-    Items of one length and bins of one free space are handled together: about as many steps as there are lengths, each
-    a binary search, however many items.
+    Items of one length and bins of one free space are handled together: about one step per length, each a binary
+    search, for any number of items.
 
     Args:
         lengths: ``[n]`` item sizes, from 1 to ``capacity``.
@@ -241,7 +241,7 @@ class _Bins:
         self._bins: dict[int, list[NDArray[np.int64]]] = {}
 
     def tightest(self, size: int, items: int) -> tuple[int, NDArray[np.int64]]:
-        """Take out the bins with the least space that holds ``size``, or as many new ones as the items fill."""
+        """Remove the bins with the least space that holds ``size``, or open as many as the items fill."""
         index = bisect_left(self._free, size)
         if index < len(self._free):
             free = self._free.pop(index)
@@ -260,7 +260,7 @@ class _Bins:
 
 
 def _whole_rows(document_borders: NDArray[np.int64], sequence_length: int) -> NDArray[np.int64]:
-    """Where the rows begin that are filled by one document, when each document is cut from its front."""
+    """Find where rows begin that are filled by one document, when each document is cut from its front."""
     whole = np.diff(document_borders) // sequence_length
     before = np.cumsum(whole) - whole
     number_in_document = np.arange(int(whole.sum()), dtype=np.int64) - np.repeat(before, whole)
@@ -274,7 +274,7 @@ def _rows(
     row_borders: NDArray[np.int64],
     order: NDArray[np.int64] | slice = slice(None),
 ) -> PackedRows:
-    """The rows, whose segments come in this order, with what they lost."""
+    """Make rows of segments in this order, and count what they lost."""
     document = document_of(segments[:, 0], document_borders)
     begun, ended = document_borders[document] == segments[:, 0], document_borders[document + 1] == segments[:, 1]
     truncated = np.zeros(len(document_borders), dtype=bool)
@@ -289,5 +289,5 @@ def _rows(
 
 
 def document_of(tokens: NDArray[np.int64], document_borders: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Index of the document that each token of the stream is in."""
+    """Return the index of the document of each token of the stream."""
     return np.searchsorted(document_borders, tokens, side="right") - 1

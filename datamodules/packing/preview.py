@@ -1,8 +1,7 @@
-"""The training rows as text, as people read them: what each holds, and where documents begin, end and are cut."""
+"""Show training rows as text: what each holds, and where documents begin, end and are cut."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,48 +9,48 @@ from transformers import PreTrainedTokenizerFast
 
 from datamodules.packing.packing import document_of
 from datamodules.packing.sequences import PackedRowDataset
-from datamodules.sources.documents import with_text
-
-if TYPE_CHECKING:
-    from datamodules.packed_text import PackedTextDataModule
+from datamodules.sources.documents import Document, with_text
 
 COUNTED = 4
-"""Rows of up to so many documents are counted by their number, those of more together."""
+"""Rows of up to 4 documents are counted by that number, others together."""
 
 
-def inspection(
-    data: "PackedTextDataModule", numbers: Sequence[int] | None, *, count: int, width: int, names: bool
+def preview(
+    rows: PackedRowDataset,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    packing: str,
+    numbers: Sequence[int],
+    width: int,
+    documents: Iterable[Document] | None = None,
 ) -> str:
-    """The rows that `data` would train on: a summary of all, and some of them in full.
+    """Summarize training rows, and show some of them in full.
 
     Args:
-        data: Whose training rows; they are tokenised if need be.
+        rows: The rows.
+        tokenizer: Their tokenizer.
+        packing: Name of the packing strategy.
         numbers: Rows to show, from 0.
-        count: How many of the first rows to show where `numbers` is None.
         width: Characters to show of a text; the middle of a longer one is left out.
-        names: Whether to name documents, for which the source is read up to the last one shown.
+        documents: The training documents, if their names are to be shown; they are read up to the last one shown.
 
     Raises:
-        ValueError: If there are no training rows, or not those asked for.
+        ValueError: If a row does not exist.
     """
-    rows = data.training_rows()
-    if rows is None:
-        raise ValueError(f"{type(data).__name__} has no training rows: there is nothing to inspect.")
-    numbers = range(min(count, len(rows))) if numbers is None else numbers
     if any(not 0 <= number < len(rows) for number in numbers):
         raise ValueError(f"`rows` {list(numbers)}: there are rows 0 to {len(rows) - 1:,}.")
     shown = {document for number in numbers for document in _documents(rows, number)}
-    titles = _names(data, shown) if names else {}
-    lines = [*_summary(data, rows)]
+    titles = _names(documents, shown) if documents is not None else {}
+    lines = list(_summary(rows, packing))
     for number in numbers:
-        lines += ["", *_row(rows, number, titles, data.tokenizer, width)]
+        lines += ["", *_row(rows, number, titles, tokenizer, width)]
     return "\n".join(lines) + "\n"
 
 
-def _summary(data: "PackedTextDataModule", rows: PackedRowDataset) -> Iterator[str]:
+def _summary(rows: PackedRowDataset, packing: str) -> Iterator[str]:
     packed, lengths = rows.rows, np.diff(rows.store.document_borders)
     isolated = "documents isolated" if rows.isolate_documents else "contexts cross document borders"
-    yield f"packing      {data.packing}, {isolated}"
+    yield f"packing      {packing}, {isolated}"
     yield (
         f"documents    {len(lengths):,} of {lengths.sum():,} tokens: median {np.median(lengths):,.0f},"
         f" longest {lengths.max():,}, {np.count_nonzero(lengths == 0):,} empty"
@@ -70,9 +69,9 @@ def _documents_per_row(counts: NDArray[np.int64]) -> str:
 
 
 def _scored_tokens(rows: PackedRowDataset) -> int:
-    """Labels of all rows that are not ignored, counted without making any."""
+    """Count the labels of all rows that are not ignored, without making any."""
     segments = rows.rows.segments
-    first = np.ones(len(segments), dtype=np.int64)  # nothing stands before it
+    first = np.ones(len(segments), dtype=np.int64)  # which has no context
     if not rows.isolate_documents:
         first[:] = 0
         first[rows.rows.row_borders[:-1]] = 1
@@ -95,7 +94,7 @@ def _row(
         part, end = _part(rows, document, start, stop), place + stop - start
         yield f"  {place:,} to {end:,}: document {document:,}{name}, {part}"
         place = end
-        tokens = rows.store.read(start, stop).tolist()
+        tokens = rows.store.tokens[start:stop].tolist()
         for title, ids in (("prompt   ", tokens[:prompt]), ("response " if prompt else "", tokens[prompt:])):
             if ids:
                 text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
@@ -103,7 +102,7 @@ def _row(
 
 
 def _part(rows: PackedRowDataset, document: int, start: int, stop: int) -> str:
-    """Which of its tokens, and where it was cut."""
+    """Describe which tokens of a document a segment holds, and where it was cut."""
     begin, end = rows.store.document_borders[document : document + 2].tolist()
     if (start, stop) == (begin, end):
         return "whole"
@@ -112,17 +111,17 @@ def _part(rows: PackedRowDataset, document: int, start: int, stop: int) -> str:
 
 
 def _documents(rows: PackedRowDataset, number: int) -> list[int]:
-    """Index of the document that each segment of a row is of."""
+    """Return the index of the document of each segment of a row."""
     return document_of(rows.rows.row(number)[:, 0], rows.store.document_borders).tolist()
 
 
-def _names(data: "PackedTextDataModule", wanted: set[int]) -> dict[int, str]:
-    first = islice(with_text(data.source("train") or ()), max(wanted, default=-1) + 1)
+def _names(documents: Iterable[Document], wanted: set[int]) -> dict[int, str]:
+    first = islice(with_text(documents), max(wanted, default=-1) + 1)
     return {index: document.name for index, document in enumerate(first) if index in wanted}
 
 
 def shortened(text: str, width: int) -> str:
-    r"""The text in one line, without its middle if it has more than `width` characters.
+    r"""Shorten a text to one line, without its middle if it has more than `width` characters.
 
     Example:
         >>> shortened("one\ntwo three four", 8)
@@ -135,7 +134,7 @@ def shortened(text: str, width: int) -> str:
 
 
 def visible(text: str) -> str:
-    r"""The text with every character that does not print, or moves the cursor, spelt as Python spells it.
+    r"""Escape every character that does not print, or moves the cursor.
 
     Example:
         >>> visible("a\tb\x1b[2J 日本 🙂")

@@ -1,4 +1,4 @@
-"""Which rows each process sees, and in which order."""
+"""Choose which rows each process sees, and in which order."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,14 +6,12 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Sampler
 
-from lightning_modules.functional.checks import check_count
-
 
 class RowSampler(Sampler[int]):
     """Training rows of one process, in an order that depends on ``seed`` and the epoch only.
 
-    All processes see the same number of rows and no row twice; up to ``world_size - 1`` rows are left out, other ones
-    in each epoch.
+    All processes see the same number of rows and no row twice; up to ``world_size - 1`` rows are left out, not the same
+    ones in each epoch.
 
     Args:
         rows: Number of rows.
@@ -22,17 +20,13 @@ class RowSampler(Sampler[int]):
         world_size: Number of processes.
 
     Attributes:
-        skip: Rows of this process to leave out at the start, because an interrupted epoch had them already.
+        skip: Rows of this process to skip at the start, because an interrupted epoch had them already.
 
     Raises:
-        ValueError: If there is not a row for each process, or a number is no integer that counts something.
+        ValueError: If there is not a row for each process.
     """
 
     def __init__(self, rows: int, *, seed: int = 0, rank: int = 0, world_size: int = 1) -> None:
-        check_count("`rows`", rows, least=0)
-        check_count("`world_size`", world_size)
-        check_count("`rank`", rank, least=0, most=world_size - 1)
-        check_count("`seed`", seed, least=0)
         if rows < world_size:
             raise ValueError(
                 f"{rows} row(s) are not enough for {world_size} processes. Give more text, or lower `sequence_length`"
@@ -50,8 +44,8 @@ class RowSampler(Sampler[int]):
         self.epoch = epoch
 
     def order(self) -> dict[str, Any]:
-        """What the order depends on besides the epoch, as plain numbers that a checkpoint may hold."""
-        # The command line's numbers are of classes of their own, which a checkpoint loaded without pickle refuses.
+        """Return what the order depends on in addition to the epoch, as plain numbers that a checkpoint may hold."""
+        # The command line's numbers have their own classes, which a checkpoint loaded without pickle refuses.
         return {"rows": int(self.rows), "seed": int(self.seed), "world_size": int(self.world_size)}
 
     def __len__(self) -> int:
@@ -65,8 +59,8 @@ class RowSampler(Sampler[int]):
 class DocumentSampler(Sampler[int]):
     """Documents of one process, in order; no process has another's.
 
-    All processes get the same number of indices, else the ones with fewer would leave the others waiting for ever.
-    Indices past the last document stand for an empty row.
+    All processes get the same number of indices, or those with more would wait forever for the others. Indices past the
+    last document mean an empty row.
 
     Args:
         documents: Number of documents.

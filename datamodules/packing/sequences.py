@@ -1,8 +1,9 @@
-"""Rows of tokens: packed ones for training, and how rows become a batch."""
+"""Make training rows of packed tokens, and batches of rows."""
 
+import hashlib
 import json
 import zlib
-from typing import NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 import torch
@@ -33,15 +34,15 @@ class Row(TypedDict):
 class PackedRowDataset(Dataset[Row]):
     """Training rows, read from the token store when they are asked for.
 
-    All have ``rows.sequence_length`` tokens, of which the last may be padding behind the last border: every step takes
+    All have ``rows.sequence_length`` tokens, of which the last may be padding after the last border: every step takes
     the same memory, and no process waits for another with longer rows.
 
     Args:
         store: The tokens.
         rows: Which of them make up each row.
         isolate_documents: Whether contexts end at document borders; otherwise a row counts as one document.
-        loss_on_prompt: Whether the tokens of prompts are scored, too.
-        influence: Weights of the store's tokens, if rows shall come with theirs.
+        loss_on_prompt: Whether the tokens of prompts are scored.
+        influence: Weights of the store's tokens, if rows should come with theirs.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class PackedRowDataset(Dataset[Row]):
 
     def __getitem__(self, index: int) -> Row:
         segments = self.rows.row(index)
-        tokens = np.concatenate([self.store.read(start, stop) for start, stop in segments.tolist()], dtype=np.int64)
+        tokens = np.concatenate([self.store.tokens[start:stop] for start, stop in segments.tolist()], dtype=np.int64)
         ends = np.cumsum(segments[:, 1] - segments[:, 0])
         row = make_row(tokens, ends if self.isolate_documents else ends[-1:])
         if not self.loss_on_prompt:
@@ -76,8 +77,20 @@ class PackedRowDataset(Dataset[Row]):
             row["influence"] = torch.from_numpy(weights.astype(np.float32))
         return padded_row(row, self.rows.sequence_length)
 
+    def identity(self) -> dict[str, Any]:
+        """Return all that the rows depend on: equal identities mean equal tokens in equal contexts."""
+        packing = hashlib.sha256()
+        for part in (self.rows.segments, self.rows.row_borders):
+            packing.update(np.ascontiguousarray(part, dtype="<i8").reshape(-1).data)
+        return {
+            "token_store": self.store.folder.name,  # a hash of the text and the tokenizer
+            "sequence_length": int(self.rows.sequence_length),
+            "isolate_documents": self.isolate_documents,
+            "packing": packing.hexdigest(),
+        }
+
     def checksum(self) -> int:
-        """CRC-32 of the tokens of every row; it is the same for equal rows, wherever and whenever they were made."""
+        """Compute a CRC-32 that is the same for equal rows, wherever and whenever they were made."""
         checksum = zlib.crc32(json.dumps(self.store.manifest["crc32"], sort_keys=True).encode())
         for part in (self.rows.segments, self.rows.row_borders):
             checksum = zlib.crc32(np.ascontiguousarray(part, dtype="<i8").reshape(-1).data, checksum)
@@ -94,7 +107,7 @@ class PackedRowDataset(Dataset[Row]):
 
 
 def make_row(tokens: NDArray[np.int64], document_ends: NDArray[np.int64]) -> Row:
-    """A row whose documents end at the given token indices; the last one is the length of the row."""
+    """Make a row whose documents end at the given token indices; the last one is the length of the row."""
     starts = np.concatenate([[0], document_ends[:-1]])
     input_ids = torch.from_numpy(tokens)
     labels = input_ids.clone()
@@ -109,7 +122,7 @@ def make_row(tokens: NDArray[np.int64], document_ends: NDArray[np.int64]) -> Row
 
 
 def padded_row(row: Row, length: int) -> Row:
-    """The row with tokens that are not scored behind its last border, until it has so many tokens."""
+    """Pad a row after its last border with tokens that are not scored."""
     missing = length - len(row["input_ids"])
     if missing == 0:
         return row
@@ -125,7 +138,7 @@ def padded_row(row: Row, length: int) -> Row:
 
 
 def collate_rows(rows: list[Row]) -> PackedBatch:
-    """Stack rows of one kind; shorter ones are padded on the right, behind their last border."""
+    """Stack rows of one kind; shorter ones are padded on the right, after their last border."""
     batch = PackedBatch(
         input_ids=_stack([row["input_ids"] for row in rows], 0),
         labels=_stack([row["labels"] for row in rows], IGNORE_INDEX),
@@ -143,7 +156,7 @@ def collate_rows(rows: list[Row]) -> PackedBatch:
 
 def _stack(tensors: list[Tensor], padding: int) -> Tensor:
     length = max(len(tensor) for tensor in tensors)
-    if all(len(tensor) == length for tensor in tensors):  # packed rows: no need to copy each once more
+    if all(len(tensor) == length for tensor in tensors):  # packed rows need no further copy
         return torch.stack(tensors)
     # `F.pad` counts dimensions from the last one, so name the first one's two ends after all others'.
     return torch.stack([F.pad(t, (0, 0) * (t.ndim - 1) + (0, length - len(t)), value=padding) for t in tensors])

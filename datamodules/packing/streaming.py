@@ -1,4 +1,4 @@
-"""Rows made while the corpus is read, and a loader of them that goes on at the very token where it stopped."""
+"""Make rows while the corpus is read, and resume at the very token where a run stopped."""
 
 import logging
 import zlib
@@ -14,11 +14,9 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from typing_extensions import override
 
-from datamodules.packing.curriculum import CurriculumStages
 from datamodules.packing.sequences import Row, collate_rows, make_row
-from datamodules.sources.documents import Document, JsonLines, NoDocumentError, Source, TextFiles, is_empty
+from datamodules.sources.documents import Document, NoDocumentError, RecordFiles, Source, TextFiles, is_empty
 from datamodules.sources.locations import file_identities, file_size
-from datamodules.sources.parquet import ParquetFiles
 from datamodules.sources.splits import HashSplit
 from datamodules.token_store.tokenize import Encoder
 from lightning_modules.batch import PackedBatch
@@ -27,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 class Cursor(NamedTuple):
-    """The next token of a stream: in its pass over its files, the file, the document in it, and the token in that.
+    """Position of a stream: its pass over its files, the file in that, the document, and its next token.
 
     `content` identifies the file's content; older checkpoints do not have it.
     """
@@ -47,7 +45,7 @@ def file_sources(source: Source) -> list[Source]:
     """
     if isinstance(source, HashSplit):
         return [replace(source, source=each) for each in file_sources(source.source)]
-    if isinstance(source, TextFiles | JsonLines | ParquetFiles):
+    if isinstance(source, TextFiles | RecordFiles):
         return [replace(source, files=(file,)) for file in source.files]
     raise ValueError(
         "Only files can be streamed: name those of a hub dataset as hf://datasets/owner/name/**/*.parquet."
@@ -55,11 +53,11 @@ def file_sources(source: Source) -> list[Source]:
 
 
 class StreamedRows(IterableDataset[tuple[Row, Cursor]]):
-    """Endless rows of documents as they are read, each with the cursor of the row that follows it.
+    """Yield endless rows of documents as they are read, each with the cursor of the row that follows it.
 
-    Files are dealt out to streams, of which each worker of each process is one: no two read the same file. A stream
-    goes through its files in an order that depends on the seed, the stream and the pass; documents of a file come one
-    after the other. Nothing is dropped: what does not fill a row goes on in the next file, and pass.
+    Files are divided among streams, of which each worker of each process is one: no two read the same file. A stream
+    reads its files in an order that depends on the seed, the stream and the pass; documents of a file follow each
+    other. Nothing is dropped: tokens that do not fill a row begin the next one, in the next file or pass.
 
     Args:
         files: A source for each file.
@@ -91,7 +89,7 @@ class StreamedRows(IterableDataset[tuple[Row, Cursor]]):
         self.world_size = world_size
         self._cursors: list[Cursor] = []
         self._first = 0
-        self._told = False
+        self._warned = False
 
     def start_at(self, cursors: list[Cursor], first: int) -> None:
         """Begin the stream of each worker at its cursor, and with the stream of worker ``first``."""
@@ -125,7 +123,7 @@ class StreamedRows(IterableDataset[tuple[Row, Cursor]]):
         return make_row(np.concatenate(parts), ends if self.isolate_documents else ends[-1:])
 
     def _documents(self, stream: int, streams: int, cursor: Cursor) -> Iterator[tuple[Cursor, NDArray[np.int64]]]:
-        """The tokens of each document from the cursor on, and where they begin."""
+        """Yield the tokens of each document from the cursor on, and where they begin."""
         own = np.random.default_rng(self.seed).permutation(len(self.files))[stream::streams]
         for turn in count(cursor.round):
             found = False
@@ -146,7 +144,7 @@ class StreamedRows(IterableDataset[tuple[Row, Cursor]]):
                 )
 
     def _content(self, file: int, expected: str) -> str:
-        """Identify a file's content, and refuse other content than expected: a place in the file would mean nothing."""
+        """Identify a file's content, and refuse other content than expected: a position in it would mean nothing."""
         (stored,) = _file_source(self.files[file]).files
         (content,) = file_identities([stored])
         if expected not in ("", content):
@@ -157,44 +155,34 @@ class StreamedRows(IterableDataset[tuple[Row, Cursor]]):
         return content
 
     def _read(self, file: int) -> Iterator[tuple[int, Document]]:
-        """Each document of a file and its number; it is no error here that a file has none."""
+        """Yield each document of a file with its number; a file without any is not an error here."""
         try:
-            for number, document in enumerate(self.files[file]):  # counting the empty ones, too
-                if is_empty(document.text):
-                    self._left_out(document.name)
-                else:
+            for number, document in enumerate(self.files[file]):  # empty ones are counted
+                if not is_empty(document.text):
                     yield number, document
+                elif not self._warned:  # once: there may be many, and they come again in each pass
+                    _log.warning("Leaving out empty documents, such as '%s'.", document.name)
+                    self._warned = True
         except NoDocumentError:
             return
 
-    def _left_out(self, name: str) -> None:
-        """Tell of the first empty document; there may be many, and they come again in each pass."""
-        if not self._told:
-            _log.warning("Leaving out empty documents, such as '%s'.", name)
-        self._told = True
-
 
 class StreamingLoader:
-    """Batches of :class:`StreamedRows`; Lightning keeps its state in every checkpoint.
+    """Load batches of :class:`StreamedRows`; Lightning keeps the loader's state in every checkpoint.
 
-    It has as many batches as the run: with a known length Lightning does not read ahead of the training, which would
-    put a batch into a checkpoint that was not trained on.
+    Its length is the run's: with a known length Lightning does not read ahead of the training, which would put a batch
+    into a checkpoint that was not trained on.
 
     Args:
         rows: The rows.
         batch_size: Rows per batch; all of a batch are of one stream, and the streams of the workers take turns.
         batches: Batches in the run.
-        num_workers: Processes that read and tokenise; 0 does so in the training process.
+        num_workers: Processes that read and tokenize; 0 does so in the training process.
         pin_memory: Whether batches are put into page-locked memory.
-
-    Attributes:
-        stages: Cuts the rows of the first batches of a run into shorter ones, if there is a curriculum.
 
     Raises:
         ValueError: If there are fewer files than streams.
     """
-
-    stages: CurriculumStages | None = None
 
     def __init__(
         self, rows: StreamedRows, *, batch_size: int, batches: int, num_workers: int = 0, pin_memory: bool = False
@@ -203,59 +191,53 @@ class StreamingLoader:
         if len(rows.files) < rows.world_size * self._streams:
             raise ValueError(
                 f"{len(rows.files)} file(s) are not enough for {rows.world_size} process(es) x {self._streams}"
-                " worker(s): each reads files of its own. Split the files, or lower `num_workers`."
+                " worker(s): no two read the same file. Split the files, or lower `num_workers`."
             )
         self.rows = rows
         self.batches = batches
         self._options = {"batch_size": batch_size, "num_workers": num_workers, "pin_memory": pin_memory}
         self._done = 0
-        self._resume: dict[str, Any] = {}
         self._cursors = [Cursor()] * self._streams
 
     def __len__(self) -> int:
         return self.batches
 
     def __iter__(self) -> Iterator[PackedBatch]:
-        if self.stages:
-            self.stages.compare(self._resume)
         self.rows.start_at(list(self._cursors), self._done % self._streams)
         batches = iter(DataLoader(self.rows, collate_fn=_collate, **self._options))  # type: ignore[arg-type]
         while self._done < self.batches:
             batch, cursor = next(batches)
-            number = self._done
-            self._cursors[number % self._streams] = cursor
+            self._cursors[self._done % self._streams] = cursor
             self._done += 1
-            yield self.stages(batch, 0, number) if self.stages else batch
+            yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Batches handed out so far, where each stream of each process stands, and what the streams depend on.
+        """Return the number of batches handed out, each stream's cursor, and what the streams depend on.
 
-        All processes have to call it.
+        All processes must call it.
         """
-        own = [[*map(int, cursor[:-1]), cursor.content] for cursor in self._cursors]
+        own = [[*map(int, cursor[:4]), cursor.content] for cursor in self._cursors]
         cursors: list[Any] = [own] * self.rows.world_size
         if self.rows.world_size > 1:  # the checkpoint is written by the first process
             processes = torch.distributed.get_world_size()
             cursors = [own] * processes
             torch.distributed.all_gather_object(cursors, own)
-            cursors = cursors[:: processes // self.rows.world_size]  # neighbours may read the same
-        switch = self.stages.state() if self.stages else {}
-        return {"batches": self._done, "cursors": cursors, **switch, **self._order}
+            cursors = cursors[:: processes // self.rows.world_size]  # of neighbors that read the same, the first
+        return {"batches": self._done, "cursors": cursors, **self._order}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on there.
+        """Resume after those batches.
 
         Raises:
-            ValueError: If the streams are other ones.
+            ValueError: If the streams differ.
         """
         order = self._order
         changed = {name: (state.get(name), value) for name, value in order.items() if state.get(name) != value}
         if changed:
             raise ValueError(
-                f"A stream goes on only as it was: the checkpoint differs in (then, now) {changed}. Restore these"
+                f"A stream resumes only as it was: the checkpoint differs in (then, now) {changed}. Restore these"
                 " settings and files."
             )
-        self._resume = state
         self._done = state["batches"]
         self._cursors = [Cursor(*cursor) for cursor in state["cursors"][self.rows.rank]]
 
@@ -279,7 +261,7 @@ def _file_source(source: Any) -> Any:
 
 
 def _description(source: Any) -> str:
-    """Settings of a file's documents, and its name and size. Its content counts when the stream reads it."""
+    """Describe a file's name and size and the settings of its documents. Its content is compared when it is read."""
     if isinstance(source, HashSplit):
         return f"{source.split} 1/{source.share} of {_description(source.source)}"
     (file,) = source.files

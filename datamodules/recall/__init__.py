@@ -1,4 +1,4 @@
-"""Documents that need their far past: of a made-up language, without network or data, or of real text."""
+"""Make documents that depend on their far past: in a synthetic language, without data, or of real text."""
 
 from datamodules.recall.corpus import RecallCorpus
 from datamodules.recall.documents import RecallRecord, recall_documents, recall_questions, recall_records
@@ -11,7 +11,6 @@ from datamodules.recall.language import (
     SET,
     field_values,
     genre_words,
-    possible_values,
     recall_tokenizer,
 )
 from datamodules.recall.module import RecallDataModule, RecallSource
@@ -33,7 +32,6 @@ __all__ = [
     "RecallTask",
     "field_values",
     "genre_words",
-    "possible_values",
     "recall_documents",
     "recall_questions",
     "recall_records",

@@ -1,4 +1,4 @@
-"""The made-up language as a corpus of experiments: training rows, documents with what is known of them, questions."""
+"""Use the synthetic language in experiments: training rows, annotated documents and questions."""
 
 from collections.abc import Iterator
 from itertools import chain
@@ -14,14 +14,14 @@ NATURAL_SLOT = 16
 
 
 def depth_parts(count: int, tokens: int, depths: int, last: float) -> Iterator[tuple[int, tuple[float, float], int]]:
-    """How many questions of documents of so many tokens, between which depths up to the last, and by what seed."""
+    """Divide questions among depths up to the last: yield their number, range of depths and seed."""
     for part in range(depths):
         share = count * (part + 1) // depths - count * part // depths
         yield share, (last * part / depths, last * (part + 1) / depths), EVALUATION_SEED + 10 * tokens + part
 
 
 class RecallCorpus:
-    """What ``longce reproduce miniature`` asks of a corpus, for the made-up language of `recall_documents`.
+    """Corpus of ``longce reproduce miniature`` in the synthetic language of `recall_records`.
 
     Everything that is evaluated is natural text (an event every 16 words) of the first dialect.
     """
@@ -47,17 +47,17 @@ class RecallCorpus:
         seed: int,
         cache_dir: str,
     ) -> RecallDataModule:
-        """Rows to train on.
+        """Make rows to train on.
 
         Args:
-            rows: How many.
+            rows: Number of rows.
             sequence_length: Tokens in each.
             document_rows: Rows that a document fills: all but the first begin in its middle.
             slot: Words from one event to the next, on average.
             second_dialect: Share of the documents in the second dialect.
             batch_size: Rows per step.
-            seed: Of the documents and of their order.
-            cache_dir: Folder for tokenised text.
+            seed: Seed of the documents and of their order.
+            cache_dir: Folder for tokenized text.
         """
         return RecallDataModule(
             train_documents=-(-rows // document_rows),
@@ -71,28 +71,28 @@ class RecallCorpus:
         )
 
     def documents(self, count: int, tokens: int) -> Iterator[RecallRecord]:
-        """Documents of so many tokens to measure on."""
+        """Write documents of ``tokens`` tokens to measure on."""
         return recall_records(count, length=tokens - 1, slot=NATURAL_SLOT, seed=EVALUATION_SEED + tokens)
 
     def questions(self, count: int, tokens: int, *, depths: int, behind: int) -> list[list[RecallRecord]]:
-        """Documents that end in an answer that was given once, by where it was given.
+        """Write documents that end in an answer that was given once, by the depth of that place.
 
         Args:
-            count: How many in all.
+            count: Number of all questions.
             tokens: Tokens of each document.
             depths: Parts of equal length into which the places are divided, from the front to the back.
-            behind: Tokens that stand at least between the place and the answer.
+            behind: Minimum number of tokens between the place and the answer.
 
         Returns:
-            For each depth about ``count / depths`` documents.
+            About ``count / depths`` documents for each depth.
         """
-        last = max(1 - (behind + 4) / tokens, 0.0)  # a fact of 3 words and the first token are no part of the way
+        last = max(1 - (behind + 4) / tokens, 0.0)  # without the fact's 3 words and the first token
         return [
             list(recall_questions(share, length=tokens - 1, depth=depth, slot=NATURAL_SLOT, seed=seed))
             for share, depth, seed in depth_parts(count, tokens, depths, last)
         ]
 
     def fingerprint(self) -> str:
-        """A text that changes when documents or questions do."""
+        """Return a text that changes when documents or questions do."""
         samples = chain(self.documents(1, 64), self.questions(1, 64, depths=1, behind=0)[0])
         return " ".join(record.text for record in samples)

@@ -1,10 +1,10 @@
-"""Books with planted lines as a corpus of experiments: the events of `recall_documents`, real text between them."""
+"""Use books with planted lines in experiments: the events of `recall_records` with real text between them."""
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from datamodules.packed_text import PackedTextDataModule
 from datamodules.recall.corpus import EVALUATION_SEED, NATURAL_SLOT, depth_parts
 from datamodules.recall.documents import RecallRecord, Word, Writer, any_fact, free_place
 from datamodules.recall.language import GET, SET, field_values
-from datamodules.sources.documents import Document, TextFolder
+from datamodules.sources.documents import Document, text_folder
 from datamodules.sources.splits import Split
 from lightning_modules.models.tokenization.tokenizer import tokenizer_hash
 
@@ -38,17 +38,17 @@ _LARGEST_FACT = 20  # tokens: three words and <bos>, with room to spare
 
 
 class HaystackCorpus:
-    """What ``longce reproduce miniature`` asks of a corpus, for real text with planted lines.
+    """Corpus of ``longce reproduce miniature`` with lines planted in real text.
 
-    The local words are those of books, from any place in them, one space apart. Between them stand the events of
-    `recall_documents`, such as ``let city citla`` and ``recall city citla``, and a genre stands first. In documents of
-    the second dialect the words of the book come in random order, so that a model that is trained on them learns to
-    recall and no grammar. Training documents are of the books in ``train``, all others of those in ``test``.
+    The local words come from random places in books. Between them are the events of `recall_records`, such as
+    ``let city citla`` and ``recall city citla``, and a genre is first. In documents of the second dialect the words of
+    the book are in random order, so that a model that is trained on them learns to recall but no grammar. Training
+    documents use the books in ``train``, all others those in ``test``.
 
     The tokenizer is a byte-level BPE that is trained on such documents, so a value can be several tokens. Each document
-    has exactly the tokens asked for: at its end words that no longer fit are left out. `RecallRecord` counts distances
-    in tokens, from the first of the answer to the last of where it was said. Of an answer only those tokens
-    count as one in whose place the field could have another value; what is behind them is its spelling.
+    has exactly the requested number of tokens: words that no longer fit at its end are left out. `RecallRecord` counts
+    distances in tokens, from the last of the earlier mention to the first of the answer. Only those tokens of an answer
+    are decisive that another value of the field would change; the rest is spelling.
 
     Args:
         text: Folder with ``train/*.txt`` and ``test/*.txt``, the layout of PG-19.
@@ -61,7 +61,7 @@ class HaystackCorpus:
 
     remark = (
         "Real text, with planted lines that only the far past explains; in its second dialect the words of the text are"
-        " in random order. What is recalled is the planted lines, not what the text itself has of far dependencies."
+        " in random order. Only the planted lines are recalled, not far dependencies of the text itself."
     )
 
     def __init__(self, text: str | None = None, vocabulary_size: PositiveInt = 2048) -> None:
@@ -69,7 +69,7 @@ class HaystackCorpus:
             raise ValueError("This corpus plants lines in your text: name a folder with train/*.txt and test/*.txt.")
         if vocabulary_size <= _BYTES:
             raise ValueError(f"`vocabulary_size` must be above {_BYTES}, the tokens of bytes, got {vocabulary_size}.")
-        self.folders = {split: TextFolder(Path(text).expanduser() / split) for split in ("train", "test")}
+        self.folders = {split: text_folder(Path(text).expanduser() / split) for split in ("train", "test")}
         self.vocabulary_size = vocabulary_size
         self._fingerprints = {split: folder.fingerprint() for split, folder in self.folders.items()}
         self._sizes: dict[str, int] = {}
@@ -116,7 +116,7 @@ class HaystackCorpus:
         seed: int,
         cache_dir: str,
     ) -> "HaystackDataModule":
-        """Rows to train on; arguments as those of `RecallCorpus.training_data`, ``slot`` in words."""
+        """Make rows to train on; arguments as those of `RecallCorpus.training_data`, ``slot`` in words."""
         source = HaystackSource(
             self,
             count=-(-rows // document_rows),
@@ -130,12 +130,12 @@ class HaystackCorpus:
         )
 
     def documents(self, count: int, tokens: int) -> Iterator[RecallRecord]:
-        """Documents of so many tokens to measure on."""
+        """Write documents of ``tokens`` tokens to measure on."""
         for index in range(count):
             yield self.record("test", tokens, (EVALUATION_SEED + tokens, index), NATURAL_SLOT)
 
     def questions(self, count: int, tokens: int, *, depths: int, behind: int) -> list[list[RecallRecord]]:
-        """Documents that end in an answer that was given once; arguments as those of `RecallCorpus.questions`."""
+        """Write documents that end in an answer that was given once; arguments as those of `RecallCorpus.questions`."""
         last = max(1 - (behind + _LARGEST_FACT) / tokens, 0.0)
         return [
             [self._question(np.random.default_rng((seed, index, 1)), tokens, depth) for index in range(share)]
@@ -143,19 +143,19 @@ class HaystackCorpus:
         ]
 
     def fingerprint(self) -> str:
-        """A text that changes when documents, questions or the tokenizer do."""
+        """Return a text that changes when documents, questions or the tokenizer do."""
         (question,) = self.questions(1, 96, depths=1, behind=0)[0]
         texts = (next(iter(self.documents(1, 96))).text, question.text)
         books = hashlib.sha256(repr(self._fingerprints).encode()).hexdigest()
         return " ".join((*texts, books, tokenizer_hash(self._tokenizer)))
 
     def record(self, split: Split, tokens: int, seed: Seed, slot: int, second_dialect: float = 0.0) -> RecallRecord:
-        """A document.
+        """Write a document.
 
         Args:
-            split: Whose books its local words are from.
-            tokens: Its tokens, with ``<bos>``.
-            seed: Of the document.
+            split: Split of the books with its local words.
+            tokens: Number of tokens, with ``<bos>``.
+            seed: Seed of the document.
             slot: Words from one event to the next, on average.
             second_dialect: Probability that the words of the book come in random order.
         """
@@ -176,13 +176,13 @@ class HaystackCorpus:
         return RecallRecord(tuple(self._known([*words[:place], *fact, *words[place:], *question])))
 
     def size(self, word: str) -> int:
-        """Tokens of a word behind a space."""
+        """Count the tokens of a word after a space."""
         if word not in self._sizes:
             self._sizes[word] = len(self._tokenizer.backend_tokenizer.encode(word, add_special_tokens=False).ids)
         return self._sizes[word]
 
     def _fitting(self, parts: Iterable[list[Word]], tokens: int) -> list[Word]:
-        """Words of exactly so many tokens: events and local words in order, without those that no longer fit."""
+        """Take words of exactly ``tokens`` tokens: events and local words in order, without those that do not fit."""
         taken: list[Word] = []
         for part in parts:
             for unit in [[word] for word in part] if part[0].kind == "local" else [part]:
@@ -195,9 +195,9 @@ class HaystackCorpus:
         raise ValueError("The text has hardly a word of one token, so documents cannot be filled: give other text.")
 
     def _known(self, words: Iterable[Word]) -> Iterator[Word]:
-        """The words with what is known of answers, in tokens."""
+        """Annotate answers with their distances in tokens."""
         said: dict[str, int] = {}
-        place = 1  # behind <bos>
+        place = 1  # after <bos>
         field = ""
         for word in words:
             last = place + self.size(word.text) - 1
@@ -209,19 +209,19 @@ class HaystackCorpus:
             said[word.text], place, field = last, last + 1, word.text
 
     def decisive(self, field: str, value: str) -> int:
-        """Characters of a value up to the last token in whose place another value of the field could stand.
+        """Count the characters of a value up to the last token that another value of the field would change.
 
-        Which token can come next is known without the past where all values that begin so go on with the same one.
+        The later tokens are known without the past: all values with this beginning continue in the same way.
         """
         encode = self._tokenizer.backend_tokenizer.encode
         tokens = encode(value, add_special_tokens=False)
         others = [encode(other, add_special_tokens=False).ids for other in field_values()[field] if other != value]
-        shared = max(sum(1 for _ in _common_prefix(tokens.ids, other)) for other in others)
+        shared = max(_shared_prefix(tokens.ids, other) for other in others)
         return int(tokens.offsets[min(shared, len(tokens.ids) - 1)][1])
 
 
 class _BookWriter(Writer):
-    """Takes its local words from a book, from any place of it on; behind its end comes its beginning."""
+    """Writer whose local words are those of a book from a random place; its beginning follows its end."""
 
     def __init__(
         self, books: Books, seed: Seed, slot: int, second_dialect: float = 0.0, *, without: str | None = None
@@ -240,7 +240,7 @@ class _BookWriter(Writer):
 
 @dataclass(frozen=True)
 class HaystackSource:
-    """Documents of a `HaystackCorpus` as a source of a data module; arguments as those of its `record`."""
+    """Source of documents of a `HaystackCorpus`; arguments as those of its `record`."""
 
     corpus: HaystackCorpus
     count: int
@@ -248,17 +248,16 @@ class HaystackSource:
     slot: int
     seed: int
     second_dialect: float = 0.0
-    split: Split = "train"
 
     def __iter__(self) -> Iterator[Document]:
         """Stream the documents."""
         for index in range(self.count):
-            record = self.corpus.record(self.split, self.tokens, (self.seed, index), self.slot, self.second_dialect)
+            record = self.corpus.record("train", self.tokens, (self.seed, index), self.slot, self.second_dialect)
             yield Document(f"haystack-{self.seed}-{index}", record.text)
 
     def fingerprint(self) -> str:
-        """What the documents are made from, and the first of them in case they are made otherwise."""
-        made_from = (self.count, self.tokens, self.slot, self.seed, self.second_dialect, self.split)
+        """Describe what the documents are made from, with the first of them in case the code changes."""
+        made_from = (self.count, self.tokens, self.slot, self.seed, self.second_dialect)
         return f"{self.corpus.fingerprint()} {made_from} {next(iter(self)).text}"
 
 
@@ -276,7 +275,7 @@ class HaystackDataModule(PackedTextDataModule):
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerFast:
-        """The tokenizer of the corpus, which ends no document: see `RecallDataModule`."""
+        """Tokenizer of the corpus, without an end-of-text token: see `RecallDataModule`."""
         return self.documents.corpus.tokenizer()
 
     @override
@@ -284,8 +283,5 @@ class HaystackDataModule(PackedTextDataModule):
         return self.documents
 
 
-def _common_prefix(first: Sequence[int], second: Sequence[int]) -> Iterator[int]:
-    for one, other in zip(first, second, strict=False):
-        if one != other:
-            return
-        yield one
+def _shared_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))

@@ -1,4 +1,4 @@
-"""The words of the made-up language, its tokenizer, and how local words follow one another."""
+"""Define the words of the synthetic language, its tokenizer, and how local words follow one another."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -12,7 +12,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 SET, GET, ABOUT = "let", "recall", "about"
-"""What stands before a field and its value, before a field whose value is repeated, and before a genre word."""
+"""Words before a field and its value, before a field whose value is repeated, and before a genre word."""
 
 FIELDS = (
     "animal", "bread", "city", "dance", "fruit", "garment", "island", "jewel",
@@ -26,16 +26,11 @@ GENRES = (
 Dialect = Literal[0, 1]
 """Which of two grammars the local words of a document follow; their words are the same."""
 
-Pairs = Literal["typed", "free"]
-"""Whether each field has values of its own, or any field can have any of the same values: then a value does not tell
-whose it is, and is found only by what stands before it (induction)."""
-
 VALUES_PER_FIELD = 16
 WORDS_PER_GENRE = 12
 _SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
 _LOCAL_WORDS = 256
 _SUCCESSORS = 24  # words that may follow a local word
-_PAIR_STATES = 2048  # what two words before a local one are told apart by
 
 
 def recall_tokenizer() -> PreTrainedTokenizerFast:
@@ -68,19 +63,6 @@ def field_values() -> dict[str, tuple[str, ...]]:
 
 
 @cache
-def possible_values(field: str, pairs: Pairs = "typed") -> tuple[str, ...]:
-    """The 16 words that a field can have as its value; free pairs share one word of each field's own.
-
-    Example:
-        >>> possible_values("city")[:2], possible_values("city", "free")[:2]
-        (('citba', 'citda'), ('aniba', 'breda'))
-    """
-    if pairs == "typed":
-        return field_values()[field]
-    return tuple(values[index] for index, values in enumerate(field_values().values()))
-
-
-@cache
 def genre_words() -> dict[str, tuple[str, ...]]:
     """The words that a document of each genre is about; no two genres share one.
 
@@ -91,47 +73,30 @@ def genre_words() -> dict[str, tuple[str, ...]]:
     return {genre: tuple(genre[:4] + end for end in _syllables()[:WORDS_PER_GENRE]) for genre in GENRES}
 
 
-def local_stream(
-    rng: np.random.Generator, length: int, *, dialect: Dialect = 0, pairs: Iterator[bool] | None = None
-) -> Iterator[str]:
-    """Local words, each one of the 24 successors of the word before, the first successors more often (Zipf).
+def local_stream(rng: np.random.Generator, length: int, *, dialect: Dialect = 0) -> Iterator[str]:
+    """Yield local words, each one of the 24 successors of the preceding word, the first ones more often (Zipf).
 
     Args:
         rng: Draws the words.
         length: How many.
         dialect: Whose successors.
-        pairs: For each word, whether it follows the two words before it instead of one; none does by default.
     """
     likelihood = np.arange(1, _SUCCESSORS + 1) ** -1.3
     ranks = rng.choice(_SUCCESSORS, size=length, p=likelihood / likelihood.sum()).tolist()
-    words = _local_words()
-    current = before = int(rng.integers(_LOCAL_WORDS))
+    words, successors = _local_words(), _successors(dialect)
+    current = int(rng.integers(_LOCAL_WORDS))
     for rank in ranks:
-        if pairs is not None and next(pairs):
-            successors = _pair_successors(dialect)[(before * 521 + current * 31) % _PAIR_STATES]
-        else:
-            successors = _successors(dialect)[current]
-        before, current = current, successors[rank]
+        current = successors[current][rank]
         yield words[current]
 
 
 @cache
 def _successors(dialect: Dialect) -> list[list[int]]:
-    """For each local word the words that may follow it: one grammar, whatever the documents' seed."""
-    return _tables(dialect, _LOCAL_WORDS)
-
-
-@cache
-def _pair_successors(dialect: Dialect) -> list[list[int]]:
-    """For each state of two local words the words that may follow them."""
-    return _tables(2 + dialect, _PAIR_STATES)
-
-
-def _tables(seed: int, states: int) -> list[list[int]]:
-    rng = np.random.default_rng(seed)
+    """Draw the words that may follow each local word: one grammar, whatever the documents' seed."""
+    rng = np.random.default_rng(dialect)
     popularity = np.arange(1, _LOCAL_WORDS + 1) ** -0.8
     popularity /= popularity.sum()
-    return [rng.choice(_LOCAL_WORDS, _SUCCESSORS, replace=False, p=popularity).tolist() for _ in range(states)]
+    return [rng.choice(_LOCAL_WORDS, _SUCCESSORS, replace=False, p=popularity).tolist() for _ in range(_LOCAL_WORDS)]
 
 
 @cache

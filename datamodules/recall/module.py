@@ -1,9 +1,9 @@
-"""The made-up language as a source and a data module."""
+"""Train on documents of the synthetic language."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 from transformers import PreTrainedTokenizerFast
@@ -11,57 +11,47 @@ from typing_extensions import override
 
 from datamodules.packed_text import PackedTextDataModule
 from datamodules.recall.documents import recall_documents
-from datamodules.recall.language import Pairs, recall_tokenizer
+from datamodules.recall.language import recall_tokenizer
 from datamodules.sources.documents import Document
 from datamodules.sources.splits import Split
 
 
 @dataclass(frozen=True)
 class RecallSource:
-    """Documents of the made-up language as a source of a data module; arguments as those of `recall_documents`."""
+    """Source of documents of the synthetic language; arguments as those of `recall_records`."""
 
     count: int
     length: int
     slot: int
     seed: int
     second_dialect: float = 0.0
-    second_order: float = 0.0
-    pairs: Pairs = "typed"
 
     def __iter__(self) -> Iterator[Document]:
         """Stream the documents."""
-        texts = recall_documents(
-            self.count,
-            length=self.length,
-            slot=self.slot,
-            seed=self.seed,
-            second_dialect=self.second_dialect,
-            second_order=self.second_order,
-            pairs=self.pairs,
-        )
-        yield from (Document(f"recall-{self.seed}-{index}", text) for index, text in enumerate(texts))
+        for index, text in enumerate(recall_documents(**asdict(self))):
+            yield Document(f"recall-{self.seed}-{index}", text)
 
     def fingerprint(self) -> str:
-        """What the documents are made from, and the first of them in case the language changes."""
+        """Describe what the documents are made from, with the first of them in case the language changes."""
         return f"{self} {next(iter(self)).text}"
 
 
 class RecallDataModule(PackedTextDataModule):
-    """Made-up text in which some words can only be known from far back; see `recall_documents`.
+    """Synthetic text in which some words can only be known from far back; see `recall_records`.
 
     Training, validation and test documents are different ones of the same language. The tokenizer comes with it.
 
     Args:
-        train_documents: How many documents to train on.
-        document_length: Words of each document, in training and evaluation; by default as many as fill a row.
+        train_documents: Number of documents to train on.
+        document_length: Words of each document, in training and evaluation; by default those of a row.
         slot: Words from one event to the next, on average: fewer make it easier to learn.
         sequence_length: Tokens per training row.
-        validation_documents: How many documents to validate on.
-        test_documents: How many documents to test on.
+        validation_documents: Number of documents to validate on.
+        test_documents: Number of documents to test on.
         seed: Seed of the documents and of the order of the training rows.
-        second_dialect: Share of the documents in the second dialect.
-        second_order: Share of the local words that depend on the two words before them.
-        pairs: Whether fields have values of their own.
+        second_dialect: Fraction of the documents in the second dialect.
+        pairs: Deprecated: only ``typed`` remains.
+        second_order: Deprecated: only 0 remains.
         **kwargs: See :class:`PackedTextDataModule`.
     """
 
@@ -76,8 +66,8 @@ class RecallDataModule(PackedTextDataModule):
         test_documents: PositiveInt = 32,
         seed: NonNegativeInt = 0,
         second_dialect: float = 0.0,
-        second_order: float = 0.0,
-        pairs: Pairs = "typed",
+        pairs: Literal["typed"] = "typed",  # configs of earlier runs have these two
+        second_order: Literal[0] = 0,
         **kwargs: Any,
     ) -> None:
         super().__init__(
@@ -92,17 +82,14 @@ class RecallDataModule(PackedTextDataModule):
         self.train_documents = train_documents
         self.document_length = document_length or sequence_length - 1  # <bos> fills the row up
         self.slot = slot
-        self.language: dict[str, Any] = {
-            "second_dialect": second_dialect,
-            "second_order": second_order,
-            "pairs": pairs,
-        }
+        self.second_dialect = second_dialect
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerFast:
-        """The tokenizer of the language, which ends no document: all are equally long.
+        """The tokenizer of the language, without an end-of-text token.
 
-        A model would learn at which position the end comes, and expect it there in longer documents, too.
+        All documents have one length: a model would learn at which position the end comes, and expect it there in
+        longer documents.
         """
         tokenizer = recall_tokenizer()
         tokenizer.eos_token = None
@@ -117,4 +104,4 @@ class RecallDataModule(PackedTextDataModule):
         }
         seed = 3 * self.seed + list(counts).index(split)
         count = int(counts[split])
-        return RecallSource(count, length=self.document_length, slot=self.slot, seed=int(seed), **self.language)
+        return RecallSource(count, int(self.document_length), int(self.slot), int(seed), self.second_dialect)

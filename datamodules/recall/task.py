@@ -1,4 +1,4 @@
-"""The question of the made-up language as a long-context task, for models that know no other."""
+"""Ask questions in the synthetic language as a long-context task, for models that know no other."""
 
 from typing_extensions import override
 
@@ -7,15 +7,15 @@ from lightning_modules.tasks.questions.example import Example
 from lightning_modules.tasks.questions.prompter import Prompter
 from lightning_modules.tasks.questions.task import Task
 
-_BEHIND = 6  # words behind the last place where the fact can stand: it itself and the question with its answer
+_BEHIND = 6  # words from the last possible place of the fact: the fact, and the question with its answer
 _FEWEST = 8
 
 
 class RecallTask(Task):
-    """What is the city? A document that says it once, and ends in ``recall city``; see `recall_questions`.
+    """Task of documents that mention a value once and end in ``recall city``; see `recall_questions`.
 
-    The answer is one word of the 16 that the field can have: who knows the language and cannot look back is right in
-    6 % of all cases.
+    The answer is one of the 16 words that the field can have: a model that knows the language but cannot look back is
+    right in 6 % of all cases.
     """
 
     name = "recall"

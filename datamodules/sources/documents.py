@@ -1,40 +1,24 @@
-"""Where documents come from: readers that stream them one by one, and say where a bad one stands."""
+"""Stream documents from files, and name the place of a bad one."""
 
-import gzip
-import io
-import json
 import logging
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol, cast, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-import zstandard
-from typing_extensions import override
-
-from datamodules.sources.locations import File, file_size, files_fingerprint
+from datamodules.sources.locations import PARQUET, File, file_size, files_fingerprint
+from datamodules.sources.records import check_size, decoded, is_packed, nested, read_document, read_records
 
 _NAMED = 3  # of the documents that a message is about
 
 _log = logging.getLogger(__name__)
 
-# UTF-8, without the byte-order mark that some editors put in front.
-ENCODING = "utf-8-sig"
-
-LARGEST_DOCUMENT = 1 << 28
-"""Bytes of a document as it is stored, unpacked: a hundred times a long book. A few kilobytes can unpack to more than
-all memory."""
-
-_PACKED_BYTES = 1 << 14  # taken at a time: what they unpack to is in memory
-
 
 class Document(NamedTuple):
-    """One text and the name by which messages and result files cite it.
+    """A text and the name by which messages and result files cite it.
 
     Attributes:
-        prompt_end: How many characters at its front are the prompt to which the rest is the response.
+        prompt_end: Number of characters at its front that are the prompt; the rest is the response.
     """
 
     name: str
@@ -43,27 +27,27 @@ class Document(NamedTuple):
 
 
 class NoDocumentError(ValueError):
-    """A source has no document, or none that is wanted."""
+    """Raised by a source without any document that is wanted."""
 
 
 class Source(Protocol):
-    """A corpus: an iterable of documents, always in the same order, never in memory as a whole."""
+    """An iterable of documents, always in the same order, never in memory as a whole."""
 
     def __iter__(self) -> Iterator[Document]:
         """Stream the documents."""
         ...
 
     def fingerprint(self) -> str:
-        """A text that changes whenever the documents may have changed, and not with their place or time."""
+        """Return a text that changes whenever the documents may have changed, and not with their place or time."""
         ...
 
 
 @runtime_checkable
 class SizedSource(Protocol):
-    """A source that may know how much text it has, so that progress can be told."""
+    """A source that may know how much text it has, for progress bars."""
 
     def text_bytes(self) -> int | None:
-        """About how many bytes all its texts have in UTF-8, had without reading them; None if that is not known."""
+        """Estimate the bytes of all texts in UTF-8 without reading them; None if unknown."""
         ...
 
 
@@ -83,8 +67,7 @@ class TextFiles:
         """Stream the documents."""
         for file in self.files:
             stem = file.name.removesuffix(file.suffix if is_packed(file) else "").removesuffix(".txt")
-            with opened(file) as stream:
-                content = stream.read(LARGEST_DOCUMENT + 1)
+            content = read_document(file)
             check_size(content, str(file))
             name = f"{stem} {self.titles.get(stem, '')}".rstrip()
             yield Document(name, checked_text(decoded(content, str(file)), str(file)))
@@ -98,47 +81,28 @@ class TextFiles:
         return _plain_bytes(self.files)
 
 
-@dataclass(frozen=True)
-class TextFolder:
-    """Every ``.txt`` file of a local folder is a document, in the order of the file names.
+def text_folder(folder: Path, titles: Mapping[str, str] | None = None) -> TextFiles:
+    """Find the ``.txt`` files of a local folder, without its subfolders, in the order of their names.
 
-    Args:
-        folder: The folder; subfolders are not searched.
-        titles: As in `TextFiles`.
+    Raises:
+        FileNotFoundError: If there is no such file.
     """
-
-    folder: Path
-    titles: Mapping[str, str] = field(default_factory=dict)
-
-    def __iter__(self) -> Iterator[Document]:
-        """Stream the documents."""
-        return iter(self._files())
-
-    def fingerprint(self) -> str:
-        """Content and order of the files."""
-        return self._files().fingerprint()
-
-    def text_bytes(self) -> int | None:
-        """Size of the files."""
-        return self._files().text_bytes()
-
-    def _files(self) -> TextFiles:
-        files = tuple(sorted(self.folder.glob("*.txt")))
-        if not files:
-            raise FileNotFoundError(
-                f"No .txt file in {self.folder}. Name a folder that holds one text file per document."
-            )
-        return TextFiles(files, self.titles)
+    files = tuple(sorted(folder.glob("*.txt")))
+    if not files:
+        raise FileNotFoundError(f"No .txt file in {folder}. Name a folder that holds one text file per document.")
+    return TextFiles(files, titles or {})
 
 
 @dataclass(frozen=True)
-class JsonLines:
-    """Documents in JSON-lines files, plain or compressed (``.gz``, ``.zst``), one JSON object per line.
+class RecordFiles:
+    """Documents in JSON-lines files, plain or compressed (``.gz``, ``.zst``), or in parquet files.
+
+    Each line or row is a document. Of parquet files only the needed columns are read, a page of each at a time.
 
     Args:
         files: The files, read in this order.
         text_fields: Names the text may go by; the first one present is used.
-        name_fields: Fields that make up the document's name; without any of them it is ``"<file>:<line>"``.
+        name_fields: Fields that make up the document's name; without any of them it is ``"<file>:<number>"``.
         where: ``(field, value)``: only documents whose field holds that value; dots reach into nested objects.
         prompt_field: Field of a prompt. The document is prompt and text, joined as they are.
     """
@@ -151,33 +115,30 @@ class JsonLines:
 
     def __iter__(self) -> Iterator[Document]:
         """Stream the documents."""
+        columns = [*self.text_fields, *self.name_fields, *([self.prompt_field] if self.prompt_field else [])]
+        columns += [self.where[0].partition(".")[0]] if self.where else []
         found = False
         for file in self.files:
-            with opened(file) as lines:
-                for number, line in enumerate(lines_of(lines), start=1):
-                    check_size(line, f"{file}:{number}")
-                    document = self._document(line, file, number) if not line.isspace() else None
-                    if document is not None:
-                        found = True
-                        yield document
+            first = 0 if file.name.endswith(PARQUET) else 1  # lines count from 1, as in editors
+            for number, parse in read_records(file, columns, text_columns=self.text_fields, first=first):
+                record = parse()
+                if self.where is None or nested(record, self.where[0]) == self.where[1]:
+                    found = True
+                    yield self._document(record, file, number)
         if not found:
-            raise NoDocumentError(no_document(self.where, self.files))
+            wanted = f" with {self.where[0]} == {self.where[1]!r}" if self.where else ""
+            raise NoDocumentError(f"No document{wanted} in {', '.join(map(str, self.files))}. Name other files.")
 
     def fingerprint(self) -> str:
         """Content and order of the files, and which documents are taken."""
-        prompt = f" {self.prompt_field}" if self.prompt_field is not None else ""
-        return f"json {files_fingerprint(self.files)} {self.text_fields} {self.where}{prompt}"
+        return f"records {files_fingerprint(self.files)} {self.text_fields} {self.where} {self.prompt_field}"
 
     def text_bytes(self) -> int | None:
         """Size of the files, if they are plain and all is wanted: a little too much, JSON has quotes and names."""
         return None if self.where else _plain_bytes(self.files)
 
-    def _document(self, line: bytes, file: File, number: int) -> Document | None:
-        """The document on a line; none if it is not wanted."""
+    def _document(self, record: dict[str, Any], file: File, number: int) -> Document:
         place = f"{file}:{number}"
-        record = parsed_line(line, place)
-        if self.where and nested(record, self.where[0]) != self.where[1]:
-            return None
         present = [name for name in self.text_fields if name in record]
         if not present:
             raise ValueError(
@@ -201,15 +162,13 @@ class JsonLines:
 
 
 def checked_text(text: object, place: str) -> str:
-    """The text of the document at ``place``, once it is sure to be one.
+    """Return the text of the document at ``place``, once it is checked.
 
     Raises:
-        ValueError: If it is no string, or cannot be written as UTF-8. It may be empty: see `with_text`.
+        ValueError: If it is not a string, or cannot be written as UTF-8. It may be empty: see `with_text`.
     """
     if not isinstance(text, str):
-        raise ValueError(
-            f"{place}: the text must be a string, got {type(text).__name__}. Mend or remove this document."
-        )
+        raise ValueError(f"{place}: the text must be a string, got {type(text).__name__}. Fix or remove this document.")
     try:
         text.encode()
     except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair, which no tokenizer takes
@@ -218,12 +177,12 @@ def checked_text(text: object, place: str) -> str:
 
 
 def is_empty(text: str) -> bool:
-    """Whether there is nothing but white space in a text, and so nothing to learn from or to score."""
+    """Return whether a text is white space only, with nothing to learn or to score."""
     return not text or text.isspace()
 
 
 def with_text(documents: Iterable[Document]) -> Iterator[Document]:
-    """The documents that are not empty; a line in the log says how many were, and names the first.
+    """Yield the documents that are not empty; the log reports how many were, and names the first.
 
     Raises:
         NoDocumentError: If all are empty.
@@ -245,123 +204,12 @@ def with_text(documents: Iterable[Document]) -> Iterator[Document]:
         _log.warning("Left out %s empty documents of %s: %s.", f"{count:,}", f"{taken + count:,}", names)
 
 
-def nested(record: Any, path: str) -> Any:
-    """The value at a dotted path such as ``"meta.pile_set_name"``, or ``None``."""
-    for key in path.split("."):
-        record = record.get(key) if isinstance(record, Mapping) else None
-    return record
-
-
 def record_name(record: Mapping[str, Any], fields: tuple[str, ...], place: str) -> str:
-    """The given fields in one line, or the place if the record has none of them."""
+    """Join the given fields in one line; the place if the record has none of them."""
     return " ".join(str(record[field]).strip() for field in fields if record.get(field)) or place
 
 
-def no_document(where: tuple[str, Any] | None, files: tuple[File, ...]) -> str:
-    """What to say when files hold nothing that is wanted."""
-    wanted = f" with {where[0]} == {where[1]!r}" if where else ""
-    return f"No document{wanted} in {', '.join(map(str, files))}. Name other files."
-
-
-def is_packed(file: File) -> bool:
-    """Whether a file is compressed."""
-    return file.suffix in (".gz", ".zst")
-
-
-@contextmanager
-def opened(file: File) -> Iterator[BinaryIO]:
-    """The file's bytes, fetched and unpacked as they are read.
-
-    Raises:
-        ValueError: If the file is damaged.
-    """
-    with ExitStack() as stack:
-        stream: BinaryIO = stack.enter_context(file.open("rb"))
-        if file.suffix == ".gz":
-            stream = cast(BinaryIO, stack.enter_context(gzip.GzipFile(fileobj=stream)))
-        elif file.suffix == ".zst":
-            stream = cast(BinaryIO, stack.enter_context(io.BufferedReader(_ZstdFrames(stream))))
-        try:
-            yield stream
-        except (EOFError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:
-            raise ValueError(f"{file}: the compressed file is damaged ({error}). Fetch it again.") from error
-
-
-class _ZstdFrames(io.RawIOBase):
-    """The bytes in zstd frames that follow each other; `zstandard`'s own reader takes a torn frame for the end."""
-
-    def __init__(self, stream: BinaryIO) -> None:
-        self._stream = stream
-        self._frame = zstandard.ZstdDecompressor().decompressobj()
-        self._begun = False
-        self._unpacked = memoryview(b"")
-
-    @override
-    def readable(self) -> bool:
-        return True
-
-    @override
-    def readinto(self, buffer: Any) -> int:
-        while not self._unpacked:
-            packed = b""
-            if self._frame.eof:
-                packed = self._frame.unused_data
-                self._frame, self._begun = zstandard.ZstdDecompressor().decompressobj(), False
-            packed = packed or self._stream.read(_PACKED_BYTES)
-            if not packed:
-                if self._begun:
-                    raise EOFError("it ends in the middle of a zstd frame")
-                return 0
-            self._begun, self._unpacked = True, memoryview(self._frame.decompress(packed))
-        size = min(len(buffer), len(self._unpacked))
-        buffer[:size], self._unpacked = self._unpacked[:size], self._unpacked[size:]
-        return size
-
-
 def _plain_bytes(files: tuple[File, ...]) -> int | None:
-    """Size of all files; None if some are compressed or of unknown size."""
-    sizes = [None if is_packed(file) else file_size(file) for file in files]
+    """Sum the sizes of all files; None if some are compressed or of unknown size."""
+    sizes = [None if is_packed(file) or file.name.endswith(PARQUET) else file_size(file) for file in files]
     return None if None in sizes else sum(size for size in sizes if size is not None)
-
-
-def lines_of(stream: BinaryIO) -> Iterator[bytes]:
-    """The lines; of one that is too long as much as shows it."""
-    while line := stream.readline(LARGEST_DOCUMENT + 1):
-        yield line
-        while len(line) > LARGEST_DOCUMENT and not line.endswith(b"\n"):  # for whoever goes on behind it
-            line = stream.readline(LARGEST_DOCUMENT + 1)
-
-
-def check_size(content: bytes, place: str) -> None:
-    """Raise a ``ValueError`` for more bytes than a document may have."""
-    if len(content) > LARGEST_DOCUMENT:
-        raise ValueError(
-            f"{place}: a document of more than {LARGEST_DOCUMENT:,} bytes. Split it, or remove it if it is no text."
-        )
-
-
-def decoded(content: bytes, place: str) -> str:
-    """The text of bytes in UTF-8; a ``ValueError`` that names the place if they are not."""
-    try:
-        return content.decode(ENCODING)
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{place}: byte {error.start} is not UTF-8 ({error.reason})."
-            " Convert the file to UTF-8, or remove the document."
-        ) from error
-
-
-def parsed_line(line: bytes, place: str) -> dict[str, Any]:
-    """The object on a line of JSON lines; a ``ValueError`` that names the place if there is none."""
-    text = decoded(line, place)
-    try:
-        record = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{place}: malformed JSON ({error}). Each line must hold one whole JSON object.") from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or thousands of brackets
-        raise ValueError(f"{place}: JSON that Python does not read ({error}). Mend or remove this line.") from error
-    if not isinstance(record, dict):
-        raise ValueError(
-            f"{place}: expected a JSON object, got {type(record).__name__}. Each line must hold one object."
-        )
-    return record

@@ -1,4 +1,4 @@
-"""Documents of a dataset on the Hugging Face hub, or of a local folder of parquet files."""
+"""Read documents of a dataset on the Hugging Face hub, or of a local folder of parquet files."""
 
 import re
 from collections.abc import Iterator
@@ -9,7 +9,8 @@ from typing import Any
 
 import datasets
 
-from datamodules.sources.documents import Document, checked_text, nested, record_name
+from datamodules.sources.documents import Document, checked_text, record_name
+from datamodules.sources.records import nested
 from lightning_modules.utilities.identity import content_hash
 
 
@@ -51,7 +52,7 @@ class HubDataset:
             raise ValueError(f"No document{wanted} in split {self.split!r} of {self.path!r}. Name another dataset.")
 
     def fingerprint(self) -> str:
-        """The content of local files, or the commit on the hub, and which documents are taken."""
+        """Identify the content of local files, or the commit on the hub, and which documents are taken."""
         dataset = self._dataset
         content = _local_content(Path(self.path).expanduser()) or dataset._fingerprint
         return f"hub {content} {self.split} {self.revision} {self.text_column} {self.where}"
@@ -68,12 +69,12 @@ class HubDataset:
 
 
 def holds_parquet(path: Path) -> bool:
-    """Whether a local folder holds parquet files, at whatever depth."""
+    """Return whether a local folder holds parquet files at any depth."""
     return path.is_dir() and next(path.rglob("*.parquet"), None) is not None
 
 
 def _local_content(folder: Path) -> str | None:
-    """Hash of a local folder's data and of the files that assign them to splits; None if there is no such folder."""
+    """Hash a local folder's data and the files that assign them to splits; None without such a folder."""
     if not folder.is_dir():
         return None
     return content_hash(folder, [file for file in folder.rglob("*") if file.suffix in (".parquet", ".md", ".json")])
@@ -99,7 +100,7 @@ def _load(path: str, split: str, revision: str | None) -> Any:
 
 
 def _check_path(path: str, local: Path) -> None:
-    """Refuse at once what cannot be right: the hub takes half a minute to say no, and a .txt is split into lines."""
+    """Refuse impossible paths at once: the hub takes half a minute, and a .txt would be split into lines."""
     if local.exists() and not holds_parquet(local):
         raise FileNotFoundError(
             f"`path` = {path!r} is here, but neither in a layout that this data module knows nor a folder of parquet"

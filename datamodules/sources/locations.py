@@ -1,4 +1,4 @@
-"""Files of a corpus, on this machine or behind an fsspec URL: found, told apart and opened in one way."""
+"""Find, identify and open files of a corpus, local or at an fsspec URL."""
 
 import functools
 import glob
@@ -21,10 +21,10 @@ from lightning_modules.utilities.identity import combined_hash, file_hashes
 
 TEXT = (".txt", ".txt.gz", ".txt.zst")
 JSON_LINES = tuple(kind + packing for kind in (".jsonl", ".json") for packing in ("", ".gz", ".zst"))
-"""Endings of JSON-lines files; corpora such as the Pile call them .json, too."""
+"""Endings of JSON-lines files; corpora such as the Pile also call them .json."""
 PARQUET = (".parquet",)
 
-# What file systems report of a file: checksums identify its content, entity tags and times a version at its address.
+# Reports of file systems: checksums identify a file's content, entity tags and times a version at its address.
 _CHECKSUMS = ("blob_id", "md5Hash", "content_md5", "Content-MD5", "Digest")
 _TAGS = ("etag", "ETag", "generation")
 _TIMES = ("mtime", "LastModified", "last_modified", "Last-Modified", "updated", "modified", "created")
@@ -41,7 +41,7 @@ class RemoteFile:
     Args:
         system: Where it is.
         path: Its path there.
-        info: What the file system says of it.
+        info: The file system's description.
     """
 
     system: fsspec.AbstractFileSystem
@@ -65,7 +65,7 @@ class RemoteFile:
         """The bytes, fetched as they are read.
 
         Raises:
-            ValueError: If they cannot be had.
+            ValueError: If they cannot be fetched.
         """
         try:
             return cast(BinaryIO, io.BufferedReader(self._connected().open(self.path, mode), _READ_AHEAD))
@@ -74,11 +74,11 @@ class RemoteFile:
 
     @functools.cached_property
     def identity(self) -> str:
-        """Text that tells the content from any other; computed once, because it may take a request or a download."""
+        """Text that identifies the content; computed once, because it may take a request or a download."""
         return _remote_identity(self)
 
     def details(self) -> dict[str, Any]:
-        """Ask the file system about this file; lists of files may tell less."""
+        """Ask the file system about this file; lists of files may have fewer details."""
         with suppress(OSError):
             return {**self.info, **self._connected().info(self.path)}
         return self.info
@@ -92,20 +92,20 @@ File = Path | RemoteFile
 
 
 def is_url(path: str) -> bool:
-    """Whether a path is an fsspec URL such as ``s3://bucket/folder``, ``hf://datasets/owner/name`` or ``https://..``."""
+    """Return whether a path is an fsspec URL such as ``s3://bucket/folder``, ``hf://datasets/owner/name`` or ``https://..``."""
     return "://" in path
 
 
 def find_files(path: str) -> tuple[File, ...]:
-    """The files that a path stands for, in the order of their paths.
+    """Find the files at a path, in the order of their paths.
 
     Args:
         path: A file, a folder (searched to any depth; names with a dot or underscore in front are passed over) or a
             pattern with ``*`` or ``**``; local or an fsspec URL.
 
     Raises:
-        FileNotFoundError: If there is none of a known kind.
-        ValueError: If the file system is not known, needs a package that is missing, or cannot be reached.
+        FileNotFoundError: If no file of a known kind is found.
+        ValueError: If the file system is unknown, needs a package that is missing, or cannot be reached.
     """
     found = _remote_files(path) if is_url(path) else _local_files(path)
     files = tuple(file for file in found if file.name.endswith((*TEXT, *JSON_LINES, *PARQUET)))
@@ -124,7 +124,7 @@ def files_fingerprint(files: Iterable[File]) -> str:
 
 
 def file_identities(files: Iterable[File]) -> list[str]:
-    """Compute for each file a text that tells its content from any other.
+    """Compute for each file a text that identifies its content.
 
     For a local file it is the SHA-256 of its bytes. For one elsewhere it is the checksum that the file system reports;
     else address, size and entity tag; else address, size and time, with a warning, as an edit may keep those; else the
@@ -139,7 +139,7 @@ def file_identities(files: Iterable[File]) -> list[str]:
 
 
 def file_size(file: File) -> int | None:
-    """Bytes of the file as it is stored; None if the server does not say."""
+    """Return the bytes of the file as it is stored; None if the server does not report it."""
     return file.stat().st_size if isinstance(file, Path) else file.info.get("size")
 
 
@@ -165,7 +165,7 @@ def _remote_identity(file: RemoteFile) -> str:
 
 @functools.cache
 def _warn_of_times(protocol: str) -> None:
-    """Warn once of each kind of server."""
+    """Warn once for each kind of server."""
     _log.warning(
         "Files of %s report neither checksum nor entity tag here, so that an edit that keeps size and time is not"
         " noticed. Download them, or clear the cache after such an edit.",
@@ -183,7 +183,7 @@ def _local_files(path: str) -> list[Path]:
 
 
 def _files_below(folder: Path, parents: frozenset[Path]) -> Iterator[Path]:
-    """All files in a folder, in linked folders, too, as patterns find them; a link to a folder around it is an end."""
+    """Yield all files in a folder and in linked folders, as patterns find them; links to a parent are skipped."""
     real = folder.resolve()
     if real in parents:
         return
@@ -214,7 +214,7 @@ def _remote_files(path: str) -> Sequence[File]:
 
 
 def _listed(system: fsspec.AbstractFileSystem, root: str) -> dict[str, dict[str, Any]]:
-    """Path and description of the file, of all files of the folder, or of what fits the pattern: one request each."""
+    """List path and description of the file, of the folder's files, or of matches of the pattern, in one request."""
     if "*" in root:
         return system.glob(root, detail=True)
     info = system.info(root)

@@ -1,4 +1,4 @@
-"""Splits of a corpus: by the names of its files, or by its documents where it has only one file."""
+"""Split a corpus by the names of its files, or by a hash of its documents."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ _PREFIX: dict[Split, str] = {"train": "train", "validation": "val", "test": "tes
 
 
 def json_lines_files(folder: Path, split: Split) -> tuple[Path, ...]:
-    """Files of a split in the order of their names: ``train*.jsonl`` in the folder, or any in a folder ``train*``.
+    """Find the files of a split by name: ``train*.jsonl`` in the folder, or any in a folder ``train*``.
 
     Raises:
-        FileNotFoundError: If there is none.
+        FileNotFoundError: If no file is found.
     """
     prefix = _PREFIX[split]
     found = [*folder.glob(f"{prefix}*"), *folder.glob(f"{prefix}*/*")]
@@ -33,7 +33,7 @@ def json_lines_files(folder: Path, split: Split) -> tuple[Path, ...]:
 
 @dataclass(frozen=True)
 class HashSplit:
-    """One split of a source that has none: the text of a document decides where it belongs.
+    """A split of a source without splits: the text of a document decides where it belongs.
 
     Of every ``share`` documents, about one is for validation and one for test; the others are for training. The same
     text is in the same split whatever its place in the file, so a copy never leaks from one split to another.
@@ -62,7 +62,7 @@ class HashSplit:
             )
 
     def fingerprint(self) -> str:
-        """That of the source, and what is taken of it."""
+        """Combine the source's fingerprint and the split."""
         return f"{self.source.fingerprint()} {self.split} 1/{self.share}"
 
     def _split_of(self, text: str) -> Split:

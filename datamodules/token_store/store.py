@@ -1,9 +1,9 @@
-"""Tokenise a corpus once, into a folder that is either whole or not there."""
+"""Tokenize a corpus once, into a folder that is either complete or missing."""
 
 import json
 import logging
 import zlib
-from contextlib import ExitStack, closing, suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
@@ -15,44 +15,40 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerFast
 
 from datamodules.sources.documents import SizedSource, Source, with_text
-from datamodules.token_store.checksums import CheckedFile, ChecksummedWriter, check_file
-from datamodules.token_store.tokenize import Encoder, tokenised
+from datamodules.token_store.tokenize import Encoder, tokenized
 from lightning_modules.models.tokenization.tokenizer import tokenizer_hash, vocabulary_size
 from lightning_modules.utilities.files import atomic_folder, remove_folder, writable_folder
 from lightning_modules.utilities.identity import file_state
 from lightning_modules.utilities.locks import exclusive
 from lightning_modules.utilities.progress import progress_bar
 
-FORMAT = 2
+FORMAT = 3
 """Part of every store's address: raise it with any change to what the code below writes."""
 
 MANIFEST, TOKENS, DOCUMENT_BORDERS = "manifest.json", "tokens.bin", "document_borders.bin"
-CHECKSUMS = "tokens.crc32"
-"""One ``<u4`` for each block of `TOKENS`."""
-
 PROMPT_LENGTHS = "prompt_lengths.bin"
 """One ``<i8`` for each document; only where a document has a prompt."""
 
 VERIFIED = "verified.json"
-"""Sizes and times of the files when they were last read in full and found whole; no part of the content."""
+"""Sizes and times of the files when they were last read in full and found undamaged; not part of the content."""
 
-_CONTENT = (TOKENS, DOCUMENT_BORDERS, CHECKSUMS)
+_CONTENT = (TOKENS, DOCUMENT_BORDERS)
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class TokenStore:
-    """A tokenised corpus on disk, memory-mapped: a flat stream of tokens and where each document ends in it.
+    """A tokenized corpus on disk, memory-mapped: a flat stream of tokens and where each document ends in it.
 
-    Opening it checks all but the tokens, which may be hundreds of gigabytes: `verify` does, and `read` checks what it
-    returns. It pickles as its path, so loader workers may be forked or spawned.
+    Opening it checks all but the tokens, which may be hundreds of gigabytes: `verify` checks those. It pickles as its
+    path, so loader workers may be forked or spawned.
 
     Args:
         folder: A folder written by :func:`build_token_store`.
 
     Raises:
-        ValueError: If the folder is not a whole store.
+        ValueError: If the folder is not a complete, undamaged store.
     """
 
     folder: Path
@@ -62,9 +58,9 @@ class TokenStore:
             for name, size in self.manifest["bytes"].items():
                 if (found := (self.folder / name).stat().st_size) != size:
                     raise ValueError(f"{name} has {found:,} of {size:,} bytes")
-            for name, checksum in self.manifest["crc32"].items():
-                if _checksum(self.folder / name) != checksum:
-                    raise ValueError(f"{name} is not what was written")
+            for name in self.manifest["crc32"]:
+                if name != TOKENS:
+                    self._check_content(name)
         except (OSError, ValueError) as error:
             raise ValueError(_damaged(self.folder, error)) from error
 
@@ -81,10 +77,10 @@ class TokenStore:
             raise ValueError(f"{MANIFEST} is not what was written")
         return manifest
 
-    @property
+    @cached_property
     def tokens(self) -> NDArray[np.unsignedinteger]:
-        """Token ids of all documents one after the other, as they are on disk now: `read` checks them."""
-        return self._tokens.values
+        """Token ids of all documents one after the other."""
+        return np.memmap(self.folder / TOKENS, dtype=self.manifest["dtype"], mode="r").view(np.ndarray)
 
     @cached_property
     def document_borders(self) -> NDArray[np.int64]:
@@ -98,26 +94,10 @@ class TokenStore:
             return None
         return np.memmap(self.folder / PROMPT_LENGTHS, dtype="<i8", mode="r").view(np.ndarray)
 
-    def read(self, start: int, stop: int) -> NDArray[np.unsignedinteger]:
-        """``tokens[start:stop]``, once they are sure to be what was written.
-
-        Each block of tokens is compared with its checksum when the process first reads it.
-
-        Raises:
-            ValueError: If they are not. The store is then verified in full, and built anew, at the next start.
-        """
-        try:
-            return self._tokens.read(start, stop)
-        except ValueError as error:
-            with suppress(OSError):
-                (self.folder / VERIFIED).unlink()
-            raise ValueError(_damaged(self.folder, error)) from error
-
     def verify(self) -> None:
-        """Read all tokens and compare them with their checksums, unless the files are those last found whole.
+        """Read all tokens and compare them with their checksum, unless the files are those last found undamaged.
 
-        Files are known by size, inode and times of modification and change. Damage that leaves no trace there, such as
-        a bit flipped by the disk, is found by `read`.
+        Files are recognized by size, inode and times of modification and change.
 
         Raises:
             ValueError: If the tokens are damaged.
@@ -126,22 +106,22 @@ class TokenStore:
             state = self._state()
             if state == self._verified_state():
                 return
-            check_file(self.folder / TOKENS, self.folder / CHECKSUMS)
+            self._check_content(TOKENS)
         except (OSError, ValueError) as error:
             raise ValueError(_damaged(self.folder, error)) from error
         with suppress(OSError):  # another user's
             self.mark_verified(state)
 
     def mark_verified(self, state: dict[str, list[int]] | None = None) -> None:
-        """Note that the files, as they are now or were in ``state``, are whole; a torn note costs time only."""
+        """Note that the files, as they are now or were in ``state``, are undamaged; a torn note only costs time."""
         (self.folder / VERIFIED).write_text(json.dumps(state or self._state()))
 
-    @cached_property
-    def _tokens(self) -> CheckedFile:
-        return CheckedFile(self.folder / TOKENS, self.folder / CHECKSUMS, self.manifest["dtype"])
+    def _check_content(self, name: str) -> None:
+        if _checksum(self.folder / name) != self.manifest["crc32"][name]:
+            raise ValueError(f"{name} is not what was written")
 
     def _verified_state(self) -> Any:
-        """What `mark_verified` has noted; None if it can no more be read."""
+        """Read what `mark_verified` has noted; None if it cannot be read."""
         try:
             return json.loads((self.folder / VERIFIED).read_text())
         except (OSError, ValueError):
@@ -157,21 +137,21 @@ class TokenStore:
 def build_token_store(
     source: Source, tokenizer: PreTrainedTokenizerFast, *, cache_dir: Path, add_special_tokens: bool = False
 ) -> TokenStore:
-    """Tokenise every document of ``source``, or open the store if that was done before and it is undamaged.
+    """Tokenize every document of ``source``, or open the store if that was done before and it is undamaged.
 
     A document is the tokens of its text and, if the tokenizer has one, the end-of-text token. The store's folder is
-    named by a hash of all that decides its content, and appears in one step when it is complete. Of several processes
-    that ask for the same store one tokenises while the others wait (`exclusive` says where they cannot).
+    named by a hash of all that decides its content, and appears in one step when it is complete. If several processes
+    need the same store, one tokenizes while the others wait.
 
     Args:
         source: The documents.
         tokenizer: A fast tokenizer.
-        cache_dir: Folder of all stores; made if need be.
+        cache_dir: Folder of all stores; made if needed.
         add_special_tokens: Whether the tokenizer puts its special tokens around each document.
 
     Raises:
-        ValueError: If ``cache_dir`` cannot be written, a document is not fit for training (the message names it), or
-            the text changes meanwhile.
+        ValueError: If ``cache_dir`` cannot be written, a document cannot be tokenized (the message names it), or the
+            text changes meanwhile.
     """
     recipe = _recipe(source, tokenizer, add_special_tokens)
     folder = cache_dir / sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
@@ -184,7 +164,7 @@ def build_token_store(
             try:
                 return _verified(folder)
             except ValueError as error:
-                _log.warning("The token store %s is damaged (%s): building it anew.", folder, error.__cause__)
+                _log.warning("The token store %s is damaged (%s): building it again.", folder, error.__cause__)
             remove_folder(folder)
         with atomic_folder(folder) as temporary:
             _write(temporary, source, tokenizer, recipe)
@@ -196,14 +176,14 @@ def build_token_store(
 
 
 def _verified(folder: Path) -> TokenStore:
-    """The store in a folder, if it is whole."""
+    """Open the store in a folder, if it is undamaged."""
     store = TokenStore(folder)
     store.verify()
     return store
 
 
 def _damaged(folder: Path, reason: Exception) -> str:
-    return f"The token store {folder} is damaged ({reason}). Prepare the data again: it is then built anew."
+    return f"The token store {folder} is damaged ({reason}). Prepare the data again: it is then rebuilt."
 
 
 def _recipe(source: Source, tokenizer: PreTrainedTokenizerFast, add_special_tokens: bool) -> dict[str, Any]:
@@ -222,23 +202,24 @@ def _recipe(source: Source, tokenizer: PreTrainedTokenizerFast, add_special_toke
 def _write(folder: Path, source: Source, tokenizer: PreTrainedTokenizerFast, recipe: dict[str, Any]) -> None:
     """Write the files of a store."""
     encoder = Encoder(tokenizer, add_special_tokens=recipe["add_special_tokens"])
-    documents = tokens = 0
+    documents = tokens = checksum = 0
     prompts: list[NDArray[np.int64]] = []
-    with ExitStack() as stack:
-        token_file, borders_file, checksums_file = (
-            stack.enter_context((folder / name).open("wb")) for name in _CONTENT
-        )
-        bar = stack.enter_context(_progress_bar(source))
-        writer = ChecksummedWriter(token_file, checksums_file)
+    with (
+        (folder / TOKENS).open("wb") as token_file,
+        (folder / DOCUMENT_BORDERS).open("wb") as borders_file,
+        _progress_bar(source) as bar,
+        closing(tokenized(with_text(source), encoder)) as batches,
+    ):
         borders_file.write(bytes(8))
-        for batch in stack.enter_context(closing(tokenised(with_text(source), encoder))):
-            writer.write(batch.tokens.astype(recipe["dtype"]).data.cast("B"))
+        for batch in batches:
+            content = batch.tokens.astype(recipe["dtype"]).tobytes()
+            token_file.write(content)
+            checksum = zlib.crc32(content, checksum)
             borders_file.write((tokens + np.cumsum(batch.lengths)).astype("<i8").tobytes())
             prompts.append(batch.prompt_lengths)
             documents, tokens = documents + len(batch.lengths), tokens + len(batch.tokens)
             bar.set_postfix(documents=f"{documents:,}", tokens=f"{tokens:,}", refresh=False)
             bar.update(batch.text_bytes)
-        writer.finish()
     optional = (PROMPT_LENGTHS,) if any(part.any() for part in prompts) else ()
     if optional:
         (folder / PROMPT_LENGTHS).write_bytes(np.concatenate(prompts).astype("<i8").tobytes())
@@ -246,21 +227,21 @@ def _write(folder: Path, source: Source, tokenizer: PreTrainedTokenizerFast, rec
         "documents": documents,
         "tokens": tokens,
         "bytes": {name: (folder / name).stat().st_size for name in (*_CONTENT, *optional)},
-        "crc32": {name: _checksum(folder / name) for name in (DOCUMENT_BORDERS, CHECKSUMS, *optional)},
+        "crc32": {TOKENS: checksum} | {name: _checksum(folder / name) for name in (DOCUMENT_BORDERS, *optional)},
     }
     (folder / MANIFEST).write_bytes(_manifest_text(manifest))
     TokenStore(folder).mark_verified()
-    _log.info("Tokenised %d documents into %d tokens.", documents, tokens)
+    _log.info("Tokenized %d documents into %d tokens.", documents, tokens)
 
 
 def _manifest_text(manifest: dict[str, Any]) -> bytes:
-    """The manifest with a checksum of itself; one content has one spelling, so that any edit shows."""
+    """Serialize the manifest with its own checksum; equal manifests are equal text, so that any edit is noticed."""
     checksum = zlib.crc32(json.dumps(manifest).encode())
     return (json.dumps(manifest | {"checksum": checksum}, indent=2) + "\n").encode()
 
 
 def _checksum(path: Path) -> int:
-    """CRC-32 of a file."""
+    """Compute the CRC-32 of a file."""
     checksum = 0
     with path.open("rb") as file:
         while content := file.read(1 << 20):
@@ -270,4 +251,4 @@ def _checksum(path: Path) -> int:
 
 def _progress_bar(source: Source) -> Any:
     total = source.text_bytes() if isinstance(source, SizedSource) else None
-    return progress_bar("Tokenising", unit="B", total=total)
+    return progress_bar("Tokenizing", unit="B", total=total)

@@ -1,4 +1,4 @@
-"""Texts to tokens with all cores: while one batch is read or written, others are tokenised."""
+"""Tokenize texts with all cores: while one batch is read or written, others are tokenized."""
 
 import os
 import zlib
@@ -21,7 +21,7 @@ BATCH_DOCUMENTS = 1024
 BATCH_CHARACTERS = 500_000 * min(max(os.cpu_count() or 1, 4), 32)
 
 AHEAD = 2
-"""Batches tokenised at once. They share the tokenizer's threads, so that none idles while the longest text of a batch
+"""Batches tokenized at once. They share the tokenizer's threads, so that none idles while the longest text of a batch
 is finished, nor while Python makes arrays of its tokens."""
 
 Item = TypeVar("Item")
@@ -29,7 +29,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class TokenisedBatch:
+class TokenizedBatch:
     """Some documents.
 
     Attributes:
@@ -46,7 +46,7 @@ class TokenisedBatch:
 
 
 class Encoder:
-    """Tokens of a batch of documents, each with the end-of-text token behind it if the tokenizer has one.
+    """Tokenizer of batches of documents, each of which ends with the end-of-text token if the tokenizer has one.
 
     Prompt and response are tokenised as one text. A token that holds characters of both belongs to the response.
 
@@ -67,14 +67,14 @@ class Encoder:
         settings = f"{tokenizer_hash(tokenizer)} {self._end_of_text} {add_special_tokens}"
         self.checksum = zlib.crc32(settings.encode())
 
-    def __call__(self, documents: list[Document]) -> TokenisedBatch:
-        """Tokenise one or more documents.
+    def __call__(self, documents: list[Document]) -> TokenizedBatch:
+        """Tokenize one or more documents.
 
         Raises:
             ValueError: If a token is beyond the tokenizer's vocabulary.
         """
         texts, prompt_ends = [document.text for document in documents], [each.prompt_end for each in documents]
-        # Which characters a token stands for is work, and asked for only where a prompt ends among them.
+        # Character offsets cost time, and are needed only for prompts.
         encode = self._backend.encode_batch if any(prompt_ends) else self._backend.encode_batch_fast
         encodings = encode(texts, add_special_tokens=self._add_special_tokens)
         ids = [np.array(self._with_end_of_text(encoding.ids), dtype=np.int64) for encoding in encodings]
@@ -84,7 +84,7 @@ class Encoder:
                 f"The tokenizer gave token {tokens.max()}, beyond its vocabulary of {self._vocabulary_size}."
                 " Its tokenizer.json is inconsistent: fetch it again."
             )
-        return TokenisedBatch(
+        return TokenizedBatch(
             tokens=tokens,
             lengths=np.array([len(each) for each in ids]),
             prompt_lengths=np.array([_prompt_length(*each) for each in zip(encodings, prompt_ends, strict=True)]),
@@ -92,24 +92,24 @@ class Encoder:
         )
 
     def _with_end_of_text(self, ids: list[int]) -> list[int]:
-        """Mark where the document ends, once: with special tokens some tokenizers already do."""
+        """Append the end-of-text token, unless the tokenizer's special tokens already did."""
         return ids if self._end_of_text is None or ids[-1:] == [self._end_of_text] else [*ids, self._end_of_text]
 
 
 def _prompt_length(encoding: Encoding, prompt_end: int) -> int:
-    """How many tokens stand before the first one that reaches behind the prompt's characters."""
+    """Count the tokens before the first one that reaches beyond the prompt's characters."""
     if prompt_end == 0:
         return 0
     return next((n for n, (_, end) in enumerate(encoding.offsets) if end > prompt_end), len(encoding.ids))
 
 
-def tokenised(documents: Iterable[Document], encoder: Encoder) -> Generator[TokenisedBatch]:
-    """The documents in batches, in order; at most `AHEAD` + 2 of them are in memory at a time."""
+def tokenized(documents: Iterable[Document], encoder: Encoder) -> Generator[TokenizedBatch]:
+    """Yield the documents in batches, in order; at most `AHEAD` + 2 of them are in memory at a time."""
     return _in_order(encoder, _batches(documents))
 
 
 def _in_order(function: Callable[[Item], Result], items: Iterable[Item]) -> Generator[Result]:
-    """What ``map`` gives, computed by `AHEAD` threads."""
+    """Yield what ``map`` gives, computed by `AHEAD` threads."""
     pending: deque[Future[Result]] = deque()
     with ThreadPoolExecutor(AHEAD) as pool:
         try:
@@ -125,7 +125,7 @@ def _in_order(function: Callable[[Item], Result], items: Iterable[Item]) -> Gene
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """Documents in groups large enough for all the tokenizer's threads and small enough for memory."""
+    """Group documents: enough for all the tokenizer's threads, and few enough for memory."""
     batch: list[Document] = []
     characters = 0
     for document in documents:

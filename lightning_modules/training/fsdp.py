@@ -20,7 +20,7 @@ from typing_extensions import override
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.loading import load_backbone
-from lightning_modules.training.checkpoints.io import check_together
+from lightning_modules.training.checkpoints.io import check_integrity
 from lightning_modules.training.checkpoints.sharded import no_code, write_together
 
 _REMEDY = "set `trainer.strategy` to `lightning_modules.training.fsdp.FullyShardedStrategy`"
@@ -72,7 +72,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
             ValueError: If it is missing, torn or damaged.
         """
         path = Path(self.broadcast(checkpoint_path))
-        check_together(path)
+        check_integrity(path)
         safely = weights_only is not False
         with no_code() if safely else contextlib.nullcontext():
             return super().load_checkpoint(path, weights_only=safely)

@@ -29,14 +29,14 @@ _NAMES = {
     "collections": {"OrderedDict"},
     "pathlib": {"PosixPath", "PurePosixPath", "WindowsPath"},
 }
-"""What an index is made of, by module."""
+"""Classes in an index, by module."""
 
 
 def fault(folder: Path) -> str | None:
-    """Why a folder that torch's sharded strategies wrote must not be loaded, as the end of a sentence; else None.
+    """Return why a folder of torch's sharded strategies must not be loaded, as the end of a sentence, or None.
 
     Three parts of it are pickled: the index, which `torch.distributed.checkpoint` unpickles without restrictions;
-    values that are no tensors, which it loads without ``weights_only``; and Lightning's state of the run. Here the
+    values that are not tensors, which it loads without ``weights_only``; and Lightning's state of the run. Here the
     index may name the classes of an index only, and the others are read with ``weights_only``: nothing else is run.
     """
     try:

@@ -5,7 +5,7 @@ from typing import Any
 
 
 def plain(value: Any) -> Any:
-    """NaN is no JSON: null stands for it; what is no plain value is told as text."""
+    """Return a value that JSON can hold: null for NaN and infinity, text for other objects."""
     if isinstance(value, dict):
         return {str(key): plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):

@@ -129,7 +129,7 @@ def test_a_run_goes_on_where_another_one_ended(run, documents, tmp_path, caplog)
     with pytest.MonkeyPatch.context() as patch:
         read = []
         tokenised = lambda text, *a, **k: read.append(text) or encode_document(text, *a, **k)  # noqa: E731
-        patch.setattr("datamodules.corpus.stream.encode_document", tokenised)
+        patch.setattr("datamodules.packing.evaluation_documents.encode_document", tokenised)
         run()
     assert len(read) == 3
     assert "3 documents are in" in caplog.text

@@ -140,7 +140,7 @@ def changed(folder, **values):
         ({"weight": float("nan")}, "weight of source 'a' must be above 0"),
         ({"sequence_length": 8}, "Source 'a' has `sequence_length` = 8: it is the mixture's to set"),
         ({"tokenizer": "other"}, "Source 'a' has `tokenizer` = 'other'"),
-        ({"batch_size": 8}, "which mean nothing for a part"),
+        ({"batch_size": 8}, "which have no meaning for a part"),
         ({"train_path": "x"}, "(?s)Source 'a' of the mixture: .*train_path"),
         ({"class_path": "datamodules.Nothing"}, "(?s)Source 'a' of the mixture: .*Nothing"),
         ({"class_path": "torch.nn.Linear"}, "Source 'a' of the mixture"),
@@ -165,7 +165,7 @@ def test_what_makes_no_sense_is_refused(corpora, word_tokenizer, byte_tokenizer)
     other = mixture(corpora, word_tokenizer)
     del other.modules["b"].tokenizer_name
     other.modules["b"].tokenizer_name = byte_tokenizer
-    with pytest.raises(ValueError, match="Source 'b' of the mixture: its tokenizer is another one"):
+    with pytest.raises(ValueError, match="Source 'b' of the mixture: its tokenizer differs"):
         other.prepare_data()
 
 

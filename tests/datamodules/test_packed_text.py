@@ -21,7 +21,7 @@ from datamodules.influence.writer import InfluenceWriter
 from datamodules.packing.packing import pack_documents
 from datamodules.packing.samplers import RowSampler
 from datamodules.packing.sequences import PackedRowDataset
-from datamodules.sources.documents import Document, TextFolder
+from datamodules.sources.documents import Document, text_folder
 from datamodules.token_store.store import build_token_store
 from lightning_modules.batch import IGNORE_INDEX, batch_to
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
@@ -35,7 +35,7 @@ class Folders(PackedTextDataModule):
         self.root = root
 
     def source(self, split):
-        return TextFolder(self.root / split)
+        return text_folder(self.root / split)
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_training_rows_of_one_epoch(word_tokenizer, root):
 def stored(tokenizer, root, **kwargs):
     """Weights of the rows of `root`: a tenth of the token's place in the stream."""
     module = ready(tokenizer, root, **kwargs)
-    writer = InfluenceWriter(root / "w", {**module.identity(module.rows), "gamma": 5.0}, module.rows.rows, tokens=11)
+    writer = InfluenceWriter(root / "w", {**module.rows.identity(), "gamma": 5.0}, module.rows.rows, tokens=11)
     writer.write(range(3), np.arange(9, dtype=np.float32).reshape(3, 3) / 10)
     writer.finish()
     return str(root / "w")
@@ -237,7 +237,7 @@ def test_second_run_tokenises_nothing(word_tokenizer, root, caplog):
     caplog.set_level(logging.INFO)
     ready(word_tokenizer, root)
     ready(word_tokenizer, root)
-    assert caplog.text.count("Tokenised 3 documents into 11 tokens") == 1
+    assert caplog.text.count("Tokenized 3 documents into 11 tokens") == 1
 
 
 # a b c d <eos> | e f g <eos> | h <eos>
@@ -285,7 +285,7 @@ def test_an_epoch_reads_every_token_of_odd_documents_once(byte_tokenizer, packin
             rows = None
         texts = [text for text in texts if text.strip()]  # the others are left out
         expected = [token for text in texts for token in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
-        assert store.read(0, len(store.tokens)).tolist() == expected
+        assert store.tokens.tolist() == expected
         if rows is None or len(rows) < world_size:
             return
         dataset, seen, left_out = PackedRowDataset(store, rows), np.zeros(len(expected), int), set(range(len(rows)))

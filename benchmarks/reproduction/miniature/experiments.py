@@ -186,13 +186,6 @@ def classification(results: Results) -> dict[str, Any]:
         "LSD": key_token_mask(judge.long, judge.short, alpha=settings.alpha, beta=-math.inf),
         "LSD and LCL": key_token_mask(judge.long, judge.short, alpha=settings.alpha, beta=settings.beta),
     }
-    difference = judge.long - judge.short
-    classes = {
-        "far answers": masks.far & asked,
-        "genre words": masks.about & asked,
-        "local words": masks.local & asked,
-        "others": asked & ~masks.far & ~masks.about & ~masks.local,
-    }
     return {
         "evaluator_accuracy": results.last(results.plan.evaluator).accuracy,
         "alpha": settings.alpha,
@@ -200,16 +193,7 @@ def classification(results: Results) -> dict[str, Any]:
         "tokens": int(asked.sum()),
         "answers": int((masks.far & asked).sum()),
         "rules": {name: classifier_scores(mask[asked], masks.far[asked]) for name, mask in rules.items()},
-        "classes": {
-            name: {"lsd": _rounded(difference[mask]), "lcl": _rounded(judge.long[mask])}
-            for name, mask in classes.items()
-        },
     }
-
-
-def _rounded(values: Tensor) -> list[float]:
-    """Thousandths of a nat are enough for a histogram."""
-    return [round(value, 3) for value in values.tolist()]
 
 
 def classifier_scores(predicted: Tensor, true: Tensor) -> dict[str, float]:

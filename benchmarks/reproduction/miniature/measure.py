@@ -1,16 +1,17 @@
 """What every model is asked: two likelihoods of every token of the documents, and questions about them."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.reproduction.miniature.settings import Corpus, Miniature, Record
+from benchmarks.reproduction.miniature.settings import Miniature
+from benchmarks.reproduction.ngrams import repeated_ngram_spans
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional import long_perplexity, merge_spans, span_token_mask
 from lightning_modules.models.backbone import Backbone
@@ -19,7 +20,6 @@ from lightning_modules.models.tokenization.tokenizer import encode_document
 from lightning_modules.scoring.evaluator import score_text
 
 _TOKENS_PER_PASS = 8192
-_WORD = re.compile(r"\S+")
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Examination:
         settings: How many, and the short context.
     """
 
-    def __init__(self, corpus: Corpus, settings: Miniature) -> None:
+    def __init__(self, corpus: Any, settings: Miniature) -> None:
         self.settings = settings
         self.tokenizer = corpus.tokenizer()
         self.short_length = settings.shortest.sequence_length
@@ -140,13 +140,16 @@ class Examination:
             ]
         return self._questions[length]
 
-    def _masks(self, records: Sequence[Record]) -> Masks:
+    def _token_mask(self, spans: Sequence[Tensor]) -> Tensor:
+        rows = zip(self.documents["offsets"], spans, strict=True)
+        return torch.stack([span_token_mask(offsets, row) for offsets, row in rows])
+
+    def _masks(self, records: Sequence[Any]) -> Masks:
         scored = self.documents["labels"].ne(IGNORE_INDEX)
         positions = self.documents["position_ids"]
 
         def mask(spans: list[list[tuple[int, int]]]) -> Tensor:
-            rows = zip(self.documents["offsets"], spans, strict=True)
-            return torch.stack([span_token_mask(offsets, _spans(row)) for offsets, row in rows]) & scored
+            return self._token_mask([_spans(row) for row in spans]) & scored
 
         answers = mask([record.spans("answer") for record in records])
         far = mask([record.spans("answer", farther_than=self.reach) for record in records])
@@ -157,33 +160,8 @@ class Examination:
             near=answers & ~far,
             about=mask([record.spans("about") for record in records]),
             local=mask([record.spans("local") for record in records]),
-            recurring=mask([recurring_ngrams(text) for text in self.texts]),
+            recurring=self._token_mask([repeated_ngram_spans(text) for text in self.texts]) & scored,
         )
-
-
-def recurring_ngrams(text: str, size: int = 3) -> list[tuple[int, int]]:
-    """Characters ``[start, end)`` of the words in N-grams that stood in the text before.
-
-    The words of Table 11 of Fang et al. (2025), https://arxiv.org/abs/2410.23771: whatever is in a longer N-gram that
-    recurs is in one of three words that recurs, so these are all N-grams with N > 2.
-
-    Args:
-        text: The document.
-        size: N of the shortest N-grams.
-
-    Example:
-        >>> recurring_ngrams("a b c d a b c")
-        [(8, 9), (10, 11), (12, 13)]
-    """
-    words = [(match[0], match.span()) for match in _WORD.finditer(text)]
-    seen: set[tuple[str, ...]] = set()
-    recurs = [False] * len(words)
-    for end in range(size, len(words) + 1):
-        ngram = tuple(word for word, _ in words[end - size : end])
-        if ngram in seen:
-            recurs[end - size : end] = [True] * size
-        seen.add(ngram)
-    return [span for (_, span), again in zip(words, recurs, strict=True) if again]
 
 
 def _share_right(backbone: Backbone, batch: PackedBatch, answers: Tensor) -> float:
@@ -199,7 +177,7 @@ def _share_right(backbone: Backbone, batch: PackedBatch, answers: Tensor) -> flo
     return right / len(answers)
 
 
-def _last_words(batch: PackedBatch, records: Sequence[Record]) -> Tensor:
+def _last_words(batch: PackedBatch, records: Sequence[Any]) -> Tensor:
     """``[B, T]`` bool: tokens of the answer that ends each document."""
     starts = torch.tensor([record.spans("answer")[-1][0] for record in records])
     return batch["offsets"][..., 0] >= starts[:, None]

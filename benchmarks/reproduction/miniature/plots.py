@@ -22,9 +22,7 @@ def figures(experiments: dict[str, Any]) -> dict[str, str]:
     makers = {
         "correlation": ("A", _correlation),
         "objectives": ("B", _objectives),
-        "tokens": ("C", _tokens),
         "contexts": ("E", _contexts),
-        "depths": ("F", _depths),
     }
     with matplotlib.rc_context(_STYLE):
         return {
@@ -101,26 +99,6 @@ def _objectives(experiment: dict[str, Any]) -> Figure:
     return figure
 
 
-def _tokens(experiment: dict[str, Any]) -> Figure:
-    """LSD of each class of tokens, and LCL of those whose LSD is large."""
-    figure, axes = _axes(2)
-    for name, values in experiment["classes"].items():
-        lsd, lcl = np.array(values["lsd"]), np.array(values["lcl"])
-        for axis, chosen, bins in (
-            (axes[0], lsd, np.linspace(-4, 6, 41).tolist()),
-            (axes[1], lcl[lsd > 0.5], np.linspace(-8, 0, 33).tolist()),
-        ):
-            if len(chosen):
-                share = np.full(len(chosen), 1 / len(chosen))
-                axis.hist(np.clip(chosen, bins[0], bins[-1]), bins, weights=share, histtype="step", label=name, lw=1.4)
-    axes[0].axvline(experiment["alpha"], color="grey", ls=":")
-    axes[1].axvline(experiment["beta"], color="grey", ls=":")
-    axes[0].set(xlabel="LSD (nats)", ylabel="share of the class", yscale="log")
-    axes[1].set(xlabel="LCL (nats), of tokens with LSD > 0.5")
-    axes[0].legend(fontsize=7, frameon=False)
-    return figure
-
-
 def _contexts(experiment: dict[str, Any]) -> Figure:
     """Loss of the same tokens by context, and the fitted power law of the evaluator and the models of a seed."""
     figure, (axis,) = _axes(1, 6.4, 4.0)
@@ -139,16 +117,4 @@ def _contexts(experiment: dict[str, Any]) -> Figure:
     axis.set_xticks(contexts, [str(context) for context in contexts])
     axis.xaxis.set_minor_formatter(NullFormatter())
     axis.legend(fontsize=6, frameon=False)
-    return figure
-
-
-def _depths(experiment: dict[str, Any]) -> Figure:
-    """Share of right answers from the front to the back of the document."""
-    figure, (axis,) = _axes(1)
-    for name, shares in experiment["models"].items():
-        centres = (np.arange(len(shares)) + 0.5) / len(shares)
-        axis.plot(centres, shares, "o-", label=name, markersize=4)
-    axis.set(xlabel="place of the answer: 0 front, 1 as near as is far recall", ylabel="share of right answers")
-    axis.set_ylim(0, 1.03)
-    axis.legend(fontsize=7, frameon=False)
     return figure

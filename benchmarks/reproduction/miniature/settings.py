@@ -1,64 +1,19 @@
 """What ``longce reproduce miniature`` trains and asks, as declared in its config before anything is trained."""
 
 import itertools
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import jsonargparse
 import yaml
 from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
-from lightning import LightningDataModule
-from transformers import PreTrainedTokenizerFast
 
 from lightning_modules.functional.influence import check_gamma, check_thresholds
 from lightning_modules.functional.windows import check_context
 from lightning_modules.utilities.user_modules import import_object
 
 CONFIG = Path(__file__).parents[3] / "configs" / "reproduce" / "miniature.yaml"
-
-
-class Record(Protocol):
-    """A document and what is known of its words; `datamodules.recall.RecallRecord` is one."""
-
-    @property
-    def text(self) -> str:
-        """The document."""
-        ...
-
-    def spans(self, kind: Any, *, farther_than: int = -1) -> list[tuple[int, int]]:
-        """Characters of the words of a kind (``answer``, ``about``, ``local``), said that far back last."""
-        ...
-
-
-class Corpus(Protocol):
-    """What the experiments ask of a corpus; `datamodules.recall.RecallCorpus` is one and says what arguments mean."""
-
-    @property
-    def remark(self) -> str:
-        """What results on it say and what they do not, for the report."""
-        ...
-
-    def tokenizer(self) -> PreTrainedTokenizerFast:
-        """Of all models."""
-        ...
-
-    def training_data(self, rows: int, **settings: Any) -> LightningDataModule:
-        """Rows to train on."""
-        ...
-
-    def documents(self, count: int, tokens: int) -> Iterable[Record]:
-        """Documents to measure on."""
-        ...
-
-    def questions(self, count: int, tokens: int, *, depths: int, behind: int) -> list[list[Record]]:
-        """Documents that end in an answer, by depth of the place where it was given."""
-        ...
-
-    def fingerprint(self) -> str:
-        """Changes when the text does."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -221,8 +176,8 @@ class Miniature:
         """The shortest rows of the family."""
         return min(self.family.lengths, key=lambda length: length.sequence_length)
 
-    def load_corpus(self) -> Corpus:
-        """The corpus.
+    def load_corpus(self) -> Any:
+        """Make the corpus, such as `datamodules.recall.RecallCorpus`.
 
         Raises:
             ValueError: If there is no such class, or it cannot be made of the arguments.
@@ -232,7 +187,7 @@ class Miniature:
         except (ImportError, AttributeError, ValueError) as error:
             raise ValueError(f"`corpus` must name a class as `module.Class`, got '{self.corpus}': {error}.") from error
         try:
-            return cast(Corpus, made_by(**self.corpus_arguments))
+            return made_by(**self.corpus_arguments)
         except TypeError as error:
             raise ValueError(
                 f"`{self.corpus}` does not take `text` or `corpus_arguments` as they are"

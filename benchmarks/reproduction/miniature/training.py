@@ -18,7 +18,7 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 from typing_extensions import override
 
 from benchmarks.reproduction.miniature.measure import Examination, Tokens
-from benchmarks.reproduction.miniature.settings import Corpus, Miniature, Training, Windows
+from benchmarks.reproduction.miniature.settings import Miniature, Training, Windows
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.objectives import CrossEntropy, LongCE, Objective
@@ -115,7 +115,7 @@ class Laboratory:
     advance: Callable[[int], object] = field(default=lambda steps: None)
 
     @cached_property
-    def corpus(self) -> Corpus:
+    def corpus(self) -> Any:
         """The text."""
         return self.settings.load_corpus()
 

@@ -4,15 +4,14 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import jsonargparse
-from jsonargparse.typing import PositiveInt
 from lightning.pytorch import LightningDataModule
 
-from benchmarks.reproduction.tables.measuring import Measuring, select_documents
+from benchmarks.reproduction.tables.measuring import MeasureOptions, Measuring, select_documents
 from benchmarks.reproduction.tables.ours import ours, scored_models
 from benchmarks.reproduction.tables.published import (
     NamedModel,
@@ -26,8 +25,6 @@ from benchmarks.reproduction.tables.published import (
 from benchmarks.reproduction.tables.results import ITSELF, Result, read_results
 from benchmarks.reproduction.tables.scores import Scores, read_scores
 from benchmarks.reproduction.tables.training import CONFIGS, carry_out, script, table_runs
-from lightning_modules.models.config import DType, ModelConfig
-from lightning_modules.scoring.score import find_device
 from lightning_modules.utilities.files import writable_folder, write_atomically
 
 LISTS = {
@@ -52,17 +49,7 @@ def reproduce_table(
     scores: list[str] | None = None,
     run: bool = False,
     fit_options: str = "",
-    documents: PositiveInt = 50,
-    min_tokens: PositiveInt = 16384,
-    max_tokens: PositiveInt = 32767,
-    context_length: PositiveInt = 4096,
-    stride: PositiveInt = 1024,
-    gamma: float = 5.0,
-    dtype: DType = "bfloat16",
-    attn_implementation: str = "auto",
-    device: str = "auto",
-    cache_dir: str | None = None,
-    trust_remote_code: bool = False,
+    options: MeasureOptions = MeasureOptions(),  # noqa: B008, it is frozen
 ) -> list[str]:
     """Measure what a table of the paper reports, and print ours beside it.
 
@@ -77,17 +64,7 @@ def reproduce_table(
             them are left out.
         run: Train the models of the table, and export them, instead of printing the commands.
         fit_options: Further options of ``longce fit`` for each training, such as "-c configs/strategies/fsdp.yaml".
-        documents: Documents to measure on.
-        min_tokens: Shorter documents are passed over.
-        max_tokens: Tokens kept of each document.
-        context_length: Length K of the shortest short context, in the evaluator's tokens.
-        stride: Number d of tokens that share one short window.
-        gamma: Largest soft influence.
-        dtype: Of the weights of all models; ``auto`` keeps the stored one.
-        attn_implementation: Of all models, as in transformers; ``auto`` is flash attention where it is installed.
-        device: Such as ``cuda:0`` or ``cpu``; ``auto`` is the first GPU, if there is one.
-        cache_dir: Folder of the evaluators' stored scores; by default in ``$LONGCE_CACHE`` or ``~/.cache/longce``.
-        trust_remote_code: Run code from the models' repositories; off unless you trust it.
+        options: How models are measured.
 
     Returns:
         What failed, a line for each.
@@ -110,13 +87,9 @@ def reproduce_table(
         raise ValueError(f"{table} has no models to train: leave out `run` and `fit_options`.")
     wanted, judges = _wanted(chosen, models, evaluators)
     if merge is None and chosen.kind in MEASURED:
-        numerics = {"dtype": dtype, "attn_implementation": attn_implementation}
-        loading = ModelConfig(trust_remote_code=trust_remote_code, **numerics)
-        place, module = find_device(device), data()
-        texts = select_documents(
-            module.source("test"), module.tokenizer, count=documents, min_tokens=min_tokens, max_tokens=max_tokens
-        )
-        measuring = Measuring(texts, folder, place, loading, context_length, stride, gamma, cache_dir)
+        module, lengths = data(), {"min_tokens": options.min_tokens, "max_tokens": options.max_tokens}
+        texts = select_documents(module.source("test"), module.tokenizer, count=options.documents, **lengths)
+        measuring = Measuring(texts, folder, options)
         measuring.measure(_pending(folder, measuring.settings, wanted, judges), judges)
     results = read_results([folder, *others])
     if models is not None or merge is None:
@@ -237,7 +210,8 @@ def reproduce_table_command(arguments: Sequence[str]) -> None:
         default_config_files=[str(CONFIGS / "reproduce" / "tables.yaml")],
     )
     parser.add_argument("-c", "--config", action="config", help="YAML file with options of this command.")
-    parser.add_function_arguments(reproduce_table, skip={"data", "run", *LISTS}, as_positional=True)
+    parser.add_function_arguments(reproduce_table, skip={"data", "run", "options", *LISTS}, as_positional=True)
+    parser.add_class_arguments(MeasureOptions)
     for name, (count, text) in LISTS.items():
         parser.add_argument(f"--{name}", nargs=count, type=str, help=text)
     parser.add_argument(
@@ -249,7 +223,8 @@ def reproduce_table_command(arguments: Sequence[str]) -> None:
     values = options.as_dict()
     for name in ("config", "__default_config__"):
         values.pop(name, None)
-    if reproduce_table(**values, data=lambda: _data_module(data)):
+    measured = MeasureOptions(**{item.name: values.pop(item.name) for item in fields(MeasureOptions)})
+    if reproduce_table(**values, data=lambda: _data_module(data), options=measured):
         sys.exit(1)
 
 

@@ -6,29 +6,29 @@ import math
 import platform
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import transformers
+from jsonargparse.typing import PositiveInt
 from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.reproduction.tables.ngrams import repeated_ngram_spans
+from benchmarks.reproduction.ngrams import repeated_ngram_spans
 from benchmarks.reproduction.tables.published import NamedModel
-from benchmarks.reproduction.tables.results import ITSELF, DocumentResult, Result, reason
-from benchmarks.reproduction.tables.times import EvaluatorTimes
+from benchmarks.reproduction.tables.results import ITSELF, DocumentResult, Result, reason, save_times
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional import span_token_mask
-from lightning_modules.models.config import ModelConfig
+from lightning_modules.models.config import DType
 from lightning_modules.models.identity import model_identity
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
 from lightning_modules.scoring.config import EvaluatorConfig
 from lightning_modules.scoring.evaluator import Evaluator
 from lightning_modules.scoring.key_tokens import document_tokens, find_key_tokens, move_soft_influence
-from lightning_modules.scoring.score import ScoredModel
+from lightning_modules.scoring.score import ScoredModel, find_device
 from lightning_modules.scoring.token_scores import TokenScores, text_sha256
 
 THRESHOLDS = ((2.0, -2.0), (2.0, -1.0), (1.0, -2.0), (1.0, -1.0), (2.0, -math.inf))
@@ -116,40 +116,66 @@ def weighted_sums(log_likelihood: Tensor, weights: Mapping[str, Tensor]) -> dict
     return {name: (float((exact * weight).sum()), float(weight.double().sum())) for name, weight in weights.items()}
 
 
-@dataclass
-class Measuring:
-    """The documents, the settings, and where results go.
+@dataclass(frozen=True)
+class MeasureOptions:
+    """How models are measured.
 
-    Attributes:
-        texts: The documents.
-        output: Folder of results.
-        device: Where models run.
-        loading: How all models are loaded.
+    Args:
+        documents: Documents to measure on.
+        min_tokens: Shorter documents are passed over.
+        max_tokens: Tokens kept of each document.
         context_length: Length K of the shortest short context, in the evaluator's tokens.
         stride: Number d of tokens that share one short window.
         gamma: Largest soft influence.
-        cache_dir: Folder of the evaluators' stored scores.
+        dtype: Type of the weights of all models; ``auto`` keeps the stored one.
+        attn_implementation: Attention of all models, as in transformers; ``auto`` is flash attention where installed.
+        device: Such as ``cuda:0`` or ``cpu``; ``auto`` is the first GPU, if there is one.
+        cache_dir: Folder of the evaluators' stored scores; by default in ``$LONGCE_CACHE`` or ``~/.cache/longce``.
+        trust_remote_code: Run code from the models' repositories; off unless you trust it.
     """
 
-    texts: Sequence[Text]
-    output: Path
-    device: torch.device
-    loading: ModelConfig
-    context_length: int = 4096
-    stride: int = 1024
+    documents: PositiveInt = 50
+    min_tokens: PositiveInt = 16384
+    max_tokens: PositiveInt = 32767
+    context_length: PositiveInt = 4096
+    stride: PositiveInt = 1024
     gamma: float = 5.0
+    dtype: DType = "bfloat16"
+    attn_implementation: str = "auto"
+    device: str = "auto"
     cache_dir: str | None = None
-    settings: dict[str, Any] = field(init=False)
+    trust_remote_code: bool = False
 
-    def __post_init__(self) -> None:
-        hashes = "".join(text_sha256(text) for _, text in self.texts)
+    def evaluator_config(self, path: str) -> EvaluatorConfig:
+        """Return the settings of an evaluator."""
+        return EvaluatorConfig(
+            path,
+            self.context_length,
+            self.stride,
+            dtype=self.dtype,
+            attn_implementation=self.attn_implementation,
+            cache_dir=self.cache_dir,
+            trust_remote_code=self.trust_remote_code,
+        )
+
+
+class Measuring:
+    """Measures models on documents, and writes a result file for each.
+
+    Args:
+        texts: The documents.
+        output: Folder of results.
+        options: How they are measured.
+    """
+
+    def __init__(self, texts: Sequence[Text], output: Path, options: MeasureOptions) -> None:
+        self.texts, self.output, self.options = texts, output, options
+        self.device = find_device(options.device)
+        hashes = "".join(text_sha256(text) for _, text in texts)
         self.settings = {
-            "documents": len(self.texts),
+            "documents": len(texts),
             "documents_sha256": hashlib.sha256(hashes.encode()).hexdigest(),
-            "context_length": self.context_length,
-            "stride": self.stride,
-            "gamma": self.gamma,
-            "dtype": self.loading.dtype,
+            **{name: getattr(options, name) for name in ("context_length", "stride", "gamma", "dtype")},
         }
 
     def measure(
@@ -181,27 +207,17 @@ class Measuring:
     def _judge(self, named: NamedModel) -> Evaluator | str:
         """An evaluator that has scored all documents, or why it could not."""
         try:
-            judge = Evaluator(
-                EvaluatorConfig(
-                    named.path,
-                    self.context_length,
-                    self.stride,
-                    dtype=self.loading.dtype,
-                    attn_implementation=self.loading.attn_implementation,
-                    cache_dir=self.cache_dir,
-                    trust_remote_code=self.loading.trust_remote_code,
-                )
-            )
-            times = EvaluatorTimes(named.name, self.settings)
+            judge = Evaluator(self.options.evaluator_config(named.path))
+            times: list[float | None] = []
             for name, text in tqdm(self.texts, desc=f"evaluator {named.name}", unit="document", disable=None):
                 stored = judge.path(text_sha256(text)).is_file()
                 started = time.perf_counter()
                 judge.scores(text, device=self.device, name=name)
-                times.add(None if stored else time.perf_counter() - started)
+                times.append(None if stored else time.perf_counter() - started)
             judge.release()
         except Exception as error:  # whatever a model's own code may raise: others shall go on
             return reason(error)
-        times.save(self.output)
+        save_times(self.output, named.name, self.settings, times)
         return judge
 
     def _measure_model(
@@ -210,7 +226,7 @@ class Measuring:
         found = {name: self._judge(model) if name == ITSELF else judges[name] for name in names}
         results = [Result(model.name, name, self.settings) for name in names]
         try:
-            identity = model_identity(model.path, trust_remote_code=self.loading.trust_remote_code)
+            identity = model_identity(model.path, trust_remote_code=self.options.trust_remote_code)
             working = [result for result in results if isinstance(found[result.evaluator], Evaluator)]
             self._score(model, working, {name: judge for name, judge in found.items() if isinstance(judge, Evaluator)})
         except Exception as error:
@@ -230,15 +246,17 @@ class Measuring:
         """One pass of the model over each document serves all evaluators."""
         if not results:
             return
-        scored = ScoredModel(replace(self.loading, pretrained_model_name_or_path=model.path), self.device)
-        tokenizer = load_tokenizer(model.path, trust_remote_code=self.loading.trust_remote_code)
+        tokenizer = load_tokenizer(model.path, trust_remote_code=self.options.trust_remote_code)
+        scored = ScoredModel(self.options.evaluator_config(model.path).model_config(), self.device)
         for name, text in tqdm(self.texts, desc=model.name, unit="document", disable=None):
             document = encode_document(text, tokenizer, name=name)
             started = time.perf_counter()
             log_likelihood = scored.log_likelihood(document)
             seconds = time.perf_counter() - started
             for result in results:
-                weights = influences(document, judges[result.evaluator].scores(text, name=name), gamma=self.gamma)
+                weights = influences(
+                    document, judges[result.evaluator].scores(text, name=name), gamma=self.options.gamma
+                )
                 sums = weighted_sums(log_likelihood, weights)
                 result.documents.append(DocumentResult(name, document["labels"].numel(), seconds, sums))
 

@@ -7,9 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.reproduction.tables.published import Cells, Table
-from benchmarks.reproduction.tables.results import ITSELF, Result
+from benchmarks.reproduction.tables.results import ITSELF, Result, mean_seconds, read_times
 from benchmarks.reproduction.tables.scores import Scores, without_steps
-from benchmarks.reproduction.tables.times import mean_seconds, read_times
 
 DEFAULT = "alpha=2 beta=-2"
 Results = Mapping[tuple[str, str], Result]

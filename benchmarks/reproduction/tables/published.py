@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 import yaml
 
+from lightning_modules.visualization import report
+
 PUBLISHED = Path(__file__).with_name("published.yaml")
 
 Kind = Literal["correlation", "perplexity", "time", "longeval", "training"]
@@ -117,14 +119,12 @@ def markdown(table: Table, ours: Cells) -> str:
     columns = [*table.columns, *dict.fromkeys(column for _, column in ours if column not in table.columns)]
     theirs = table.cells()
     digits = 2 if table.kind in ("correlation", "perplexity", "longeval") else 1
-    lines = [f"# {table.name}: {table.title}", "", "Each cell is: paper / ours.", ""]
-    lines += ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
-    for row in rows:
-        cells = [f"{_text(theirs, row, name, digits)} / {_text(ours, row, name, digits)}".strip() for name in columns]
-        lines.append(f"| {row} | " + " | ".join(cells) + " |")
-    if table.remark:
-        lines += ["", table.remark.strip()]
-    return "\n".join(lines) + "\n"
+    cells = [
+        [row, *(f"{_text(theirs, row, name, digits)} / {_text(ours, row, name, digits)}".strip() for name in columns)]
+        for row in rows
+    ]
+    blocks = ["Each cell is: paper / ours.", report.Table(["", *columns], cells), table.remark.strip()]
+    return report.as_markdown(f"{table.name}: {table.title}", [block for block in blocks if block])
 
 
 def as_json(table: Table, ours: Cells) -> dict[str, Any]:

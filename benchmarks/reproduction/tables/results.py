@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -150,3 +150,32 @@ def _check_settings(ours: dict[str, Any], expected: dict[str, Any], path: Path, 
                 f" {expected.get(name)!r}: these numbers do not belong in one table. Give another `output`, or the same"
                 " settings."
             )
+
+
+def save_times(folder: Path, evaluator: str, settings: dict[str, Any], seconds: Sequence[float | None]) -> None:
+    """Write the seconds that an evaluator took for each document, unless nothing was measured.
+
+    Args:
+        folder: Folder of results.
+        evaluator: Its name in tables.
+        settings: Settings of the measurement.
+        seconds: None for documents whose scores were on disk.
+    """
+    if not math.isnan(mean_seconds(seconds)):
+        content = {"evaluator": evaluator, "settings": settings, "seconds": seconds}
+        path = folder / "evaluators" / f"{file_name(evaluator)}.json"
+        write_atomically(path, (json.dumps(content, indent=1) + "\n").encode())
+
+
+def read_times(folders: Iterable[Path], evaluator: str) -> float:
+    """Return the mean seconds for a document of an evaluator, from the first folder that has them, else NaN."""
+    for path in (folder / "evaluators" / f"{file_name(evaluator)}.json" for folder in folders):
+        if path.is_file():
+            return mean_seconds(json.loads(path.read_text(encoding="utf-8"))["seconds"])
+    return math.nan
+
+
+def mean_seconds(seconds: Sequence[float | None]) -> float:
+    """Return the mean without the first time measured, which contains the loading of the model, else NaN."""
+    measured = [value for value in seconds if value is not None][1:]
+    return math.fsum(measured) / len(measured) if measured else math.nan

@@ -1,18 +1,17 @@
-"""``longce correlate``: which perplexity tells how models will do on benchmarks."""
+"""``longce correlate``: correlate perplexities with benchmark scores."""
 
-import json
 import re
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_modules.commands.correlate.correlation import Interval
-from lightning_modules.commands.correlate.models import join, select
+from lightning_modules.commands.correlate.models import choose_names, join
 from lightning_modules.commands.correlate.pairs import Pair, correlations
 from lightning_modules.commands.correlate.plots import scatter
 from lightning_modules.commands.correlate.result_files import read_results
-from lightning_modules.utilities.files import writable_folder, write_atomically
-from lightning_modules.utilities.plain_json import plain
-from lightning_modules.visualization.report import Block, Heading, Picture, Table, as_html, as_markdown
+from lightning_modules.utilities.files import writable_folder
+from lightning_modules.visualization.report import Block, Heading, Picture, Table, as_text_table, write_report
 
 TITLE = "Perplexities and benchmark scores"
 
@@ -28,64 +27,47 @@ def correlate(
     """Correlate LongPPL and perplexity of many models with their benchmark scores.
 
     Args:
-        files: JSON of ``longce score --output``, ``results.json`` of ``longce evaluate`` and ``longce harness`` (or
-            their folders), and CSV files (``model,longppl,perplexity,LongBench``); NAME=FILE gives the model of a file
-            another name. Models are put together by name, or by the last part of it.
+        files: JSON of ``longce score --output``, folders of ``longce evaluate``, and CSV files
+            (``model,longppl,perplexity,LongBench``); NAME=FILE gives the model of a file another name. Models are
+            joined by name, or by the last part of it.
         output: Folder for ``correlation.json``, ``report.md``, ``report.html`` and the figures.
-        metrics: Perplexities, such as ``longppl``; by default all that are there.
-        scores: Benchmark scores, such as ``RULER``; by default averages, or all if there are none.
+        metrics: Perplexities, such as ``longppl``; by default all of them.
+        scores: Benchmark scores, such as ``RULER``; by default averages, or all without any.
         log_axis: Draw perplexities on logarithmic axes.
 
     Returns:
-        A table of the correlations with 95 % bootstrap intervals over models, and which models do not count, and why.
+        A table of the correlations with 95 % bootstrap intervals over models, and which models are left out, and why.
 
     Raises:
-        ValueError: If a file cannot be read, a name is not there, two files contradict each other, or no pair of
+        ValueError: If a file cannot be read, a name is unknown, two files contradict each other, or no pair of
             perplexity and score has at least three models.
     """
     models = join(read_results(files))
-    chosen = select(metrics, models.metrics, models, "metrics")
-    against = select(scores, models.scores, models, "scores")
-    pairs = correlations(models, chosen, against)
+    chosen, against = choose_names(metrics, models, "metrics"), choose_names(scores, models, "scores")
+    pairs = correlations(models.values, chosen, against)
     folder = writable_folder(Path(output).expanduser(), remedy="Name another one by `--output`.")
     names = _file_names(against)
     pictures = {
         names[score]: scatter([pair for pair in pairs if pair.score == score], models.values, log_axis=log_axis)
         for score in against
     }
-    blocks = _blocks(pairs, models.values, chosen, names)
-    content = {"pairs": [pair.as_json() for pair in pairs], "values": models.values, "files": list(files)}
-    for name, svg in pictures.items():
-        write_atomically(folder / "figures" / f"{name}.svg", svg.encode())
-    write_atomically(folder / "correlation.json", (json.dumps(plain(content), indent=1) + "\n").encode())
-    write_atomically(folder / "report.md", as_markdown(TITLE, blocks).encode())
-    write_atomically(folder / "report.html", as_html(TITLE, blocks, pictures).encode())
-    return f"{as_text(pairs)}\nReport: {folder / 'report.html'}\n"
-
-
-def as_text(pairs: Sequence[Pair]) -> str:
-    """A row per pair, and a line for each model that is left out of some."""
-    rows = [_HEAD, *map(_row, pairs)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    lines.insert(1, "-" * (sum(widths) + 2 * len(widths) - 2))
-    return "\n".join([*lines, *_left_out(pairs)])
+    table = Table(_HEAD, [_row(pair) for pair in pairs])
+    numbers = {"pairs": [pair._asdict() for pair in pairs], "values": models.values, "files": list(files)}
+    blocks = _blocks(table, pairs, models.values, chosen, names)
+    write_report(folder, TITLE, blocks, pictures, numbers, name="correlation")
+    printed = [as_text_table(table, left=range(len(_HEAD))), *_left_out(pairs), f"Report: {folder / 'report.html'}"]
+    return "\n".join(printed) + "\n"
 
 
 _HEAD = ("score", "metric", "models", "Pearson [95 %]", "Spearman [95 %]")
 
 
 def _row(pair: Pair) -> tuple[str, ...]:
-    count = str(len(pair.models))
-    if pair.undefined:
-        return (pair.score, pair.metric, count, pair.undefined, "")
-    return (
-        pair.score,
-        pair.metric,
-        count,
+    results = (
         _with_interval(pair.pearson, pair.pearson_interval),
         _with_interval(pair.spearman, pair.spearman_interval),
     )
+    return (pair.score, pair.metric, str(len(pair.models)), *((pair.undefined, "") if pair.undefined else results))
 
 
 def _with_interval(value: float, interval: Interval | None) -> str:
@@ -93,35 +75,39 @@ def _with_interval(value: float, interval: Interval | None) -> str:
 
 
 def _left_out(pairs: Sequence[Pair]) -> list[str]:
-    """A sentence for each model and reason."""
-    reasons: dict[str, dict[str, None]] = {}
+    """Write a sentence for each model that is left out, with all reasons."""
+    reasons: dict[str, dict[str, None]] = defaultdict(dict)
     for pair in pairs:
         for model, reason in pair.left_out.items():
-            reasons.setdefault(model, {}).update(dict.fromkeys(reason.split(", ")))
+            reasons[model] |= dict.fromkeys(reason.split(", "))
     return [f"Left out where it lacks a value: {model}: {', '.join(found)}." for model, found in reasons.items()]
 
 
 def _blocks(
-    pairs: Sequence[Pair], values: dict[str, dict[str, float]], metrics: Sequence[str], pictures: dict[str, str]
+    table: Table,
+    pairs: Sequence[Pair],
+    values: dict[str, dict[str, float]],
+    metrics: Sequence[str],
+    pictures: dict[str, str],
 ) -> list[Block]:
     names = [*metrics, *pictures]
     numbers = [
         (model, *(f"{entry[name]:.4g}" if name in entry else "" for name in names)) for model, entry in values.items()
     ]
     return [
-        "Correlations over models, with 95 % intervals of a bootstrap over models: they say how far a number hangs on"
-        " which models were looked at. Models of one family are no independent draws, so the true uncertainty is"
+        "Correlations over models, with 95 % intervals of a bootstrap over models: they show how far a number depends"
+        " on the choice of models. Models of one family are not independent draws, so the true uncertainty is"
         " larger. A lower perplexity should go with a higher score, so the best is -1.",
-        Table(_HEAD, [_row(pair) for pair in pairs]),
+        table,
         *_left_out(pairs),
-        *(Picture(name, f"{score} against each perplexity, a point per model.") for score, name in pictures.items()),
+        *(Picture(name, f"{score} against each perplexity, one point per model.") for score, name in pictures.items()),
         Heading("Values"),
         Table(("model", *names), numbers),
     ]
 
 
 def _file_names(scores: Sequence[str]) -> dict[str, str]:
-    """A name for the figure of each score, without characters that file systems do not bear."""
+    """Name the figure of each score, without characters that file systems refuse."""
     names: dict[str, str] = {}
     for score in scores:
         stem = name = re.sub(r"[^\w.-]+", "_", score)

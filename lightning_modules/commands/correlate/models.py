@@ -1,7 +1,8 @@
-"""Values of many models put together from many files."""
+"""Join the values of many models from many files."""
 
 import difflib
 import math
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,78 +10,90 @@ from typing import Any, NamedTuple
 from lightning_modules.commands.correlate.result_files import Measured, is_perplexity
 
 _ALIASES = {"ppl": "perplexity", "longppl": "longppl", "perplexity": "perplexity"}
-"""Names by which tables and people call the two; by their letters in small."""
+"""Canonical names of perplexities by the names used in tables, in lower case."""
 
 
 class Models(NamedTuple):
-    """What is known of models.
+    """Measured values of models.
 
     Attributes:
-        values: By model, and by name of the value; NaN for what was measured and is no number.
-        metrics: Names of the perplexities.
-        scores: Names of all other values.
-        main: Names of those that stand for others.
+        values: By model, and by name of the value; NaN for what was measured and is not a number.
+        main: Names of the values that summarize others, such as an average over tasks.
     """
 
     values: dict[str, dict[str, float]]
-    metrics: list[str]
-    scores: list[str]
     main: set[str]
+
+    @property
+    def metrics(self) -> list[str]:
+        """Names of the perplexities."""
+        return [name for name in self._names() if is_perplexity(name)]
+
+    @property
+    def scores(self) -> list[str]:
+        """Names of all other values."""
+        return [name for name in self._names() if not is_perplexity(name)]
+
+    def _names(self) -> list[str]:
+        return list(dict.fromkeys(name for entry in self.values.values() for name in entry))
 
 
 def join(entries: Sequence[Measured]) -> Models:
-    """Put together what files say of the same models.
+    """Join what files report of the same models.
 
     Models are the same if their names are, or if one is the last part of the other (``Qwen2-7B`` and
-    ``/models/Qwen2-7B``) and of no third one. Values of other settings are others: LongPPL by two evaluators is two
-    metrics, told apart by what differs.
+    ``/models/Qwen2-7B``) and of no third one. Values measured with different settings get different names: LongPPL by
+    two evaluators is two metrics, and the names contain what differs.
 
     Args:
-        entries: Of all files.
+        entries: Entries of all files.
 
     Raises:
-        ValueError: If two places give different values for the same.
+        ValueError: If two places give different values for the same name.
     """
-    names = _model_names([entry.model for entry in entries])
-    labels = _labels(entries)
-    values: dict[str, dict[str, float]] = {}
+    models = _model_names([entry.model for entry in entries])
+    names = _value_names(entries)
+    joined = Models({}, set())
     places: dict[tuple[str, str], str] = {}
-    main: set[str] = set()
     for number, entry in enumerate(entries):
-        model = names[_trimmed(entry.model)]
-        for name, value in entry.values.items():
-            label = labels[number, name]
-            known = values.setdefault(model, {}).setdefault(label, value)
+        model = models[_trimmed(entry.model)]
+        for given, value in entry.values.items():
+            name = names[number, given]
+            known = joined.values.setdefault(model, {}).setdefault(name, value)
+            place = places.setdefault((model, name), entry.place)
             if known != value and not (math.isnan(known) and math.isnan(value)):
                 raise ValueError(
-                    f"'{model}' has {label} = {known:g} in {places[model, label]} and {value:g} in {entry.place}: leave"
-                    " one of them out, or give one of the models another name (NAME=FILE)."
+                    f"'{model}' has {name} = {known:g} in {place} and {value:g} in {entry.place}: leave one of them"
+                    " out, or give one of the models another name (NAME=FILE)."
                 )
-            places.setdefault((model, label), entry.place)
-            main |= {label} if name in entry.main else set()
-    known_names = list(dict.fromkeys(label for entry in values.values() for label in entry))
-    metrics = [name for name in known_names if is_perplexity(name)]
-    return Models(values, metrics, [name for name in known_names if not is_perplexity(name)], main)
+            if given in entry.main:
+                joined.main.add(name)
+    return joined
 
 
-def select(wanted: Sequence[str] | None, there: Sequence[str], models: Models, kind: str) -> list[str]:
-    """Names of values to look at: those wanted, whatever they are, or else the main ones of a kind.
+def choose_names(wanted: Sequence[str] | None, models: Models, kind: str) -> list[str]:
+    """Return names of values: those wanted, or else the main ones of a kind.
+
+    Args:
+        wanted: Names; settings in brackets may be left out, and a perplexity may be given among scores.
+        models: The values.
+        kind: ``metrics`` or ``scores``.
 
     Raises:
-        ValueError: If there are none, or one that is wanted is not there.
+        ValueError: If a kind has no values, or a wanted one does not exist.
     """
-    if wanted is None and not there:
-        raise ValueError(f"There are no {kind} in these files: add some that have them.")
+    known = models.metrics if kind == "metrics" else models.scores
     if wanted is None:
-        return [name for name in there if name in models.main] or list(there)
-    there = [*there, *(name for name in (*models.metrics, *models.scores) if name not in there)]
+        if not known:
+            raise ValueError(f"There are no {kind} in these files: add some that have them.")
+        return [name for name in known if name in models.main] or known
+    known = list(dict.fromkeys([*known, *models.metrics, *models.scores]))
     chosen = []
     for word in wanted:
-        found = [name for name in there if name == word] or [
-            name for name in there if _canonical(name.partition(" [")[0]) == _canonical(word)
-        ]
+        same = [name for name in known if _canonical(name.partition(" [")[0]) == _canonical(word)]
+        found = [word] if word in known else same
         if not found:
-            near = difflib.get_close_matches(word, there, n=3) or list(there)[:20]
+            near = difflib.get_close_matches(word, known, n=3) or known[:20]
             raise ValueError(f"No {kind} '{word}' in these files. There are: {', '.join(near)}.")
         chosen += found
     return list(dict.fromkeys(chosen))
@@ -95,28 +108,24 @@ def _trimmed(name: str) -> str:
 
 
 def _model_names(given: Sequence[str]) -> dict[str, str]:
-    """Under which name each model is known."""
-    names = list(dict.fromkeys(map(_trimmed, given)))
-    whole = [name for name in names if "/" in name]
-    last: dict[str, list[str]] = {}
-    for name in whole:
-        last.setdefault(name.rpartition("/")[2], []).append(name)
-    # A name is short as long as it says enough.
-    return {name: short if len(last.get(short := name.rpartition("/")[2], [name])) == 1 else name for name in names}
+    """Shorten the names of models to their last parts, where no two models share one."""
+    names = {_trimmed(name) for name in given}
+    shared = Counter(name.rpartition("/")[2] for name in names if "/" in name)
+    return {name: name if shared[short := name.rpartition("/")[2]] > 1 else short for name in names}
 
 
-def _labels(entries: Sequence[Measured]) -> dict[tuple[int, str], str]:
-    """How each value of each entry is called: by its name, and by those settings that are not the same everywhere."""
-    labels: dict[tuple[int, str], str] = {}
-    by_name: dict[str, list[tuple[int, str, Mapping[str, Any]]]] = {}
+def _value_names(entries: Sequence[Measured]) -> dict[tuple[int, str], str]:
+    """Name each value of each entry: by its canonical name and by the settings that differ between entries."""
+    settings_of: dict[str, dict[tuple[int, str], Mapping[str, Any]]] = defaultdict(dict)
     for number, entry in enumerate(entries):
         for name in entry.values:
-            by_name.setdefault(_canonical(name), []).append((number, name, entry.settings.get(name, {})))
-    for canonical, places in by_name.items():
-        keys = dict.fromkeys(key for _, _, settings in places for key in settings)
-        told = [settings for _, _, settings in places if settings]
-        differ = [key for key in keys if len({repr(settings.get(key)) for settings in told}) > 1]
-        for number, name, settings in places:
-            parts = ", ".join(f"{key}={settings.get(key)}" for key in differ) if settings else ""
-            labels[number, name] = f"{canonical} [{parts}]" if parts else canonical
-    return labels
+            settings_of[_canonical(name)][number, name] = entry.settings.get(name, {})
+    names = {}
+    for canonical, places in settings_of.items():
+        reported = [settings for settings in places.values() if settings]
+        keys = dict.fromkeys(key for settings in reported for key in settings)
+        differing = [key for key in keys if len({repr(settings.get(key)) for settings in reported}) > 1]
+        for place, settings in places.items():
+            details = ", ".join(f"{key}={settings.get(key)}" for key in differing) if settings else ""
+            names[place] = f"{canonical} [{details}]" if details else canonical
+    return names

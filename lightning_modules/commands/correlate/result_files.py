@@ -1,4 +1,4 @@
-"""What the commands of this project, and others, have measured of models, read from their result files."""
+"""Read what commands of this project, and others, measured of models."""
 
 import csv
 import io
@@ -14,22 +14,22 @@ _TEXTS = ("texts", "max_tokens", "add_special_tokens")
 """Settings that a perplexity depends on; LongPPL depends on all."""
 
 _QUESTIONS = ("mode", "documents")
-"""Settings of ``longce evaluate`` by which scores of two models are no longer of the same questions."""
+"""Settings of our tasks that decide which questions are asked."""
 
 _PROMPTS = ("num_fewshot", "limit", "truncation")
-"""The same of ``longce harness``."""
+"""Settings of tasks of lm-evaluation-harness that decide which questions are asked."""
 
 
 class Measured(NamedTuple):
-    """What a file says of a model.
+    """What a file reports about a model.
 
     Attributes:
         place: File, with the line if it has several.
         model: Name, hub id or folder.
-        values: By name; NaN for what was measured and is no number.
-        main: Names of the values that stand for the others, such as an average over tasks.
-        settings: For each value what it depends on, if the file says so: values of other settings are others.
-        ours: Whether the file is a result of ``longce evaluate`` or ``longce harness``.
+        values: By name; NaN for what was measured and is not a number.
+        main: Names of the values that summarize the others, such as an average over tasks.
+        settings: For each value what it depends on, if the file has it: values of other settings are not comparable.
+        ours: Whether the file is a result of ``longce evaluate``.
     """
 
     place: str
@@ -43,13 +43,13 @@ class Measured(NamedTuple):
 def read_results(words: Sequence[str]) -> list[Measured]:
     """Read what files report, one entry per file and model.
 
-    The files are JSON of ``longce score --output``, the ``results.json`` of ``longce evaluate`` and ``longce harness``,
-    a dictionary ``{"Qwen2-7B": {"LongBench": 42.0}}``, or CSV with a line for each model: its name in the column
+    The files are JSON of ``longce score --output``, ``results.json`` and ``harness.json`` of ``longce evaluate``, a
+    dictionary ``{"Qwen2-7B": {"LongBench": 42.0}}``, or CSV with a line for each model: its name in the column
     ``model``, and values in the others, where a cell may be blank.
 
     Args:
-        words: Files; folders, of which the ``results.json`` is read, or else all ``.csv`` and ``.json`` files; and
-            ``NAME=FILE`` for a file of a single model, which gets this name.
+        words: Files; folders of ``longce evaluate``, or of other ``.csv`` and ``.json`` files; and ``NAME=FILE`` for
+            results of a single model, which gets this name.
 
     Raises:
         ValueError: If a file is missing or has another format, or ``NAME=`` is given to several models.
@@ -69,20 +69,20 @@ def _read_word(word: str) -> list[Measured]:
     if not files or (renamed and not name):
         raise ValueError(f"No results at '{word}': give .json or .csv files, folders of them, or NAME=FILE.")
     entries = [entry for file in files for entry in _read_file(file)]
-    if renamed and len(entries) != 1:
-        raise ValueError(f"'{path}' reports {len(entries)} models: rename them in the file, not by '{name}='.")
     if renamed:
-        entries = [entries[0]._replace(model=name)]
+        if (models := len({entry.model for entry in entries})) != 1:
+            raise ValueError(f"'{path}' reports {models} models: rename them in the file, not by '{name}='.")
+        entries = [entry._replace(model=name) for entry in entries]
     for entry in entries:
         if not entry.model:
-            raise ValueError(f"{entry.place} does not say which model it is of: give NAME={word}.")
+            raise ValueError(f"{entry.place} does not name its model: give NAME={word}.")
     return entries
 
 
 def _find_files(path: Path) -> list[Path]:
     if path.is_dir():
-        results = path / "results.json"
-        return [results] if results.is_file() else sorted([*path.glob("*.csv"), *path.glob("*.json")])
+        evaluations = [path / name for name in ("results.json", "harness.json") if (path / name).is_file()]
+        return evaluations or sorted([*path.glob("*.csv"), *path.glob("*.json")])
     return [path] if path.is_file() and path.suffix in (".csv", ".json") else []
 
 
@@ -95,7 +95,7 @@ def _json_entries(file: Path) -> list[Measured]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"'{file}' is no JSON: {error}.") from error
+        raise ValueError(f"'{file}' is not JSON: {error}.") from error
     if not isinstance(content, dict):
         raise ValueError(_OTHER.format(file=file))
     for reader, names in _READERS:
@@ -111,7 +111,7 @@ def _json_entries(file: Path) -> list[Measured]:
 
 _OTHER = (
     "'{file}' must be a dictionary of models, each a dictionary of benchmarks and scores, or a result of"
-    " `longce score`, `longce evaluate` or `longce harness`."
+    " `longce score` or `longce evaluate`."
 )
 
 
@@ -125,43 +125,37 @@ def _score(file: Path, content: Mapping[str, Any]) -> Measured:
 
 
 def _evaluation(file: Path, content: Mapping[str, Any]) -> Measured:
-    """Of ``longce evaluate``: each task, and means over lengths of tasks and of RULER's and LongEval's.
-
-    A mean over other lengths is another value.
-    """
+    """Read ``longce evaluate``: each task by length, and means over the lengths of tasks, of RULER and of LongEval."""
     if content.get("missing"):
         raise ValueError(
             f"'{file}' lacks the results of {content['missing']} questions: the same `longce evaluate` puts them."
         )
-    told = {"by": "evaluate"} | {name: value for name, value in content["settings"].items() if name in _QUESTIONS}
     tasks = {
         task: {int(length): _number(file, task, cell["mean"]) for length, cell in lengths.items()}
         for task, lengths in content["tasks"].items()
     }
+    averages = {int(length): _number(file, "average", value) for length, value in content["average"].items()}
+    longeval = next((tasks[task] for task in GROUPS["longeval"] if task in tasks), None)
+    # Values with the lengths that each is a mean of, as a mean over other lengths is another value.
     values: dict[str, float] = {}
-    over: dict[str, list[int]] = {}
+    lengths_of: dict[str, list[int]] = {}
     if set(GROUPS["ruler"]) <= set(tasks):
         values["RULER"] = _mean([_mean(list(tasks[task].values())) for task in GROUPS["ruler"]])
-        over["RULER"] = sorted({length for task in GROUPS["ruler"] for length in tasks[task]})
-    for task in GROUPS["longeval"]:
-        if task in tasks:
-            values["LongEval"] = _mean(list(tasks[task].values()))
-            over["LongEval"] = sorted(tasks[task])
-            values |= {f"LongEval {_short(length)}": score for length, score in tasks[task].items()}
-    averages = {int(length): _number(file, "average", value) for length, value in content["average"].items()}
-    values["average"] = _mean(list(averages.values()))
-    main = tuple(name for name in ("RULER", "LongEval") if name in values) or ("average",)
-    values |= {f"average {length}": value for length, value in averages.items()}
-    for task, lengths in tasks.items():
-        values[task] = _mean(list(lengths.values()))
-        over[task] = sorted(lengths)
-        values |= {f"{task} {length}": value for length, value in lengths.items()}
+        lengths_of["RULER"] = sorted({length for task in GROUPS["ruler"] for length in tasks[task]})
+    named = {"LongEval": longeval} if longeval is not None else {}
+    for name, scores in (named | {"average": averages} | tasks).items():
+        values[name] = _mean(list(scores.values()))
+        lengths_of[name] = sorted(scores)
+        values |= {
+            f"{name} {_short(length) if name == 'LongEval' else length}": score for length, score in scores.items()
+        }
     for name in ("weighted_inc", "weighted_dec", "answer_perplexity", "other_perplexity"):
         if content.get(name) is not None:
             values[name] = _number(file, name, content[name])
-            over[name] = sorted({length for lengths in tasks.values() for length in lengths})
-    over["average"] = sorted(averages)
-    settings = {name: told | ({"lengths": over[name]} if name in over else {}) for name in values}
+            lengths_of[name] = sorted({length for scores in tasks.values() for length in scores})
+    told = {"by": "evaluate"} | {name: value for name, value in content["settings"].items() if name in _QUESTIONS}
+    settings = {name: told | ({"lengths": lengths_of[name]} if name in lengths_of else {}) for name in values}
+    main = tuple(name for name in ("RULER", "LongEval") if name in values) or ("average",)
     return Measured(str(file), str(content.get("model") or ""), values, main, settings, ours=True)
 
 
@@ -170,7 +164,7 @@ def _short(length: int) -> str:
 
 
 def _harness(file: Path, content: Mapping[str, Any]) -> Measured:
-    """Of ``longce harness``: scores of sets in percent, and the metrics of tasks and groups as they are."""
+    """Read tasks of lm-evaluation-harness: scores of sets in percent, metrics of tasks and groups as they are."""
     values = {name: _number(file, name, value) for name, value in content["scores"].items()}
     metrics = {name: entry["metrics"] for name, entry in content["tasks"].items()} | content["groups"]
     tasks = {
@@ -182,7 +176,7 @@ def _harness(file: Path, content: Mapping[str, Any]) -> Measured:
     given = content["settings"]
     told = {"by": "harness"} | {name: value for name, value in given.items() if name in _PROMPTS}
     settings = dict.fromkeys([*values, *tasks], told)
-    if "RULER" in values:  # its mean is over lengths, too
+    if "RULER" in values:  # which is a mean over lengths
         settings["RULER"] = told | {"lengths": sorted(given.get("lengths", []))}
     return Measured(
         str(file), str(content.get("model") or ""), values | tasks, tuple(values or tasks), settings, ours=True
@@ -194,7 +188,7 @@ _READERS = (
     (_harness, {"tasks", "groups", "scores"}),
     (_evaluation, {"tasks", "average"}),
 )
-"""What reads a result of ours, and by which keys it is known."""
+"""Readers of our results, and the keys by which each kind is recognized."""
 
 
 def _csv_entries(file: Path) -> list[Measured]:

@@ -1,17 +1,35 @@
-"""Bytes that each token takes in a model: kept for the backward pass, and while one layer is at work."""
+"""Bytes of activations per token, counted by running a model on tensors without data."""
 
+import copy
 import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
-from lightning_modules.commands.plan.fake import TokenMemory, fake_run, meta_backbone
+from lightning_modules.models.adapters import add_adapters
 from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.context_extension.rope_types import RopeTypeAttention, own_type
 
 TOKENS = 10_007
 """A prime, see `TokenMemory`."""
+
+PLANNED_ATTENTION = "planned_attention"
+"""Name of an attention that computes nothing and holds the memory of flash attention."""
 
 
 @dataclass(frozen=True)
@@ -21,9 +39,9 @@ class ActivationBytes:
     Attributes:
         layer: What one layer keeps for the backward pass without checkpointing.
         layer_input: What it keeps with full checkpointing.
-        attention_output: What it keeps besides with selective checkpointing.
-        layer_backward: Largest need of one layer's backward pass, its recomputed activations included.
-        forward: Largest need of a pass that keeps nothing.
+        attention_output: What selective checkpointing keeps in addition.
+        layer_backward: Peak of one layer's backward pass, its recomputed activations included.
+        forward: Peak of a pass that keeps nothing.
         hidden: Last hidden states.
     """
 
@@ -45,17 +63,21 @@ def activation_bytes(
     """Run the last one and two layers of a model without computing anything, and count.
 
     Args:
-        config: Of a causal LM.
-        dtype: Of the weights.
-        autocast: Of the matrix products in mixed precision; None without.
+        config: Config of a causal LM.
+        dtype: Type of the weights.
+        autocast: Type of the matrix products in mixed precision; None without.
         lora: Arguments of ``peft.LoraConfig``.
 
     Raises:
         ValueError: If the model cannot run without values.
     """
-    run = _Run(config, dtype, autocast, lora)
-    (one, _, hidden), (two, _, _) = (run.train(layers, checkpointing=False) for layers in (1, 2))
-    (one_input, peak, _), (two_inputs, _, _) = (run.train(layers, checkpointing=True) for layers in (1, 2))
+
+    def train(layers: int, *, checkpointing: bool) -> tuple[float, float, float]:
+        backbone = meta_backbone(config, dtype=dtype, lora=lora, layers=layers)
+        return _train(backbone, autocast, checkpointing=checkpointing)
+
+    (one, _, hidden), (two, _, _) = (train(layers, checkpointing=False) for layers in (1, 2))
+    (one_input, peak, _), (two_inputs, _, _) = (train(layers, checkpointing=True) for layers in (1, 2))
     text = config.get_text_config(decoder=True)
     head_dim = getattr(text, "v_head_dim", None) or getattr(text, "head_dim", None)
     width = text.num_attention_heads * (head_dim or text.hidden_size // text.num_attention_heads)
@@ -64,52 +86,171 @@ def activation_bytes(
         layer_input=two_inputs - one_input,
         attention_output=width * (autocast or dtype).itemsize,
         layer_backward=peak - (two_inputs - one_input),
-        forward=run.score(),
+        forward=_score(meta_backbone(config, dtype=dtype, lora=lora, layers=1), autocast),
         hidden=hidden,
     )
 
 
-@dataclass(frozen=True)
-class _Run:
-    """A model with few layers, run once with `TOKENS` tokens; results are bytes per token."""
+def meta_backbone(
+    config: PreTrainedConfig,
+    *,
+    dtype: torch.dtype = torch.float32,
+    lora: dict[str, Any] | None = None,
+    layers: int | None = None,
+) -> Backbone:
+    """Return the model of a config on the meta device, where tensors have a shape and no memory.
 
-    config: PreTrainedConfig
-    dtype: torch.dtype
-    autocast: torch.dtype | None
-    lora: dict[str, Any] | None
+    Args:
+        config: Config of a causal LM; it is not changed.
+        dtype: Type of the weights.
+        lora: Arguments of `add_adapters`; the other weights are frozen.
+        layers: Keep this many of the last layers; by default all.
 
-    def train(self, layers: int, *, checkpointing: bool) -> tuple[float, float, float]:
-        """Bytes alive after the forward pass, at the peak of forward and backward pass, and of the hidden states."""
-        backbone = self._backbone(layers)
-        if checkpointing:
-            settings = {"use_reentrant": False, "preserve_rng_state": False}
-            with warnings.catch_warnings(action="ignore", category=FutureWarning):
-                backbone.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
-        # With LoRA, too, the input of all layers but the first has a gradient.
-        backbone.base_model.get_input_embeddings().weight.requires_grad_()
-        with fake_run(backbone), TokenMemory(TOKENS) as memory:
-            hidden_states = self._forward(backbone)
-            kept, size = memory.alive, hidden_states.untyped_storage().nbytes()
-            gradient = torch.empty_like(hidden_states)
-            torch.autograd.backward(hidden_states, gradient)
-        return kept / TOKENS, (memory.peak - 2 * size) / TOKENS, size / TOKENS
+    Raises:
+        ValueError: If the config is not that of a causal LM, or peft refuses ``lora``.
+    """
+    attention = "sdpa" if own_type(config.get_text_config(decoder=True)) else "eager"  # replaced before anything runs
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, attn_implementation=attention)
+        if layers is not None:
+            _keep_last_layers(Backbone(model), layers)
+        if lora is not None:
+            with warnings.catch_warnings(action="ignore"):
+                model = add_adapters(model, lora)
+    return Backbone(model).train()
 
-    def score(self) -> float:
-        """Peak bytes of a pass that keeps nothing."""
-        backbone = self._backbone(1)
-        with fake_run(backbone), TokenMemory(TOKENS) as memory, torch.no_grad():
-            self._forward(backbone)
-        return memory.peak / TOKENS
 
-    def _backbone(self, layers: int) -> Backbone:
-        return meta_backbone(self.config, dtype=self.dtype, lora=self.lora, layers=layers)
+def decoder_layers(backbone: Backbone) -> tuple[nn.Module, str, nn.ModuleList]:
+    """Return the module that holds the decoder's layers, its name for them, and the layers.
 
-    def _forward(self, backbone: Backbone) -> torch.Tensor:
-        tokens = torch.zeros(1, TOKENS, dtype=torch.long)
-        try:
-            with torch.autocast("cpu", self.autocast or torch.bfloat16, enabled=self.autocast is not None):
-                return backbone.decoder(input_ids=tokens, use_cache=False).last_hidden_state
-        except RuntimeError as error:  # torch refuses what depends on the values of tensors
-            name = type(backbone.base_model).__name__
-            message = f"`{name}` cannot run on tensors without values, so it cannot be planned: {error}"
-            raise ValueError(message) from error
+    Raises:
+        ValueError: If the decoder has no list of layers of the length in its config.
+    """
+    count = backbone.base_model.config.get_text_config(decoder=True).num_hidden_layers
+    for name, part in backbone.decoder.named_modules():
+        if isinstance(part, nn.ModuleList) and len(part) == count:
+            parent, _, leaf = name.rpartition(".")
+            return backbone.decoder.get_submodule(parent), leaf, part
+    raise ValueError(
+        f"`{type(backbone.base_model).__name__}` has no list of its {count} layers, so it cannot be planned."
+    )
+
+
+class TokenMemory(TorchDispatchMode):
+    """Record the peak of the bytes that are alive at the same time and grow with the number of tokens.
+
+    Args:
+        tokens: A large prime: it divides the sizes that grow with the tokens, and not those of weights.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__()
+        self.tokens = tokens
+        self.alive = self.peak = 0
+        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._count(tensor.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._known or size == 0 or size % self.tokens:
+            return
+        self._known[key] = weakref.ref(storage, lambda _: self._forget(key, size))
+        self.alive += size
+        self.peak = max(self.peak, self.alive)
+
+    def _forget(self, key: int, size: int) -> None:
+        del self._known[key]
+        self.alive -= size
+
+
+def _train(backbone: Backbone, autocast: torch.dtype | None, *, checkpointing: bool) -> tuple[float, float, float]:
+    """Return bytes per token kept by the forward pass, at the peak of both passes, and of the hidden states."""
+    if checkpointing:
+        settings = {"use_reentrant": False, "preserve_rng_state": False}
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):
+            backbone.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
+    # The input of every layer but the first has a gradient, also with LoRA.
+    backbone.base_model.get_input_embeddings().weight.requires_grad_()
+    with _fake_tensors(backbone), TokenMemory(TOKENS) as memory:
+        hidden_states = _forward(backbone, autocast)
+        kept, size = memory.alive, hidden_states.untyped_storage().nbytes()
+        torch.autograd.backward(hidden_states, torch.empty_like(hidden_states))
+    return kept / TOKENS, (memory.peak - 2 * size) / TOKENS, size / TOKENS
+
+
+def _score(backbone: Backbone, autocast: torch.dtype | None) -> float:
+    """Return the peak in bytes per token of a pass that keeps nothing."""
+    with _fake_tensors(backbone), TokenMemory(TOKENS) as memory, torch.no_grad():
+        _forward(backbone, autocast)
+    return memory.peak / TOKENS
+
+
+def _forward(backbone: Backbone, autocast: torch.dtype | None) -> Tensor:
+    tokens = torch.zeros(1, TOKENS, dtype=torch.long)
+    try:
+        with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
+            return backbone.decoder(input_ids=tokens, use_cache=False).last_hidden_state
+    except RuntimeError as error:  # torch refuses operations that depend on the values of tensors
+        name = type(backbone.base_model).__name__
+        raise ValueError(f"`{name}` cannot run on tensors without values, so it cannot be planned: {error}") from error
+
+
+@contextmanager
+def _fake_tensors(backbone: Backbone) -> Iterator[None]:
+    """Let a model of the meta device run as if on the CPU, computing nothing; it cannot be used afterwards."""
+    AttentionInterface.register(PLANNED_ATTENTION, RopeTypeAttention(_planned_attention))
+    AttentionMaskInterface.register(PLANNED_ATTENTION, lambda **_: None)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for part in backbone.modules():
+            if isinstance(part, PreTrainedModel):
+                part.config._attn_implementation = PLANNED_ATTENTION
+                part.config._experts_implementation = "grouped_mm"  # the others depend on where tokens are routed
+            for name, parameter in part.named_parameters(recurse=False):
+                empty = torch.empty(parameter.shape, dtype=parameter.dtype)
+                part.register_parameter(name, nn.Parameter(empty, requires_grad=parameter.requires_grad))
+            for name, buffer in part.named_buffers(recurse=False):
+                setattr(part, name, torch.empty(buffer.shape, dtype=buffer.dtype))
+        yield
+
+
+def _keep_last_layers(backbone: Backbone, count: int) -> None:
+    parent, name, layers = decoder_layers(backbone)
+    config = backbone.base_model.config.get_text_config(decoder=True)
+    if count > len(layers):  # repeat the same one
+        config.num_hidden_layers, kinds = count, getattr(config, "layer_types", None)
+        if kinds:
+            config.layer_types = (kinds * count)[:count]
+    setattr(parent, name, nn.ModuleList([layers[-1 - index % len(layers)] for index in range(count)]))
+
+
+class _FlashAttention(torch.autograd.Function):
+    """Keep what flash attention keeps: query, key, value, output and one number per token and head."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        batch, heads, tokens, _ = query.shape
+        output = value.new_empty(batch, tokens, heads, value.shape[-1])
+        ctx.save_for_backward(query, key, value, output, query.new_empty(batch, heads, tokens, dtype=torch.float32))
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> tuple[Tensor, ...]:
+        query, key, value, *_ = ctx.saved_tensors
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _planned_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    return _FlashAttention.apply(query, key, value), None

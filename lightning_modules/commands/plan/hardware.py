@@ -1,17 +1,15 @@
-"""Cards by name, and how long operations take on one."""
+"""Known GPUs, and the time that operations take on one."""
 
-import difflib
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from lightning_modules.commands.plan.flops import Flops
 
 
-@dataclass(frozen=True)
-class GPU:
+class GPU(NamedTuple):
     """A card.
 
     Attributes:
-        name: As it is asked for.
+        name: Name on the command line.
         tflops: Peak of dense bfloat16 matrix products with float32 sums, TFLOP/s.
         memory: GiB.
     """
@@ -21,8 +19,8 @@ class GPU:
     memory: float
 
 
-# Rates from the vendors' data sheets: dense ones (often printed as half of the sparse). Of the nominal memory what a
-# program finds: error correction and the driver take their share.
+# Dense rates from the vendors' data sheets (often printed as half of the sparse ones), and the memory that a program
+# finds: less than the nominal one, as error correction and the driver take their share.
 GPUS = {
     gpu.name: gpu
     for gpu in (
@@ -41,9 +39,12 @@ GPUS = {
     )
 }
 
+EFFICIENCY = {"gemm": 0.65, "attention": 0.38, "attention_backward": 0.30}
+"""Assumed fractions of the peak rate: large bfloat16 products with weights, and flash attention 2."""
+
 
 def find_gpu(name: str | None, *, tflops: float | None = None, memory: float | None = None) -> GPU:
-    """The card of that name, or one with rate and memory of the caller's own.
+    """Return the card of that name, or one with the caller's rate and memory.
 
     Args:
         name: One of `GPUS`, in small or capital letters, with or without spaces and dashes.
@@ -51,48 +52,23 @@ def find_gpu(name: str | None, *, tflops: float | None = None, memory: float | N
         memory: Replaces the card's memory, GiB.
 
     Raises:
-        ValueError: If the name is unknown and rate or memory is missing, or one of these is not above 0.
+        ValueError: If the name is unknown and rate or memory is missing.
     """
-    for option, value in (("gpu_tflops", tflops), ("gpu_memory", memory)):
-        if value is not None and not 0 < value < float("inf"):
-            raise ValueError(f"`{option}` must be a number above 0, got {value}.")
-    known = {_plain(key): gpu for key, gpu in GPUS.items()}
-    gpu = known.get(_plain(name)) if name else None
-    if gpu is None and (tflops is None or memory is None):
-        near = difflib.get_close_matches(_plain(name or ""), known, n=1)
-        hint = f" Did you mean {known[near[0]].name}?" if near else ""
+    known = {_letters(key): gpu for key, gpu in GPUS.items()}
+    gpu = known.get(_letters(name or ""), GPU(name or "GPU", 0.0, 0.0))
+    gpu = GPU(gpu.name, tflops or gpu.tflops, memory or gpu.memory)
+    if not (gpu.tflops and gpu.memory):
         raise ValueError(
-            f"`gpu` {name!r} is not among the known cards: {', '.join(GPUS)}.{hint}"
+            f"`gpu` {name!r} is not among the known cards: {', '.join(GPUS)}."
             " For another one give `gpu_tflops` (dense bfloat16 TFLOP/s) and `gpu_memory` (GiB)."
         )
-    base = gpu or GPU(name or "GPU", 0.0, 0.0)
-    return GPU(base.name, tflops or base.tflops, memory or base.memory)
+    return gpu
 
 
-def _plain(name: str) -> str:
+def _letters(name: str) -> str:
     return "".join(letter for letter in name.lower() if letter.isalnum())
 
 
-@dataclass(frozen=True)
-class Efficiency:
-    """Shares of the peak rate that are assumed to be reached; measure yours and replace them.
-
-    Attributes:
-        gemm: Large products with weights in bfloat16.
-        attention: Flash attention 2, forward.
-        attention_backward: Flash attention 2, backward.
-    """
-
-    gemm: float = 0.65
-    attention: float = 0.38
-    attention_backward: float = 0.30
-
-
-def seconds(flops: Flops, gpu: GPU, efficiency: Efficiency = Efficiency()) -> float:
-    """Time of these operations on one card; everything that is no matrix product or attention is left out."""
-    work = (
-        flops.gemm / efficiency.gemm
-        + flops.attention / efficiency.attention
-        + flops.attention_backward / efficiency.attention_backward
-    )
-    return work / (gpu.tflops * 1e12)
+def seconds(flops: Flops, gpu: GPU) -> float:
+    """Return the time of these operations on one card; everything else is left out."""
+    return sum(getattr(flops, kind) / rate for kind, rate in EFFICIENCY.items()) / (gpu.tflops * 1e12)

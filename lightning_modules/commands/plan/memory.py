@@ -1,7 +1,7 @@
 """Peak memory of one GPU, part by part."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -23,48 +23,25 @@ FRAGMENTATION = 0.05
 
 
 @dataclass(frozen=True)
-class Sharding:
-    """What a strategy divides among the GPUs.
-
-    Attributes:
-        name: For people.
-        weights: Whether the weights are; each layer is gathered when it is needed.
-        gradients: Whether the gradients are.
-        optimizer: Whether the optimizer's state is.
-        gradient_copy: Whether the gradients exist twice, in the buckets of DDP.
-        offload: Whether the optimizer's state is in main memory.
-    """
-
-    name: str = "one copy on each GPU"
-    weights: bool = False
-    gradients: bool = False
-    optimizer: bool = False
-    gradient_copy: bool = False
-    offload: bool = False
-
-
-FULLY_SHARDED = Sharding("FSDP: weights, gradients and optimizer divided", weights=True, gradients=True, optimizer=True)
-
-
-@dataclass(frozen=True)
 class Training:
-    """What the memory of a training run depends on, besides its model.
+    """The settings of a training run that its memory depends on.
 
     Attributes:
-        tokens: Tokens of a row.
-        rows: Rows of a micro-batch.
+        tokens: Tokens of a sequence.
+        rows: Sequences of a micro-batch.
         context_length: Length K of the shortest short context, in tokens.
         stride: Number d of tokens that share one window.
         short_pass: Whether short contexts are computed.
-        dtype: Of the weights.
-        quantized: Bytes of each weight of a linear layer but the head, if those are quantised.
-        autocast: Of the matrix products in mixed precision; None without.
+        dtype: Type of the weights.
+        quantized: Bytes of each weight of a linear layer but the head, if those are quantized.
+        autocast: Type of the matrix products in mixed precision; None without.
         checkpointing: What the backward pass computes again.
-        moments: Numbers that the optimizer keeps for each trained weight, in the weights' dtype.
+        moments: Numbers that the optimizer keeps for each trained weight, in the type of the weights.
         step_copy: Whether the optimizer's step makes a temporary as large as the weights, as torch's `foreach` does.
-        sharding: What is divided among the GPUs.
+        sharded: Whether weights, gradients and optimizer state are divided among the GPUs (FSDP2).
+        gradient_copy: Whether the gradients exist twice, in the buckets of DDP.
         gpus: How many there are.
-        sequence_parallel_size: How many of them share each row.
+        sequence_parallel_size: How many of them share each sequence.
     """
 
     tokens: int
@@ -78,7 +55,8 @@ class Training:
     checkpointing: Checkpointing = "none"
     moments: float = 2.0
     step_copy: bool = True
-    sharding: Sharding = field(default_factory=Sharding)
+    sharded: bool = False
+    gradient_copy: bool = False
     gpus: int = 1
     sequence_parallel_size: int = 1
 
@@ -111,18 +89,13 @@ class Memory:
         return sum(self.lasting.values()) + sum(self.phases[self.largest_phase].values())
 
     @property
-    def allowance(self) -> float:
-        """Bytes assumed for the CUDA context and fragmentation."""
-        return CONTEXT_GIB * GIB + FRAGMENTATION * self.peak
-
-    @property
     def needed(self) -> float:
-        """Bytes that the card must have."""
-        return self.peak + self.allowance
+        """Bytes that the card must have, with the CUDA context and fragmentation."""
+        return (1 + FRAGMENTATION) * self.peak + CONTEXT_GIB * GIB
 
 
 def training_memory(shape: ModelShape, activations: ActivationBytes, training: Training) -> Memory:
-    """Peak of a training step.
+    """Return the peak of a training step.
 
     Gradients count as a whole: with accumulation they exist from the second micro-batch on.
     """
@@ -143,7 +116,7 @@ def training_memory(shape: ModelShape, activations: ActivationBytes, training: T
             "one layer's backward pass": rows * max(again, 0.0),
         },
     }
-    if training.step_copy and not training.sharding.offload:
+    if training.step_copy:
         phases["optimizer step"] = {"temporary of the optimizer": _optimizer(shape, training, 1.0)}
     if training.short_pass:
         phases["short windows"] = {**one, **_short_windows(shape, activations, training)}
@@ -151,23 +124,20 @@ def training_memory(shape: ModelShape, activations: ActivationBytes, training: T
 
 
 def lasting_memory(shape: ModelShape, training: Training) -> dict[str, float]:
-    """Weights, gradients and optimizer state on one GPU, in bytes."""
-    sharding, size = training.sharding, training.dtype.itemsize
-    embedding = 0 if shape.tied else shape.head_weights
-    parts = {"weights": float(shape.parameters * size)}
-    if training.quantized is not None:
-        parts["weights"] -= shape.quantizable * (size - training.quantized)
+    """Return weights, gradients and optimizer state on one GPU, in bytes."""
+    size, shards = training.dtype.itemsize, training.gpus if training.sharded else 1
     trained = _trained_bytes(shape, training)
-    parts["weights"] += shape.trained * (trained - size)
-    if sharding.weights:
-        parts["weights"] /= training.gpus
-        gathered = 2 * shape.largest_layer + shape.head_weights + embedding
-        parts["gathered weights (two layers, head, embedding)"] = float(gathered * training.compute_bytes)
+    weights = float(shape.parameters * size + shape.trained * (trained - size))
+    if training.quantized is not None:
+        weights -= shape.quantizable * (size - training.quantized)
     gradients = float(shape.trained * trained)
-    parts["gradients"] = gradients / (training.gpus if sharding.gradients else 1)
-    if sharding.gradient_copy:
+    parts = {"weights": weights / shards, "gradients": gradients / shards}
+    if training.sharded:
+        gathered = 2 * shape.largest_layer + shape.head_weights * (1 if shape.tied else 2)
+        parts["gathered weights (two layers, head, embedding)"] = float(gathered * training.compute_bytes)
+    if training.gradient_copy:
         parts["gradient buckets of DDP"] = gradients
-    parts["optimizer"] = 0.0 if sharding.offload else _optimizer(shape, training, training.moments)
+    parts["optimizer"] = _optimizer(shape, training, training.moments)
     return parts
 
 
@@ -178,23 +148,20 @@ def scoring_memory(
     dtype: torch.dtype,
     *,
     windows: tuple[int, int] | None = None,
-    autocast: torch.dtype | None = None,
     lasting: dict[str, float] | None = None,
 ) -> Memory:
-    """Peak of scoring one document without gradients.
+    """Return the peak of scoring one document without gradients.
 
     Args:
         shape: The model.
-        activations: Of this model in this precision.
+        activations: Activations of this model in this precision.
         tokens: Length of the document.
-        dtype: Of the weights.
+        dtype: Type of the weights.
         windows: ``(K, d)`` of short contexts, if they are scored.
-        autocast: Of the matrix products in mixed precision; None without.
         lasting: What else is on the GPU, in bytes.
     """
-    compute = (autocast or dtype).itemsize
     weights = {"weights": float(shape.parameters * dtype.itemsize)} if lasting is None else lasting
-    chunk = min(HEAD_ROWS, tokens) * shape.vocabulary * _logit_bytes(compute, backward=False)
+    chunk = min(HEAD_ROWS, tokens) * shape.vocabulary * _logit_bytes(dtype.itemsize, backward=False)
     phases = {
         "long pass": {"one layer of the document": tokens * activations.forward},
         "head": {"last hidden states, twice": 2.0 * tokens * activations.hidden, "head: a chunk of logits": chunk},
@@ -206,25 +173,25 @@ def scoring_memory(
 
 
 def window_tokens(tokens: int, rows: int, context_length: int, stride: int) -> int:
-    """Tokens of the short windows that share a forward pass on an accelerator."""
+    """Return the tokens of the short windows that share a forward pass on an accelerator."""
     windows = short_context_windows([0, tokens], context_length=context_length, stride=stride)
     together = max(1, WINDOW_TOKENS_PER_PASS // (context_length + stride))
     return min(together, rows * len(windows)) * (context_length + stride)
 
 
 def _trained_bytes(shape: ModelShape, training: Training) -> int:
-    """Of a weight that is trained: what is trained beside frozen weights is float32 in mixed precision."""
+    """Return the bytes of a trained weight: beside frozen weights it is float32 in mixed precision."""
     size = training.dtype.itemsize
     return size if training.autocast is None or shape.trained == shape.parameters else max(size, 4)
 
 
 def _autocast_copies(shape: ModelShape, training: Training) -> tuple[dict[str, float], dict[str, float]]:
-    """Weights in the type of matrix products: what the forward pass keeps of them, and those of one layer.
+    """Return the copies of weights in the type of matrix products: kept by the forward pass, and of one layer.
 
-    Copies are let go after their use, unless the backward pass needs them: without checkpointing it needs all. Divided
+    Copies are freed after their use, unless the backward pass needs them: without checkpointing it needs all. Divided
     weights are gathered in that type instead.
     """
-    if training.autocast is None or training.sharding.weights:
+    if training.autocast is None or training.sharded:
         return {}, {}
     name, size = "copies of the weights for autocast", float(training.autocast.itemsize)
     one = {name: max(shape.largest_layer, shape.head_weights) * size}
@@ -237,14 +204,14 @@ def _autocast_copies(shape: ModelShape, training: Training) -> tuple[dict[str, f
 
 
 def _kept(activations: ActivationBytes, checkpointing: Checkpointing) -> float:
-    """Bytes per layer and token."""
+    """Return bytes per layer and token."""
     if checkpointing == "none":
         return activations.layer
     return activations.layer_input + (activations.attention_output if checkpointing == "selective" else 0.0)
 
 
 def _logit_bytes(compute: int, *, backward: bool) -> float:
-    """Bytes per logit, with some room: in float32 used up in place, in half precision widened, and their gradient."""
+    """Return bytes per logit: float32 is used in place, half precision is widened and has a gradient."""
     return float(compute) if compute >= 4 else compute + 4.0 + (compute if backward else 0.0)
 
 
@@ -256,6 +223,6 @@ def _short_windows(shape: ModelShape, activations: ActivationBytes, training: Tr
 
 
 def _optimizer(shape: ModelShape, training: Training, numbers: float) -> float:
-    divided = training.gpus if training.sharding.optimizer else 1
+    divided = training.gpus if training.sharded else 1
     size = _trained_bytes(shape, training)
     return math.ceil(shape.trained / divided) * size * numbers

@@ -1,14 +1,13 @@
-"""What the cost of a model depends on, read off its config and its modules on the meta device."""
+"""The sizes that the cost of a model depends on, read from its config and its modules on the meta device."""
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig
 
-from lightning_modules.commands.plan.fake import decoder_layers, meta_backbone
+from lightning_modules.commands.plan.activations import decoder_layers, meta_backbone
 from lightning_modules.models.adapters import active_module
 from lightning_modules.models.context_extension.patterns.settings import PATTERN_SETTINGS
 
@@ -22,21 +21,18 @@ class ModelShape:
 
     Attributes:
         name: Its ``model_type``.
-        parameters: All, each once.
+        parameters: All parameters, each once.
         trained: Those with a gradient: all, or those of LoRA.
         quantizable: Those of linear layers but the head, which ``model.quantization`` holds in 4 or 8 bits.
-        layer_weights: Weights of the decoder's layers that a token is multiplied with; of experts only the chosen ones.
+        layer_weights: Weights of the decoder's layers that a token is multiplied with; only the chosen experts.
         trained_layer_weights: Those of them that are trained.
-        tail_weights: Those of them in the last layer that only tokens need whose output is read: all but key and value.
+        tail_weights: Those of the last layer that only tokens need whose output is read: all but key and value.
         head_weights: Vocabulary x hidden size.
         head_trained: Whether the output head is trained.
-        tied: Whether head and embedding are one.
+        tied: Whether head and embedding share their weight.
         largest_layer: Parameters of the largest layer, with all its experts.
-        hidden_size: Width of the hidden states.
         vocabulary: Rows of the head.
-        heads: Query heads of a layer.
-        query_size: Width of a query and key head.
-        value_size: Width of a value head.
+        pair_flops: Operations of one layer's attention for each pair of tokens.
         windows: For each layer how many tokens it looks back on, itself included; None for all.
     """
 
@@ -51,11 +47,8 @@ class ModelShape:
     head_trained: bool
     tied: bool
     largest_layer: int
-    hidden_size: int
     vocabulary: int
-    heads: int
-    query_size: int
-    value_size: int
+    pair_flops: int
     windows: tuple[int | None, ...]
 
     @property
@@ -65,41 +58,40 @@ class ModelShape:
 
     @classmethod
     def of(cls, config: PreTrainedConfig, lora: dict[str, Any] | None = None) -> "ModelShape":
-        """Sizes of the model that a config describes; nothing is loaded.
+        """Return the sizes of the model that a config describes; nothing is loaded.
 
         Args:
-            config: Of a causal LM of attention layers, each full or with a sliding window.
+            config: Config of a causal LM of attention layers, each full or with a sliding window.
             lora: Arguments of ``peft.LoraConfig``; the other weights are frozen.
 
         Raises:
-            ValueError: If it is no causal LM, or has layers or experts of another kind.
+            ValueError: If the model is not a causal LM, or has layers or experts of another kind.
         """
         text = config.get_text_config(decoder=True)
         windows = _windows(text)
         backbone = meta_backbone(config, lora=lora)
         layers = decoder_layers(backbone)[2]
-        heads, query_size, value_size = _heads(text)
-        weights = [_LayerWeights.of(layer, text) for layer in layers]
+        weights = [_layer_weights(layer, text) for layer in layers]
         embedding = active_module(backbone.base_model.get_input_embeddings()).weight
         head = next(p for p in active_module(backbone.base_model.get_output_embeddings()).parameters() if p.ndim == 2)
-        key_and_value = text.hidden_size * (query_size + value_size) * _key_value_heads(text)
+        size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        query = getattr(text, "qk_head_dim", None) or size  # DeepSeek's latent attention
+        value = getattr(text, "v_head_dim", None) or size
+        key_value_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         return cls(
             name=config.model_type,
             parameters=sum(p.numel() for p in backbone.parameters()),
             trained=sum(p.numel() for p in backbone.parameters() if p.requires_grad),
             quantizable=_quantizable(backbone.base_model),
-            layer_weights=sum(part.active for part in weights),
-            trained_layer_weights=sum(part.trained for part in weights),
-            tail_weights=max(weights[-1].active - key_and_value, 0),
+            layer_weights=sum(active for active, _ in weights),
+            trained_layer_weights=sum(trained for _, trained in weights),
+            tail_weights=max(weights[-1][0] - text.hidden_size * (query + value) * key_value_heads, 0),
             head_weights=head.numel(),
             head_trained=head.requires_grad,
             tied=head is embedding,
             largest_layer=max(sum(p.numel() for p in layer.parameters()) for layer in layers),
-            hidden_size=text.hidden_size,
             vocabulary=head.shape[0],
-            heads=heads,
-            query_size=query_size,
-            value_size=value_size,
+            pair_flops=2 * text.num_attention_heads * (query + value),
             windows=windows,
         )
 
@@ -114,55 +106,35 @@ def _quantizable(model: nn.Module) -> int:
     return sum(module.weight.numel() for module in linear)
 
 
-@dataclass(frozen=True)
-class _LayerWeights:
-    active: int
-    trained: int
-
-    @classmethod
-    def of(cls, layer: nn.Module, config: PreTrainedConfig) -> "_LayerWeights":
-        """Weights of a layer that a token is multiplied with, and those that are trained."""
-        weights = list(_matrices(layer, config))
-        return cls(round(sum(n for n, _ in weights)), round(sum(n for n, trained in weights if trained)))
-
-
-def _matrices(layer: nn.Module, config: PreTrainedConfig) -> Iterator[tuple[float, bool]]:
-    """Size of each matrix product per token, and whether its weight is trained."""
+def _layer_weights(layer: nn.Module, config: PreTrainedConfig) -> tuple[int, int]:
+    """Return the number of weights of a layer that a token is multiplied with, and of those that are trained."""
+    active = trained = 0.0
     for name, parameter in layer.named_parameters():
         if parameter.ndim == 1 or name.endswith("bias"):
             continue
         if parameter.ndim > 3 or (parameter.ndim == 3 and "experts" not in name):
-            raise ValueError(f"The weight `{name}` {list(parameter.shape)} is no matrix: the model cannot be planned.")
-        yield parameter.numel() * _chosen_share(name, config), parameter.requires_grad
+            raise ValueError(f"`{name}` {list(parameter.shape)} is not a matrix, so the model cannot be planned.")
+        size = parameter.numel() * _chosen_share(name, config)
+        active += size
+        trained += size * parameter.requires_grad
+    return round(active), round(trained)
 
 
 def _chosen_share(name: str, config: PreTrainedConfig) -> float:
+    """Return the share of a weight that a token is multiplied with: below 1 for experts."""
     if not re.search(r"(^|\.)experts(\.|$)", name):
         return 1.0
-    chosen, experts = (_first(config, names) for names in (_CHOSEN_EXPERTS, _EXPERTS))
+    chosen, experts = (
+        next((value for name in names if (value := getattr(config, name, None))), None)
+        for names in (_CHOSEN_EXPERTS, _EXPERTS)
+    )
     if not chosen or not experts:
-        missing = "how many experts a token chooses" if experts else "how many experts there are"
-        raise ValueError(f"The config of `{config.model_type}` does not say {missing}: the model cannot be planned.")
+        raise ValueError(f"The config of `{config.model_type}` lacks its number of experts: it cannot be planned.")
     return chosen / experts
 
 
-def _first(config: PreTrainedConfig, names: tuple[str, ...]) -> int | None:
-    return next((value for name in names if (value := getattr(config, name, None))), None)
-
-
-def _heads(config: PreTrainedConfig) -> tuple[int, int, int]:
-    """Query heads and the width of their queries and of their values."""
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    query = getattr(config, "qk_head_dim", None) or size  # DeepSeek's latent attention
-    return config.num_attention_heads, query, getattr(config, "v_head_dim", None) or size
-
-
-def _key_value_heads(config: PreTrainedConfig) -> int:
-    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-
-
 def _windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
-    """How far each layer looks back."""
+    """Return how far each layer looks back."""
     if not getattr(config, "num_attention_heads", None):
         raise ValueError(f"A model of type `{config.model_type}` has no attention heads: it cannot be planned.")
     rope = getattr(config, "rope_parameters", None) or {}

@@ -1,1 +1,1 @@
-"""Documents chosen by their scores: which pass, what they are worth by source, and as what they are written."""
+"""Select documents by their scores."""

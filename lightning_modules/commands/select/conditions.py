@@ -1,64 +1,66 @@
-"""Conditions on columns, such as ``key_token_ratio > 0.02 and tokens >= 32768``: read, never evaluated as code."""
+"""Read conditions on columns, such as ``key_token_ratio > 0.02 and tokens >= 32768``; nothing is evaluated as code."""
 
+import operator
 import re
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from functools import reduce
 
 import pyarrow
-import pyarrow.compute
+import pyarrow.compute as pc
 
-_VALUE = r"""("[^"]*"|'[^']*'|(?:true|false)\b|[-+]?[\d.]+(?:[eE][-+]?\d+)?)"""
-_CONDITION = re.compile(rf"\s*([\w.]+)\s*(>=|<=|==|!=|>|<)\s*{_VALUE}\s*")
-_AND = re.compile(r"and\b", re.IGNORECASE)
-_FUNCTIONS = {
-    ">": pyarrow.compute.greater,
-    "<": pyarrow.compute.less,
-    ">=": pyarrow.compute.greater_equal,
-    "<=": pyarrow.compute.less_equal,
-    "==": pyarrow.compute.equal,
-    "!=": pyarrow.compute.not_equal,
+_CONDITION = re.compile(r"""\s*([\w.]+)\s*(>=|<=|==|!=|>|<)\s*("[^"]*"|'[^']*'|[-+.\w]+)\s*(and\b|$)""", re.IGNORECASE)
+_OPERATORS = {
+    ">": operator.gt,
+    "<": operator.lt,
+    ">=": operator.ge,
+    "<=": operator.le,
+    "==": operator.eq,
+    "!=": operator.ne,
 }
 _FORM = "Write conditions as COLUMN > NUMBER, COLUMN == 'text' or COLUMN == true, joined by `and`; also <, >=, <=, !=."
 
 
-class Condition(NamedTuple):
-    """One comparison of a column with a value."""
+def parse_conditions(text: str, schema: pyarrow.Schema) -> pyarrow.compute.Expression:
+    """Parse conditions that are joined by ``and``.
 
-    column: str
-    operator: str
-    value: float | str | bool
+    Args:
+        text: The conditions.
+        schema: Columns that may be compared.
 
-
-def parse_conditions(text: str) -> list[Condition]:
-    """Read conditions that are joined by ``and``.
+    Returns:
+        An expression that is true for rows that meet all conditions, and null or false for the others.
 
     Raises:
-        ValueError: Naming what is none.
+        ValueError: If the text cannot be read, names an unknown column, or compares one with a value of another type.
 
     Example:
-        >>> [tuple(condition) for condition in parse_conditions("tokens >= 32768 and source == 'arxiv'")]
-        [('tokens', '>=', 32768.0), ('source', '==', 'arxiv')]
+        >>> str(parse_conditions("tokens >= 32768", pyarrow.schema({"tokens": pyarrow.int64()})))
+        '(tokens >= 32768)'
     """
-    return list(_conditions(text))
+    conditions = []
+    position, has_next = 0, True
+    while has_next:
+        match = _CONDITION.match(text, position)
+        if match is None:
+            raise ValueError(f"`where`: cannot read '{text[position:].strip()}'. {_FORM}")
+        column, sign, value, conjunction = match.groups()
+        conditions.append(_condition(column, sign, _parse_value(value), schema))
+        position, has_next = match.end(), bool(conjunction)
+    return reduce(operator.and_, conditions)
 
 
-def _conditions(text: str) -> Iterator[Condition]:
-    position = 0
-    while True:
-        found = _CONDITION.match(text, position)
-        if found is None:
-            raise ValueError(f"`where`: no condition in '{text[position:].strip()}'. {_FORM}")
-        column, operator, value = found.groups()
-        yield Condition(column, operator, _value(value))
-        if (position := found.end()) == len(text):
-            return
-        joint = _AND.match(text, position)
-        if joint is None:
-            raise ValueError(f"`where`: expected `and` before '{text[position:].strip()}'. {_FORM}")
-        position = joint.end()
+def _condition(column: str, sign: str, value: float | str | bool, schema: pyarrow.Schema) -> pyarrow.compute.Expression:
+    if column not in schema.names:
+        raise ValueError(f"`where`: the scores have no column '{column}', only {schema.names}.")
+    kind = schema.field(column).type
+    if type(value) is not _comparable_type(kind):
+        raise ValueError(f"`where`: column '{column}' is of type {kind}: it cannot be {sign} {value!r}.")
+    field = pc.field(column)
+    if isinstance(value, str):
+        field = field.cast(pyarrow.string())  # Arrow has several types of text
+    return _OPERATORS[sign](field, pc.scalar(value))
 
 
-def _value(text: str) -> float | str | bool:
+def _parse_value(text: str) -> float | str | bool:
     if text[0] in "\"'":
         return text[1:-1]
     if text in ("true", "false"):
@@ -66,21 +68,11 @@ def _value(text: str) -> float | str | bool:
     try:
         return float(text)
     except ValueError as error:
-        raise ValueError(f"`where`: '{text}' is no number. {_FORM}") from error
+        raise ValueError(f"`where`: '{text}' is not a number. {_FORM}") from error
 
 
-def check_conditions(conditions: Sequence[Condition], schema: pyarrow.Schema) -> None:
-    """Raise a ``ValueError`` for a column that is not there, or a comparison with a value of another type."""
-    for column, operator, value in conditions:
-        if column not in schema.names:
-            raise ValueError(f"`where`: the scores have no column '{column}', only {schema.names}.")
-        kind = schema.field(column).type
-        if type(value) is not _compared_as(kind):
-            raise ValueError(f"`where`: column '{column}' is of type {kind}: it cannot be {operator} {value!r}.")
-
-
-def _compared_as(kind: pyarrow.DataType) -> type | None:
-    """What values of a column are compared with; None if with nothing, such as lists."""
+def _comparable_type(kind: pyarrow.DataType) -> type | None:
+    """Return the type of values that a column is compared with; None for lists and the like."""
     kinds = pyarrow.types
     if kinds.is_integer(kind) or kinds.is_floating(kind):
         return float
@@ -88,14 +80,3 @@ def _compared_as(kind: pyarrow.DataType) -> type | None:
     if kinds.is_string(text) or kinds.is_large_string(text) or kinds.is_string_view(text):
         return str
     return bool if kinds.is_boolean(kind) else None
-
-
-def passing(batch: pyarrow.RecordBatch, conditions: Sequence[Condition]) -> pyarrow.BooleanArray:
-    """Which rows meet all conditions; a null meets none, and a document that has failed does not pass."""
-    mask = pyarrow.compute.is_null(batch.column("error"))
-    for column, operator, value in conditions:
-        values = batch.column(column)
-        values = values.cast(pyarrow.string()) if isinstance(value, str) else values  # of which there are many kinds
-        met = _FUNCTIONS[operator](values, pyarrow.scalar(value))
-        mask = pyarrow.compute.and_(mask, met.fill_null(False))
-    return mask

@@ -9,16 +9,16 @@ class SelectConfig:
 
     Args:
         where: Conditions on columns, joined by ``and``: ``key_token_ratio > 0.02 and tokens >= 32768``.
-        top: Of the documents that meet the conditions and have a `rank_by`, take those with the largest: a share up to
-            1, which is all of them, or a number from 2 on.
-        rank_by: Column that ranks documents, and that `weights` are means of.
+        top: Take the documents with the largest `rank_by` of those that meet the conditions: a fraction up to 1 (all of
+            them), or a number from 2.
+        rank_by: Column that ranks documents, and whose means `weights` are.
         by: Column that names a document's source; ``folder`` for the folder of its file.
         output: File of the chosen ones: ``.txt`` for their keys, one per line, ``.parquet`` or ``.jsonl`` for the
-            documents with ``text`` and scores. What is there is replaced. A document whose key is empty or has several
-            lines is left out of a ``.txt`` file, with a warning.
+            documents with ``text`` and scores. An existing file is replaced. A document whose key is empty or has
+            several lines is left out of a ``.txt`` file, with a warning.
         files: The documents' files, if they are no longer where they were scored; as `data.files`.
         weights: YAML file for the mean `rank_by` of each source, as `data.weights` of a mixture of these sources:
-            lay it over the experiment by ``-c``.
+            add it to the experiment by ``-c``.
     """
 
     where: str | None = None

@@ -1,44 +1,43 @@
-"""`longce select`: documents of a corpus whose scores pass, as ids or text, and weights of their sources."""
+"""``longce select``: choose documents of a corpus by their scores, and compute weights of their sources."""
 
 import json
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, BinaryIO
 
-import jsonargparse
 import numpy as np
+import pandas as pd
 import pyarrow
-import pyarrow.compute
+import pyarrow.compute as pc
+import pyarrow.dataset
 import pyarrow.parquet
 import yaml
-from lightning.pytorch import LightningDataModule
-from numpy.typing import NDArray
 
-from lightning_modules.commands.select.conditions import Condition, check_conditions, parse_conditions, passing
+from lightning_modules.commands.select.conditions import parse_conditions
 from lightning_modules.commands.select.config import SelectConfig
-from lightning_modules.commands.select.summary import MEANS, SourceSummary
-from lightning_modules.scoring.corpus.shards import SUCCESS, ScoreShards
-from lightning_modules.scoring.corpus.table import PER_TOKEN
+from lightning_modules.commands.select.summary import MEANS, means_by_source, report
+from lightning_modules.scoring.corpus.shards import PER_TOKEN, SUCCESS, ScoreShards
 from lightning_modules.utilities.files import atomic_file, writable_folder, write_atomically
 
 CORPUS = "datamodules.DocumentCorpus"
 """The data module that finds documents again."""
 
 FOLDER = "folder"
-"""Source of a document that is no column: the folder of its file."""
+"""Source that is not a column: the folder of a document's file."""
 
-_ALWAYS = ("key", "file", "row", "tokens", "error")
+OUTPUTS = (".txt", ".parquet", ".jsonl")
 _WRITTEN_TOGETHER = 64  # documents
-_NAMED, _EXCERPT = 3, 40  # documents in a warning, and characters of the key of each
+_MAX_NAMED, _MAX_EXCERPT = 3, 40  # documents named in a warning, and characters of the key of each
 
 
 def select(scores: str, **options: Any) -> str:
-    """Choose documents by the scores that `longce predict` has written, and tell how many pass by source.
+    """Choose documents by the scores that `longce predict` has written, and count those that pass by source.
 
-    Documents that have failed never pass, nor do those without a value that is asked for.
+    Documents that failed never pass, nor do those without a value that is asked for.
 
     Args:
         scores: Folder or fsspec URL of the scores.
@@ -49,227 +48,203 @@ def select(scores: str, **options: Any) -> str:
 
     Raises:
         ValueError: If there are no scores, a condition or column has no meaning, a file cannot be written, no document
-            passes, or the documents are not there any more.
+            passes, or the documents no longer exist.
     """
+    # Refuse files that cannot be written before hours of scores are read.
     config = SelectConfig(**options)
     output, weights = (None if file is None else Path(file) for file in (config.output, config.weights))
     for file in filter(None, (output, weights)):
         _check_writable(file)
-    conditions = parse_conditions(config.where) if config.where else []
-    chooser = Chooser(ScoreShards(scores), conditions, rank_by=config.rank_by, by=config.by)
-    kinds: dict[str, Callable[[Path], None]] = {
-        ".txt": chooser.write_keys,
-        ".parquet": lambda path: chooser.write_documents(path, config.files),
-        ".jsonl": lambda path: chooser.write_documents(path, config.files),
-    }
-    if output is not None and output.suffix not in kinds:
-        raise ValueError(f"`output` = '{output}' must end in one of {', '.join(kinds)}.")
+    if output is not None and output.suffix not in OUTPUTS:
+        raise ValueError(f"`output` = '{output}' must end in one of {', '.join(OUTPUTS)}.")
+    shards = ScoreShards(scores)
+    shards.header()  # refuses other parquet files
+    schema = shards.schema()
+    _check_columns(schema, config.rank_by, config.by)
+
+    numbers = list(dict.fromkeys([*MEANS, *_ladder(schema), config.rank_by, "tokens"]))
+    with_documents = output is not None and output.suffix != ".txt"
+    wanted = _one_value_columns(schema) if with_documents else [*numbers, "key", "file", "row", config.by]
+    table = _read_scores(shards, schema, config.where, wanted)
+    documents = _as_frame(table, numbers, config.by)
     if config.top is not None:
-        chooser.take_top(config.top)
-    summary = chooser.summary()
+        documents["selected"] &= _is_in_top(documents, config.rank_by, config.top)
+    if not documents["selected"].any():
+        raise ValueError(f"None of the documents in '{scores}' passes. Ask for less.")
+
     if output is not None:
-        kinds[output.suffix](output)
+        chosen = table.drop(["selected"]).filter(documents["selected"].to_numpy())
+        if with_documents:
+            write_documents(output, chosen, shards, config.files)
+        else:
+            write_keys(output, chosen)
     if weights is not None:
-        write_weights(weights, summary, config.rank_by)
-    return chooser.notes() + summary.report()
+        write_weights(weights, means_by_source(documents, [config.rank_by])[config.rank_by])
+    return _completeness_note(shards) + report(documents, _ladder(schema))
 
 
-class Chooser:
-    """Goes through scores, a few thousand documents at a time, and knows which pass.
-
-    Args:
-        shards: The scores.
-        conditions: That documents have to meet.
-        rank_by: Column that ranks them.
-        by: Column that names their source.
-    """
-
-    def __init__(self, shards: ScoreShards, conditions: Sequence[Condition], *, rank_by: str, by: str) -> None:
-        self.shards = shards
-        self.conditions = conditions
-        self.rank_by = rank_by
-        self.by = by
-        self._least, self._ties = -math.inf, 0
-        shards.header()  # refuses other parquet files
-        self._schema = schema = shards.schema()
-        check_conditions(conditions, schema)
-        shards.schema([rank_by] if by == FOLDER else [rank_by, by])
-        if by != FOLDER and pyarrow.types.is_nested(schema.field(by).type):
-            raise ValueError(f"`by`: column '{by}' is of type {schema.field(by).type}, and names no source.")
-        if not (pyarrow.types.is_integer(kind := schema.field(rank_by).type) or pyarrow.types.is_floating(kind)):
-            raise ValueError(f"`rank_by`: column '{rank_by}' is of type {kind}, and no number.")
-        self.ladder = [name for name in schema.names if name.startswith("ladder_") and name.endswith("_mean")]
-        known = {*_ALWAYS, *MEANS, *self.ladder, rank_by, *(condition.column for condition in conditions)}
-        self._columns = sorted(known if by == FOLDER else known | {by})
-
-    def take_top(self, top: float) -> None:
-        """Let only those with the largest values pass, of equal ones those that come first."""
-        if top <= 0 or (top > 1 and top != int(top)):
-            raise ValueError(f"`top` must be a share up to 1 or a number of documents, got {top}.")
-        parts = [_values(batch, self.rank_by)[mask] for batch, mask in self._batches()]
-        values = np.concatenate(parts) if parts else np.empty(0)
-        values = values[~np.isnan(values)]
-        count = min(len(values), max(1, round(top * len(values))) if top < 1 else int(top) if top > 1 else len(values))
-        self._least = float(np.partition(values, len(values) - count)[len(values) - count]) if count else math.inf
-        self._ties = count - int((values > self._least).sum())
-
-    def batches(self, columns: Sequence[str] | None = None) -> Iterator[tuple[pyarrow.RecordBatch, NDArray[np.bool_]]]:
-        """Documents and which of them pass.
-
-        Args:
-            columns: Further ones to read.
-        """
-        ties = self._ties
-        for batch, mask in self._batches(columns):
-            if self._least > -math.inf:
-                values = _values(batch, self.rank_by)
-                equal = np.flatnonzero(mask & (values == self._least))
-                mask &= values > self._least
-                mask[equal[:ties]] = True
-                ties -= min(ties, len(equal))
-            yield batch, mask
-
-    def _batches(self, columns: Sequence[str] | None = None) -> Iterator[tuple[pyarrow.RecordBatch, NDArray[np.bool_]]]:
-        for batch in self.shards.batches(list(dict.fromkeys([*self._columns, *(columns or ())]))):
-            yield batch, passing(batch, self.conditions).to_numpy(zero_copy_only=False).copy()
-
-    def summary(self) -> SourceSummary:
-        """What passes, by source.
-
-        Raises:
-            ValueError: If no document passes.
-        """
-        summary = SourceSummary(self.ladder, [self.rank_by])
-        for batch, mask in self.batches():
-            summary.add(self._sources(batch), batch, mask)
-        if not any(each["passing"] for each in summary.counts().values()):
-            raise ValueError(f"None of the documents in '{self.shards.folder}' passes. Ask for less.")
-        return summary
-
-    def notes(self) -> str:
-        """What is to be known of the scores themselves."""
-        try:
-            self.shards.folder.open(SUCCESS).close()
-        except FileNotFoundError:
-            return f"There is no {SUCCESS}: not all documents of the corpus are scored, or too many failed.\n\n"
-        return ""
-
-    def _sources(self, batch: pyarrow.RecordBatch) -> pyarrow.Array:
-        if self.by != FOLDER:
-            return batch.column(self.by).cast(pyarrow.string()).fill_null("-")
-        folders = pyarrow.compute.replace_substring_regex(batch.column("file"), "/?[^/]*$", "")
-        return pyarrow.compute.if_else(pyarrow.compute.equal(folders, ""), ".", folders)
-
-    def write_keys(self, path: Path) -> None:
-        """Write a key on each line; a warning counts the documents whose key is empty or has several lines."""
-        left_out: list[str] = []
-        count = 0
-        with atomic_file(path) as stream:
-            for batch, mask in self.batches():
-                for row in batch.select(["key", "file", "row"]).filter(pyarrow.array(mask)).to_pylist():
-                    if row["key"].strip() and len(row["key"].splitlines()) == 1:
-                        stream.write(f"{row['key']}\n".encode())
-                        continue
-                    count += 1
-                    if count <= _NAMED:
-                        left_out.append(f"row {row['row']} of '{row['file']}' ({_excerpt(row['key'])})")
-        if count:
-            warnings.warn(
-                f"{count:,} chosen document(s) are not in '{path}', because a key must be one line that is not empty:"
-                f" {', '.join(left_out)}{' and others' if count > _NAMED else ''}. Write .parquet or .jsonl instead.",
-                stacklevel=2,
-            )
-
-    def write_documents(self, path: Path, files: str | list[str] | None) -> None:
-        """Text and scores, in the order of the files.
-
-        Raises:
-            ValueError: If a document is not where it was.
-        """
-        names = [name for name in self._schema.names if name not in PER_TOKEN]
-        table = pyarrow.Table.from_batches(
-            [batch.select(names).filter(pyarrow.array(mask)) for batch, mask in self.batches(names)]
-        ).sort_by([("file", "ascending"), ("row", "ascending")])
-        with _document_file(
-            path, table.schema.remove_metadata().append(pyarrow.field("text", pyarrow.string()))
-        ) as write:
-            rows, found = [], 0
-            for row in self._with_text(table, files):
-                rows.append(row)
-                found += 1
-                if len(rows) == _WRITTEN_TOGETHER:
-                    write(rows)
-                    rows = []
-            write(rows)
-            if found != len(table):
-                raise ValueError(f"{len(table) - found} of the {len(table)} documents are not there any more.")
-
-    def _with_text(self, table: pyarrow.Table, files: str | list[str] | None) -> Iterator[dict[str, Any]]:
-        source = self.shards.header()["source"]
-        corpus = _corpus({**source, "files": files or source["files"]})
-        codes = table["file"].combine_chunks().dictionary_encode()
-        starts = np.flatnonzero(np.diff(codes.indices.to_numpy(), prepend=-1))
-        files_there = codes.dictionary.take(codes.indices.take(pyarrow.array(starts))).to_pylist()
-        rows = dict(zip(files_there, np.split(table["row"].to_numpy(), starts[1:]), strict=True))
-        first = dict(zip(files_there, starts.tolist(), strict=True))
-        for origin, text in corpus.documents(rows, self.shards.written().versions):
-            place = first[origin.file] + int(np.searchsorted(rows[origin.file], origin.row))
-            row = table.slice(place, 1).to_pylist()[0]
-            if origin.error is not None or origin.key != row["key"]:
-                raise ValueError(f"Row {origin.row} of '{origin.file}' is not the document that was scored any more.")
-            yield {**row, "text": text}
+def _check_columns(schema: pyarrow.Schema, rank_by: str, by: str) -> None:
+    for name in (rank_by,) if by == FOLDER else (rank_by, by):
+        if name not in schema.names:
+            raise ValueError(f"The scores have no column {name!r}, only {schema.names}.")
+    if by != FOLDER and pyarrow.types.is_nested(schema.field(by).type):
+        raise ValueError(f"`by`: column '{by}' is of type {schema.field(by).type}, which does not name a source.")
+    kind = schema.field(rank_by).type
+    if not (pyarrow.types.is_integer(kind) or pyarrow.types.is_floating(kind)):
+        raise ValueError(f"`rank_by`: column '{rank_by}' is of type {kind}, which is not a number.")
 
 
-def write_weights(path: Path, summary: SourceSummary, column: str) -> None:
-    """Weights of sources for `datamodules.MixtureDataModule`: means of a column, divided by their sum.
+def _ladder(schema: pyarrow.Schema) -> list[str]:
+    return [name for name in schema.names if name.startswith("ladder_") and name.endswith("_mean")]
+
+
+def _read_scores(
+    shards: ScoreShards, schema: pyarrow.Schema, where: str | None, wanted: Iterable[str]
+) -> pyarrow.Table:
+    """Read the wanted columns of all documents, and add ``selected``: whether they meet the conditions."""
+    passes = pc.field("error").is_null()
+    if where is not None:
+        passes = passes & parse_conditions(where, schema)
+    columns = _one_value_columns(schema)
+    projection = {name: pc.field(name) for name in columns if name in set(wanted)}
+    # A null compared with anything is null, and does not pass.
+    projection["selected"] = pc.coalesce(passes, pc.scalar(False))
+    batches = (batch.replace_schema_metadata() for batch in shards.batches(columns))
+    scanner = pyarrow.dataset.Scanner.from_batches(
+        batches, schema=pyarrow.schema([schema.field(name) for name in columns]), columns=projection, use_threads=False
+    )
+    return scanner.to_table()
+
+
+def _one_value_columns(schema: pyarrow.Schema) -> list[str]:
+    return [name for name in schema.names if name not in PER_TOKEN]
+
+
+def _as_frame(table: pyarrow.Table, numbers: Sequence[str], by: str) -> pd.DataFrame:
+    """Return the numbers of documents that are summarized, with ``source`` and ``selected``."""
+    columns = {name: table[name].cast(pyarrow.float64()).to_numpy() for name in numbers}
+    if by == FOLDER:
+        folders = pc.replace_substring_regex(table["file"], "/?[^/]*$", "")
+        sources = pc.if_else(pc.equal(folders, ""), ".", folders)
+    else:
+        sources = table[by].cast(pyarrow.string()).fill_null("-")
+    source = sources.combine_chunks().dictionary_encode().to_pandas()
+    return pd.DataFrame(columns | {"source": source, "selected": table["selected"].to_numpy()})
+
+
+def _is_in_top(documents: pd.DataFrame, rank_by: str, top: float) -> pd.Series:
+    """Find the selected documents with the largest values; of equal ones those that come first."""
+    if top <= 0 or (top > 1 and top != int(top)):
+        raise ValueError(f"`top` must be a fraction up to 1 or a number of documents, got {top}.")
+    ranked = documents.loc[documents["selected"], rank_by].dropna()
+    count = int(top) if top > 1 else max(1, round(top * len(ranked)))
+    return documents.index.isin(ranked.nlargest(count, keep="first").index)
+
+
+def write_keys(path: Path, chosen: pyarrow.Table) -> None:
+    """Write one key per line; warn about documents whose key is empty or has several lines."""
+    left_out = []
+    with atomic_file(path) as stream:
+        for row in chosen.select(["key", "file", "row"]).to_pylist():
+            key = row["key"]
+            if key.strip() and len(key.splitlines()) == 1:
+                stream.write(f"{key}\n".encode())
+            else:
+                excerpt = key if len(key) <= _MAX_EXCERPT else f"{key[:_MAX_EXCERPT]}.."
+                left_out.append(f"row {row['row']} of '{row['file']}' ({excerpt!r})")
+    if left_out:
+        others = " and others" if len(left_out) > _MAX_NAMED else ""
+        warnings.warn(
+            f"{len(left_out):,} chosen document(s) are not in '{path}', because a key must be one line that is not"
+            f" empty: {', '.join(left_out[:_MAX_NAMED])}{others}. Write .parquet or .jsonl instead.",
+            stacklevel=2,
+        )
+
+
+def write_documents(path: Path, chosen: pyarrow.Table, shards: ScoreShards, files: str | list[str] | None) -> None:
+    """Write text and scores, in the order of the files.
 
     Raises:
-        ValueError: If a mean is not above 0.
+        ValueError: If a document is not where it was.
     """
-    counts = summary.counts()
-    means = {source: own[column] for source, own in summary.means().items() if counts[source]["passing"]}
-    for source, mean in means.items():
-        if not 0 < mean < math.inf:
-            raise ValueError(
-                f"The mean `{column}` of source '{source}' is {mean:.4g}, and weights are above 0: rank by another"
-                " column, or leave the source out by `where`."
-            )
-    weights = {source: float(f"{mean / sum(means.values()):.6g}") for source, mean in sorted(means.items())}
-    content = yaml.safe_dump({"data": {"init_args": {"weights": weights}}}, sort_keys=False, allow_unicode=True)
-    write_atomically(path, f"# Mean {column} of the documents of each source\n{content}".encode())
+    chosen = chosen.sort_by([("file", "ascending"), ("row", "ascending")]).combine_chunks()
+    schema = chosen.schema.append(pyarrow.field("text", pyarrow.string()))
+    documents = _read_documents(chosen, shards, files)
+    written = 0
+    with atomic_file(path) as stream, _table_writer(stream, path.suffix, schema) as write:
+        while part := list(islice(documents, _WRITTEN_TOGETHER)):
+            places, texts = zip(*part, strict=True)
+            write(chosen.take(list(places)).append_column("text", pyarrow.array(texts, pyarrow.string())))
+            written += len(part)
+        if written != len(chosen):
+            raise ValueError(f"{len(chosen) - written} of the {len(chosen)} documents do not exist any more.")
 
 
-def _check_writable(path: Path) -> None:
-    """Raise a ``ValueError`` for a file that could not be written when all is read."""
-    if path.is_dir():
-        raise ValueError(f"'{path}' is a folder: name a file in it.")
-    writable_folder(path.absolute().parent, remedy="Name another file.")
+def _read_documents(
+    chosen: pyarrow.Table, shards: ScoreShards, files: str | list[str] | None
+) -> Iterator[tuple[int, str]]:
+    """Read the text of each chosen document, with its place in the table, which is sorted by file and row."""
+    source = shards.header()["source"]
+    corpus = _make_corpus({**source, "files": files or source["files"]})
+    groups = dict(list(chosen.select(["file", "row"]).to_pandas().groupby("file")["row"]))
+    rows = {file: numbers.to_numpy() for file, numbers in groups.items()}
+    for origin, text in corpus.documents(rows, shards.written().versions):
+        place = int(groups[origin.file].index[0] + np.searchsorted(rows[origin.file], origin.row))
+        if origin.error is not None or origin.key != chosen["key"][place].as_py():
+            raise ValueError(f"Row {origin.row} of '{origin.file}' is not the document that was scored any more.")
+        yield place, text
 
 
 @contextmanager
-def _document_file(path: Path, schema: pyarrow.Schema) -> Iterator[Callable[[list[dict[str, Any]]], None]]:
-    """What writes rows to a parquet or JSON-lines file, which appears when all are there."""
-    with atomic_file(path) as stream:
-        if path.suffix == ".jsonl":
-            yield lambda rows: cast(
-                None, stream.write("".join(json.dumps(row, default=str) + "\n" for row in rows).encode())
-            )
-            return
+def _table_writer(stream: BinaryIO, ending: str, schema: pyarrow.Schema) -> Iterator[Callable[[pyarrow.Table], None]]:
+    """Yield a function that appends rows to a parquet or JSON-lines file."""
+    if ending == ".parquet":
         with pyarrow.parquet.ParquetWriter(stream, schema, compression="zstd") as writer:
-            yield lambda rows: writer.write_table(pyarrow.Table.from_pylist(rows, schema=schema))
+            yield writer.write_table
+    else:
+        yield lambda table: stream.writelines(
+            json.dumps(row, default=str).encode() + b"\n" for row in table.to_pylist()
+        )
 
 
-def _corpus(settings: dict[str, Any]) -> Any:
-    """The data module, made as from a config: nothing here imports it."""
+def _make_corpus(settings: dict[str, Any]) -> Any:
+    """Make the data module as from a config, since `datamodules` is not imported here."""
+    import jsonargparse  # only here: a choice of keys needs neither
+    from lightning.pytorch import LightningDataModule
+
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(LightningDataModule, "data")
     config = {"class_path": CORPUS, "init_args": settings}
     return parser.instantiate(parser.parse_object({"data": config})).data
 
 
-def _excerpt(key: str) -> str:
-    return repr(key if len(key) <= _EXCERPT else f"{key[:_EXCERPT]}..")
+def write_weights(path: Path, means: pd.Series) -> None:
+    """Write weights for `datamodules.MixtureDataModule`: the mean of each source divided by the sum of all means.
+
+    Raises:
+        ValueError: If a mean is not above 0.
+    """
+    for source, mean in means.items():
+        if not 0 < mean < math.inf:
+            raise ValueError(
+                f"The mean `{means.name}` of source '{source}' is {mean:.4g}, and weights are above 0: rank by another"
+                " column, or leave the source out by `where`."
+            )
+    weights = {source: float(f"{weight:.6g}") for source, weight in (means / means.sum()).sort_index().items()}
+    content = yaml.safe_dump({"data": {"init_args": {"weights": weights}}}, sort_keys=False, allow_unicode=True)
+    write_atomically(path, f"# Mean {means.name} of the documents of each source\n{content}".encode())
 
 
-def _values(batch: pyarrow.RecordBatch, name: str) -> NDArray[np.float64]:
-    return batch.column(name).cast(pyarrow.float64()).to_numpy(zero_copy_only=False)
+def _completeness_note(shards: ScoreShards) -> str:
+    try:
+        shards.folder.open(SUCCESS).close()
+    except FileNotFoundError:
+        return f"There is no {SUCCESS}: not all documents of the corpus are scored, or too many failed.\n\n"
+    return ""
+
+
+def _check_writable(path: Path) -> None:
+    """Raise a ``ValueError`` for a file that could not be written."""
+    if path.is_dir():
+        raise ValueError(f"'{path}' is a folder: name a file in it.")
+    writable_folder(path.absolute().parent, remedy="Name another file.")

@@ -19,6 +19,9 @@ FORMAT = "longce-document-scores-1"
 SUCCESS = "_SUCCESS.json"
 """File with the counts of all, which is there when all documents are."""
 
+PER_TOKEN = ("lsd", "lcl", "token_starts", "token_ends")
+"""Columns of lists with a value for each token."""
+
 _HEADER = b"longce"
 _READERS = 16  # threads: of thousands of small remote files, most of the time is waiting
 _NAMED = 5  # settings that a message tells of

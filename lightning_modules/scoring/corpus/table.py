@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_modules.batch import Origin
 from lightning_modules.scoring.corpus.columns import COLUMNS, document_scores, ladder_columns, ladder_scores
 from lightning_modules.scoring.corpus.failures import LEFT_OUT
+from lightning_modules.scoring.corpus.shards import PER_TOKEN
 from lightning_modules.scoring.document_scorer import Failed
 from lightning_modules.scoring.token_scores import TokenScores
 
@@ -20,8 +21,6 @@ _BEFORE = {"key": pyarrow.string(), "file": pyarrow.string(), "row": pyarrow.int
 _BETWEEN = {"truncated": pyarrow.bool_()}
 _BEHIND = {"error": pyarrow.string()}
 _TYPES = {int: pyarrow.int64(), float: pyarrow.float64()}
-PER_TOKEN = ("lsd", "lcl", "token_starts", "token_ends")
-"""Columns of lists with a value for each token."""
 
 
 class ScoreTable:

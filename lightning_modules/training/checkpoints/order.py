@@ -1,7 +1,6 @@
 """Order of the checkpoints of a run: by the step that each records, never by file times."""
 
 import contextlib
-import logging
 import math
 import re
 from pathlib import Path
@@ -9,14 +8,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightning_modules.training.checkpoints.sharded import REST, is_sharded
+from lightning_modules.training.checkpoints.sharded import REST
 
 RUN_ID = "run_id"
 """Key in a checkpoint of the run that wrote it."""
 
 SUFFIX = ".ckpt"
-
-_log = logging.getLogger(__name__)
 
 
 class Candidate(NamedTuple):
@@ -24,15 +21,13 @@ class Candidate(NamedTuple):
 
     Attributes:
         path: File or folder.
-        step: Optimizer steps that it records; by its name if it cannot be read; infinite if nothing tells.
+        step: Optimizer steps that it records; by its name if it cannot be read, else infinite.
         run: Id of the run that wrote it (`lightning_modules.training.run`); None if it records none.
-        changed: Time of its last change, in nanoseconds. Copies, synchronizations and moved clocks alter it.
     """
 
     path: Path
     step: float
     run: str | None
-    changed: int
 
 
 def find_checkpoints(folder: Path) -> list[Candidate]:
@@ -42,24 +37,21 @@ def find_checkpoints(folder: Path) -> list[Candidate]:
         with contextlib.suppress(FileNotFoundError):  # a run that still trains removes its older ones
             if not path.is_symlink():
                 found.append(describe(path))
-    return sorted(found, key=lambda one: (one.step, _version(one.path), one.changed), reverse=True)
+    return sorted(found, key=lambda one: (one.step, _version(one.path)), reverse=True)
 
 
 def describe(path: Path) -> Candidate:
     """Read the step and the run of a checkpoint; tensors stay on disk, and no code in it is run."""
-    changed = path.stat().st_mtime_ns
-    named = re.findall(r"step\D?(\d+)", path.stem) or re.findall(r"\d+", re.sub(r"-v\d+$", "", path.stem))
-    unread = float(named[-1]) if named else -1 if is_sharded(path) else math.inf
+    path.stat()
     try:
         content = contents(path)
-        step, run = content.get("global_step"), content.get(RUN_ID)
-    except Exception:  # damaged, or a folder of DeepSpeed; `damage` tells which
-        step, run = None, None
+    except Exception:  # damaged; `damage` reports how
+        content = {}
+    step = content.get("global_step")
     if not isinstance(step, int):
-        return Candidate(path, unread, None, changed)
-    if "step" in path.stem and named and int(named[-1]) != step:
-        _log.warning("%s is named after step %s and holds step %s.", path, named[-1], step)
-    return Candidate(path, step, run, changed)
+        named = re.findall(r"step\D?(\d+)", path.stem) or re.findall(r"\d+", re.sub(r"-v\d+$", "", path.stem))
+        return Candidate(path, float(named[-1]) if named else math.inf, None)
+    return Candidate(path, step, content.get(RUN_ID))
 
 
 def contents(path: Path) -> dict[str, Any]:
@@ -77,25 +69,14 @@ def contents(path: Path) -> dict[str, Any]:
 
 
 def check_one_run(folder: Path, candidates: list[Candidate]) -> None:
-    """Raise a ``ValueError`` if a folder holds checkpoints of different runs, whose steps say nothing of each other."""
+    """Raise a ``ValueError`` if a folder holds checkpoints of different runs, whose steps cannot be compared."""
     first_of = {one.run: one.path.name for one in reversed(candidates) if one.run is not None}
     if len(first_of) > 1:
         named = ", ".join(f"{name} of run {run}" for run, name in sorted(first_of.items()))
         raise ValueError(f"'{folder}' holds checkpoints of {len(first_of)} runs ({named}): name one of the files.")
 
 
-def warn_of_times(chosen: Candidate, candidates: list[Candidate]) -> None:
-    """Log where times of change contradict the steps."""
-    for other in candidates:
-        if other.step < chosen.step and other.changed > chosen.changed:
-            _log.warning(
-                "%s (step %.0f) was changed after %s (step %.0f): copied files, or a clock that was moved. The step"
-                " decides: taking the latter.",
-                *(other.path, other.step, chosen.path, chosen.step),
-            )
-
-
 def _version(path: Path) -> int:
-    """Number that Lightning appends to the name of a second file of the same step."""
+    """Return the number that Lightning appends to the name of a second file of the same step."""
     found = re.search(r"-v(\d+)$", path.stem)
     return int(found[1]) if found else 0

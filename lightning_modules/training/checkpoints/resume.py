@@ -1,4 +1,4 @@
-"""Where a run keeps its checkpoints, and with which of them another one goes on."""
+"""Where a run keeps its checkpoints, and from which of them another one resumes."""
 
 import logging
 import os
@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
-from lightning_modules.training.checkpoints.io import check_checkpoint, check_content, newest_checkpoint
+from lightning_modules.training.checkpoints.io import check_checkpoint, newest_checkpoint
 from lightning_modules.training.checkpoints.sharded import is_sharded
 from lightning_modules.utilities.files import writable_folder
 
@@ -22,41 +22,39 @@ _log = logging.getLogger(__name__)
 
 
 def find_checkpoint(path: str | None, trainer: Trainer, logger: Any, *, resume: bool = True) -> str | None:
-    """The checkpoint that ``--ckpt_path`` asks for.
+    """Return the checkpoint that ``--ckpt_path`` asks for.
 
     Args:
         path: A file, which must be whole; a sharded checkpoint; the folder of a run, or ``last`` for that of this run:
             the whole checkpoint of the largest step there. Other names (``best``) are Lightning's.
         trainer: Of this run.
         logger: Its configuration, which says whether the folder of this run is a new one at each start.
-        resume: Whether training goes on from it, for which weights alone are not enough.
+        resume: Whether training resumes from it, for which weights alone are not enough.
 
     Returns:
         The checkpoint; None to start afresh, if none was asked for, or training is to go on with ``last`` and there is
         none yet.
 
     Raises:
-        ValueError: If there is none, or it is damaged. Several processes compare its content when they load it
-            (`check_together`): reading it in each of them could take longer than the others wait for it.
+        ValueError: If it is missing or incomplete. Its content is compared when it is loaded (`check_integrity`).
     """
     if path is None or path in ("best", "hpc"):
         return path
     if path == "last":
         return _last(trainer, logger, resume)
-    folder, content = Path(path).expanduser(), _reads(trainer)
+    folder = Path(path).expanduser()
     if not folder.is_dir() or is_sharded(folder):
-        check_checkpoint(path, resume=resume, content=content)
-        check_content(path)
+        check_checkpoint(path, resume=resume)
         return path
-    found = newest_checkpoint(folder, resume=resume, content=content)
+    found = newest_checkpoint(folder, resume=resume)
     if found is None:
         raise ValueError(f"`ckpt_path` '{path}' holds no checkpoint. Name another one, or leave it out.")
-    _log.info("Going on with %s.", found)
+    _log.info("Resuming from %s.", found)
     return str(found)
 
 
 class SameCheckpoint(Callback):
-    """Refuses to start if the processes of a run do not go on from the same checkpoint.
+    """Refuses to start if the processes of a run do not resume from the same checkpoint.
 
     Each looks for it by itself. On a disk of its own node, or on a file server that shows news late, one may find
     another one, or none: it would train from other weights, or wait for the others at another step.
@@ -70,7 +68,7 @@ class SameCheckpoint(Callback):
             other = next((rank for rank, path in enumerate(found) if path != found[0]), None)
             if other is not None:
                 raise ValueError(
-                    f"`ckpt_path`: process 0 goes on with {found[0] or 'nothing'}, process {other} with"
+                    f"`ckpt_path`: process 0 resumes from {found[0] or 'nothing'}, process {other} from"
                     f" {found[other] or 'nothing'}. Keep checkpoints on a disk that all nodes see, and name the file."
                 )
 
@@ -90,7 +88,7 @@ def check_checkpoint_folders(trainer: Trainer) -> None:
 
 
 def say_how_to_go_on(trainer: Trainer) -> None:
-    """After training was stopped: what of it is saved, and the command that goes on."""
+    """Log what of a stopped training is saved, and the command that resumes it."""
     if not trainer.is_global_zero or trainer.global_step == 0:
         return
     callbacks = [callback for callback in _callbacks(trainer) if not callback.save_weights_only]
@@ -104,11 +102,11 @@ def say_how_to_go_on(trainer: Trainer) -> None:
         )
         return
     lost = "" if saved == trainer.global_step else f", of which {saved} are saved"
-    _log.info("Stopped at step %s%s. Go on with:\nlongce %s", trainer.global_step, lost, _command(str(newest.dirpath)))
+    _log.info("Stopped at step %s%s. Resume with:\nlongce %s", trainer.global_step, lost, _command(str(newest.dirpath)))
 
 
 def goes_on(path: str | None, trainer: Trainer) -> bool:
-    """Whether another run with this ``--ckpt_path`` would go on with what this one has saved."""
+    """Whether another run with this ``--ckpt_path`` would resume from what this one has saved."""
     if path is None or path == "last":
         return path == "last"
     own = {folder.absolute() for folder in _folders(trainer)}
@@ -133,19 +131,14 @@ def _last(trainer: Trainer, logger: Any, resume: bool) -> str | None:
     if is_numbered(logger) and not any(callback.dirpath for callback in _callbacks(trainer)):
         raise ValueError(
             "`ckpt_path: last` looks in the folder of this run, and the logger makes a new one at each start. Name the"
-            f" folder of the run to go on with (--ckpt_path {folder.parent.parent}/..), or give this run a name"
+            f" folder of the run to resume (--ckpt_path {folder.parent.parent}/..), or give this run a name"
             " (--trainer.logger.init_args.version NAME)."
         )
-    found = newest_checkpoint(folder, resume=resume, content=_reads(trainer))
+    found = newest_checkpoint(folder, resume=resume)
     if found is None and not resume:
         raise ValueError(f"`ckpt_path: last` finds no checkpoint in '{folder}'. Name a file or the folder of a run.")
-    _log.info("Going on with %s." if found else "There is no checkpoint in %s yet: starting afresh.", found or folder)
+    _log.info("Resuming from %s." if found else "No checkpoint in %s yet: starting a new training.", found or folder)
     return None if found is None else str(found)
-
-
-def _reads(trainer: Trainer) -> bool:
-    """Whether this process looks into a checkpoint by itself."""
-    return trainer.world_size == 1
 
 
 def is_numbered(logger: Any) -> bool:
@@ -159,7 +152,7 @@ def _callbacks(trainer: Trainer) -> list[ModelCheckpoint]:
 
 
 def run_folder(trainer: Trainer) -> Path:
-    """Folder of a run, in which Lightning puts logs and checkpoints by default."""
+    """Return the folder of a run, in which Lightning puts logs and checkpoints by default."""
     if not trainer.loggers:
         return Path(trainer.default_root_dir)
     logger = trainer.loggers[0]
@@ -168,7 +161,7 @@ def run_folder(trainer: Trainer) -> Path:
 
 
 def owned_folders(trainer: Trainer) -> list[Path]:
-    """Local folders that a training writes to, its own one first.
+    """Return the local folders that a training writes to, its own one first.
 
     The working folder belongs to the user. A logger that numbers its runs on a server has no folder yet.
     """

@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from lightning_modules.utilities import pickles as checkpoint_pickles
+from lightning_modules.utilities import pickles
 from lightning_modules.utilities.files import create_folder, publish_folder, to_disk, write_atomically
 
 Result = TypeVar("Result")
@@ -25,10 +25,10 @@ Result = TypeVar("Result")
 MANIFEST = "checksums.json"
 """File of sizes and CRC-32 of all others in the folder; the last one to be written."""
 
-_INDEX = ".metadata"  # torch's: what is in which part
 REST = "meta.pt"
 """Lightning's file of all that is not divided."""
 
+_INDEX = ".metadata"  # torch's: what is in which part
 _DEEPSPEED = "latest"  # the file that DeepSpeed writes last
 _BLOCK = 1 << 20
 
@@ -56,18 +56,17 @@ def write_together(target: Path, write: Callable[[Path], None]) -> None:
     Raises:
         CheckpointError: In every process, if one could not write. What was there is as it was.
     """
-    rank = dist.get_rank()
-    folder = None
+    rank, folder = dist.get_rank(), None
     try:
-        folder = _together(lambda: _building(target) if rank == 0 else None)[0]
+        folder = _in_all(lambda: _building(target) if rank == 0 else None)[0]
         assert folder is not None
-        parts = _together(lambda: _written(folder, write, rank))
+        parts = _in_all(lambda: _write_part(folder, write, rank))
         entries = {name: entry for part in parts for name, entry in part.items()}
-        _together(lambda: _publish(folder, target, entries) if rank == 0 else None)
+        _in_all(lambda: _publish(folder, target, entries) if rank == 0 else None)
     except _PartError as error:
         raise CheckpointError(
             f"The checkpoint {target} could not be written ({error}). Earlier ones are untouched: free some room, or"
-            " set the `dirpath` of the checkpoint callback to another disk that all processes see, and go on with"
+            " set the `dirpath` of the checkpoint callback to another disk that all processes see, and resume with"
             f" `--ckpt_path {target.parent}`"
         ) from error
     finally:
@@ -76,60 +75,67 @@ def write_together(target: Path, write: Callable[[Path], None]) -> None:
 
 
 def damage_of_folder(path: Path) -> str | None:
-    """What is wrong with a folder, as the end of a sentence: files that are missing or cut short; None if none is.
+    """Return which files of a folder are missing, cut short or hostile, as the end of a sentence; None if none is.
 
-    What they hold is compared by `check_together`, when they are loaded. Folders without checksums, of Lightning's own
-    strategies, only have to be complete.
+    Folders without checksums, of Lightning's own strategies, only have to be complete.
     """
     if not is_sharded(path):
-        return "is an incomplete sharded checkpoint, or none"
+        return "is not a complete sharded checkpoint"
     if (path / _DEEPSPEED).is_file():
         return (
             "was written by DeepSpeed ZeRO, which is no longer supported: convert it with `longce export` of the"
             " version of longce that wrote it"
         )
     try:
-        entries = _entries(path)
+        entries = _read_manifest(path)
         wrong = [name for name, (size, _) in entries.items() if (path / name).stat().st_size != size]
     except FileNotFoundError as error:
-        return f"is incomplete: there is no {Path(error.filename).name}"
+        return f"is incomplete: {Path(error.filename).name} is missing"
     except ValueError as error:
         return f"is damaged: {error}"
-    if wrong:
-        return f"is torn: {wrong[0]} has not the size that was written"
-    return checkpoint_pickles.fault(path)
+    return f"is torn: {wrong[0]} does not have the size that was written" if wrong else pickles.fault(path)
 
 
-def damage_found_together(path: Path) -> str | None:
-    """What is wrong with the content of a complete folder or file, of which each process reads a part.
+def first_damage(check: Callable[[int, int], str | None]) -> str | None:
+    """Return what any process of a group found damaged, the same in each of them; all must ask.
+
+    Args:
+        check: Checks the share of a process, given its rank and the number of processes.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return check(0, 1)
+    found: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, check(dist.get_rank(), dist.get_world_size()))
+    return next((problem for problem in found if problem is not None), None)
+
+
+def damage_of_content(path: Path, rank: int, processes: int) -> str | None:
+    """Compare a complete checkpoint with its checksums.
+
+    Each process reads a share of a folder's files; the first process reads a single file.
 
     Returns:
-        The end of a sentence, the same in each process: what is not as it was written. None if nothing is.
+        What is damaged, as the end of a sentence; None if nothing is.
     """
-    compare = _compare_records if path.is_file() else _compare
     try:
-        _together(lambda: compare(path, dist.get_rank(), dist.get_world_size()))
-    except _PartError as error:
-        return f"is damaged ({error})"
-    return None
+        if path.is_dir():
+            damaged = _compare_folder(path, rank, processes)
+        else:
+            damaged = _compare_file(path) if rank == 0 else None
+    except Exception as error:  # a damaged archive raises anything
+        return f"is damaged ({str(error) or type(error).__name__})"
+    return None if damaged is None else f"is damaged: '{damaged}' in it is not what was written"
 
 
 def gathered(path: Path) -> dict[str, Any]:
-    """A divided checkpoint of FSDP2 in one process, as that of a single one, but without the optimizer's state.
+    """Load a divided checkpoint of FSDP2 in one process, without the optimizer's state.
 
     Args:
-        path: The folder, in which `damage_of_folder` finds nothing wrong.
+        path: A folder whose content was checked.
 
     Returns:
-        The checkpoint, in main memory.
-
-    Raises:
-        ValueError: If a file is not what was written; the end of a sentence.
+        The checkpoint as a single process writes it, in main memory.
     """
-    try:
-        _compare(path, 0, 1)
-    except _PartError as error:
-        raise ValueError(f"is damaged ({error})") from error
     content: dict[str, Any] = torch.load(path / REST, map_location="cpu", weights_only=True)
     reader = dcp.FileSystemReader(path)
     prefix = "state_dict."
@@ -146,21 +152,19 @@ def gathered(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def no_code() -> Iterator[None]:
-    """Let torch unpickle nothing but numbers: it asks for more when it reads the settings of divided optimizers."""
+    """Let torch unpickle only numbers: it asks for more when it reads the settings of divided optimizers."""
     names = ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
     before = {name: os.environ.pop(name, None) for name in names}
     os.environ[names[0]] = "1"
     try:
         yield
     finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
+        os.environ.pop(names[0])
+        os.environ.update({name: value for name, value in before.items() if value is not None})
 
 
-def _together(function: Callable[[], Result]) -> list[Result]:
-    """What each process found; if it fails in one of them, it fails in all, so that none waits for it."""
+def _in_all(function: Callable[[], Result]) -> list[Result]:
+    """Return the result of each process; if it fails in one of them, it fails in all, so that none waits for it."""
     result, failure = None, None
     try:
         result = function()
@@ -181,8 +185,8 @@ def _building(target: Path) -> Path:
     return create_folder(target)
 
 
-def _written(folder: Path, write: Callable[[Path], None], rank: int) -> dict[str, tuple[int, int]]:
-    """Size and checksum of each file that this process wrote, all of them on disk."""
+def _write_part(folder: Path, write: Callable[[Path], None], rank: int) -> dict[str, tuple[int, int]]:
+    """Return size and checksum of each file that this process wrote, all of them on disk."""
     write(folder)
     own = [path for path in folder.iterdir() if path.name.startswith(f"__{rank}_")]
     if rank == 0:
@@ -193,8 +197,7 @@ def _written(folder: Path, write: Callable[[Path], None], rank: int) -> dict[str
 
 
 def _publish(folder: Path, target: Path, entries: dict[str, tuple[int, int]]) -> None:
-    missing = [name for name in entries if not (folder / name).exists()]
-    if missing:
+    if missing := [name for name in entries if not (folder / name).exists()]:
         raise _PartError(f"{missing[0]} of another process is not on the disk of the first one")
     write_atomically(folder / MANIFEST, json.dumps(entries).encode())
     if target.is_file():
@@ -203,8 +206,8 @@ def _publish(folder: Path, target: Path, entries: dict[str, tuple[int, int]]) ->
     publish_folder(folder, target, replace=True)
 
 
-def _entries(path: Path) -> dict[str, tuple[int, int]]:
-    """Size and checksum by the names of files; none in a folder of Lightning's own strategies."""
+def _read_manifest(path: Path) -> dict[str, tuple[int, int]]:
+    """Return size and checksum by the names of files; empty in a folder of Lightning's own strategies."""
     manifest = path / MANIFEST
     if not manifest.exists():
         return {}
@@ -217,27 +220,19 @@ def _entries(path: Path) -> dict[str, tuple[int, int]]:
     return entries
 
 
-def _compare(path: Path, rank: int, processes: int) -> None:
-    """A process's share of the files in a folder."""
-    entries = _entries(path)
-    names = sorted(entries, key=lambda name: entries[name])  # by their sizes: an even share for each process
-    for name in names[rank::processes]:
-        if _checksum(path / name) != entries[name][1]:
-            raise _PartError(f"'{name}' is not what was written")
+def _compare_folder(path: Path, rank: int, processes: int) -> str | None:
+    entries = _read_manifest(path)
+    names = sorted(entries, key=lambda name: entries[name])[rank::processes]  # by size: an even share for each process
+    return next((name for name in names if _checksum(path / name) != entries[name][1]), None)
 
 
-def _compare_records(path: Path, rank: int, processes: int) -> None:
-    """A process's share of the tensors in a file of torch's."""
+def _compare_file(path: Path) -> str | None:
     with zipfile.ZipFile(path) as archive:
-        records = sorted(archive.infolist(), key=lambda record: (record.file_size, record.filename))
-        for record in records[rank::processes]:
-            with archive.open(record) as stream:  # which minds a wrong checksum at the end
-                while stream.read(_BLOCK):
-                    pass
+        return archive.testzip()
 
 
 def _checksum(path: Path) -> int:
-    """CRC-32 of a file."""
+    """Return the CRC-32 of a file."""
     buffer, crc = memoryview(bytearray(_BLOCK)), 0
     with path.open("rb", buffering=0) as file:
         while size := file.readinto(buffer):

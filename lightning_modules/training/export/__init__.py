@@ -1,1 +1,1 @@
-"""Trained models as folders that transformers loads: merged or adapters apart, with a card that says what they are."""
+"""Trained models as folders that transformers loads: merged or adapters apart, with a model card."""

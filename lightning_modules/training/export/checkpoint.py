@@ -1,7 +1,6 @@
 """A Lightning checkpoint as a folder that transformers loads, without data or a GPU."""
 
 import json
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,25 +29,24 @@ from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.context_extension.methods import extend_config
 from lightning_modules.models.loading import load_backbone
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer, tokenizer_from_json, tokenizer_to_json
-from lightning_modules.training.checkpoints.io import check_checkpoint
+from lightning_modules.training.checkpoints.io import CheckedCheckpointIO, check_checkpoint, check_integrity
 from lightning_modules.training.checkpoints.sharded import gathered, is_sharded
 from lightning_modules.training.export.facts import TrainingFacts, loading_facts
 from lightning_modules.training.export.folder import check_replaceable
 from lightning_modules.training.export.model import check_export, export_model
 from lightning_modules.training.export.options import ExportOptions
-from lightning_modules.utilities.pickles import refused_pickle
 
 KEY = "longce_export"
-"""Where a checkpoint holds what `stored` gives."""
+"""Key in a checkpoint of what `stored` returns."""
 
 FINGERPRINT = "frozen_fingerprint"
-"""Where a checkpoint without the weights that adapters leave as they were holds a hash of them."""
+"""Key in a checkpoint of the hash of the frozen weights that it leaves out."""
 
 
 def stored(
     model: PreTrainedModel, facts: TrainingFacts, tokenizer: PreTrainedTokenizerFast | None = None
 ) -> dict[str, str]:
-    """What a checkpoint has to hold for an export beside the weights, as JSON: it loads without running any code.
+    """Return what a checkpoint needs for an export in addition to the weights, as JSON.
 
     Args:
         model: The model without the wrapper of peft.
@@ -65,17 +63,17 @@ def stored(
 
 
 def check_same_model(saved: Mapping[str, str], model: PreTrainedModel, loading: ModelConfig) -> None:
-    """Whether a checkpoint's weights mean in this run what they meant in the run that wrote it.
+    """Check that a checkpoint's weights mean in this run what they meant in the run that wrote it.
 
     Rotation and windows may differ on purpose, to try an extension on a trained model: that is a warning.
 
     Args:
-        saved: What `stored` gave.
+        saved: What `stored` returned.
         model: The model of this run, without the wrapper of peft.
         loading: How this run loads the model.
 
     Raises:
-        ValueError: If the adapters would be scaled otherwise, or lie over weights that are quantised otherwise.
+        ValueError: If the adapters would be scaled otherwise, or lie over weights that are quantized otherwise.
     """
     facts, own = TrainingFacts.from_json(saved["facts"]), loading_facts(loading, model.config)
     if facts.lora is not None and own["lora"] is not None:
@@ -86,7 +84,7 @@ def check_same_model(saved: Mapping[str, str], model: PreTrainedModel, loading: 
     )
     if before and now and before != now:
         raise ValueError(
-            f"The checkpoint's adapters were trained over weights quantised by {before}, and this run has {now}: give"
+            f"The checkpoint's adapters were trained over weights quantized by {before}, and this run has {now}: give"
             " the `quantization` of the run that wrote it."
         )
     configs = [json.loads(saved["config"]), json.loads(model.config.to_json_string(use_diff=False))]
@@ -100,7 +98,7 @@ def check_same_model(saved: Mapping[str, str], model: PreTrainedModel, loading: 
 
 
 def check_resumable(checkpoint: Mapping[str, Any]) -> None:
-    """Raise a ``ValueError`` if a checkpoint file holds too little to go on with training.
+    """Raise a ``ValueError`` if a checkpoint file holds too little to resume training.
 
     Args:
         checkpoint: As Lightning gives it to the module. Of one that was written in parts it holds no weights, and
@@ -111,7 +109,7 @@ def check_resumable(checkpoint: Mapping[str, Any]) -> None:
         if missing or "fit_loop" not in checkpoint["loops"]:
             raise ValueError(
                 f"The checkpoint lacks {', '.join(sorted(missing)) or 'the state of training'}, without which training"
-                " does not go on: it holds weights alone. `longce fit` takes what `longce export` makes of it."
+                " does not resume: it holds weights alone. `longce fit` takes what `longce export` makes of it."
             )
 
 
@@ -184,34 +182,28 @@ def _tokenizer(
 
 
 def _read(path: str) -> dict[str, Any]:
-    """The checkpoint; the weights in a file are left on disk until they are asked for."""
+    """Load the checkpoint; the weights in a file stay on disk until they are used."""
     file = Path(path).expanduser()
     if file.is_dir() and not is_sharded(file):
         raise ValueError(
             f"`checkpoint` '{path}' is a folder, and no checkpoint of FSDP2: name one of the checkpoints in it."
         )
     check_checkpoint(path if "://" in path else file, "checkpoint")
-    try:
-        content = gathered(file) if file.is_dir() else _load_file(file)
-    except ValueError as error:
-        raise ValueError(f"`checkpoint` '{path}' {error}") from error
-    if not isinstance(content, dict) or KEY not in content or not isinstance(content.get("state_dict"), dict):
+    if file.is_dir():
+        check_integrity(file, "checkpoint")
+        content = gathered(file)
+    else:
+        content = CheckedCheckpointIO().load_checkpoint(file)
+    if KEY not in content:
         raise ValueError(
-            f"`checkpoint` '{path}' was not written by this version's `longce fit`, which says in it how the model is"
-            " built. Go on with it for a step (`longce fit --ckpt_path`) to have it written anew, or name another one."
+            f"`checkpoint` '{path}' was not written by this version's `longce fit`, which stores how the model is"
+            " built: resume from it for a step (`longce fit --ckpt_path`), or name another one."
         )
     return content
 
 
-def _load_file(file: Path) -> Any:
-    try:
-        return torch.load(str(file), map_location="cpu", weights_only=True, mmap=True)
-    except (pickle.UnpicklingError, RuntimeError) as error:
-        raise ValueError(refused_pickle(error)) from error
-
-
 class _Module(nn.Module):
-    """What a checkpoint names its weights after."""
+    """Stand-in of the training module, after which a checkpoint names its weights."""
 
     def __init__(self, backbone: Backbone) -> None:
         super().__init__()
@@ -219,7 +211,7 @@ class _Module(nn.Module):
 
 
 def _build(saved: Mapping[str, str], facts: TrainingFacts) -> _Module:
-    """The model without memory for its weights."""
+    """Return the model without memory for its weights."""
     config = _config(json.loads(saved["config"]))
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=config.dtype, attn_implementation="sdpa")
@@ -232,7 +224,7 @@ def _build(saved: Mapping[str, str], facts: TrainingFacts) -> _Module:
 
 
 def _load_base(facts: TrainingFacts, fingerprint: str) -> Backbone:
-    """The base model with fresh adapters, for a checkpoint that holds only what was trained."""
+    """Load the base model with fresh adapters, for a checkpoint that holds only what was trained."""
     if facts.base_is_local and not Path(str(facts.base_model)).exists():
         raise ValueError(
             f"The checkpoint's adapters were trained on the model in '{facts.base_model}', which is not there now: put"
@@ -254,7 +246,7 @@ def _config(content: dict[str, Any]) -> PreTrainedConfig:
     model_type = content.get("model_type")
     if model_type not in CONFIG_MAPPING:
         raise ValueError(
-            f"Models of type '{model_type}' run code of their own repository, which a checkpoint cannot bring along:"
+            f"Models of type '{model_type}' run code of their repository, which a checkpoint does not hold:"
             " export at the end of training, by the callback `HuggingFaceExport`."
         )
     config = CONFIG_MAPPING[model_type].from_dict(content)
@@ -275,7 +267,7 @@ def _fill(module: _Module, weights: Mapping[str, torch.Tensor], *, partly: bool)
 
 
 def _tied(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Further names of weights that the module has under several: what is trained is stored under the first."""
+    """Return the further names of tied weights, which are stored under the first."""
     first: dict[nn.Parameter, str] = {}
     names = [(name, first.setdefault(p, name)) for name, p in module.named_parameters(remove_duplicate=False)]
     return {name: weights[own] for name, own in names if name not in weights and own in weights}

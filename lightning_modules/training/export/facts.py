@@ -1,4 +1,4 @@
-"""What a training run knows of itself, in plain types: for checkpoints and for the card of an exported model."""
+"""Facts of a training run in plain types, for checkpoints and for the card of an exported model."""
 
 import inspect
 import json
@@ -22,33 +22,23 @@ SCHEDULE_SETTINGS = ("start_factor", "end_factor", "total_iters", "T_max", "eta_
 
 @dataclass(frozen=True)
 class TrainingFacts:
-    """How a model came about; None stands for what is not known.
+    """How a model came about; what is unknown is None. Classes are stored under ``name``, with their settings.
 
-    Args:
+    Attributes:
         base_model: Hub id or absolute path of the model that was trained on; None for random weights.
         base_is_local: Whether it is a folder of the machine that trained.
         revision: Commit, or branch or tag, of the base model on the hub.
         changes: Values of the base model's config that were replaced, with the settings of a context extension under
             ``context_extension``.
-        dtype: Of the weights that were trained or lay frozen under adapters.
+        dtype: Type of the trained weights, or of the frozen ones under adapters.
         lora: Arguments of the adapters.
-        quantization: Arguments of ``transformers.BitsAndBytesConfig``, if the base was quantised as it was loaded.
-        objective: Its class, under ``name``, and settings.
-        context_length: K, if the objective looks at a short context.
-        stride: d, likewise.
-        optimizer: Its class, under ``name``, and settings.
-        lr_scheduler: Likewise.
-        precision: Of the trainer.
-        steps: Optimizer steps.
-        sequence_length: Tokens per training row.
-        tokens_per_step: Of all rows of an optimizer step, padding included.
+        quantization: Arguments of ``transformers.BitsAndBytesConfig``, if the base was quantized as it was loaded.
+        context_length: K, if the objective looks at a short context; ``stride`` likewise.
+        tokens_per_step: Tokens of all sequences of an optimizer step, padding included.
         data: Class of the data module.
         dataset: Hub id of its data.
-        tokenizer: Hub id or absolute path; None also if the data module makes its own.
-        tokenizer_revision: Of the tokenizer.
-        metrics: The last value of everything logged in an evaluation.
-        metrics_step: Optimizer steps before that evaluation.
-        versions: Of the packages that computed it.
+        tokenizer: Hub id or absolute path; None if the data module makes its own.
+        metrics: The last value of everything logged in an evaluation, made after ``metrics_step`` optimizer steps.
     """
 
     base_model: str | None = None
@@ -76,23 +66,23 @@ class TrainingFacts:
     versions: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        """All of it as JSON."""
+        """Return all of it as JSON."""
         return json.dumps(asdict(self), indent=2, default=str)
 
     @classmethod
     def from_json(cls, text: str) -> "TrainingFacts":
-        """What `to_json` wrote; keys that this version does not know are passed over."""
+        """Read what `to_json` wrote; unknown keys are ignored."""
         known = {item.name for item in fields(cls)}
         return cls(**{name: value for name, value in json.loads(text).items() if name in known})
 
     def published(self) -> "TrainingFacts":
-        """The same without paths of this machine: of a base in a folder its name; the tokenizer goes along."""
+        """Return the same without paths of this machine: only the name of a base in a folder, and no tokenizer."""
         base = Path(str(self.base_model)).name if self.base_is_local else self.base_model
         return replace(self, base_model=base, tokenizer=None, tokenizer_revision=None)
 
 
 def loading_facts(loading: ModelConfig, config: Any) -> dict[str, Any]:
-    """The facts of how a model was loaded.
+    """Return the facts of how a model was loaded.
 
     Args:
         loading: How.
@@ -122,19 +112,19 @@ def _fetched_commit(base: str, revision: str | None) -> str | None:
 
 
 def _absolute(path_or_id: str) -> str:
-    """A local path as it can be found from other folders, where a relative one might even be a hub id; else the id."""
+    """Return the absolute path of a local folder, as a relative one might be a hub id elsewhere; else the id."""
     path = Path(path_or_id).expanduser()
     return str(path.resolve()) if path.exists() else path_or_id
 
 
 def _quantization(config: Any) -> dict[str, Any]:
-    """The arguments of a ``BitsAndBytesConfig`` that are not its defaults, in plain types."""
+    """Return the arguments of a ``BitsAndBytesConfig`` that are not its defaults, in plain types."""
     settings = config.to_diff_dict().items()
     return {name: value for name, value in settings if name != "quant_method" and not name.startswith("_")}
 
 
 def objective_facts(objective: Objective, context_length: int, stride: int) -> dict[str, Any]:
-    """The facts of what was minimised."""
+    """Return the facts of the objective."""
     short = objective.uses_short_context
     return {
         "objective": _described(objective),
@@ -144,7 +134,7 @@ def objective_facts(objective: Objective, context_length: int, stride: int) -> d
 
 
 def _described(objective: Objective) -> dict[str, Any]:
-    """Class and constructor arguments; of an objective in another one likewise."""
+    """Return class and constructor arguments, also of an objective in another one."""
     parameters = inspect.signature(type(objective)).parameters
     settings = {name: value for name, value in vars(objective).items() if name in parameters}
     inner = {name: _described(value) for name, value in settings.items() if isinstance(value, Objective)}
@@ -152,7 +142,7 @@ def _described(objective: Objective) -> dict[str, Any]:
 
 
 def run_facts(trainer: Trainer, metrics_step: int | None) -> dict[str, Any]:
-    """The facts of optimiser, data and results.
+    """Return the facts of optimizer, data and results.
 
     Args:
         trainer: In or after a stage.
@@ -184,13 +174,13 @@ def run_facts(trainer: Trainer, metrics_step: int | None) -> dict[str, Any]:
 
 
 def made_tokenizer(data: Any) -> PreTrainedTokenizerFast | None:
-    """The tokenizer of a data module that makes its own, which is in no folder and on no hub; else None."""
+    """Return the tokenizer of a data module that makes its own, stored nowhere else; otherwise None."""
     tokenizer = loaded_tokenizer(data)
     return None if tokenizer is None or tokenizer.name_or_path else tokenizer
 
 
 def loaded_tokenizer(data: Any) -> PreTrainedTokenizerFast | None:
-    """The tokenizer of a data module, if it has one by now: to ask for its attribute might load one nobody needs."""
+    """Return the tokenizer of a data module if it is loaded; asking for the attribute might load an unused one."""
     tokenizer = None if data is None else vars(data).get("tokenizer")
     return tokenizer if isinstance(tokenizer, PreTrainedTokenizerFast) else None
 

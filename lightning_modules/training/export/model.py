@@ -16,7 +16,10 @@ from lightning_modules.training.export.facts import TrainingFacts
 from lightning_modules.training.export.folder import check_replaceable, check_writable, export_folder
 from lightning_modules.training.export.options import ExportOptions
 from lightning_modules.training.export.rope import as_abf, guard_keys, legacy_rope_keys
-from lightning_modules.training.export.weights import drop_tied, exported_parts, write_weights
+from lightning_modules.training.export.weights import check_mergeable, drop_tied, merged_weights
+
+SHARD_SIZE: int | str = "5GB"
+"""Largest file of weights."""
 
 log = logging.getLogger(__name__)
 
@@ -31,17 +34,17 @@ def export_model(
 ) -> None:
     """Write model, tokenizer and model card; the folder appears whole or not at all, and the model is not changed.
 
-    Memory for one shard (5 GB) and two copies of the embedding is needed beside the model.
+    Main memory for another copy of the weights is needed.
 
     Args:
-        model: Whose weights are all in this process.
-        tokenizer: To go with it.
+        model: Its weights are all in this process.
+        tokenizer: Written beside it.
         output_dir: Folder to write. An earlier export there is replaced, a folder of anything else refused.
-        options: What it is to be like.
+        options: Form of the export.
         facts: How the model came about, for the card and for the base of adapters.
 
     Raises:
-        ValueError: If folder and model do not allow what the options ask for.
+        ValueError: If folder and model do not allow the options.
     """
     check_export(model, output_dir, options, facts)
     with export_folder(output_dir, facts.published().to_json()) as folder:
@@ -54,9 +57,8 @@ def export_model(
         content = _complete_config(folder / "base" if options.kept else folder, options)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
-        card = model_card(
-            facts if options.kept else facts.published(), content, options, has_tokenizer=tokenizer is not None
-        )
+        shown = facts if options.kept else facts.published()
+        card = model_card(shown, content, options, has_tokenizer=tokenizer is not None)
         (folder / "README.md").write_text(card, encoding="utf-8")
     if options.eabf_as_abf:
         log.warning(
@@ -69,7 +71,7 @@ def export_model(
 def check_export(
     model: PreTrainedModel | PeftModel, output_dir: Path, options: ExportOptions, facts: TrainingFacts
 ) -> None:
-    """Raise a ``ValueError`` for what `export_model` would refuse; before a training rather than after it."""
+    """Raise a ``ValueError`` for what `export_model` would refuse; before training rather than after it."""
     check_replaceable(output_dir)
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     if facts.base_is_local and Path(str(facts.base_model)) == output_dir.resolve():
@@ -78,11 +80,11 @@ def check_export(
         _check_kept(model, facts)
     elif getattr(base.config, "quantization_config", None) is not None:
         raise ValueError(
-            "`adapters: merged` would have to round to the few bits of a quantised base, and give other numbers than"
+            "`adapters: merged` would have to round to the few bits of a quantized base, and give other numbers than"
             " were trained: set `adapters` to 'kept'."
         )
     else:
-        exported_parts(model)
+        check_mergeable(model)
     config = _exported_config(base.config, options)
     if options.legacy_rope_keys:
         legacy_rope_keys(config.to_dict())
@@ -100,8 +102,8 @@ def _check_kept(model: PreTrainedModel | PeftModel, facts: TrainingFacts) -> Non
         )
     if facts.base_model is None:
         raise ValueError(
-            "`adapters: kept`: the weights under the adapters came from no hub id or folder, so that nobody could load"
-            " them. Set `adapters` to 'merged'."
+            "`adapters: kept`: the weights under the adapters came from no hub id or folder, so that they cannot be"
+            " loaded again. Set `adapters` to 'merged'."
         )
 
 
@@ -116,17 +118,17 @@ def _write_merged(
     model: PreTrainedModel | PeftModel, config: PreTrainedConfig, folder: Path, options: ExportOptions
 ) -> None:
     base = model.get_base_model() if isinstance(model, PeftModel) else model
-    # One type for all: what adapters trained in full beside half-precision weights may be in float32.
+    # One type for all: weights that are trained beside half-precision ones may be in float32.
     dtype = base.dtype if options.dtype == "auto" else getattr(torch, options.dtype)
-    parts = exported_parts(model, dtype)
-    if (untied := drop_tied(parts, base)) is None:
+    weights = merged_weights(model, dtype)
+    if drop_tied(weights, base):
         config.get_text_config(decoder=True).tie_word_embeddings = False
         config.tie_word_embeddings = False
     with torch.device("meta"):
         shell: Any = type(base)(config)
     shell.to(dtype)  # the type that the config will name
     shell.generation_config = _generation_config(base)
-    write_weights(shell, parts if untied is None else untied, folder, dtype)
+    shell.save_pretrained(folder, state_dict=weights, max_shard_size=SHARD_SIZE)
 
 
 def _write_adapters(model: Any, config: PreTrainedConfig, folder: Path, facts: TrainingFacts) -> None:
@@ -134,29 +136,29 @@ def _write_adapters(model: Any, config: PreTrainedConfig, folder: Path, facts: T
     file = folder / "adapter_config.json"
     content = json.loads(file.read_text())
     path = facts.base_model
-    # No name that could be loaded where the base model's own config would be taken, without an error.
+    # Not a name that would be loaded with the base model's own config, without an error.
     content["base_model_name_or_path"] = f"{path} with the config in base/, see README.md" if facts.changes else path
     content["revision"] = facts.revision
     file.write_text(json.dumps(content, indent=2) + "\n")
     if facts.quantization is not None:
-        del config.quantization_config  # it would say that the stored weights are quantised
+        del config.quantization_config  # it describes the stored weights, which are not quantized
     config.architectures = [type(model.get_base_model()).__name__]
     config.save_pretrained(folder / "base")
 
 
 def _generation_config(base: Any) -> GenerationConfig:
-    """The model's own, unless it contradicts itself, which transformers reads but refuses to save."""
+    """Return the model's own, unless it contradicts itself, which transformers reads but refuses to save."""
     own = base.generation_config
     try:
         own.validate(strict=True)
     except ValueError as error:
-        log.warning("The model's generation config is left out, for it is not valid: %s", error)
+        log.warning("The model's generation config is left out, as it is not valid: %s", error)
         return GenerationConfig.from_model_config(base.config)
     return own
 
 
 def _complete_config(folder: Path, options: ExportOptions) -> dict[str, Any]:
-    """Add to a saved config what readers of other versions need, and give all that is in it."""
+    """Add to a saved config what readers of other versions need, and return its content."""
     file = folder / "config.json"
     content = json.loads(file.read_text())
     content |= legacy_rope_keys(content) if options.legacy_rope_keys else guard_keys(content)

@@ -1,7 +1,7 @@
-"""What an export is to be like."""
+"""Options of an export."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 Adapters = Literal["merged", "kept"]
 ExportDType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -9,16 +9,7 @@ ExportDType = Literal["auto", "float32", "bfloat16", "float16"]
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """The choices of an export.
-
-    Args:
-        adapters: ``merged`` into the weights, or ``kept`` apart, with the base model's config in ``base/``.
-        dtype: Of the weights of a whole model: ``auto`` is that of `model.dtype`, to which merged adapters are rounded;
-            ``float32`` rounds nothing, ``bfloat16`` halves the files.
-        legacy_rope_keys: Write ``rope_theta`` and ``rope_scaling`` for transformers 4 beside ``rope_parameters``;
-            refused where they would not make it right.
-        eabf_as_abf: Export a model trained with EABF as plain ABF, which every reader computes: logits then differ
-            beyond the original length.
+    """Options of an export, described at `export_checkpoint`.
 
     Raises:
         ValueError: If a value is unknown, or adapters would be converted to another type.
@@ -30,10 +21,9 @@ class ExportOptions:
     eabf_as_abf: bool = False
 
     def __post_init__(self) -> None:
-        if self.adapters not in ("merged", "kept"):
-            raise ValueError(f"`adapters` is '{self.adapters}': set it to 'merged' or 'kept'.")
-        if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
-            raise ValueError(f"`dtype` is '{self.dtype}': set it to auto, float32, bfloat16 or float16.")
+        for name, known in (("adapters", get_args(Adapters)), ("dtype", get_args(ExportDType))):
+            if getattr(self, name) not in known:
+                raise ValueError(f"`{name}` is '{getattr(self, name)}': set it to one of {', '.join(known)}.")
         if self.adapters == "kept" and self.dtype != "auto":
             raise ValueError(f"`dtype: {self.dtype}` is for merged models: leave it out, adapters stay as trained.")
 

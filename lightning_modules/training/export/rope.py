@@ -1,4 +1,4 @@
-"""What the saved config of an extended model says to readers that know no ``rope_parameters``."""
+"""Keys in the saved config of an extended model for readers that do not know ``rope_parameters``."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -24,7 +24,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from datamodules import DocumentCorpus
 from datamodules.corpus.files import CorpusColumns, find_corpus
 from datamodules.corpus.stream import CorpusLoader, shares
-from datamodules.sources import documents as sources
+from datamodules.sources import records
 from datamodules.sources.locations import RemoteFile
 from lightning_modules.batch import IGNORE_INDEX, Origin
 from lightning_modules.scoring.corpus.shards import Written
@@ -145,7 +145,7 @@ def test_files_in_which_all_documents_would_fail_are_refused_at_once(tmp_path):
         find_corpus([str(tmp_path)], COLUMNS)
     (tmp_path / "a.jsonl").write_text("\n")
     write_parquet(tmp_path / "b.parquet", [1, 2])
-    with pytest.raises(ValueError, match=r"b.parquet: column 'text' is of int64, and no text"):
+    with pytest.raises(ValueError, match=r"b.parquet: column 'text' is of int64, not text"):
         find_corpus([str(tmp_path)], COLUMNS)
     for kind in (pyarrow.large_string(), pyarrow.string_view(), pyarrow.dictionary("int32", "string")):
         write_parquet(tmp_path / "b.parquet", pyarrow.array(["x"], kind))
@@ -257,7 +257,7 @@ def test_broken_rows_have_a_reason_and_the_others_are_read(tmp_path):
 
 
 def test_a_line_that_is_too_long_is_one_row(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "LARGEST_DOCUMENT", 40)
+    monkeypatch.setattr(records, "LARGEST_DOCUMENT", 40)
     write_lines(tmp_path / "a.jsonl", {"text": "a"}, {"text": "b" * 200}, {"text": "c"})
     found = all_of(find_corpus([str(tmp_path)], COLUMNS))
     assert list(found) == [("a.jsonl", 0), ("a.jsonl", 1), ("a.jsonl", 2)]

@@ -4,9 +4,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from datamodules.influence.store import HEADER, WEIGHTS, InfluenceStore, rows_identity
+from datamodules.influence.store import HEADER, WEIGHTS, InfluenceStore
 from datamodules.influence.writer import InfluenceWriter
 from datamodules.packing.packing import pack_documents
+from datamodules.packing.sequences import PackedRowDataset
 
 LENGTH = 4
 MADE_FROM = {"sequence_length": LENGTH, "isolate_documents": True, "gamma": 5.0, "token_store": "a", "packing": "a"}
@@ -54,9 +55,9 @@ def test_rows_of_another_kind_are_refused(complete):
 
 def test_the_identity_sees_the_packing(tmp_path, rows):
     store = SimpleNamespace(folder=tmp_path / "text")
-    settings = {"sequence_length": LENGTH, "isolate_documents": True}
-    one = rows_identity(store, rows, **settings)
-    assert one == rows_identity(store, pack_documents(np.array([0, 3, 9, 18]), LENGTH), **settings)
+    one = PackedRowDataset(store, rows).identity()
+    assert one == PackedRowDataset(store, pack_documents(np.array([0, 3, 9, 18]), LENGTH)).identity()
     assert one["token_store"] == "text"
-    other = rows_identity(store, pack_documents(np.array([0, 2, 9, 18]), LENGTH), **settings)
-    assert one["packing"] != other["packing"]
+    assert (
+        one["packing"] != PackedRowDataset(store, pack_documents(np.array([0, 2, 9, 18]), LENGTH)).identity()["packing"]
+    )

@@ -1,10 +1,10 @@
-from types import SimpleNamespace
-
+import lightning
 import numpy as np
 import pytest
 import torch
 
-from datamodules.packing.curriculum import CurriculumStages, LengthCurriculum, cut_rows
+from datamodules import RecallDataModule
+from datamodules.packing.curriculum import CurriculumDataModule, LengthCurriculum, cut_rows
 from datamodules.packing.sequences import collate_rows, make_row
 from lightning_modules.batch import IGNORE_INDEX
 
@@ -50,59 +50,77 @@ def test_no_token_is_lost_or_doubled_and_the_batch_is_left_alone():
     assert torch.equal(batch["labels"], before)
 
 
-def stages(share, *, batches=10, accumulate=1, max_steps=-1, max_epochs=None):
-    trainer = SimpleNamespace(
-        num_training_batches=batches, accumulate_grad_batches=accumulate, max_steps=max_steps, max_epochs=max_epochs
+class Recorder(lightning.LightningModule):
+    """Write down the shapes of batches."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.shapes = []
+
+    def training_step(self, batch, batch_idx):
+        self.shapes.append(tuple(batch["input_ids"].shape))
+        return self.weight * batch["input_ids"].sum()
+
+    def validation_step(self, batch, batch_idx):
+        assert batch["input_ids"].shape == (1, 12)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def shapes_trained_on(folder, checkpoint=None, accumulate=1, share=0.5, **limits):
+    trainer = lightning.Trainer(
+        **limits,
+        accelerator="cpu",
+        accumulate_grad_batches=accumulate,
+        use_distributed_sampler=False,
+        default_root_dir=folder,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
     )
-    return CurriculumStages(LengthCurriculum(sequence_length=4, share=share), trainer)
-
-
-def simulated_switch(share, batches, accumulate, steps):
-    """Batches until that share of the steps is done, counted one by one."""
-    done = 0
-    for batch in range(10**6):
-        if done >= round(share * steps):
-            return batch
-        done += (batch % batches + 1) % accumulate == 0 or batch % batches == batches - 1
-    return None
-
-
-@pytest.mark.parametrize("share", [0.1, 0.5, 0.8])
-@pytest.mark.parametrize("accumulate", [1, 3, 4, 20])
-@pytest.mark.parametrize("max_steps", [5, 37])
-def test_the_switch_comes_after_its_share_of_the_steps(share, accumulate, max_steps):
-    assert stages(share, accumulate=accumulate, max_steps=max_steps).switch == simulated_switch(
-        share, 10, accumulate, max_steps
+    data = RecallDataModule(
+        train_documents=5,  # rows, and batches in an epoch
+        sequence_length=12,
+        validation_documents=1,
+        cache_dir=str(folder),
+        curriculum=LengthCurriculum(sequence_length=4, share=share),
     )
+    recorder = Recorder()
+    trainer.fit(recorder, data, ckpt_path=checkpoint)
+    trainer.save_checkpoint(folder / "last.ckpt")
+    return recorder.shapes
 
 
-def test_epochs_limit_the_steps_too():
-    assert stages(0.5, max_epochs=4).switch == 20
-    assert stages(0.5, max_epochs=4, max_steps=10).switch == 5
-    assert stages(0.5, max_epochs=4, max_steps=1000).switch == 20
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("options", "short", "long"),
+    [
+        ({"max_steps": 6}, 3, 3),
+        ({"max_steps": 7, "share": 0.8}, 6, 1),
+        ({"max_epochs": 2}, 5, 5),
+        ({"max_epochs": 4, "max_steps": 6}, 3, 3),
+        ({"max_steps": 4, "accumulate": 2}, 4, 3),  # the last of an epoch's three steps has one batch
+    ],
+)
+def test_rows_are_short_in_the_first_share_of_the_steps(tmp_path, options, short, long):
+    assert shapes_trained_on(tmp_path, **options) == short * [(3, 4)] + long * [(1, 12)]
 
 
-def test_batches_are_cut_until_the_switch_in_whichever_epoch():
-    batch = collate_rows([make_row(np.arange(8), np.array([8]))])
-    cut = [
-        len(stages(0.6, batches=5, max_steps=20)(batch, epoch, number)["input_ids"]) == 2
-        for epoch in range(4)
-        for number in range(5)
-    ]
-    assert cut == [True] * 12 + [False] * 8
-
-
-def test_a_moved_switch_is_told(caplog):
-    before = stages(0.5, max_steps=8)
-    stages(0.5, max_steps=8).compare(before.state())
-    assert not caplog.text
-    stages(0.5, max_steps=16).compare(before.state())
-    assert "after batch 8 of the run; for the checkpoint's run it was 4" in caplog.text
+@pytest.mark.filterwarnings("ignore")
+def test_a_resumed_run_warns_of_another_switch(tmp_path, caplog):
+    shapes_trained_on(tmp_path, max_steps=4)
+    assert shapes_trained_on(tmp_path, checkpoint=tmp_path / "last.ckpt", max_steps=6) == [(1, 12)] * 2
+    assert "after step 3 of the run; for the checkpoint's run it was 2" in caplog.text
 
 
 def test_what_makes_no_sense_is_refused():
+    endless = CurriculumDataModule(LengthCurriculum(sequence_length=4, share=0.5))
+    endless.trainer = lightning.Trainer(max_epochs=-1, accelerator="cpu", logger=False)
     with pytest.raises(ValueError, match=r"give `trainer\.max_steps` or `max_epochs`"):
-        stages(0.5, max_epochs=-1)
+        endless.check_trainer()
     for share in (1.0, 1.5):
         with pytest.raises(ValueError, match="between 0 and 1"):
             LengthCurriculum(sequence_length=4, share=share)

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from datamodules import StreamingTextDataModule
 from datamodules.packing.streaming import StreamingLoader, file_sources
-from datamodules.sources.documents import JsonLines, TextFiles
+from datamodules.sources.documents import RecordFiles, TextFiles
 from datamodules.sources.locations import find_files
 from datamodules.sources.splits import HashSplit
 
@@ -205,17 +205,17 @@ def test_other_streams_are_refused(corpus_folder, wide_tokenizer):
         {"train": f"{corpus_folder}/[0-3].jsonl*"},
     ):
         other = module(corpus_folder, wide_tokenizer, **options).train_dataloader()
-        with pytest.raises(ValueError, match="goes on only as it was"):
+        with pytest.raises(ValueError, match="resumes only as it was"):
             other.load_state_dict(state)
     os.utime(corpus_folder / "3.jsonl", (1, 1))
     module(corpus_folder, wide_tokenizer).train_dataloader().load_state_dict(state)
     filtered = module(corpus_folder, wide_tokenizer)
     filtered.where = ("lang", "de")
-    with pytest.raises(ValueError, match="goes on only as it was"):
+    with pytest.raises(ValueError, match="resumes only as it was"):
         filtered.train_dataloader().load_state_dict(state)
     with (corpus_folder / "3.jsonl").open("a") as file:
         file.write('\n{"text": "w0"}')
-    with pytest.raises(ValueError, match="goes on only as it was"):
+    with pytest.raises(ValueError, match="resumes only as it was"):
         module(corpus_folder, wide_tokenizer).train_dataloader().load_state_dict(state)
 
 
@@ -281,16 +281,12 @@ def test_files_without_a_wanted_document_are_passed_over(corpus_folder, wide_tok
 
 def test_each_file_is_a_source(corpus_folder):
     files = find_files(str(corpus_folder))
-    assert [source.files for source in file_sources(JsonLines(files, where=("a", "b")))] == [(file,) for file in files]
-    assert all(source.where == ("a", "b") for source in file_sources(JsonLines(files, where=("a", "b"))))
+    assert [source.files for source in file_sources(RecordFiles(files, where=("a", "b")))] == [
+        (file,) for file in files
+    ]
+    assert all(source.where == ("a", "b") for source in file_sources(RecordFiles(files, where=("a", "b"))))
     held_out = file_sources(HashSplit(TextFiles(files), "train", 5))
     assert [(source.source.files, source.share) for source in held_out] == [((file,), 5) for file in files]
-
-
-def test_a_curriculum_cuts_the_rows(corpus_folder, wide_tokenizer):
-    options = {"sequence_length": 6, "curriculum": SimpleNamespace(sequence_length=3, share=0.5, check=lambda _: None)}
-    loader = module(corpus_folder, wide_tokenizer, max_steps=4, accumulate=2, **options).train_dataloader()
-    assert [tuple(batch["input_ids"].shape) for batch in loader] == 4 * [(2, 3)] + 4 * [(1, 6)]
 
 
 def test_workers_stream_from_the_web(corpus_folder, wide_tokenizer):

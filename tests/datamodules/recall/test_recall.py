@@ -15,7 +15,6 @@ from datamodules.recall import (
     RecallDataModule,
     field_values,
     genre_words,
-    possible_values,
     recall_documents,
     recall_questions,
     recall_records,
@@ -155,7 +154,7 @@ def test_the_documents_are_the_same_as_before_dialects_and_records():
     assert digest.hexdigest() == "112d0d1b569f5c01a6c34271e7fc7e6eca77b6c6595a1fb85475c19ad8489de5"
 
 
-OPTIONS = ({}, {"slot": 5}, {"second_dialect": 0.5, "second_order": 0.5})
+OPTIONS = ({}, {"slot": 5}, {"second_dialect": 0.5})
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -188,49 +187,6 @@ def test_records_know_what_each_word_is_and_where_it_stands(options):
     assert far > 10
 
 
-def test_with_free_pairs_a_value_does_not_tell_whose_it_is():
-    fields_of: dict[str, set[str]] = {}
-    nearer = 0
-    for record in recall_records(40, length=300, slot=5, seed=9, pairs="free"):
-        words = record.text.split(" ")
-        values: dict[str, str] = {}
-        for index in sorted(events(words, SET) + events(words, GET)):
-            marker, field, value = words[index : index + 3]
-            assert (field in values) == (marker == GET)
-            assert values.setdefault(field, value) == value
-            fields_of.setdefault(value, set()).add(field)
-            if marker == GET:
-                last = max(i for i in range(index) if words[i : i + 2] == [field, value])
-                assert record.words[index + 2].distance == index + 1 - last
-                nearer += value in words[last + 2 : index]  # of another field: no place to find this answer
-    assert sorted(fields_of) == sorted(possible_values("city", "free"))
-    assert all(len(fields) > 8 for fields in fields_of.values())
-    assert nearer > 20
-    assert len({value[:3] for value in fields_of}) == 16
-
-
-def test_questions_with_free_pairs():
-    shared = 0
-    for record in recall_questions(40, length=300, depth=(0.1, 0.5), slot=5, seed=10, pairs="free"):
-        words = record.text.split(" ")
-        field, value = words[-2:]
-        place = words.index(field)
-        assert words[place - 1 : place + 2] == [SET, field, value]
-        assert words.count(field) == 2
-        assert record.words[-1].distance == 299 - place - 1
-        shared += words.count(value) > 2
-    assert shared > 5
-
-
-def test_free_pairs_are_rows_of_the_data_module(tmp_path):
-    module = RecallDataModule(sequence_length=40, train_documents=3, pairs="free", cache_dir=str(tmp_path))
-    module.setup("fit")
-    texts = recall_documents(3, length=39, seed=0, pairs="free")
-    assert [row["input_ids"].tolist() for row in module.rows] == [
-        recall_tokenizer()(text)["input_ids"] for text in texts
-    ]
-
-
 def local_pairs(**options):
     return {
         pair
@@ -245,14 +201,6 @@ def test_dialects_differ_in_what_follows_a_word():
     mixed = local_pairs(second_dialect=0.5)
     assert len(mixed & first) > 0.3 * len(mixed)
     assert len(mixed & second) > 0.3 * len(mixed)
-
-
-def test_what_depends_on_two_words_varies_more_given_one():
-    def followers(**options):
-        pairs = local_pairs(**options)
-        return len(pairs) / len({first for first, _ in pairs})
-
-    assert followers(second_order=1.0) > 1.3 * followers()
 
 
 def test_a_question_is_answered_in_one_place_only():
@@ -278,10 +226,8 @@ def test_short_questions_have_room_for_the_fact(length):
 
 
 def test_what_cannot_be_written_is_refused():
-    with pytest.raises(ValueError, match="`second_dialect` is a share"):
+    with pytest.raises(ValueError, match="`second_dialect` is a fraction"):
         next(recall_documents(1, length=20, second_dialect=1.5))
-    with pytest.raises(ValueError, match="`second_order` is a share"):
-        next(recall_records(1, length=20, second_order=-0.1))
     with pytest.raises(ValueError, match="`depth`"):
         next(recall_questions(1, length=20, depth=(0.5, 1.1)))
     with pytest.raises(ValueError, match="at least 8, got 7"):

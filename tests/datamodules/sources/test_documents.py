@@ -7,14 +7,14 @@ from itertools import islice
 import pytest
 import zstandard
 
-from datamodules.sources import documents as sources
+from datamodules.sources import records
 from datamodules.sources.documents import (
     Document,
-    JsonLines,
     NoDocumentError,
+    RecordFiles,
     SizedSource,
     TextFiles,
-    TextFolder,
+    text_folder,
     with_text,
 )
 
@@ -25,19 +25,19 @@ def write_lines(file, *lines):
     file.write_bytes(
         b"".join((line if isinstance(line, bytes) else json.dumps(line).encode()) + b"\n" for line in lines)
     )
-    return JsonLines((file,))
+    return RecordFiles((file,))
 
 
 def test_text_folder_in_order_with_titles(tmp_path):
     (tmp_path / "b.txt").write_bytes(b"two\r\n")
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone")  # byte-order mark
     (tmp_path / "notes.md").write_text("not a document")
-    assert list(TextFolder(tmp_path, {"b": "The B"})) == [Document("a", "one"), Document("b The B", "two\r\n")]
+    assert list(text_folder(tmp_path, {"b": "The B"})) == [Document("a", "one"), Document("b The B", "two\r\n")]
 
 
 def test_folder_without_text_files_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=str(tmp_path)):
-        list(TextFolder(tmp_path))
+        list(text_folder(tmp_path))
 
 
 @pytest.mark.parametrize("content", [b"", b" \n\t\n"])
@@ -45,18 +45,18 @@ def test_empty_documents_are_left_out_and_named(tmp_path, content, caplog):
     for name in ("c", "e", "f", "g"):
         (tmp_path / f"{name}.txt").write_bytes(content)
     with pytest.raises(NoDocumentError, match=r"All of the 4 documents are empty \('c', 'e', 'f' and others\)"):
-        list(with_text(TextFolder(tmp_path)))
+        list(with_text(text_folder(tmp_path)))
     for name in ("b", "d"):
         (tmp_path / f"{name}.txt").write_text(name)
-    assert [document.text for document in with_text(TextFolder(tmp_path))] == ["b", "d"]
+    assert [document.text for document in with_text(text_folder(tmp_path))] == ["b", "d"]
     assert caplog.messages == ["Left out 4 empty documents of 6: 'c', 'e', 'f' and others."]
 
 
 def test_a_document_too_large_to_hold_is_refused_before_it_is_unpacked(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "LARGEST_DOCUMENT", 1 << 20)
+    monkeypatch.setattr(records, "LARGEST_DOCUMENT", 1 << 20)
     bomb = gzip.compress(b" " * (1 << 26))
     assert len(bomb) < 1 << 17
-    for name, read in (("bomb.txt.gz", TextFiles), ("bomb.jsonl.gz", JsonLines)):
+    for name, read in (("bomb.txt.gz", TextFiles), ("bomb.jsonl.gz", RecordFiles)):
         (tmp_path / name).write_bytes(bomb)
         tracemalloc.start()
         with pytest.raises(ValueError, match=rf"{name}.*: a document of more than 1,048,576 bytes. Split it"):
@@ -68,7 +68,7 @@ def test_a_document_too_large_to_hold_is_refused_before_it_is_unpacked(tmp_path,
 def test_invalid_utf8_in_a_text_file_is_named_with_its_place(tmp_path):
     (tmp_path / "latin.txt").write_bytes("café".encode("latin-1"))
     with pytest.raises(ValueError, match=r"latin\.txt: byte 3 is not UTF-8"):
-        list(TextFolder(tmp_path))
+        list(text_folder(tmp_path))
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
@@ -78,7 +78,7 @@ def test_json_lines_plain_and_compressed(tmp_path, suffix):
     file = tmp_path / f"data.jsonl{suffix}"
     file.write_bytes(pack(content[:17]) + pack(content[17:]))  # several frames, as the Pile's files have
     expected = [Document(f"data.jsonl{suffix}:1", "one"), Document("7 Two", "two")]
-    assert list(JsonLines((file,), name_fields=("id", "title"))) == expected
+    assert list(RecordFiles((file,), name_fields=("id", "title"))) == expected
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
@@ -86,7 +86,7 @@ def test_damaged_archive_is_named(tmp_path, suffix):
     file = tmp_path / f"data.jsonl{suffix}"
     file.write_bytes(b"not an archive")
     with pytest.raises(ValueError, match=f"data.jsonl{suffix}: the compressed file is damaged"):
-        list(JsonLines((file,)))
+        list(RecordFiles((file,)))
 
 
 @pytest.mark.parametrize("frames", [1, 3])
@@ -108,13 +108,13 @@ def test_zstd_text_is_whole_or_refused(tmp_path, frames):
 def test_filter_on_a_nested_field(tmp_path):
     lines = [{"text": "a", "meta": {"pile_set_name": "ArXiv"}}, {"text": "b", "meta": {"pile_set_name": "Books"}}]
     write_lines(tmp_path / "pile.jsonl", *lines, {"text": 3})
-    assert [document.text for document in JsonLines((tmp_path / "pile.jsonl",), where=ARXIV)] == ["a"]
+    assert [document.text for document in RecordFiles((tmp_path / "pile.jsonl",), where=ARXIV)] == ["a"]
 
 
 def test_nothing_left_by_the_filter_is_an_error(tmp_path):
     write_lines(tmp_path / "pile.jsonl", {"text": "b", "meta": "ArXiv"})
     with pytest.raises(ValueError, match=r"No document with meta\.pile_set_name == 'ArXiv' in .*pile\.jsonl"):
-        list(JsonLines((tmp_path / "pile.jsonl",), where=ARXIV))
+        list(RecordFiles((tmp_path / "pile.jsonl",), where=ARXIV))
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_fingerprint_is_the_content_and_not_the_name_or_time(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / file).write_text(text)
         os.utime(tmp_path / name / file, (mtime, mtime))
-        return TextFolder(tmp_path / name).fingerprint()
+        return text_folder(tmp_path / name).fingerprint()
 
     first = folder("one", "text", 1)
     assert folder("moved", "text", 2, "b.txt") == first
@@ -158,32 +158,32 @@ def test_order_of_files_counts(tmp_path):
     files = [tmp_path / name for name in ("a.jsonl", "b.jsonl")]
     for file in files:
         write_lines(file, {"text": file.stem})
-    assert JsonLines(tuple(files)).fingerprint() != JsonLines(tuple(files[::-1])).fingerprint()
+    assert RecordFiles(tuple(files)).fingerprint() != RecordFiles(tuple(files[::-1])).fingerprint()
     assert TextFiles(tuple(files)).fingerprint() != TextFiles(tuple(files[::-1])).fingerprint()
 
 
 def test_fingerprint_sees_what_is_taken(tmp_path):
     write_lines(tmp_path / "data.jsonl", {"text": "one"})
     files = (tmp_path / "data.jsonl",)
-    assert JsonLines(files).fingerprint() != JsonLines(files, where=ARXIV).fingerprint()
+    assert RecordFiles(files).fingerprint() != RecordFiles(files, where=ARXIV).fingerprint()
 
 
 def test_size_of_the_texts_is_told_where_it_is_known(tmp_path):
     (tmp_path / "a.txt").write_text("naïve")
     (tmp_path / "b.txt").write_text("two")
-    assert isinstance(TextFolder(tmp_path), SizedSource)
-    assert TextFolder(tmp_path).text_bytes() == 6 + 3
+    assert isinstance(text_folder(tmp_path), SizedSource)
+    assert text_folder(tmp_path).text_bytes() == 6 + 3
     plain = write_lines(tmp_path / "a.jsonl", {"text": "one"})
     assert plain.text_bytes() == len('{"text": "one"}\n')
-    assert JsonLines(plain.files, where=ARXIV).text_bytes() is None
-    assert JsonLines((tmp_path / "a.jsonl.zst",)).text_bytes() is None
+    assert RecordFiles(plain.files, where=ARXIV).text_bytes() is None
+    assert RecordFiles((tmp_path / "a.jsonl.zst",)).text_bytes() is None
 
 
 def test_prompt_and_response_are_joined_as_they_are(tmp_path):
     records = [{"q": "Why?\n", "a": "So."}, {"q": "", "a": "Only text"}, {"a": "日本", "q": "🙂"}]
     write_lines(tmp_path / "x.jsonl", *records)
-    plain = JsonLines((tmp_path / "x.jsonl",), ("a",))
-    source = JsonLines((tmp_path / "x.jsonl",), ("a",), prompt_field="q")
+    plain = RecordFiles((tmp_path / "x.jsonl",), ("a",))
+    source = RecordFiles((tmp_path / "x.jsonl",), ("a",), prompt_field="q")
     assert list(source) == [
         Document("x.jsonl:1", "Why?\nSo.", 5),
         Document("x.jsonl:2", "Only text", 0),
@@ -199,7 +199,7 @@ def test_prompt_and_response_are_joined_as_they_are(tmp_path):
 def test_a_prompt_that_is_no_text_is_named(tmp_path, prompt, message):
     write_lines(tmp_path / "x.jsonl", {"q": prompt, "a": "b"}, {"a": "b"})
     with pytest.raises(ValueError, match=f"x.jsonl:1, {message}"):
-        list(JsonLines((tmp_path / "x.jsonl",), ("a",), prompt_field="q"))
+        list(RecordFiles((tmp_path / "x.jsonl",), ("a",), prompt_field="q"))
     write_lines(tmp_path / "x.jsonl", {"a": "b"})
     with pytest.raises(ValueError, match=r"x.jsonl:1: no field 'q' for the prompt, only \['a'\]"):
-        list(JsonLines((tmp_path / "x.jsonl",), ("a",), prompt_field="q"))
+        list(RecordFiles((tmp_path / "x.jsonl",), ("a",), prompt_field="q"))

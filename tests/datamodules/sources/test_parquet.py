@@ -9,9 +9,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from datamodules.sources.documents import Document
+from datamodules.sources.documents import Document, RecordFiles
 from datamodules.sources.locations import find_files
-from datamodules.sources.parquet import ParquetFiles
 
 ROWS = [
     {"text": "one", "meta": {"set": "A", "n": 1}, "title": "One", "other": b"x"},
@@ -23,13 +22,13 @@ ROWS = [
 def source(folder, rows=ROWS, **options):
     with fsspec.open(f"{folder}/data.parquet", "wb") as file:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
-    return ParquetFiles(find_files(f"{folder}/*.parquet"), **options)
+    return RecordFiles(find_files(f"{folder}/*.parquet"), **options)
 
 
 @pytest.mark.parametrize("remote", [False, True])
 def test_rows_are_documents(tmp_path, remote):
     folder = f"memory:/{tmp_path}" if remote else str(tmp_path)
-    documents = list(source(folder, name_columns=("title",)))
+    documents = list(source(folder, name_fields=("title",)))
     assert documents == [Document("One", "one"), Document("data.parquet:1", "two"), Document("Three", "three")]
 
 
@@ -44,21 +43,23 @@ def test_bad_rows_and_files_are_named(tmp_path):
     with pytest.raises(
         ValueError, match=r"data\.parquet: no column 'body' .* only \['meta', 'other', 'text', 'title'\]"
     ):
-        list(source(tmp_path, text_column="body"))
+        list(source(tmp_path, text_fields=("body",)))
     assert [document.text for document in source(tmp_path, [{"text": "a"}, {"text": " "}])] == ["a", " "]
     buffers = [None, pyarrow.py_buffer(b"\0\0\0\0\1\0\0\0"), pyarrow.py_buffer(b"\xff")]
     bytes_as_text = pyarrow.Array.from_buffers(pyarrow.string(), 1, buffers)
     pyarrow.parquet.write_table(pyarrow.table({"text": bytes_as_text}), tmp_path / "data.parquet")
-    with pytest.raises(ValueError, match=r"data\.parquet: the parquet file is damaged \('utf-8' codec"):
-        list(ParquetFiles(find_files(str(tmp_path))))
+    with pytest.raises(ValueError, match=r"data\.parquet:0: the parquet file is damaged \('utf-8' codec"):
+        list(RecordFiles(find_files(str(tmp_path))))
     (tmp_path / "data.parquet").write_bytes(b"PAR1 and no more")
     with pytest.raises(ValueError, match=r"data\.parquet: the parquet file is damaged"):
-        list(ParquetFiles(find_files(str(tmp_path))))
+        list(RecordFiles(find_files(str(tmp_path))))
 
 
 def test_fingerprint_sees_what_is_taken(tmp_path):
     files = source(tmp_path).files
-    fingerprints = [ParquetFiles(files, *rest).fingerprint() for rest in (["text"], ["body"], ["text", (), ("a", "b")])]
+    fingerprints = [
+        RecordFiles(files, *rest).fingerprint() for rest in ([("text",)], [("body",)], [("text",), (), ("a", "b")])
+    ]
     assert len(set(fingerprints)) == 3
 
 
@@ -73,7 +74,7 @@ def test_memory_is_bounded_by_the_pages_not_by_the_file(tmp_path):
     before = pyarrow.total_allocated_bytes()
     tracemalloc.start()
     largest = max(
-        pyarrow.total_allocated_bytes() - before for _ in ParquetFiles(find_files(str(tmp_path / "books.parquet")))
+        pyarrow.total_allocated_bytes() - before for _ in RecordFiles(find_files(str(tmp_path / "books.parquet")))
     )
     _, python = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -87,5 +88,5 @@ def test_a_server_without_range_requests_is_named(tmp_path):
         Thread(target=server.serve_forever, daemon=True).start()
         files = find_files(f"http://127.0.0.1:{server.server_port}/data.parquet")
         with pytest.raises(ValueError, match=r"/data\.parquet: its server gives no parts of files.*Download it first"):
-            list(ParquetFiles(files))
+            list(RecordFiles(files))
         server.shutdown()

@@ -7,7 +7,7 @@ import pytest
 
 from datamodules.sources.documents import Document
 from datamodules.token_store import tokenize as tokenising
-from datamodules.token_store.tokenize import Encoder, tokenised
+from datamodules.token_store.tokenize import Encoder, tokenized
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 
 
@@ -33,7 +33,7 @@ def test_batches_are_those_of_the_tokenizer_in_order(word_tokenizer, monkeypatch
         time.sleep(0.01 * ("a" in batch[0].text))
         return encoder(batch)
 
-    batches = list(tokenised(documents(31), unevenly))
+    batches = list(tokenized(documents(31), unevenly))
     expected = [[*tokenizer(document.text)["input_ids"], 0] for document in documents(31)]
     assert np.concatenate([batch.tokens for batch in batches]).tolist() == list(chain(*expected))
     assert np.concatenate([batch.lengths for batch in batches]).tolist() == list(map(len, expected))
@@ -50,7 +50,7 @@ def test_two_batches_at_once_and_no_more_than_four_read(word_tokenizer):
         meeting.wait()
         return encoder(batch)
 
-    for done, _ in enumerate(tokenised(documents(24, pulled), together), start=1):
+    for done, _ in enumerate(tokenized(documents(24, pulled), together), start=1):
         assert len(pulled) <= 2 * (done + 3)
     assert len(pulled) == 24
 
@@ -62,7 +62,7 @@ def test_an_error_of_the_tokenizer_stops_the_reading():
         raise RuntimeError("broken")
 
     with pytest.raises(RuntimeError, match="broken"):
-        list(tokenised(documents(100, pulled), broken))
+        list(tokenized(documents(100, pulled), broken))
     assert len(pulled) <= 8
 
 

@@ -11,7 +11,7 @@ from datamodules import PackedTextDataModule, TextDataModule
 from datamodules.influence.store import InfluenceStore
 from datamodules.influence.writer import InfluenceWriter
 from datamodules.packing.sequences import collate_rows
-from datamodules.sources.documents import TextFolder
+from datamodules.sources.documents import text_folder
 from lightning_modules.batch import IGNORE_INDEX
 from lightning_modules.commands import influence as influence_trainer
 from lightning_modules.commands.influence import InfluenceTrainer
@@ -36,7 +36,7 @@ class Folder(PackedTextDataModule):
         self.root = root
 
     def source(self, split):
-        return TextFolder(self.root / "texts")
+        return text_folder(self.root / "texts")
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from benchmarks.reproduction.miniature.measure import Examination, Tokens, recurring_ngrams
+from benchmarks.reproduction.miniature.measure import Examination, Tokens
 from benchmarks.reproduction.miniature.results import token_metrics
 from datamodules.recall import HaystackCorpus, RecallCorpus
 from lightning_modules.models.backbone import Backbone
@@ -117,28 +117,6 @@ def test_masks_divide_the_scored_tokens_by_what_they_are(examination):
     assert masks.far.any()
     assert masks.near.any()
     assert not (masks.local & (masks.far | masks.near | masks.about)).any()
-
-
-def slow_recurring(words, size):
-    """Positions in N-grams of at least so many words that stood before: all lengths, all pairs."""
-    found = set()
-    for length in range(size, len(words)):
-        for start in range(1, len(words) - length + 1):
-            if any(words[i : i + length] == words[start : start + length] for i in range(start)):
-                found |= set(range(start, start + length))
-    return found
-
-
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_recurring_ngrams_of_all_lengths(size):
-    generator = torch.Generator().manual_seed(size)
-    for _ in range(20):
-        words = [f"w{number}" for number in torch.randint(4, (30,), generator=generator).tolist()]
-        text = " \n".join(words)
-        spans = recurring_ngrams(text, size)
-        starts = {sum(len(w) + 2 for w in words[:index]): index for index in range(len(words))}
-        assert {starts[start] for start, _ in spans} == slow_recurring(words, size)
-        assert all(text[start:end] in words for start, end in spans)
 
 
 def test_metrics_are_means_over_the_tokens_that_count(examination, settings):

@@ -4,8 +4,7 @@ import pytest
 
 from benchmarks.reproduction.tables.ours import ours
 from benchmarks.reproduction.tables.published import find_table
-from benchmarks.reproduction.tables.results import ITSELF, DocumentResult, Result
-from benchmarks.reproduction.tables.times import EvaluatorTimes
+from benchmarks.reproduction.tables.results import ITSELF, DocumentResult, Result, save_times
 
 JUDGE = "Qwen2-72B-Instruct"
 NLL = {"M": 1.0, "N": 2.0, "O": 0.5, "P": 3.0}
@@ -49,10 +48,7 @@ def test_perplexities_by_evaluator_and_by_the_model_itself():
 
 
 def test_times_add_up(tmp_path):
-    times = EvaluatorTimes(JUDGE, {})
-    for seconds in (50.0, 10.0, 12.0):
-        times.add(seconds)
-    times.save(tmp_path)
+    save_times(tmp_path, JUDGE, {}, [50.0, 10.0, 12.0])
     cells = ours(find_table("table12"), results(), {}, [tmp_path])
     assert cells["N", "PPL"] == 2.0
     assert cells["N", f"LongPPL ({JUDGE})"] == 13.0

@@ -7,11 +7,13 @@ from benchmarks.reproduction.tables.results import (
     DocumentResult,
     Result,
     file_name,
+    mean_seconds,
     read_result,
     read_results,
+    read_times,
     result_path,
+    save_times,
 )
-from benchmarks.reproduction.tables.times import EvaluatorTimes, mean_seconds, read_times
 
 SETTINGS = {"stride": 16, "documents": 2}
 
@@ -84,11 +86,8 @@ def test_damaged_files_are_named(tmp_path, content):
 def test_the_first_time_measured_counts_for_nothing(tmp_path):
     assert mean_seconds([None, 9.0, 1.0, None, 3.0]) == 2.0
     assert math.isnan(mean_seconds([None, 9.0]))
-    times = EvaluatorTimes("E/x", SETTINGS)
-    times.add(9.0)
-    times.save(tmp_path / "empty")
-    times.add(1.5)
-    times.save(tmp_path / "full")
+    save_times(tmp_path / "empty", "E/x", SETTINGS, [9.0])
+    save_times(tmp_path / "full", "E/x", SETTINGS, [9.0, 1.5])
     assert not (tmp_path / "empty").exists()
     assert read_times([tmp_path / "empty", tmp_path / "full"], "E/x") == 1.5
     assert math.isnan(read_times([tmp_path], "E/x"))

@@ -41,18 +41,15 @@ def test_a_monotone_function_has_the_largest_rank_correlation():
     assert -0.9 < pearson(x, np.exp(-5 * x)) < -0.3
 
 
-@pytest.mark.parametrize("confidence", [0.95, 0.5])
-def test_the_interval_is_that_of_resamples_one_by_one(confidence):
+def test_the_interval_is_that_of_resamples_one_by_one():
     x, y = [1.0, 2.0, 3.0, 5.0, 4.5], [2.0, 1.0, 4.0, 3.0, 3.0]
     values = []
-    for drawn in np.random.default_rng(7).integers(5, size=(400, 5)):
+    for drawn in np.random.default_rng(0).integers(5, size=(10_000, 5)):
         a, b = [x[i] for i in drawn], [y[i] for i in drawn]
-        if len(set(a)) > 1 and len(set(b)) > 1:
+        if len(set(a)) > 1 and len(set(b)) > 1:  # equal values have no correlation
             values.append(slow_pearson(slow_ranks(a), slow_ranks(b)))
-    low, high, draws = bootstrap_interval(x, y, confidence=confidence, draws=400, seed=7)
-    outside = (1 - confidence) / 2
-    assert (low, high) == pytest.approx(tuple(np.quantile(values, [outside, 1 - outside])))
-    assert draws == len(values) < 400
+    assert bootstrap_interval(x, y) == pytest.approx(tuple(np.quantile(values, [0.025, 0.975])))
+    assert len(values) < 10_000
 
 
 def test_the_interval_narrows_with_more_models_and_is_the_same_again():
@@ -79,9 +76,3 @@ def test_the_interval_narrows_with_more_models_and_is_the_same_again():
 def test_what_has_no_correlation_is_refused(function, x, y, message):
     with pytest.raises(ValueError, match=message):
         function(x, y)
-
-
-@pytest.mark.parametrize("options", [{"confidence": 1.0}, {"confidence": math.nan}, {"draws": 0}])
-def test_an_interval_without_a_meaning_is_refused(options):
-    with pytest.raises(ValueError, match="confidence"):
-        bootstrap_interval([1, 2, 3], [1, 2, 4], **options)

@@ -113,6 +113,7 @@ def test_tables_read_them_too(evaluation, harness_result, tmp_path):
     content = json.loads((tmp_path / "harness.json").read_text())
     write(tmp_path, "harness.json", content | {"model": str(run)})
     assert set(read_scores([harness_result])) == {"B-CE-100"}
+    (tmp_path / "evaluation.json").rename(tmp_path / "results.json")
     with pytest.raises(ValueError, match="reports 2 models: rename them in the file, not by 'A='"):
         read_scores([f"A={tmp_path}"])
 
@@ -125,12 +126,13 @@ def test_the_table_of_the_documentation_serves_both_commands(tmp_path):
     assert read_scores([str(tmp_path / "more.csv")]) == {"Qwen2-7B-128k": {"RULER": 80.5}}
 
 
-def test_a_folder_with_results_is_read_for_them_alone(harness_result, tmp_path):
+def test_a_folder_of_an_evaluation_is_read_for_its_results_alone(evaluation, harness_result, tmp_path):
     (tmp_path / "questions.json").write_text("[]")
-    (tmp_path / "harness.json").rename(tmp_path / "results.json")
-    (entry,) = read_results([str(tmp_path)])
-    assert entry.model == "org/M"
-    assert read_scores([str(tmp_path)]) == {"org/M": {"LongBench": 31.5, "Summarization": 20.0}}
+    (tmp_path / "evaluation.json").rename(tmp_path / "results.json")
+    ours, theirs = read_results([f"A={tmp_path}"])
+    assert (ours.model, theirs.model) == ("A", "A")
+    assert "vt" in ours.values
+    assert "LongBench" in theirs.values
 
 
 @pytest.mark.parametrize(
@@ -138,11 +140,11 @@ def test_a_folder_with_results_is_read_for_them_alone(harness_result, tmp_path):
     [
         ("a.txt", "", "a.txt", "No results at"),
         ("a.json", "[]", "a.json", "must be a dictionary of models"),
-        ("a.json", "{", "a.json", "is no JSON"),
+        ("a.json", "{", "a.json", "is not JSON"),
         ("a.json", '{"m": 1}', "a.json", "must be a dictionary of models"),
         ("a.json", '{"m": {"RULER": "x"}}', "a.json", "'RULER' must be a number, got 'x'"),
         ("a.json", '{"tasks": {"vt": 3}, "average": {}}', "a.json", "is damaged"),
-        ("a.json", '{"longppl": 2, "perplexity": 3, "documents": []}', "a.json", "does not say which model"),
+        ("a.json", '{"longppl": 2, "perplexity": 3, "documents": []}', "a.json", "does not name its model"),
         ("a.csv", "name\n", "a.csv", "no column 'model'"),
         ("a.csv", "", "a.csv", "no column 'model'"),
         ("a.csv", "model,x\n", "a.csv", "holds no model"),

@@ -7,8 +7,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lightning_modules.commands.plan import activation_bytes
-from lightning_modules.commands.plan.fake import TokenMemory
+from lightning_modules.commands.plan.activations import TokenMemory, activation_bytes
 from lightning_modules.models.backbone import Backbone
 from tests.conftest import tiny_config
 

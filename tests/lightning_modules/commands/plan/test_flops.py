@@ -11,18 +11,16 @@ from torch.utils.flop_counter import flop_registry
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
-from lightning_modules.commands.plan import (
-    ModelShape,
-    authors_scoring_flops,
-    authors_short_pass_flops,
+from lightning_modules.commands.plan.flops import (
+    ATTENTION_BACKWARD,
+    attention_pairs,
     ce_step_flops,
     forward_flops,
     longce_step_flops,
-    scoring_floor_flops,
     scoring_flops,
     short_pass_flops,
 )
-from lightning_modules.commands.plan.flops import ATTENTION_BACKWARD, attention_pairs
+from lightning_modules.commands.plan.shapes import ModelShape
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.short_context import long_and_short, short_log_likelihood
 from tests.conftest import tiny_config
@@ -144,10 +142,8 @@ def test_short_pass_is_what_the_backbone_does(context_length, stride):
     gemm, _ = counted(lambda: short_log_likelihood(model, row(), **run))
     planned = short_pass_flops(shape, TOKENS, context_length, stride)
     assert planned.gemm == gemm
-    step_flops = longce_step_flops(shape, TOKENS, context_length, stride, "full", window_share=0.25)
-    assert step_flops.total == pytest.approx(ce_step_flops(shape, TOKENS, "full").total + planned.total / 4)
-    stored = longce_step_flops(shape, TOKENS, context_length, stride, "full", stored_influence=True)
-    assert stored == ce_step_flops(shape, TOKENS, "full")
+    step_flops = longce_step_flops(shape, TOKENS, context_length, stride, "full")
+    assert step_flops.total == pytest.approx(ce_step_flops(shape, TOKENS, "full").total + planned.total)
 
 
 def test_scoring_is_what_the_backbone_does():
@@ -157,19 +153,6 @@ def test_scoring_is_what_the_backbone_does():
     assert shared.gemm == gemm
     other = scoring_flops(shape, shape, TOKENS, 16, 8)
     assert other.total == pytest.approx(shared.total + forward_flops(shape, TOKENS, TOKENS - 1).total)
-    for settings in ({"shared_pass": True}, {"shared_pass": False}):
-        floor = scoring_floor_flops(shape, shape, TOKENS, 16, 8, **settings).total
-        assert 0.5 < floor / scoring_flops(shape, shape, TOKENS, 16, 8, **settings).total < 1
-
-
-def test_the_authors_feed_the_first_window_and_all_logits():
-    shape = ModelShape.of(tiny_config())
-    windows = [range(start, min(start + 24, TOKENS)) for start in range(0, TOKENS - 16, 8)]
-    expected = sum(forward_flops(shape, len(window), len(window)).total for window in windows)
-    assert len(windows) == 10
-    assert authors_short_pass_flops(shape, TOKENS, 16, 8).total == pytest.approx(expected)
-    once = forward_flops(shape, TOKENS, TOKENS).total
-    assert authors_scoring_flops(shape, shape, TOKENS, 16, 8).total == pytest.approx(expected + 2 * once)
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 12, 40])
@@ -207,20 +190,12 @@ def test_latent_attention_counts_both_widths():
     assert all_pairs(planned.attention, TOKENS) == pytest.approx(attention, rel=0.02)
 
 
-# TFLOP: cross entropy without and with checkpointing; then by (K, d) the authors' short pass, and the least one.
+# TFLOP: cross entropy without and with checkpointing, which computes logits once; then the short pass by (K, d).
 STUDY = {
-    ("llama-2-7b", 32768): (
-        2284,
-        2990,
-        {(4096, 512): (3722, 3519), (4096, 1024): (2087, 1946), (4096, 4096): (881, 740)},
-    ),
-    ("llama-3.1-8b", 32768): (
-        2461,
-        3200,
-        {(4096, 512): (4185, 3778), (4096, 1024): (2344, 2097), (4096, 4096): (984, 807)},
-    ),
-    ("llama-2-7b", 131072): (20959, 27160, {(4096, 512): (16481, 15804), (4096, 1024): (9242, 8863)}),
-    ("llama-3.1-8b", 131072): (21665, 27998, {(4096, 512): (18533, 16967), (4096, 1024): (10381, 9555)}),
+    ("llama-2-7b", 32768): (2284, 2990, {(4096, 512): 3519, (4096, 1024): 1946, (4096, 4096): 740}),
+    ("llama-3.1-8b", 32768): (2461, 3200, {(4096, 512): 3778, (4096, 1024): 2097, (4096, 4096): 807}),
+    ("llama-2-7b", 131072): (20959, 27160, {(4096, 512): 15804, (4096, 1024): 8863}),
+    ("llama-3.1-8b", 131072): (21665, 27998, {(4096, 512): 16967, (4096, 1024): 9555}),
 }
 
 
@@ -228,16 +203,9 @@ STUDY = {
 def test_figures_of_the_study(llamas, name, tokens):
     shape = ModelShape.of(llamas[name])
     none, full, pairs = STUDY[name, tokens]
-    assert ce_step_flops(shape, tokens, "none").total / 1e12 == pytest.approx(none, rel=0.001)
-    assert ce_step_flops(shape, tokens, "full").total / 1e12 == pytest.approx(full, rel=0.001)
-    for pair, (authors, least) in pairs.items():
-        assert authors_short_pass_flops(shape, tokens, *pair).total / 1e12 == pytest.approx(authors, rel=0.001)
+    logits = 2 * tokens * shape.head_weights / 1e12  # the backward pass computes them again
+    assert ce_step_flops(shape, tokens, "none").total / 1e12 - logits == pytest.approx(none, rel=0.001)
+    assert ce_step_flops(shape, tokens, "full").total / 1e12 - logits == pytest.approx(full, rel=0.001)
+    for pair, expected in pairs.items():
         # The study feeds windows without their last token.
-        assert short_pass_flops(shape, tokens, *pair).total / 1e12 == pytest.approx(least, rel=0.003)
-
-
-def test_candidates_only_cost_the_head():
-    shape = ModelShape.of(tiny_config())
-    whole, half = (short_pass_flops(shape, TOKENS, 16, 8, candidate_share=share) for share in (1.0, 0.5))
-    scored = TOKENS - 16 - 8
-    assert whole.total - half.total == pytest.approx(2 * shape.head_weights * scored / 2)
+        assert short_pass_flops(shape, tokens, *pair).total / 1e12 == pytest.approx(expected, rel=0.003)

@@ -1,7 +1,6 @@
 """What is read of an experiment's config, parsed as `longce plan` parses it."""
 
 import json
-import re
 import sys
 
 import pytest
@@ -50,19 +49,12 @@ def test_everything_is_found(read, model_dir, evaluator_dir):
     assert (training.context_length, training.stride, training.short_pass) == (32, 16, True)
     assert (training.dtype, training.autocast) == (torch.float32, torch.bfloat16)
     assert (training.checkpointing, training.moments, training.step_copy) == ("none", 2, True)
-    assert training.sharding.gradient_copy
-    judge = experiment.judge
-    assert (judge.name, judge.config.model_type) == (str(evaluator_dir), "qwen2")
-    assert (judge.context_length, judge.stride) == (24, 12)
+    assert training.gradient_copy
+    evaluator = experiment.evaluator
+    assert (evaluator.name, evaluator.config.model_type) == (str(evaluator_dir), "qwen2")
+    assert (evaluator.context_length, evaluator.stride) == (24, 12)
     assert (experiment.window_share, experiment.stored_influence, experiment.notes) == (1.0, False, ())
     assert experiment.validation_documents == 5
-
-
-def test_the_blocks_of_a_pattern_are_noted(read):
-    extension = "{method: rerope, original_length: 128, target_length: 512}"
-    (note,) = read("--model.context_extension", extension).notes
-    assert note.startswith("'rerope' is planned at the rates of flash attention")
-    assert note.endswith("and needs up to 0.0 GiB more at a time")
 
 
 def test_an_objective_in_another_one(read):
@@ -81,8 +73,8 @@ def test_command_line_over_config(read, model_dir):
     assert not experiment.training.short_pass
     assert experiment.max_steps is None
     assert experiment.training.gpus == 1
-    assert not experiment.training.sharding.gradient_copy
-    assert (experiment.judge.name, experiment.judge.context_length) == (str(model_dir), 24)
+    assert not experiment.training.gradient_copy
+    assert (experiment.evaluator.name, experiment.evaluator.context_length) == (str(model_dir), 24)
 
 
 def test_a_number_of_devices_that_is_not_known(read):
@@ -107,43 +99,13 @@ def test_precisions(read, precision, dtype, expected):
     assert (training.dtype, training.autocast) == expected
 
 
-@pytest.mark.parametrize(
-    ("strategy", "divided"),
-    [
-        ("ddp", (False, False, False)),
-        ("fsdp", (True, True, True)),
-        ("fsdp_cpu_offload", (True, True, True)),
-        ("lightning.pytorch.strategies.ModelParallelStrategy", (True, True, True)),
-        ("lightning_modules.training.fsdp.FullyShardedStrategy", (True, True, True)),
-    ],
-)
-def test_strategies(read, strategy, divided):
-    sharding = read("--trainer.strategy", strategy).training.sharding
-    assert (sharding.weights, sharding.gradients, sharding.optimizer) == divided
-    assert sharding.offload == strategy.endswith("offload")
-
-
-@pytest.mark.parametrize(
-    ("strategy", "note"),
-    [
-        ("ddp", None),
-        ("lightning_modules.training.fsdp.FullyShardedStrategy", None),
-        ("fsdp", r"refuses this strategy: take .*FullyShardedStrategy"),
-    ],
-)
-def test_strategies_that_fit_refuses_are_noted(read, strategy, note):
-    notes = read("--trainer.strategy", strategy).notes
-    assert not notes if note is None else re.search(note, notes[0])
-
-
-def test_strategies_with_arguments(read):
-    path = "lightning.pytorch.strategies."
-    view = read("--trainer.strategy", path + "DDPStrategy", "--trainer.strategy.gradient_as_bucket_view", "true")
-    assert not view.training.sharding.gradient_copy
-    kind = ["--trainer.strategy", path + "FSDPStrategy", "--trainer.strategy.sharding_strategy"]
-    assert not read(*kind, "SHARD_GRAD_OP").training.sharding.weights
-    with pytest.raises(ValueError, match="HYBRID_SHARD"):
-        read(*kind, "HYBRID_SHARD")
+def test_strategies(read):
+    ddp = read("--trainer.strategy", "ddp").training
+    assert (ddp.sharded, ddp.gradient_copy) == (False, True)
+    fsdp = read("--trainer.strategy", "lightning_modules.training.fsdp.FullyShardedStrategy").training
+    assert (fsdp.sharded, fsdp.gradient_copy) == (True, False)
+    options = ["--trainer.strategy", "lightning.pytorch.strategies.DDPStrategy"]
+    assert not read(*options, "--trainer.strategy.gradient_as_bucket_view", "true").training.gradient_copy
 
 
 @pytest.mark.parametrize(
@@ -165,7 +127,7 @@ def test_refusals(read):
     for options, message in (
         (["--model.context_length", "250"], "250 \\+ 16"),
         (["--trainer.precision", "transformer-engine"], "transformer-engine"),
-        (["--trainer.strategy", "ddp_spawn"], "known are auto"),
+        (["--trainer.strategy", "fsdp"], r"known are auto, .*FullyShardedStrategy"),
         (["--model.pretrained_model_name_or_path", "./nowhere"], "nowhere"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -3,7 +3,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, GPT2LMHeadModel
 
-from lightning_modules.commands.plan import ModelShape
+from lightning_modules.commands.plan.shapes import ModelShape
 from lightning_modules.models.adapters import add_adapters
 from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.context_extension.methods import ContextExtension
@@ -25,7 +25,7 @@ def test_published_sizes(llamas):
     assert eight.layer_weights == eight.trained_layer_weights == 32 * per_layer
     assert eight.tail_weights == per_layer - 4096 * 2048
     assert eight.head_weights == 4096 * 128256
-    assert (eight.layers, eight.heads, eight.query_size, eight.value_size) == (32, 32, 128, 128)
+    assert (eight.layers, eight.pair_flops) == (32, 2 * 32 * (128 + 128))
     assert not eight.tied
 
 

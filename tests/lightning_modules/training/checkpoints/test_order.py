@@ -1,7 +1,6 @@
 """Steps decide which checkpoint is the newest, whatever happened to the files."""
 
 import os
-import shutil
 
 import pytest
 import torch
@@ -28,18 +27,11 @@ def save_sharded(path, step, *, time):
     return path
 
 
-def test_the_largest_step_is_the_newest_whatever_the_times(tmp_path, caplog):
+def test_the_largest_step_is_the_newest_whatever_the_times(tmp_path):
     newest = save(tmp_path / "checkpoints" / "step-100.ckpt", 100, time=10)
     save(tmp_path / "checkpoints" / "step-20.ckpt", 20, time=4e9)  # a clock that was ahead
     save(tmp_path / "checkpoints" / "step-9.ckpt", 9, time=5)
     assert newest_checkpoint(tmp_path) == newest
-    (warning,) = caplog.messages
-    assert "step-20.ckpt (step 20) was changed after" in warning
-    assert "step-100.ckpt (step 100)" in warning
-    caplog.clear()
-    os.utime(tmp_path / "checkpoints" / "step-20.ckpt", (10, 10))  # as after a copy
-    assert newest_checkpoint(tmp_path) == newest
-    assert not caplog.messages
 
 
 def test_sharded_checkpoints_are_ordered_by_step_as_well(tmp_path):
@@ -49,19 +41,10 @@ def test_sharded_checkpoints_are_ordered_by_step_as_well(tmp_path):
     assert [one.step for one in find_checkpoints(tmp_path)] == [12, 10, 8]
 
 
-def test_a_folder_of_deepspeed_without_a_step_comes_last(tmp_path):
-    for name in ("last", "step-3"):
-        (tmp_path / f"{name}.ckpt").mkdir()
-        (tmp_path / f"{name}.ckpt" / "latest").touch()
-    save(tmp_path / "first.ckpt", 0)
-    assert [one.step for one in find_checkpoints(tmp_path)] == [3, 0, -1]
-
-
-def test_a_checkpoint_is_what_it_records_not_what_it_is_named(tmp_path, caplog):
+def test_a_checkpoint_is_what_it_records_not_what_it_is_named(tmp_path):
     save(tmp_path / "step-99.ckpt", 3)
     newest = save(tmp_path / "best loss.ckpt", 4)
     assert newest_checkpoint(tmp_path) == newest
-    assert "step-99.ckpt is named after step 99 and holds step 3" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -70,7 +53,7 @@ def test_a_checkpoint_is_what_it_records_not_what_it_is_named(tmp_path, caplog):
 )
 def test_the_name_tells_the_step_of_a_damaged_one(tmp_path, name, step):
     (tmp_path / f"{name}.ckpt").write_bytes(b"PK")
-    assert describe(tmp_path / f"{name}.ckpt")[1:3] == (step, None)
+    assert describe(tmp_path / f"{name}.ckpt")[1:] == (step, None)
 
 
 def test_a_second_file_of_a_step_is_the_newer_one(tmp_path):
@@ -87,14 +70,6 @@ def test_checkpoints_of_two_runs_in_a_folder_are_refused(tmp_path):
     save(tmp_path / "step-4.ckpt", 4, "b")
     with pytest.raises(ValueError, match=r"checkpoints of 2 runs \(step-3.ckpt of run a, step-4.ckpt of run b\)"):
         newest_checkpoint(tmp_path)
-
-
-def test_a_synchronized_copy_of_a_link_changes_nothing(tmp_path, caplog):
-    save(tmp_path / "step-3.ckpt", 3, time=10)
-    newest = save(tmp_path / "step-4.ckpt", 4, time=10)
-    shutil.copy(newest, tmp_path / "last.ckpt")
-    assert torch.load(newest_checkpoint(tmp_path))["global_step"] == 4
-    assert not caplog.messages, "its later time contradicts nothing"
 
 
 def test_no_tensor_is_read_for_the_step_and_no_code_runs(tmp_path, monkeypatch):

@@ -68,30 +68,30 @@ def test_which_command_goes_on_with_what_it_has_saved(trainer, tmp_path):
     assert goes_on(str(tmp_path), trainer)
 
 
-def test_several_processes_do_not_each_read_it_before_they_meet(trainer, tmp_path, monkeypatch):
+def test_its_content_is_not_read_before_it_is_loaded(trainer, tmp_path, monkeypatch):
     (tmp_path / "own").mkdir()
     for step in range(3):
         torch.save(WHOLE, tmp_path / "own" / f"step-{step}.ckpt")
     monkeypatch.setattr(zipfile.ZipFile, "testzip", lambda _: pytest.fail("read"))
-    several = SimpleNamespace(world_size=2, checkpoint_callbacks=trainer.checkpoint_callbacks)
     newest = str(tmp_path / "own" / "step-2.ckpt")
     for name in ("last", str(tmp_path / "own"), newest):
-        assert find_checkpoint(name, several, False) == newest
+        assert find_checkpoint(name, trainer, False) == newest
     os.truncate(newest, os.path.getsize(newest) - 30)
-    assert find_checkpoint("last", several, False) == str(tmp_path / "own" / "step-1.ckpt")
+    assert find_checkpoint("last", trainer, False) == str(tmp_path / "own" / "step-1.ckpt")
+    monkeypatch.undo()
     with pytest.raises(ValueError, match="torn"):
-        find_checkpoint(newest, several, False)
+        find_checkpoint(newest, trainer, False)
 
 
 @pytest.mark.parametrize(
-    ("paths", "other"), [(["a", "a", None], "process 2 with nothing"), ([None, "a"], "process 1 ")]
+    ("paths", "other"), [(["a", "a", None], "process 2 from nothing"), ([None, "a"], "process 1 ")]
 )
 def test_processes_that_found_different_checkpoints_are_refused(monkeypatch, paths, other):
     def gathered(found, own):
         found[:] = paths
 
     monkeypatch.setattr(run_checkpoints.dist, "all_gather_object", gathered)
-    with pytest.raises(ValueError, match=rf"process 0 goes on with .*{other}.* on a disk that all nodes see"):
+    with pytest.raises(ValueError, match=rf"process 0 resumes from .*{other}.* on a disk that all nodes see"):
         SameCheckpoint().setup(SimpleNamespace(world_size=len(paths), ckpt_path=paths[0]), None, "fit")
     paths[:] = ["a"] * len(paths)
     SameCheckpoint().setup(SimpleNamespace(world_size=len(paths), ckpt_path="a"), None, "fit")
@@ -110,8 +110,8 @@ def test_logs_are_tried_out_as_well(tmp_path):
 @pytest.mark.parametrize(
     ("saved", "said"),
     [
-        (7, "Stopped at step 7. Go on with:\nlongce fit -c 'a b.yaml' --ckpt_path {folder}"),
-        (5, "Stopped at step 7, of which 5 are saved. Go on with:\nlongce fit -c 'a b.yaml' --ckpt_path {folder}"),
+        (7, "Stopped at step 7. Resume with:\nlongce fit -c 'a b.yaml' --ckpt_path {folder}"),
+        (5, "Stopped at step 7, of which 5 are saved. Resume with:\nlongce fit -c 'a b.yaml' --ckpt_path {folder}"),
         (0, "Stopped at step 7, of which nothing is saved: a `callbacks.StepCheckpoint`"),
     ],
 )

@@ -158,13 +158,13 @@ def test_adapters_kept_apart_need_no_base(base, model_dir, tmp_path):
         export_checkpoint(*arguments, adapters="kept", tokenizer=str(model_dir))
 
 
-def test_adapters_of_a_quantised_base_are_kept_apart(base, tmp_path, monkeypatch):
+def test_adapters_of_a_quantized_base_are_kept_apart(base, tmp_path, monkeypatch):
     pytest.importorskip("bitsandbytes")
     tiny_model("llama", 400, hidden_size=64, intermediate_size=128).save_pretrained(base)
     lora = {"r": 2, "target_modules": "all-linear"}
     trained = checkpoint(tmp_path / "a.ckpt", base, lora=lora, quantization={"load_in_4bit": True})
     arguments = [str(tmp_path / "a.ckpt"), str(tmp_path / "out")]
-    with pytest.raises(ValueError, match=r"quantised base.*`adapters` to 'kept'"):
+    with pytest.raises(ValueError, match=r"quantized base.*`adapters` to 'kept'"):
         export_checkpoint(*arguments, tokenizer=base)
     export_checkpoint(*arguments, adapters="kept", tokenizer=base)
     assert "_load_in_4bit" not in (tmp_path / "out" / "README.md").read_text()
@@ -197,7 +197,7 @@ def weights_of_another(path):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (torn, "is torn or no checkpoint"),
+        (torn, "is torn, or not a checkpoint"),
         (another, "was not written by this version"),
         (hostile, "must not be loaded"),
         (weights_of_another, "extra' is unknown"),
@@ -220,6 +220,6 @@ def test_the_web_and_other_folders_are_refused_before_anything_is_read(tmp_path)
         export_checkpoint("https://example.org/a.ckpt", str(tmp_path / "out"))
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("keep")
-    with pytest.raises(ValueError, match="no earlier export"):
+    with pytest.raises(ValueError, match="not an earlier export"):
         export_checkpoint("https://example.org/a.ckpt", str(tmp_path / "out"))
     assert (tmp_path / "out" / "thesis.tex").read_text() == "keep"

@@ -1,6 +1,5 @@
 import json
 import re
-import weakref
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from lightning_modules.models.adapters import add_adapters
-from lightning_modules.training.export import weights
+from lightning_modules.training.export import model as export_module
 from lightning_modules.training.export.facts import TrainingFacts
 from lightning_modules.training.export.model import check_export, export_model
 from lightning_modules.training.export.options import ExportOptions
@@ -93,14 +92,14 @@ def test_a_half_precision_base_is_merged_in_float32_and_rounded_once(tmp_path):
     layer = adapted(dtype=torch.bfloat16).get_base_model().model.layers[0].self_attn.q_proj
     base, (a, b) = layer.base_layer.weight, (layer.lora_A.default.weight, layer.lora_B.default.weight)
     expected = base.double() + layer.scaling["default"] * b.double() @ a.double()
-    assert torch.equal(merged_layer(layer)["weight"], expected.to(torch.bfloat16))
+    assert torch.equal(merged_layer(layer, torch.bfloat16)["weight"], expected.to(torch.bfloat16))
     torch.testing.assert_close(merged_layer(layer, torch.float32)["weight"], expected.float())
     assert layer.merged_adapters == []
     assert base.dtype == torch.bfloat16
 
 
 def test_shards_hold_a_few_layers_each_and_the_index_finds_them(tmp_path, monkeypatch):
-    monkeypatch.setattr(weights, "SHARD_BYTES", 60_000)
+    monkeypatch.setattr(export_module, "SHARD_SIZE", 60_000)
     model = adapted(tied=True)
     loaded = export(model, tmp_path / "out")
     torch.testing.assert_close(logits(loaded), logits(model), rtol=1e-4, atol=1e-4)
@@ -117,25 +116,6 @@ def test_shards_hold_a_few_layers_each_and_the_index_finds_them(tmp_path, monkey
     assert not (tmp_path / "out" / "model.safetensors.index.json").exists()
 
 
-def test_only_a_shard_is_held_beside_the_model(tmp_path, monkeypatch):
-    monkeypatch.setattr(weights, "SHARD_BYTES", 60_000)
-    sizes = []
-    original = weights._on_cpu
-    alive = []
-
-    def spy(tensor, dtype):
-        result = original(tensor, dtype).clone()
-        alive[:] = [reference for reference in alive if reference() is not None]
-        alive.append(weakref.ref(result))
-        sizes.append(sum(reference().nbytes for reference in alive))
-        return result
-
-    monkeypatch.setattr(weights, "_on_cpu", spy)
-    model = adapted()
-    export(model, tmp_path / "out")
-    assert max(sizes) <= 60_000
-
-
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float16"])
 def test_type_of_the_weights(dtype, tmp_path):
     model = adapted()
@@ -145,7 +125,7 @@ def test_type_of_the_weights(dtype, tmp_path):
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["dtype"] == str(wanted).removeprefix("torch.")
     assert config["architectures"] == ["LlamaForCausalLM"]
-    expected = merged_layer(model.get_base_model().model.layers[0].self_attn.q_proj)["weight"].to(wanted)
+    expected = merged_layer(model.get_base_model().model.layers[0].self_attn.q_proj, wanted)["weight"]
     assert torch.equal(loaded.model.layers[0].self_attn.q_proj.weight, expected)
     assert ("were rounded" in (tmp_path / "out" / "README.md").read_text()) == (dtype != "auto")
 

@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from benchmarks.reproduction.tables.ngrams import repeated_ngram_spans
+from benchmarks.reproduction.ngrams import repeated_ngram_spans
 from lightning_modules.functional import merge_spans
 from tests.conftest import make_text
 

@@ -1,0 +1,231 @@
+"""Read records of files: lines of JSON, rows of parquet, and bytes of compressed files, within bounded memory."""
+
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, BinaryIO, cast
+
+import pyarrow
+import pyarrow.parquet
+import zstandard
+from typing_extensions import override
+
+from datamodules.sources.locations import PARQUET, File
+
+# UTF-8, without the byte-order mark that some editors put in front.
+ENCODING = "utf-8-sig"
+
+LARGEST_DOCUMENT = 1 << 28
+"""Bytes of a document as it is stored, unpacked: a hundred times a long book. A few kilobytes can unpack to more than
+all memory."""
+
+BATCH_ROWS = 16  # of parquet files, whose rows may be whole books
+_PACKED_BYTES = 1 << 14  # read at a time: what they unpack to is in memory
+
+Parse = Callable[[], dict[str, Any]]
+
+
+def read_records(
+    file: File,
+    columns: Sequence[str],
+    wanted: Callable[[int], bool] = lambda row: True,
+    *,
+    text_columns: Sequence[str] = (),
+    row_group: int | None = None,
+    first: int = 0,
+) -> Iterator[tuple[int, Parse]]:
+    """Yield the number of each wanted record, and a function that parses it or raises a ``ValueError``.
+
+    Args:
+        file: JSON lines or parquet.
+        columns: Columns to read of parquet files.
+        wanted: Which records to yield, by their numbers; the others are not parsed.
+        text_columns: Columns of which parquet files must have one.
+        row_group: The only row group to read of a parquet file.
+        first: Number of the first record.
+
+    Raises:
+        ValueError: If the file is damaged, or has none of the text columns.
+    """
+    with opened(file) as stream:
+        if file.name.endswith(PARQUET):
+            yield from _parquet_rows(stream, file, columns, wanted, text_columns, row_group, first)
+            return
+        for row, line in enumerate(lines_of(stream), first):
+            if wanted(row) and (len(line) > LARGEST_DOCUMENT or not line.isspace()):
+                yield row, partial(_parse_json, line, f"{file}:{row}")
+
+
+def _parquet_rows(
+    stream: BinaryIO,
+    file: File,
+    columns: Sequence[str],
+    wanted: Callable[[int], bool],
+    text_columns: Sequence[str],
+    row_group: int | None,
+    first: int,
+) -> Iterator[tuple[int, Parse]]:
+    # The file system reads ahead; buffering whole column chunks, as pyarrow does by default, costs their size.
+    try:
+        table = opened_table(stream, file)
+        names = table.schema_arrow.names
+        if text_columns and not set(text_columns) & set(names):
+            missing = " or ".join(map(repr, text_columns))
+            raise ValueError(f"{file}: no column {missing} for the text, only {sorted(names)}. Name one of those.")
+        groups = None if row_group is None else [row_group]
+        chosen = sorted(set(columns) & set(names))
+        for batch in table.iter_batches(BATCH_ROWS, row_groups=groups, columns=chosen, use_threads=False):
+            for index in range(batch.num_rows):
+                if wanted(first + index):
+                    yield first + index, partial(_parse_row, batch, index, f"{file}:{first + index}")
+            first += batch.num_rows
+    except pyarrow.ArrowException as error:
+        raise ValueError(f"{file}: the parquet file is damaged ({error}). Fetch it again.") from error
+
+
+def _parse_json(line: bytes, place: str) -> dict[str, Any]:
+    check_size(line, place)
+    return parsed_line(line, place)
+
+
+def _parse_row(batch: pyarrow.RecordBatch, index: int, place: str) -> dict[str, Any]:
+    try:
+        return {name: batch.column(name)[index].as_py() for name in batch.schema.names}
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{place}: the parquet file is damaged ({error}). Fetch it again.") from error
+
+
+def nested(record: Any, path: str) -> Any:
+    """Return the value at a dotted path such as ``"meta.pile_set_name"``, or ``None``."""
+    for key in path.split("."):
+        record = record.get(key) if isinstance(record, Mapping) else None
+    return record
+
+
+def is_packed(file: File) -> bool:
+    """Return whether a file is compressed."""
+    return file.suffix in (".gz", ".zst")
+
+
+@contextmanager
+def opened(file: File) -> Iterator[BinaryIO]:
+    """Open a file whose bytes are fetched and unpacked as they are read.
+
+    Raises:
+        ValueError: If the file is damaged.
+    """
+    with ExitStack() as stack:
+        stream: BinaryIO = stack.enter_context(file.open("rb"))
+        if file.suffix == ".gz":
+            stream = cast(BinaryIO, stack.enter_context(gzip.GzipFile(fileobj=stream)))
+        elif file.suffix == ".zst":
+            stream = cast(BinaryIO, stack.enter_context(io.BufferedReader(_ZstdFrames(stream))))
+        try:
+            yield stream
+        except (EOFError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:
+            raise ValueError(f"{file}: the compressed file is damaged ({error}). Fetch it again.") from error
+
+
+class _ZstdFrames(io.RawIOBase):
+    """Stream of the bytes in consecutive zstd frames; `zstandard`'s own reader takes a torn frame for the end."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self._frame = zstandard.ZstdDecompressor().decompressobj()
+        self._begun = False
+        self._unpacked = memoryview(b"")
+
+    @override
+    def readable(self) -> bool:
+        return True
+
+    @override
+    def readinto(self, buffer: Any) -> int:
+        while not self._unpacked:
+            packed = b""
+            if self._frame.eof:
+                packed = self._frame.unused_data
+                self._frame, self._begun = zstandard.ZstdDecompressor().decompressobj(), False
+            packed = packed or self._stream.read(_PACKED_BYTES)
+            if not packed:
+                if self._begun:
+                    raise EOFError("it ends in the middle of a zstd frame")
+                return 0
+            self._begun, self._unpacked = True, memoryview(self._frame.decompress(packed))
+        size = min(len(buffer), len(self._unpacked))
+        buffer[:size], self._unpacked = self._unpacked[:size], self._unpacked[size:]
+        return size
+
+
+def opened_table(stream: BinaryIO, file: File) -> pyarrow.parquet.ParquetFile:
+    """Open a parquet file that is read a page at a time, from a server that supports reading parts of files."""
+    try:
+        return pyarrow.parquet.ParquetFile(stream, pre_buffer=False, buffer_size=1 << 20)
+    except pyarrow.ArrowException:
+        raise
+    except ValueError as error:  # fsspec, of web servers that know no range requests
+        raise ValueError(
+            f"{file}: its server gives no parts of files, and a parquet file is read from its end ({error})."
+            " Download it first."
+        ) from error
+
+
+def is_null(metadata: pyarrow.parquet.FileMetaData, column: str) -> bool:
+    """Return whether the statistics of a file show that a column has no value in any row."""
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    chunks = [group.column(each) for group in groups for each in range(group.num_columns)]
+    statistics = [chunk.statistics for chunk in chunks if chunk.path_in_schema == column]
+    return metadata.num_rows > 0 and sum(each.null_count or 0 for each in statistics if each) == metadata.num_rows
+
+
+def lines_of(stream: BinaryIO) -> Iterator[bytes]:
+    """Yield the lines; of one that is too long only the beginning."""
+    while line := stream.readline(LARGEST_DOCUMENT + 1):
+        yield line
+        while len(line) > LARGEST_DOCUMENT and not line.endswith(b"\n"):  # skip the rest
+            line = stream.readline(LARGEST_DOCUMENT + 1)
+
+
+def read_document(file: File) -> bytes:
+    """Read a file that is one document; of one that is too large only the beginning."""
+    with opened(file) as stream:
+        return stream.read(LARGEST_DOCUMENT + 1)
+
+
+def check_size(content: bytes, place: str) -> None:
+    """Raise a ``ValueError`` for more bytes than a document may have."""
+    if len(content) > LARGEST_DOCUMENT:
+        raise ValueError(
+            f"{place}: a document of more than {LARGEST_DOCUMENT:,} bytes. Split it, or remove it if it is not text."
+        )
+
+
+def decoded(content: bytes, place: str) -> str:
+    """Decode UTF-8; raise a ``ValueError`` that names the place for other bytes."""
+    try:
+        return content.decode(ENCODING)
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{place}: byte {error.start} is not UTF-8 ({error.reason})."
+            " Convert the file to UTF-8, or remove the document."
+        ) from error
+
+
+def parsed_line(line: bytes, place: str) -> dict[str, Any]:
+    """Parse a line of JSON lines; raise a ``ValueError`` that names the place if it is not an object."""
+    text = decoded(line, place)
+    try:
+        record = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{place}: malformed JSON ({error}). Each line must hold one whole JSON object.") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or thousands of brackets
+        raise ValueError(f"{place}: JSON that Python does not read ({error}). Fix or remove this line.") from error
+    if not isinstance(record, dict):
+        raise ValueError(
+            f"{place}: expected a JSON object, got {type(record).__name__}. Each line must hold one object."
+        )
+    return record
