@@ -146,13 +146,31 @@ class ExternalEvaluator(Callback):
             )
         return read_key_spans(found, merge=self.config.key_tokens == "paper")
 
-    def _begin(self, pl_module: LightningModule) -> None:
+    def _draw_histograms(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Of the evaluator's scores on this process, which do not change: once for each set of documents."""
+        if not self.scores or set(self.scores) <= self._drawn or trainer.sanity_checking:
+            return
+        self._drawn |= set(self.scores)
+        long = torch.cat([scores.long for scores in self.scores.values()])
+        difference = long - torch.cat([scores.short for scores in self.scores.values()])
+        compared = difference != 0  # tokens without a short context would be one great bar at 0
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger) and compared.any():
+                step = trainer.global_step
+                logger.experiment.add_histogram(f"{stage}/evaluator_lsd_nats", difference[compared], step)
+                logger.experiment.add_histogram(f"{stage}/evaluator_lcl_nats", long[compared], step)
+
+    @override
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for metric in (self.longppl, self.longppl_soft):
             metric.to(pl_module.device).reset()
         self._counts = torch.zeros(_COUNTS, dtype=torch.float64)
         self.scores = {}
 
-    def _add(self, pl_module: LightningModule, outputs: Any, batch: PackedBatch) -> None:
+    @override
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: PackedBatch, *_: Any
+    ) -> None:
         if "text" not in batch:
             raise ValueError("`ExternalEvaluator` needs rows with `text` and `offsets`; this data module gives none.")
         for row, text in enumerate(batch["text"]):
@@ -169,7 +187,9 @@ class ExternalEvaluator(Callback):
             counts = [hard.sum(), scored, not hard.any(), 1, *coverage]
             self._counts += torch.tensor(counts, dtype=torch.float64)
 
-    def _end(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    @override
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        stage = "test" if trainer.testing else "val"
         counts = trainer.strategy.reduce(self._counts.to(pl_module.device), reduce_op="sum")
         key_tokens, scored, without, documents = counts[:4].tolist()
         coverage = Coverage(*counts[4:].tolist())
@@ -198,47 +218,9 @@ class ExternalEvaluator(Callback):
         if self.evaluator is not None:
             self.evaluator.release()
 
-    def _draw_histograms(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Of the evaluator's scores on this process, which do not change: once for each set of documents."""
-        if not self.scores or set(self.scores) <= self._drawn or trainer.sanity_checking:
-            return
-        self._drawn |= set(self.scores)
-        long = torch.cat([scores.long for scores in self.scores.values()])
-        difference = long - torch.cat([scores.short for scores in self.scores.values()])
-        compared = difference != 0  # tokens without a short context would be one great bar at 0
-        for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger) and compared.any():
-                step = trainer.global_step
-                logger.experiment.add_histogram(f"{stage}/evaluator_lsd_nats", difference[compared], step)
-                logger.experiment.add_histogram(f"{stage}/evaluator_lcl_nats", long[compared], step)
-
-    @override
-    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._begin(pl_module)
-
-    @override
-    def on_validation_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: PackedBatch, *_: Any
-    ) -> None:
-        self._add(pl_module, outputs, batch)
-
-    @override
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._end(trainer, pl_module, "val")
-
-    @override
-    def on_test_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._begin(pl_module)
-
-    @override
-    def on_test_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: PackedBatch, *_: Any
-    ) -> None:
-        self._add(pl_module, outputs, batch)
-
-    @override
-    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._end(trainer, pl_module, "test")
+    on_test_epoch_start = on_validation_epoch_start
+    on_test_batch_end = on_validation_batch_end  # type: ignore[assignment]
+    on_test_epoch_end = on_validation_epoch_end
 
 
 def stored_offsets(text: str, tokens: Tokens, tokenizer: PreTrainedTokenizerFast) -> Tensor:

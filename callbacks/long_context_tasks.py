@@ -127,9 +127,7 @@ class LongContextTasks(Callback):
         if self._prompter is None:  # `longce validate`
             self._prepare(trainer, pl_module)
 
-    @override
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.on_validation_start(trainer, pl_module)
+    on_test_start = on_validation_start
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -153,9 +151,7 @@ class LongContextTasks(Callback):
         tensors = {name: torch.tensor(value, dtype=torch.float32) for name, value in values.items()}
         pl_module.log_dict(tensors, sync_dist=True)  # equal on all processes, except for the seconds
 
-    @override
-    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.on_validation_epoch_end(trainer, pl_module)
+    on_test_epoch_end = on_validation_epoch_end
 
     def _prepare(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Make this process's questions, and check that all others can be made and asked."""

@@ -83,13 +83,13 @@ class LongContextLM(LightningModule):
         **loading: Any,
     ) -> None:
         super().__init__()
-        preflight.check_settings(objective, context_length, stride, short_dtype, short_window_share, head_kernel)
         self.save_hyperparameters(ignore=["objective", "ladder", "optimizer", "lr_scheduler", "head_kernel"])
         self.objective = objective
-        self.context_length, self.stride = int(context_length), int(stride)
+        self.context_length, self.stride = context_length, stride
         self.ladder = ladder
         self.short_dtype: ShortDType | None = short_dtype
         self.short_window_share = short_window_share
+        preflight.check_settings(self, head_kernel)
         self.loading = ModelConfig(pretrained_model_name_or_path, dtype=dtype, **loading)
         # Checkpoints leave out stored weights that adapters do not change; a fingerprint identifies them.
         lora, stored = self.loading.lora, has_weights(pretrained_model_name_or_path)

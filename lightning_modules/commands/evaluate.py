@@ -47,7 +47,7 @@ def evaluate(model: str, output: str, **options: Any) -> str:
     model_config = load_config(loading)
     check_weight_files(model)
     tokenizer = load_tokenizer(model, **source)
-    identity = model_identity(model, **source)
+    identity = model_identity(loading)
     runs: list[Any] = []
     if ours or not theirs:
         runs.append(Evaluation(config, ours, tokenizer, identity))

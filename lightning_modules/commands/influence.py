@@ -18,11 +18,12 @@ from lightning_modules.functional.windows import check_context
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.checks import check_scoring
-from lightning_modules.models.config import DType, ModelConfig
+from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.identity import check_same_model, model_identity
 from lightning_modules.models.loading import load_backbone, load_config
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer, tokenizer_hash
 from lightning_modules.objectives import LongCE, StoredInfluence, innermost
+from lightning_modules.scoring.config import InfluenceConfig
 from lightning_modules.scoring.influence_transfer import Transfer, make_transfer, row_influence
 from lightning_modules.utilities.collectives import gathered, patient_group
 
@@ -32,9 +33,7 @@ class InfluenceScorer(LightningModule):
 
     Args:
         loading: How the evaluator is loaded.
-        context_length: Length K of the shortest short context, in tokens.
-        stride: Number d of tokens that share one window.
-        gamma: Largest weight.
+        settings: Context length, stride and gamma.
         transfer: For an evaluator with another tokenizer than the rows'.
         identity: The evaluator's `model_identity` when the run began.
 
@@ -43,20 +42,11 @@ class InfluenceScorer(LightningModule):
     """
 
     def __init__(
-        self,
-        loading: ModelConfig,
-        *,
-        context_length: int,
-        stride: int,
-        gamma: float,
-        transfer: Transfer | None,
-        identity: str,
+        self, loading: ModelConfig, settings: dict[str, Any], transfer: Transfer | None, identity: str
     ) -> None:
         super().__init__()
-        self._loading = loading
-        self._settings: dict[str, Any] = {"context_length": context_length, "stride": stride, "gamma": gamma}
-        self._transfer = transfer
-        self._identity = identity
+        self._loading, self._settings = loading, settings
+        self._transfer, self._identity = transfer, identity
         self._started = 0.0
         self.seconds = 0.0
 
@@ -68,8 +58,7 @@ class InfluenceScorer(LightningModule):
         autocast = str(self.trainer.precision).endswith("-mixed")
         device = self.trainer.strategy.root_device
         backbone = load_backbone(self._loading, device=device, autocast=autocast)
-        name, revision = str(self._loading.pretrained_model_name_or_path), self._loading.revision
-        check_same_model(self._identity, name, revision, trust_remote_code=self._loading.trust_remote_code)
+        check_same_model(self._identity, self._loading)
         self.backbone: Backbone = backbone.eval().requires_grad_(False)
 
     @override
@@ -108,20 +97,7 @@ class InfluenceScorer(LightningModule):
 class InfluenceTrainer(Trainer):
     """A trainer with one more thing to run."""
 
-    def influence(
-        self,
-        model: LongContextLM,
-        datamodule: LightningDataModule,
-        evaluator: str,
-        evaluator_tokenizer: str | None = None,
-        evaluator_revision: str | None = None,
-        evaluator_add_special_tokens: bool = True,
-        evaluator_dtype: DType = "auto",
-        evaluator_attn_implementation: str = "auto",
-        evaluator_model_config: dict[str, Any] | None = None,
-        evaluator_trust_remote_code: bool = False,
-        output: str | None = None,
-    ) -> None:
+    def influence(self, model: LongContextLM, datamodule: LightningDataModule, evaluator: str, **options: Any) -> None:
         """LongCE weights of the training rows by an evaluator, stored so that training makes no short pass.
 
         Takes the configs of ``longce fit``: the rows are those of ``data``, context length, stride and gamma those of
@@ -131,35 +107,19 @@ class InfluenceTrainer(Trainer):
             model: Whose training it is; its weights are not loaded.
             datamodule: Has the training rows.
             evaluator: Hub id or local folder of the model that weighs the tokens. Each process holds all of it.
-            evaluator_tokenizer: Hub id or local folder of its tokenizer; by default that of the evaluator. With the
-                tokenizer of the rows, tokens are scored as they are, else by way of the text.
-            evaluator_revision: Branch, tag or commit on the hub.
-            evaluator_add_special_tokens: Whether the evaluator's tokenizer adds its own, where texts are scored.
-            evaluator_dtype: Of the evaluator's weights; ``auto`` keeps the stored one.
-            evaluator_attn_implementation: Of the evaluator, as in transformers.
-            evaluator_model_config: Values that replace those of the evaluator's config, such as ``rope_parameters``.
-            evaluator_trust_remote_code: Run code from the evaluator's repository; off unless you trust it.
-            output: Folder of the weights; by default `data.influence`, or one in the data module's cache.
+            options: The other fields of `lightning_modules.scoring.config.InfluenceConfig`.
 
         Raises:
             ValueError: If the evaluator cannot be found, the objective is not LongCE's, no token has a short context,
                 the trainer would split the evaluator, or the folder holds other weights.
         """
+        config = InfluenceConfig(evaluator, **options)
         gamma = self._check(model, datamodule)
-        loading = ModelConfig(
-            evaluator,
-            evaluator_model_config,
-            revision=evaluator_revision,
-            dtype=evaluator_dtype,
-            attn_implementation=evaluator_attn_implementation,
-            trust_remote_code=evaluator_trust_remote_code,
-        )
-        load_config(loading)
-        tokenizer = load_tokenizer(
-            evaluator_tokenizer or evaluator, revision=evaluator_revision, trust_remote_code=evaluator_trust_remote_code
-        )
+        load_config(loading := config.loading())
+        source: dict[str, Any] = {"revision": loading.revision, "trust_remote_code": loading.trust_remote_code}
+        tokenizer = load_tokenizer(config.evaluator_tokenizer or evaluator, **source)
         rows_tokenizer: PreTrainedTokenizerFast = datamodule.tokenizer  # type: ignore[attr-defined]
-        transfer = make_transfer(rows_tokenizer, tokenizer, add_special_tokens=evaluator_add_special_tokens)
+        transfer = make_transfer(rows_tokenizer, tokenizer, add_special_tokens=config.evaluator_add_special_tokens)
         settings: dict[str, Any] = {
             "context_length": int(model.context_length),
             "stride": int(model.stride),
@@ -167,16 +127,16 @@ class InfluenceTrainer(Trainer):
         }
         made_from = {
             **settings,
-            "evaluator": model_identity(evaluator, evaluator_revision, trust_remote_code=evaluator_trust_remote_code),
-            "evaluator_model_config": evaluator_model_config,
+            "evaluator": model_identity(loading),
+            "evaluator_model_config": config.evaluator_model_config,
             "evaluator_tokenizer": None if transfer is None else tokenizer_hash(tokenizer),
-            "evaluator_add_special_tokens": None if transfer is None else evaluator_add_special_tokens,
-            "evaluator_dtype": evaluator_dtype,
-            "evaluator_attn_implementation": evaluator_attn_implementation,
+            "evaluator_add_special_tokens": None if transfer is None else config.evaluator_add_special_tokens,
+            "evaluator_dtype": config.evaluator_dtype,
+            "evaluator_attn_implementation": config.evaluator_attn_implementation,
             "precision": str(self.precision),
         }
-        scorer = InfluenceScorer(loading, **settings, transfer=transfer, identity=made_from["evaluator"])
-        self._run_influence(datamodule, made_from, output, scorer)
+        scorer = InfluenceScorer(loading, settings, transfer, made_from["evaluator"])
+        self._run_influence(datamodule, made_from, config.output, scorer)
 
     def _run_influence(
         self, datamodule: LightningDataModule, made_from: dict[str, Any], output: str | None, scorer: InfluenceScorer

@@ -9,6 +9,7 @@ from typing import Any
 from huggingface_hub import is_offline_mode, resolve_revision, snapshot_download
 from huggingface_hub.errors import RevisionResolutionError
 
+from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.tokenization.tokenizer import local_or_hub
 from lightning_modules.utilities.identity import content_hash
 
@@ -22,9 +23,7 @@ _NOT_LOADED = {
 _SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 
 
-def model_identity(
-    pretrained_model_name_or_path: str, revision: str | None = None, *, trust_remote_code: bool = False
-) -> str:
+def model_identity(config: ModelConfig) -> str:
     """Compute a text that is equal for equal weights, config, tokenizer and code, without loading them.
 
     All bytes are hashed, once for each file (`lightning_modules.utilities.identity`). A model on the hub is fetched
@@ -32,9 +31,7 @@ def model_identity(
     not covered.
 
     Args:
-        pretrained_model_name_or_path: Hub id or local folder.
-        revision: Branch, tag or commit on the hub.
-        trust_remote_code: Whether the model's own code runs; only then it is part of the identity.
+        config: Names the model and its revision. Its own code is part of the identity only if it runs.
 
     Returns:
         ``sha256:`` and a hash of the files that are loaded, wherever they are.
@@ -42,24 +39,23 @@ def model_identity(
     Raises:
         ValueError: If the model cannot be found, or a file cannot be read.
     """
-    folder = Path(local_or_hub(pretrained_model_name_or_path, "model"))
+    name, with_code = str(config.pretrained_model_name_or_path), config.trust_remote_code
+    folder = Path(local_or_hub(name, "model"))
     if not folder.is_dir():
-        folder = _fetched_snapshot(pretrained_model_name_or_path, revision, trust_remote_code)
-    return f"sha256:{content_hash(folder, _loaded_files(folder, trust_remote_code))}"
+        folder = _fetched_snapshot(name, config.revision, with_code)
+    return f"sha256:{content_hash(folder, _loaded_files(folder, with_code))}"
 
 
-def check_same_model(
-    identity: str, pretrained_model_name_or_path: str, revision: str | None = None, *, trust_remote_code: bool = False
-) -> None:
-    """Refuse a model that is no longer the one of `identity`; call it after loading, other arguments as there.
+def check_same_model(identity: str, config: ModelConfig) -> None:
+    """Refuse a model that is no longer the one of `identity`; call it after loading.
 
     Raises:
         ValueError: If it changed in between: results would be stored as those of the earlier version.
     """
-    if model_identity(pretrained_model_name_or_path, revision, trust_remote_code=trust_remote_code) != identity:
+    if model_identity(config) != identity:
         raise ValueError(
-            f"The model '{pretrained_model_name_or_path}' changed after this run had begun, and results would be stored"
-            " as those of the earlier version. Start again when nothing writes to it."
+            f"The model '{config.pretrained_model_name_or_path}' changed after this run had begun, and results would be"
+            " stored as those of the earlier version. Start again when nothing writes to it."
         )
 
 

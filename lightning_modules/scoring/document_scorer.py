@@ -158,8 +158,7 @@ def scoring_settings(
     """
     path = loading.pretrained_model_name_or_path
     if has_weights(path):
-        trusted = loading.trust_remote_code
-        model: str | None = model_identity(path, loading.revision, trust_remote_code=trusted)
+        model: str | None = model_identity(loading)
     else:  # random weights, or those of a checkpoint; a config if there is a path
         model = None if path is None else f"sha256:{content_hash(Path(path).expanduser())}"
     names = ("model_config", "context_extension", "dtype", "lora", "quantization")

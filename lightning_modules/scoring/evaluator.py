@@ -148,14 +148,15 @@ class Evaluator:
         self.config, self.name = config, config.evaluator
         cache = Path(config.cache_dir).expanduser() if config.cache_dir else default_cache_dir() / "token_scores"
         self.cache_dir = writable_folder(cache)
-        load_config(config.model_config())
+        self._loading = config.loading(self.name, config.revision)
+        load_config(self._loading)
         self.tokenizer = load_tokenizer(
             config.tokenizer or config.evaluator,
             revision=config.revision,
             trust_remote_code=config.trust_remote_code,
             trimmed_offsets=config.key_tokens == "authors",
         )
-        self.identity = model_identity(self.name, config.revision, trust_remote_code=config.trust_remote_code)
+        self.identity = model_identity(self._loading)
         self._scores: dict[str, TokenScores] = {}
         self._backbone: Backbone | None = None
 
@@ -304,18 +305,16 @@ class Evaluator:
             log.info("Loading the evaluator '%s'.", self.name)
             with torch.inference_mode(mode=torch.is_inference_mode_enabled() and not self.config.sharded):
                 backbone = self._load(device)
-            revision, trusted = self.config.revision, self.config.trust_remote_code
-            check_same_model(self.identity, self.name, revision, trust_remote_code=trusted)
+            check_same_model(self.identity, self._loading)
             self._backbone = backbone
         return self._backbone
 
     def _load(self, device: torch.device | str) -> Backbone:
-        config = self.config.model_config()
         if self.config.sharded:
             from lightning_modules.training.fsdp import load_sharded_backbone, world_mesh  # which imports Lightning
 
             if (mesh := world_mesh(device)) is not None:
-                backbone = load_sharded_backbone(config, mesh, device=device).eval().requires_grad_(False)
+                backbone = load_sharded_backbone(self._loading, mesh, device=device).eval().requires_grad_(False)
                 check_scoring(backbone)
                 return backbone
-        return load_frozen(config, device)
+        return load_frozen(self._loading, device)

@@ -60,16 +60,16 @@ def score(files: str | Sequence[str], model: str, evaluator: str, **options: Any
     _check_repeated(files, texts)
     if config.output is not None:
         check_output(config.output)
-    scored = ScoredModel(config.model_config(model), find_device(config.device))
+    scored = ScoredModel(config.loading(model), find_device(config.device))
     check_weight_files(evaluator)
-    judge = Evaluator(config.evaluator_config())
+    judge = Evaluator(config.evaluator_config(config.key_tokens))
     documents = scored.read(
         texts,
         add_special_tokens=config.add_special_tokens,
         max_tokens=config.max_tokens,
         trimmed_offsets=config.key_tokens == "authors",
     )
-    same = model_identity(model, trust_remote_code=config.trust_remote_code) == judge.identity
+    same = model_identity(scored.config) == judge.identity
     found = []
     for document in tqdm(documents, desc="evaluator", unit="document", disable=None):
         name, tokens = document["names"][0], document_tokens(document)

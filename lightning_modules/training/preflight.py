@@ -38,25 +38,18 @@ class Trainee(Protocol):
     backbone: Backbone
 
 
-def check_settings(
-    objective: Objective,
-    context_length: int,
-    stride: int,
-    short_dtype: str | None,
-    window_fraction: float,
-    head_kernel: str | None,
-) -> None:
+def check_settings(module: Trainee, head_kernel: str | None) -> None:
     """Check the constructor's arguments, and warn of one that has no effect any more.
 
     Raises:
         ValueError: If a length is below 1, the short pass has an unknown type, or the fraction of the windows is not in
             (0, 1], or below 1 for an objective that is normalized or not pointwise.
     """
-    check_context(context_length, stride)
-    if short_dtype not in (None, "bfloat16"):
-        raise ValueError(f"`short_dtype` must be bfloat16 or null, got {short_dtype!r}.")
-    check_window_share(window_fraction)
-    check_drawn_windows(objective, window_fraction)
+    check_context(module.context_length, module.stride)
+    if module.short_dtype not in (None, "bfloat16"):
+        raise ValueError(f"`short_dtype` must be bfloat16 or null, got {module.short_dtype!r}.")
+    check_window_share(module.short_window_share)
+    check_drawn_windows(module.objective, module.short_window_share)
     if head_kernel not in (None, "chunked"):
         rank_zero_warn("`model.head_kernel` has no effect any more and will be removed: leave it out.")
 

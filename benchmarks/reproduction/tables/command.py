@@ -11,7 +11,8 @@ from typing import Any
 import jsonargparse
 from lightning.pytorch import LightningDataModule
 
-from benchmarks.reproduction.tables.measuring import MeasureOptions, Measuring, select_documents
+from benchmarks.reproduction.tables.measuring import Measuring, select_documents
+from benchmarks.reproduction.tables.options import MeasureOptions, add_table_options
 from benchmarks.reproduction.tables.ours import ours, scored_models
 from benchmarks.reproduction.tables.published import (
     NamedModel,
@@ -26,14 +27,6 @@ from benchmarks.reproduction.tables.results import ITSELF, Result, read_results
 from benchmarks.reproduction.tables.scores import Scores, read_scores
 from benchmarks.reproduction.tables.training import CONFIGS, carry_out, script, table_runs
 from lightning_modules.utilities.files import writable_folder, write_atomically
-
-LISTS = {
-    "models": ("+", "Names, hub ids, folders or NAME=PATH; by default the models of the table."),
-    "evaluators": ("+", "Likewise; by default those of the table. Tables 1, 2 and 11 are of the first one."),
-    "merge": ("*", "Measure nothing; read these folders of results, too."),
-    "scores": ("+", "CSV or JSON files, or folders of them, with the benchmark scores of models or runs."),
-}
-"""Options that take several words."""
 
 MEASURED = ("correlation", "perplexity", "time")
 
@@ -201,22 +194,9 @@ def reproduce_table_command(arguments: Sequence[str]) -> None:
     if "--list" in arguments:
         sys.stdout.write(list_tables())
         return
-    description = (reproduce_table.__doc__ or "").partition("\n\n")[
-        0
-    ] + " `--list` lists the tables; `longce reproduce miniature` is a command of its own."
-    parser = jsonargparse.ArgumentParser(
-        prog="longce reproduce",
-        description=description,
-        default_config_files=[str(CONFIGS / "reproduce" / "tables.yaml")],
-    )
+    parser = jsonargparse.ArgumentParser(default_config_files=[str(CONFIGS / "reproduce" / "tables.yaml")])
     parser.add_argument("-c", "--config", action="config", help="YAML file with options of this command.")
-    parser.add_function_arguments(reproduce_table, skip={"data", "run", "options", *LISTS}, as_positional=True)
-    parser.add_class_arguments(MeasureOptions)
-    for name, (count, text) in LISTS.items():
-        parser.add_argument(f"--{name}", nargs=count, type=str, help=text)
-    parser.add_argument(
-        "--run", action="store_true", help="Train the models of the table and export them, do not print how."
-    )
+    add_table_options(parser)
     parser.add_subclass_arguments(LightningDataModule, "data", help="Its test documents are measured on.")
     options = parser.parse_args(list(arguments[1:]))
     data = options.pop("data")

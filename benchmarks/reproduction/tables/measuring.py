@@ -6,26 +6,23 @@ import math
 import platform
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
 import transformers
-from jsonargparse.typing import PositiveInt
 from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.reproduction.ngrams import repeated_ngram_spans
+from benchmarks.reproduction.tables.options import MeasureOptions
 from benchmarks.reproduction.tables.published import NamedModel
 from benchmarks.reproduction.tables.results import ITSELF, DocumentResult, Result, reason, save_times
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional import span_token_mask
-from lightning_modules.models.config import DType
 from lightning_modules.models.identity import model_identity
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
-from lightning_modules.scoring.config import EvaluatorConfig
 from lightning_modules.scoring.evaluator import Evaluator
 from lightning_modules.scoring.key_tokens import document_tokens, find_key_tokens, move_soft_influence
 from lightning_modules.scoring.score import ScoredModel, find_device
@@ -116,49 +113,6 @@ def weighted_sums(log_likelihood: Tensor, weights: Mapping[str, Tensor]) -> dict
     return {name: (float((exact * weight).sum()), float(weight.double().sum())) for name, weight in weights.items()}
 
 
-@dataclass(frozen=True)
-class MeasureOptions:
-    """How models are measured.
-
-    Args:
-        documents: Documents to measure on.
-        min_tokens: Shorter documents are passed over.
-        max_tokens: Tokens kept of each document.
-        context_length: Length K of the shortest short context, in the evaluator's tokens.
-        stride: Number d of tokens that share one short window.
-        gamma: Largest soft influence.
-        dtype: Type of the weights of all models; ``auto`` keeps the stored one.
-        attn_implementation: Attention of all models, as in transformers; ``auto`` is flash attention where installed.
-        device: Such as ``cuda:0`` or ``cpu``; ``auto`` is the first GPU, if there is one.
-        cache_dir: Folder of the evaluators' stored scores; by default in ``$LONGCE_CACHE`` or ``~/.cache/longce``.
-        trust_remote_code: Run code from the models' repositories; off unless you trust it.
-    """
-
-    documents: PositiveInt = 50
-    min_tokens: PositiveInt = 16384
-    max_tokens: PositiveInt = 32767
-    context_length: PositiveInt = 4096
-    stride: PositiveInt = 1024
-    gamma: float = 5.0
-    dtype: DType = "bfloat16"
-    attn_implementation: str = "auto"
-    device: str = "auto"
-    cache_dir: str | None = None
-    trust_remote_code: bool = False
-
-    def evaluator_config(self, path: str) -> EvaluatorConfig:
-        """Return the settings of an evaluator."""
-        return EvaluatorConfig(
-            path,
-            self.context_length,
-            self.stride,
-            dtype=self.dtype,
-            attn_implementation=self.attn_implementation,
-            cache_dir=self.cache_dir,
-            trust_remote_code=self.trust_remote_code,
-        )
-
-
 class Measuring:
     """Measures models on documents, and writes a result file for each.
 
@@ -226,7 +180,7 @@ class Measuring:
         found = {name: self._judge(model) if name == ITSELF else judges[name] for name in names}
         results = [Result(model.name, name, self.settings) for name in names]
         try:
-            identity = model_identity(model.path, trust_remote_code=self.options.trust_remote_code)
+            identity = model_identity(self.options.evaluator_config(model.path).loading(model.path))
             working = [result for result in results if isinstance(found[result.evaluator], Evaluator)]
             self._score(model, working, {name: judge for name, judge in found.items() if isinstance(judge, Evaluator)})
         except Exception as error:
@@ -247,7 +201,7 @@ class Measuring:
         if not results:
             return
         tokenizer = load_tokenizer(model.path, trust_remote_code=self.options.trust_remote_code)
-        scored = ScoredModel(self.options.evaluator_config(model.path).model_config(), self.device)
+        scored = ScoredModel(self.options.evaluator_config(model.path).loading(model.path), self.device)
         for name, text in tqdm(self.texts, desc=model.name, unit="document", disable=None):
             document = encode_document(text, tokenizer, name=name)
             started = time.perf_counter()

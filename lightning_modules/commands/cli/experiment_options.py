@@ -8,8 +8,7 @@ from typing import Any
 import jsonargparse
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from lightning_modules.commands.cli.options import REQUIRED, TABLE_LISTS, TABLES, Row, add_options
-from lightning_modules.models.config import DType
+from lightning_modules.scoring.config import InfluenceConfig
 
 _COMMON = (
     *("config", "help", "print_config", "seed_everything", "trainer", "model", "data", "ckpt_path", "weights_only"),
@@ -18,38 +17,20 @@ _COMMON = (
 """Options of ``longce fit``, ``validate``, ``test`` and ``predict``, without their second parts."""
 
 
-PLAN: tuple[Row, ...] = (
-    ("gpu", str | None, None, "Name of the card, such as H200 or A100-80."),
-    ("gpus", PositiveInt | None, None, "How many; by default trainer.devices x num_nodes."),
-    ("gpu_tflops", PositiveFloat | None, None, "Peak dense bfloat16 rate of another card."),
-    ("gpu_memory", PositiveFloat | None, None, "Memory of another card, GiB."),
-    ("evaluator", str | None, None, "Hub id, folder or config.json; by default that of ExternalEvaluator."),
-    ("price_per_gpu_hour", NonNegativeFloat | None, None, "In any currency."),
-    ("output", str | None, None, "JSON file to write the numbers to."),
-)
-DATA: tuple[Row, ...] = (
-    ("count", NonNegativeInt, 3, "First rows to show, if not by `--rows`."),
-    ("width", PositiveInt, 400, "Characters to show of each text."),
-    ("names", bool, False, "Name documents; the source is read up to the last one shown."),
-)
-INFLUENCE: tuple[Row, ...] = (
-    ("evaluator", str, REQUIRED, "Hub id or folder of the model that weighs the tokens."),
-    ("evaluator_tokenizer", str | None, None, "Hub id or folder of its tokenizer; by default its own."),
-    ("evaluator_revision", str | None, None, "Branch, tag or commit on the hub."),
-    ("evaluator_add_special_tokens", bool, True, "Whether its tokenizer adds its own."),
-    ("evaluator_dtype", DType, "auto", "Type of its weights; auto: as stored."),
-    ("evaluator_attn_implementation", str, "auto", "As in transformers."),
-    ("evaluator_model_config", dict[str, Any] | None, None, "Values that replace those of its config."),
-    ("evaluator_trust_remote_code", bool, False, "Run code from its repository."),
-    ("output", str | None, None, "Folder of the weights; by default data.influence, or one in the cache."),
-)
-
-
 def add_plan_options(parser: Any) -> None:
     """Add the options of ``longce plan``."""
     parser.prog = "longce plan"
     parser.description = "What a run of `longce fit` with these options, and scoring, would take on given GPUs."
-    add_options(parser, PLAN)
+    for name, kind, text in (
+        ("gpu", str, "Name of the card, such as H200 or A100-80."),
+        ("gpus", PositiveInt, "How many; by default trainer.devices x num_nodes."),
+        ("gpu_tflops", PositiveFloat, "Peak dense bfloat16 rate of another card."),
+        ("gpu_memory", PositiveFloat, "Memory of another card, GiB."),
+        ("evaluator", str, "Hub id, folder or config.json; by default that of ExternalEvaluator."),
+        ("price_per_gpu_hour", NonNegativeFloat, "In any currency."),
+        ("output", str, "JSON file to write the numbers to."),
+    ):
+        parser.add_argument(f"--{name}", type=kind | None, help=text)
     accept_saved_config(parser)
 
 
@@ -58,7 +39,10 @@ def add_data_options(parser: Any) -> None:
     parser.prog = "longce data inspect"
     parser.description = "The rows that `longce fit` with these options would train on, as text."
     parser.add_argument("--rows", type=NonNegativeInt, nargs="+", help="Numbers of the rows to show, from 0.")
-    add_options(parser, DATA)
+    parser.add_argument("--count", type=NonNegativeInt, default=3, help="First rows to show, if not by `--rows`.")
+    parser.add_argument("--width", type=PositiveInt, default=400, help="Characters to show of each text.")
+    names = "Name documents; the source is read up to the last one shown."
+    parser.add_argument("--names", type=bool, default=False, help=names)
     accept_saved_config(parser)
 
 
@@ -66,21 +50,7 @@ def add_influence_options(parser: Any) -> None:
     """Add the options of ``longce influence``, which are arguments of `InfluenceTrainer.influence`."""
     parser.prog = "longce influence"
     parser.description = "LongCE weights of the training rows by an evaluator, so that training makes no short pass."
-    add_options(parser, INFLUENCE)
-
-
-def add_table_options(parser: Any) -> None:
-    """Add the options of ``longce reproduce TABLE``."""
-    parser.prog = "longce reproduce"
-    parser.description = (
-        "Measure a table of the paper again, ours beside theirs. `--list` lists the tables; `longce reproduce"
-        " miniature` has options of its own."
-    )
-    parser.add_argument("table", nargs="?", help="table1 to table12, or table5-package.")
-    for name, text in TABLE_LISTS.items():
-        parser.add_argument(f"--{name}", nargs="*", type=str, help=text)
-    parser.add_argument("--run", action="store_true", help="Train the models of the table; do not only print how.")
-    add_options(parser, TABLES)
+    parser.add_class_arguments(InfluenceConfig, as_positional=False)
 
 
 def accept_saved_config(parser: Any) -> None:

@@ -8,16 +8,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jsonargparse
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from lightning_modules.commands.cli.experiment_options import (
     add_data_options,
     add_influence_options,
     add_plan_options,
-    add_table_options,
     check_options,
 )
-from lightning_modules.commands.cli.options import MINIATURE, add_options, make_parser
 from lightning_modules.commands.select.config import SelectConfig
 from lightning_modules.scoring.config import InspectConfig, ScoreConfig
 from lightning_modules.tasks.evaluation.config import EvaluationConfig
@@ -28,7 +27,7 @@ from lightning_modules.utilities.text_files import check_output, read_text
 
 def score_command(arguments: Sequence[str]) -> None:
     """Run ``longce score`` and print its table."""
-    parser = make_parser("score", "LongPPL and perplexity of a model on text files, by an evaluator.", ScoreConfig)
+    parser = _make_parser("score", "LongPPL and perplexity of a model on text files, by an evaluator.", ScoreConfig)
     parser.add_argument("files", nargs="+", type=str, help="UTF-8 text files, one document each.")
     options = _parse(parser, arguments)
     for file in options["files"]:
@@ -42,7 +41,7 @@ def evaluate_command(arguments: Sequence[str]) -> None:
     """Run ``longce evaluate`` and print its table."""
     description = "Score a model on long-context tasks and tasks of lm-evaluation-harness."
     skip = ("tasks", "lengths", "depths")
-    parser = make_parser(arguments[0], description, EvaluationConfig, skip=skip)  # also by its former name
+    parser = _make_parser(arguments[0], description, EvaluationConfig, skip=skip)  # also by its former name
     names = "Names of tasks, groups and sets, import paths of your own tasks, and task files of lm-evaluation-harness."
     parser.add_argument("--tasks", nargs="+", type=str, default=["ruler_synthetic"], help=names)
     parser.add_argument(
@@ -68,7 +67,7 @@ def harness_command(arguments: Sequence[str]) -> None:
 def inspect_command(arguments: Sequence[str]) -> None:
     """Run ``longce inspect``, write its page and report where it is."""
     description = "A document as a page: its key tokens, and both contexts of each token."
-    parser = make_parser("inspect", description, InspectConfig)
+    parser = _make_parser("inspect", description, InspectConfig)
     parser.add_argument("file", type=str, help="UTF-8 text file.")
     parser.add_argument("--output", type=str | None, help="The page; by default FILE.html in the working directory.")
     options = _parse(parser, arguments)
@@ -87,7 +86,7 @@ def inspect_command(arguments: Sequence[str]) -> None:
 
 def export_command(arguments: Sequence[str]) -> None:
     """Run ``longce export`` and report where the model is."""
-    parser = make_parser("export", "Export a checkpoint of `longce fit` for transformers.", ExportOptions)
+    parser = _make_parser("export", "Export a checkpoint of `longce fit` for transformers.", ExportOptions)
     parser.add_argument("checkpoint", type=str, help="What `longce fit` wrote: a file, or a folder of FSDP2.")
     parser.add_argument("output_dir", type=str, help="Folder to write; an earlier export there is replaced.")
     parser.add_argument("--tokenizer", type=str | None, help="Hub id or folder; by default that of the training.")
@@ -101,7 +100,7 @@ def export_command(arguments: Sequence[str]) -> None:
 def correlate_command(arguments: Sequence[str]) -> None:
     """Run ``longce correlate`` and print its table."""
     description = "Correlate LongPPL and perplexity of many models with their benchmark scores."
-    parser = make_parser("correlate", description)
+    parser = _make_parser("correlate", description)
     parser.add_argument("files", nargs="+", type=str, help="Result files, CSV files, or NAME=FILE.")
     metrics = "Perplexities; by default those of `longce score` and of tables."
     parser.add_argument("--metrics", nargs="+", type=str, help=metrics)
@@ -118,7 +117,7 @@ def correlate_command(arguments: Sequence[str]) -> None:
 
 def select_command(arguments: Sequence[str]) -> None:
     """Run ``longce select`` and print its tables."""
-    parser = make_parser("select", "Choose documents by the scores that `longce predict` has written.", SelectConfig)
+    parser = _make_parser("select", "Choose documents by the scores that `longce predict` has written.", SelectConfig)
     parser.add_argument("scores", type=str, help="Folder or fsspec URL of the scores.")
     options = _parse(parser, arguments)
     from lightning_modules.commands.select.select import select
@@ -130,18 +129,43 @@ def reproduce_command(arguments: Sequence[str]) -> None:
     """Run ``longce reproduce miniature`` or ``longce reproduce TABLE``."""
     if arguments[1:2] == ["miniature"]:
         description = "The paper's experiments with tiny models of a synthetic language, on one CPU thread."
-        parser = make_parser("reproduce miniature", description)
-        add_options(parser, MINIATURE)
+        parser = _make_parser("reproduce miniature", description)
+        output = "Folder of the models and of the report; what is there is not made again."
+        parser.add_argument("--output", type=str, default="runs/miniature", help=output)
+        seeds = "Base models, with random weights of their own, that all experiments begin with."
+        parser.add_argument("--seeds", type=int, default=1, help=seeds)
+        config = "YAML file of the experiments; by default configs/reproduce/miniature.yaml."
+        parser.add_argument("--config", type=str | None, help=config)
+        text = "Folder with train/*.txt and test/*.txt, for experiments on real text."
+        parser.add_argument("--text", type=str | None, help=text)
         options = parser.parse_args(list(arguments[2:])).as_dict()
         from benchmarks.reproduction.miniature.command import reproduce_miniature
 
         reproduce_miniature(**options)
         return
+    from benchmarks.reproduction.tables.options import add_table_options
+
     if "--list" not in arguments:
         check_options(arguments[1:], add_table_options)
     from benchmarks.reproduction.tables.command import reproduce_table_command
 
     reproduce_table_command(arguments)
+
+
+def _make_parser(command: str, description: str, settings: type | None = None, *, skip: Sequence[str] = ()) -> Any:
+    """Return the parser of a command.
+
+    Args:
+        command: Its name.
+        description: What it does, in a sentence.
+        settings: Class of its settings, whose fields become options; they can stand in a YAML file, too.
+        skip: Fields that the command adds itself.
+    """
+    parser = jsonargparse.ArgumentParser(prog=f"longce {command}", description=description)
+    if settings is not None:
+        parser.add_argument("-c", "--config", action="config", help="YAML file with options of this command.")
+        parser.add_class_arguments(settings, skip=set(skip), as_positional=False)
+    return parser
 
 
 def _parse(parser: Any, arguments: Sequence[str]) -> dict[str, Any]:

@@ -37,7 +37,7 @@ def inspect_document(text: str, evaluator: str, *, name: str = "document", **opt
     judge = Evaluator(config.evaluator_config())
     check_weight_files(evaluator)
     text = judge.encode(text, name=name, max_tokens=config.max_tokens)["text"][0]
-    model = None if config.model is None else ScoredModel(config.model_config(config.model), device)
+    model = None if config.model is None else ScoredModel(config.loading(config.model), device)
     # Before the evaluator is loaded: the model is found to be there, and to know its tokens.
     document = None if model is None else model.read({name: text}, add_special_tokens=config.add_special_tokens)[0]
     scores = judge.scores(text, device=device, name=name)

@@ -9,13 +9,16 @@ from huggingface_hub.utils import filter_repo_objects
 
 from lightning_modules.models import identity as identity_of_models
 from lightning_modules.models.config import ModelConfig
-from lightning_modules.models.identity import model_identity
 from lightning_modules.models.loading import load_config
 from lightning_modules.scoring.config import EvaluatorConfig
 from lightning_modules.scoring.evaluator import Evaluator
 from lightning_modules.training.export.facts import loading_facts
 from lightning_modules.utilities import identity
 from tests.conftest import make_text, tiny_model
+
+
+def model_identity(name, revision=None, **settings):
+    return identity_of_models.model_identity(ModelConfig(name, revision=revision, **settings))
 
 
 @pytest.fixture

@@ -1,17 +1,12 @@
 """Help and usage errors come before torch is imported, and the tables of options are those of the functions."""
 
-import inspect
 import os
 import subprocess
 import sys
 
 import pytest
 
-from benchmarks.reproduction.miniature.command import reproduce_miniature
-from benchmarks.reproduction.tables.command import reproduce_table
-from lightning_modules.commands.cli import experiment_options, options
 from lightning_modules.commands.cli.registry import COMMANDS
-from lightning_modules.commands.influence import InfluenceTrainer
 
 LIGHT = """
 import sys
@@ -72,21 +67,3 @@ def test_usage_errors_import_no_torch(words, message, tmp_path):
     assert result.returncode == 2, result.stderr
     assert message in result.stdout + result.stderr
     assert "AssertionError" not in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("rows", "function", "others"),
-    [
-        (options.MINIATURE, reproduce_miniature, set()),
-        (experiment_options.INFLUENCE, InfluenceTrainer.influence, {"self", "model", "datamodule"}),
-        (options.TABLES, reproduce_table, {"table", "data", "run", *options.TABLE_LISTS}),
-    ],
-)
-def test_tables_of_options_are_those_of_the_functions(rows, function, others):
-    parameters = inspect.signature(function).parameters
-    expected = {name: parameter.default for name, parameter in parameters.items() if name not in others}
-    given = {name: default for name, _, default, _ in rows}
-    required = {name for name, default in given.items() if default is options.REQUIRED}
-    assert given.keys() == expected.keys()
-    assert required == {name for name, default in expected.items() if default is inspect.Parameter.empty}
-    assert all(given[name] == expected[name] for name in given.keys() - required)
