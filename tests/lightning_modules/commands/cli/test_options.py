@@ -1,12 +1,21 @@
-"""Help and usage errors come before torch is imported, and the tables of options are those of the functions."""
+"""Help and usage errors come before torch is imported, and settings of a class are options of all that take it."""
 
 import os
 import subprocess
 import sys
+from dataclasses import fields
 
+import jsonargparse
 import pytest
 
+from callbacks import ExternalEvaluator, HuggingFaceExport, LMEvaluationHarness, LongContextTasks
 from lightning_modules.commands.cli.registry import COMMANDS
+from lightning_modules.commands.cli.setting_checks import check_settings
+from lightning_modules.long_context_lm import LongContextLM
+from lightning_modules.models.config import ModelConfig
+from lightning_modules.scoring.config import EvaluatorConfig
+from lightning_modules.tasks.evaluation.config import TaskConfig
+from lightning_modules.training.export.options import ExportOptions
 
 LIGHT = """
 import sys
@@ -67,3 +76,26 @@ def test_usage_errors_import_no_torch(words, message, tmp_path):
     assert result.returncode == 2, result.stderr
     assert message in result.stdout + result.stderr
     assert "AssertionError" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        (LongContextLM, ModelConfig),
+        (ExternalEvaluator, EvaluatorConfig),
+        (LongContextTasks, TaskConfig),
+        (LMEvaluationHarness, TaskConfig),
+        (HuggingFaceExport, ExportOptions),
+    ],
+)
+def test_settings_of_a_shared_class_are_keys_of_each_class_that_takes_them(kind, config):
+    parser = jsonargparse.ArgumentParser()
+    parser.add_class_arguments(kind, "found")
+    assert {field.name for field in fields(config)} <= parser.get_defaults()["found"].as_dict().keys()
+
+
+def test_a_null_for_a_setting_that_a_class_passes_on_is_refused():
+    for kind, name in ((LongContextLM, "attn_implementation"), (ExternalEvaluator, "alpha")):
+        with pytest.raises(ValueError, match=f"{name}` is null"):
+            check_settings(jsonargparse.Namespace({name: None}), kind, "model")
+    check_settings(jsonargparse.Namespace({"lora": None}), LongContextLM, "model")
