@@ -1,7 +1,9 @@
 import copy
 import math
+from dataclasses import asdict
 from types import SimpleNamespace
 
+import lightning
 import pytest
 import torch
 from lightning.pytorch import Trainer
@@ -281,6 +283,23 @@ def test_checkpoint_loads_without_pickle_and_scores_the_same(folder, tmp_path):
     loaded = LongContextLM.load_from_checkpoint(tmp_path / "last.ckpt", weights_only=True)
     with torch.no_grad():
         torch.testing.assert_close(loaded.backbone.eval()(row(3)), module.backbone.eval()(row(3)))
+
+
+def test_a_checkpoint_that_names_every_setting_of_the_model_loads(folder, tmp_path):
+    module = LongContextLM(folder, context_length=8, stride=4)
+    module.configure_model()
+    settings = asdict(ModelConfig(folder, dtype="float32", attn_implementation="eager"))  # as earlier versions saved it
+    settings |= {"context_length": 8, "stride": 4, "short_dtype": None, "short_window_share": 1.0}
+    content = {
+        "state_dict": module.state_dict(),
+        "hyper_parameters": settings,
+        "epoch": 0,
+        "global_step": 0,
+        "loops": {},
+    }
+    torch.save({**content, "pytorch-lightning_version": lightning.__version__}, tmp_path / "earlier.ckpt")
+    loaded = LongContextLM.load_from_checkpoint(tmp_path / "earlier.ckpt", weights_only=True)
+    assert loaded.loading == ModelConfig(folder, dtype="float32", attn_implementation="eager")
 
 
 def test_a_head_kernel_is_ignored_with_a_warning(folder, recwarn):
