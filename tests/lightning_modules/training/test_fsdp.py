@@ -242,4 +242,4 @@ def test_what_cannot_be_divided_is_refused(trainer, message):
 
 def test_quantised_weights_are_refused_before_anything_is_loaded():
     with pytest.raises(ValueError, match="use DDP"):
-        load_sharded_backbone(None, device="cpu", quantization={"load_in_4bit": True})
+        load_sharded_backbone(ModelConfig("model", quantization={"load_in_4bit": True}), None, device="cpu")

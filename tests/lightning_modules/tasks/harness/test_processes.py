@@ -49,8 +49,8 @@ def in_each_process(rank, world_size, model_dir, task_dir, expected):
     backbone.decoder.register_forward_hook(lambda *_: passes.append(1))
     same(ask(backbone, model_dir, task_dir), expected["found"])
     assert 0 < len(passes) < 0.8 * expected["passes"]
-    settings = {"pretrained_model_name_or_path": model_dir, "dtype": "float64"}
-    divided = load_sharded_backbone(world_mesh("cpu"), device="cpu", **settings).eval().requires_grad_(False)
+    config = ModelConfig(model_dir, dtype="float64")
+    divided = load_sharded_backbone(config, world_mesh("cpu"), device="cpu").eval().requires_grad_(False)
     same(ask(divided, model_dir, task_dir), expected["found"])
     model = HarnessModel(backbone, load_tokenizer(model_dir))
     other = Instance("loglikelihood", {}, ("ba", f" {rank}"), 0)
