@@ -360,14 +360,12 @@ def slow_rows(lengths, size, packing):
     return rows
 
 
-@hypothesis.given(
-    st.lists(st.integers(0, 12), max_size=6), NUMBERS, st.sampled_from(["chunk", "concat", "best_fit", "worst"])
-)
+@hypothesis.given(st.lists(st.integers(0, 12), max_size=6), NUMBERS, st.sampled_from(["chunk", "concat", "best_fit"]))
 def test_packed_documents(lengths, size, packing):
     borders = np.concatenate([[0], np.cumsum(np.array(lengths, dtype=np.int64))])
     call = lambda: pack_documents(borders, size, packing)  # noqa: E731
-    if not is_count(size, most=LONGEST_ROW) or packing == "worst":
-        refused(call, "`sequence_length` must be", "`packing`")
+    if not is_count(size, most=LONGEST_ROW):
+        refused(call, "`sequence_length` must be")
         return
     slow = slow_rows(lengths, size, packing)
     if not slow and (packing != "best_fit" or not sum(lengths)):
@@ -383,17 +381,8 @@ def test_packed_documents(lengths, size, packing):
     assert rows.dropped_tokens == sum(lengths) - sum(map(len, found))
 
 
-@pytest.mark.parametrize("borders", [[], [1, 2], [0, 5, 3], [[0, 1]], [0.0, 2.0], [math.nan, 3], [False, True], 7])
-def test_what_are_no_borders(borders):
-    refused(lambda: pack_documents(np.array(borders), 2), "`document_borders` must")
-
-
-@hypothesis.given(st.lists(st.integers(-1, 8), max_size=8), st.integers(1, 6))
+@hypothesis.given(st.lists(st.integers(1, 6), max_size=8), st.integers(6, 9))
 def test_best_fit(lengths, capacity):
-    call = lambda: best_fit_decreasing(np.array(lengths, dtype=np.int64), capacity)  # noqa: E731
-    if any(not 1 <= length <= capacity for length in lengths):
-        refused(call, f"of 1 to {capacity}")
-        return
     free, slow = [], [0] * len(lengths)
     for item in sorted(range(len(lengths)), key=lambda item: -lengths[item]):
         fitting = [index for index, space in enumerate(free) if space >= lengths[item]]
@@ -402,7 +391,7 @@ def test_best_fit(lengths, capacity):
         free[index] -= lengths[item]
         slow[item] = index
     filled = lambda bins: sorted(sorted(lengths[i] for i in range(len(bins)) if bins[i] == b) for b in set(bins))  # noqa: E731
-    assert filled(call().tolist()) == filled(slow)
+    assert filled(best_fit_decreasing(np.array(lengths, dtype=np.int64), capacity).tolist()) == filled(slow)
 
 
 # ---------------------------------------------------------------------------------------- up-sampling, mixture, stages
@@ -429,18 +418,14 @@ def test_curricula(short, share, long):
         refused(lambda: LengthCurriculum(short, share).check(long), "must divide")
 
 
-@hypothesis.given(st.lists(st.integers(1, 5), max_size=4), NUMBERS)
+@hypothesis.given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.integers(1, 49))
 def test_cut_rows(lengths, length):
-    hypothesis.assume(not is_count(length, 50))  # what is cut to longer rows is padded to them
     borders = [0, *itertools.accumulate(lengths)]
     width = borders[-1] + 2
     ids = torch.arange(1, width + 1).unsqueeze(0)
     batch = PackedBatch(
         input_ids=ids, labels=ids.clone(), position_ids=torch.zeros_like(ids), document_borders=[borders]
     )
-    if not is_count(length) or not lengths:
-        refused(lambda: cut_rows(batch, length), "`length`", "nothing but padding")
-        return
     cut = cut_rows(batch, length)
     found = [
         t for row, ends in zip(cut["input_ids"].tolist(), cut["document_borders"], strict=True) for t in row[: ends[-1]]

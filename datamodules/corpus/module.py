@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 from pathlib import PurePosixPath
 from typing import Any, Literal
 
@@ -53,8 +54,6 @@ class DocumentCorpus(LightningDataModule):
             Documents that ``overlong: skip`` leaves out do not count as failed. Below 1, a file whose first lines have
             no text is refused before anything is scored.
 
-    Raises:
-        ValueError: If no file is named, or there are too many workers for the machine.
     """
 
     def __init__(
@@ -88,23 +87,20 @@ class DocumentCorpus(LightningDataModule):
         self.num_workers = num_workers
         self.add_special_tokens = add_special_tokens
         self.allowed_failures = float(allowed_failures)
-        self._tokenizer: PreTrainedTokenizerFast | None = None
         self._stream: CorpusStream | None = None
         self._loader: CorpusLoader | None = None
         self._versions: dict[str, str] = {}
 
-    @property
+    @cached_property
     def tokenizer(self) -> PreTrainedTokenizerFast:
         """The tokenizer, loaded once."""
-        if self._tokenizer is None:
-            name, revision = self.tokenizer_name, self.tokenizer_revision
-            if name is None:
-                model = self.trainer.lightning_module.hparams if self.trainer else {}
-                name, revision = model.get("pretrained_model_name_or_path"), model.get("revision")
-            if name is None or name.endswith(".json"):
-                raise ValueError("The model has no tokenizer: name one by `data.tokenizer`.")
-            self._tokenizer = load_tokenizer(name, revision=revision)
-        return self._tokenizer
+        name, revision = self.tokenizer_name, self.tokenizer_revision
+        if name is None:
+            model = self.trainer.lightning_module.hparams if self.trainer else {}
+            name, revision = model.get("pretrained_model_name_or_path"), model.get("revision")
+        if name is None or name.endswith(".json"):
+            raise ValueError("The model has no tokenizer: name one by `data.tokenizer`.")
+        return load_tokenizer(name, revision=revision)
 
     @override
     def setup(self, stage: str) -> None:
@@ -205,9 +201,6 @@ class DocumentCorpus(LightningDataModule):
         Args:
             rows: Ascending row numbers by the name of the file.
             versions: Identities of the files' content when the documents were scored, by name.
-
-        Raises:
-            ValueError: If a file is not there, has changed, or cannot be read.
         """
         corpus = find_corpus(self.files, self.column_names, lenient=True)
         if missing := sorted(set(rows) - set(corpus.names)):
@@ -224,26 +217,21 @@ class DocumentCorpus(LightningDataModule):
         keepers = [each for each in self.trainer.callbacks if isinstance(each, KeepsScores)] if self.trainer else []  # type: ignore[attr-defined]
         if len(keepers) > 1:
             raise ValueError("Several callbacks keep scores, and may know different documents: leave one of them.")
-        done = {}
-        for keeper in keepers:
-            written = keeper.written()
-            _check_versions(written.versions, versions)
-            done = written.rows
-        return corpus, versions, done
+        if not keepers:
+            return corpus, versions, {}
+        written = keepers[0].written()
+        if missing := sorted(set(written.versions) - set(versions)):
+            raise ValueError(
+                f"Documents of {len(missing)} file(s) that are not in `files` have been scored already, such as"
+                f" {missing[:_NAMED]}: also name these files by the same folders or patterns, or write to another"
+                " folder."
+            )
+        _check_unchanged(written.versions, versions)
+        return corpus, versions, written.rows
 
     def _process(self) -> tuple[int, int]:
         """Return the rank of this process and the number of processes."""
         return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
-
-
-def _check_versions(written: Mapping[str, str], versions: Mapping[str, str]) -> None:
-    """Raise a ``ValueError`` if rows that are done belong to files that have changed or are missing."""
-    if missing := sorted(set(written) - set(versions)):
-        raise ValueError(
-            f"Documents of {len(missing)} file(s) that are not in `files` have been scored already, such as"
-            f" {missing[:_NAMED]}: also name these files by the same folders or patterns, or write to another folder."
-        )
-    _check_unchanged(written, versions)
 
 
 def _check_unchanged(written: Mapping[str, str], versions: Mapping[str, str]) -> None:

@@ -40,16 +40,11 @@ def read_records(
 ) -> Iterator[tuple[int, Parse]]:
     """Yield the number of each wanted record, and a function that parses it or raises a ``ValueError``.
 
-    Args:
-        file: JSON lines or parquet.
-        columns: Columns to read of parquet files.
-        wanted: Which records to yield, by their numbers; the others are not parsed.
-        text_columns: Columns of which parquet files must have one.
-        row_group: The only row group to read of a parquet file.
-        first: Number of the first record.
+    Of parquet files only these columns are read, and only one row group if it is given. `first` is the number of the
+    first record.
 
     Raises:
-        ValueError: If the file is damaged, or has none of the text columns.
+        ValueError: If the file is damaged, or is a parquet file with none of the text columns.
     """
     with opened(file) as stream:
         if file.name.endswith(PARQUET):
@@ -57,7 +52,7 @@ def read_records(
             return
         for row, line in enumerate(lines_of(stream), first):
             if wanted(row) and (len(line) > LARGEST_DOCUMENT or not line.isspace()):
-                yield row, partial(_parse_json, line, f"{file}:{row}")
+                yield row, partial(parsed_line, line, f"{file}:{row}")
 
 
 def _parquet_rows(
@@ -87,11 +82,6 @@ def _parquet_rows(
         raise ValueError(f"{file}: the parquet file is damaged ({error}). Fetch it again.") from error
 
 
-def _parse_json(line: bytes, place: str) -> dict[str, Any]:
-    check_size(line, place)
-    return parsed_line(line, place)
-
-
 def _parse_row(batch: pyarrow.RecordBatch, index: int, place: str) -> dict[str, Any]:
     try:
         return {name: batch.column(name)[index].as_py() for name in batch.schema.names}
@@ -113,11 +103,7 @@ def is_packed(file: File) -> bool:
 
 @contextmanager
 def opened(file: File) -> Iterator[BinaryIO]:
-    """Open a file whose bytes are fetched and unpacked as they are read.
-
-    Raises:
-        ValueError: If the file is damaged.
-    """
+    """Open a file whose bytes are fetched and unpacked as they are read; a ``ValueError`` if it is damaged."""
     with ExitStack() as stack:
         stream: BinaryIO = stack.enter_context(file.open("rb"))
         if file.suffix == ".gz":
@@ -196,16 +182,12 @@ def read_document(file: File) -> bytes:
         return stream.read(LARGEST_DOCUMENT + 1)
 
 
-def check_size(content: bytes, place: str) -> None:
-    """Raise a ``ValueError`` for more bytes than a document may have."""
+def decoded(content: bytes, place: str) -> str:
+    """Decode UTF-8; raise a ``ValueError`` that names the place for other bytes, or more than a document may have."""
     if len(content) > LARGEST_DOCUMENT:
         raise ValueError(
             f"{place}: a document of more than {LARGEST_DOCUMENT:,} bytes. Split it, or remove it if it is not text."
         )
-
-
-def decoded(content: bytes, place: str) -> str:
-    """Decode UTF-8; raise a ``ValueError`` that names the place for other bytes."""
     try:
         return content.decode(ENCODING)
     except UnicodeDecodeError as error:
