@@ -9,17 +9,7 @@ Kind = TypeVar("Kind", bound=Callback)
 
 
 def check_single(trainer: Trainer, kind: type[Kind], describe: Callable[[Kind], object], names: str) -> None:
-    """Refuse several callbacks of one kind, whose values Lightning would average under one name without a word.
-
-    Args:
-        trainer: That has the callbacks.
-        kind: Class that logs under fixed names.
-        describe: Tells one callback of this class from another.
-        names: What it logs, for the message.
-
-    Raises:
-        ValueError: If the trainer has more than one.
-    """
+    """Refuse several callbacks of one kind, whose values Lightning would average under one name without a word."""
     callbacks = [callback for callback in trainer.callbacks if isinstance(callback, kind)]  # type: ignore[attr-defined]
     if len(callbacks) > 1:
         raise ValueError(

@@ -53,7 +53,6 @@ class DocumentCorpus(LightningDataModule):
             files of a folder. With more, the run ends with exit status 1 and a report when all documents are done.
             Documents that ``overlong: skip`` leaves out do not count as failed. Below 1, a file whose first lines have
             no text is refused before anything is scored.
-
     """
 
     def __init__(
@@ -109,7 +108,8 @@ class DocumentCorpus(LightningDataModule):
             raise ValueError(f"DocumentCorpus is for `longce predict`, not for {stage}: name another data module.")
         found: Any = None
         group = patient_group() if self.trainer else None
-        if self._process()[0] == 0:
+        rank, world_size = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
+        if rank == 0:
             try:
                 found = self._found()
             except (ValueError, OSError) as error:  # or the others would wait for it
@@ -120,7 +120,6 @@ class DocumentCorpus(LightningDataModule):
             raise found
         corpus, self._versions, done = found
         make_row = CorpusRows(self.tokenizer, self.add_special_tokens, self.max_tokens, self.overlong)
-        rank, world_size = self._process()
         self._stream = CorpusStream(
             corpus, done, make_row, batch_tokens=self.batch_tokens, rank=rank, world_size=world_size
         )
@@ -147,11 +146,7 @@ class DocumentCorpus(LightningDataModule):
         return self._stream
 
     def versions(self, files: Iterable[str]) -> dict[str, str]:
-        """Identify the content of some files by their names, as it was when this run began.
-
-        Raises:
-            ValueError: If one has changed since.
-        """
+        """Identify the content of some files by their names; a ``ValueError`` if it changed since this run began."""
         found = self.stream.corpus.versions(files)
         if changed := sorted(name for name, version in found.items() if self._versions[name] != version):
             raise ValueError(
@@ -196,7 +191,7 @@ class DocumentCorpus(LightningDataModule):
     def documents(
         self, rows: Mapping[str, NDArray[np.int64]], versions: Mapping[str, str]
     ) -> Iterator[tuple[Origin, str]]:
-        """Read the origin and whole text of some documents, file after file.
+        """Read the origin and whole text of some documents, file after file, as `longce select` does.
 
         Args:
             rows: Ascending row numbers by the name of the file.
@@ -228,10 +223,6 @@ class DocumentCorpus(LightningDataModule):
             )
         _check_unchanged(written.versions, versions)
         return corpus, versions, written.rows
-
-    def _process(self) -> tuple[int, int]:
-        """Return the rank of this process and the number of processes."""
-        return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
 
 
 def _check_unchanged(written: Mapping[str, str], versions: Mapping[str, str]) -> None:

@@ -1,7 +1,7 @@
 """Hand out the training rows whose token weights are still missing, and keep the weights."""
 
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from lightning import LightningDataModule
@@ -13,21 +13,6 @@ from typing_extensions import override
 from datamodules.influence.writer import InfluenceWriter, influence_folder
 from datamodules.packing.sequences import PackedRowDataset, Row, collate_rows
 from lightning_modules.batch import PackedBatch
-
-
-class TrainingData(Protocol):
-    """A data module with packed training rows."""
-
-    cache_dir: Path
-    batch_size: int
-
-    def training_rows(self) -> PackedRowDataset | None:
-        """Return the packed rows; None without a training split."""
-        ...
-
-    def loader_options(self) -> dict[str, Any]:
-        """Return options that all loaders share."""
-        ...
 
 
 class NumberedRows(Dataset[tuple[int, Row]]):
@@ -53,12 +38,14 @@ def collate_numbered(items: list[tuple[int, Row]]) -> tuple[list[int], PackedBat
 class InfluenceRows(LightningDataModule):
     """Data module of the rows without weights, each for one process.
 
+    ``data`` is the `PackedTextDataModule` whose rows they are; its module imports this one.
+
     Attributes:
         folder: Where to keep the weights; by default in the cache of ``data``, named by all they depend on.
         remaining: Rows without weights when the run began, of all processes.
     """
 
-    def __init__(self, data: TrainingData, made_from: dict[str, Any], folder: Path | None = None) -> None:
+    def __init__(self, data: Any, made_from: dict[str, Any], folder: Path | None = None) -> None:
         super().__init__()
         self.allow_zero_length_dataloader_with_multiple_devices = True  # the last rows need not suffice for all
         self.data = data

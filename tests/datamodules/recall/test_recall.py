@@ -5,21 +5,9 @@ from itertools import islice
 import pytest
 from transformers import AutoTokenizer
 
-from datamodules.recall import (
-    ABOUT,
-    FIELDS,
-    GENRES,
-    GET,
-    SET,
-    RecallCorpus,
-    RecallDataModule,
-    field_values,
-    genre_words,
-    recall_documents,
-    recall_questions,
-    recall_records,
-    recall_tokenizer,
-)
+from datamodules.recall import ABOUT, GET, SET, RecallDataModule, recall_documents, recall_tokenizer
+from datamodules.recall.documents import recall_questions, recall_records
+from datamodules.recall.language import FIELDS, GENRES, field_values, genre_words
 
 FAR = 128  # words: beyond the short context of the quickstart, K + d = 64 + 64
 
@@ -232,29 +220,3 @@ def test_what_cannot_be_written_is_refused():
         next(recall_questions(1, length=20, depth=(0.5, 1.1)))
     with pytest.raises(ValueError, match="at least 8, got 7"):
         next(recall_questions(1, length=7))
-
-
-def test_the_corpus_of_experiments(tmp_path):
-    corpus = RecallCorpus()
-    tokenizer = corpus.tokenizer()
-    (document,) = corpus.documents(1, 100)
-    assert len(tokenizer(document.text).input_ids) == 100
-    by_depth = corpus.questions(11, 300, depths=4, behind=128)
-    assert [len(part) for part in by_depth] == [2, 3, 3, 3]
-    for part in by_depth:
-        for question in part:
-            assert len(tokenizer(question.text).input_ids) == 300
-            assert question.words[-1].distance > 128
-    data = corpus.training_data(
-        7,
-        sequence_length=40,
-        document_rows=2,
-        slot=5,
-        second_dialect=0.5,
-        batch_size=2,
-        seed=1,
-        cache_dir=str(tmp_path),
-    )
-    data.setup("fit")
-    assert [len(data.rows), data.rows.rows.sequence_length] == [8, 40]
-    assert corpus.fingerprint() == RecallCorpus().fingerprint()

@@ -21,8 +21,8 @@ from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 from typing_extensions import override
 
+from benchmarks.reproduction.miniature.recall_corpus import EVALUATION_SEED, NATURAL_SLOT, depth_parts
 from datamodules.packed_text import PackedTextDataModule
-from datamodules.recall.corpus import EVALUATION_SEED, NATURAL_SLOT, depth_parts
 from datamodules.recall.documents import RecallRecord, Word, Writer, any_fact, free_place
 from datamodules.recall.language import GET, SET, field_values
 from datamodules.sources.documents import Document, text_folder
