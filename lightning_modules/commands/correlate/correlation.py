@@ -62,5 +62,7 @@ def bootstrap_interval(x: ArrayLike, y: ArrayLike, kind: Literal["pearson", "spe
 def _checked(x: ArrayLike, y: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     x, y = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
     if len(x) < MIN_MODELS or not all(np.isfinite(values).all() and np.ptp(values) > 0 for values in (x, y)):
-        raise ValueError(f"A correlation needs {MIN_MODELS} models with finite values that differ, got {x} and {y}.")
+        raise ValueError(
+            f"A correlation needs {MIN_MODELS} models with finite values that differ, got {x.tolist()}, {y.tolist()}."
+        )
     return x, y
