@@ -81,7 +81,6 @@ def pack_documents(
     """
     check_count("`sequence_length`", sequence_length, most=LONGEST_ROW)
     rows = {"chunk": chunk, "concat": concat, "best_fit": best_fit}[packing](document_borders, sequence_length)
-    check_count("`sequence_length`", sequence_length, most=LONGEST_ROW)
     if len(rows) == 0:
         longest = int(np.diff(document_borders).max(initial=0))
         raise ValueError(
