@@ -56,7 +56,6 @@ class MixtureDataModule(PackedTextDataModule):
         evaluate_on: Sources whose validation and test documents are evaluated on; null for all. `validation_documents`
             and `test_documents` count those of each source.
         **kwargs: See :class:`PackedTextDataModule`.
-
     """
 
     def __init__(

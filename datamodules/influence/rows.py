@@ -3,31 +3,14 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from lightning import LightningDataModule
-from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, StackDataset, Subset
 from typing_extensions import override
 
 from datamodules.influence.writer import InfluenceWriter, influence_folder
-from datamodules.packing.sequences import PackedRowDataset, Row, collate_rows
+from datamodules.packing.sequences import Row, collate_rows
 from lightning_modules.batch import PackedBatch
-
-
-class NumberedRows(Dataset[tuple[int, Row]]):
-    """Some of the rows, with their numbers."""
-
-    def __init__(self, rows: PackedRowDataset, numbers: NDArray[np.int64]) -> None:
-        self.rows = rows
-        self.numbers = numbers
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def __getitem__(self, index: int) -> tuple[int, Row]:
-        number = int(self.numbers[index])
-        return number, self.rows[number]
 
 
 def collate_numbered(items: list[tuple[int, Row]]) -> tuple[list[int], PackedBatch]:
@@ -53,7 +36,7 @@ class InfluenceRows(LightningDataModule):
         self.folder = folder
         self.remaining = 0
         self.writer: InfluenceWriter
-        self._missing: NumberedRows
+        self._missing: Dataset[tuple[int, Row]]
 
     @override
     def prepare_data(self) -> None:
@@ -73,7 +56,8 @@ class InfluenceRows(LightningDataModule):
         rank, world_size = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
         if self.trainer:  # no process may add rows before all have seen the same ones missing
             self.trainer.strategy.barrier("influence")
-        self._missing = NumberedRows(rows, missing[rank::world_size])
+        numbered: Any = StackDataset(range(len(rows)), rows)  # type: ignore[arg-type]  # any sequence will do
+        self._missing = Subset(numbered, missing[rank::world_size].tolist())
 
     @override
     def predict_dataloader(self) -> DataLoader[tuple[int, Row]]:

@@ -54,7 +54,6 @@ class StreamedRows(IterableDataset[tuple[Row, Cursor]]):
     Files are divided among streams, of which each worker of each process is one: no two read the same file. A stream
     reads its files in an order that depends on the seed, the stream and the pass; documents of a file follow each
     other. Nothing is dropped: tokens that do not fill a row begin the next one, in the next file or pass.
-
     """
 
     def __init__(

@@ -27,7 +27,6 @@ class LongDocuments:
         longer_than: Documents of more tokens than this are long.
         weight: How often each is seen per pass over the short ones. With 1.5, half of the long documents, evenly spread
             over the corpus, are seen twice.
-
     """
 
     longer_than: PositiveInt

@@ -115,7 +115,6 @@ def recall_records(
 
     Yields:
         Documents of exactly ``length`` words; the end may cut an event short.
-
     """
     _check_slot(slot)
     if not 0 <= second_dialect <= 1:

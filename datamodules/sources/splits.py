@@ -33,7 +33,6 @@ class HashSplit:
 
     Of every ``share`` documents, about one is for validation and one for test; the others are for training. The same
     text is in the same split whatever its place in the file, so a copy never leaks from one split to another.
-
     """
 
     source: Source
