@@ -3,13 +3,13 @@
 import importlib
 import json
 import math
-import operator
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
 from itertools import islice
+from operator import and_, eq, ge, gt, le, lt, ne
 from pathlib import Path
 from typing import BinaryIO
 
@@ -31,14 +31,7 @@ _MAX_NAMED, _MAX_EXCERPT = 3, 40  # documents named in a warning, and characters
 MEANS = ("key_token_ratio", "benefit_mean", "benefit_positive", "longppl", "perplexity")
 _MAX_SOURCES = 40
 _CONDITION = re.compile(r"""\s*([\w.]+)\s*(>=|<=|==|!=|>|<)\s*("[^"]*"|'[^']*'|[-+.\w]+)\s*(and\b|$)""", re.IGNORECASE)
-_OPERATORS = {
-    ">": operator.gt,
-    "<": operator.lt,
-    ">=": operator.ge,
-    "<=": operator.le,
-    "==": operator.eq,
-    "!=": operator.ne,
-}
+_OPERATORS = {">": gt, "<": lt, ">=": ge, "<=": le, "==": eq, "!=": ne}
 _FORM = "Write conditions as COLUMN > NUMBER, COLUMN == 'text' or COLUMN == true, joined by `and`; also <, >=, <=, !=."
 
 
@@ -246,7 +239,7 @@ def parse_conditions(text: str, schema: pyarrow.Schema) -> pyarrow.compute.Expre
         column, sign, value, conjunction = match.groups()
         conditions.append(_condition(column, sign, _parse_value(value), schema))
         position, has_next = match.end(), bool(conjunction)
-    return reduce(operator.and_, conditions)
+    return reduce(and_, conditions)
 
 
 def _condition(column: str, sign: str, value: float | str | bool, schema: pyarrow.Schema) -> pyarrow.compute.Expression:

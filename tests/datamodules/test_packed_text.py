@@ -222,11 +222,6 @@ def test_spawned_workers_can_have_the_rows(word_tokenizer, root):
         assert torch.equal(copy[1]["labels"], dataset[1]["labels"])
 
 
-def test_tokenizer_is_loaded_once(word_tokenizer, root):
-    module = ready(word_tokenizer, root)
-    assert module.tokenizer is module.tokenizer
-
-
 @pytest.mark.parametrize("loader", ["train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader"])
 def test_loaders_ask_for_setup(word_tokenizer, root, loader):
     with pytest.raises((RuntimeError, ValueError), match=r"`setup\('\w+'\)`"):
