@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import torch
 from jsonargparse.typing import PositiveInt
 from torch.utils.data import DataLoader
 from typing_extensions import override
@@ -169,10 +168,11 @@ class StreamingTextDataModule(TextDataModule):
             rank=rank,
             world_size=world_size,
         )
+        options = self.loader_options()
         return StreamingLoader(  # type: ignore[return-value]  # Lightning takes any iterable
             rows,
             batch_size=self.batch_size,
             batches=self.trainer.max_steps * self.trainer.accumulate_grad_batches,
-            num_workers=self.num_workers,
-            pin_memory=torch.cuda.is_available(),
+            num_workers=options["num_workers"],
+            pin_memory=options["pin_memory"],
         )
