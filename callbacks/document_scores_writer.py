@@ -91,7 +91,7 @@ class DocumentScoresWriter(Callback):
         if self.shards.folder.local is not None:
             self._lock = RunLock(self.shards.folder.local)
             self._lock.begin()
-            self.shards.folder.remove_unfinished()  # of runs that were killed: nobody else writes there now
+            self.shards.folder.remove_unfinished()  # of killed runs: no other run writes there now
         self._before = self.shards.written()
         return self._before
 
@@ -230,7 +230,7 @@ class DocumentScoresWriter(Callback):
         except (ValueError, OSError, IncompleteError) as error:
             return error
         if not complete:
-            rank_zero_info("Not all documents are done: run the same command, without a limit of batches, to go on.")
+            rank_zero_info("Not all documents are done: run the same command, without a limit of batches, to resume.")
             return None
         before = 0 if self._before is None else sum(map(len, self._before.rows.values()))
         there, due = sum(map(len, written.rows.values())), before + sum(each.documents for each, _ in found)

@@ -14,6 +14,6 @@ def check_single(trainer: Trainer, kind: type[Kind], describe: Callable[[Kind], 
     if len(callbacks) > 1:
         raise ValueError(
             f"{len(callbacks)} `{kind.__name__}` callbacks ({' and '.join(str(describe(each)) for each in callbacks)})"
-            f" log the same names ({names}), and Lightning would average their values: keep one of them, and give the"
-            " other to a run of `longce validate` of its own."
+            f" log the same names ({names}), and Lightning would average their values: keep one of them, and use the"
+            " other in a separate run of `longce validate`."
         )

@@ -51,7 +51,7 @@ class MixtureDataModule(PackedTextDataModule):
     Args:
         tokenizer: Tokenizer of the model: hub id or local folder.
         sources: The data modules by names of your choice, each with ``class_path``, ``init_args`` and ``weight``. They
-            take the mixture's settings where they have none of their own, such as ``long_documents``.
+            take the mixture's settings, such as ``long_documents``, unless they set them.
         weights: Weights by source, in place of those in `sources`; ``longce select --weights`` writes them.
         evaluate_on: Sources whose validation and test documents are evaluated on; null for all. `validation_documents`
             and `test_documents` count those of each source.
@@ -163,7 +163,7 @@ class MixtureDataModule(PackedTextDataModule):
 
 
 def _module(source: MixtureSource, settings: Mapping[str, Any]) -> PackedTextDataModule:
-    """Make the data module of a source, with the mixture's settings where it has none."""
+    """Make the data module of a source, with the mixture's settings unless it sets them."""
     given = dict(source.get("init_args") or {})
     for common in _COMMON:
         if common in given and given[common] != settings.get(common):

@@ -193,7 +193,7 @@ def shares(sizes: Sequence[float], stream: int, streams: int) -> list[Share]:
 
 
 def _groups(pool: list[tuple[Origin, Row]], batch_tokens: int) -> Iterator[list[tuple[Origin, Row]]]:
-    """Group documents of similar length, as many as fit into ``batch_tokens`` tokens with padding, or one."""
+    """Group documents of similar length up to ``batch_tokens`` tokens with padding, or one longer document."""
     group: list[tuple[Origin, Row]] = []
     for item in sorted(pool, key=lambda item: len(item[1]["input_ids"])):
         if group and len(item[1]["input_ids"]) * (len(group) + 1) > batch_tokens:

@@ -71,7 +71,7 @@ class InfluenceStore:
 
     @cached_property
     def header(self) -> dict[str, Any]:
-        """What the weights were made from, under ``made_from``, and their mean."""
+        """Header with the mean of the weights and, under ``made_from``, all that they depend on."""
         header = read_header(self.folder)
         if header is None:
             raise ValueError(f"There are no token weights in '{self.folder}'. {_AGAIN}")

@@ -104,7 +104,7 @@ def cut_rows(batch: PackedBatch, length: int) -> PackedBatch:
 
     Args:
         batch: ``[B, T]`` training rows.
-        length: Tokens per piece; the last piece of a row is padded if it has fewer, and left out if it has none.
+        length: Tokens per piece; the last piece of a row is padded if it has fewer, and padding alone is left out.
 
     Returns:
         Up to ``[B * ceil(T / length), length]`` rows in the order of the text. The first token of each is not scored.

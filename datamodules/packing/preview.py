@@ -25,8 +25,8 @@ def preview(
 ) -> str:
     """Summarize training rows, and show some of them in full.
 
-    Texts of more than `width` characters are shown without their middles. Of the training `documents` only the names
-    are shown; they are read up to the last one shown.
+    Texts of more than `width` characters are shown without their middles. The names of the training
+    `documents`, if given, are shown; they are read up to the last one shown.
 
     Raises:
         ValueError: If one of the `numbers` is of a row that does not exist.

@@ -91,7 +91,7 @@ def text_folder(folder: Path, titles: Mapping[str, str] | None = None) -> TextFi
 class RecordFiles:
     """Documents in JSON-lines files, plain or compressed (``.gz``, ``.zst``), or in parquet files.
 
-    Each line or row is a document. Of parquet files only the needed columns are read, a page of each at a time.
+    Each line or row is a document. Only the needed columns of parquet files are read, a page of each at a time.
 
     Args:
         files: The files, read in this order.

@@ -35,7 +35,7 @@ def read_records(
 ) -> Iterator[tuple[int, Parse]]:
     """Yield the number of each wanted record, and a function that parses it or raises a ``ValueError``.
 
-    Of parquet files only these columns are read, and only one row group if it is given. `first` is the number of the
+    Only these columns of parquet files are read, and only one row group if it is given. `first` is the number of the
     first record.
 
     Raises:

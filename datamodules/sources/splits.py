@@ -31,7 +31,7 @@ def json_lines_files(folder: Path, split: Split) -> tuple[Path, ...]:
 class HashSplit:
     """A split of a source without splits: the text of a document decides where it belongs.
 
-    Of every ``share`` documents, about one is for validation and one for test; the others are for training. The same
+    About one of ``share`` documents is for validation and one for test; the others are for training. The same
     text is in the same split whatever its place in the file, so a copy never leaks from one split to another.
     """
 

@@ -59,7 +59,7 @@ class TokenStore:
 
     @cached_property
     def manifest(self) -> dict[str, Any]:
-        """What the store was made from, and its size."""
+        """Size of the store, and all that decides its content."""
         content = (self.folder / MANIFEST).read_bytes()
         try:
             manifest = json.loads(content)

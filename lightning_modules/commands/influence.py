@@ -96,7 +96,7 @@ class InfluenceScorer(LightningModule):
 
 
 class InfluenceTrainer(Trainer):
-    """A trainer with one more thing to run."""
+    """Trainer that can also run ``longce influence``."""
 
     def influence(
         self,
@@ -125,8 +125,8 @@ class InfluenceTrainer(Trainer):
                 tokenizer of the rows, tokens are scored as they are, else by way of the text.
             evaluator_revision: Branch, tag or commit on the hub.
             evaluator_add_special_tokens: Whether the evaluator's tokenizer adds its own, where texts are scored.
-            evaluator_dtype: Of the evaluator's weights; ``auto`` keeps the stored one.
-            evaluator_attn_implementation: Of the evaluator, as in transformers.
+            evaluator_dtype: Type of the evaluator's weights; ``auto`` keeps the stored one.
+            evaluator_attn_implementation: Attention of the evaluator, as in transformers.
             evaluator_model_config: Values that replace those of the evaluator's config, such as ``rope_parameters``.
             evaluator_trust_remote_code: Run code from the evaluator's repository; off unless you trust it.
             output: Folder of the weights; by default `data.influence`, or one in the data module's cache.
@@ -170,7 +170,7 @@ class InfluenceTrainer(Trainer):
     def _run_influence(
         self, datamodule: LightningDataModule, made_from: dict[str, Any], output: str | None, scorer: InfluenceScorer
     ) -> None:
-        # Nothing is left to do when the weights are complete already, which is no reason to warn.
+        # When the weights are complete already, nothing is left to do: do not warn.
         warnings.filterwarnings("ignore", message="Total length of .* across ranks is zero")
         rows = datamodule.influence_rows(made_from, output)  # type: ignore[attr-defined]
         self.predict(scorer, datamodule=rows, return_predictions=False)
@@ -192,7 +192,7 @@ class InfluenceTrainer(Trainer):
         check_context(model.context_length, model.stride, getattr(datamodule, "sequence_length", None))
         if not isinstance(self.strategy, (SingleDeviceStrategy, DDPStrategy)):
             raise ValueError(
-                f"Each process scores rows of its own and holds the whole evaluator, so that `trainer.strategy` must be"
+                f"Each process scores different rows and holds the whole evaluator, so that `trainer.strategy` must be"
                 f" 'auto' or 'ddp', not {type(self.strategy).__name__}."
             )
         return objective.gamma

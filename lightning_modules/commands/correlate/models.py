@@ -63,7 +63,7 @@ def join(entries: Sequence[Measured]) -> Models:
 def choose_names(wanted: Sequence[str] | None, models: Models, kind: str) -> list[str]:
     """Return names of values: those wanted, or else the main ``metrics`` or ``scores``.
 
-    Of wanted names, settings in brackets may be left out, and a perplexity may be given among scores.
+    Settings in brackets may be left out of the wanted names, and a perplexity may be given among scores.
 
     Raises:
         ValueError: If a kind has no values, or a wanted one does not exist.

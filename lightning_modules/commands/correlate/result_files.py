@@ -17,7 +17,7 @@ _PROMPTS = ("num_fewshot", "limit", "truncation")
 
 
 class Measured(NamedTuple):
-    """What a file reports about a model.
+    """Values of a model that a file reports.
 
     Attributes:
         place: File, with the line if it has several.
@@ -204,7 +204,7 @@ def _plain(place: str, model: str, entry: Mapping[str, Any]) -> Measured:
 
 
 def _number(place: Path | str, name: str, value: Any) -> float:
-    """NaN for null, as which files of ours write it."""
+    """Read a number; our files write NaN as null."""
     try:
         return math.nan if value is None else float(value)
     except (TypeError, ValueError):
