@@ -274,7 +274,7 @@ class PackedTextDataModule(CurriculumDataModule, ABC):
         rank, world_size = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
         # All processes get the same number of rows, or some would wait forever: those past the last are empty.
         numbers = range(rank, -(-len(documents) // world_size) * world_size, world_size)
-        return DataLoader(documents, self.validation_batch_size, sampler=numbers, **self.loader_options())
+        return DataLoader(documents, batch_size=self.validation_batch_size, sampler=numbers, **self.loader_options())
 
     def loader_options(self) -> dict[str, Any]:
         """Return options that all loaders share."""
