@@ -130,12 +130,8 @@ class InfluenceTrainer(Trainer):
             evaluator_model_config: Values that replace those of the evaluator's config, such as ``rope_parameters``.
             evaluator_trust_remote_code: Run code from the evaluator's repository; off unless you trust it.
             output: Folder of the weights; by default `data.influence`, or one in the data module's cache.
-
-        Raises:
-            ValueError: If the evaluator cannot be found, the objective is not LongCE's, no token has a short context,
-                the trainer would split the evaluator, or the folder holds other weights.
         """
-        gamma = self._check(model, datamodule)
+        settings = self._check(model, datamodule)
         loading: dict[str, Any] = {
             "pretrained_model_name_or_path": evaluator,
             "model_config": evaluator_model_config,
@@ -149,11 +145,6 @@ class InfluenceTrainer(Trainer):
         )
         rows_tokenizer: PreTrainedTokenizerFast = datamodule.tokenizer  # type: ignore[attr-defined]
         transfer = make_transfer(rows_tokenizer, tokenizer, add_special_tokens=evaluator_add_special_tokens)
-        settings: dict[str, Any] = {
-            "context_length": int(model.context_length),
-            "stride": int(model.stride),
-            "gamma": float(gamma),
-        }
         made_from = {
             **settings,
             "evaluator": model_identity(evaluator, evaluator_revision, trust_remote_code=evaluator_trust_remote_code),
@@ -179,8 +170,8 @@ class InfluenceTrainer(Trainer):
             rows.writer.finish()
             sys.stdout.write(report(rows, scorer.seconds))
 
-    def _check(self, model: LongContextLM, datamodule: LightningDataModule) -> float:
-        """Return the largest weight, after the checks that need nothing to be loaded."""
+    def _check(self, model: LongContextLM, datamodule: LightningDataModule) -> dict[str, Any]:
+        """Return the settings of the weights, after the checks that need nothing to be loaded."""
         objective = innermost(model.objective)
         if not isinstance(objective, (LongCE, StoredInfluence)):
             raise ValueError(
@@ -195,7 +186,11 @@ class InfluenceTrainer(Trainer):
                 f"Each process scores different rows and holds the whole evaluator, so that `trainer.strategy` must be"
                 f" 'auto' or 'ddp', not {type(self.strategy).__name__}."
             )
-        return objective.gamma
+        return {
+            "context_length": int(model.context_length),
+            "stride": int(model.stride),
+            "gamma": float(objective.gamma),
+        }
 
 
 def report(rows: Any, seconds: float) -> str:
