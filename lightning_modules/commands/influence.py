@@ -1,4 +1,4 @@
-"""The run of ``longce influence``: an evaluator goes once through the training rows, on any number of devices."""
+"""Run ``longce influence``: an evaluator goes once through the training rows, on any number of devices."""
 
 import sys
 import time
@@ -52,7 +52,7 @@ class InfluenceScorer(LightningModule):
 
     @override
     def configure_model(self) -> None:
-        # With nothing left for anybody the model is spared; if there is, all processes need it: DDP compares weights.
+        # With no row left no process loads the model; otherwise all need it, as DDP compares weights.
         if "backbone" in self._modules or self._rows.remaining == 0:
             return
         autocast = str(self.trainer.precision).endswith("-mixed")
@@ -70,7 +70,7 @@ class InfluenceScorer(LightningModule):
 
     @override
     def predict_step(self, batch: tuple[list[int], PackedBatch], batch_idx: int) -> Tensor:
-        """``[B, T]`` float32 weights of the rows."""
+        """Return ``[B, T]`` float32 weights of the rows."""
         numbers, rows = batch
         weigh = row_influence if self._transfer is None else self._transfer.row_influence
         influence = weigh(rows, self.backbone, **self._settings)
@@ -95,13 +95,13 @@ class InfluenceScorer(LightningModule):
 
 
 class InfluenceTrainer(Trainer):
-    """A trainer with one more thing to run."""
+    """Trainer that can also run ``longce influence``."""
 
     def influence(self, model: LongContextLM, datamodule: LightningDataModule, evaluator: str, **options: Any) -> None:
-        """LongCE weights of the training rows by an evaluator, stored so that training makes no short pass.
+        """Store LongCE weights of the training rows by an evaluator, so that training makes no short pass.
 
         Takes the configs of ``longce fit``: the rows are those of ``data``, context length, stride and gamma those of
-        ``model``, devices and precision those of ``trainer``. A run that was killed goes on where it stopped.
+        ``model``, devices and precision those of ``trainer``. A killed run resumes where it stopped.
 
         Args:
             model: Whose training it is; its weights are not loaded.
@@ -114,17 +114,12 @@ class InfluenceTrainer(Trainer):
                 the trainer would split the evaluator, or the folder holds other weights.
         """
         config = InfluenceConfig(evaluator, **options)
-        gamma = self._check(model, datamodule)
+        settings = self._check(model, datamodule)
         load_config(loading := config.loading())
         source: dict[str, Any] = {"revision": loading.revision, "trust_remote_code": loading.trust_remote_code}
         tokenizer = load_tokenizer(config.evaluator_tokenizer or evaluator, **source)
         rows_tokenizer: PreTrainedTokenizerFast = datamodule.tokenizer  # type: ignore[attr-defined]
         transfer = make_transfer(rows_tokenizer, tokenizer, add_special_tokens=config.evaluator_add_special_tokens)
-        settings: dict[str, Any] = {
-            "context_length": int(model.context_length),
-            "stride": int(model.stride),
-            "gamma": float(gamma),
-        }
         made_from = {
             **settings,
             "evaluator": model_identity(loading),
@@ -141,7 +136,7 @@ class InfluenceTrainer(Trainer):
     def _run_influence(
         self, datamodule: LightningDataModule, made_from: dict[str, Any], output: str | None, scorer: InfluenceScorer
     ) -> None:
-        # Nothing is left to do when the weights are complete already, which is no reason to warn.
+        # When the weights are complete already, nothing is left to do: do not warn.
         warnings.filterwarnings("ignore", message="Total length of .* across ranks is zero")
         rows = datamodule.influence_rows(made_from, output)  # type: ignore[attr-defined]
         self.predict(scorer, datamodule=rows, return_predictions=False)
@@ -150,8 +145,8 @@ class InfluenceTrainer(Trainer):
             rows.writer.finish()
             sys.stdout.write(report(rows, scorer.seconds))
 
-    def _check(self, model: LongContextLM, datamodule: LightningDataModule) -> float:
-        """The largest weight, if all is well that can be known before anything is loaded."""
+    def _check(self, model: LongContextLM, datamodule: LightningDataModule) -> dict[str, Any]:
+        """Return the settings of the weights, after the checks that need nothing to be loaded."""
         objective = innermost(model.objective)
         if not isinstance(objective, (LongCE, StoredInfluence)):
             raise ValueError(
@@ -163,26 +158,25 @@ class InfluenceTrainer(Trainer):
         check_context(model.context_length, model.stride, getattr(datamodule, "sequence_length", None))
         if not isinstance(self.strategy, (SingleDeviceStrategy, DDPStrategy)):
             raise ValueError(
-                f"Each process scores rows of its own and holds the whole evaluator, so that `trainer.strategy` must be"
+                f"Each process scores different rows and holds the whole evaluator, so that `trainer.strategy` must be"
                 f" 'auto' or 'ddp', not {type(self.strategy).__name__}."
             )
-        return objective.gamma
+        return {
+            "context_length": int(model.context_length),
+            "stride": int(model.stride),
+            "gamma": float(objective.gamma),
+        }
 
 
 def report(rows: Any, seconds: float) -> str:
-    """What was done and how to train with it, as text for a terminal.
-
-    Args:
-        rows: The data module of the run, with its writer.
-        seconds: What the scoring took.
-    """
+    """Describe what was done in these seconds, and how to train with it, as text for a terminal."""
     writer, folder = rows.writer, Path(rows.folder)
     header = writer.header
     made_from, total = header["made_from"], len(writer.rows)
     length = made_from["sequence_length"]
     if not header["complete"]:
         missing = len(writer.remaining())
-        return f"{total - missing:,} of {total:,} rows are weighed in {folder}\nRun the same command again to go on.\n"
+        return f"{total - missing:,} of {total:,} rows are weighed in {folder}\nRun the same command again to resume.\n"
     speed = f"{rows.remaining * length / max(seconds, 1e-9):,.0f} tokens/s" if rows.remaining else "complete already"
     values = header["statistics"]
     return (

@@ -17,7 +17,7 @@ from lightning_modules.commands.cli.experiment_options import (
     add_plan_options,
     check_options,
 )
-from lightning_modules.commands.select.config import SelectConfig
+from lightning_modules.commands.select_config import SelectConfig
 from lightning_modules.scoring.config import InspectConfig, ScoreConfig
 from lightning_modules.tasks.evaluation.config import EvaluationConfig
 from lightning_modules.training.export.options import ExportOptions
@@ -120,7 +120,7 @@ def select_command(arguments: Sequence[str]) -> None:
     parser = _make_parser("select", "Choose documents by the scores that `longce predict` has written.", SelectConfig)
     parser.add_argument("scores", type=str, help="Folder or fsspec URL of the scores.")
     options = _parse(parser, arguments)
-    from lightning_modules.commands.select.select import select
+    from lightning_modules.commands.select import select
 
     sys.stdout.write(select(**options))
 

@@ -1,1 +1,0 @@
-"""Select documents by their scores."""
