@@ -47,19 +47,28 @@ class Planner:
 
     def __init__(self, experiment: Experiment, gpu: GPU, price_per_gpu_hour: float | None = None) -> None:
         self.experiment, self.gpu, self.price = experiment, gpu, price_per_gpu_hour
-        self.training = experiment.training
+        self.training = training = experiment.training
         self._activations: dict[str, ActivationBytes] = {}
         self._shapes: dict[str, ModelShape] = {}
         self.shape = self._shape(experiment.lora)
+        self.cross_entropy = ce_step_flops(self.shape, training.tokens, training.checkpointing)
+        # Sequences of a step; a fraction of one where GPUs share sequences.
+        self.rows_per_gpu = experiment.accumulated * training.rows / training.sequence_parallel_size
 
     def plan(self) -> dict[str, Any]:
         """Return all figures as plain numbers: TFLOP are 1e12 operations, memory is in GiB."""
+        training = self.training
+        # The configured (K, d), then those of the paper, where they fit the sequence.
+        pairs = dict.fromkeys([(training.context_length, training.stride), *PAPER_OVERHEAD])
+        names = ("objective", "window_share", "stored_influence", "max_steps", "precision", "optimizer", "lora")
+        settings = {name: getattr(self.experiment, name) for name in names} | asdict(training)
+        run = {name: str(value) if isinstance(value, torch.dtype) else value for name, value in settings.items()}
         return {
             "model": _describe_model(self.experiment.name, self.shape),
-            "gpu": {**self.gpu._asdict(), "count": self.training.gpus},
-            "run": self._run(),
+            "gpu": {**self.gpu._asdict(), "count": training.gpus},
+            "run": {**run, "rows_per_step": round(training.gpus * self.rows_per_gpu)},
             "notes": list(self.experiment.notes),
-            "training": [self._step(*pair) for pair in self._pairs()],
+            "training": [self._step(*pair) for pair in pairs if sum(pair) < training.tokens],
             "cost": self._cost(),
             "memory": self._memory(),
             "scoring": self._scoring(),
@@ -67,22 +76,10 @@ class Planner:
             "basis": list(BASIS),
         }
 
-    def _run(self) -> dict[str, Any]:
-        names = ("objective", "window_share", "stored_influence", "max_steps", "precision", "optimizer", "lora")
-        settings = {name: getattr(self.experiment, name) for name in names} | asdict(self.training)
-        plain = {name: str(value) if isinstance(value, torch.dtype) else value for name, value in settings.items()}
-        return {**plain, "rows_per_step": round(self.training.gpus * self._rows_per_gpu)}
-
     # -------------------------------------------------------------------------------------------------------- training
 
-    def _pairs(self) -> list[tuple[int, int]]:
-        """Return the configured (K, d) first, then those of the paper, where they fit the sequence."""
-        configured = (self.training.context_length, self.training.stride)
-        pairs = dict.fromkeys([configured, *PAPER_OVERHEAD])
-        return [pair for pair in pairs if sum(pair) < self.training.tokens]
-
     def _step(self, context_length: int, stride: int) -> dict[str, Any]:
-        ce, short = self._cross_entropy(), self._short_pass(context_length, stride)
+        ce, short = self.cross_entropy, self._short_pass(context_length, stride)
         pair, paper = (context_length, stride), self.training.tokens == PAPER_TOKENS
         return {
             "context_length": context_length,
@@ -91,30 +88,22 @@ class Planner:
             "ce_tflop": ce.total / 1e12,
             "short_pass_tflop": short.total / 1e12,
             "overhead": short.total / ce.total,
-            "ce_step_seconds": self._rows_per_gpu * seconds(ce, self.gpu),
-            "longce_step_seconds": self._rows_per_gpu * seconds(ce + short, self.gpu),
+            "ce_step_seconds": self.rows_per_gpu * seconds(ce, self.gpu),
+            "longce_step_seconds": self.rows_per_gpu * seconds(ce + short, self.gpu),
             "paper_overhead": PAPER_OVERHEAD.get(pair) if paper else None,
         }
-
-    def _cross_entropy(self) -> Flops:
-        return ce_step_flops(self.shape, self.training.tokens, self.training.checkpointing)
 
     def _short_pass(self, context_length: int, stride: int) -> Flops:
         whole = short_pass_flops(self.shape, self.training.tokens, context_length, stride)
         return whole * self.experiment.window_share
 
-    @property
-    def _rows_per_gpu(self) -> float:
-        """Sequences of a step; a fraction of one where GPUs share sequences."""
-        return self.experiment.accumulated * self.training.rows / self.training.sequence_parallel_size
-
     def _cost(self) -> dict[str, Any]:
         """Return the bill of cross entropy, and of the configured objective if it is another one."""
-        flops = {"cross entropy": self._cross_entropy()}
+        flops = {"cross entropy": self.cross_entropy}
         if self.experiment.objective != "CrossEntropy":
             short = self._short_pass(self.training.context_length, self.training.stride)
-            flops[self.experiment.objective] = flops["cross entropy"] + short * float(self.training.short_pass)
-        return {name: self._bill(self._rows_per_gpu * seconds(step, self.gpu)) for name, step in flops.items()}
+            flops[self.experiment.objective] = self.cross_entropy + short * float(self.training.short_pass)
+        return {name: self._bill(self.rows_per_gpu * seconds(step, self.gpu)) for name, step in flops.items()}
 
     def _bill(self, step: float) -> dict[str, Any]:
         gpus, steps = self.training.gpus, self.experiment.max_steps
@@ -122,7 +111,7 @@ class Planner:
         price = None if self.price is None else self.price * step * gpus / 3600
         return {
             "step_seconds": step,
-            "tokens_per_second": round(gpus * self._rows_per_gpu * self.training.tokens) / step,
+            "tokens_per_second": round(gpus * self.rows_per_gpu * self.training.tokens) / step,
             "hours": hours,
             "gpu_hours": None if hours is None else hours * gpus,
             "price": None if price is None or steps is None else steps * price,
@@ -135,8 +124,13 @@ class Planner:
         training, lora = self.training, self.experiment.lora
         result = self._describe_memory(self._training_memory(training, lora))
         if not result["fits"]:
-            result["remedies"] = find_remedies(training, lora, self.gpu, self._needed_bytes)
+            needed = lambda *changed: self._training_memory(*changed).needed  # noqa: E731
+            result["remedies"] = find_remedies(training, lora, self.gpu, needed)
         return result
+
+    def _training_memory(self, training: Training, lora: dict[str, Any] | None) -> Memory:
+        activations = self._activation_bytes(self.experiment.config, training.dtype, training.autocast, lora)
+        return training_memory(self._shape(lora), activations, training)
 
     def _describe_memory(self, memory: Memory) -> dict[str, Any]:
         return {
@@ -145,18 +139,9 @@ class Planner:
             "available": self.gpu.memory,
             "peak": memory.peak / GIB,
             "largest_phase": memory.largest_phase,
-            "lasting": {name: size / GIB for name, size in memory.lasting.items()},
-            "phases": {
-                phase: {name: size / GIB for name, size in parts.items()} for phase, parts in memory.phases.items()
-            },
+            "lasting": _in_gib(memory.lasting),
+            "phases": {phase: _in_gib(parts) for phase, parts in memory.phases.items()},
         }
-
-    def _training_memory(self, training: Training, lora: dict[str, Any] | None) -> Memory:
-        activations = self._activation_bytes(self.experiment.config, training.dtype, training.autocast, lora)
-        return training_memory(self._shape(lora), activations, training)
-
-    def _needed_bytes(self, training: Training, lora: dict[str, Any] | None) -> float:
-        return self._training_memory(training, lora).needed
 
     def _shape(self, lora: dict[str, Any] | None) -> ModelShape:
         if repr(lora) not in self._shapes:
@@ -176,25 +161,24 @@ class Planner:
     def _scoring(self) -> dict[str, Any]:
         """Plan LongPPL of one document as long as a training sequence."""
         evaluator, tokens, config = self.experiment.evaluator, self.training.tokens, self.experiment.config
-        settings = evaluator or self.training
-        model, dtype = ModelShape.of(config), stored_dtype(config)
-        one_pass: dict[str, Any] = {
-            "pass": "perplexity",
-            **self._work(forward_flops(model, tokens, tokens - 1)),
-            "overhead": None,
-        }
-        passes = [one_pass, self._longppl("evaluator == model", model, model, settings)]
+        settings, model, dtype = evaluator or self.training, ModelShape.of(config), stored_dtype(config)
+        pair = (settings.context_length, settings.stride)
+        shared = scoring_flops(model, model, tokens, *pair, shared_pass=True)
+        passes = [
+            {**self._pass("perplexity", model, forward_flops(model, tokens, tokens - 1)), "overhead": None},
+            self._pass("evaluator == model", model, shared),
+        ]
         memory = {"model": scoring_memory(model, self._activation_bytes(config, dtype), tokens, dtype)}
         result: dict[str, Any] = {"document_tokens": tokens, "passes": passes}
-        result |= {"context_length": settings.context_length, "stride": settings.stride}
+        result |= {"context_length": pair[0], "stride": pair[1]}
         if evaluator is not None:
             shape = ModelShape.of(evaluator.config)
-            passes.append(self._longppl("with evaluator", shape, model, settings))
+            passes.append(self._pass("with evaluator", model, scoring_flops(shape, model, tokens, *pair)))
             memory |= self._evaluator_memory(evaluator, shape)
             result["evaluator"] = _describe_model(evaluator.name, shape)
             if documents := self.experiment.validation_documents:
                 rounds = math.ceil(documents / self.training.gpus)
-                first, later = (rounds * each["seconds"] for each in (passes[-1], one_pass))
+                first, later = (rounds * each["seconds"] for each in (passes[-1], passes[0]))
                 result["validation"] = {"documents": documents, "first_seconds": first, "later_seconds": later}
         return {**result, "memory": {name: self._describe_memory(each) for name, each in memory.items()}}
 
@@ -209,16 +193,15 @@ class Planner:
             for name, lasting in {"evaluator": None, "evaluator within a fit": beside}.items()
         }
 
-    def _longppl(
-        self, name: str, evaluator: ModelShape, model: ModelShape, settings: Evaluator | Training
-    ) -> dict[str, Any]:
-        sizes = (self.training.tokens, settings.context_length, settings.stride)
-        flops = scoring_flops(evaluator, model, *sizes, shared_pass=evaluator is model)
+    def _pass(self, name: str, model: ModelShape, flops: Flops) -> dict[str, Any]:
+        """Describe a way to score a document, beside one pass of the model over all its tokens."""
         plain = forward_flops(model, self.training.tokens, self.training.tokens)
-        return {"pass": name, **self._work(flops), "overhead": flops.total / plain.total - 1}
+        work = {"tflop": flops.total / 1e12, "seconds": seconds(flops, self.gpu)}
+        return {"pass": name, **work, "overhead": flops.total / plain.total - 1}
 
-    def _work(self, flops: Flops) -> dict[str, float]:
-        return {"tflop": flops.total / 1e12, "seconds": seconds(flops, self.gpu)}
+
+def _in_gib(parts: dict[str, float]) -> dict[str, float]:
+    return {name: size / GIB for name, size in parts.items()}
 
 
 def _describe_model(name: str, shape: ModelShape) -> dict[str, Any]:
