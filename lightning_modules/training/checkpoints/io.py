@@ -33,8 +33,7 @@ class CheckedCheckpointIO(TorchCheckpointIO):
     """Files as `torch.save` writes them, put in place in one step, and checked whenever they are loaded.
 
     Torch's files are zip archives with a CRC-32 of every tensor, which `torch.load` ignores; here all are compared.
-    Addresses on the web are written to by Lightning and never loaded. Folders of sharded strategies do not pass
-    through here, but they are removed here.
+    Addresses on the web are written to by Lightning and never loaded. Folders of sharded strategies are only removed.
     """
 
     @override
@@ -98,15 +97,11 @@ class CheckedCheckpointIO(TorchCheckpointIO):
 
 
 def check_checkpoint(path: str | Path, option: str = "ckpt_path", *, resume: bool = False) -> None:
-    """See that a checkpoint is complete and written by ``longce fit``; its tensors are not read.
-
-    Args:
-        path: File or folder.
-        option: Its name in messages.
-        resume: Refuse weights without the state of training.
+    """Check that a checkpoint is complete and written by ``longce fit``; its tensors are not read.
 
     Raises:
-        ValueError: If it is missing, torn or on the web; the message names the newest good one beside it.
+        ValueError: If it is missing, torn, on the web, or to be resumed from and holds weights alone; the message names
+            the newest good one beside it.
     """
     _check_local(path, option)
     if (problem := _fault(Path(path), resume)) is not None:
@@ -126,16 +121,9 @@ def check_integrity(path: str | Path, option: str = "ckpt_path") -> None:
 
 
 def newest_checkpoint(folder: Path, *, resume: bool = True) -> Path | None:
-    """Find the complete checkpoint of the largest step in a folder, or in its ``checkpoints``.
+    """Return the complete checkpoint of the largest step in the folder of a run, or None if it has no checkpoints.
 
-    The log names damaged ones that are passed over.
-
-    Args:
-        folder: Folder of a run, or of its checkpoints.
-        resume: Whether training resumes from it: files with weights alone do not count then.
-
-    Returns:
-        The checkpoint; None if the folder has none.
+    The log names damaged ones that are passed over. Files with weights alone do not count if training resumes.
 
     Raises:
         ValueError: If none can be used, or they come from different runs.

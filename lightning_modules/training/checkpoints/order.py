@@ -17,17 +17,11 @@ SUFFIX = ".ckpt"
 
 
 class Candidate(NamedTuple):
-    """A checkpoint in the folder of a run, which may be damaged.
-
-    Attributes:
-        path: File or folder.
-        step: Optimizer steps that it records; by its name if it cannot be read, else infinite.
-        run: Id of the run that wrote it (`lightning_modules.training.run`); None if it records none.
-    """
+    """A checkpoint in the folder of a run, which may be damaged."""
 
     path: Path
-    step: float
-    run: str | None
+    step: float  # optimizer steps that it records; by its name if it cannot be read, else infinite
+    run: str | None  # id of the run that wrote it, if it records one
 
 
 def find_checkpoints(folder: Path) -> list[Candidate]:
@@ -37,7 +31,9 @@ def find_checkpoints(folder: Path) -> list[Candidate]:
         with contextlib.suppress(FileNotFoundError):  # a run that still trains removes its older ones
             if not path.is_symlink():
                 found.append(describe(path))
-    return sorted(found, key=lambda one: (one.step, _version(one.path)), reverse=True)
+    # Lightning appends a version to the name of a second file of the same step.
+    versions = {one.path: int((re.findall(r"-v(\d+)$", one.path.stem) or [0])[0]) for one in found}
+    return sorted(found, key=lambda one: (one.step, versions[one.path]), reverse=True)
 
 
 def describe(path: Path) -> Candidate:
@@ -57,11 +53,7 @@ def describe(path: Path) -> Candidate:
 def contents(path: Path) -> dict[str, Any]:
     """Load a checkpoint without its tensors, which stay on disk, and without running any code in it.
 
-    Returns:
-        What it holds; nothing if it is not a dictionary.
-
-    Raises:
-        Exception: Whatever torch raises for a file that is not a checkpoint.
+    Of a file that is not a checkpoint, torch raises anything.
     """
     file = path / REST if path.is_dir() else path
     loaded = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
@@ -74,9 +66,3 @@ def check_one_run(folder: Path, candidates: list[Candidate]) -> None:
     if len(first_of) > 1:
         named = ", ".join(f"{name} of run {run}" for run, name in sorted(first_of.items()))
         raise ValueError(f"'{folder}' holds checkpoints of {len(first_of)} runs ({named}): name one of the files.")
-
-
-def _version(path: Path) -> int:
-    """Return the number that Lightning appends to the name of a second file of the same step."""
-    found = re.search(r"-v(\d+)$", path.stem)
-    return int(found[1]) if found else 0

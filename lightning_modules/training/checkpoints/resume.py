@@ -1,5 +1,6 @@
 """Where a run keeps its checkpoints, and from which of them another one resumes."""
 
+import argparse
 import logging
 import os
 import re
@@ -25,15 +26,14 @@ def find_checkpoint(path: str | None, trainer: Trainer, logger: Any, *, resume: 
     """Return the checkpoint that ``--ckpt_path`` asks for.
 
     Args:
-        path: A file, which must be whole; a sharded checkpoint; the folder of a run, or ``last`` for that of this run:
-            the whole checkpoint of the largest step there. Other names (``best``) are Lightning's.
+        path: A complete checkpoint; the folder of a run, or ``last`` for that of this run: the complete checkpoint of
+            the largest step there. Other names (``best``) are Lightning's.
         trainer: Of this run.
-        logger: Its configuration, which says whether the folder of this run is a new one at each start.
+        logger: Its configuration, which decides whether the folder of this run is a new one at each start.
         resume: Whether training resumes from it, for which weights alone are not enough.
 
     Returns:
-        The checkpoint; None to start afresh, if none was asked for, or training is to go on with ``last`` and there is
-        none yet.
+        The checkpoint; None to start a new training.
 
     Raises:
         ValueError: If it is missing or incomplete. Its content is compared when it is loaded (`check_integrity`).
@@ -114,14 +114,10 @@ def goes_on(path: str | None, trainer: Trainer) -> bool:
 
 
 def _command(folder: str) -> str:
-    """The command of this process, with another checkpoint."""
-    words = sys.argv[1:]
-    kept = [
-        word
-        for before, word in zip(["", *words], words, strict=False)
-        if "--ckpt_path" not in (before, word) and not word.startswith("--ckpt_path=")
-    ]
-    return shlex.join([*kept, "--ckpt_path", folder])
+    """Return the command of this process, with another checkpoint."""
+    option = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    option.add_argument("--ckpt_path")
+    return shlex.join([*option.parse_known_args(sys.argv[1:])[1], "--ckpt_path", folder])
 
 
 def _last(trainer: Trainer, logger: Any, resume: bool) -> str | None:

@@ -30,7 +30,6 @@ REST = "meta.pt"
 
 _INDEX = ".metadata"  # torch's: what is in which part
 _DEEPSPEED = "latest"  # the file that DeepSpeed writes last
-_BLOCK = 1 << 20
 
 
 class CheckpointError(OSError):
@@ -47,10 +46,10 @@ def is_sharded(path: Path) -> bool:
 
 
 def write_together(target: Path, write: Callable[[Path], None]) -> None:
-    """Let every process write its part into a folder beside ``target``, which then takes that name in one step.
+    """Let every process write its part into a folder beside ``target``, which it then replaces in one step.
 
     Args:
-        target: The checkpoint, on a disk that all processes see. What was there is replaced.
+        target: The checkpoint, on a disk that all processes see.
         write: Writes the files of this process: those named ``__RANK_..``, and in the first process all others.
 
     Raises:
@@ -58,7 +57,7 @@ def write_together(target: Path, write: Callable[[Path], None]) -> None:
     """
     rank, folder = dist.get_rank(), None
     try:
-        folder = _in_all(lambda: _building(target) if rank == 0 else None)[0]
+        folder = _in_all(lambda: create_folder(target) if rank == 0 else None)[0]
         assert folder is not None
         parts = _in_all(lambda: _write_part(folder, write, rank))
         entries = {name: entry for part in parts for name, entry in part.items()}
@@ -97,11 +96,7 @@ def damage_of_folder(path: Path) -> str | None:
 
 
 def first_damage(check: Callable[[int, int], str | None]) -> str | None:
-    """Return what any process of a group found damaged, the same in each of them; all must ask.
-
-    Args:
-        check: Checks the share of a process, given its rank and the number of processes.
-    """
+    """Return what ``check`` of a rank among N found damaged in any process, the same in each of them; all must ask."""
     if not (dist.is_available() and dist.is_initialized()):
         return check(0, 1)
     found: list[str | None] = [None] * dist.get_world_size()
@@ -110,31 +105,29 @@ def first_damage(check: Callable[[int, int], str | None]) -> str | None:
 
 
 def damage_of_content(path: Path, rank: int, processes: int) -> str | None:
-    """Compare a complete checkpoint with its checksums.
+    """Return what in a complete checkpoint differs from its checksums, as the end of a sentence.
 
     Each process reads a share of a folder's files; the first process reads a single file.
-
-    Returns:
-        What is damaged, as the end of a sentence; None if nothing is.
     """
+    damaged = None
     try:
         if path.is_dir():
-            damaged = _compare_folder(path, rank, processes)
-        else:
-            damaged = _compare_file(path) if rank == 0 else None
+            entries = _read_manifest(path)
+            names = sorted(entries, key=lambda name: entries[name])[rank::processes]  # by size: an even share for each
+            damaged = next((name for name in names if _checksum(path / name) != entries[name][1]), None)
+        elif rank == 0:
+            with zipfile.ZipFile(path) as archive:
+                damaged = archive.testzip()
     except Exception as error:  # a damaged archive raises anything
         return f"is damaged ({str(error) or type(error).__name__})"
     return None if damaged is None else f"is damaged: '{damaged}' in it is not what was written"
 
 
 def gathered(path: Path) -> dict[str, Any]:
-    """Load a divided checkpoint of FSDP2 in one process, without the optimizer's state.
-
-    Args:
-        path: A folder whose content was checked.
+    """Load a sharded checkpoint, whose content was checked, into the main memory of one process.
 
     Returns:
-        The checkpoint as a single process writes it, in main memory.
+        The checkpoint as a single process writes it, without the optimizer's state.
     """
     content: dict[str, Any] = torch.load(path / REST, map_location="cpu", weights_only=True)
     reader = dcp.FileSystemReader(path)
@@ -180,11 +173,6 @@ def _in_all(function: Callable[[], Result]) -> list[Result]:
     return [result for result, _ in found]
 
 
-def _building(target: Path) -> Path:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    return create_folder(target)
-
-
 def _write_part(folder: Path, write: Callable[[Path], None], rank: int) -> dict[str, tuple[int, int]]:
     """Return size and checksum of each file that this process wrote, all of them on disk."""
     write(folder)
@@ -208,11 +196,11 @@ def _publish(folder: Path, target: Path, entries: dict[str, tuple[int, int]]) ->
 
 def _read_manifest(path: Path) -> dict[str, tuple[int, int]]:
     """Return size and checksum by the names of files; empty in a folder of Lightning's own strategies."""
-    manifest = path / MANIFEST
-    if not manifest.exists():
+    if not (path / MANIFEST).exists():
         return {}
     try:
-        entries = {str(name): (int(size), int(crc)) for name, (size, crc) in json.loads(manifest.read_bytes()).items()}
+        content = json.loads((path / MANIFEST).read_bytes())
+        entries = {str(name): (int(size), int(crc)) for name, (size, crc) in content.items()}
     except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{MANIFEST} is not what was written") from error
     if any(Path(name).name != name for name in entries):
@@ -220,21 +208,9 @@ def _read_manifest(path: Path) -> dict[str, tuple[int, int]]:
     return entries
 
 
-def _compare_folder(path: Path, rank: int, processes: int) -> str | None:
-    entries = _read_manifest(path)
-    names = sorted(entries, key=lambda name: entries[name])[rank::processes]  # by size: an even share for each process
-    return next((name for name in names if _checksum(path / name) != entries[name][1]), None)
-
-
-def _compare_file(path: Path) -> str | None:
-    with zipfile.ZipFile(path) as archive:
-        return archive.testzip()
-
-
 def _checksum(path: Path) -> int:
-    """Return the CRC-32 of a file."""
-    buffer, crc = memoryview(bytearray(_BLOCK)), 0
+    crc = 0
     with path.open("rb", buffering=0) as file:
-        while size := file.readinto(buffer):
-            crc = zlib.crc32(buffer[:size], crc)
+        while block := file.read(1 << 20):
+            crc = zlib.crc32(block, crc)
     return crc

@@ -12,7 +12,6 @@ from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
     GenerationConfig,
-    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
@@ -47,14 +46,10 @@ def stored(
 ) -> dict[str, str]:
     """Return what a checkpoint needs for an export in addition to the weights, as JSON.
 
-    Args:
-        model: The model without the wrapper of peft.
-        facts: Of the training.
-        tokenizer: Of the training, if the facts cannot name it.
+    The model is without the wrapper of peft; the tokenizer is given if the facts cannot name it.
     """
-    made = {} if tokenizer is None else {"tokenizer": tokenizer_to_json(tokenizer)}
     return {
-        **made,
+        **({} if tokenizer is None else {"tokenizer": tokenizer_to_json(tokenizer)}),
         "config": model.config.to_json_string(use_diff=False),
         "generation_config": json.dumps(model.generation_config.to_dict(), default=str),
         "facts": facts.to_json(),
@@ -65,11 +60,6 @@ def check_same_model(saved: Mapping[str, str], model: PreTrainedModel, loading: 
     """Check that a checkpoint's weights mean in this run what they meant in the run that wrote it.
 
     Rotation and windows may differ on purpose, to try an extension on a trained model: that is a warning.
-
-    Args:
-        saved: What `stored` returned.
-        model: The model of this run, without the wrapper of peft.
-        loading: Arguments of `lightning_modules.models.loading.load_backbone` of this run.
 
     Raises:
         ValueError: If the adapters would be scaled otherwise, or lie over weights that are quantized otherwise.
@@ -97,13 +87,8 @@ def check_same_model(saved: Mapping[str, str], model: PreTrainedModel, loading: 
 
 
 def check_resumable(checkpoint: Mapping[str, Any]) -> None:
-    """Raise a ``ValueError`` if a checkpoint file holds too little to resume training.
-
-    Args:
-        checkpoint: As Lightning gives it to the module. Of one that was written in parts it holds no weights, and
-            nothing is known of the rest.
-    """
-    if "state_dict" in checkpoint:
+    """Raise a ``ValueError`` if a checkpoint file holds too little to resume training."""
+    if "state_dict" in checkpoint:  # Lightning has taken the weights out of a sharded one
         missing = {"optimizer_states", "lr_schedulers", "loops"}.difference(checkpoint)
         if missing or "fit_loop" not in checkpoint["loops"]:
             raise ValueError(
@@ -210,7 +195,7 @@ def _read(path: str) -> dict[str, Any]:
 
 
 class _Module(nn.Module):
-    """Stand-in of the training module, after which a checkpoint names its weights."""
+    """Stand-in for the training module, after which a checkpoint names its weights."""
 
     def __init__(self, backbone: Backbone) -> None:
         super().__init__()
@@ -219,7 +204,15 @@ class _Module(nn.Module):
 
 def _build(saved: Mapping[str, str], facts: TrainingFacts) -> _Module:
     """Return the model without memory for its weights."""
-    config = _config(json.loads(saved["config"]))
+    content = json.loads(saved["config"])
+    model_type = content.get("model_type")
+    if model_type not in CONFIG_MAPPING:
+        raise ValueError(
+            f"Models of type '{model_type}' run code of their repository, which a checkpoint does not hold:"
+            " export at the end of training, by the callback `HuggingFaceExport`."
+        )
+    config = CONFIG_MAPPING[model_type].from_dict(content)
+    extend_config(config, None)  # makes its RoPE type known
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=config.dtype, attn_implementation="sdpa")
         model.generation_config = GenerationConfig.from_dict(json.loads(saved["generation_config"]))
@@ -254,32 +247,16 @@ def _load_base(facts: TrainingFacts, fingerprint: str) -> Backbone:
     return backbone
 
 
-def _config(content: dict[str, Any]) -> PreTrainedConfig:
-    model_type = content.get("model_type")
-    if model_type not in CONFIG_MAPPING:
-        raise ValueError(
-            f"Models of type '{model_type}' run code of their repository, which a checkpoint does not hold:"
-            " export at the end of training, by the callback `HuggingFaceExport`."
-        )
-    config = CONFIG_MAPPING[model_type].from_dict(content)
-    extend_config(config, None)  # makes its RoPE type known
-    return config
-
-
 def _fill(module: _Module, weights: Mapping[str, torch.Tensor], *, partly: bool) -> None:
     """Put the weights of a checkpoint in place, which may be only those that were trained."""
     wanted = trained_state(module, module.state_dict()) if partly else module.state_dict()
-    report = module.load_state_dict({**weights, **_tied(module, weights)}, strict=False, assign=True)
+    first: dict[nn.Parameter, str] = {}  # tied weights are stored under their first name
+    names = [(name, first.setdefault(p, name)) for name, p in module.named_parameters(remove_duplicate=False)]
+    tied = {name: weights[own] for name, own in names if name not in weights and own in weights}
+    report = module.load_state_dict({**weights, **tied}, strict=False, assign=True)
     missing = [name for name in report.missing_keys if name in wanted]
     if missing or report.unexpected_keys:
         raise ValueError(
             "The weights of the checkpoint are not those of the model that it describes:"
             f" '{[*missing, *report.unexpected_keys][0]}' is {'missing' if missing else 'unknown'}. Name another one."
         )
-
-
-def _tied(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the further names of tied weights, which are stored under the first."""
-    first: dict[nn.Parameter, str] = {}
-    names = [(name, first.setdefault(p, name)) for name, p in module.named_parameters(remove_duplicate=False)]
-    return {name: weights[own] for name, own in names if name not in weights and own in weights}

@@ -31,45 +31,31 @@ def check_replaceable(folder: Path) -> None:
         )
 
 
-def check_writable(folder: Path) -> None:
-    """Raise a ``ValueError`` unless the folder's parent can be made and written to."""
-    writable_folder(folder.resolve().parent, remedy="Name another `output_dir`.")
-
-
 @contextmanager
 def export_folder(target: Path, facts: str) -> Iterator[Path]:
-    """Yield a folder that takes the place of an earlier export at once, when the block ends.
+    """Yield a folder that takes the place of an earlier export, or of that behind a link, at once as the block ends.
 
-    Several processes that export to one folder wait for each other.
-
-    Args:
-        target: The folder; of a link the folder that it leads to.
-        facts: JSON to be kept in the marker.
+    Several processes that export to one folder wait for each other. The marker keeps the facts, a JSON text.
 
     Raises:
         ValueError: If the target is something else than an earlier export, or cannot be written, as on a full disk.
     """
     check_replaceable(target)
-    check_writable(target)
+    writable_folder(target.resolve().parent, remedy="Name another `output_dir`.")
     try:
         with exclusive(target.resolve()), atomic_folder(target.resolve(), replace=True) as folder:
             yield folder
-            _mark(folder, facts)
+            files = [path for path in folder.rglob("*") if path.is_file()]
+            content = {"training": json.loads(facts), "files": sorted(str(path.relative_to(folder)) for path in files)}
+            (folder / MARKER).write_text(json.dumps(content, indent=2) + "\n")
+            for path in files:
+                path.chmod((folder / MARKER).stat().st_mode)  # safetensors ignores the umask
             check_replaceable(target)
     except (OSError, SafetensorError) as error:
         raise ValueError(
             f"The export to '{target}' could not be written: {error}. What was there before still is. Free some room,"
             " or name another `output_dir`."
         ) from error
-
-
-def _mark(folder: Path, facts: str) -> None:
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    (folder / MARKER).touch()
-    for path in files:
-        path.chmod((folder / MARKER).stat().st_mode)  # safetensors ignores the umask
-    names = sorted(str(path.relative_to(folder)) for path in files)
-    (folder / MARKER).write_text(json.dumps({"training": json.loads(facts), "files": names}, indent=2) + "\n")
 
 
 def _written_files(folder: Path) -> set[str]:

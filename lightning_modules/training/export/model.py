@@ -13,10 +13,11 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, Pr
 from lightning_modules.models.adapters import changes_base
 from lightning_modules.training.export.card import model_card
 from lightning_modules.training.export.facts import TrainingFacts
-from lightning_modules.training.export.folder import check_replaceable, check_writable, export_folder
+from lightning_modules.training.export.folder import check_replaceable, export_folder
 from lightning_modules.training.export.options import ExportOptions
 from lightning_modules.training.export.rope import as_abf, guard_keys, legacy_rope_keys
 from lightning_modules.training.export.weights import check_mergeable, drop_tied, merged_weights
+from lightning_modules.utilities.files import writable_folder
 
 SHARD_SIZE: int | str = "5GB"
 """Largest file of weights."""
@@ -34,17 +35,10 @@ def export_model(
 ) -> None:
     """Write model, tokenizer and model card; the folder appears whole or not at all, and the model is not changed.
 
-    Main memory for another copy of the weights is needed.
-
-    Args:
-        model: Its weights are all in this process.
-        tokenizer: Written beside it.
-        output_dir: Folder to write. An earlier export there is replaced, a folder of anything else refused.
-        options: Form of the export.
-        facts: How the model came about, for the card and for the base of adapters.
+    The weights must all be in this process, and main memory is needed for another copy of them.
 
     Raises:
-        ValueError: If folder and model do not allow the options.
+        ValueError: As `check_export` does, or if the folder cannot be written.
     """
     check_export(model, output_dir, options, facts)
     with export_folder(output_dir, facts.published().to_json()) as folder:
@@ -54,17 +48,17 @@ def export_model(
             _write_adapters(model, config, folder, facts)
         else:
             _write_merged(model, config, folder, options)
-        content = _complete_config(folder / "base" if options.kept else folder, options)
+        file = folder / "base/config.json" if options.kept else folder / "config.json"
+        content = json.loads(file.read_text())  # to which is added what readers of other versions need
+        content |= legacy_rope_keys(content) if options.legacy_rope_keys else guard_keys(content)
+        file.write_text(json.dumps(content, indent=2) + "\n")
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
         shown = facts if options.kept else facts.published()
         card = model_card(shown, content, options, has_tokenizer=tokenizer is not None)
         (folder / "README.md").write_text(card, encoding="utf-8")
     if options.eabf_as_abf:
-        log.warning(
-            "Exported to %s as plain ABF: logits differ from those of the trained model beyond the original length.",
-            output_dir,
-        )
+        log.warning("As plain ABF, the export's logits differ from the model's beyond the original length.")
     log.info("Exported to %s.", output_dir)
 
 
@@ -88,7 +82,7 @@ def check_export(
     config = _exported_config(base.config, options)
     if options.legacy_rope_keys:
         legacy_rope_keys(config.to_dict())
-    check_writable(output_dir)
+    writable_folder(output_dir.resolve().parent, remedy="Name another `output_dir`.")
 
 
 def _check_kept(model: PreTrainedModel | PeftModel, facts: TrainingFacts) -> None:
@@ -155,12 +149,3 @@ def _generation_config(base: Any) -> GenerationConfig:
         log.warning("The model's generation config is left out, as it is not valid: %s", error)
         return GenerationConfig.from_model_config(base.config)
     return own
-
-
-def _complete_config(folder: Path, options: ExportOptions) -> dict[str, Any]:
-    """Add to a saved config what readers of other versions need, and return its content."""
-    file = folder / "config.json"
-    content = json.loads(file.read_text())
-    content |= legacy_rope_keys(content) if options.legacy_rope_keys else guard_keys(content)
-    file.write_text(json.dumps(content, indent=2) + "\n")
-    return content

@@ -41,11 +41,7 @@ def check_mergeable(model: PreTrainedModel | PeftModel) -> None:
 
 @torch.no_grad()
 def merged_layer(layer: BaseTunerLayer, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return weight and bias of a layer with its active adapters in them; the layer is left as it is.
-
-    Raises:
-        ValueError: If peft cannot merge the layer.
-    """
+    """Return weight and bias of a layer with its active adapters in them; the layer is left as it is."""
     own = dict(layer.get_base_layer().named_parameters())
     data = {name: parameter.data for name, parameter in own.items()}
     merged_before = list(layer.merged_adapters)
