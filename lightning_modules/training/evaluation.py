@@ -1,7 +1,6 @@
 """Where ``longce validate``, ``test`` and ``predict`` write: never among the files of a run."""
 
 import logging
-from itertools import count
 from pathlib import Path
 
 from lightning.pytorch import Trainer
@@ -19,25 +18,18 @@ _log = logging.getLogger(__name__)
 
 def at_checkpoint_step(trainer: Trainer, checkpoint: Path) -> None:
     """Let an evaluation log at the step and epoch of its checkpoint."""
-    loops = {} if (checkpoint / "latest").exists() else contents(checkpoint).get("loops", {})
+    loops = contents(checkpoint).get("loops", {})
     if "fit_loop" in loops:
         trainer.fit_loop.load_state_dict(loops["fit_loop"])
-        # Lightning's count for loggers is one behind when a checkpoint is saved.
+        # Lightning's count for loggers lags by one when a checkpoint is saved.
         trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
 
 
 def place_evaluation(trainer: Trainer, command: str, checkpoint: Path | None, config: str, *, numbered: bool) -> None:
     """Make a folder for the logs and the config of an evaluation, in its first process, and send the loggers there.
 
-    It is ``evaluations/COMMAND-step-N`` in the folder of the checkpoint's run, or in that of the logger. Loggers that
-    write elsewhere than in a folder are left alone.
-
-    Args:
-        trainer: Of the evaluation.
-        command: ``validate``, ``test`` or ``predict``.
-        checkpoint: What is evaluated; None for the model that the config names.
-        config: The whole config as YAML.
-        numbered: Whether the logger makes a new folder at each start.
+    It is ``evaluations/COMMAND-step-N`` in the folder of the checkpoint's run, or in that of the logger (above it, if
+    the logger is ``numbered``: makes a new folder at each start). Loggers that write elsewhere are left alone.
     """
     base = _base(trainer, checkpoint, numbered)
     if base is None:
@@ -76,14 +68,11 @@ def _run_of(checkpoint: Path) -> Path | None:
     return folder if (folder / RUN_FILE).exists() else None
 
 
-def _new_folder(parent: Path, name: str) -> Path:
+def _new_folder(parent: Path, name: str, number: int = 1) -> Path:
     """Make a folder that no other evaluation has."""
-    parent.mkdir(parents=True, exist_ok=True)
-    for number in count(1):
-        folder = parent / (name if number == 1 else f"{name}-{number}")
-        try:
-            folder.mkdir()
-        except FileExistsError:
-            continue
-        return folder
-    raise AssertionError
+    folder = parent / (name if number == 1 else f"{name}-{number}")
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        return _new_folder(parent, name, number + 1)
+    return folder

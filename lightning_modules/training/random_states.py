@@ -18,9 +18,9 @@ _log = logging.getLogger(__name__)
 class RandomStates(Callback):
     """Keeps the random states of all processes in checkpoints, so that a resumed run draws what it would have drawn.
 
-    A training batch begins with the states that the one before it has left behind, whatever was drawn meanwhile: by
-    an evaluation, by the loader of a new epoch, or by the start of a resumed run. Checkpoints hold the states behind
-    the last whole optimizer step.
+    A training batch begins with the states in which the one before it ended, whatever was drawn meanwhile: by an
+    evaluation, by the loader of a new epoch, or by the start of a resumed run. Checkpoints hold the states after the
+    last whole optimizer step.
     """
 
     def __init__(self) -> None:
@@ -51,26 +51,26 @@ class RandomStates(Callback):
     @override
     def state_dict(self) -> dict[str, Any]:
         """The states of all processes, by their ranks; all of them have to ask for it."""
-        states = [self._step_states or random_states()]
-        if dist.is_available() and dist.is_initialized():
-            own, states = states[0], [{}] * dist.get_world_size()
+        own = self._step_states or random_states()
+        states = [own] * _place()[1]
+        if len(states) > 1:
             dist.all_gather_object(states, own)
         return {"states": states}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        states = state_dict["states"]
-        distributed = dist.is_available() and dist.is_initialized()
-        rank, processes = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
+        states, (rank, processes) = state_dict["states"], _place()
         if len(states) != processes:
-            _log.warning(
-                "The checkpoint is of %s processes, and these are %s: random numbers (dropout) start anew.",
-                len(states),
-                processes,
-            )
+            text = "The checkpoint is of %s processes, and these are %s: random numbers (dropout) start anew."
+            _log.warning(text, len(states), processes)
             return
         self._states = self._step_states = states[rank]
         self._disturbed = True
+
+
+def _place() -> tuple[int, int]:
+    """Return the rank of this process and the number of processes."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
 
 
 def random_states() -> dict[str, Any]:

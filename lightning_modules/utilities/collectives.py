@@ -19,11 +19,7 @@ def patient_group() -> dist.ProcessGroup | None:
 
 
 def gathered(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """Return the value of each process of a `patient_group`, when all have called this.
-
-    Raises:
-        RuntimeError: If another process has ended.
-    """
+    """Return the value of each process of a `patient_group`; raise a ``RuntimeError`` if another one has ended."""
     if group is None:
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)

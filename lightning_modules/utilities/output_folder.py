@@ -14,10 +14,7 @@ class OutputFolder:
     """Files of one folder, without its subfolders.
 
     Args:
-        path: A local folder, or an fsspec URL of one such as ``s3://bucket/scores``; it need not exist.
-
-    Attributes:
-        local: The folder, if it is a local one.
+        path: A local folder (then also ``local``), or the fsspec URL of one, ``s3://bucket/scores``; it need not exist.
 
     Raises:
         ValueError: If the file system of a URL is not known or needs a package that is missing.
@@ -53,7 +50,7 @@ class OutputFolder:
             raise ValueError(f"Cannot write to '{self.path}' ({error}). Check the address and your rights.") from error
 
     def names(self, ending: str) -> list[str]:
-        """Names of the files with that ending, in order; unfinished ones, and those with a leading ``_``, are none."""
+        """Return the sorted names of the finished files with that ending that do not start with ``_``."""
         if self.local is not None:
             found = [path.name for path in self.local.iterdir()] if self.local.is_dir() else []
         else:
@@ -65,21 +62,13 @@ class OutputFolder:
         return sorted(name for name in found if name.endswith(ending) and not name.startswith((".", "_")))
 
     def open(self, name: str) -> BinaryIO:
-        """The bytes of a file, to be read.
-
-        Raises:
-            FileNotFoundError: If there is none.
-        """
+        """Open a file to read its bytes."""
         if self.local is not None:
             return (self.local / name).open("rb")
         return cast(BinaryIO, io.BufferedReader(self._system.open(f"{self._root}/{name}", "rb")))
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a file of which a reader sees all or nothing, also after a kill.
-
-        Raises:
-            OSError: If it cannot be written.
-        """
+        """Write a file of which a reader sees all or nothing, also after a kill."""
         if self.local is not None:
             write_atomically(self.local / name, content)
             return

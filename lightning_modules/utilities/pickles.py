@@ -10,18 +10,10 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from typing_extensions import override
 
-METADATA, TRAINER_STATE = ".metadata", "meta.pt"
-
 _NAMES = {
     "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
+        *("Metadata", "MetadataIndex", "StorageMeta", "BytesStorageMetadata", "TensorStorageMetadata"),
+        *("ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING"),
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
@@ -40,13 +32,13 @@ def fault(folder: Path) -> str | None:
     index may name the classes of an index only, and the others are read with ``weights_only``: nothing else is run.
     """
     try:
-        with (folder / METADATA).open("rb") as stream:
+        with (folder / ".metadata").open("rb") as stream:
             index = _IndexUnpickler(stream).load()
         for entry, place in (index.storage_data or {}).items():
             if isinstance(index.state_dict_metadata[entry.fqn], BytesStorageMetadata):
-                _read_safely(_stored(folder, place))
-        if (folder / TRAINER_STATE).is_file():
-            torch.load(folder / TRAINER_STATE, map_location="cpu", weights_only=True)
+                torch.load(io.BytesIO(_stored(folder, place)), map_location="cpu", weights_only=True)
+        if (folder / "meta.pt").is_file():
+            torch.load(folder / "meta.pt", map_location="cpu", weights_only=True)
     except Exception as error:  # of a damaged pickle anything
         return f"is damaged, or holds more than weights ({_reason(error)})"
     return None
@@ -89,7 +81,3 @@ def _stored(folder: Path, place: Any) -> bytes:
     with path.open("rb") as stream:
         stream.seek(place.offset)
         return stream.read(place.length)
-
-
-def _read_safely(content: bytes) -> None:
-    torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
