@@ -12,8 +12,8 @@ from typing_extensions import override
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.training.export import ExportOptions, check_export, export_model
-from lightning_modules.training.export.folder import check_replaceable
-from lightning_modules.training.export.options import Adapters, ExportDType
+from lightning_modules.training.export.facts import Adapters, ExportDType
+from lightning_modules.training.export.model import check_replaceable
 
 
 class HuggingFaceExport(Callback):

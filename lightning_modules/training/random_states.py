@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_modules.training.preemption import between_steps
+from lightning_modules.utilities.collectives import gathered, rank_and_size
 
 _log = logging.getLogger(__name__)
 
@@ -51,26 +51,17 @@ class RandomStates(Callback):
     @override
     def state_dict(self) -> dict[str, Any]:
         """The states of all processes, by their ranks; all of them have to ask for it."""
-        own = self._step_states or random_states()
-        states = [own] * _place()[1]
-        if len(states) > 1:
-            dist.all_gather_object(states, own)
-        return {"states": states}
+        return {"states": gathered(self._step_states or random_states())}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        states, (rank, processes) = state_dict["states"], _place()
+        states, (rank, processes) = state_dict["states"], rank_and_size()
         if len(states) != processes:
             text = "The checkpoint is of %s processes, and these are %s: random numbers (dropout) start anew."
             _log.warning(text, len(states), processes)
             return
         self._states = self._step_states = states[rank]
         self._disturbed = True
-
-
-def _place() -> tuple[int, int]:
-    """Return the rank of this process and the number of processes."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
 
 
 def random_states() -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 Each process of a group holds ``T / P`` tokens of each row. Everything works on a token by itself but attention, for
 which processes exchange tokens for heads: each gets the whole row for ``1 / P`` of the heads (Jacobs et al., 2023,
-https://arxiv.org/abs/2309.14509). The exchange is that of DeepSpeed; who attends to what stays our own function's, so
-that packed documents keep apart. DeepSpeed's own way to install it, `register_with_transformers`, is not used: it
-replaces an attention function of transformers for all models of the process, and drops masks.
+https://arxiv.org/abs/2309.14509). The exchange is that of DeepSpeed; our own attention keeps packed documents apart.
+DeepSpeed's `register_with_transformers` is not used: it replaces an attention function of transformers for all models
+of the process, and drops masks.
 """
 
 import importlib.util
@@ -117,8 +117,7 @@ class SequenceGroup:
     def check_same(self, batch: PackedBatch) -> None:
         """Raise a ``ValueError`` unless all processes of the group hold the same rows.
 
-        A data module that gives each process rows of its own would make rows whose parts have nothing to do with each
-        other, and a loss like any other.
+        Parts of different rows would make sequences without meaning, and a loss that looks like any other.
         """
         content = batch["input_ids"].cpu().numpy().tobytes() + repr(batch["document_borders"]).encode()
         checksum = zlib.crc32(content)
@@ -258,8 +257,7 @@ class FullyShardedUlyssesStrategy(_SharesRows, FullyShardedStrategy):
     """The same over FSDP2: groups of processes share each training row, and all processes the weights.
 
     Args:
-        sequence_parallel_size: Processes that share a row (P); a divisor of their number and of that of the model's
-            attention heads.
+        sequence_parallel_size: As for `UlyssesStrategy`.
         **kwargs: Arguments of `FullyShardedStrategy`.
     """
 

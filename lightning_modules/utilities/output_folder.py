@@ -2,6 +2,7 @@
 
 import io
 import uuid
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, cast
 
@@ -22,12 +23,10 @@ class OutputFolder:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self.local: Path | None = None
-        if "://" not in path or path.startswith("file://"):
-            self.local = Path(path.removeprefix("file://")).expanduser()
-            return
+        local = "://" not in path or path.startswith("file://")
+        self.local = Path(path.removeprefix("file://")).expanduser() if local else None
         try:
-            self._system, self._root = fsspec.url_to_fs(path)
+            self._system, self._root = fsspec.url_to_fs(path if self.local is None else str(self.local))
         except ImportError as error:
             raise ValueError(f"'{path}' needs a package that is not installed: {error} (by `pip install`).") from error
         except ValueError as error:
@@ -51,14 +50,11 @@ class OutputFolder:
 
     def names(self, ending: str) -> list[str]:
         """Return the sorted names of the finished files with that ending that do not start with ``_``."""
-        if self.local is not None:
-            found = [path.name for path in self.local.iterdir()] if self.local.is_dir() else []
-        else:
-            self._system.invalidate_cache()
-            try:
-                found = [PurePosixPath(path).name for path in self._system.ls(self._root, detail=False)]
-            except FileNotFoundError:
-                found = []
+        self._system.invalidate_cache()
+        try:
+            found = [PurePosixPath(path).name for path in self._system.ls(self._root, detail=False)]
+        except FileNotFoundError:
+            return []
         return sorted(name for name in found if name.endswith(ending) and not name.startswith((".", "_")))
 
     def open(self, name: str) -> BinaryIO:
@@ -84,7 +80,5 @@ class OutputFolder:
 
     def remove(self, name: str) -> None:
         """Remove a file, if it is there."""
-        if self.local is not None:
-            (self.local / name).unlink(missing_ok=True)
-        elif self._system.exists(f"{self._root}/{name}"):
+        with suppress(FileNotFoundError):
             self._system.rm_file(f"{self._root}/{name}")

@@ -70,6 +70,8 @@ def activation_bytes(
     (one_input, peak, _), (two_inputs, _, _) = (
         _train(build(layers), autocast, checkpointing=True) for layers in (1, 2)
     )
+    with _fake_tensors(scored := build(1)), TokenMemory(TOKENS) as memory, torch.no_grad():
+        _forward(scored, autocast)
     text = config.get_text_config(decoder=True)
     head_dim = getattr(text, "v_head_dim", None) or getattr(text, "head_dim", None)
     width = text.num_attention_heads * (head_dim or text.hidden_size // text.num_attention_heads)
@@ -78,7 +80,7 @@ def activation_bytes(
         layer_input=two_inputs - one_input,
         attention_output=width * (autocast or dtype).itemsize,
         layer_backward=peak - (two_inputs - one_input),
-        forward=_score(build(1), autocast),
+        forward=memory.peak / TOKENS,
         hidden=hidden,
     )
 
@@ -162,13 +164,6 @@ def _train(backbone: Backbone, autocast: torch.dtype | None, *, checkpointing: b
         kept, size = memory.alive, hidden_states.untyped_storage().nbytes()
         torch.autograd.backward(hidden_states, torch.empty_like(hidden_states))
     return kept / TOKENS, (memory.peak - 2 * size) / TOKENS, size / TOKENS
-
-
-def _score(backbone: Backbone, autocast: torch.dtype | None) -> float:
-    """Return the peak in bytes per token of a pass that keeps nothing."""
-    with _fake_tensors(backbone), TokenMemory(TOKENS) as memory, torch.no_grad():
-        _forward(backbone, autocast)
-    return memory.peak / TOKENS
 
 
 def _forward(backbone: Backbone, autocast: torch.dtype | None) -> Tensor:

@@ -1,31 +1,34 @@
 """FLOPs, time, memory and cost of an experiment on given GPUs, before anyone rents one."""
 
 import math
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, replace
+from typing import Any, NamedTuple
 
 import torch
 
 from lightning_modules.commands.plan.activations import ActivationBytes, activation_bytes
 from lightning_modules.commands.plan.flops import Flops, ce_step_flops, forward_flops, scoring_flops, short_pass_flops
-from lightning_modules.commands.plan.hardware import EFFICIENCY, GPU, seconds
+from lightning_modules.commands.plan.hardware import EFFICIENCY, GPU, GPUS, seconds
 from lightning_modules.commands.plan.memory import (
     CONTEXT_GIB,
     FRAGMENTATION,
     GIB,
+    QUANTIZED_BYTES,
     Memory,
     Training,
     lasting_memory,
     scoring_memory,
     training_memory,
 )
-from lightning_modules.commands.plan.remedies import find_remedies
 from lightning_modules.commands.plan.settings import Evaluator, Experiment, stored_dtype
 from lightning_modules.commands.plan.shapes import ModelShape
 
 # Table 7 of Fang et al. (2025): extra wall-clock time of LongCE over CE; Llama-2-7B, sequences of 32k tokens.
 PAPER_OVERHEAD = {(4096, 1024): 0.79, (1024, 1024): 0.43, (4096, 4096): 0.36, (4096, 512): 1.50}
 PAPER_TOKENS = 32_768
+
+LORA = {"r": 8, "target_modules": "all-linear"}
+FSDP = "configs/strategies/fsdp.yaml: FSDP2"
 
 BASIS = (
     "Computed: operations of all matrix products and of causal attention, from the modules of the model; bytes of"
@@ -124,8 +127,13 @@ class Planner:
         training, lora = self.training, self.experiment.lora
         result = self._describe_memory(self._training_memory(training, lora))
         if not result["fits"]:
-            needed = lambda *changed: self._training_memory(*changed).needed  # noqa: E731
-            result["remedies"] = find_remedies(training, lora, self.gpu, needed)
+            # The smallest single change of each kind that makes the run fit.
+            fitting: dict[str, dict[str, Any]] = {}
+            for change in possible_changes(training, lora, self.gpu):
+                changed = self._training_memory(replace(training, **change.training), change.lora or lora).needed / GIB
+                if changed <= (change.gpu or self.gpu).memory:
+                    fitting.setdefault(change.kind, {"change": change.text, "needed": changed})
+            result["remedies"] = list(fitting.values())
         return result
 
     def _training_memory(self, training: Training, lora: dict[str, Any] | None) -> Memory:
@@ -214,3 +222,45 @@ def _describe_model(name: str, shape: ModelShape) -> dict[str, Any]:
         "layers": shape.layers,
         "vocabulary": shape.vocabulary,
     }
+
+
+class Change(NamedTuple):
+    """Another setting of a run."""
+
+    kind: str  # of several that are enough, the smallest of each kind is reported
+    text: str
+    training: dict[str, Any]  # attributes of `Training` with it
+    lora: dict[str, Any] | None = None
+    gpu: GPU | None = None
+
+
+def possible_changes(training: Training, lora: dict[str, Any] | None, gpu: GPU) -> list[Change]:
+    """Return what could be tried: first what trains the same, a larger card last."""
+    frozen, view = lora is not None, "trainer.strategy: DDPStrategy with gradient_as_bucket_view: true"
+    full, quantizable = training.checkpointing == "full", frozen and not (training.quantized or training.sharded)
+    half = "model.dtype: bfloat16 (of the frozen weights)"
+    quantization = "model.quantization: {load_in_4bit: true} (of the frozen weights)"
+    sharded = {"sharded": True, "gradient_copy": False}
+    shards = training.gpus if training.sharded else 1
+    tokens = (training.tokens // 2, training.tokens // 4)
+    shortest = training.context_length + training.stride if training.short_pass else 0
+    candidates: list[tuple[Any, ...]] = [
+        (training.step_copy, "optimizer", "model.optimizer.init_args.foreach: false", {"step_copy": False}),
+        (training.gradient_copy, "buckets", view, {"gradient_copy": False}),
+        (training.rows > 1, "rows", "data.batch_size: 1, with more accumulate_grad_batches", {"rows": 1}),
+        (not full, "checkpointing", "model.gradient_checkpointing: true", {"checkpointing": "full"}),
+        *(
+            (n > shards, "sharding", f"{FSDP} over {n} GPUs", {**sharded, "gpus": n})
+            for n in (training.gpus, 2 * training.gpus, 4 * training.gpus)
+        ),
+        # Trained weights stay in float32: in bfloat16 the small steps of fine-tuning round to nothing.
+        (not frozen, "lora", "model.lora: {r: 8, target_modules: all-linear}", {}, LORA),
+        (frozen and training.dtype.itemsize > 2, "dtype", half, {"dtype": torch.bfloat16}),
+        (quantizable, "quantization", quantization, {"quantized": QUANTIZED_BYTES[4]}),
+        *((shortest < count, "tokens", f"data.sequence_length: {count}", {"tokens": count}) for count in tokens),
+        *(
+            (card.memory > gpu.memory, "gpu", f"a card with {card.memory:g} GiB: {card.name}", {}, None, card)
+            for card in sorted(GPUS.values(), key=lambda card: card.memory)
+        ),
+    ]
+    return [Change(*change) for possible, *change in candidates if possible]

@@ -21,8 +21,8 @@ from lightning_modules.training.checkpoints.sharded import (
     CheckpointError,
     damage_of_content,
     damage_of_folder,
-    first_damage,
 )
+from lightning_modules.utilities.collectives import gathered, rank_and_size
 from lightning_modules.utilities.files import BUILDING, atomic_file, remove_folder
 from lightning_modules.utilities.pickles import refused_pickle
 
@@ -103,8 +103,7 @@ def check_checkpoint(path: str | Path, option: str = "ckpt_path", *, resume: boo
         ValueError: If it is missing, torn, on the web, or to be resumed from and holds weights alone; the message names
             the newest good one beside it.
     """
-    _check_local(path, option)
-    if (problem := _fault(Path(path), resume)) is not None:
+    if (problem := _fault(path, resume)) is not None:
         raise _refusal(path, problem, option)
 
 
@@ -114,8 +113,8 @@ def check_integrity(path: str | Path, option: str = "ckpt_path") -> None:
     Raises:
         ValueError: In all of them, if it is missing, torn, damaged or on the web.
     """
-    _check_local(path, option)
-    problem = first_damage(lambda *share: damage(Path(path)) or damage_of_content(Path(path), *share))
+    own = damage(path) or damage_of_content(Path(path), *rank_and_size())
+    problem = next((problem for problem in gathered(own) if problem is not None), None)
     if problem is not None:
         raise _refusal(path, problem, option)
 
@@ -143,9 +142,11 @@ def newest_checkpoint(folder: Path, *, resume: bool = True) -> Path | None:
     raise ValueError(f"No checkpoint in '{folder}' can be used: {listed}. Name another folder, or start a new run.")
 
 
-def damage(path: Path) -> str | None:
+def damage(path: str | Path) -> str | None:
     """Return why a checkpoint is incomplete, as the end of a sentence; None if it is complete."""
-    if path.is_dir():
+    if "://" in str(path):
+        return "is not loaded from the web: download it first"
+    if (path := Path(path)).is_dir():
         return damage_of_folder(path)
     try:
         if not path.is_file():
@@ -162,11 +163,6 @@ def remove_unfinished(folder: Path) -> None:
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
-def _check_local(path: str | Path, option: str) -> None:
-    if "://" in str(path):
-        raise ValueError(f"`{option}` '{path}': checkpoints are not loaded from the web. Download it first.")
-
-
 def _refusal(path: str | Path, problem: str, option: str = "ckpt_path") -> ValueError:
     """Return an error that names the newest good checkpoint beside a bad one."""
     others = [one.path for one in find_checkpoints(Path(path).parent) if one.path.absolute() != Path(path).absolute()]
@@ -176,12 +172,12 @@ def _refusal(path: str | Path, problem: str, option: str = "ckpt_path") -> Value
     return ValueError(f"`{option}` '{path}' {problem}. {remedy}")
 
 
-def _fault(path: Path, resume: bool) -> str | None:
+def _fault(path: str | Path, resume: bool) -> str | None:
     """Return why a checkpoint cannot be used, as the end of a sentence; None if it can."""
-    if (problem := damage(path)) is not None or path.is_dir():
+    if (problem := damage(path)) is not None or Path(path).is_dir():
         return problem
     try:
-        loaded = contents(path)
+        loaded = contents(Path(path))
     except Exception as error:  # an archive that torch did not write raises anything
         return refused_pickle(error)
     if not isinstance(loaded.get("state_dict"), dict):

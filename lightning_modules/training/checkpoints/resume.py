@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
 from lightning_modules.training.checkpoints.io import check_checkpoint, newest_checkpoint
 from lightning_modules.training.checkpoints.sharded import is_sharded
+from lightning_modules.utilities.collectives import gathered
 from lightning_modules.utilities.files import writable_folder
 
 _log = logging.getLogger(__name__)
@@ -63,8 +63,7 @@ class SameCheckpoint(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if trainer.world_size > 1:
-            found: list[Any] = [None] * trainer.world_size
-            dist.all_gather_object(found, trainer.ckpt_path and os.path.abspath(trainer.ckpt_path))
+            found = gathered(trainer.ckpt_path and os.path.abspath(trainer.ckpt_path))
             other = next((rank for rank, path in enumerate(found) if path != found[0]), None)
             if other is not None:
                 raise ValueError(

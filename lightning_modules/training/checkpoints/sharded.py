@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_modules.utilities import pickles
+from lightning_modules.utilities.collectives import gathered
 from lightning_modules.utilities.files import create_folder, publish_folder, to_disk, write_atomically
 
 Result = TypeVar("Result")
@@ -95,15 +96,6 @@ def damage_of_folder(path: Path) -> str | None:
     return f"is torn: {wrong[0]} does not have the size that was written" if wrong else pickles.fault(path)
 
 
-def first_damage(check: Callable[[int, int], str | None]) -> str | None:
-    """Return what ``check`` of a rank among N found damaged in any process, the same in each of them; all must ask."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return check(0, 1)
-    found: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, check(dist.get_rank(), dist.get_world_size()))
-    return next((problem for problem in found if problem is not None), None)
-
-
 def damage_of_content(path: Path, rank: int, processes: int) -> str | None:
     """Return what in a complete checkpoint differs from its checksums, as the end of a sentence.
 
@@ -123,7 +115,7 @@ def damage_of_content(path: Path, rank: int, processes: int) -> str | None:
     return None if damaged is None else f"is damaged: '{damaged}' in it is not what was written"
 
 
-def gathered(path: Path) -> dict[str, Any]:
+def load_whole(path: Path) -> dict[str, Any]:
     """Load a sharded checkpoint, whose content was checked, into the main memory of one process.
 
     Returns:
@@ -165,8 +157,7 @@ def _in_all(function: Callable[[], Result]) -> list[Result]:
         failure = "; ".join(f"{type(cause).__name__}: {cause}" for cause, _ in error.failures.values())
     except Exception as error:  # passed on, in every process
         failure = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (result, failure))
+    found = gathered((result, failure))
     failures = [f"process {rank}: {failed}" for rank, (_, failed) in enumerate(found) if failed is not None]
     if failures:
         raise _PartError("; ".join(failures))

@@ -1,4 +1,4 @@
-"""Facts of a training run in plain types, for checkpoints and for the card of an exported model."""
+"""Options of an export, and facts of a training run in plain types for checkpoints and for the model card."""
 
 import inspect
 import json
@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lightning.pytorch import Trainer
 from transformers import PreTrainedTokenizerFast
@@ -19,6 +19,29 @@ from lightning_modules.objectives import Objective
 PACKAGES = ("longce", "torch", "transformers", "peft", "lightning")
 OPTIMIZER_SETTINGS = ("lr", "betas", "momentum", "eps", "weight_decay")
 SCHEDULE_SETTINGS = ("start_factor", "end_factor", "total_iters", "T_max", "eta_min", "gamma", "step_size")
+
+
+Adapters = Literal["merged", "kept"]
+ExportDType = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """Options of an export; a ``ValueError`` refuses ``dtype`` with ``kept`` adapters, which stay as trained."""
+
+    adapters: Adapters = "merged"  # into the weights, or `kept` apart, with the base model's config in `base/`
+    dtype: ExportDType = "auto"  # of a whole model's weights; `auto`: `model.dtype`, to which adapters are rounded
+    legacy_rope_keys: bool = False  # write the keys of transformers 4 beside `rope_parameters`, where that is right
+    eabf_as_abf: bool = False  # export EABF as plain ABF: logits then differ beyond the original length
+
+    def __post_init__(self) -> None:
+        if self.kept and self.dtype != "auto":
+            raise ValueError(f"`dtype: {self.dtype}` is for merged models: leave it out, adapters stay as trained.")
+
+    @property
+    def kept(self) -> bool:
+        """Whether adapters stay apart."""
+        return self.adapters == "kept"
 
 
 @dataclass(frozen=True)

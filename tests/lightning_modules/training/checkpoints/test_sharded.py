@@ -21,8 +21,8 @@ from lightning_modules.training.checkpoints.sharded import (
     CheckpointError,
     damage_of_content,
     damage_of_folder,
-    gathered,
     is_sharded,
+    load_whole,
     no_code,
     write_together,
 )
@@ -185,7 +185,7 @@ def test_weights_are_gathered_by_a_process_that_belongs_to_no_group(alone):
 
     write_together(target, parts)
     dist.destroy_process_group()
-    content = gathered(target)
+    content = load_whole(target)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     assert set(content) == {"global_step", "state_dict"}
     assert content["global_step"] == 7
