@@ -7,7 +7,7 @@ from lightning.pytorch import LightningModule
 from transformers import PreTrainedModel
 
 from lightning_modules.models.adapters import same_frozen, trained_state
-from lightning_modules.training.checkpoints.order import RUN_ID
+from lightning_modules.training.checkpoints.io import RUN_ID
 from lightning_modules.training.export import TrainingFacts
 from lightning_modules.training.export.checkpoint import (
     FINGERPRINT,

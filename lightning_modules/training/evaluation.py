@@ -6,7 +6,7 @@ from pathlib import Path
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
-from lightning_modules.training.checkpoints.order import contents, describe
+from lightning_modules.training.checkpoints.io import contents, describe
 from lightning_modules.training.checkpoints.resume import is_remote, run_folder
 from lightning_modules.training.run import CONFIG_FILE, RUN_FILE
 from lightning_modules.utilities.files import writable_folder, write_atomically

@@ -14,8 +14,14 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_modules.training.checkpoints.io import damage, remove_unfinished
-from lightning_modules.training.checkpoints.order import Candidate, check_one_run, describe, find_checkpoints
+from lightning_modules.training.checkpoints.io import (
+    Candidate,
+    check_one_run,
+    damage,
+    describe,
+    find_checkpoints,
+    remove_unfinished,
+)
 from lightning_modules.utilities.files import write_atomically
 from lightning_modules.utilities.locks import RunLock
 

@@ -1,11 +1,10 @@
 """The sizes that the cost of a model depends on, read from its config and its modules on the meta device."""
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedConfig
 
 from lightning_modules.commands.plan.activations import decoder_layers, meta_backbone
@@ -62,7 +61,11 @@ class ModelShape:
             name=config.model_type,
             parameters=sum(p.numel() for p in backbone.parameters()),
             trained=sum(p.numel() for p in backbone.parameters() if p.requires_grad),
-            quantizable=sum(weight.numel() for weight in _quantizable(backbone.base_model)),
+            quantizable=sum(
+                part.weight.numel()
+                for name, part in backbone.base_model.named_modules()
+                if isinstance(part, nn.Linear) and part.weight is not head and "lora_" not in name
+            ),
             layer_weights=sum(active for active, _ in weights),
             trained_layer_weights=sum(trained for _, trained in weights),
             tail_weights=max(weights[-1][0] - text.hidden_size * (query + value) * key_value_heads, 0),
@@ -74,12 +77,6 @@ class ModelShape:
             pair_flops=2 * text.num_attention_heads * (query + value),
             windows=windows,
         )
-
-
-def _quantizable(model: Any) -> Iterator[Tensor]:
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and module is not model.get_output_embeddings() and "lora_" not in name:
-            yield module.weight
 
 
 def _layer_weights(layer: nn.Module, config: PreTrainedConfig) -> tuple[int, int]:

@@ -1,23 +1,27 @@
 """Checkpoints that a kill, a full disk or a flipped bit cannot turn into wrong weights.
 
 A checkpoint is looked for by what costs nothing: it must be complete, and its state without tensors must load. Its
-content is compared with its checksums when it is loaded.
+content is compared with its checksums when it is loaded. Of several the newest is that of the largest step which it
+records, never that of the latest file time.
 """
 
+import contextlib
 import logging
+import math
 import pickle
+import re
 import shutil
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from typing_extensions import override
 
-from lightning_modules.training.checkpoints.order import SUFFIX, check_one_run, contents, find_checkpoints
 from lightning_modules.training.checkpoints.sharded import (
+    REST,
     CheckpointError,
     damage_of_content,
     damage_of_folder,
@@ -25,6 +29,11 @@ from lightning_modules.training.checkpoints.sharded import (
 from lightning_modules.utilities.collectives import gathered, rank_and_size
 from lightning_modules.utilities.files import BUILDING, atomic_file, remove_folder
 from lightning_modules.utilities.pickles import refused_pickle
+
+RUN_ID = "run_id"
+"""Key in a checkpoint of the run that wrote it."""
+
+SUFFIX = ".ckpt"
 
 _log = logging.getLogger(__name__)
 
@@ -185,3 +194,55 @@ def _fault(path: str | Path, resume: bool) -> str | None:
     if resume and "optimizer_states" not in loaded:
         return "holds weights alone, from which training cannot resume"
     return None
+
+
+class Candidate(NamedTuple):
+    """A checkpoint in the folder of a run, which may be damaged."""
+
+    path: Path
+    step: float  # optimizer steps that it records; by its name if it cannot be read, else infinite
+    run: str | None  # id of the run that wrote it, if it records one
+
+
+def find_checkpoints(folder: Path) -> list[Candidate]:
+    """List the checkpoints in a folder and in its ``checkpoints``, largest step first; links are left out."""
+    found = []
+    for path in (*folder.glob(f"*{SUFFIX}"), *folder.glob(f"checkpoints/*{SUFFIX}")):
+        with contextlib.suppress(FileNotFoundError):  # a run that still trains removes its older ones
+            if not path.is_symlink():
+                found.append(describe(path))
+    # Lightning appends a version to the name of a second file of the same step.
+    versions = {one.path: int((re.findall(r"-v(\d+)$", one.path.stem) or [0])[0]) for one in found}
+    return sorted(found, key=lambda one: (one.step, versions[one.path]), reverse=True)
+
+
+def describe(path: Path) -> Candidate:
+    """Read the step and the run of a checkpoint; tensors stay on disk, and no code in it is run."""
+    path.stat()
+    try:
+        content = contents(path)
+    except Exception:  # damaged; `damage` reports how
+        content = {}
+    step = content.get("global_step")
+    if not isinstance(step, int):
+        named = re.findall(r"step\D?(\d+)", path.stem) or re.findall(r"\d+", re.sub(r"-v\d+$", "", path.stem))
+        return Candidate(path, float(named[-1]) if named else math.inf, None)
+    return Candidate(path, step, content.get(RUN_ID))
+
+
+def contents(path: Path) -> dict[str, Any]:
+    """Load a checkpoint without its tensors, which stay on disk, and without running any code in it.
+
+    Of a file that is not a checkpoint, torch raises anything.
+    """
+    file = path / REST if path.is_dir() else path
+    loaded = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    return loaded if isinstance(loaded, dict) else {}
+
+
+def check_one_run(folder: Path, candidates: list[Candidate]) -> None:
+    """Raise a ``ValueError`` if a folder holds checkpoints of different runs, whose steps cannot be compared."""
+    first_of = {one.run: one.path.name for one in reversed(candidates) if one.run is not None}
+    if len(first_of) > 1:
+        named = ", ".join(f"{name} of run {run}" for run, name in sorted(first_of.items()))
+        raise ValueError(f"'{folder}' holds checkpoints of {len(first_of)} runs ({named}): name one of the files.")

@@ -101,7 +101,10 @@ def say_how_to_go_on(trainer: Trainer) -> None:
         )
         return
     lost = "" if saved == trainer.global_step else f", of which {saved} are saved"
-    _log.info("Stopped at step %s%s. Resume with:\nlongce %s", trainer.global_step, lost, _command(str(newest.dirpath)))
+    option = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    option.add_argument("--ckpt_path")
+    command = shlex.join([*option.parse_known_args(sys.argv[1:])[1], "--ckpt_path", str(newest.dirpath)])
+    _log.info("Stopped at step %s%s. Resume with:\nlongce %s", trainer.global_step, lost, command)
 
 
 def goes_on(path: str | None, trainer: Trainer) -> bool:
@@ -110,13 +113,6 @@ def goes_on(path: str | None, trainer: Trainer) -> bool:
         return path == "last"
     own = {folder.absolute() for folder in _folders(trainer)}
     return not own.isdisjoint({Path(path).expanduser().absolute(), Path(path, "checkpoints").expanduser().absolute()})
-
-
-def _command(folder: str) -> str:
-    """Return the command of this process, with another checkpoint."""
-    option = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    option.add_argument("--ckpt_path")
-    return shlex.join([*option.parse_known_args(sys.argv[1:])[1], "--ckpt_path", folder])
 
 
 def _last(trainer: Trainer, logger: Any, resume: bool) -> str | None:

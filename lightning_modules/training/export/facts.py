@@ -101,21 +101,19 @@ def loading_facts(loading: Mapping[str, Any], config: Any) -> dict[str, Any]:
         quantization = {name: value for name, value in different if name != "quant_method" and name[0] != "_"}
     base = None if path is None or path.endswith(".json") else _absolute(path)
     local = base is not None and Path(base).exists()
+    revision = None if local or base is None else loading["revision"]
+    if base is not None and not local:
+        with suppress(ValueError):  # a read-only cache remembers none
+            revision = hub_commit(base, revision, fetched=True)
     return {
         "base_model": base,
         "base_is_local": local,
-        "revision": None if local or base is None else _fetched_commit(base, loading["revision"]),
+        "revision": revision,
         "changes": changes,
         "dtype": loading["dtype"],
         "lora": loading["lora"],
         "quantization": quantization,
     }
-
-
-def _fetched_commit(base: str, revision: str | None) -> str | None:
-    with suppress(ValueError):  # a read-only cache remembers none
-        return hub_commit(base, revision, fetched=True)
-    return revision
 
 
 def _absolute(path_or_id: str) -> str:

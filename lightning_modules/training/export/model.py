@@ -166,7 +166,11 @@ def check_replaceable(folder: Path) -> None:
     files = {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()}
     if not files and not any(folder.iterdir()):
         return
-    if added := sorted(files - _written_files(folder)):
+    try:
+        written = {MARKER, *json.loads((folder / MARKER).read_text())["files"]}
+    except (OSError, ValueError, KeyError):
+        written = set()
+    if added := sorted(files - written):
         raise ValueError(
             f"`output_dir` of the export, '{folder}', exists and is not an earlier export, which would be replaced"
             f" (it holds '{added[0]}'): name a new folder, or remove this one."
@@ -196,10 +200,3 @@ def _export_folder(target: Path, facts: str) -> Iterator[Path]:
             f"The export to '{target}' could not be written: {error}. What was there before still is. Free some room,"
             " or name another `output_dir`."
         ) from error
-
-
-def _written_files(folder: Path) -> set[str]:
-    try:
-        return {MARKER, *json.loads((folder / MARKER).read_text())["files"]}
-    except (OSError, ValueError, KeyError):
-        return set()

@@ -22,13 +22,14 @@ def merged_weights(model: PreTrainedModel | PeftModel, dtype: torch.dtype) -> di
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     adapted = dict(_adapted_modules(base))
     prefixes = tuple(f"{path}." for path in adapted)
-    weights = {
-        f"{path}.{name}": _to_cpu(tensor, dtype)
-        for path, module in adapted.items()
-        for name, tensor in _adapted_weights(path, module, dtype).items()
-    }
-    others = {name: tensor for name, tensor in base.state_dict().items() if not name.startswith(prefixes)}
-    return {**weights, **{name: _to_cpu(tensor, dtype) for name, tensor in others.items()}}
+    weights = {name: _to_cpu(part, dtype) for name, part in base.state_dict().items() if not name.startswith(prefixes)}
+    for path, module in adapted.items():
+        if isinstance(module, ModulesToSaveWrapper) and module.active_adapters:
+            parts = module.modules_to_save[module.active_adapters[0]].state_dict()
+        else:
+            parts = merged_layer(_tuner_layer(path, module), dtype)
+        weights |= {f"{path}.{name}": _to_cpu(part, dtype) for name, part in parts.items()}
+    return weights
 
 
 def check_mergeable(model: PreTrainedModel | PeftModel) -> None:
@@ -82,12 +83,6 @@ def _adapted_modules(base: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if not inside and isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
             found = path
             yield path, module
-
-
-def _adapted_weights(path: str, module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    if isinstance(module, ModulesToSaveWrapper) and module.active_adapters:
-        return module.modules_to_save[module.active_adapters[0]].state_dict()
-    return merged_layer(_tuner_layer(path, module), dtype)
 
 
 def _tuner_layer(path: str, module: nn.Module) -> BaseTunerLayer:

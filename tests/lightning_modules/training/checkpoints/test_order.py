@@ -5,8 +5,7 @@ import os
 import pytest
 import torch
 
-from lightning_modules.training.checkpoints.io import newest_checkpoint
-from lightning_modules.training.checkpoints.order import describe, find_checkpoints
+from lightning_modules.training.checkpoints.io import describe, find_checkpoints, newest_checkpoint
 from lightning_modules.training.checkpoints.sharded import REST
 
 
