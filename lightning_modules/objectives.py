@@ -164,8 +164,7 @@ class Sparse(Objective):
 
     def __init__(self, threshold: float = 0.5, fraction: float | None = None) -> None:
         check_threshold(threshold)
-        if fraction is not None:
-            check_fraction(fraction)
+        check_fraction(1.0 if fraction is None else fraction)
         self.threshold, self.fraction, self.pointwise = threshold, fraction, fraction is None
 
     def token_weights(self, long: Tensor, short: Tensor, batch: PackedBatch) -> Tensor:

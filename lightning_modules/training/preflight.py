@@ -11,15 +11,17 @@ from transformers import PreTrainedConfig
 from lightning_modules.batch import PackedBatch
 from lightning_modules.functional.windows import check_context, check_window_share
 from lightning_modules.models.adapters import quantization_config
+from lightning_modules.models.attention import DOCUMENT_SDPA
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.checks import check_weight_files
+from lightning_modules.models.context_extension.patterns import PATTERNS
 from lightning_modules.models.context_extension.rotary_checks import check_static
 from lightning_modules.models.loading import check_quantization, has_weights, load_backbone, load_config
 from lightning_modules.models.optimizations.low_precision import ShortDType, check_short_dtype
 from lightning_modules.models.tokenization.tokenizer import warn_of_other_tokenizer
 from lightning_modules.objectives import Objective, innermost
 from lightning_modules.training.export.facts import loaded_tokenizer
-from lightning_modules.training.sequence_parallel import SequenceGroup, check_sequence_parallelism
+from lightning_modules.training.sequence_parallel import SequenceGroup
 
 
 class Trainee(Protocol):
@@ -210,4 +212,45 @@ def check_cap(objective: Objective, stored: float | None) -> None:
         raise ValueError(
             f"The stored token weights were capped at {stored:g}, below the `gamma` {cap:g} of the objective: set"
             f" `model.objective.gamma` to {stored:g}, or run `longce influence` again with the larger one."
+        )
+
+
+def check_sequence_parallelism(config: PreTrainedConfig, size: int, attn_implementation: str = "auto") -> None:
+    """Refuse a model whose sequences processes cannot share.
+
+    Args:
+        config: Config of the model.
+        size: Processes that share a sequence.
+        attn_implementation: As the user asks for it.
+
+    Raises:
+        ValueError: If the heads cannot be shared out, or attention is not plain causal attention by torch's ``sdpa``.
+    """
+    if size == 1:
+        return
+    text: Any = config.get_text_config(decoder=True)
+    heads = text.num_attention_heads
+    key_heads = getattr(text, "num_key_value_heads", None) or heads
+    if heads % size or (key_heads % size and size % key_heads):
+        raise ValueError(
+            f"`sequence_parallel_size` {size} must divide the {heads} attention heads of the model, and divide its"
+            f" {key_heads} key-value heads or be a multiple of them: set another one."
+        )
+    if attn_implementation not in ("auto", "sdpa", DOCUMENT_SDPA):
+        raise ValueError(
+            f"Processes share rows with torch's `sdpa` only, which has flash attention in it, not with"
+            f" '{attn_implementation}': set `attn_implementation: sdpa`."
+        )
+    if (pattern := (getattr(text, "rope_parameters", None) or {}).get("rope_type")) in PATTERNS:
+        raise ValueError(
+            f"The attention pattern '{pattern}' computes attention in its own way, which processes cannot share: extend"
+            " the context by 'eabf', 'abf', 'yarn' or another method without a pattern."
+        )
+    layers = set(getattr(text, "layer_types", None) or ())
+    window = None if layers else getattr(text, "sliding_window", None)
+    if window is not None or layers - {"full_attention"}:
+        kind = f"a sliding window of {window}" if window is not None else ", ".join(sorted(layers))
+        raise ValueError(
+            f"Processes cannot share the rows of a model whose layers have not only full attention ({kind}): set"
+            " `context_extension.full_attention: true` if it is a sliding window, or take another model."
         )

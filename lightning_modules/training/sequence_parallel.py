@@ -1,10 +1,9 @@
-"""Rows longer than one device can train on: DeepSpeed Ulysses, several processes for the tokens of one row.
+"""Sequences longer than one device can train on: DeepSpeed Ulysses, several processes for the tokens of one sequence.
 
-Each process of a group holds ``T / P`` tokens of each row. Everything works on a token by itself but attention, for
-which processes exchange tokens for heads: each gets the whole row for ``1 / P`` of the heads (Jacobs et al., 2023,
-https://arxiv.org/abs/2309.14509). The exchange is that of DeepSpeed; our own attention keeps packed documents apart.
-DeepSpeed's `register_with_transformers` is not used: it replaces an attention function of transformers for all models
-of the process, and drops masks.
+Each process of a group holds ``T / P`` tokens of each sequence. Only attention looks at other tokens: there, processes
+exchange tokens for heads, and each computes ``1 / P`` of the heads of the whole sequence (Jacobs et al., 2023,
+https://arxiv.org/abs/2309.14509). The exchange is DeepSpeed's; the attention function stays ours, so that packed
+documents are kept apart (`register_with_transformers` would replace it for all models of the process).
 """
 
 import importlib.util
@@ -19,13 +18,11 @@ from jsonargparse.typing import PositiveInt
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, Strategy
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 from typing_extensions import override
 
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.models.attention import DOCUMENT_SDPA, document_attention
 from lightning_modules.models.backbone import Backbone
-from lightning_modules.models.context_extension.patterns import PATTERNS
 from lightning_modules.models.optimizations.modes import eval_mode
 from lightning_modules.training.fsdp import FullyShardedStrategy
 
@@ -117,7 +114,7 @@ class SequenceGroup:
     def check_same(self, batch: PackedBatch) -> None:
         """Raise a ``ValueError`` unless all processes of the group hold the same rows.
 
-        Parts of different rows would make sequences without meaning, and a loss that looks like any other.
+        With others, a sequence would be made of unrelated parts, and its loss would look like any other.
         """
         content = batch["input_ids"].cpu().numpy().tobytes() + repr(batch["document_borders"]).encode()
         checksum = zlib.crc32(content)
@@ -281,40 +278,4 @@ def check_processes(size: int, processes: int) -> None:
         raise ValueError(
             f"`sequence_parallel_size` is {size}, and {processes} process(es) do not form groups of {size}: set"
             " `trainer.devices` (times `trainer.num_nodes`) to a multiple of it."
-        )
-
-
-def check_sequence_parallelism(config: PreTrainedConfig, size: int, attn_implementation: str = "auto") -> None:
-    """Refuse a model whose rows ``size`` processes cannot share.
-
-    Raises:
-        ValueError: If the heads cannot be shared out, or attention is not plain causal attention by torch's ``sdpa``.
-    """
-    if size == 1:
-        return
-    text: Any = config.get_text_config(decoder=True)
-    heads = text.num_attention_heads
-    key_heads = getattr(text, "num_key_value_heads", None) or heads
-    if heads % size or (key_heads % size and size % key_heads):
-        raise ValueError(
-            f"`sequence_parallel_size` {size} must divide the {heads} attention heads of the model, and divide its"
-            f" {key_heads} key-value heads or be a multiple of them: set another one."
-        )
-    if attn_implementation not in ("auto", "sdpa", DOCUMENT_SDPA):
-        raise ValueError(
-            f"Processes share rows with torch's `sdpa` only, which has flash attention in it, not with"
-            f" '{attn_implementation}': set `attn_implementation: sdpa`."
-        )
-    if (pattern := (getattr(text, "rope_parameters", None) or {}).get("rope_type")) in PATTERNS:
-        raise ValueError(
-            f"The attention pattern '{pattern}' computes attention in its own way, which processes cannot share: extend"
-            " the context by 'eabf', 'abf', 'yarn' or another method without a pattern."
-        )
-    layers = set(getattr(text, "layer_types", None) or ())
-    window = None if layers else getattr(text, "sliding_window", None)
-    if window is not None or layers - {"full_attention"}:
-        kind = f"a sliding window of {window}" if window is not None else ", ".join(sorted(layers))
-        raise ValueError(
-            f"Processes cannot share the rows of a model whose layers have not only full attention ({kind}): set"
-            " `context_extension.full_attention: true` if it is a sliding window, or take another model."
         )

@@ -198,7 +198,11 @@ def expected_step(model, batches, objective):
             weights, tokens = weights + weight.sum(), tokens + int(scored.sum())
     loss = loss / (weights if normalized else tokens)
     loss.backward()
-    return float(loss), float(weights / tokens), {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+    return (
+        float(loss.detach()),
+        float(weights / tokens),
+        {n: p.grad for n, p in model.named_parameters() if p.requires_grad},
+    )
 
 
 def check(case, steps, logged, model):

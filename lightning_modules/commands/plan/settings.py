@@ -13,8 +13,8 @@ from lightning_modules.models.adapters import quantization_config
 from lightning_modules.models.context_extension.patterns import PATTERNS
 from lightning_modules.models.loading import load_config
 from lightning_modules.objectives import Objective
-from lightning_modules.training.preflight import check_influence
-from lightning_modules.training.sequence_parallel import check_processes, check_sequence_parallelism
+from lightning_modules.training.preflight import check_influence, check_sequence_parallelism
+from lightning_modules.training.sequence_parallel import check_processes
 from lightning_modules.utilities.user_modules import import_object
 
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "bf16": torch.bfloat16, "16-mixed": torch.float16, "16": torch.float16}

@@ -41,15 +41,53 @@ def test_call_gives_the_logits():
     torch.testing.assert_close(head(hidden), 2.0 * torch.tanh(logits / 2.0))
 
 
-def test_gradients_flow_where_they_are_wanted():
-    hidden, head, labels = problem(bias=False)
-    hidden.requires_grad_()
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("transform", [{}, {"scale": 0.25}, {"scale": 3.0, "soft_cap": 2.0}])
+@pytest.mark.parametrize("trained", [True, False])
+def test_gradients_match_one_token_at_a_time(tile, bias, transform, trained):
+    hidden, head, labels = problem(bias=bias, **transform)
+    wanted = [hidden, *(part for part in (head.weight, head.bias) if trained and part is not None)]
+    for part in wanted:
+        part.requires_grad_()
     upstream = torch.randn(2, 17, dtype=torch.float64)
-    actual, expected = (
-        torch.autograd.grad((function(hidden, head, labels) * upstream).sum(), hidden)[0]
-        for function in (token_log_likelihood, reference.token_log_likelihood)
+    log_likelihoods = (
+        token_log_likelihood(hidden, head, labels, chunk_size=4),
+        reference.token_log_likelihood(hidden, head, labels),
     )
-    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(*(torch.autograd.grad((each * upstream).sum(), wanted) for each in log_likelihoods))
+
+
+def test_the_gradient_of_a_bfloat16_weight_is_summed_in_float32():
+    torch.manual_seed(0)
+    weight = nn.Parameter((torch.randn(8, 4) * 0.1).bfloat16())
+    hidden = (torch.ones(1, 4001, 4) + 0.1 * torch.randn(1, 4001, 4)).bfloat16()
+    labels = torch.zeros(1, 4001, dtype=torch.int64)
+    labels[:, 0] = IGNORE_INDEX
+    exact = weight.detach().double().requires_grad_()
+    (expected,) = torch.autograd.grad(
+        reference.token_log_likelihood(hidden.double(), LinearHead(exact), labels).sum(), exact
+    )
+    (actual,) = torch.autograd.grad(
+        token_log_likelihood(hidden, LinearHead(weight), labels, chunk_size=2).sum(), weight
+    )
+    assert actual.dtype == torch.bfloat16
+    assert (actual.double() - expected).norm() / expected.norm() < 0.01
+
+
+def test_float16_with_a_scaled_loss_loses_no_small_gradients():
+    torch.manual_seed(0)
+    hidden, weight, scale = torch.randn(1, 3000, 16), nn.Parameter(torch.randn(2000, 16) * 0.2), 2.0**16
+    labels = torch.randint(2000, (1, 3000))
+    labels[:, 0] = IGNORE_INDEX
+
+    def solve(dtype, scale):
+        inputs = hidden.to(dtype).requires_grad_()
+        with torch.autocast("cpu", torch.float16, enabled=dtype == torch.float16):
+            loss = token_log_likelihood(inputs, LinearHead(weight), labels).sum() / 2**15
+        return [part.float() / scale for part in torch.autograd.grad(loss * scale, [inputs, weight])]
+
+    for actual, expected in zip(solve(torch.float16, scale), solve(torch.float32, 1.0), strict=True):
+        assert (actual - expected).norm() / expected.norm() < 0.005
 
 
 def test_tokens_that_do_not_exist_have_no_likelihood(tile):

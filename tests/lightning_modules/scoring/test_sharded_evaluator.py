@@ -7,6 +7,7 @@ from lightning_modules.models import lockstep as lockstep_module
 from lightning_modules.models.loading import load_backbone
 from lightning_modules.scoring import evaluator as evaluator_module
 from lightning_modules.scoring.evaluator import Evaluator
+from lightning_modules.training import fsdp
 from tests.conftest import make_text
 
 SETTINGS = {"context_length": 32, "stride": 16}
@@ -41,8 +42,8 @@ class Group:
 @pytest.fixture
 def group(monkeypatch):
     group = Group()
-    monkeypatch.setattr(evaluator_module, "world_mesh", lambda device: "mesh")
-    monkeypatch.setattr(evaluator_module, "load_sharded_backbone", group.load)
+    monkeypatch.setattr(fsdp, "world_mesh", lambda device: "mesh")
+    monkeypatch.setattr(fsdp, "load_sharded_backbone", group.load)
     for module in (evaluator_module, lockstep_module):
         monkeypatch.setattr(module, "any_rank", group.any_rank)
     return group

@@ -20,12 +20,12 @@ from lightning_modules.models.attention import register_document_attention
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.loading import load_backbone, load_config
 from lightning_modules.objectives import CrossEntropy, LongCE
+from lightning_modules.training.preflight import check_sequence_parallelism
 from lightning_modules.training.sequence_parallel import (
     FullyShardedUlyssesStrategy,
     SequenceGroup,
     UlyssesStrategy,
     check_processes,
-    check_sequence_parallelism,
     sequence_parallel_size,
 )
 from tests.conftest import make_text, tiny_config, tiny_model
