@@ -161,23 +161,15 @@ def load_sharded_backbone(
     precision: str = "32-true",
     **loading: Any,
 ) -> Backbone:
-    """Load a model that no process but the first ever holds as a whole.
+    """Load a model by the arguments of `load_backbone` so that no process but the first ever holds all of it.
 
     The first one loads it into main memory and sends it piece by piece; on the device a process holds its part and one
-    decoder layer at a time, and embedding and head in the end.
-
-    Args:
-        mesh: The processes, in one dimension.
-        device: Where the model will run.
-        precision: Of the trainer: in ``bf16-mixed`` weights are gathered in bfloat16, and gradients summed in float32.
-        **loading: Arguments of `load_backbone`.
-
-    Returns:
-        A backbone that is on the device. All processes must make the same number of passes through it (`lockstep`).
+    decoder layer at a time, and embedding and head in the end. All processes must make the same number of passes
+    through it (`lockstep`). In the trainer's precision ``bf16-mixed`` weights are gathered in bfloat16, and gradients
+    summed in float32.
 
     Raises:
-        ValueError: As `load_backbone` does; if the weights are to be quantised, or the model does not say which of its
-            parts are its layers.
+        ValueError: As `load_backbone` does; if the weights are to be quantized, or the model's layers are unknown.
     """
     if loading.get("quantization") is not None:
         raise ValueError("Quantised weights cannot be divided among processes: leave `quantization` out, or use DDP.")

@@ -185,7 +185,12 @@ def _distribution(
             f"`trainer.strategy` '{name}' cannot be planned: known are auto, ddp, UlyssesStrategy,"
             " FullyShardedStrategy and FullyShardedUlyssesStrategy (see configs/strategies)."
         )
-    count = _gpus(trainer, notes) if gpus is None else gpus
+    devices: Any = trainer.get("devices")
+    devices = len(devices) if isinstance(devices, list) else devices
+    known = str(devices).isdecimal() and int(devices) > 0
+    if gpus is None and not known:
+        notes.append(f"`trainer.devices` is {devices!r}, so one GPU is assumed; set it by --gpus")
+    count = gpus if gpus is not None else int(devices) * (trainer.get("num_nodes") or 1) if known else 1
     if count < 1:
         raise ValueError(f"`gpus` must be 1 or more, got {count}.")
     shared = arguments.get("sequence_parallel_size", 1)
@@ -199,16 +204,6 @@ def _distribution(
         "gpus": count,
         "sequence_parallel_size": shared,
     }
-
-
-def _gpus(trainer: dict[str, Any], notes: list[str]) -> int:
-    devices: Any = trainer.get("devices")
-    if isinstance(devices, list):
-        devices = len(devices)
-    if str(devices).isdecimal() and int(devices) > 0:
-        return int(devices) * (trainer.get("num_nodes") or 1)
-    notes.append(f"`trainer.devices` is {devices!r}, so one GPU is assumed; set it by --gpus")
-    return 1
 
 
 def _optimizer(optimizer: Any, notes: list[str]) -> tuple[str, float]:

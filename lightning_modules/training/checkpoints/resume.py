@@ -40,17 +40,15 @@ def find_checkpoint(path: str | None, trainer: Trainer, logger: Any, *, resume: 
     """
     if path is None or path in ("best", "hpc"):
         return path
-    if path == "last":
-        return _last(trainer, logger, resume)
-    folder = Path(path).expanduser()
-    if not folder.is_dir() or is_sharded(folder):
+    folder = _own_folder(trainer, logger) if path == "last" else Path(path).expanduser()
+    if path != "last" and (not folder.is_dir() or is_sharded(folder)):
         check_checkpoint(path, resume=resume)
         return path
     found = newest_checkpoint(folder, resume=resume)
-    if found is None:
-        raise ValueError(f"`ckpt_path` '{path}' holds no checkpoint. Name another one, or leave it out.")
-    _log.info("Resuming from %s.", found)
-    return str(found)
+    if found is None and (path != "last" or not resume):
+        raise ValueError(f"`ckpt_path: {path}` finds no checkpoint in '{folder}'. Name a file or the folder of a run.")
+    _log.info("Resuming from %s." if found else "No checkpoint in %s yet: starting a new training.", found or folder)
+    return None if found is None else str(found)
 
 
 class SameCheckpoint(Callback):
@@ -115,7 +113,8 @@ def goes_on(path: str | None, trainer: Trainer) -> bool:
     return not own.isdisjoint({Path(path).expanduser().absolute(), Path(path, "checkpoints").expanduser().absolute()})
 
 
-def _last(trainer: Trainer, logger: Any, resume: bool) -> str | None:
+def _own_folder(trainer: Trainer, logger: Any) -> Path:
+    """Return the folder in which this run keeps its checkpoints."""
     folder = next(_folders(trainer), None)
     if folder is None:
         raise ValueError("`ckpt_path: last` needs a checkpoint callback in `trainer.callbacks`.")
@@ -125,11 +124,7 @@ def _last(trainer: Trainer, logger: Any, resume: bool) -> str | None:
             f" folder of the run to resume (--ckpt_path {folder.parent.parent}/..), or give this run a name"
             " (--trainer.logger.init_args.version NAME)."
         )
-    found = newest_checkpoint(folder, resume=resume)
-    if found is None and not resume:
-        raise ValueError(f"`ckpt_path: last` finds no checkpoint in '{folder}'. Name a file or the folder of a run.")
-    _log.info("Resuming from %s." if found else "No checkpoint in %s yet: starting a new training.", found or folder)
-    return None if found is None else str(found)
+    return folder
 
 
 def is_numbered(logger: Any) -> bool:

@@ -1,7 +1,9 @@
 """Checkpoints that several processes write or check together: folders of their parts, whole or not there."""
 
+import io
 import json
 import os
+import pickle
 import shutil
 import warnings
 import zipfile
@@ -15,11 +17,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+from typing_extensions import override
 
-from lightning_modules.utilities import pickles
 from lightning_modules.utilities.collectives import gathered
 from lightning_modules.utilities.files import create_folder, publish_folder, to_disk, write_atomically
+from lightning_modules.utilities.pickles import first_cause
 
 Result = TypeVar("Result")
 
@@ -31,6 +34,20 @@ REST = "meta.pt"
 
 _INDEX = ".metadata"  # torch's: what is in which part
 _DEEPSPEED = "latest"  # the file that DeepSpeed writes last
+
+
+_INDEX_NAMES = {
+    "torch.distributed.checkpoint.metadata": {
+        *("Metadata", "MetadataIndex", "StorageMeta", "BytesStorageMetadata", "TensorStorageMetadata"),
+        *("ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
+    "torch.serialization": {"_get_layout"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath", "PurePosixPath", "WindowsPath"},
+}
+"""Classes in an index, by module."""
 
 
 class CheckpointError(OSError):
@@ -93,7 +110,7 @@ def damage_of_folder(path: Path) -> str | None:
         return f"is incomplete: {Path(error.filename).name} is missing"
     except ValueError as error:
         return f"is damaged: {error}"
-    return f"is torn: {wrong[0]} does not have the size that was written" if wrong else pickles.fault(path)
+    return f"is torn: {wrong[0]} does not have the size that was written" if wrong else _pickle_fault(path)
 
 
 def damage_of_content(path: Path, rank: int, processes: int) -> str | None:
@@ -205,3 +222,42 @@ def _checksum(path: Path) -> int:
         while block := file.read(1 << 20):
             crc = zlib.crc32(block, crc)
     return crc
+
+
+def _pickle_fault(folder: Path) -> str | None:
+    """Return why a folder of torch's sharded strategies must not be loaded, as the end of a sentence, or None.
+
+    Three parts of it are pickled: the index, which `torch.distributed.checkpoint` unpickles without restrictions;
+    values that are not tensors, which it loads without ``weights_only``; and Lightning's state of the run. Here the
+    index may name the classes of an index only, and the others are read with ``weights_only``: nothing else is run.
+    """
+    try:
+        with (folder / _INDEX).open("rb") as stream:
+            index = _IndexUnpickler(stream).load()
+        for entry, place in (index.storage_data or {}).items():
+            if isinstance(index.state_dict_metadata[entry.fqn], BytesStorageMetadata):
+                torch.load(io.BytesIO(_stored(folder, place)), map_location="cpu", weights_only=True)
+        if (folder / REST).is_file():
+            torch.load(folder / REST, map_location="cpu", weights_only=True)
+    except Exception as error:  # of a damaged pickle anything
+        return f"is damaged, or holds more than weights ({first_cause(error)})"
+    return None
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    """Makes objects of the classes of an index, and no others."""
+
+    @override
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _INDEX_NAMES.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+
+def _stored(folder: Path, place: Any) -> bytes:
+    path = folder / place.relative_path
+    if path.resolve().parent != folder.resolve():
+        raise ValueError(f"its index points to '{place.relative_path}', outside of it")
+    with path.open("rb") as stream:
+        stream.seek(place.offset)
+        return stream.read(place.length)

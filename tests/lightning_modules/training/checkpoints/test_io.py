@@ -25,7 +25,7 @@ from lightning_modules.training.checkpoints.io import (
 )
 from lightning_modules.utilities import files
 from tests.support.distributed import run_distributed
-from tests.support.faults import same
+from tests.support.faults import Evil, same
 
 STATE = {"state_dict": {"weight": torch.arange(5000.0)}, "optimizer_states": [{"step": 3, "betas": (0.9, 0.95)}]}
 
@@ -275,14 +275,6 @@ def test_a_folder_of_two_runs_has_no_newest(tmp_path):
         save(tmp_path / f"step-{step}.ckpt", {**STATE, "global_step": step, "run_id": run})
     with pytest.raises(ValueError, match="checkpoints of 2 runs"):
         newest_checkpoint(tmp_path)
-
-
-class Evil:
-    def __init__(self, marker):
-        self.marker = marker
-
-    def __reduce__(self):
-        return (open, (self.marker, "w"))
 
 
 def test_no_code_of_a_checkpoint_runs(tmp_path, monkeypatch):

@@ -27,6 +27,7 @@ from lightning_modules.training.checkpoints.sharded import (
     write_together,
 )
 from lightning_modules.utilities.files import BUILDING
+from tests.support.faults import Evil
 
 
 def write(value, folder):
@@ -104,14 +105,6 @@ def test_each_flipped_bit_is_found(alone):
             assert f"'{path.name}' in it is not what was written" in damage_of_content(target, 0, 1)
         path.write_bytes(whole)
     assert damage_of_content(target, 0, 1) is None
-
-
-class Evil:
-    def __init__(self, marker):
-        self.marker = str(marker)
-
-    def __reduce__(self):
-        return (open, (self.marker, "w"))
 
 
 def test_an_index_that_would_run_code_is_not_unpickled(alone, tmp_path):
