@@ -67,7 +67,7 @@ class Preemption(Callback):
         if goes_on:
             subprocess.run(["scontrol", "requeue", job], check=False)  # its exit status changes nothing here
         else:
-            _log.warning("SLURM is not asked to start the job again, as it would begin anew: use `--ckpt_path last`.")
+            _log.warning("SLURM is not asked to start the job again, as it would start over: use `--ckpt_path last`.")
 
     def _listen(self, trainer: Trainer) -> None:
         if threading.current_thread() is not threading.main_thread():

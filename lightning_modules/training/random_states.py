@@ -57,7 +57,7 @@ class RandomStates(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         states, (rank, processes) = state_dict["states"], rank_and_size()
         if len(states) != processes:
-            text = "The checkpoint is of %s processes, and these are %s: random numbers (dropout) start anew."
+            text = "The checkpoint is of %s processes, and these are %s: random numbers (dropout) start again."
             _log.warning(text, len(states), processes)
             return
         self._states = self._step_states = states[rank]
@@ -79,7 +79,7 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """Continue with what `random_states` gave; devices that are no more are left out."""
+    """Continue with what `random_states` gave; devices that no longer exist are left out."""
     torch.set_rng_state(states["torch"].cpu())
     for device, state in enumerate(states["cuda"][: torch.cuda.device_count()]):
         torch.cuda.set_rng_state(state.cpu(), device)

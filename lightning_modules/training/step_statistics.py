@@ -85,7 +85,7 @@ class TrainingStatistics:
             values["weight_mean"] = weights / tokens
         if weighs and not self.drawn:
             values["weight_above_1"] = above / tokens
-            # Kish's effective sample size, as a share: so many tokens of equal weight make a mean as noisy.
+            # Kish's effective sample size as a fraction: that many tokens of equal weight make a mean just as noisy.
             values["weight_effective_share"] = weights.square() / (squares * tokens).clamp(min=1e-300)
         if self.objective.largest_weight is not None and not self.drawn:
             values["weight_at_cap"] = capped / tokens

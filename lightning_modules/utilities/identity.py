@@ -1,7 +1,7 @@
 """Identity by content: the SHA-256 of all bytes, computed once per file and remembered on disk.
 
 A cached or resumed result is identified by the content that it was computed from. Paths, sizes, times and inodes are
-never the identity; they only tell whether a file is the one whose hash is remembered. What cannot be noticed is a
+never the identity; they only tell whether a file is the one whose hash is remembered. It cannot notice a
 change that leaves path, size, inode, modification time and change time (ctime) as they were. No program can set the
 change time on Linux file systems and NFS; a few others (FUSE mounts of object stores) do not keep one.
 """

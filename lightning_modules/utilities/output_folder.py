@@ -1,4 +1,4 @@
-"""A folder of results, on this machine or behind an fsspec URL, whose files appear whole or not at all."""
+"""A folder of results, on this machine or at an fsspec URL, whose files appear whole or not at all."""
 
 import io
 import uuid
@@ -36,7 +36,7 @@ class OutputFolder:
         return self.path
 
     def check_writable(self) -> None:
-        """Raise a ``ValueError`` if nothing can be written there; makes the folder if need be."""
+        """Raise a ``ValueError`` if nothing can be written there; makes the folder if needed."""
         if self.local is not None:
             writable_folder(self.local, remedy="Name another folder.")
             return
@@ -73,7 +73,7 @@ class OutputFolder:
         self._system.mv(temporary, f"{self._root}/{name}")
 
     def remove_unfinished(self) -> None:
-        """Remove what killed processes have left in a local folder, where nobody writes now."""
+        """Remove what killed processes have left in a local folder to which no process writes now."""
         if self.local is not None:
             for path in self.local.glob(f"{BUILDING}*"):
                 path.unlink(missing_ok=True)

@@ -14,7 +14,7 @@ _log = logging.getLogger(__name__)
 
 
 class _LogLines(tqdm):
-    """A bar whose states are lines of a log: a file full of carriage returns helps nobody."""
+    """A bar whose states are lines of a log: a file full of carriage returns is useless."""
 
     def display(self, msg: str | None = None, pos: int | None = None) -> None:
         del pos

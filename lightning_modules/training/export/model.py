@@ -179,7 +179,7 @@ def check_replaceable(folder: Path) -> None:
 
 @contextmanager
 def _export_folder(target: Path, facts: str) -> Iterator[Path]:
-    """Yield a folder that takes the place of an earlier export, or of that behind a link, at once as the block ends.
+    """Yield a folder that replaces an earlier export, or the one that a link leads to, at once as the block ends.
 
     Several processes that export to one folder wait for each other. The marker keeps the facts, a JSON text.
 
