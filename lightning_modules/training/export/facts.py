@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from lightning.pytorch import Trainer
 from transformers import PreTrainedTokenizerFast
@@ -27,7 +27,7 @@ ExportDType = Literal["auto", "float32", "bfloat16", "float16"]
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """Options of an export; a ``ValueError`` refuses ``dtype`` with ``kept`` adapters, which stay as trained."""
+    """Options of an export; a ``ValueError`` refuses unknown values, and ``dtype`` with ``kept`` adapters."""
 
     adapters: Adapters = "merged"  # into the weights, or `kept` apart, with the base model's config in `base/`
     dtype: ExportDType = "auto"  # of a whole model's weights; `auto`: `model.dtype`, to which adapters are rounded
@@ -35,6 +35,9 @@ class ExportOptions:
     eabf_as_abf: bool = False  # export EABF as plain ABF: logits then differ beyond the original length
 
     def __post_init__(self) -> None:
+        for name, known in (("adapters", get_args(Adapters)), ("dtype", get_args(ExportDType))):
+            if getattr(self, name) not in known:
+                raise ValueError(f"`{name}` is '{getattr(self, name)}': set it to one of {', '.join(known)}.")
         if self.kept and self.dtype != "auto":
             raise ValueError(f"`dtype: {self.dtype}` is for merged models: leave it out, adapters stay as trained.")
 

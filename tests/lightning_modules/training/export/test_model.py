@@ -146,9 +146,17 @@ def test_a_quantized_base_is_not_merged(tmp_path):
         assert ("quantization_config=BitsAndBytesConfig(load_in_4bit=True)" in card) == (name == "loaded")
 
 
-def test_adapters_kept_apart_are_not_converted():
-    with pytest.raises(ValueError, match="merged models"):
-        ExportOptions(adapters="kept", dtype="bfloat16")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"adapters": "split"}, "'split'.*merged, kept"),
+        ({"dtype": "int8"}, "'int8'.*bfloat16"),
+        ({"adapters": "kept", "dtype": "bfloat16"}, "merged models"),
+    ],
+)
+def test_wrong_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        ExportOptions(**options)
 
 
 def test_a_generation_config_that_transformers_would_not_save(tmp_path, caplog):
