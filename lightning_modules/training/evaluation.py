@@ -68,11 +68,13 @@ def _run_of(checkpoint: Path) -> Path | None:
     return folder if (folder / RUN_FILE).exists() else None
 
 
-def _new_folder(parent: Path, name: str, number: int = 1) -> Path:
+def _new_folder(parent: Path, name: str) -> Path:
     """Make a folder that no other evaluation has."""
-    folder = parent / (name if number == 1 else f"{name}-{number}")
-    try:
-        folder.mkdir(parents=True)
-    except FileExistsError:
-        return _new_folder(parent, name, number + 1)
-    return folder
+    folder, number = parent / name, 1
+    while True:
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            number += 1
+            folder = parent / f"{name}-{number}"
