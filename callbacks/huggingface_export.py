@@ -11,8 +11,7 @@ from typing_extensions import override
 
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
-from lightning_modules.training.export.folder import check_replaceable
-from lightning_modules.training.export.model import check_export, export_model
+from lightning_modules.training.export.model import check_export, check_replaceable, export_model
 from lightning_modules.training.export.options import ExportOptions
 
 

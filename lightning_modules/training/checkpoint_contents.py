@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from lightning_modules.models.adapters import same_frozen, trained_state
 from lightning_modules.models.config import ModelConfig
-from lightning_modules.training.checkpoints.order import RUN_ID
+from lightning_modules.training.checkpoints.io import RUN_ID
 from lightning_modules.training.export.checkpoint import (
     FINGERPRINT,
     KEY,
