@@ -1,4 +1,4 @@
-"""What an evaluation leaves in its folder for people and programs: numbers, tables and figures."""
+"""Report of an evaluation: numbers, tables and figures."""
 
 import json
 import math
@@ -21,23 +21,27 @@ _EXAMPLES = 8
 
 
 def write_task_report(folder: Path, results: Sequence[TaskResult], settings: Mapping[str, Any], missing: int) -> None:
-    """Write ``results.json``, ``report.md``, ``report.html`` and ``figures/*.svg``.
-
-    Args:
-        folder: Folder of the report.
-        results: All results so far.
-        settings: Settings of all results; ``model`` is the title.
-        missing: Number of questions without a result.
-    """
+    """Write ``results.json``, ``report.md``, ``report.html`` and ``figures/*.svg``; ``missing`` questions are open."""
     summary = summarize(results)
     numbers = {"model": settings["model"], **summary.as_json(), "missing": missing, "settings": dict(settings)}
     pictures = {name: as_svg(figure) for name, figure in figures(summary).items()}
-    blocks = _blocks(summary, results, settings, missing, list(pictures))
+    blocks: list[Block] = [
+        "Scores in percent, with standard errors where there are several questions.",
+        score_table(summary),
+        *_sentences(summary, missing),
+        *(Picture(name, _CAPTIONS[name]) for name in pictures),
+    ]
+    if summary.perplexities is not None:
+        blocks += [Heading("Perplexity of the tokens of answers / of all others"), perplexity_table(summary)]
+    if summary.questions:
+        blocks += [Heading("Some answers"), answer_table(results)]
+    values = [(name, json.dumps(value)) for name, value in settings.items()]
+    blocks += [Heading("Settings"), Table(("setting", "value"), values)]
     write_report(folder, f"Long-context tasks: {settings['model']}", blocks, pictures, numbers, name="results")
 
 
 def score_table(summary: Summary) -> Table:
-    """A row for each task and one for their average, a column for each length."""
+    """Return a row for each task and one for their average, with a column for each length."""
     tasks = list(dict.fromkeys(task for task, _ in summary.scores))
     lengths = sorted({length for _, length in summary.scores})
     rows = [[task, *(_cell(summary.scores.get((task, length))) for length in lengths)] for task in tasks]
@@ -48,7 +52,7 @@ def score_table(summary: Summary) -> Table:
 
 
 def perplexity_table(summary: Summary) -> Table:
-    """A row for each task, a column for each length: of the tokens of answers, and of all others."""
+    """Return the perplexities of answers and of all other tokens: a row per task, a column per length."""
     known = summary.perplexities_by_task
     tasks, lengths = list(dict.fromkeys(task for task, _ in known)), sorted(summary.perplexities_by_length)
     rows = [
@@ -60,7 +64,7 @@ def perplexity_table(summary: Summary) -> Table:
 
 
 def as_text(summary: Summary, missing: int) -> str:
-    """The scores for a terminal."""
+    """Format the scores for a terminal."""
     return "\n".join([as_text_table(score_table(summary)), "", *_sentences(summary, missing)])
 
 
@@ -89,25 +93,8 @@ def _sentences(summary: Summary, missing: int) -> list[str]:
     return [*sentences, f"{summary.questions:,} questions in {summary.seconds:,.0f} s of all processes together."]
 
 
-def _blocks(
-    summary: Summary, results: Sequence[TaskResult], settings: Mapping[str, Any], missing: int, pictures: Sequence[str]
-) -> list[Block]:
-    blocks: list[Block] = [
-        "Scores in percent, with standard errors where there are several questions.",
-        score_table(summary),
-        *_sentences(summary, missing),
-        *(Picture(name, _CAPTIONS[name]) for name in pictures),
-    ]
-    if summary.perplexities is not None:
-        blocks += [Heading("Perplexity of the tokens of answers / of all others"), perplexity_table(summary)]
-    if summary.questions:
-        blocks += [Heading("Some answers"), answer_table(results)]
-    values = [(name, json.dumps(value)) for name, value in settings.items()]
-    return [*blocks, Heading("Settings"), Table(("setting", "value"), values)]
-
-
 def answer_table(results: Sequence[TaskResult], count: int = _EXAMPLES) -> Table:
-    """Answers of the model from all over the results, wrong ones first."""
+    """Return some of the model's answers, wrong ones first."""
     ordered = sorted(results, key=lambda result: result.score)
     chosen = ordered[:: max(1, len(ordered) // count)][:count]
     return Table(
@@ -127,6 +114,6 @@ def answer_table(results: Sequence[TaskResult], count: int = _EXAMPLES) -> Table
 
 
 def _line(text: str, most: int = 160) -> str:
-    """Text on a line, as code that Markdown leaves alone."""
+    """Format a text on one line as code, which Markdown leaves alone."""
     line = " ".join(text.split()).replace("`", "'")
     return f"`{line[:most]}{'..' if len(line) > most else ''}`" if line else ""

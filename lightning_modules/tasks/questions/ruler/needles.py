@@ -7,10 +7,8 @@ from typing import Literal
 
 from typing_extensions import override
 
-from lightning_modules.tasks.questions.example import Example
 from lightning_modules.tasks.questions.haystacks import NOISE, Drawn, Essays
-from lightning_modules.tasks.questions.prompter import Prompter
-from lightning_modules.tasks.questions.task import Task, place
+from lightning_modules.tasks.questions.task import Draft, FittedTask, Request, place
 from lightning_modules.tasks.questions.words import key_word, number, uuid
 
 Haystack = Literal["noise", "essay", "needles"]
@@ -63,7 +61,7 @@ RULER_NEEDLES: dict[str, Setting] = {
 """The tasks `niah` of RULER's `synthetic.yaml`."""
 
 
-class Needles(Task):
+class Needles(FittedTask):
     """Sentences "One of the special magic numbers for brave-otter is: 1234567." in a haystack.
 
     The tasks `niah` of RULER (Hsieh et al. 2024, https://arxiv.org/abs/2404.06654), worded as its public code words
@@ -92,38 +90,23 @@ class Needles(Task):
         self.varies_depth = setting.queries * setting.values == 1
 
     @override
-    def example(
-        self, prompter: Prompter, length: int, index: int, *, seed: int = 0, depth: float | None = None
-    ) -> Example:
-        self.check_depth(depth)
-        rng = self.random(length, index, seed)
-        setting = self.setting
+    def draft(self, asked: Request) -> Draft:
+        rng, setting = asked.rng, self.setting
         keys = _distinct(rng, setting.key, setting.keys)
         values = _distinct(rng, setting.value, setting.keys * setting.values)
         values_of = {key: values[i * setting.values : (i + 1) * setting.values] for i, key in enumerate(keys)}
         queries = rng.sample(keys, setting.queries)
         answers = tuple(value for query in queries for value in values_of[query])
         needles = [self.needle(key, value) for key in keys for value in values_of[key]]
-        asked = self.needle(queries[0], answers[0])
-        hidden = _Hidden(rng, needles, asked, depth, essays=setting.haystack == "essay")
+        first = self.needle(queries[0], answers[0])
+        hidden = _Hidden(rng, needles, first, asked.depth, essays=setting.haystack == "essay")
         sentences, separator = self._haystack(rng, {*keys, *values})
 
         def wording(pieces: int) -> tuple[str, str]:
             return self.worded(separator.join(hidden.among(sentences(pieces))), queries)
 
-        pieces = self.fit(prompter, length, wording)
-        prompt, prefix = wording(pieces)
-        return Example(
-            task=self.name,
-            length=length,
-            index=index,
-            prompt=prompt,
-            answer_prefix=prefix,
-            answers=answers,
-            target=f" {_listed(answers)}",
-            max_new_tokens=self.max_new_tokens,
-            depth=hidden.depth(pieces) if self.varies_depth else None,
-        )
+        depth = hidden.depth if self.varies_depth else lambda _: None
+        return Draft(wording, answers, f" {_listed(answers)}", depth=depth)
 
     def needle(self, key: str, value: str) -> str:
         """The sentence to be found."""
