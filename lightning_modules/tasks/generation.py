@@ -218,7 +218,8 @@ def _stacked(caches: list[Cache]) -> Cache:
             continue
         for name in ("keys", "values"):
             parts = [getattr(layer, name) for layer in layers]
-            stacked = torch.cat([F.pad(part, (0, 0, longest - part.shape[-2], 0)) for part in parts])
+            width = max(part.shape[-2] for part in parts)  # sliding windows keep fewer tokens
+            stacked = torch.cat([F.pad(part, (0, 0, width - part.shape[-2], 0)) for part in parts])
             for layer in layers:
                 setattr(layer, name, None)
             setattr(layers[0], name, stacked)
@@ -274,8 +275,8 @@ def _try_out(backbone: Backbone) -> CacheUse:
                 return False
             # Half precision rounds otherwise for other shapes; a forgotten mask or position is far above.
             tolerance = 1e-3 if expected.dtype in (torch.float32, torch.float64) else 0.2
-            error = (torch.cat(logits).double() - expected.double()).abs().max()
-            return bool(error <= tolerance * expected.double().std().clamp(min=1e-6))
+            difference = (torch.cat(logits).double() - expected.double()).abs().max()
+            return bool(difference <= tolerance * expected.double().std().clamp(min=1e-6))
 
         if _can_be_stacked(backbone) and agrees([[0, 1]]):
             return "together"
