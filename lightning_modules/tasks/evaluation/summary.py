@@ -53,16 +53,13 @@ class Summary:
         scores: Mean score by task and length.
         averages: Average over tasks by length, only for lengths at which all tasks were asked.
         effective_length: Longest length whose average exceeds RULER's threshold; None if none does.
-        weighted_inc: Average over lengths, with larger weights for longer ones.
-        weighted_dec: The same with the weights reversed.
-        perplexities: Over all questions; None if answers were generated.
-        perplexities_by_length: The same by length, as in Figure 2 and Table 9 of Fang et al. (2025).
-        perplexities_by_task: The same by task and length.
+        weighted_inc: Average over lengths, with larger weights for longer ones; ``weighted_dec`` reverses the weights.
+        perplexities: Perplexities over all questions; None if answers were generated. By length they are those of
+            Figure 2 and Table 9 of Fang et al. (2025).
         heat_maps: Scores by length and depth of each task whose answers have one, and under ``all`` of these together.
             If depths were asked for, ``all`` has only tasks that have them: others would make one depth easier.
         curves: Scores by depth of these together, for each length.
         seconds: Time that the questions took, over all processes.
-        questions: Number of questions.
     """
 
     scores: dict[tuple[str, int], Score]

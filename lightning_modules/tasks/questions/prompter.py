@@ -10,13 +10,7 @@ from lightning_modules.models.tokenization.chat_templates import check_chat_temp
 
 
 class ForcedAnswer(NamedTuple):
-    """A question with its answer, for teacher forcing.
-
-    Attributes:
-        input_ids: Tokens of prompt, answer prefix and target.
-        answer_start: Index of the first token that is not in the prompt alone.
-        spans: For each answer the token indices ``[start, stop)`` that it lies in.
-    """
+    """Tokens of prompt, answer prefix and target; the index after the prompt; and ``[start, stop)`` of each answer."""
 
     input_ids: list[int]
     answer_start: int

@@ -29,16 +29,7 @@ DEPTHS = [round(100 * step / 39) for step in range(40)]
 
 @dataclass(frozen=True)
 class Setting:
-    """What is hidden in what.
-
-    Attributes:
-        haystack: What surrounds the needles: a repeated line, essays, or other needles.
-        key: Kind of the keys.
-        value: Kind of the values.
-        keys: Number of keys.
-        values: Values of each key, all of which are asked for.
-        queries: Keys that are asked for, at most ``keys``.
-    """
+    """Haystack, kinds of keys and values, and the numbers of keys, of values of each, and of keys asked for."""
 
     haystack: Haystack = "essay"
     key: Kind = "words"
@@ -69,15 +60,15 @@ class Needles(FittedTask):
 
     Unlike there, words come from our own lists; keys and values are distinct, and no sentence of a `needles` haystack
     repeats a key or a value of the needles; essays are filled by whole sentences (see `Essays`); as many pieces are
-    taken as fit, rather than a multiple of 5, 25 or 500; and no stray space stands at the ends of the essays or between
+    taken as fit, rather than a multiple of 5, 25 or 500; and no stray space is at the ends of the essays or between
     needles that meet.
 
-    Pieces, by which a depth is counted, are sentences, and with `noise` RULER's line of five short ones. Unless a depth
-    is asked for, needles stand as in RULER: in essays at some of 40 evenly spaced depths, else anywhere.
+    A depth counts pieces: sentences, and with `noise` RULER's line of five short ones. Unless a depth is asked for,
+    needles are placed as in RULER: in essays at some of 40 evenly spaced depths, else anywhere.
 
     Args:
         name: Name of the task.
-        setting: What is hidden in what.
+        setting: Needles and haystack.
         essays: Prose for the haystack `essay`.
     """
 
@@ -109,11 +100,11 @@ class Needles(FittedTask):
         return Draft(wording, answers, f" {_listed(answers)}", depth=depth)
 
     def needle(self, key: str, value: str) -> str:
-        """The sentence to be found."""
+        """Return the sentence to be found."""
         return NEEDLE.format(kind=self.setting.value, key=key, value=value)
 
     def worded(self, context: str, queries: Sequence[str]) -> tuple[str, str]:
-        """Prompt and answer prefix, in the singular where one value is asked for."""
+        """Return prompt and answer prefix, in the singular where one value is asked for."""
         question, prefix, kind = QUESTION, ANSWER_PREFIX, str(self.setting.value)
         if self.varies_depth:
             question = question.replace("Some", "A").replace("are all", "is").replace("are", "is")
@@ -122,7 +113,7 @@ class Needles(FittedTask):
         return question.format(kind=kind, context=context, query=query), prefix.format(kind=kind, query=query)
 
     def _haystack(self, rng: random.Random, taken: set[str]) -> tuple[Callable[[int], list[str]], str]:
-        """What gives so many sentences, and what stands between them."""
+        """Return a function from a number to that many sentences, and their separator."""
         if self.setting.haystack == "essay":
             return self.essays.sentences, " "
         if self.setting.haystack == "noise":
@@ -135,7 +126,7 @@ class Needles(FittedTask):
 
 
 class _Hidden:
-    """Needles that have found their places in a text whose length is not known yet."""
+    """Needles with places in a text whose length is not known yet."""
 
     def __init__(
         self, rng: random.Random, needles: list[str], asked: str, depth: float | None, *, essays: bool
@@ -149,7 +140,7 @@ class _Hidden:
         self.depths = sorted(depths or [rng.random() for _ in self.others])
 
     def among(self, sentences: list[str]) -> list[str]:
-        """The text as sentences, needles among them."""
+        """Return the text as sentences, needles among them."""
         pieces, last = [], 0
         for needle, depth in zip(self.others, self.depths, strict=True):
             before = int(len(sentences) * depth)
@@ -161,7 +152,7 @@ class _Hidden:
         return pieces
 
     def depth(self, sentences: int) -> float:
-        """Share of the other pieces that stand before the needle that is asked for."""
+        """Return the fraction of the other pieces before the needle that is asked for."""
         pieces = self.among([""] * sentences)
         return pieces.index(self.asked) / (len(pieces) - 1)
 

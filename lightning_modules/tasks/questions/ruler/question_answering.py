@@ -20,8 +20,8 @@ _ANSWER_PREFIX = " Answer:"
 class QuestionAnswering(FittedTask):
     """RULER's ``qa_1`` and ``qa_2`` (https://arxiv.org/abs/2404.06654, Section 3.4): real questions among distractors.
 
-    The documents of a question stand among those of other questions, in random order; for SQuAD those of the same
-    article come first. One of the answers has to occur in what the model says. The wordings are those of
+    The documents of a question are among those of other questions, in random order; for SQuAD those of the same
+    article come first. One of the answers has to occur in the model's answer. The wordings are those of
     https://github.com/NVIDIA/RULER. Unlike there, questions are asked in a random order that depends on the
     seed alone (so that all lengths ask the same ones; the original takes them as they stand in the file, where the
     first dozens are about one article), and the order of documents is drawn for each question.
@@ -29,7 +29,7 @@ class QuestionAnswering(FittedTask):
     Args:
         name: Name of the task.
         collection: Documents and questions.
-        source: What the collection is called in error messages.
+        source: Name of the collection in error messages.
     """
 
     max_new_tokens = 32
