@@ -25,7 +25,7 @@ def test_names_are_defined_in_the_files_that_are_cited(row):
 
 
 def test_the_step_of_the_page_is_the_step_of_the_module():
-    step = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)[1]
+    step = re.search(r"```py\n(.*?)```", PAGE, re.DOTALL)[1]
     source = (ROOT / "lightning_modules" / "long_context_lm.py").read_text()
     body = source[source.index("def training_step") :]
     assert all(line in body for line in step.splitlines())

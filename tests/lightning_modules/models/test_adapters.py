@@ -360,7 +360,7 @@ def test_adapters_over_weights_that_are_quantised_otherwise_are_refused(folder, 
     same = {**FOUR_BITS, "bnb_4bit_compute_dtype": "bfloat16"}
     perplexity(tmp_path, lm(folder, lora=lora, quantization=same), ckpt_path=path)
     for other in ({"load_in_8bit": True}, {**FOUR_BITS, "bnb_4bit_quant_type": "fp4"}):
-        with pytest.raises(ValueError, match=r"over weights quantised by .*nf4"):
+        with pytest.raises(ValueError, match=r"over weights quantized by .*nf4"):
             perplexity(tmp_path, lm(folder, lora=lora, quantization=other), ckpt_path=path)
 
 

@@ -154,11 +154,10 @@ def test_an_evaluation_without_logs_leaves_the_working_folder_alone(folder):
     assert Path("config.yaml").read_text() == Path("own.yaml").read_text()
 
 
-def test_a_resumed_run_keeps_its_config_and_takes_the_largest_step(folder, caplog):
+def test_a_resumed_run_keeps_its_config_and_takes_the_largest_step(folder):
     first, identity = (RUN / "config.yaml").read_bytes(), (RUN / "run.json").read_bytes()
     os.utime(RUN / "checkpoints" / "step-1.ckpt", (time.time() + 1e6,) * 2)
     longce(*FIT[:-1], "3", "--ckpt_path", "last")
-    assert "step-1.ckpt (step 1) was changed after" in caplog.text
     longce(*FIT[:-1], "3", "--ckpt_path", RUN)
     longce(*FIT[:-1], "4", "--ckpt_path", RUN)
     assert (RUN / "config.yaml").read_bytes() == first

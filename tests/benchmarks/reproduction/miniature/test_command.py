@@ -172,7 +172,7 @@ def test_missing_config_and_unknown_command(tmp_path, capsys):
         with pytest.raises(SystemExit) as stop:
             main(["reproduce", *arguments])
         assert stop.value.code == 2
-    assert "No file" in capsys.readouterr().err
+    assert "There is no config" in capsys.readouterr().err
 
 
 def test_help(capsys):
