@@ -68,12 +68,12 @@ class HarnessEvaluation:
         self.results = Results(config.output_folder, settings)
         self.loader = TaskLoader(tasks, include_path=config.include_path, num_fewshot=config.num_fewshot)
         self.files = {name: self.loader.task_file(name) for name in self.loader.names}
-        names = [name for name in self.loader.names if self.results.finished(name, self.files[name]) is None]
+        names = [name for name in self.loader.names if self.results.read("names", name, self.files[name]) is None]
         self.pending = {name: self.loader.load(name) for name in names}
         for name, loaded in self.pending.items():
             for part in loaded.tasks:
                 self.files[part] = self.loader.task_file(part) or self.files[name]
-                self.results.task(part, self.files[part])  # refuses results of other settings
+                self.results.read("tasks", part, self.files[part])  # refuses results of other settings
 
     def missing(self, rank: int = 0, processes: int = 1) -> list[str]:
         """Return this process's names without a result."""
@@ -94,7 +94,7 @@ class HarnessEvaluation:
             loaded = self.pending[name]
             with torch.no_grad():
                 for part, task in loaded.tasks.items():
-                    if self.results.task(part, self.files[part]) is None:
+                    if self.results.read("tasks", part, self.files[part]) is None:
                         result = evaluate_task(
                             model,
                             part,
@@ -105,14 +105,14 @@ class HarnessEvaluation:
                             bootstrap_iters=1000,
                         )
                         self.results.write_task(part, result, self.files[part])
-            known = {part: self.results.task(part) or {} for part in loaded.tasks}
+            known = {part: self.results.read("tasks", part) or {} for part in loaded.tasks}
             content = {"tasks": list(loaded.tasks), "groups": aggregate(loaded.groups, known)}
-            self.results.write_finished(name, content, self.files[name])
+            self.results.write("names", name, content, self.files[name])
 
     def report(self) -> str:
         """Write ``harness.json`` with all results so far, and return their table."""
-        found = [self.results.finished(name) or {"tasks": [], "groups": {}} for name in self.loader.names]
-        tasks = {part: self.results.task(part) for entry in found for part in entry["tasks"]}
+        found = [self.results.read("names", name) or {"tasks": [], "groups": {}} for name in self.loader.names]
+        tasks = {part: self.results.read("tasks", part) for entry in found for part in entry["tasks"]}
         groups = {name: metrics for entry in found for name, metrics in entry["groups"].items()}
         metrics = {**{name: (entry or {})["metrics"] for name, entry in tasks.items()}, **groups}
         result = {

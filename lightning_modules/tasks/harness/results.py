@@ -23,25 +23,13 @@ class Results:
         self.folder = folder
         self.settings = dict(settings)
 
-    def task(self, name: str, task_file: str | None = None) -> dict[str, Any] | None:
-        """Return the result of a task, if there is one."""
-        return self._read(self._path("tasks", name), task_file)
-
-    def finished(self, name: str, task_file: str | None = None) -> dict[str, Any] | None:
-        """Return the ``tasks`` of a name, and its ``groups`` with their metrics, if all of it is done."""
-        return self._read(self._path("names", name), task_file)
-
     def write_task(self, name: str, result: Mapping[str, Any], task_file: str | None = None) -> None:
         """Write the result of a task; its questions and answers, if there are any, in a separate file."""
         result = dict(result)
         if (samples := result.pop("samples", None)) is not None:
             lines = "".join(json.dumps(plain(sample)) + "\n" for sample in samples)
             write_atomically(self._path("samples", name, "jsonl"), lines.encode())
-        self._write(self._path("tasks", name), result, task_file)
-
-    def write_finished(self, name: str, content: Mapping[str, Any], task_file: str | None = None) -> None:
-        """Write what a name consists of, once all of it is done."""
-        self._write(self._path("names", name), dict(content), task_file)
+        self.write("tasks", name, result, task_file)
 
     def _path(self, kind: str, name: str, suffix: str = "json") -> Path:
         short = re.sub(r"[^\w.-]+", "_", name)
@@ -49,11 +37,16 @@ class Results:
             short += f"-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
         return self.folder / kind / f"{short}.{suffix}"
 
-    def _write(self, path: Path, content: dict[str, Any], task_file: str | None) -> None:
-        write_json(path, {**content, "settings": self.settings | ({"task_file": task_file} if task_file else {})})
+    def write(self, kind: str, name: str, content: Mapping[str, Any], task_file: str | None = None) -> None:
+        """Write the result of a task (kind ``tasks``), or the tasks and groups of a finished name (``names``)."""
+        write_json(
+            self._path(kind, name),
+            {**content, "settings": self.settings | ({"task_file": task_file} if task_file else {})},
+        )
 
-    def _read(self, path: Path, task_file: str | None) -> dict[str, Any] | None:
-        if not path.is_file():
+    def read(self, kind: str, name: str, task_file: str | None = None) -> dict[str, Any] | None:
+        """Return what `write` has stored, or None."""
+        if not (path := self._path(kind, name)).is_file():
             return None
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
