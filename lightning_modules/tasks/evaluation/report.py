@@ -41,37 +41,33 @@ def write_task_report(folder: Path, results: Sequence[TaskResult], settings: Map
 
 
 def score_table(summary: Summary) -> Table:
-    """Return a row for each task and one for their average, with a column for each length."""
-    tasks = list(dict.fromkeys(task for task, _ in summary.scores))
-    lengths = sorted({length for _, length in summary.scores})
-    rows = [[task, *(_cell(summary.scores.get((task, length))) for length in lengths)] for task in tasks]
-    if len(tasks) > 1:
-        averages = [summary.averages.get(length) for length in lengths]
-        rows.append(["average", *("" if average is None else f"{average:.1f}" for average in averages)])
-    return Table(["task", *map(short, lengths)], rows)
+    """Return the scores: a row for each task and one for their average, a column for each length."""
+    cells = {
+        key: f"{mean:.1f}" if math.isnan(error) else f"{mean:.1f} ± {error:.1f}"
+        for key, (mean, error, _) in summary.scores.items()
+    }
+    return _grid(cells, "average", {length: f"{average:.1f}" for length, average in summary.averages.items()})
 
 
 def perplexity_table(summary: Summary) -> Table:
-    """Return the perplexities of answers and of all other tokens: a row per task, a column per length."""
-    known = summary.perplexities_by_task
-    tasks, lengths = list(dict.fromkeys(task for task, _ in known)), sorted(summary.perplexities_by_length)
-    rows = [
-        [task, *(" / ".join(f"{value:.4g}" for value in known.get((task, length), ())) for length in lengths)]
-        for task in tasks
-    ]
-    together = [" / ".join(f"{value:.4g}" for value in summary.perplexities_by_length[length]) for length in lengths]
-    return Table(["task", *map(short, lengths)], [*rows, ["all", *together]] if len(tasks) > 1 else rows)
+    """Return the perplexities of answers and of all other tokens, in rows and columns like the scores."""
+    by_task, together = (
+        {key: f"{answer:.4g} / {other:.4g}" for key, (answer, other) in perplexities.items()}
+        for perplexities in (summary.perplexities_by_task, summary.perplexities_by_length)
+    )
+    return _grid(by_task, "all", together)
+
+
+def _grid(cells: Mapping[Any, str], last: str, together: Mapping[Any, str]) -> Table:
+    tasks, lengths = list(dict.fromkeys(task for task, _ in cells)), sorted({length for _, length in cells})
+    rows = [[task, *(cells.get((task, length), "") for length in lengths)] for task in tasks]
+    together_row = [last, *(together.get(length, "") for length in lengths)]
+    return Table(["task", *map(short, lengths)], [*rows, together_row] if len(tasks) > 1 else rows)
 
 
 def as_text(summary: Summary, missing: int) -> str:
     """Format the scores for a terminal."""
     return "\n".join([as_text_table(score_table(summary)), "", *_sentences(summary, missing)])
-
-
-def _cell(score: Any) -> str:
-    if score is None:
-        return ""
-    return f"{score.mean:.1f}" if math.isnan(score.error) else f"{score.mean:.1f} ± {score.error:.1f}"
 
 
 def _sentences(summary: Summary, missing: int) -> list[str]:
