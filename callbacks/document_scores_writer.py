@@ -1,4 +1,4 @@
-"""What becomes of the documents of a corpus: a table in parquet shards, written as they are scored."""
+"""Write the scores of a corpus's documents as a table in parquet shards, while they are scored."""
 
 import json
 import os
@@ -35,7 +35,7 @@ from lightning_modules.utilities.locks import RunLock
 from lightning_modules.utilities.progress import progress_bar
 
 _SHARD_TOKENS = 2**24  # about 200 MB with values for each token
-_NAMED = 3  # files that a message tells of
+_NAMED = 3  # files in a message
 
 
 class DocumentScoresWriter(Callback):
@@ -50,7 +50,7 @@ class DocumentScoresWriter(Callback):
     is written at once.
 
     Args:
-        output_dir: Folder or fsspec URL; made if need be.
+        output_dir: Folder or fsspec URL; made if needed.
         per_token: Write the long-short difference (``lsd``) and the long log-likelihood (``lcl``) of each token as
             lists of this type, with the characters of each token (``token_starts``, ``token_ends``). The difference is
             null where the short context is the whole context (the first ``context_length + stride`` tokens), the
@@ -60,9 +60,6 @@ class DocumentScoresWriter(Callback):
         gamma: Largest weight of the soft-weighted benefit.
         shard_rows: Documents in a shard, at most.
         shard_minutes: Time after which a shard is written though it is not full.
-
-    Raises:
-        ValueError: If a threshold makes no sense, or the address is none that can be written to.
     """
 
     def __init__(
@@ -89,16 +86,12 @@ class DocumentScoresWriter(Callback):
         self._asked_at: float | None = None
 
     def written(self) -> Written:
-        """What earlier runs have written; no other run writes there from now on.
-
-        Raises:
-            ValueError: If another one is at it, or the folder cannot be written to or holds something else.
-        """
+        """Return what earlier runs have written; no other run writes there from now on."""
         self.shards.folder.check_writable()
         if self.shards.folder.local is not None:
             self._lock = RunLock(self.shards.folder.local)
             self._lock.begin()
-            self.shards.folder.remove_unfinished()  # of runs that were killed: nobody else writes there now
+            self.shards.folder.remove_unfinished()  # of killed runs: no other run writes there now
         self._before = self.shards.written()
         return self._before
 
@@ -117,7 +110,7 @@ class DocumentScoresWriter(Callback):
         self._settings = {
             **pl_module.scoring_settings(),
             **corpus.scoring_settings(),
-            **self._weights(trainer, pl_module),
+            "checkpoint": _checkpoint_identity(trainer),
             "precision": str(trainer.precision),
             **self.statistics,
             "per_token": self.per_token and f"{self.per_token}, null where there is no value",  # once 0
@@ -133,14 +126,8 @@ class DocumentScoresWriter(Callback):
         if self._lock is not None:
             self._lock.join(trainer.global_rank)
 
-    def _weights(self, trainer: Trainer, pl_module: LongContextLM) -> dict[str, Any]:
-        """Identities of the model and of the checkpoint that gives its weights, a file or a folder."""
-        path = trainer.ckpt_path
-        checkpoint = None if path is None else f"sha256:{content_hash(Path(path))}"
-        return {"model": pl_module.scoring_settings()["model"], "checkpoint": checkpoint}
-
     def _refusal(self) -> str | None:
-        """In the first process, why these documents cannot be scored into the folder."""
+        """Return why these documents cannot be scored into the folder, as the first process knows."""
         if clash := clashes(list(self._corpus.column_types)):
             return f"`data.columns` names {clash}, which are columns of the scores: rename them in the corpus."
         if self._before is None or not self._before.settings:
@@ -155,7 +142,8 @@ class DocumentScoresWriter(Callback):
     @override
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(pl_module, LongContextLM)
-        if any(self._settings[name] != found for name, found in self._weights(trainer, pl_module).items()):
+        found = {"model": pl_module.scoring_settings()["model"], "checkpoint": _checkpoint_identity(trainer)}
+        if not found.items() <= self._settings.items():
             raise ValueError("The model or checkpoint changed while it was loaded. Start again when it is complete.")
         rungs = pl_module.document_scorer().rungs
         contexts = rungs.contexts if rungs is not None else ()
@@ -184,25 +172,21 @@ class DocumentScoresWriter(Callback):
             self._table.add(origin, scores)
         for origin in batch["failed"]:
             self._table.add(origin, Failed(str(origin.error)))
-        self._show(self._table)
+        rate = (self._tokens + self._table.tokens) / max(time.monotonic() - self._started, 1e-9)
+        self._bar.set_postfix_str(f"{tqdm.format_sizeof(rate)} tokens/s", refresh=False)
+        self._bar.update(self._documents + len(self._table) - self._bar.n)
         minutes = (time.monotonic() - self._shard_begun) / 60
         full = len(self._table) >= self.shard_rows or self._table.tokens >= _SHARD_TOKENS
         if full or minutes >= self.shard_minutes or self._asked_at is not None:
             self._write_shard(trainer)
 
     def _asked_to_stop(self, number: int, _: FrameType | None) -> None:
-        """What is to end soon writes what it has; processes that stopped by themselves would leave others waiting."""
+        # Every process continues: one that stopped by itself would leave the others waiting.
         if self._asked_at is None:
             self._asked_at = time.monotonic()
             os.write(2, b"longce: SIGTERM: each batch is written at once from now on; another one ends the run.\n")
         elif time.monotonic() - self._asked_at > ECHO:
             os._exit(128 + number)
-
-    def _show(self, table: ScoreTable) -> None:
-        """Documents and tokens per second, and the time left."""
-        rate = (self._tokens + table.tokens) / max(time.monotonic() - self._started, 1e-9)
-        self._bar.set_postfix_str(f"{tqdm.format_sizeof(rate)} tokens/s", refresh=False)
-        self._bar.update(self._documents + len(table) - self._bar.n)
 
     def _write_shard(self, trainer: Trainer) -> None:
         assert self._table is not None
@@ -231,7 +215,7 @@ class DocumentScoresWriter(Callback):
             raise error
 
     def _finished(self, found: list[tuple[Delivered, int]]) -> Exception | None:
-        """In the first process: write the counts of all documents, or say what is missing."""
+        """Write the counts of all documents in the first process; return an error if some are missing."""
         unreadable = sorted({reason for delivered, _ in found for reason in delivered.unreadable})
         if unreadable:
             return ValueError(
@@ -246,7 +230,7 @@ class DocumentScoresWriter(Callback):
         except (ValueError, OSError, IncompleteError) as error:
             return error
         if not complete:
-            rank_zero_info("Not all documents are done: run the same command, without a limit of batches, to go on.")
+            rank_zero_info("Not all documents are done: run the same command, without a limit of batches, to resume.")
             return None
         before = 0 if self._before is None else sum(map(len, self._before.rows.values()))
         there, due = sum(map(len, written.rows.values())), before + sum(each.documents for each, _ in found)
@@ -261,7 +245,7 @@ class DocumentScoresWriter(Callback):
         return None
 
     def _repeated_keys(self) -> int:
-        """How many documents have a key that another one has; by default a key is file and row."""
+        """Count the documents with a key that another one has; by default a key is file and row."""
         if self._settings["key_column"] is None:
             return 0
         keys = [batch.column("key") for batch in self.shards.batches(["key"])]
@@ -287,8 +271,13 @@ class DocumentScoresWriter(Callback):
             self._lock = None
 
 
+def _checkpoint_identity(trainer: Trainer) -> str | None:
+    """Identify the content of the checkpoint that gives the weights, a file or a folder."""
+    return None if trainer.ckpt_path is None else f"sha256:{content_hash(Path(trainer.ckpt_path))}"
+
+
 def _report(found: dict[str, int], place: str) -> str:
-    repeated = f" {found['repeated_keys']:,} have a key that others have, too." if found["repeated_keys"] else ""
+    repeated = f" {found['repeated_keys']:,} have a key that others have." if found["repeated_keys"] else ""
     return (
         f"{found.get('documents', 0):,} documents with {found.get('tokens', 0):,} tokens in {place}:"
         f" {found.get('failed', 0):,} failed (column `error`), {found.get('too_short', 0):,} too short for a short"

@@ -9,21 +9,11 @@ Kind = TypeVar("Kind", bound=Callback)
 
 
 def check_single(trainer: Trainer, kind: type[Kind], describe: Callable[[Kind], object], names: str) -> None:
-    """Refuse several callbacks of one kind, whose values Lightning would average under one name without a word.
-
-    Args:
-        trainer: That has the callbacks.
-        kind: Class that logs under fixed names.
-        describe: Tells one callback of this class from another.
-        names: What it logs, for the message.
-
-    Raises:
-        ValueError: If the trainer has more than one.
-    """
+    """Refuse several callbacks of one kind, whose values Lightning would average under one name without a word."""
     callbacks = [callback for callback in trainer.callbacks if isinstance(callback, kind)]  # type: ignore[attr-defined]
     if len(callbacks) > 1:
         raise ValueError(
             f"{len(callbacks)} `{kind.__name__}` callbacks ({' and '.join(str(describe(each)) for each in callbacks)})"
-            f" log the same names ({names}), and Lightning would average their values: keep one of them, and give the"
-            " other to a run of `longce validate` of its own."
+            f" log the same names ({names}), and Lightning would average their values: keep one of them, and use the"
+            " other in a separate run of `longce validate`."
         )

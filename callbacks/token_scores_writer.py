@@ -1,4 +1,4 @@
-"""Predictions as files: the pair of log-likelihoods of every document."""
+"""Write predictions as files: the pair of log-likelihoods of every document."""
 
 import logging
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ class TokenScoresWriter(BasePredictionWriter):
     corpus that cannot be scored; `DocumentScoresWriter` also counts them, and ends with exit status 1 above a limit.
 
     Args:
-        output_dir: Folder of the ``<hash of the text>.safetensors`` files; made if need be.
+        output_dir: Folder of the ``<hash of the text>.safetensors`` files; made if needed.
     """
 
     def __init__(self, output_dir: str) -> None:

@@ -51,15 +51,11 @@ class MixtureDataModule(PackedTextDataModule):
     Args:
         tokenizer: Tokenizer of the model: hub id or local folder.
         sources: The data modules by names of your choice, each with ``class_path``, ``init_args`` and ``weight``. They
-            take the mixture's settings where they have none of their own, such as ``long_documents``.
+            take the mixture's settings, such as ``long_documents``, unless they set them.
         weights: Weights by source, in place of those in `sources`; ``longce select --weights`` writes them.
         evaluate_on: Sources whose validation and test documents are evaluated on; null for all. `validation_documents`
             and `test_documents` count those of each source.
         **kwargs: See :class:`PackedTextDataModule`.
-
-    Raises:
-        ValueError: If a source is not known or its arguments are wrong, a weight is not above 0, or stored token
-            weights (`influence`) are asked for.
     """
 
     def __init__(
@@ -76,16 +72,20 @@ class MixtureDataModule(PackedTextDataModule):
             raise ValueError("Rows of a mixture have no stored token weights: leave `influence` out.")
         if not sources:
             raise ValueError("`sources` is empty: name at least one data module.")
-        settings = {name: value for name, value in kwargs.items() if name not in _NOT_PASSED_ON and value is not None}
         if weights is not None and (other := sorted(set(weights) ^ set(sources))):
             raise ValueError(f"`weights` and `sources` must name the same sources, and {other} are in one only.")
-        given = {name: source.get("weight", 1.0) for name, source in sources.items()}
-        self.weights = {name: _weight(name, weight) for name, weight in (weights or given).items()}
-        self.modules = {
-            name: _module(name, each, settings | {"tokenizer": tokenizer}) for name, each in sources.items()
-        }
         if unknown := set(evaluate_on or ()) - set(sources):
             raise ValueError(f"`evaluate_on` names {sorted(unknown)}, but the sources are {sorted(sources)}.")
+        settings = {name: value for name, value in kwargs.items() if name not in _NOT_PASSED_ON and value is not None}
+        self.weights: dict[str, float] = {}
+        self.modules: dict[str, PackedTextDataModule] = {}
+        for name, source in sources.items():
+            weight = float((weights or {}).get(name, source.get("weight", 1.0)))
+            if not 0 < weight < float("inf"):
+                raise ValueError(f"The weight of source {name!r} must be above 0, got {weight}. Or leave it out.")
+            self.weights[name] = weight
+            with _naming(name):
+                self.modules[name] = _module(source, settings | {"tokenizer": tokenizer})
         self.evaluated = {name: self.modules[name] for name in evaluate_on or sources}
         self.mixed_rows: dict[str, PackedRowDataset] = {}
 
@@ -141,8 +141,7 @@ class MixtureDataModule(PackedTextDataModule):
 
     def _chained(self, split: Split) -> DocumentDataset:
         """Join the evaluation documents of all sources."""
-        counts = {"validation": "validation_documents", "test": "test_documents"}
-        datasets = [each._documents(split, getattr(each, counts[split])) for each in self.evaluated.values()]
+        datasets = [each._documents(split) for each in self.evaluated.values()]
         return DocumentDataset(
             chain.from_iterable(each.documents for each in datasets),
             self.tokenizer,
@@ -163,34 +162,19 @@ class MixtureDataModule(PackedTextDataModule):
             )
 
 
-def _weight(name: str, weight: float) -> float:
-    weight = float(weight)
-    if not 0 < weight < float("inf"):
-        raise ValueError(f"The weight of source {name!r} must be above 0, got {weight}. Leave out what has no share.")
-    return weight
-
-
-def _module(name: str, source: MixtureSource, settings: Mapping[str, Any]) -> PackedTextDataModule:
-    """Make the data module of a source, with the mixture's settings where it has none."""
+def _module(source: MixtureSource, settings: Mapping[str, Any]) -> PackedTextDataModule:
+    """Make the data module of a source, with the mixture's settings unless it sets them."""
     given = dict(source.get("init_args") or {})
     for common in _COMMON:
         if common in given and given[common] != settings.get(common):
-            raise ValueError(
-                f"Source {name!r} has `{common}` = {given[common]!r}: it is the mixture's to set."
-                " Leave it out of the source."
-            )
+            raise ValueError(f"it has `{common}` = {given[common]!r}, which is the mixture's to set. Leave it out.")
     if unfit := sorted(set(given) & set(_NOT_PASSED_ON)):
-        raise ValueError(f"Source {name!r} has {unfit}, which have no meaning for a part of a mixture. Leave them out.")
+        raise ValueError(f"it has {unfit}, which have no meaning for a part of a mixture. Leave them out.")
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(PackedTextDataModule, "data")
     plain = {key: asdict(value) if is_dataclass(value) else value for key, value in settings.items()}  # type: ignore[arg-type]
     config = {"class_path": source["class_path"], "init_args": plain | given}
-    try:
-        module = parser.instantiate(parser.parse_object({"data": config})).data
-    except (jsonargparse.ArgumentError, ValueError) as error:
-        raise ValueError(f"Source {name!r} of the mixture: {error}") from error
-    assert isinstance(module, PackedTextDataModule)
-    return module
+    return parser.instantiate(parser.parse_object({"data": config})).data
 
 
 @contextmanager
@@ -198,5 +182,5 @@ def _naming(name: str) -> Iterator[None]:
     """Add the name of the source to an error."""
     try:
         yield
-    except ValueError as error:
+    except (ValueError, jsonargparse.ArgumentError) as error:
         raise ValueError(f"Source {name!r} of the mixture: {error}") from error

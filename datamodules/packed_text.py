@@ -4,16 +4,14 @@ import os
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 from lightning.pytorch.utilities import rank_zero_info
-from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset, DataLoader, Dataset
 from transformers import PreTrainedTokenizerFast
 from typing_extensions import override
@@ -23,9 +21,9 @@ from datamodules.influence.store import InfluenceStore
 from datamodules.packing.curriculum import CurriculumDataModule, LengthCurriculum
 from datamodules.packing.evaluation_documents import DocumentDataset
 from datamodules.packing.loader import ResumableLoader
-from datamodules.packing.packing import PackedRows, Packing, pack_documents
+from datamodules.packing.packing import Packing, pack_documents
 from datamodules.packing.preview import preview
-from datamodules.packing.samplers import DocumentSampler, RowSampler
+from datamodules.packing.samplers import RowSampler
 from datamodules.packing.sequences import PackedRowDataset, Row, collate_rows
 from datamodules.packing.up_sampling import LongDocuments, pack_in_order
 from datamodules.sources.documents import Source
@@ -67,9 +65,6 @@ class PackedTextDataModule(CurriculumDataModule, ABC):
         influence: Folder of token weights that ``longce influence`` has made of these rows; they come with each batch.
         long_documents: Train on long documents more often: ``{longer_than: 32768, weight: 2}``.
         curriculum: Shorter rows in the first part of training: ``{sequence_length: 4096, share: 0.8}``.
-
-    Raises:
-        ValueError: If settings do not go together.
     """
 
     def __init__(
@@ -144,7 +139,7 @@ class PackedTextDataModule(CurriculumDataModule, ABC):
             self.check_trainer()
             if self.influence:  # refuse wrong weights before an hour of tokenizing
                 known = {"sequence_length": self.sequence_length, "isolate_documents": self.isolate_documents}
-                self._open_influence(self.influence, known)
+                InfluenceStore(Path(self.influence).expanduser()).check(known)
             self._token_store()
 
     @override
@@ -153,12 +148,12 @@ class PackedTextDataModule(CurriculumDataModule, ABC):
             documents = len(rows.store.document_borders) - 1
             rank_zero_info(f"Packed {documents:,} documents ({self.packing}) into {rows.rows}.")
             if self.influence:
-                rows.influence = self._open_influence(self.influence, rows.identity())
+                rows.influence = InfluenceStore(Path(self.influence).expanduser()).check(rows.identity())
             self.rows = rows
         if stage in ("fit", "validate"):
-            self.validation = self._documents("validation", self.validation_documents)
+            self.validation = self._documents("validation")
         if stage in ("test", "predict"):
-            self.test = self._documents("test", self.test_documents)
+            self.test = self._documents("test")
 
     @override
     def train_dataloader(self) -> DataLoader[Row]:
@@ -193,19 +188,12 @@ class PackedTextDataModule(CurriculumDataModule, ABC):
             return None
         if not self.loss_on_prompt and store.prompt_lengths is None:
             raise ValueError("`loss_on_prompt: false`, and no training document has a prompt. Leave it out.")
+        borders = store.document_borders
+        pack = partial(pack_documents, sequence_length=self.sequence_length, packing=self.packing)
+        order = self.long_documents.order(borders) if self.long_documents else None
+        rows = pack(borders) if order is None else pack_in_order(borders, order, pack)
         return PackedRowDataset(
-            store,
-            self._pack(store.document_borders),
-            isolate_documents=self.isolate_documents,
-            loss_on_prompt=self.loss_on_prompt,
-        )
-
-    def _pack(self, borders: NDArray[np.int64]) -> PackedRows:
-        def pack(borders: NDArray[np.int64]) -> PackedRows:
-            return pack_documents(borders, self.sequence_length, self.packing)
-
-        return (
-            pack_in_order(borders, self.long_documents.order(borders), pack) if self.long_documents else pack(borders)
+            store, rows, isolate_documents=self.isolate_documents, loss_on_prompt=self.loss_on_prompt
         )
 
     def inspect(
@@ -230,9 +218,6 @@ class PackedTextDataModule(CurriculumDataModule, ABC):
         Args:
             made_from: What the weights depend on in addition to the rows: their cap ``gamma``, the evaluator, ..
             folder: Where to keep the weights; by default `influence`, or a folder in the cache.
-
-        Raises:
-            ValueError: If a token is in several rows: it would have several weights.
         """
         if self.long_documents:
             raise ValueError("Token weights are stored once for each token: leave `long_documents` out.")
@@ -244,12 +229,6 @@ class PackedTextDataModule(CurriculumDataModule, ABC):
         """Cap of the stored weights; None without any."""
         stored = None if self.rows is None else self.rows.influence
         return None if stored is None else float(stored.header["made_from"]["gamma"])
-
-    def _open_influence(self, folder: str, expected: dict[str, Any]) -> InfluenceStore:
-        """Open the stored weights, if they were made for such rows."""
-        store = InfluenceStore(Path(folder).expanduser())
-        store.check(expected)
-        return store
 
     def _training_loader(self, parts: Sequence[PackedRowDataset], sampler: RowSampler) -> ResumableLoader:
         rows: Dataset[Row] = parts[0] if len(parts) == 1 else ConcatDataset(parts)
@@ -279,8 +258,9 @@ class PackedTextDataModule(CurriculumDataModule, ABC):
             raise ValueError(f"{type(self).__name__} has no {split} documents.")
         return source
 
-    def _documents(self, split: Split, count: int | None) -> DocumentDataset:
+    def _documents(self, split: Split) -> DocumentDataset:
         length = None if self.validation_length == "whole" else self.validation_length or self.sequence_length
+        count = self.validation_documents if split == "validation" else self.test_documents
         return DocumentDataset(
             islice(self._evaluation_source(split), count),
             self.tokenizer,
@@ -291,10 +271,10 @@ class PackedTextDataModule(CurriculumDataModule, ABC):
     def _evaluation_loader(self, documents: DocumentDataset | None, stage: str) -> DataLoader[Row]:
         if documents is None:
             raise RuntimeError(f"{type(self).__name__} has read no documents yet: call `setup({stage!r})` first.")
-        rank, world_size = self._process()
-        sampler = DocumentSampler(len(documents), rank=rank, world_size=world_size)
-        batch_size = self.validation_batch_size
-        return DataLoader(documents, batch_size=batch_size, sampler=sampler, **self.loader_options())
+        rank, world_size = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
+        # All processes get the same number of rows, or some would wait forever: those past the last are empty.
+        numbers = range(rank, -(-len(documents) // world_size) * world_size, world_size)
+        return DataLoader(documents, batch_size=self.validation_batch_size, sampler=numbers, **self.loader_options())
 
     def loader_options(self) -> dict[str, Any]:
         """Return options that all loaders share."""
@@ -311,7 +291,3 @@ class PackedTextDataModule(CurriculumDataModule, ABC):
         """Return rank and number of readers of training rows; processes that share rows have one rank."""
         share = self.trainer.distributed_sampler_kwargs if self.trainer else None
         return (share["rank"], share["num_replicas"]) if share else (0, 1)
-
-    def _process(self) -> tuple[int, int]:
-        """Return the rank of this process and the number of processes."""
-        return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)

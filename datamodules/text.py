@@ -12,7 +12,7 @@ from datamodules.packing.sequences import PackedRowDataset, Row
 from datamodules.packing.streaming import StreamedRows, StreamingLoader, file_sources
 from datamodules.sources.documents import RecordFiles, Source, TextFiles
 from datamodules.sources.hub import HubDataset
-from datamodules.sources.locations import JSON_LINES, PARQUET, TEXT, File, find_files, is_url
+from datamodules.sources.locations import JSON_LINES, PARQUET, TEXT, find_files, is_url
 from datamodules.sources.splits import HashSplit, Split
 from datamodules.token_store.tokenize import Encoder
 
@@ -71,9 +71,9 @@ class TextDataModule(PackedTextDataModule):
             raise ValueError(
                 "`holdout` takes validation and test documents from `train`: give `train`, and not the others."
             )
-        self.paths: dict[Split, str | None] = {"train": train, "validation": validation, "test": test}
         if prompt_field is None and not self.loss_on_prompt:
             raise ValueError("`loss_on_prompt: false` needs to know the prompts: name their field by `prompt_field`.")
+        self.paths: dict[Split, str | None] = {"train": train, "validation": validation, "test": test}
         self.text_field = text_field
         self.prompt_field = prompt_field
         self.name_field = name_field
@@ -100,15 +100,19 @@ class TextDataModule(PackedTextDataModule):
         if on_hub:
             hub_split: Split = "train" if self.holdout else split
             return HubDataset(path, hub_split, self.text_field, names, self.where, self.revision)
-        for kind in (JSON_LINES, PARQUET):
-            if files[0].name.endswith(kind):
-                files = _all_of(kind, files, path)
-                return RecordFiles(files, (self.text_field,), names, self.where, self.prompt_field)
+        kind = next(kind for kind in (JSON_LINES, PARQUET, TEXT) if files[0].name.endswith(kind))
+        if other := next((file for file in files if not file.name.endswith(kind)), None):
+            raise ValueError(
+                f"'{path}' holds files of different kinds, such as {files[0].name} and {other.name}."
+                " Give a pattern that fits one kind, such as folder/**/*.jsonl."
+            )
+        if kind != TEXT:
+            return RecordFiles(files, (self.text_field,), names, self.where, self.prompt_field)
         if self.where is not None:
             raise ValueError(
                 f"`where` = {self.where} needs documents with fields, and '{path}' holds text. Leave it out."
             )
-        return TextFiles(_all_of(TEXT, files, path))
+        return TextFiles(files)
 
 
 class StreamingTextDataModule(TextDataModule):
@@ -125,18 +129,14 @@ class StreamingTextDataModule(TextDataModule):
 
     @override
     def prepare_data(self) -> None:
-        stage = self._stage()
-        if stage == "fit":
+        if self._stage() == "fit":
             self.check_trainer()
             self.train_dataloader()  # refuses what cannot be streamed
-        self._check_evaluation_source(stage)
+        self._check_evaluation_source(self._stage())
 
     @override
     def setup(self, stage: str) -> None:
-        if stage in ("fit", "validate"):
-            self.validation = self._documents("validation", self.validation_documents)
-        if stage in ("test", "predict"):
-            self.test = self._documents("test", self.test_documents)
+        super().setup("validate" if stage == "fit" else stage)  # which has no rows to prepare
 
     @override
     def training_rows(self) -> PackedRowDataset | None:
@@ -176,14 +176,3 @@ class StreamingTextDataModule(TextDataModule):
             num_workers=options["num_workers"],
             pin_memory=options["pin_memory"],
         )
-
-
-def _all_of(endings: tuple[str, ...], files: tuple[File, ...], path: str) -> tuple[File, ...]:
-    """The files, if they are of one kind: it would be a guess which of several is meant."""
-    for file in files:
-        if not file.name.endswith(endings):
-            raise ValueError(
-                f"'{path}' holds files of different kinds, such as {files[0].name} and {file.name}."
-                " Give a pattern that fits one kind, such as folder/**/*.jsonl."
-            )
-    return files

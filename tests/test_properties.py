@@ -9,10 +9,9 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from datamodules.packing.curriculum import LengthCurriculum, cut_rows
-from datamodules.packing.packing import best_fit_decreasing, pack_documents
+from datamodules.packing.curriculum import LengthCurriculum
 from datamodules.packing.up_sampling import LongDocuments
-from lightning_modules.batch import IGNORE_INDEX, LONGEST_ROW, PackedBatch
+from lightning_modules.batch import IGNORE_INDEX
 from lightning_modules.functional import (
     key_token_mask,
     long_cross_entropy,
@@ -340,71 +339,6 @@ def test_spans_of_other_shapes_and_types(first, second, third):
             assert fits
 
 
-# ------------------------------------------------------------------------------------------------------------- packing
-
-
-def slow_rows(lengths, size, packing):
-    """Tokens of each row, counted one by one; of `best_fit` only which tokens are in some row."""
-    rows, row = [], []
-    start = 0
-    for length in lengths:
-        tokens = list(range(start, start + length))
-        start += length
-        if packing == "chunk":
-            rows += [tokens[i : i + size] for i in range(0, length - length % size, size)]
-            continue
-        for token in tokens:
-            row.append(token)
-            if len(row) == size:
-                rows, row = [*rows, row], []
-    return rows
-
-
-@hypothesis.given(
-    st.lists(st.integers(0, 12), max_size=6), NUMBERS, st.sampled_from(["chunk", "concat", "best_fit", "worst"])
-)
-def test_packed_documents(lengths, size, packing):
-    borders = np.concatenate([[0], np.cumsum(np.array(lengths, dtype=np.int64))])
-    call = lambda: pack_documents(borders, size, packing)  # noqa: E731
-    if not is_count(size, most=LONGEST_ROW) or packing == "worst":
-        refused(call, "`sequence_length` must be", "`packing`")
-        return
-    slow = slow_rows(lengths, size, packing)
-    if not slow and (packing != "best_fit" or not sum(lengths)):
-        refused(call, "`sequence_length` = ")
-        return
-    rows = call()
-    found = [[t for start, stop in rows.row(index) for t in range(start, stop)] for index in range(len(rows))]
-    if packing == "best_fit":
-        assert sorted(token for row in found for token in row) == list(range(sum(lengths)))
-        assert max(map(len, found)) <= size
-    else:
-        assert found == slow
-    assert rows.dropped_tokens == sum(lengths) - sum(map(len, found))
-
-
-@pytest.mark.parametrize("borders", [[], [1, 2], [0, 5, 3], [[0, 1]], [0.0, 2.0], [math.nan, 3], [False, True], 7])
-def test_what_are_no_borders(borders):
-    refused(lambda: pack_documents(np.array(borders), 2), "`document_borders` must")
-
-
-@hypothesis.given(st.lists(st.integers(-1, 8), max_size=8), st.integers(1, 6))
-def test_best_fit(lengths, capacity):
-    call = lambda: best_fit_decreasing(np.array(lengths, dtype=np.int64), capacity)  # noqa: E731
-    if any(not 1 <= length <= capacity for length in lengths):
-        refused(call, f"of 1 to {capacity}")
-        return
-    free, slow = [], [0] * len(lengths)
-    for item in sorted(range(len(lengths)), key=lambda item: -lengths[item]):
-        fitting = [index for index, space in enumerate(free) if space >= lengths[item]]
-        index = min(fitting, key=lambda index: free[index], default=len(free))
-        free += [capacity] * (index == len(free))
-        free[index] -= lengths[item]
-        slow[item] = index
-    filled = lambda bins: sorted(sorted(lengths[i] for i in range(len(bins)) if bins[i] == b) for b in set(bins))  # noqa: E731
-    assert filled(call().tolist()) == filled(slow)
-
-
 # ---------------------------------------------------------------------------------------- up-sampling, mixture, stages
 
 
@@ -427,25 +361,3 @@ def test_curricula(short, share, long):
         refused(lambda: LengthCurriculum(short, share), "`curriculum.sequence_length`", "`curriculum.share`")
     elif is_count(long) and not (long > short and long % short == 0):
         refused(lambda: LengthCurriculum(short, share).check(long), "must divide")
-
-
-@hypothesis.given(st.lists(st.integers(1, 5), max_size=4), NUMBERS)
-def test_cut_rows(lengths, length):
-    hypothesis.assume(not is_count(length, 50))  # what is cut to longer rows is padded to them
-    borders = [0, *itertools.accumulate(lengths)]
-    width = borders[-1] + 2
-    ids = torch.arange(1, width + 1).unsqueeze(0)
-    batch = PackedBatch(
-        input_ids=ids, labels=ids.clone(), position_ids=torch.zeros_like(ids), document_borders=[borders]
-    )
-    if not is_count(length) or not lengths:
-        refused(lambda: cut_rows(batch, length), "`length`", "nothing but padding")
-        return
-    cut = cut_rows(batch, length)
-    found = [
-        t for row, ends in zip(cut["input_ids"].tolist(), cut["document_borders"], strict=True) for t in row[: ends[-1]]
-    ]
-    assert found == list(range(1, borders[-1] + 1))
-    for row, ends in enumerate(cut["document_borders"]):
-        for start, stop in itertools.pairwise(ends):
-            assert cut["position_ids"][row, start:stop].tolist() == list(range(stop - start))

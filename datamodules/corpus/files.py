@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -25,7 +25,6 @@ from datamodules.sources.locations import (
 )
 from datamodules.sources.records import (
     LARGEST_DOCUMENT,
-    check_size,
     decoded,
     is_null,
     is_packed,
@@ -69,10 +68,6 @@ class CorpusColumns(NamedTuple):
     key: str | None
     others: tuple[str, ...]
 
-    def wanted(self) -> list[str]:
-        """All of them."""
-        return [self.text, *([self.key] if self.key else []), *self.others]
-
 
 @dataclass(frozen=True)
 class CorpusFiles:
@@ -99,14 +94,9 @@ class CorpusFiles:
         return dict(zip(chosen, file_identities(files[name] for name in chosen), strict=True))
 
     def read(self, part: Part, wanted: Callable[[int], bool]) -> Iterator[tuple[Origin, str]]:
-        """Read the documents of a part.
+        """Yield origin and text of the wanted rows of a part; others are not parsed.
 
-        Args:
-            part: One of `parts`.
-            wanted: Which rows, by their numbers; the others are not parsed.
-
-        Yields:
-            Each document's origin and text. The origin of a broken one has the ``error``, and its text is empty.
+        The origin of a broken document has the ``error``, and its text is empty.
 
         Raises:
             ValueError: If the rest of the file cannot be read.
@@ -120,7 +110,7 @@ class CorpusFiles:
                 origin = self._with_key(origin, content, f"{file}:{row}")  # also for a document without text
                 text = self._text(content, f"{file}:{row}")
             except (ValueError, OverflowError) as error:  # the latter for dates and durations beyond Python's
-                origin = origin._replace(error=_in_one_line(error))
+                origin = origin._replace(error=" ".join(str(error).split()))
             yield origin, text
 
     def _with_key(self, origin: Origin, record: Mapping[str, Any], place: str) -> Origin:
@@ -130,15 +120,13 @@ class CorpusFiles:
             if (own := nested(record, self.columns.key)) is None:
                 raise ValueError(f"{place}: no key in {self.columns.key!r}.")
             key = checked_text(str(own), f"{place}, {self.columns.key!r}")
-        values = {column: self._value(column, nested(record, column), place) for column in self.columns.others}
+        values = {column: nested(record, column) for column in self.columns.others}
+        for column, value in values.items():
+            if isinstance(value, str):
+                checked_text(value, f"{place}, {column!r}")
+            elif value is not None and self.column_types[column] == pyarrow.string():
+                values[column] = json.dumps(value, default=str)
         return origin._replace(key=key, columns=values)
-
-    def _value(self, column: str, value: Any, place: str) -> Any:
-        if isinstance(value, str):
-            return checked_text(value, f"{place}, {column!r}")
-        if value is None or self.column_types[column] != pyarrow.string():
-            return value
-        return json.dumps(value, default=str)
 
     def _text(self, record: Mapping[str, Any], place: str) -> str:
         if (text := nested(record, self.columns.text)) is None:
@@ -151,25 +139,24 @@ class CorpusFiles:
     ) -> Iterator[tuple[int, Callable[[], Mapping[str, Any]]]]:
         """Yield the number of each wanted row, and a function that returns its columns or raises a ``ValueError``."""
         if not is_text(file.name):
-            columns = [column.partition(".")[0] for column in self.columns.wanted()]
+            given = (self.columns.text, self.columns.key, *self.columns.others)
+            columns = [column.partition(".")[0] for column in given if column]
             yield from read_records(file, columns, wanted, row_group=part.row_group, first=part.first)
         elif wanted(0):
-            yield 0, partial(_text_file, read_document(file), str(file), self.columns.text)
+            content, names = read_document(file), reversed(self.columns.text.split("."))
+            yield 0, lambda: reduce(lambda value, name: {name: value}, names, decoded(content, str(file)))  # type: ignore[arg-type]
 
 
 def find_corpus(paths: Sequence[str], columns: CorpusColumns, *, lenient: bool = False) -> CorpusFiles:
     """Find the documents by the footers of parquet files and the first lines of JSON lines.
 
-    Args:
-        paths: Files, folders or patterns, as in `find_files`, of any kinds together.
-        columns: Which columns are read.
-        lenient: Accept files without any text as long as there are others.
+    Paths are those of `find_files`, to files of any kinds together. ``lenient`` accepts files without any text as long
+    as there are others.
 
     Raises:
         FileNotFoundError: If there is nothing at one of the paths.
-        ValueError: If two files would have one name, or a name is not Unicode text; if a parquet file is damaged, lacks
-            a column, or has one of another type than the others or a text column of another type than text; or if a
-            file has no text or no key in any line that was read, or only nulls in its text column.
+        ValueError: If two files would have one name, a file is damaged, has no text or key, lacks a column or has one
+            of another type than the others.
     """
     named: dict[str, File] = {}
     for path in paths:
@@ -190,33 +177,25 @@ def find_corpus(paths: Sequence[str], columns: CorpusColumns, *, lenient: bool =
                     f"{file}: column {column!r} is of {kind}, and of {types[column]} in other files. Leave it out of"
                     " `data.columns`, or give it one type in all files."
                 )
-    if not all(file.name.endswith(PARQUET) for file in files):
-        types = {}
     lines = [file for file in files if file.name.endswith(JSON_LINES)]
     line_size = bytes_per_line(lines, [columns.text, *([columns.key] if columns.key else [])], lenient=lenient)
-    return CorpusFiles(
-        files,
-        names,
-        tuple(_counted(part, line_size) for parts, _ in found for part in parts),
-        columns,
-        {column: types.get(column, pyarrow.string()) for column in columns.others},
-    )
+    parts = (part for parts, _ in found for part in parts)
+    if line_size is not None:
+        parts = (part._replace(about=part.size / line_size) if part.about is None else part for part in parts)
+    typed = all(file.name.endswith(PARQUET) for file in files)
+    column_types = {column: types[column] if typed else pyarrow.string() for column in columns.others}
+    return CorpusFiles(files, names, tuple(parts), columns, column_types)
 
 
 def _named(path: str) -> Iterator[tuple[str, File]]:
     """Find the files at a path, each with its path relative to the folder, or to where the pattern begins."""
     files = find_files(path)
-    fixed = _fixed(path)
-    root = PurePosixPath(url_to_fs(fixed)[1] if is_url(path) else Path(fixed).expanduser())
+    folder = path.partition("*")[0].rpartition("/")[0] or "." if "*" in path else path  # before the first wildcard
+    root = PurePosixPath(url_to_fs(folder)[1] if is_url(path) else Path(folder).expanduser())
     for file in files:
         place = PurePosixPath(file.path if isinstance(file, RemoteFile) else file)
         name = place.relative_to(root) if place.is_relative_to(root) and place != root else PurePosixPath(file.name)
         yield checked_text(str(name), f"The name of {str(name)!r}"), file
-
-
-def _fixed(path: str) -> str:
-    """Return the folder of a pattern before its first wildcard."""
-    return path.partition("*")[0].rpartition("/")[0] or "." if "*" in path else path
 
 
 def _parts(
@@ -229,7 +208,8 @@ def _parts(
     with opened(file) as stream:
         try:
             table = opened_table(stream, file)
-            types = {name: _type(table.schema_arrow, name, file) for name in columns.wanted()}
+            given = (columns.text, columns.key, *columns.others)
+            types = {name: _type(table.schema_arrow, name, file) for name in given if name}
             _check_text_type(types[columns.text], columns.text, file)
             metadata = table.metadata
             if not lenient and is_null(metadata, columns.text):
@@ -270,23 +250,6 @@ def _check_text_type(kind: pyarrow.DataType, column: str, file: File) -> None:
         )
 
 
-def _counted(part: Part, line_size: float | None) -> Part:
-    """Estimate the rows of a part whose number is unknown."""
-    return part if part.about is not None or line_size is None else part._replace(about=part.size / line_size)
-
-
-def _text_file(content: bytes, place: str, column: str) -> dict[str, Any]:
-    check_size(content, place)
-    record: Any = decoded(content, place)
-    for name in reversed(column.split(".")):
-        record = {name: record}
-    return record
-
-
 def is_text(name: str) -> bool:
     """Return whether a file is one document as it is."""
     return not name.endswith((*PARQUET, *JSON_LINES))
-
-
-def _in_one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 from pathlib import PurePosixPath
 from typing import Any, Literal
 
@@ -52,9 +53,6 @@ class DocumentCorpus(LightningDataModule):
             files of a folder. With more, the run ends with exit status 1 and a report when all documents are done.
             Documents that ``overlong: skip`` leaves out do not count as failed. Below 1, a file whose first lines have
             no text is refused before anything is scored.
-
-    Raises:
-        ValueError: If no file is named, or there are too many workers for the machine.
     """
 
     def __init__(
@@ -88,23 +86,20 @@ class DocumentCorpus(LightningDataModule):
         self.num_workers = num_workers
         self.add_special_tokens = add_special_tokens
         self.allowed_failures = float(allowed_failures)
-        self._tokenizer: PreTrainedTokenizerFast | None = None
         self._stream: CorpusStream | None = None
         self._loader: CorpusLoader | None = None
         self._versions: dict[str, str] = {}
 
-    @property
+    @cached_property
     def tokenizer(self) -> PreTrainedTokenizerFast:
         """The tokenizer, loaded once."""
-        if self._tokenizer is None:
-            name, revision = self.tokenizer_name, self.tokenizer_revision
-            if name is None:
-                model = self.trainer.lightning_module.hparams if self.trainer else {}
-                name, revision = model.get("pretrained_model_name_or_path"), model.get("revision")
-            if name is None or name.endswith(".json"):
-                raise ValueError("The model has no tokenizer: name one by `data.tokenizer`.")
-            self._tokenizer = load_tokenizer(name, revision=revision)
-        return self._tokenizer
+        name, revision = self.tokenizer_name, self.tokenizer_revision
+        if name is None:
+            model = self.trainer.lightning_module.hparams if self.trainer else {}
+            name, revision = model.get("pretrained_model_name_or_path"), model.get("revision")
+        if name is None or name.endswith(".json"):
+            raise ValueError("The model has no tokenizer: name one by `data.tokenizer`.")
+        return load_tokenizer(name, revision=revision)
 
     @override
     def setup(self, stage: str) -> None:
@@ -113,7 +108,8 @@ class DocumentCorpus(LightningDataModule):
             raise ValueError(f"DocumentCorpus is for `longce predict`, not for {stage}: name another data module.")
         found: Any = None
         group = patient_group() if self.trainer else None
-        if self._process()[0] == 0:
+        rank, world_size = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
+        if rank == 0:
             try:
                 found = self._found()
             except (ValueError, OSError) as error:  # or the others would wait for it
@@ -124,7 +120,6 @@ class DocumentCorpus(LightningDataModule):
             raise found
         corpus, self._versions, done = found
         make_row = CorpusRows(self.tokenizer, self.add_special_tokens, self.max_tokens, self.overlong)
-        rank, world_size = self._process()
         self._stream = CorpusStream(
             corpus, done, make_row, batch_tokens=self.batch_tokens, rank=rank, world_size=world_size
         )
@@ -151,11 +146,7 @@ class DocumentCorpus(LightningDataModule):
         return self._stream
 
     def versions(self, files: Iterable[str]) -> dict[str, str]:
-        """Identify the content of some files by their names, as it was when this run began.
-
-        Raises:
-            ValueError: If one has changed since.
-        """
+        """Identify the content of some files by their names; a ``ValueError`` if it changed since this run began."""
         found = self.stream.corpus.versions(files)
         if changed := sorted(name for name, version in found.items() if self._versions[name] != version):
             raise ValueError(
@@ -200,14 +191,11 @@ class DocumentCorpus(LightningDataModule):
     def documents(
         self, rows: Mapping[str, NDArray[np.int64]], versions: Mapping[str, str]
     ) -> Iterator[tuple[Origin, str]]:
-        """Read the origin and whole text of some documents, file after file.
+        """Read the origin and whole text of some documents, file after file, as `longce select` does.
 
         Args:
             rows: Ascending row numbers by the name of the file.
             versions: Identities of the files' content when the documents were scored, by name.
-
-        Raises:
-            ValueError: If a file is not there, has changed, or cannot be read.
         """
         corpus = find_corpus(self.files, self.column_names, lenient=True)
         if missing := sorted(set(rows) - set(corpus.names)):
@@ -224,26 +212,17 @@ class DocumentCorpus(LightningDataModule):
         keepers = [each for each in self.trainer.callbacks if isinstance(each, KeepsScores)] if self.trainer else []  # type: ignore[attr-defined]
         if len(keepers) > 1:
             raise ValueError("Several callbacks keep scores, and may know different documents: leave one of them.")
-        done = {}
-        for keeper in keepers:
-            written = keeper.written()
-            _check_versions(written.versions, versions)
-            done = written.rows
-        return corpus, versions, done
-
-    def _process(self) -> tuple[int, int]:
-        """Return the rank of this process and the number of processes."""
-        return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
-
-
-def _check_versions(written: Mapping[str, str], versions: Mapping[str, str]) -> None:
-    """Raise a ``ValueError`` if rows that are done belong to files that have changed or are missing."""
-    if missing := sorted(set(written) - set(versions)):
-        raise ValueError(
-            f"Documents of {len(missing)} file(s) that are not in `files` have been scored already, such as"
-            f" {missing[:_NAMED]}: also name these files by the same folders or patterns, or write to another folder."
-        )
-    _check_unchanged(written, versions)
+        if not keepers:
+            return corpus, versions, {}
+        written = keepers[0].written()
+        if missing := sorted(set(written.versions) - set(versions)):
+            raise ValueError(
+                f"Documents of {len(missing)} file(s) that are not in `files` have been scored already, such as"
+                f" {missing[:_NAMED]}: also name these files by the same folders or patterns, or write to another"
+                " folder."
+            )
+        _check_unchanged(written.versions, versions)
+        return corpus, versions, written.rows
 
 
 def _check_unchanged(written: Mapping[str, str], versions: Mapping[str, str]) -> None:

@@ -24,18 +24,11 @@ class _Sample(NamedTuple):
 
 
 def bytes_per_line(files: Sequence[File], required: Sequence[str], *, lenient: bool = False) -> float | None:
-    """Estimate the bytes per line of JSON-lines files, unpacked, after checking that each file has documents.
-
-    Args:
-        files: The files, of which the first lines are read.
-        required: Fields without which a line is not a document; dots reach into nested ones.
-        lenient: Accept files without documents as long as there are others.
-
-    Returns:
-        The mean over the first lines; None if none can be read.
+    """Estimate the mean bytes per line of JSON-lines files, unpacked, from their first lines; None if none can be read.
 
     Raises:
-        ValueError: If none of the first lines of a file has one of the fields: all its documents would fail.
+        ValueError: If none of the first lines of a file has one of the required fields, into which dots reach: all its
+            documents would fail. ``lenient`` accepts such files as long as there are others.
     """
     with ThreadPoolExecutor(_READERS) as pool:
         samples = list(pool.map(lambda file: _sample(file, required), files))

@@ -19,25 +19,14 @@ from lightning_modules.batch import Origin, PackedBatch
 from lightning_modules.scoring.corpus_protocols import Delivered
 from lightning_modules.scoring.score_failures import LEFT_OUT
 
-PARTS_PER_STREAM = 4
-"""With fewer parts than this per stream, rows are divided instead of parts."""
-
-POOL_DOCUMENTS, POOL_BATCHES = 256, 32
-"""Maximum documents, and batches that they fill, among which documents of similar length are batched."""
-
+PARTS_PER_STREAM = 4  # with fewer parts, rows are divided instead of parts
+POOL_DOCUMENTS, POOL_BATCHES = 256, 32  # at most, among which documents of similar length are batched
 _FAILED = 256  # documents without a batch, at most
 
 
 @dataclass(frozen=True)
 class CorpusRows:
-    """Function that tokenizes documents.
-
-    Args:
-        tokenizer: A fast tokenizer.
-        add_special_tokens: Whether it puts its special tokens around each document.
-        max_tokens: Most tokens of a document.
-        overlong: Whether the end of a longer document is cut off, or the document is not scored.
-    """
+    """Tokenize documents, of which those with more than ``max_tokens`` tokens are cut, or not scored."""
 
     tokenizer: PreTrainedTokenizerFast
     add_special_tokens: bool
@@ -51,11 +40,7 @@ class CorpusRows:
         kept = self.max_tokens if self.overlong == "cut" else None
         try:
             row = document_row(
-                text,
-                self.tokenizer,
-                name=origin.key,
-                add_special_tokens=self.add_special_tokens,
-                max_tokens=kept,
+                text, self.tokenizer, name=origin.key, add_special_tokens=self.add_special_tokens, max_tokens=kept
             )
         except ValueError as error:
             return origin._replace(error=str(error)), None
@@ -76,15 +61,8 @@ class Reading(NamedTuple):
 class CorpusStream(IterableDataset[Reading]):
     """Dataset of the documents of a corpus that are not done, in batches.
 
-    Each worker of each process is a stream, and each document belongs to one of them. See `shares`.
-
-    Args:
-        corpus: The files.
-        done: Rows to leave out, ascending, by the name of the file.
-        make_row: Makes a row of a document.
-        batch_tokens: Tokens of a batch of several documents, padding included; None for one document each.
-        rank: This process.
-        world_size: Number of processes.
+    Each worker of each process is a stream, and each document belongs to one of them. See `shares`. A batch has one
+    document, or several of similar length in ``batch_tokens`` tokens, padding included.
     """
 
     def __init__(
@@ -122,16 +100,14 @@ class CorpusStream(IterableDataset[Reading]):
         """Estimate how many documents this process gets; None if unknown."""
         if any(part.about is None for part in self.parts):
             return None
-        rows = [max((part.about or 0) - len(done), 0) for part, done in self._both()]
+        rows = [max((part.about or 0) - len(done), 0) for part, done in zip(self.parts, self.done, strict=True)]
         own = range(self.rank * workers, (self.rank + 1) * workers)
         taken = [share for stream in own for share in self._shares(stream, self.world_size * workers)]
         return round(sum(rows[share.part] / share.step for share in taken))
 
-    def _both(self) -> Iterator[tuple[Part, NDArray[np.int64]]]:
-        return zip(self.parts, self.done, strict=True)
-
     def _shares(self, stream: int, streams: int) -> list["Share"]:
-        left = [part.size * (1 - len(done) / part.rows) if part.rows else part.size for part, done in self._both()]
+        both = zip(self.parts, self.done, strict=True)
+        left = [part.size * (1 - len(done) / part.rows) if part.rows else part.size for part, done in both]
         return shares(left, stream, streams)
 
     def _batches(self, stream: int, streams: int) -> Iterator[Reading]:
@@ -200,11 +176,6 @@ def shares(sizes: Sequence[float], stream: int, streams: int) -> list[Share]:
     each file is read once and all streams have similar numbers of bytes. Otherwise each stream reads all parts and
     takes every ``streams``-th row: reading is cheap compared to scoring.
 
-    Args:
-        sizes: Bytes of each part.
-        stream: Number of the stream.
-        streams: Number of streams.
-
     Returns:
         Shares of parts, the largest first.
     """
@@ -222,7 +193,7 @@ def shares(sizes: Sequence[float], stream: int, streams: int) -> list[Share]:
 
 
 def _groups(pool: list[tuple[Origin, Row]], batch_tokens: int) -> Iterator[list[tuple[Origin, Row]]]:
-    """Group documents of similar length, as many as fit into ``batch_tokens`` tokens with padding, or one."""
+    """Group documents of similar length up to ``batch_tokens`` tokens with padding, or one longer document."""
     group: list[tuple[Origin, Row]] = []
     for item in sorted(pool, key=lambda item: len(item[1]["input_ids"])):
         if group and len(item[1]["input_ids"]) * (len(group) + 1) > batch_tokens:
@@ -247,12 +218,8 @@ def _as_it_is(reading: Any) -> Any:
 class CorpusLoader:
     """Loader of the batches of a process.
 
-    Args:
-        stream: The documents.
-        num_workers: Processes that read and tokenize; 0 does so in the process that scores.
-        pin_memory: Whether batches are put into page-locked memory.
-        in_step: Strategy of processes that must make the same number of steps; each waits for all in each step, and
-            gets an `idle_batch` when it has no documents left. None if they need not.
+    With the strategy ``in_step``, processes make the same number of steps: each waits for all in each step, and gets
+    an `idle_batch` when it has no documents left.
     """
 
     def __init__(
@@ -269,9 +236,8 @@ class CorpusLoader:
         batches = iter(DataLoader(self.stream, batch_size=None, collate_fn=_as_it_is, **self._options))
         while True:
             reading = next(batches, None)
-            if self.in_step is None and reading is None:
-                break
-            if self.in_step is not None and self.in_step.reduce_boolean_decision(reading is None, all=True):
+            done = reading is None
+            if done if self.in_step is None else self.in_step.reduce_boolean_decision(done, all=True):
                 break
             if reading is None:
                 yield idle_batch()

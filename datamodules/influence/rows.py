@@ -1,48 +1,16 @@
 """Hand out the training rows whose token weights are still missing, and keep the weights."""
 
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
 from lightning import LightningDataModule
-from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, StackDataset, Subset
 from typing_extensions import override
 
 from datamodules.influence.writer import InfluenceWriter, influence_folder
-from datamodules.packing.sequences import PackedRowDataset, Row, collate_rows
+from datamodules.packing.sequences import Row, collate_rows
 from lightning_modules.batch import PackedBatch
-
-
-class TrainingData(Protocol):
-    """A data module with packed training rows."""
-
-    cache_dir: Path
-    batch_size: int
-
-    def training_rows(self) -> PackedRowDataset | None:
-        """Return the packed rows; None without a training split."""
-        ...
-
-    def loader_options(self) -> dict[str, Any]:
-        """Return options that all loaders share."""
-        ...
-
-
-class NumberedRows(Dataset[tuple[int, Row]]):
-    """Some of the rows, with their numbers."""
-
-    def __init__(self, rows: PackedRowDataset, numbers: NDArray[np.int64]) -> None:
-        self.rows = rows
-        self.numbers = numbers
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def __getitem__(self, index: int) -> tuple[int, Row]:
-        number = int(self.numbers[index])
-        return number, self.rows[number]
 
 
 def collate_numbered(items: list[tuple[int, Row]]) -> tuple[list[int], PackedBatch]:
@@ -53,25 +21,22 @@ def collate_numbered(items: list[tuple[int, Row]]) -> tuple[list[int], PackedBat
 class InfluenceRows(LightningDataModule):
     """Data module of the rows without weights, each for one process.
 
-    Args:
-        data: Whose training rows.
-        made_from: What the weights depend on in addition to the rows, with ``gamma``, their cap.
-        folder: Where to keep the weights; by default in the cache of ``data``, named by all they depend on.
+    ``data`` is the `PackedTextDataModule` whose rows they are; its module imports this one.
 
     Attributes:
+        folder: Where to keep the weights; by default in the cache of ``data``, named by all they depend on.
         remaining: Rows without weights when the run began, of all processes.
-        allow_zero_length_dataloader_with_multiple_devices: The last rows need not suffice for all processes.
     """
 
-    def __init__(self, data: TrainingData, made_from: dict[str, Any], folder: Path | None = None) -> None:
+    def __init__(self, data: Any, made_from: dict[str, Any], folder: Path | None = None) -> None:
         super().__init__()
-        self.allow_zero_length_dataloader_with_multiple_devices = True
+        self.allow_zero_length_dataloader_with_multiple_devices = True  # the last rows need not suffice for all
         self.data = data
         self.made_from = made_from
         self.folder = folder
         self.remaining = 0
-        self._missing: NumberedRows | None = None
-        self._writer: InfluenceWriter | None = None
+        self.writer: InfluenceWriter
+        self._missing: Dataset[tuple[int, Row]]
 
     @override
     def prepare_data(self) -> None:
@@ -85,26 +50,20 @@ class InfluenceRows(LightningDataModule):
         rows.loss_on_prompt = True  # every token gets its weight, whether or not it is trained on later
         made_from = rows.identity() | self.made_from
         self.folder = self.folder or influence_folder(self.data.cache_dir, made_from)
-        self._writer = InfluenceWriter(self.folder, made_from, rows.rows, len(rows.store.tokens))
-        missing = self._writer.remaining()
+        self.writer = InfluenceWriter(self.folder, made_from, rows.rows, len(rows.store.tokens))
+        missing = self.writer.remaining()
         self.remaining = len(missing)
         rank, world_size = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
         if self.trainer:  # no process may add rows before all have seen the same ones missing
             self.trainer.strategy.barrier("influence")
-        self._missing = NumberedRows(rows, missing[rank::world_size])
+        numbered: Any = StackDataset(range(len(rows)), rows)  # type: ignore[arg-type]  # any sequence will do
+        self._missing = Subset(numbered, missing[rank::world_size].tolist())
 
     @override
     def predict_dataloader(self) -> DataLoader[tuple[int, Row]]:
-        assert self._missing is not None
         options = {**self.data.loader_options(), "collate_fn": collate_numbered}
         return DataLoader(self._missing, batch_size=self.data.batch_size, **options)
 
     def write(self, numbers: list[int], weights: Tensor) -> None:
         """Keep ``[B, T]`` weights of the rows with these numbers."""
         self.writer.write(numbers, weights.float().cpu().numpy())
-
-    @property
-    def writer(self) -> InfluenceWriter:
-        """Writer of the weights; available after `setup`."""
-        assert self._writer is not None
-        return self._writer

@@ -19,11 +19,7 @@ _AGAIN = "Run `longce influence` with the configuration of this training, or lea
 
 
 def read_header(folder: Path) -> dict[str, Any] | None:
-    """Read the header of a folder of weights, complete or not; None if it does not exist.
-
-    Raises:
-        ValueError: If the folder holds something else, or weights of another format.
-    """
+    """Read the header of a folder of weights, complete or not; None if it does not exist."""
     try:
         header = json.loads((folder / HEADER).read_text())
     except FileNotFoundError:
@@ -53,11 +49,8 @@ class InfluenceStore:
 
     It pickles as its path, so loader workers may be forked or spawned.
 
-    Args:
-        folder: A folder that ``longce influence`` has completed.
-
     Raises:
-        ValueError: If it does not exist, is incomplete or damaged.
+        ValueError: If the folder does not exist, is incomplete or damaged.
     """
 
     folder: Path
@@ -78,7 +71,7 @@ class InfluenceStore:
 
     @cached_property
     def header(self) -> dict[str, Any]:
-        """What the weights were made from, under ``made_from``, and their mean."""
+        """Header with the mean of the weights and, under ``made_from``, all that they depend on."""
         header = read_header(self.folder)
         if header is None:
             raise ValueError(f"There are no token weights in '{self.folder}'. {_AGAIN}")
@@ -93,16 +86,10 @@ class InfluenceStore:
         """Weight of each token of the stream; 0 for a token that is in no row."""
         return np.memmap(self.folder / WEIGHTS, dtype=DTYPE, mode="r")
 
-    def check(self, expected: dict[str, Any]) -> None:
-        """Refuse rows that the weights were not made for.
-
-        Args:
-            expected: Their `PackedRowDataset.identity`, or the part of it that is known.
-
-        Raises:
-            ValueError: Naming what differs.
-        """
+    def check(self, expected: dict[str, Any]) -> "InfluenceStore":
+        """Return itself, if the weights were made for rows of this `PackedRowDataset.identity`, or part of one."""
         check_identity(self.folder, self.header["made_from"], expected)
+        return self
 
     def __reduce__(self) -> tuple[type["InfluenceStore"], tuple[Path]]:
         return type(self), (self.folder,)

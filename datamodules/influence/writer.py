@@ -14,7 +14,14 @@ from numpy.typing import NDArray
 
 from datamodules.influence.store import DTYPE, FORMAT, HEADER, WEIGHTS, check_identity, read_header
 from datamodules.packing.packing import PackedRows
-from lightning_modules.utilities.files import create_file, to_disk, writable_folder, write_atomically
+from lightning_modules.utilities.files import (
+    BUILDING,
+    atomic_file,
+    create_file,
+    to_disk,
+    writable_folder,
+    write_atomically,
+)
 
 JOURNALS = "rows-*.journal"
 
@@ -36,10 +43,6 @@ class InfluenceWriter:
         made_from: All that the weights depend on, with the rows' `PackedRowDataset.identity` and ``gamma``, their cap.
         rows: The rows, all of ``made_from["sequence_length"]`` tokens with their padding.
         tokens: Length of the token stream.
-
-    Raises:
-        ValueError: If the folder cannot be written to, or holds something else or the weights of something else, or
-            float16 cannot hold the cap.
     """
 
     def __init__(self, folder: Path, made_from: dict[str, Any], rows: PackedRows, tokens: int) -> None:
@@ -75,12 +78,7 @@ class InfluenceWriter:
         return np.flatnonzero(missing)
 
     def write(self, numbers: Sequence[int], weights: NDArray[np.float32]) -> None:
-        """Store the weights of some rows durably.
-
-        Args:
-            numbers: Numbers of the rows.
-            weights: ``[len(numbers), sequence_length]``.
-        """
+        """Store ``[len(numbers), sequence_length]`` weights of the rows with these numbers durably."""
         records = np.zeros(len(numbers), self._record)
         records["row"] = numbers
         records["weights"] = narrow(weights, self.made_from["gamma"])
@@ -90,45 +88,30 @@ class InfluenceWriter:
         os.fsync(self._journal.fileno())
 
     def finish(self) -> bool:
-        """Make the store if all rows are there; one process does it when the others are done.
-
-        Returns:
-            Whether the store is complete.
-        """
+        """Make the store if all rows are there, in one process when the others are done; return whether it is there."""
         if self.complete:
             self._sweep()
             return True
         if len(self.remaining()):
             return False
         self._sweep(torn_only=True)
-        descriptor, temporary = create_file(self.folder, f".{WEIGHTS}.")
         try:
-            with os.fdopen(descriptor, "wb") as file:
+            with atomic_file(self.folder / WEIGHTS) as file:
                 statistics = self._merge(file)
-                if statistics is None:  # another process has merged them meanwhile
-                    return self.complete
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, self.folder / WEIGHTS)
-        finally:
-            temporary.unlink(missing_ok=True)
-        self._write_header(complete=True, statistics=statistics)
-        to_disk(self.folder)  # before the journals go, or nothing would record what is done
+        except _MissingRowError:  # another process has merged them meanwhile
+            return self.complete
+        self._write_header(complete=True, statistics=statistics)  # before the journals go
         self._sweep()
         return True
 
     def _sweep(self, *, torn_only: bool = False) -> None:
         """Remove what a kill during `finish` has left, and the journals when they are merged."""
-        for pattern in (f".{WEIGHTS}.*", *(() if torn_only else (JOURNALS,))):
+        for pattern in (f"{BUILDING}{WEIGHTS}*", *(() if torn_only else (JOURNALS,))):
             for path in self.folder.glob(pattern):
                 path.unlink(missing_ok=True)
 
-    def _merge(self, file: BinaryIO) -> dict[str, float] | None:
-        """Write every row's weights at the place of its tokens in the stream.
-
-        Returns:
-            Means over the scored tokens; None if a row was missing.
-        """
+    def _merge(self, file: BinaryIO) -> dict[str, float]:
+        """Write every row's weights at the place of its tokens in the stream; return means over the scored tokens."""
         file.truncate(self.tokens * DTYPE.itemsize)
         done = np.zeros(len(self.rows), dtype=bool)
         sums = np.zeros(3)
@@ -148,7 +131,7 @@ class InfluenceWriter:
             wide = weights.astype(np.float64)
             sums += [wide.sum() - firsts, (wide > 1).sum(), (wide >= self.made_from["gamma"]).sum()]
         if not done.all():
-            return None
+            raise _MissingRowError
         unscored = len(self.rows.segments) if self.made_from["isolate_documents"] else len(self.rows)
         scored = self.rows.tokens - unscored
         names = ("weight_mean", "weight_above_1", "weight_at_cap")
@@ -192,6 +175,10 @@ class InfluenceWriter:
             "statistics": statistics,
         }
         write_atomically(self.folder / HEADER, (json.dumps(header, indent=2) + "\n").encode())
+
+
+class _MissingRowError(Exception):
+    """A row is not in the journals any more."""
 
 
 def narrow(weights: NDArray[np.float32], cap: float) -> NDArray[np.float16]:

@@ -2,16 +2,14 @@
 
 import logging
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
-import torch
-import torch.nn.functional as F
+import numpy as np
 from jsonargparse.typing import PositiveFloat, PositiveInt
 from lightning import LightningDataModule
-from torch import Tensor
 from typing_extensions import override
 
+from datamodules.packing.sequences import collate_rows, make_row, padded_row
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional.checks import check_count
 
@@ -33,9 +31,6 @@ class LengthCurriculum:
     Args:
         sequence_length: Tokens per row before the switch; it divides ``data.sequence_length``.
         share: Share of the optimizer steps before the switch, between 0 and 1.
-
-    Raises:
-        ValueError: If ``sequence_length`` is not an integer of 1 or more, or ``share`` is not between 0 and 1.
     """
 
     sequence_length: PositiveInt
@@ -109,42 +104,18 @@ def cut_rows(batch: PackedBatch, length: int) -> PackedBatch:
 
     Args:
         batch: ``[B, T]`` training rows.
-        length: Tokens per piece; the last piece of a row is padded if it has fewer, and left out if it has none.
+        length: Tokens per piece; the last piece of a row is padded if it has fewer, and padding alone is left out.
 
     Returns:
         Up to ``[B * ceil(T / length), length]`` rows in the order of the text. The first token of each is not scored.
-
-    Raises:
-        ValueError: If ``length`` is not an integer of 1 or more, or the rows hold nothing but padding.
     """
-    check_count("`length`", length)
-    pieces = -(-batch["input_ids"].shape[1] // length)
-    borders = [_clipped(row, start * length, length) for row in batch["document_borders"] for start in range(pieces)]
-    if all(len(border) < 2 for border in borders):
-        raise ValueError("The batch has no token to cut: its rows hold nothing but padding.")
-    kept = torch.tensor([index for index, border in enumerate(borders) if len(border) > 1])  # not padding only
-    borders = [border for border in borders if len(border) > 1]
-    labels = _cut(batch["labels"], pieces, length, IGNORE_INDEX)[kept]
-    labels[:, 0] = IGNORE_INDEX
-    cut = batch.copy()
-    cut["input_ids"] = _cut(batch["input_ids"], pieces, length, 0)[kept]
-    cut["labels"] = labels
-    cut["position_ids"] = torch.stack([_positions(border, length) for border in borders])
-    cut["document_borders"] = borders
-    return cut
-
-
-def _cut(tensor: Tensor, pieces: int, length: int, padding: int) -> Tensor:
-    return F.pad(tensor, (0, pieces * length - tensor.shape[1]), value=padding).view(-1, length)
-
-
-def _clipped(borders: list[int], start: int, length: int) -> list[int]:
-    """Return the borders inside a piece, counted from its first token; ``[0]`` if it is padding."""
-    ends = [min(border - start, length) for border in borders if border > start]
-    return [0, *(end for index, end in enumerate(ends) if index == 0 or end > ends[index - 1])]
-
-
-def _positions(borders: list[int], length: int) -> Tensor:
-    """Return positions that restart at each border, and 0 in padding."""
-    parts = [torch.arange(stop - start) for start, stop in pairwise(borders)]
-    return F.pad(torch.cat(parts), (0, length - borders[-1]))
+    pieces = []
+    for index, borders in enumerate(batch["document_borders"]):
+        for start in range(0, borders[-1], length):
+            stop = min(start + length, borders[-1])
+            ends = [border - start for border in borders if start < border < stop] + [stop - start]
+            piece = make_row(batch["input_ids"][index, start:stop].numpy(), np.array(ends))
+            piece["labels"] = batch["labels"][index, start:stop].clone()  # prompts may be ignored
+            piece["labels"][0] = IGNORE_INDEX
+            pieces.append(padded_row(piece, length))
+    return collate_rows(pieces)

@@ -1,6 +1,7 @@
 """Tokenize whole documents for evaluation, with the text and the characters of each token."""
 
 from collections.abc import Iterable
+from typing import cast
 
 import numpy as np
 import torch
@@ -13,17 +14,11 @@ from lightning_modules.models.tokenization.tokenizer import encode_document
 
 
 class DocumentDataset(Dataset[Row]):
-    """Row ``i`` is the first ``length`` tokens of document ``i``.
+    """Row ``i`` is the first ``length`` tokens of document ``i``, or all of them.
 
     An index past the last document gives an empty row, which scores nothing: with it every process makes the same
-    number of forward passes. Documents are tokenised when they are asked for, so each process does only its own.
-
-    Args:
-        documents: The documents; they are held in memory as text. Empty ones are left out, see `with_text`.
-        tokenizer: A fast tokenizer.
-        length: Tokens kept of each document; ``None`` for all.
-        add_special_tokens: Whether the tokenizer puts its special tokens around each document. Their offsets
-            are ``[0, 0)``.
+    number of forward passes. The documents that are not empty are held in memory as text, and tokenized when they are
+    asked for, so each process tokenizes only its own.
     """
 
     def __init__(
@@ -68,15 +63,8 @@ def document_row(
 ) -> Row:
     """Tokenize a whole document as a row; arguments as those of `encode_document`."""
     batch = encode_document(text, tokenizer, name=name, add_special_tokens=add_special_tokens, max_tokens=max_tokens)
-    return Row(
-        input_ids=batch["input_ids"][0],
-        labels=batch["labels"][0],
-        position_ids=batch["position_ids"][0],
-        document_borders=batch["document_borders"][0],
-        text=batch["text"][0],
-        offsets=batch["offsets"][0],
-        name=name,
-    )
+    names = ("input_ids", "labels", "position_ids", "document_borders", "text", "offsets")
+    return cast(Row, {key: batch[key][0] for key in names} | {"name": name})  # type: ignore[literal-required]
 
 
 def empty_row() -> Row:

@@ -35,7 +35,7 @@ class ResumableLoader(DataLoader[Row]):
             yield from super().__iter__()
             return
         # A generator, so that nothing is read before the first batch is asked for: Lightning makes the iterator of a
-        # resumed run before it tells the sampler the epoch, and workers would read ahead in the order of epoch 0.
+        # resumed run before it sets the epoch of the sampler, and workers would read ahead in the order of epoch 0.
         resume, self._resume = self._resume, None
         self._batches = resume["batches"] if resume and resume["epoch"] == self.sampler.epoch else 0
         self.sampler.skip = self._batches * self.batch_size

@@ -21,13 +21,7 @@ class MixtureSampler(RowSampler):
     Each source passes through all of its rows in random order, then through all of them in another order, and so on,
     from epoch to epoch.
 
-    Args:
-        rows: Number of rows of each source, by name. Row ``j`` of the second source has the number ``rows of the first
-            + j``, and so on.
-        weights: Weight of each source, by name; only their ratios count.
-        seed: Seed of the order.
-        rank: This process.
-        world_size: Number of processes.
+    Row ``j`` of the second source has the number ``rows of the first + j``, and so on. Only ratios of weights count.
 
     Attributes:
         counts: Rows of each source in an epoch, over all processes.
@@ -83,13 +77,7 @@ class MixtureSampler(RowSampler):
 def epoch_counts(rows: Mapping[str, int], weights: Mapping[str, float], world_size: int) -> dict[str, int]:
     """Compute the rows of each source in an epoch: no more than it has, and their shares to less than one row.
 
-    Args:
-        rows: Number of rows of each source.
-        weights: Weight of each source.
-        world_size: The sum is a multiple of it.
-
-    Raises:
-        ValueError: If a source would have none.
+    The sum is a multiple of ``world_size``.
 
     Example:
         >>> epoch_counts({"books": 100, "code": 90}, {"books": 2, "code": 1}, world_size=4)

@@ -73,19 +73,14 @@ def pack_documents(
     Args:
         document_borders: ``[n + 1]`` ascending token indices ``[0, end of document 1, end of document 2, ..]``. A
             document may be empty; it is in no row.
-        sequence_length: Tokens per row.
+        sequence_length: Tokens per row, from 1 to `LONGEST_ROW`.
         packing: `chunk`, `concat` or `best_fit`.
 
     Raises:
-        ValueError: If ``sequence_length`` is not an integer from 1 to `LONGEST_ROW`, the borders do not ascend from 0,
-            the strategy is unknown, or no row is filled.
+        ValueError: If ``sequence_length`` is out of range, or no row is filled.
     """
     check_count("`sequence_length`", sequence_length, most=LONGEST_ROW)
-    check_borders(document_borders)
-    strategies = {"chunk": chunk, "concat": concat, "best_fit": best_fit}
-    if packing not in strategies:
-        raise ValueError(f"`packing` must be one of {', '.join(strategies)}, got {packing!r}.")
-    rows = strategies[packing](document_borders, sequence_length)
+    rows = {"chunk": chunk, "concat": concat, "best_fit": best_fit}[packing](document_borders, sequence_length)
     if len(rows) == 0:
         longest = int(np.diff(document_borders).max(initial=0))
         raise ValueError(
@@ -98,15 +93,6 @@ def pack_documents(
     return rows
 
 
-def check_borders(document_borders: NDArray[np.int64]) -> None:
-    """Raise a ``ValueError`` unless the borders are integers that ascend from 0."""
-    borders = np.asarray(document_borders)
-    if borders.ndim != 1 or not np.issubdtype(borders.dtype, np.integer) or len(borders) == 0:
-        raise ValueError(f"`document_borders` must be integers [n + 1], got {borders.dtype} {list(borders.shape)}.")
-    if borders[0] != 0 or (borders[1:] < borders[:-1]).any():
-        raise ValueError(f"`document_borders` must ascend from 0, got {np.array2string(borders, threshold=8)}.")
-
-
 def chunk(document_borders: NDArray[np.int64], sequence_length: int) -> PackedRows:
     """Each row from one document: its first tokens, its next tokens, and so on.
 
@@ -114,10 +100,6 @@ def chunk(document_borders: NDArray[np.int64], sequence_length: int) -> PackedRo
     dropped, and so is every document shorter than a row: half a row per document on average where documents are long,
     everything where they are short. It is what the authors of LongCE do with long documents (short ones they pad, and
     train on the padding).
-
-    Args:
-        document_borders: As in `pack_documents`.
-        sequence_length: Tokens per row.
 
     Example:
         >>> rows = chunk(np.array([0, 3, 12]), sequence_length=4)
@@ -135,10 +117,6 @@ def concat(document_borders: NDArray[np.int64], sequence_length: int) -> PackedR
     No padding, and at most ``sequence_length - 1`` tokens of the whole corpus are dropped (the incomplete last row).
     The price: a document cut at a row's end continues in the next row as a separate segment, without the preceding
     context. Books are mostly longer than a row, so that any strategy has to cut.
-
-    Args:
-        document_borders: As in `pack_documents`.
-        sequence_length: Tokens per row.
 
     Example:
         >>> rows = concat(np.array([0, 3, 9]), sequence_length=4)
@@ -161,10 +139,6 @@ def best_fit(document_borders: NDArray[np.int64], sequence_length: int) -> Packe
     and every other document, goes whole, longest first, into the row with the least room that holds it. No token is
     dropped, and no document that fits a row is cut. The price: rows are padded where nothing fitted any more, and a
     row's documents come from all over the corpus.
-
-    Args:
-        document_borders: As in `pack_documents`.
-        sequence_length: Tokens per row.
 
     Example:
         >>> rows = best_fit(np.array([0, 3, 8, 9]), sequence_length=4)
@@ -202,15 +176,10 @@ def best_fit_decreasing(lengths: NDArray[np.int64], capacity: int) -> NDArray[np
     Returns:
         ``[n]`` int64 bin numbers from 0.
 
-    Raises:
-        ValueError: If an item fits no bin, or has no size.
-
     Example:
         >>> best_fit_decreasing(np.array([3, 5, 2, 4]), capacity=7).tolist()
         [1, 0, 0, 1]
     """
-    if len(lengths) and not 1 <= lengths.min() <= lengths.max() <= capacity:
-        raise ValueError(f"Items must be of 1 to {capacity}, what a bin holds, got {lengths.min()} to {lengths.max()}.")
     order = np.argsort(-lengths, kind="stable")
     sizes, counts = np.unique(lengths, return_counts=True)
     bins = _Bins(capacity)

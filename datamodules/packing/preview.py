@@ -11,8 +11,7 @@ from datamodules.packing.packing import document_of
 from datamodules.packing.sequences import PackedRowDataset
 from datamodules.sources.documents import Document, with_text
 
-COUNTED = 4
-"""Rows of up to 4 documents are counted by that number, others together."""
+MAX_COUNTED = 4  # rows of up to 4 documents are counted by that number, others together
 
 
 def preview(
@@ -26,16 +25,11 @@ def preview(
 ) -> str:
     """Summarize training rows, and show some of them in full.
 
-    Args:
-        rows: The rows.
-        tokenizer: Their tokenizer.
-        packing: Name of the packing strategy.
-        numbers: Rows to show, from 0.
-        width: Characters to show of a text; the middle of a longer one is left out.
-        documents: The training documents, if their names are to be shown; they are read up to the last one shown.
+    Texts of more than `width` characters are shown without their middles. The names of the training
+    `documents`, if given, are shown; they are read up to the last one shown.
 
     Raises:
-        ValueError: If a row does not exist.
+        ValueError: If one of the `numbers` is of a row that does not exist.
     """
     if any(not 0 <= number < len(rows) for number in numbers):
         raise ValueError(f"`rows` {list(numbers)}: there are rows 0 to {len(rows) - 1:,}.")
@@ -63,8 +57,8 @@ def _summary(rows: PackedRowDataset, packing: str) -> Iterator[str]:
 
 
 def _documents_per_row(counts: NDArray[np.int64]) -> str:
-    shares = [(str(number), np.mean(counts == number)) for number in range(1, COUNTED + 1)]
-    shares.append((f"{COUNTED + 1} or more", np.mean(counts > COUNTED)))
+    shares = [(str(number), np.mean(counts == number)) for number in range(1, MAX_COUNTED + 1)]
+    shares.append((f"{MAX_COUNTED + 1} or more", np.mean(counts > MAX_COUNTED)))
     return ", ".join(f"{name} in {share:.1%}" for name, share in shares if share)
 
 

@@ -13,12 +13,6 @@ class RowSampler(Sampler[int]):
     All processes see the same number of rows and no row twice; up to ``world_size - 1`` rows are left out, not the same
     ones in each epoch.
 
-    Args:
-        rows: Number of rows.
-        seed: Seed of the order.
-        rank: This process.
-        world_size: Number of processes.
-
     Attributes:
         skip: Rows of this process to skip at the start, because an interrupted epoch had them already.
 
@@ -54,27 +48,3 @@ class RowSampler(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         order = np.random.default_rng([self.seed, self.epoch]).permutation(self.rows)
         return iter(order[self.rank :: self.world_size][self.skip : len(self)].tolist())
-
-
-class DocumentSampler(Sampler[int]):
-    """Documents of one process, in order; no process has another's.
-
-    All processes get the same number of indices, or those with more would wait forever for the others. Indices past the
-    last document mean an empty row.
-
-    Args:
-        documents: Number of documents.
-        rank: This process.
-        world_size: Number of processes.
-    """
-
-    def __init__(self, documents: int, *, rank: int = 0, world_size: int = 1) -> None:
-        self.documents = documents
-        self.rank = rank
-        self.world_size = world_size
-
-    def __len__(self) -> int:
-        return -(-self.documents // self.world_size)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.rank, len(self) * self.world_size, self.world_size))

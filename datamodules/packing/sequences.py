@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from datamodules.influence.store import InfluenceStore
@@ -35,14 +36,8 @@ class PackedRowDataset(Dataset[Row]):
     """Training rows, read from the token store when they are asked for.
 
     All have ``rows.sequence_length`` tokens, of which the last may be padding after the last border: every step takes
-    the same memory, and no process waits for another with longer rows.
-
-    Args:
-        store: The tokens.
-        rows: Which of them make up each row.
-        isolate_documents: Whether contexts end at document borders; otherwise a row counts as one document.
-        loss_on_prompt: Whether the tokens of prompts are scored.
-        influence: Weights of the store's tokens, if rows should come with theirs.
+    the same memory, and no process waits for another with longer rows. With ``influence``, rows come with the weights
+    of their tokens.
     """
 
     def __init__(
@@ -122,41 +117,28 @@ def make_row(tokens: NDArray[np.int64], document_ends: NDArray[np.int64]) -> Row
 
 
 def padded_row(row: Row, length: int) -> Row:
-    """Pad a row after its last border with tokens that are not scored."""
-    missing = length - len(row["input_ids"])
-    if missing == 0:
-        return row
-    padded = Row(
-        input_ids=F.pad(row["input_ids"], (0, missing)),
-        labels=F.pad(row["labels"], (0, missing), value=IGNORE_INDEX),
-        position_ids=F.pad(row["position_ids"], (0, missing)),
-        document_borders=row["document_borders"],
-    )
-    if "influence" in row:
-        padded["influence"] = F.pad(row["influence"], (0, missing))
-    return padded
+    """Pad a training row after its last border with tokens that are not scored."""
+    if missing := length - len(row["input_ids"]):
+        row["input_ids"] = F.pad(row["input_ids"], (0, missing))
+        row["labels"] = F.pad(row["labels"], (0, missing), value=IGNORE_INDEX)
+        row["position_ids"] = F.pad(row["position_ids"], (0, missing))
+        if "influence" in row:
+            row["influence"] = F.pad(row["influence"], (0, missing))
+    return row
 
 
 def collate_rows(rows: list[Row]) -> PackedBatch:
     """Stack rows of one kind; shorter ones are padded on the right, after their last border."""
     batch = PackedBatch(
-        input_ids=_stack([row["input_ids"] for row in rows], 0),
-        labels=_stack([row["labels"] for row in rows], IGNORE_INDEX),
-        position_ids=_stack([row["position_ids"] for row in rows], 0),
+        input_ids=pad_sequence([row["input_ids"] for row in rows], batch_first=True),
+        labels=pad_sequence([row["labels"] for row in rows], batch_first=True, padding_value=IGNORE_INDEX),
+        position_ids=pad_sequence([row["position_ids"] for row in rows], batch_first=True),
         document_borders=[row["document_borders"] for row in rows],
     )
     if "influence" in rows[0]:
-        batch["influence"] = _stack([row["influence"] for row in rows], 0)
+        batch["influence"] = pad_sequence([row["influence"] for row in rows], batch_first=True)
     if "text" in rows[0]:
         batch["text"] = [row["text"] for row in rows]
-        batch["offsets"] = _stack([row["offsets"] for row in rows], 0)
+        batch["offsets"] = pad_sequence([row["offsets"] for row in rows], batch_first=True)
         batch["names"] = [row["name"] for row in rows]
     return batch
-
-
-def _stack(tensors: list[Tensor], padding: int) -> Tensor:
-    length = max(len(tensor) for tensor in tensors)
-    if all(len(tensor) == length for tensor in tensors):  # packed rows need no further copy
-        return torch.stack(tensors)
-    # `F.pad` counts dimensions from the last one, so name the first one's two ends after all others'.
-    return torch.stack([F.pad(t, (0, 0) * (t.ndim - 1) + (0, length - len(t)), value=padding) for t in tensors])

@@ -38,11 +38,7 @@ class Cursor(NamedTuple):
 
 
 def file_sources(source: Source) -> list[Source]:
-    """One source for each file.
-
-    Raises:
-        ValueError: If the source is not made of files.
-    """
+    """One source for each file; a ``ValueError`` if the source is not made of files."""
     if isinstance(source, HashSplit):
         return [replace(source, source=each) for each in file_sources(source.source)]
     if isinstance(source, TextFiles | RecordFiles):
@@ -58,15 +54,6 @@ class StreamedRows(IterableDataset[tuple[Row, Cursor]]):
     Files are divided among streams, of which each worker of each process is one: no two read the same file. A stream
     reads its files in an order that depends on the seed, the stream and the pass; documents of a file follow each
     other. Nothing is dropped: tokens that do not fill a row begin the next one, in the next file or pass.
-
-    Args:
-        files: A source for each file.
-        encoder: Makes tokens of texts.
-        sequence_length: Tokens per row.
-        isolate_documents: Whether contexts end at document borders.
-        seed: Seed of the order of the files.
-        rank: This process.
-        world_size: Number of processes.
     """
 
     def __init__(
@@ -87,21 +74,17 @@ class StreamedRows(IterableDataset[tuple[Row, Cursor]]):
         self.seed = seed
         self.rank = rank
         self.world_size = world_size
-        self._cursors: list[Cursor] = []
-        self._first = 0
+        self.cursors: list[Cursor] = []  # of the stream of each worker
+        self.first = 0  # worker whose stream is next
         self._warned = False
-
-    def start_at(self, cursors: list[Cursor], first: int) -> None:
-        """Begin the stream of each worker at its cursor, and with the stream of worker ``first``."""
-        self._cursors, self._first = cursors, first
 
     @override
     def __iter__(self) -> Iterator[tuple[Row, Cursor]]:
         info = get_worker_info()
         number, workers = (info.id, info.num_workers) if info else (0, 1)
         # The loader asks worker 0 first: it takes the stream whose turn it is.
-        worker = (number + self._first) % workers
-        cursor = self._cursors[worker] if self._cursors else Cursor()
+        worker = (number + self.first) % workers
+        cursor = self.cursors[worker] if self.cursors else Cursor()
         return self._rows(self.rank * workers + worker, self.world_size * workers, cursor)
 
     def _rows(self, stream: int, streams: int, cursor: Cursor) -> Iterator[tuple[Row, Cursor]]:
@@ -109,18 +92,14 @@ class StreamedRows(IterableDataset[tuple[Row, Cursor]]):
         missing = self.sequence_length
         for place, tokens in self._documents(stream, streams, cursor):
             used = 0
-            while len(tokens) - used >= missing:
+            while used < len(tokens):
                 parts.append(tokens[used : used + missing])
-                used += missing
-                yield self._row(parts), place._replace(token=place.token + used)
-                parts, missing = [], self.sequence_length
-            if used < len(tokens):
-                parts.append(tokens[used:])
-                missing -= len(tokens) - used
-
-    def _row(self, parts: list[NDArray[np.int64]]) -> Row:
-        ends = np.cumsum([len(part) for part in parts])
-        return make_row(np.concatenate(parts), ends if self.isolate_documents else ends[-1:])
+                used, missing = used + len(parts[-1]), missing - len(parts[-1])
+                if missing == 0:
+                    ends = np.cumsum([len(part) for part in parts])
+                    row = make_row(np.concatenate(parts), ends if self.isolate_documents else ends[-1:])
+                    yield row, place._replace(token=place.token + used)
+                    parts, missing = [], self.sequence_length
 
     def _documents(self, stream: int, streams: int, cursor: Cursor) -> Iterator[tuple[Cursor, NDArray[np.int64]]]:
         """Yield the tokens of each document from the cursor on, and where they begin."""
@@ -145,7 +124,8 @@ class StreamedRows(IterableDataset[tuple[Row, Cursor]]):
 
     def _content(self, file: int, expected: str) -> str:
         """Identify a file's content, and refuse other content than expected: a position in it would mean nothing."""
-        (stored,) = _file_source(self.files[file]).files
+        source = self.files[file]
+        (stored,) = source.source.files if isinstance(source, HashSplit) else source.files  # type: ignore[attr-defined]
         (content,) = file_identities([stored])
         if expected not in ("", content):
             raise ValueError(
@@ -171,14 +151,7 @@ class StreamingLoader:
     """Load batches of :class:`StreamedRows`; Lightning keeps the loader's state in every checkpoint.
 
     Its length is the run's: with a known length Lightning does not read ahead of the training, which would put a batch
-    into a checkpoint that was not trained on.
-
-    Args:
-        rows: The rows.
-        batch_size: Rows per batch; all of a batch are of one stream, and the streams of the workers take turns.
-        batches: Batches in the run.
-        num_workers: Processes that read and tokenize; 0 does so in the training process.
-        pin_memory: Whether batches are put into page-locked memory.
+    into a checkpoint that was not trained on. All rows of a batch are of one stream; those of the workers take turns.
 
     Raises:
         ValueError: If there are fewer files than streams.
@@ -203,7 +176,7 @@ class StreamingLoader:
         return self.batches
 
     def __iter__(self) -> Iterator[PackedBatch]:
-        self.rows.start_at(list(self._cursors), self._done % self._streams)
+        self.rows.cursors, self.rows.first = list(self._cursors), self._done % self._streams
         batches = iter(DataLoader(self.rows, collate_fn=_collate, **self._options))  # type: ignore[arg-type]
         while self._done < self.batches:
             batch, cursor = next(batches)
@@ -226,11 +199,7 @@ class StreamingLoader:
         return {"batches": self._done, "cursors": cursors, **self._order}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume after those batches.
-
-        Raises:
-            ValueError: If the streams differ.
-        """
+        """Resume after those batches; a ``ValueError`` if the streams differ."""
         order = self._order
         changed = {name: (state.get(name), value) for name, value in order.items() if state.get(name) != value}
         if changed:
@@ -254,10 +223,6 @@ class StreamingLoader:
             "sequence_length": self.rows.sequence_length,
         }
         return {name: int(value) for name, value in order.items()}
-
-
-def _file_source(source: Any) -> Any:
-    return source.source if isinstance(source, HashSplit) else source
 
 
 def _description(source: Any) -> str:

@@ -27,9 +27,6 @@ class LongDocuments:
         longer_than: Documents of more tokens than this are long.
         weight: How often each is seen per pass over the short ones. With 1.5, half of the long documents, evenly spread
             over the corpus, are seen twice.
-
-    Raises:
-        ValueError: If ``longer_than`` is not an integer of 1 or more, or ``weight`` is below 1 or above 1000.
     """
 
     longer_than: PositiveInt
@@ -44,12 +41,6 @@ class LongDocuments:
         """Return documents in the order in which they are packed: all of them, then the long ones again, and so on.
 
         A copy is never next to its original, where a model without isolated documents would copy it.
-
-        Args:
-            document_borders: ``[n + 1]`` ascending token indices.
-
-        Returns:
-            ``[m]`` int64 document numbers, ``m >= n``.
 
         Example:
             >>> LongDocuments(longer_than=2, weight=2.5).order(np.array([0, 3, 5, 9])).tolist()
@@ -69,13 +60,7 @@ def pack_in_order(
 ) -> PackedRows:
     """Pack the documents as if the stream had them in another order, some of them more than once.
 
-    Args:
-        document_borders: ``[n + 1]`` ascending token indices of the documents in the token stream.
-        order: ``[m]`` document numbers.
-        pack: Any packing strategy: makes rows of document borders.
-
-    Returns:
-        Rows whose segments are stretches of the token stream as it is.
+    The segments of the rows are stretches of the token stream as it is.
 
     Example:
         >>> from datamodules.packing.packing import pack_documents

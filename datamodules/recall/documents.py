@@ -48,11 +48,7 @@ class Word(NamedTuple):
 
 @dataclass(frozen=True)
 class RecallRecord:
-    """An annotated document.
-
-    Attributes:
-        words: The words in order.
-    """
+    """An annotated document: its words in order."""
 
     words: tuple[Word, ...]
 
@@ -68,12 +64,7 @@ class RecallRecord:
         return [(end - 1 - len(word.text), end - 1) for end, word in zip(ends, self.words, strict=True)]
 
     def spans(self, kind: Kind, *, farther_than: int = -1) -> list[tuple[int, int]]:
-        """Find the characters ``[start, end)`` of words of a kind; only the decisive ones of answers.
-
-        Args:
-            kind: The kind.
-            farther_than: Only words with a greater distance.
-        """
+        """Find the characters ``[start, end)`` of words of a kind; of answers, only those that are decisive."""
         return [
             (start, end if word.decisive is None else start + word.decisive)
             for (start, end), word in zip(self.offsets, self.words, strict=True)
@@ -124,9 +115,6 @@ def recall_records(
 
     Yields:
         Documents of exactly ``length`` words; the end may cut an event short.
-
-    Raises:
-        ValueError: If ``slot`` leaves no room between two events, or ``second_dialect`` is not in [0, 1].
     """
     _check_slot(slot)
     if not 0 <= second_dialect <= 1:
@@ -146,20 +134,9 @@ def recall_questions(
     """Write documents that end in ``recall FIELD`` and the value that was given once, at a certain depth.
 
     The field is named nowhere else, so the last word, the only one of kind ``answer`` with this value, is known only
-    from that one place. 16 values are possible.
-
-    Args:
-        count: How many documents.
-        length: Words in each, with the question and its answer.
-        depth: Where the field was set, drawn evenly: from 0, the front of the document, to 1, its end.
-        slot: Words from one event to the next, on average.
-        seed: Seed of the documents; those of `recall_records` with the same seed are different.
-
-    Yields:
-        Documents of exactly ``length`` words whose last word is the answer; other words only have their kind.
-
-    Raises:
-        ValueError: If ``slot`` leaves no room, ``depth`` is not within [0, 1], or ``length`` is below 8.
+    from that one place: ``depth`` is the range of places from 0, the front of the document, to 1, its end, of which
+    one is drawn. 16 values are possible. The other arguments are those of `recall_records`, whose documents of the same
+    seed are different; only answers have distances.
     """
     _check_slot(slot)
     if not 0 <= depth[0] <= depth[1] <= 1:
@@ -200,14 +177,7 @@ def _check_slot(slot: int) -> None:
 
 
 class Writer:
-    """Writer of one document, event by event.
-
-    Args:
-        seed: Seed of the document.
-        slot: Words from one event to the next, on average.
-        second_dialect: Probability that the local words are in the second dialect.
-        without: A field that the document does not name.
-    """
+    """Writer of one document, event by event, which does not name the field ``without``."""
 
     def __init__(
         self, seed: tuple[int, ...], slot: int, second_dialect: float = 0.0, *, without: str | None = None
@@ -262,8 +232,6 @@ class Writer:
             field = known[self.rng.integers(len(known))]
             return [Word(GET, "other"), Word(field, "other"), Word(values[field], "answer")]
         if kind >= 0.8:
-            return [
-                Word(ABOUT, "other"),
-                Word(genre_words()[genre][self.rng.integers(WORDS_PER_GENRE)], "about"),
-            ]
+            word = genre_words()[genre][self.rng.integers(WORDS_PER_GENRE)]
+            return [Word(ABOUT, "other"), Word(word, "about")]
         return []

@@ -74,13 +74,7 @@ def genre_words() -> dict[str, tuple[str, ...]]:
 
 
 def local_stream(rng: np.random.Generator, length: int, *, dialect: Dialect = 0) -> Iterator[str]:
-    """Yield local words, each one of the 24 successors of the preceding word, the first ones more often (Zipf).
-
-    Args:
-        rng: Draws the words.
-        length: How many.
-        dialect: Whose successors.
-    """
+    """Yield local words, each one of the 24 successors of the preceding word, the first ones more often (Zipf)."""
     likelihood = np.arange(1, _SUCCESSORS + 1) ** -1.3
     ranks = rng.choice(_SUCCESSORS, size=length, p=likelihood / likelihood.sum()).tolist()
     words, successors = _local_words(), _successors(dialect)

@@ -97,11 +97,7 @@ class RecallDataModule(PackedTextDataModule):
 
     @override
     def source(self, split: Split) -> RecallSource:
-        counts = {
-            "train": self.train_documents,
-            "validation": self.validation_documents or 0,
-            "test": self.test_documents or 0,
-        }
-        seed = 3 * self.seed + list(counts).index(split)
-        count = int(counts[split])
-        return RecallSource(count, int(self.document_length), int(self.slot), int(seed), self.second_dialect)
+        counts = (self.train_documents, self.validation_documents or 0, self.test_documents or 0)
+        number = ("train", "validation", "test").index(split)
+        count, length, slot = int(counts[number]), int(self.document_length), int(self.slot)
+        return RecallSource(count, length, slot, int(3 * self.seed + number), self.second_dialect)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from datamodules.sources.locations import PARQUET, File, file_size, files_fingerprint
-from datamodules.sources.records import check_size, decoded, is_packed, nested, read_document, read_records
+from datamodules.sources.records import decoded, is_packed, nested, read_document, read_records
 
 _NAMED = 3  # of the documents that a message is about
 
@@ -67,10 +67,8 @@ class TextFiles:
         """Stream the documents."""
         for file in self.files:
             stem = file.name.removesuffix(file.suffix if is_packed(file) else "").removesuffix(".txt")
-            content = read_document(file)
-            check_size(content, str(file))
             name = f"{stem} {self.titles.get(stem, '')}".rstrip()
-            yield Document(name, checked_text(decoded(content, str(file)), str(file)))
+            yield Document(name, checked_text(decoded(read_document(file), str(file)), str(file)))
 
     def fingerprint(self) -> str:
         """Content and order of the files."""
@@ -82,11 +80,7 @@ class TextFiles:
 
 
 def text_folder(folder: Path, titles: Mapping[str, str] | None = None) -> TextFiles:
-    """Find the ``.txt`` files of a local folder, without its subfolders, in the order of their names.
-
-    Raises:
-        FileNotFoundError: If there is no such file.
-    """
+    """Find the ``.txt`` files of a local folder, without its subfolders, in the order of their names."""
     files = tuple(sorted(folder.glob("*.txt")))
     if not files:
         raise FileNotFoundError(f"No .txt file in {folder}. Name a folder that holds one text file per document.")
@@ -97,7 +91,7 @@ def text_folder(folder: Path, titles: Mapping[str, str] | None = None) -> TextFi
 class RecordFiles:
     """Documents in JSON-lines files, plain or compressed (``.gz``, ``.zst``), or in parquet files.
 
-    Each line or row is a document. Of parquet files only the needed columns are read, a page of each at a time.
+    Each line or row is a document. Only the needed columns of parquet files are read, a page of each at a time.
 
     Args:
         files: The files, read in this order.
@@ -154,19 +148,12 @@ class RecordFiles:
         if self.prompt_field is None:
             return ""
         if self.prompt_field not in record:
-            raise ValueError(
-                f"{place}: no field {self.prompt_field!r} for the prompt, only {sorted(record)}. Name the one that"
-                " holds it."
-            )
+            raise ValueError(f"{place}: no field {self.prompt_field!r} for the prompt, only {sorted(record)}.")
         return checked_text(record[self.prompt_field], f"{place}, {self.prompt_field!r}")
 
 
 def checked_text(text: object, place: str) -> str:
-    """Return the text of the document at ``place``, once it is checked.
-
-    Raises:
-        ValueError: If it is not a string, or cannot be written as UTF-8. It may be empty: see `with_text`.
-    """
+    """Return the text of the document at ``place``; a ``ValueError`` if it is not text that can be written as UTF-8."""
     if not isinstance(text, str):
         raise ValueError(f"{place}: the text must be a string, got {type(text).__name__}. Fix or remove this document.")
     try:

@@ -18,15 +18,8 @@ from lightning_modules.utilities.identity import content_hash
 class HubDataset:
     """One split of a dataset that ``datasets.load_dataset`` can load without running code of the repository.
 
-    The split is memory-mapped, so it may be larger than memory.
-
-    Args:
-        path: Hub id such as ``"emozilla/pg19"``, or a local folder of parquet files.
-        split: Name of the split.
-        text_column: Column of the text.
-        name_columns: Columns that make up the document's name; without any of them it is ``"<split>:<row>"``.
-        where: ``(column, value)``: only documents whose column holds that value; dots reach into nested columns.
-        revision: Branch, tag or commit on the hub; the default branch if not given.
+    The split is memory-mapped, so it may be larger than memory. `path` is a hub id or a local folder of parquet files;
+    `name_columns` and `where` are as in `RecordFiles`.
     """
 
     path: str
@@ -43,17 +36,16 @@ class HubDataset:
             if self.where and nested(record, self.where[0]) != self.where[1]:
                 continue
             found = True
+            place = f"{self.path}, split {self.split}, row {number}"
             name = record_name(record, self.name_columns, f"{self.split}:{number}")
-            yield Document(
-                name, checked_text(record[self.text_column], f"{self.path}, split {self.split}, row {number}")
-            )
+            yield Document(name, checked_text(record[self.text_column], place))
         if not found:
             wanted = f" with {self.where[0]} == {self.where[1]!r}" if self.where else ""
             raise ValueError(f"No document{wanted} in split {self.split!r} of {self.path!r}. Name another dataset.")
 
     def fingerprint(self) -> str:
         """Identify the content of local files, or the commit on the hub, and which documents are taken."""
-        dataset = self._dataset
+        dataset = self._dataset  # refuses what it cannot load
         content = _local_content(Path(self.path).expanduser()) or dataset._fingerprint
         return f"hub {content} {self.split} {self.revision} {self.text_column} {self.where}"
 
@@ -82,7 +74,18 @@ def _local_content(folder: Path) -> str | None:
 
 def _load(path: str, split: str, revision: str | None) -> Any:
     local = Path(path).expanduser()
-    _check_path(path, local)
+    # Refuse impossible paths at once: the hub takes half a minute, and a .txt would be split into lines.
+    if local.exists() and not holds_parquet(local):
+        raise FileNotFoundError(
+            f"`path` = {path!r} is here, but neither in a layout that this data module knows nor a folder of parquet"
+            " files. See the module's description for the layouts."
+        )
+    looks_like_a_file = path.endswith((".jsonl", ".json", ".zst", ".gz", ".txt", ".parquet"))
+    if not local.exists() and (looks_like_a_file or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", path)):
+        raise FileNotFoundError(
+            f"`path` = {path!r} is no local file or folder, and not of the form `owner/name` of a hub dataset."
+            " Correct the path."
+        )
     content = _local_content(local)
     # `datasets` keeps a copy of local files by path and time of change: keep one for each content.
     cache_dir = None if content is None else str(Path(datasets.config.HF_DATASETS_CACHE) / "by-content" / content)
@@ -97,18 +100,3 @@ def _load(path: str, split: str, revision: str | None) -> Any:
             " Check the spelling and the network, and give a local path, or a dataset in parquet form that needs no"
             " loading script."
         ) from error
-
-
-def _check_path(path: str, local: Path) -> None:
-    """Refuse impossible paths at once: the hub takes half a minute, and a .txt would be split into lines."""
-    if local.exists() and not holds_parquet(local):
-        raise FileNotFoundError(
-            f"`path` = {path!r} is here, but neither in a layout that this data module knows nor a folder of parquet"
-            " files. See the module's description for the layouts."
-        )
-    looks_like_a_file = path.endswith((".jsonl", ".json", ".zst", ".gz", ".txt", ".parquet"))
-    if not local.exists() and (looks_like_a_file or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", path)):
-        raise FileNotFoundError(
-            f"`path` = {path!r} is no local file or folder, and not of the form `owner/name` of a hub dataset."
-            " Correct the path."
-        )

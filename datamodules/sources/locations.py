@@ -36,13 +36,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file of an fsspec file system, with what sources use of `pathlib.Path`.
-
-    Args:
-        system: Where it is.
-        path: Its path there.
-        info: The file system's description.
-    """
+    """A file of an fsspec file system, with what sources use of `pathlib.Path`."""
 
     system: fsspec.AbstractFileSystem
     path: str
@@ -62,11 +56,7 @@ class RemoteFile:
         return PurePosixPath(self.name).suffix
 
     def open(self, mode: Literal["rb"]) -> BinaryIO:
-        """The bytes, fetched as they are read.
-
-        Raises:
-            ValueError: If they cannot be fetched.
-        """
+        """Open the file, whose bytes are fetched as they are read; a ``ValueError`` if they cannot be."""
         try:
             return cast(BinaryIO, io.BufferedReader(self._connected().open(self.path, mode), _READ_AHEAD))
         except OSError as error:
@@ -75,13 +65,24 @@ class RemoteFile:
     @functools.cached_property
     def identity(self) -> str:
         """Text that identifies the content; computed once, because it may take a request or a download."""
-        return _remote_identity(self)
+        info = self.info
+        if not any(info.get(key) for key in (*_CHECKSUMS, *_TAGS, *_TIMES)):  # lists of files may have fewer details
+            with suppress(OSError):
+                info = {**info, **self._connected().info(self.path)}
 
-    def details(self) -> dict[str, Any]:
-        """Ask the file system about this file; lists of files may have fewer details."""
-        with suppress(OSError):
-            return {**self.info, **self._connected().info(self.path)}
-        return self.info
+        def first(keys: Iterable[str]) -> str | None:
+            return next((f"{key} {info[key]}" for key in keys if info.get(key)), None)
+
+        tag, time = first(_TAGS), first(_TIMES)
+        checksum = first(_CHECKSUMS) or (tag if tag and _MD5.fullmatch(tag.partition(" ")[2]) else None)
+        if checksum is not None:
+            return f"{checksum} {file_size(self)}"
+        if tag is None and time is None:
+            with self.open("rb") as stream:
+                return f"sha256:{hashlib.file_digest(stream, 'sha256').hexdigest()}"  # type: ignore[arg-type]
+        if tag is None:
+            _warn_of_times(str(self.system.protocol))
+        return combined_hash([str(self), file_size(self), tag or time])
 
     def _connected(self) -> fsspec.AbstractFileSystem:
         """The file system, which does not survive the fork of a loader's worker, but its pickle does."""
@@ -92,7 +93,7 @@ File = Path | RemoteFile
 
 
 def is_url(path: str) -> bool:
-    """Return whether a path is an fsspec URL such as ``s3://bucket/folder``, ``hf://datasets/owner/name`` or ``https://..``."""
+    """Return whether a path is an fsspec URL, such as ``s3://bucket/folder``."""
     return "://" in path
 
 
@@ -129,9 +130,6 @@ def file_identities(files: Iterable[File]) -> list[str]:
     For a local file it is the SHA-256 of its bytes. For one elsewhere it is the checksum that the file system reports;
     else address, size and entity tag; else address, size and time, with a warning, as an edit may keep those; else the
     SHA-256 of its bytes, which are fetched, once for each `RemoteFile`.
-
-    Raises:
-        ValueError: If a file cannot be read.
     """
     files = tuple(files)
     hashes = iter(file_hashes(file for file in files if isinstance(file, Path)))
@@ -141,26 +139,6 @@ def file_identities(files: Iterable[File]) -> list[str]:
 def file_size(file: File) -> int | None:
     """Return the bytes of the file as it is stored; None if the server does not report it."""
     return file.stat().st_size if isinstance(file, Path) else file.info.get("size")
-
-
-def _remote_identity(file: RemoteFile) -> str:
-    info = file.info
-    if not any(info.get(key) for key in (*_CHECKSUMS, *_TAGS, *_TIMES)):
-        info = file.details()
-
-    def first(keys: Iterable[str]) -> str | None:
-        return next((f"{key} {info[key]}" for key in keys if info.get(key)), None)
-
-    tag, time = first(_TAGS), first(_TIMES)
-    checksum = first(_CHECKSUMS) or (tag if tag and _MD5.fullmatch(tag.partition(" ")[2]) else None)
-    if checksum is not None:
-        return f"{checksum} {file_size(file)}"
-    if tag is None and time is None:
-        with file.open("rb") as stream:
-            return f"sha256:{hashlib.file_digest(stream, 'sha256').hexdigest()}"  # type: ignore[arg-type]
-    if tag is None:
-        _warn_of_times(str(file.system.protocol))
-    return combined_hash([str(file), file_size(file), tag or time])
 
 
 @functools.cache
@@ -185,9 +163,7 @@ def _local_files(path: str) -> list[Path]:
 def _files_below(folder: Path, parents: frozenset[Path]) -> Iterator[Path]:
     """Yield all files in a folder and in linked folders, as patterns find them; links to a parent are skipped."""
     real = folder.resolve()
-    if real in parents:
-        return
-    for path in folder.iterdir():
+    for path in () if real in parents else folder.iterdir():
         if path.is_dir():
             yield from _files_below(path, parents | {real})
         else:
@@ -201,13 +177,9 @@ def _remote_files(path: str) -> Sequence[File]:
     except ImportError as error:
         raise ValueError(f"'{path}' needs a package that is not installed: {error} (by `pip install`).") from error
     except FileNotFoundError as error:
-        raise FileNotFoundError(
-            f"There is nothing at '{path}'. Correct the path, or check your access rights."
-        ) from error
+        raise FileNotFoundError(f"There is nothing at '{path}'. Correct the path or check your rights.") from error
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"'{path}' cannot be reached ({error}). Check the address, the network and your rights."
-        ) from error
+        raise ValueError(f"'{path}' cannot be reached ({error}). Check address, network and your rights.") from error
     if isinstance(system, LocalFileSystem):  # file://
         return _local_files(root)
     return [RemoteFile(system, name, infos[name]) for name in sorted(infos) if infos[name]["type"] == "file"]

@@ -1,18 +1,14 @@
 """Read records of files: lines of JSON, rows of parquet, and bytes of compressed files, within bounded memory."""
 
-import gzip
 import io
 import json
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, BinaryIO, cast
 
 import pyarrow
 import pyarrow.parquet
-import zstandard
-from typing_extensions import override
 
 from datamodules.sources.locations import PARQUET, File
 
@@ -24,7 +20,6 @@ LARGEST_DOCUMENT = 1 << 28
 all memory."""
 
 BATCH_ROWS = 16  # of parquet files, whose rows may be whole books
-_PACKED_BYTES = 1 << 14  # read at a time: what they unpack to is in memory
 
 Parse = Callable[[], dict[str, Any]]
 
@@ -40,16 +35,11 @@ def read_records(
 ) -> Iterator[tuple[int, Parse]]:
     """Yield the number of each wanted record, and a function that parses it or raises a ``ValueError``.
 
-    Args:
-        file: JSON lines or parquet.
-        columns: Columns to read of parquet files.
-        wanted: Which records to yield, by their numbers; the others are not parsed.
-        text_columns: Columns of which parquet files must have one.
-        row_group: The only row group to read of a parquet file.
-        first: Number of the first record.
+    Only these columns of parquet files are read, and only one row group if it is given. `first` is the number of the
+    first record.
 
     Raises:
-        ValueError: If the file is damaged, or has none of the text columns.
+        ValueError: If the file is damaged, or is a parquet file with none of the text columns.
     """
     with opened(file) as stream:
         if file.name.endswith(PARQUET):
@@ -57,7 +47,7 @@ def read_records(
             return
         for row, line in enumerate(lines_of(stream), first):
             if wanted(row) and (len(line) > LARGEST_DOCUMENT or not line.isspace()):
-                yield row, partial(_parse_json, line, f"{file}:{row}")
+                yield row, partial(parsed_line, line, f"{file}:{row}")
 
 
 def _parquet_rows(
@@ -87,11 +77,6 @@ def _parquet_rows(
         raise ValueError(f"{file}: the parquet file is damaged ({error}). Fetch it again.") from error
 
 
-def _parse_json(line: bytes, place: str) -> dict[str, Any]:
-    check_size(line, place)
-    return parsed_line(line, place)
-
-
 def _parse_row(batch: pyarrow.RecordBatch, index: int, place: str) -> dict[str, Any]:
     try:
         return {name: batch.column(name)[index].as_py() for name in batch.schema.names}
@@ -113,52 +98,17 @@ def is_packed(file: File) -> bool:
 
 @contextmanager
 def opened(file: File) -> Iterator[BinaryIO]:
-    """Open a file whose bytes are fetched and unpacked as they are read.
-
-    Raises:
-        ValueError: If the file is damaged.
-    """
-    with ExitStack() as stack:
-        stream: BinaryIO = stack.enter_context(file.open("rb"))
-        if file.suffix == ".gz":
-            stream = cast(BinaryIO, stack.enter_context(gzip.GzipFile(fileobj=stream)))
-        elif file.suffix == ".zst":
-            stream = cast(BinaryIO, stack.enter_context(io.BufferedReader(_ZstdFrames(stream))))
-        try:
+    """Open a file whose bytes are fetched and unpacked as they are read; a ``ValueError`` if it is damaged."""
+    with file.open("rb") as stream:
+        if not is_packed(file):
             yield stream
-        except (EOFError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:
+            return
+        kind = "gzip" if file.suffix == ".gz" else "zstd"
+        try:
+            with io.BufferedReader(pyarrow.CompressedInputStream(stream, kind)) as unpacked:
+                yield cast(BinaryIO, unpacked)
+        except OSError as error:
             raise ValueError(f"{file}: the compressed file is damaged ({error}). Fetch it again.") from error
-
-
-class _ZstdFrames(io.RawIOBase):
-    """Stream of the bytes in consecutive zstd frames; `zstandard`'s own reader takes a torn frame for the end."""
-
-    def __init__(self, stream: BinaryIO) -> None:
-        self._stream = stream
-        self._frame = zstandard.ZstdDecompressor().decompressobj()
-        self._begun = False
-        self._unpacked = memoryview(b"")
-
-    @override
-    def readable(self) -> bool:
-        return True
-
-    @override
-    def readinto(self, buffer: Any) -> int:
-        while not self._unpacked:
-            packed = b""
-            if self._frame.eof:
-                packed = self._frame.unused_data
-                self._frame, self._begun = zstandard.ZstdDecompressor().decompressobj(), False
-            packed = packed or self._stream.read(_PACKED_BYTES)
-            if not packed:
-                if self._begun:
-                    raise EOFError("it ends in the middle of a zstd frame")
-                return 0
-            self._begun, self._unpacked = True, memoryview(self._frame.decompress(packed))
-        size = min(len(buffer), len(self._unpacked))
-        buffer[:size], self._unpacked = self._unpacked[:size], self._unpacked[size:]
-        return size
 
 
 def opened_table(stream: BinaryIO, file: File) -> pyarrow.parquet.ParquetFile:
@@ -196,16 +146,12 @@ def read_document(file: File) -> bytes:
         return stream.read(LARGEST_DOCUMENT + 1)
 
 
-def check_size(content: bytes, place: str) -> None:
-    """Raise a ``ValueError`` for more bytes than a document may have."""
+def decoded(content: bytes, place: str) -> str:
+    """Decode UTF-8; raise a ``ValueError`` that names the place for other bytes, or more than a document may have."""
     if len(content) > LARGEST_DOCUMENT:
         raise ValueError(
             f"{place}: a document of more than {LARGEST_DOCUMENT:,} bytes. Split it, or remove it if it is not text."
         )
-
-
-def decoded(content: bytes, place: str) -> str:
-    """Decode UTF-8; raise a ``ValueError`` that names the place for other bytes."""
     try:
         return content.decode(ENCODING)
     except UnicodeDecodeError as error:

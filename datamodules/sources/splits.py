@@ -15,11 +15,7 @@ _PREFIX: dict[Split, str] = {"train": "train", "validation": "val", "test": "tes
 
 
 def json_lines_files(folder: Path, split: Split) -> tuple[Path, ...]:
-    """Find the files of a split by name: ``train*.jsonl`` in the folder, or any in a folder ``train*``.
-
-    Raises:
-        FileNotFoundError: If no file is found.
-    """
+    """Find the files of a split by name: ``train*.jsonl`` in the folder, or any in a folder ``train*``."""
     prefix = _PREFIX[split]
     found = [*folder.glob(f"{prefix}*"), *folder.glob(f"{prefix}*/*")]
     files = tuple(sorted(file for file in found if file.is_file() and file.name.endswith(JSON_LINES)))
@@ -35,13 +31,8 @@ def json_lines_files(folder: Path, split: Split) -> tuple[Path, ...]:
 class HashSplit:
     """A split of a source without splits: the text of a document decides where it belongs.
 
-    Of every ``share`` documents, about one is for validation and one for test; the others are for training. The same
+    About one of ``share`` documents is for validation and one for test; the others are for training. The same
     text is in the same split whatever its place in the file, so a copy never leaks from one split to another.
-
-    Args:
-        source: The documents.
-        split: Which of them to take.
-        share: Documents for each one held out; 3 or more.
     """
 
     source: Source

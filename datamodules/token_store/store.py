@@ -26,12 +26,8 @@ FORMAT = 3
 """Part of every store's address: raise it with any change to what the code below writes."""
 
 MANIFEST, TOKENS, DOCUMENT_BORDERS = "manifest.json", "tokens.bin", "document_borders.bin"
-PROMPT_LENGTHS = "prompt_lengths.bin"
-"""One ``<i8`` for each document; only where a document has a prompt."""
-
-VERIFIED = "verified.json"
-"""Sizes and times of the files when they were last read in full and found undamaged; not part of the content."""
-
+PROMPT_LENGTHS = "prompt_lengths.bin"  # one `<i8` for each document; only where a document has a prompt
+VERIFIED = "verified.json"  # sizes and times of the files when they were last found undamaged; not part of the content
 _CONTENT = (TOKENS, DOCUMENT_BORDERS)
 
 _log = logging.getLogger(__name__)
@@ -43,9 +39,6 @@ class TokenStore:
 
     Opening it checks all but the tokens, which may be hundreds of gigabytes: `verify` checks those. It pickles as its
     path, so loader workers may be forked or spawned.
-
-    Args:
-        folder: A folder written by :func:`build_token_store`.
 
     Raises:
         ValueError: If the folder is not a complete, undamaged store.
@@ -66,7 +59,7 @@ class TokenStore:
 
     @cached_property
     def manifest(self) -> dict[str, Any]:
-        """What the store was made from, and its size."""
+        """Size of the store, and all that decides its content."""
         content = (self.folder / MANIFEST).read_bytes()
         try:
             manifest = json.loads(content)
@@ -103,32 +96,19 @@ class TokenStore:
             ValueError: If the tokens are damaged.
         """
         try:
-            state = self._state()
-            if state == self._verified_state():
-                return
+            state = {name: file_state(self.folder / name) for name in _CONTENT}
+            with suppress(OSError, ValueError):  # without the note, or with a torn one
+                if state == json.loads((self.folder / VERIFIED).read_text()):
+                    return
             self._check_content(TOKENS)
         except (OSError, ValueError) as error:
             raise ValueError(_damaged(self.folder, error)) from error
         with suppress(OSError):  # another user's
-            self.mark_verified(state)
-
-    def mark_verified(self, state: dict[str, list[int]] | None = None) -> None:
-        """Note that the files, as they are now or were in ``state``, are undamaged; a torn note only costs time."""
-        (self.folder / VERIFIED).write_text(json.dumps(state or self._state()))
+            (self.folder / VERIFIED).write_text(json.dumps(state))
 
     def _check_content(self, name: str) -> None:
         if _checksum(self.folder / name) != self.manifest["crc32"][name]:
             raise ValueError(f"{name} is not what was written")
-
-    def _verified_state(self) -> Any:
-        """Read what `mark_verified` has noted; None if it cannot be read."""
-        try:
-            return json.loads((self.folder / VERIFIED).read_text())
-        except (OSError, ValueError):
-            return None
-
-    def _state(self) -> dict[str, list[int]]:
-        return {name: file_state(self.folder / name) for name in _CONTENT}
 
     def __reduce__(self) -> tuple[type["TokenStore"], tuple[Path]]:
         return type(self), (self.folder,)
@@ -142,12 +122,6 @@ def build_token_store(
     A document is the tokens of its text and, if the tokenizer has one, the end-of-text token. The store's folder is
     named by a hash of all that decides its content, and appears in one step when it is complete. If several processes
     need the same store, one tokenizes while the others wait.
-
-    Args:
-        source: The documents.
-        tokenizer: A fast tokenizer.
-        cache_dir: Folder of all stores; made if needed.
-        add_special_tokens: Whether the tokenizer puts its special tokens around each document.
 
     Raises:
         ValueError: If ``cache_dir`` cannot be written, a document cannot be tokenized (the message names it), or the
@@ -204,10 +178,11 @@ def _write(folder: Path, source: Source, tokenizer: PreTrainedTokenizerFast, rec
     encoder = Encoder(tokenizer, add_special_tokens=recipe["add_special_tokens"])
     documents = tokens = checksum = 0
     prompts: list[NDArray[np.int64]] = []
+    total = source.text_bytes() if isinstance(source, SizedSource) else None
     with (
         (folder / TOKENS).open("wb") as token_file,
         (folder / DOCUMENT_BORDERS).open("wb") as borders_file,
-        _progress_bar(source) as bar,
+        progress_bar("Tokenizing", unit="B", total=total) as bar,
         closing(tokenized(with_text(source), encoder)) as batches,
     ):
         borders_file.write(bytes(8))
@@ -230,7 +205,8 @@ def _write(folder: Path, source: Source, tokenizer: PreTrainedTokenizerFast, rec
         "crc32": {TOKENS: checksum} | {name: _checksum(folder / name) for name in (DOCUMENT_BORDERS, *optional)},
     }
     (folder / MANIFEST).write_bytes(_manifest_text(manifest))
-    TokenStore(folder).mark_verified()
+    state = {name: file_state(folder / name) for name in _CONTENT}
+    (folder / VERIFIED).write_text(json.dumps(state))
     _log.info("Tokenized %d documents into %d tokens.", documents, tokens)
 
 
@@ -247,8 +223,3 @@ def _checksum(path: Path) -> int:
         while content := file.read(1 << 20):
             checksum = zlib.crc32(content, checksum)
     return checksum
-
-
-def _progress_bar(source: Source) -> Any:
-    total = source.text_bytes() if isinstance(source, SizedSource) else None
-    return progress_bar("Tokenizing", unit="B", total=total)

@@ -3,10 +3,9 @@
 import os
 import zlib
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,9 +22,6 @@ BATCH_CHARACTERS = 500_000 * min(max(os.cpu_count() or 1, 4), 32)
 AHEAD = 2
 """Batches tokenized at once. They share the tokenizer's threads, so that none idles while the longest text of a batch
 is finished, nor while Python makes arrays of its tokens."""
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -48,11 +44,7 @@ class TokenizedBatch:
 class Encoder:
     """Tokenizer of batches of documents, each of which ends with the end-of-text token if the tokenizer has one.
 
-    Prompt and response are tokenised as one text. A token that holds characters of both belongs to the response.
-
-    Args:
-        tokenizer: A fast tokenizer.
-        add_special_tokens: Whether the tokenizer puts its special tokens around each document.
+    Prompt and response are tokenized as one text. A token that holds characters of both belongs to the response.
 
     Attributes:
         checksum: CRC-32 of all that decides which tokens a text becomes.
@@ -105,16 +97,11 @@ def _prompt_length(encoding: Encoding, prompt_end: int) -> int:
 
 def tokenized(documents: Iterable[Document], encoder: Encoder) -> Generator[TokenizedBatch]:
     """Yield the documents in batches, in order; at most `AHEAD` + 2 of them are in memory at a time."""
-    return _in_order(encoder, _batches(documents))
-
-
-def _in_order(function: Callable[[Item], Result], items: Iterable[Item]) -> Generator[Result]:
-    """Yield what ``map`` gives, computed by `AHEAD` threads."""
-    pending: deque[Future[Result]] = deque()
+    pending: deque[Future[TokenizedBatch]] = deque()
     with ThreadPoolExecutor(AHEAD) as pool:
         try:
-            for item in items:
-                pending.append(pool.submit(function, item))
+            for batch in _batches(documents):
+                pending.append(pool.submit(encoder, batch))
                 if len(pending) > AHEAD:
                     yield pending.popleft().result()
             while pending:

@@ -1,4 +1,4 @@
-"""The run of ``longce influence``: an evaluator goes once through the training rows, on any number of devices."""
+"""Run ``longce influence``: an evaluator goes once through the training rows, on any number of devices."""
 
 import sys
 import time
@@ -31,9 +31,7 @@ class InfluenceScorer(LightningModule):
 
     Args:
         loading: Arguments of `lightning_modules.models.loading.load_backbone`.
-        context_length: Length K of the shortest short context, in tokens.
-        stride: Number d of tokens that share one window.
-        gamma: Largest weight.
+        settings: ``context_length``, ``stride`` and ``gamma`` of the weights.
         transfer: For an evaluator with another tokenizer than the rows'.
         identity: The evaluator's `model_identity` when the run began.
 
@@ -42,18 +40,11 @@ class InfluenceScorer(LightningModule):
     """
 
     def __init__(
-        self,
-        loading: dict[str, Any],
-        *,
-        context_length: int,
-        stride: int,
-        gamma: float,
-        transfer: Transfer | None,
-        identity: str,
+        self, loading: dict[str, Any], settings: dict[str, Any], transfer: Transfer | None, identity: str
     ) -> None:
         super().__init__()
         self._loading = loading
-        self._settings: dict[str, Any] = {"context_length": context_length, "stride": stride, "gamma": gamma}
+        self._settings = settings
         self._transfer = transfer
         self._identity = identity
         self._started = 0.0
@@ -61,7 +52,7 @@ class InfluenceScorer(LightningModule):
 
     @override
     def configure_model(self) -> None:
-        # With nothing left for anybody the model is spared; if there is, all processes need it: DDP compares weights.
+        # With no row left no process loads the model; otherwise all need it, as DDP compares weights.
         if "backbone" in self._modules or self._rows.remaining == 0:
             return
         autocast = str(self.trainer.precision).endswith("-mixed")
@@ -80,7 +71,7 @@ class InfluenceScorer(LightningModule):
 
     @override
     def predict_step(self, batch: tuple[list[int], PackedBatch], batch_idx: int) -> Tensor:
-        """``[B, T]`` float32 weights of the rows."""
+        """Return ``[B, T]`` float32 weights of the rows."""
         numbers, rows = batch
         weigh = row_influence if self._transfer is None else self._transfer.row_influence
         influence = weigh(rows, self.backbone, **self._settings)
@@ -105,7 +96,7 @@ class InfluenceScorer(LightningModule):
 
 
 class InfluenceTrainer(Trainer):
-    """A trainer with one more thing to run."""
+    """Trainer that can also run ``longce influence``."""
 
     def influence(
         self,
@@ -121,10 +112,10 @@ class InfluenceTrainer(Trainer):
         evaluator_trust_remote_code: bool = False,
         output: str | None = None,
     ) -> None:
-        """LongCE weights of the training rows by an evaluator, stored so that training makes no short pass.
+        """Store LongCE weights of the training rows by an evaluator, so that training makes no short pass.
 
         Takes the configs of ``longce fit``: the rows are those of ``data``, context length, stride and gamma those of
-        ``model``, devices and precision those of ``trainer``. A run that was killed goes on where it stopped.
+        ``model``, devices and precision those of ``trainer``. A killed run resumes where it stopped.
 
         Args:
             model: Whose training it is; its weights are not loaded.
@@ -134,17 +125,13 @@ class InfluenceTrainer(Trainer):
                 tokenizer of the rows, tokens are scored as they are, else by way of the text.
             evaluator_revision: Branch, tag or commit on the hub.
             evaluator_add_special_tokens: Whether the evaluator's tokenizer adds its own, where texts are scored.
-            evaluator_dtype: Of the evaluator's weights; ``auto`` keeps the stored one.
-            evaluator_attn_implementation: Of the evaluator, as in transformers.
+            evaluator_dtype: Type of the evaluator's weights; ``auto`` keeps the stored one.
+            evaluator_attn_implementation: Attention of the evaluator, as in transformers.
             evaluator_model_config: Values that replace those of the evaluator's config, such as ``rope_parameters``.
             evaluator_trust_remote_code: Run code from the evaluator's repository; off unless you trust it.
             output: Folder of the weights; by default `data.influence`, or one in the data module's cache.
-
-        Raises:
-            ValueError: If the evaluator cannot be found, the objective is not LongCE's, no token has a short context,
-                the trainer would split the evaluator, or the folder holds other weights.
         """
-        gamma = self._check(model, datamodule)
+        settings = self._check(model, datamodule)
         loading: dict[str, Any] = {
             "pretrained_model_name_or_path": evaluator,
             "model_config": evaluator_model_config,
@@ -158,11 +145,6 @@ class InfluenceTrainer(Trainer):
         )
         rows_tokenizer: PreTrainedTokenizerFast = datamodule.tokenizer  # type: ignore[attr-defined]
         transfer = make_transfer(rows_tokenizer, tokenizer, add_special_tokens=evaluator_add_special_tokens)
-        settings: dict[str, Any] = {
-            "context_length": int(model.context_length),
-            "stride": int(model.stride),
-            "gamma": float(gamma),
-        }
         made_from = {
             **settings,
             "evaluator": model_identity(evaluator, evaluator_revision, trust_remote_code=evaluator_trust_remote_code),
@@ -173,13 +155,13 @@ class InfluenceTrainer(Trainer):
             "evaluator_attn_implementation": evaluator_attn_implementation,
             "precision": str(self.precision),
         }
-        scorer = InfluenceScorer(loading, **settings, transfer=transfer, identity=made_from["evaluator"])
+        scorer = InfluenceScorer(loading, settings, transfer, made_from["evaluator"])
         self._run_influence(datamodule, made_from, output, scorer)
 
     def _run_influence(
         self, datamodule: LightningDataModule, made_from: dict[str, Any], output: str | None, scorer: InfluenceScorer
     ) -> None:
-        # Nothing is left to do when the weights are complete already, which is no reason to warn.
+        # When the weights are complete already, nothing is left to do: do not warn.
         warnings.filterwarnings("ignore", message="Total length of .* across ranks is zero")
         rows = datamodule.influence_rows(made_from, output)  # type: ignore[attr-defined]
         self.predict(scorer, datamodule=rows, return_predictions=False)
@@ -188,8 +170,8 @@ class InfluenceTrainer(Trainer):
             rows.writer.finish()
             sys.stdout.write(report(rows, scorer.seconds))
 
-    def _check(self, model: LongContextLM, datamodule: LightningDataModule) -> float:
-        """The largest weight, if all is well that can be known before anything is loaded."""
+    def _check(self, model: LongContextLM, datamodule: LightningDataModule) -> dict[str, Any]:
+        """Return the settings of the weights, after the checks that need nothing to be loaded."""
         objective = innermost(model.objective)
         if not isinstance(objective, (LongCE, StoredInfluence)):
             raise ValueError(
@@ -201,26 +183,25 @@ class InfluenceTrainer(Trainer):
         check_context(model.context_length, model.stride, getattr(datamodule, "sequence_length", None))
         if not isinstance(self.strategy, (SingleDeviceStrategy, DDPStrategy)):
             raise ValueError(
-                f"Each process scores rows of its own and holds the whole evaluator, so that `trainer.strategy` must be"
+                f"Each process scores different rows and holds the whole evaluator, so that `trainer.strategy` must be"
                 f" 'auto' or 'ddp', not {type(self.strategy).__name__}."
             )
-        return objective.gamma
+        return {
+            "context_length": int(model.context_length),
+            "stride": int(model.stride),
+            "gamma": float(objective.gamma),
+        }
 
 
 def report(rows: Any, seconds: float) -> str:
-    """What was done and how to train with it, as text for a terminal.
-
-    Args:
-        rows: The data module of the run, with its writer.
-        seconds: What the scoring took.
-    """
+    """Describe what was done in these seconds, and how to train with it, as text for a terminal."""
     writer, folder = rows.writer, Path(rows.folder)
     header = writer.header
     made_from, total = header["made_from"], len(writer.rows)
     length = made_from["sequence_length"]
     if not header["complete"]:
         missing = len(writer.remaining())
-        return f"{total - missing:,} of {total:,} rows are weighed in {folder}\nRun the same command again to go on.\n"
+        return f"{total - missing:,} of {total:,} rows are weighed in {folder}\nRun the same command again to resume.\n"
     speed = f"{rows.remaining * length / max(seconds, 1e-9):,.0f} tokens/s" if rows.remaining else "complete already"
     values = header["statistics"]
     return (

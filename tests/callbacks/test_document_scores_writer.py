@@ -21,6 +21,7 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 
 from callbacks import DocumentScoresWriter, TokenScoresWriter
+from callbacks.document_scores_writer import _checkpoint_identity
 from datamodules import DocumentCorpus, TextDataModule
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.backbone import Backbone
@@ -295,13 +296,12 @@ def test_scores_belong_to_the_content_of_files(run, tmp_path, monkeypatch, attac
 
 def test_scores_belong_to_the_content_of_the_checkpoint(tmp_path):
     names, found = ("a.ckpt", "copy/a.ckpt", "other/a.ckpt"), []
-    model = SimpleNamespace(scoring_settings=lambda: {"model": "x"})
     for name, content in zip(names, (b"one", b"one", b"two"), strict=True):
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(content)
         os.utime(path, (1, 1))
-        found.append(DocumentScoresWriter("x")._weights(SimpleNamespace(ckpt_path=str(path)), model))
+        found.append(_checkpoint_identity(SimpleNamespace(ckpt_path=str(path))))
     assert found[0] == found[1] != found[2]
 
 

@@ -138,8 +138,11 @@ def changed(folder, **values):
     [
         ({"weight": 0}, "weight of source 'a' must be above 0"),
         ({"weight": float("nan")}, "weight of source 'a' must be above 0"),
-        ({"sequence_length": 8}, "Source 'a' has `sequence_length` = 8: it is the mixture's to set"),
-        ({"tokenizer": "other"}, "Source 'a' has `tokenizer` = 'other'"),
+        (
+            {"sequence_length": 8},
+            "Source 'a' of the mixture: it has `sequence_length` = 8, which is the mixture's to set",
+        ),
+        ({"tokenizer": "other"}, "Source 'a' of the mixture: it has `tokenizer` = 'other'"),
         ({"batch_size": 8}, "which have no meaning for a part"),
         ({"train_path": "x"}, "(?s)Source 'a' of the mixture: .*train_path"),
         ({"class_path": "datamodules.Nothing"}, "(?s)Source 'a' of the mixture: .*Nothing"),

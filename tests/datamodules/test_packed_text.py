@@ -64,6 +64,14 @@ def ready(tokenizer, root, stage="fit", rank=0, world_size=1, **kwargs):
     return module
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
+def test_documents_are_shared_out_once_in_equal_numbers(word_tokenizer, root, world_size):
+    loaders = [ready(word_tokenizer, root, "validate", rank, world_size).val_dataloader() for rank in range(world_size)]
+    assert {len(loader) for loader in loaders} == {-(-3 // world_size)}
+    names = [batch["names"][0] for loader in loaders for batch in loader]
+    assert sorted(filter(None, names)) == ["0", "1", "2"]
+
+
 def test_training_rows_of_one_epoch(word_tokenizer, root):
     loader = ready(word_tokenizer, root, batch_size=2).train_dataloader()
     batches = list(loader)  # a b c | d <eos> e | f g <eos> | the rest, h <eos>, is dropped
@@ -212,11 +220,6 @@ def test_spawned_workers_can_have_the_rows(word_tokenizer, root):
         copy = pickle.loads(pickle.dumps(dataset))
         assert len(copy) == len(dataset)
         assert torch.equal(copy[1]["labels"], dataset[1]["labels"])
-
-
-def test_tokenizer_is_loaded_once(word_tokenizer, root):
-    module = ready(word_tokenizer, root)
-    assert module.tokenizer is module.tokenizer
 
 
 @pytest.mark.parametrize("loader", ["train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader"])

@@ -1,6 +1,7 @@
 """What ``longce reproduce miniature`` trains and asks, as declared in its config before anything is trained."""
 
 import itertools
+import warnings
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -14,6 +15,10 @@ from lightning_modules.functional.windows import check_context
 from lightning_modules.utilities.user_modules import import_object
 
 CONFIG = Path(__file__).parents[3] / "configs" / "reproduce" / "miniature.yaml"
+_MOVED = {
+    "datamodules.recall.RecallCorpus": "benchmarks.reproduction.miniature.recall_corpus.RecallCorpus",
+    "datamodules.recall.HaystackCorpus": "benchmarks.reproduction.miniature.haystack.HaystackCorpus",
+}
 
 
 @dataclass(frozen=True)
@@ -177,13 +182,16 @@ class Miniature:
         return min(self.family.lengths, key=lambda length: length.sequence_length)
 
     def load_corpus(self) -> Any:
-        """Make the corpus, such as `datamodules.recall.RecallCorpus`.
+        """Make the corpus, such as `benchmarks.reproduction.miniature.recall_corpus.RecallCorpus`.
 
         Raises:
             ValueError: If there is no such class, or it cannot be made of the arguments.
         """
+        path = _MOVED.get(self.corpus, self.corpus)
+        if path != self.corpus:
+            warnings.warn(f"`corpus: {self.corpus}` is now {path}.", FutureWarning, stacklevel=2)
         try:
-            made_by = import_object(self.corpus)
+            made_by = import_object(path)
         except (ImportError, AttributeError, ValueError) as error:
             raise ValueError(f"`corpus` must name a class as `module.Class`, got '{self.corpus}': {error}.") from error
         try:

@@ -7,8 +7,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import stats
 
-Kind = Literal["pearson", "spearman"]
-
 MIN_MODELS = 3
 _CONFIDENCE, _DRAWS, _SEED = 0.95, 10_000, 0
 
@@ -21,14 +19,10 @@ class Interval(NamedTuple):
 
 
 def pearson(x: ArrayLike, y: ArrayLike) -> float:
-    """Compute Pearson's correlation coefficient in float64.
-
-    Args:
-        x: ``[N]`` values, one per model.
-        y: ``[N]`` values of the same models.
+    """Compute Pearson's correlation of ``[N]`` values, one per model, in float64.
 
     Raises:
-        ValueError: If shapes differ, there are fewer than 3 models, a value is NaN or infinite, or all are equal.
+        ValueError: If there are fewer than 3 models, a value is NaN or infinite, or all are equal.
 
     Example:
         >>> round(pearson([1, 2, 3], [3, 2, 2]), 3)
@@ -38,14 +32,7 @@ def pearson(x: ArrayLike, y: ArrayLike) -> float:
 
 
 def spearman(x: ArrayLike, y: ArrayLike) -> float:
-    """Compute Spearman's rank correlation; equal values share their mean rank.
-
-    Args:
-        x: ``[N]`` values, one per model.
-        y: ``[N]`` values of the same models.
-
-    Raises:
-        ValueError: As `pearson`.
+    """Compute Spearman's rank correlation, as `pearson`; equal values share their mean rank.
 
     Example:
         >>> round(spearman([1, 2, 9], [3, 2, 2]), 3)
@@ -54,19 +41,11 @@ def spearman(x: ArrayLike, y: ArrayLike) -> float:
     return float(stats.spearmanr(*_checked(x, y)).statistic)
 
 
-def bootstrap_interval(x: ArrayLike, y: ArrayLike, kind: Kind = "spearman") -> Interval:
-    """Compute the 95 % percentile interval of a correlation over 10,000 resamples of the models.
+def bootstrap_interval(x: ArrayLike, y: ArrayLike, kind: Literal["pearson", "spearman"] = "spearman") -> Interval:
+    """Compute the 95 % percentile interval of a correlation over 10,000 resamples of the models, as `pearson`.
 
     It shows how far the result depends on the choice of models. Models of one family are not independent draws, so the
     true uncertainty is larger.
-
-    Args:
-        x: ``[N]`` values, one per model.
-        y: ``[N]`` values of the same models.
-        kind: Which correlation.
-
-    Raises:
-        ValueError: As `pearson`.
     """
     x, y = _checked(x, y)
     drawn = np.random.default_rng(_SEED).integers(len(x), size=(_DRAWS, len(x)))
@@ -82,14 +61,8 @@ def bootstrap_interval(x: ArrayLike, y: ArrayLike, kind: Kind = "spearman") -> I
 
 def _checked(x: ArrayLike, y: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     x, y = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
-    if x.shape != y.shape or x.ndim != 1:
-        raise ValueError(f"Both must be [N], one value per model, got {list(x.shape)} and {list(y.shape)}.")
-    if len(x) < MIN_MODELS:
-        raise ValueError(f"A correlation over {len(x)} models is meaningless: give at least {MIN_MODELS}.")
-    for name, values in (("first", x), ("second", y)):
-        if not np.isfinite(values).all():
-            model = int(np.flatnonzero(~np.isfinite(values))[0])
-            raise ValueError(f"The {name} value of model {model} is {values[model]}: leave the model out, and say so.")
-        if np.ptp(values) == 0:
-            raise ValueError(f"All {name} values are {values[0]}: models that do not differ have no correlation.")
+    if len(x) < MIN_MODELS or not all(np.isfinite(values).all() and np.ptp(values) > 0 for values in (x, y)):
+        raise ValueError(
+            f"A correlation needs {MIN_MODELS} models with finite values that differ, got {x.tolist()}, {y.tolist()}."
+        )
     return x, y

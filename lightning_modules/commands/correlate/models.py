@@ -24,18 +24,10 @@ class Models(NamedTuple):
     values: dict[str, dict[str, float]]
     main: set[str]
 
-    @property
-    def metrics(self) -> list[str]:
-        """Names of the perplexities."""
-        return [name for name in self._names() if is_perplexity(name)]
-
-    @property
-    def scores(self) -> list[str]:
-        """Names of all other values."""
-        return [name for name in self._names() if not is_perplexity(name)]
-
-    def _names(self) -> list[str]:
-        return list(dict.fromkeys(name for entry in self.values.values() for name in entry))
+    def names(self, kind: str) -> list[str]:
+        """Return the names of perplexities, the ``metrics``, or of all other values, the ``scores``."""
+        names = dict.fromkeys(name for entry in self.values.values() for name in entry)
+        return [name for name in names if is_perplexity(name) == (kind == "metrics")]
 
 
 def join(entries: Sequence[Measured]) -> Models:
@@ -44,9 +36,6 @@ def join(entries: Sequence[Measured]) -> Models:
     Models are the same if their names are, or if one is the last part of the other (``Qwen2-7B`` and
     ``/models/Qwen2-7B``) and of no third one. Values measured with different settings get different names: LongPPL by
     two evaluators is two metrics, and the names contain what differs.
-
-    Args:
-        entries: Entries of all files.
 
     Raises:
         ValueError: If two places give different values for the same name.
@@ -72,22 +61,19 @@ def join(entries: Sequence[Measured]) -> Models:
 
 
 def choose_names(wanted: Sequence[str] | None, models: Models, kind: str) -> list[str]:
-    """Return names of values: those wanted, or else the main ones of a kind.
+    """Return names of values: those wanted, or else the main ``metrics`` or ``scores``.
 
-    Args:
-        wanted: Names; settings in brackets may be left out, and a perplexity may be given among scores.
-        models: The values.
-        kind: ``metrics`` or ``scores``.
+    Settings in brackets may be left out of the wanted names, and a perplexity may be given among scores.
 
     Raises:
         ValueError: If a kind has no values, or a wanted one does not exist.
     """
-    known = models.metrics if kind == "metrics" else models.scores
+    known = models.names(kind)
     if wanted is None:
         if not known:
             raise ValueError(f"There are no {kind} in these files: add some that have them.")
         return [name for name in known if name in models.main] or known
-    known = list(dict.fromkeys([*known, *models.metrics, *models.scores]))
+    known = list(dict.fromkeys([*known, *models.names("metrics"), *models.names("scores")]))
     chosen = []
     for word in wanted:
         same = [name for name in known if _canonical(name.partition(" [")[0]) == _canonical(word)]

@@ -10,18 +10,14 @@ from typing import Any, NamedTuple
 
 from lightning_modules.tasks.questions.registry import GROUPS
 
+# Settings that values depend on: perplexities (LongPPL depends on all), and questions of our tasks and the harness's.
 _TEXTS = ("texts", "max_tokens", "add_special_tokens")
-"""Settings that a perplexity depends on; LongPPL depends on all."""
-
 _QUESTIONS = ("mode", "documents")
-"""Settings of our tasks that decide which questions are asked."""
-
 _PROMPTS = ("num_fewshot", "limit", "truncation")
-"""Settings of tasks of lm-evaluation-harness that decide which questions are asked."""
 
 
 class Measured(NamedTuple):
-    """What a file reports about a model.
+    """Values of a model that a file reports.
 
     Attributes:
         place: File, with the line if it has several.
@@ -68,7 +64,7 @@ def _read_word(word: str) -> list[Measured]:
     files = _find_files(Path(path if renamed else word).expanduser())
     if not files or (renamed and not name):
         raise ValueError(f"No results at '{word}': give .json or .csv files, folders of them, or NAME=FILE.")
-    entries = [entry for file in files for entry in _read_file(file)]
+    entries = [entry for file in files for entry in (_csv_entries if file.suffix == ".csv" else _json_entries)(file)]
     if renamed:
         if (models := len({entry.model for entry in entries})) != 1:
             raise ValueError(f"'{path}' reports {models} models: rename them in the file, not by '{name}='.")
@@ -86,42 +82,31 @@ def _find_files(path: Path) -> list[Path]:
     return [path] if path.is_file() and path.suffix in (".csv", ".json") else []
 
 
-def _read_file(file: Path) -> list[Measured]:
-    return _csv_entries(file) if file.suffix == ".csv" else _json_entries(file)
-
-
 def _json_entries(file: Path) -> list[Measured]:
     """Read a JSON file; ``model`` is empty if the file does not name it."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"'{file}' is not JSON: {error}.") from error
-    if not isinstance(content, dict):
-        raise ValueError(_OTHER.format(file=file))
     for reader, names in _READERS:
-        if names <= set(content):
+        if isinstance(content, dict) and names <= set(content):
             try:
                 return [reader(file, content)]
             except (KeyError, TypeError, AttributeError) as error:
                 raise ValueError(f"'{file}' is damaged ({error!r}): run the command again that wrote it.") from error
-    if not all(isinstance(entry, dict) for entry in content.values()):
-        raise ValueError(_OTHER.format(file=file))
+    if not isinstance(content, dict) or not all(isinstance(entry, dict) for entry in content.values()):
+        raise ValueError(
+            f"'{file}' must be a dictionary of models, each a dictionary of benchmarks and scores, or a result of"
+            " `longce score` or `longce evaluate`."
+        )
     return [_plain(str(file), name, entry) for name, entry in content.items()]
-
-
-_OTHER = (
-    "'{file}' must be a dictionary of models, each a dictionary of benchmarks and scores, or a result of"
-    " `longce score` or `longce evaluate`."
-)
 
 
 def _score(file: Path, content: Mapping[str, Any]) -> Measured:
     settings = dict(content.get("settings") or {})
     values = {name: _number(file, name, content[name]) for name in ("longppl", "perplexity")}
-    texts = {name: settings[name] for name in _TEXTS if name in settings}
-    return Measured(
-        str(file), str(content.get("model") or ""), values, tuple(values), {"longppl": settings, "perplexity": texts}
-    )
+    depends_on = {"longppl": settings, "perplexity": {name: settings[name] for name in _TEXTS if name in settings}}
+    return Measured(str(file), str(content.get("model") or ""), values, tuple(values), depends_on)
 
 
 def _evaluation(file: Path, content: Mapping[str, Any]) -> Measured:
@@ -134,21 +119,21 @@ def _evaluation(file: Path, content: Mapping[str, Any]) -> Measured:
         task: {int(length): _number(file, task, cell["mean"]) for length, cell in lengths.items()}
         for task, lengths in content["tasks"].items()
     }
-    averages = {int(length): _number(file, "average", value) for length, value in content["average"].items()}
-    longeval = next((tasks[task] for task in GROUPS["longeval"] if task in tasks), None)
+    means = {"average": {int(length): _number(file, "average", value) for length, value in content["average"].items()}}
+    if longeval := next((tasks[task] for task in GROUPS["longeval"] if task in tasks), None):
+        means = {"LongEval": longeval} | means
     # Values with the lengths that each is a mean of, as a mean over other lengths is another value.
     values: dict[str, float] = {}
     lengths_of: dict[str, list[int]] = {}
     if set(GROUPS["ruler"]) <= set(tasks):
         values["RULER"] = _mean([_mean(list(tasks[task].values())) for task in GROUPS["ruler"]])
         lengths_of["RULER"] = sorted({length for task in GROUPS["ruler"] for length in tasks[task]})
-    named = {"LongEval": longeval} if longeval is not None else {}
-    for name, scores in (named | {"average": averages} | tasks).items():
+    for name, scores in (means | tasks).items():
         values[name] = _mean(list(scores.values()))
         lengths_of[name] = sorted(scores)
-        values |= {
-            f"{name} {_short(length) if name == 'LongEval' else length}": score for length, score in scores.items()
-        }
+        for length, score in scores.items():
+            in_thousands = name == "LongEval" and length % 1024 == 0
+            values[f"{name} {length // 1024}k" if in_thousands else f"{name} {length}"] = score
     for name in ("weighted_inc", "weighted_dec", "answer_perplexity", "other_perplexity"):
         if content.get(name) is not None:
             values[name] = _number(file, name, content[name])
@@ -157,10 +142,6 @@ def _evaluation(file: Path, content: Mapping[str, Any]) -> Measured:
     settings = {name: told | ({"lengths": lengths_of[name]} if name in lengths_of else {}) for name in values}
     main = tuple(name for name in ("RULER", "LongEval") if name in values) or ("average",)
     return Measured(str(file), str(content.get("model") or ""), values, main, settings, ours=True)
-
-
-def _short(length: int) -> str:
-    return f"{length // 1024}k" if length % 1024 == 0 else str(length)
 
 
 def _harness(file: Path, content: Mapping[str, Any]) -> Measured:
@@ -183,12 +164,12 @@ def _harness(file: Path, content: Mapping[str, Any]) -> Measured:
     )
 
 
+# Readers of our results, and the keys by which each kind is recognized.
 _READERS = (
     (_score, {"longppl", "documents"}),
     (_harness, {"tasks", "groups", "scores"}),
     (_evaluation, {"tasks", "average"}),
 )
-"""Readers of our results, and the keys by which each kind is recognized."""
 
 
 def _csv_entries(file: Path) -> list[Measured]:
@@ -196,8 +177,8 @@ def _csv_entries(file: Path) -> list[Measured]:
         text = file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"'{file}' is not UTF-8 ({error}): save it as CSV in UTF-8.") from None
-    with io.StringIO(text, newline="") as stream:
-        lines = [(number, [cell.strip() for cell in line]) for number, line in enumerate(csv.reader(stream), 1) if line]
+    rows = csv.reader(io.StringIO(text, newline=""))
+    lines = [(number, [cell.strip() for cell in line]) for number, line in enumerate(rows, 1) if line]
     names = lines[0][1] if lines else []
     if "model" not in names:
         raise ValueError(f"'{file}' has no column 'model', only {names}: add a first line of names.")
@@ -205,16 +186,16 @@ def _csv_entries(file: Path) -> list[Measured]:
         raise ValueError(f"'{file}' names a column twice: {names}. Leave one of them out.")
     if len(lines) == 1:
         raise ValueError(f"'{file}' names columns and holds no model: add a line for each.")
-    return [_csv_entry(f"{file}:{number}", names, cells) for number, cells in lines[1:]]
-
-
-def _csv_entry(place: str, names: Sequence[str], cells: Sequence[str]) -> Measured:
-    if len(cells) > len(names):
-        raise ValueError(f"{place}: {len(cells)} cells for {len(names)} columns: quote cells that hold a comma.")
-    values: dict[str, Any] = {name: cell or None for name, cell in zip(names, cells, strict=False)}
-    if not (model := values.pop("model", None)):
-        raise ValueError(f"{place}: the column 'model' is empty: name the model.")
-    return _plain(place, model, values)
+    entries = []
+    for number, cells in lines[1:]:
+        place = f"{file}:{number}"
+        if len(cells) > len(names):
+            raise ValueError(f"{place}: {len(cells)} cells for {len(names)} columns: quote cells that hold a comma.")
+        values: dict[str, Any] = {name: cell or None for name, cell in zip(names, cells, strict=False)}
+        if not (model := values.pop("model", None)):
+            raise ValueError(f"{place}: the column 'model' is empty: name the model.")
+        entries.append(_plain(place, model, values))
+    return entries
 
 
 def _plain(place: str, model: str, entry: Mapping[str, Any]) -> Measured:
@@ -223,7 +204,7 @@ def _plain(place: str, model: str, entry: Mapping[str, Any]) -> Measured:
 
 
 def _number(place: Path | str, name: str, value: Any) -> float:
-    """NaN for null, as which files of ours write it."""
+    """Read a number; our files write NaN as null."""
     try:
         return math.nan if value is None else float(value)
     except (TypeError, ValueError):

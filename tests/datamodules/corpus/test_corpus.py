@@ -446,7 +446,7 @@ def set_up_slowly(rank, port, folder):
         return values[0]
 
     corpus = DocumentCorpus(str(folder))
-    corpus._tokenizer = object()
+    corpus.tokenizer = object()
     corpus.trainer = SimpleNamespace(
         global_rank=rank, world_size=2, callbacks=[], strategy=SimpleNamespace(broadcast=broadcast)
     )

@@ -9,6 +9,7 @@ from datamodules.influence import writer as influence_writer
 from datamodules.influence.store import HEADER, WEIGHTS, InfluenceStore
 from datamodules.influence.writer import InfluenceWriter, influence_folder, narrow
 from datamodules.packing.packing import PackedRows, pack_documents
+from lightning_modules.utilities.files import BUILDING
 
 LENGTH = 4
 MADE_FROM = {"sequence_length": LENGTH, "isolate_documents": True, "gamma": 5.0, "evaluator": "a"}
@@ -147,7 +148,7 @@ def test_another_process_may_make_the_folder_at_the_same_moment(tmp_path, rows, 
 def test_what_a_kill_while_finishing_left_is_swept(tmp_path, rows):
     last = writer(tmp_path / "w", rows)
     last.write(range(4), np.concatenate([weights(number) for number in range(4)]))
-    (tmp_path / "w" / f".{WEIGHTS}.torn").write_bytes(b"half")
+    (tmp_path / "w" / f"{BUILDING}{WEIGHTS}@torn").write_bytes(b"half")
     journal = journals(tmp_path / "w")[0]
     content = journal.read_bytes()
     assert last.finish()

@@ -74,16 +74,6 @@ def test_checkpoint_at_the_end_of_an_epoch(tmp_path):
     assert rows_seen(0, [none], tmp_path / "epoch=0.ckpt") == uninterrupted[5:]
 
 
-def test_epochs_are_shuffled_differently_and_whole(tmp_path):
-    resumable = loader()
-    epochs = []
-    for epoch in range(2):
-        resumable.sampler.set_epoch(epoch)
-        epochs.append(torch.cat(list(resumable)).tolist())
-    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(ROWS))
-    assert epochs[0] != epochs[1]
-
-
 def test_state_of_another_order_is_not_used(caplog):
     interrupted = loader()
     next(iter(interrupted))

@@ -87,13 +87,6 @@ def test_order_is_a_function_of_seed_and_epoch_and_weights():
     assert sorted(order()) != sorted(order(epoch=2))
 
 
-def test_a_resumed_epoch_leaves_out_what_was_seen():
-    sampler = MixtureSampler({"a": 40, "b": 30}, {"a": 2, "b": 1}, rank=1, world_size=2)
-    whole = list(sampler)
-    sampler.skip = 7
-    assert list(sampler) == whole[7:]
-
-
 def test_the_smallest_example_by_hand():
     sampler = MixtureSampler({"a": 4, "b": 2}, {"a": 3, "b": 1})
     assert sampler.counts == {"a": 4, "b": 1}  # 5 rows: 3.75 and 1.25

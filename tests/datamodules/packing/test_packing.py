@@ -62,17 +62,6 @@ def spaces_by_best_fit(lengths, size):
     return spaces + [0] * sum(length // size for length in lengths)
 
 
-def rows_by_first_fit(items, size):
-    spaces = []
-    for item in items:
-        number = next((number for number, space in enumerate(spaces) if space >= item), None)
-        if number is None:
-            spaces.append(size - item)
-        else:
-            spaces[number] -= item
-    return len(spaces)
-
-
 # ------------------------------------------------------------------------------------------------------ properties
 
 
@@ -143,16 +132,6 @@ def test_best_fit_cuts_only_what_is_longer_than_a_row(lengths, size):
         if 0 < length <= size:
             assert (begin, begin + length) in whole
     assert packed.truncated_documents == sum(length > size for length in lengths)
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_best_fit_needs_no_more_rows_than_first_fit_and_hardly_more_than_none_could_beat(seed):
-    rng = np.random.default_rng(seed)
-    lengths = [rng.integers(1, 200, 300), rng.lognormal(3, 1, 300), rng.integers(40, 60, 300)][seed % 3]
-    lengths = np.clip(lengths, 1, 100).astype(np.int64)
-    rows = len(best_fit(borders_of(lengths), 100))
-    assert rows <= rows_by_first_fit(lengths.tolist(), 100)
-    assert rows <= 11 / 9 * -(-int(lengths.sum()) // 100) + 1 or (lengths > 40).all()
 
 
 @given(lengths=LENGTHS, size=SEQUENCE_LENGTH, seed=st.integers(0, 9), world_size=st.sampled_from([1, 3]))

@@ -61,13 +61,6 @@ def test_rows_are_int64_and_as_many_as_packed():
     assert {dataset(3)[0][name].dtype for name in ("input_ids", "labels", "position_ids")} == {torch.int64}
 
 
-def test_batch_of_equal_rows():
-    batch = collate_rows([dataset(5)[0], dataset(5)[1]])
-    assert batch["input_ids"].shape == (2, 5)
-    assert batch["document_borders"] == [[0, 3, 5], [0, 4, 5]]
-    assert "text" not in batch
-
-
 def test_shorter_rows_are_padded_behind_their_last_border():
     def row(length):
         offsets = torch.arange(1, 2 * length + 1).view(length, 2)

@@ -13,10 +13,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from datamodules import StreamingTextDataModule
-from datamodules.packing.streaming import StreamingLoader, file_sources
-from datamodules.sources.documents import RecordFiles, TextFiles
-from datamodules.sources.locations import find_files
-from datamodules.sources.splits import HashSplit
+from datamodules.packing.streaming import StreamingLoader
 
 LENGTH = 5
 LENGTHS = [[3, 9, 1], [20], [2, 2, 2, 2], [7, 6], [11], [4, 30, 1]]
@@ -196,7 +193,7 @@ def test_lightning_neither_repeats_nor_loses_a_row(corpus_folder, wide_tokenizer
         assert len(seen) == 2 * (steps - step)
 
 
-def test_other_streams_are_refused(corpus_folder, wide_tokenizer):
+def test_other_streams_are_refused(corpus_folder, wide_tokenizer, byte_tokenizer):
     state = module(corpus_folder, wide_tokenizer).train_dataloader().state_dict()
     for options in (
         {"seed": 1},
@@ -207,6 +204,8 @@ def test_other_streams_are_refused(corpus_folder, wide_tokenizer):
         other = module(corpus_folder, wide_tokenizer, **options).train_dataloader()
         with pytest.raises(ValueError, match="resumes only as it was"):
             other.load_state_dict(state)
+    with pytest.raises(ValueError, match=r"the checkpoint differs in .*'tokenizer'"):
+        module(corpus_folder, byte_tokenizer).train_dataloader().load_state_dict(state)
     os.utime(corpus_folder / "3.jsonl", (1, 1))
     module(corpus_folder, wide_tokenizer).train_dataloader().load_state_dict(state)
     filtered = module(corpus_folder, wide_tokenizer)
@@ -243,13 +242,6 @@ def test_the_file_in_progress_must_be_the_same(corpus_folder, wide_tokenizer):
     first_of(resumed, 1)
 
 
-def test_files_are_looked_at_once_however_often_the_state_is_asked_for(corpus_folder, wide_tokenizer, monkeypatch):
-    looked, loader = [], module(corpus_folder, wide_tokenizer).train_dataloader()
-    monkeypatch.setattr("datamodules.packing.streaming.file_size", lambda file: looked.append(file) or 1)
-    assert loader.state_dict() == loader.state_dict()
-    assert len(looked) == len(LENGTHS)
-
-
 def test_what_cannot_be_streamed_is_refused(corpus_folder, wide_tokenizer):
     made = functools.partial(module, corpus_folder, wide_tokenizer)
     for options, message in (
@@ -279,14 +271,12 @@ def test_files_without_a_wanted_document_are_passed_over(corpus_folder, wide_tok
         next(iter(nothing.train_dataloader()))
 
 
-def test_each_file_is_a_source(corpus_folder):
-    files = find_files(str(corpus_folder))
-    assert [source.files for source in file_sources(RecordFiles(files, where=("a", "b")))] == [
-        (file,) for file in files
-    ]
-    assert all(source.where == ("a", "b") for source in file_sources(RecordFiles(files, where=("a", "b"))))
-    held_out = file_sources(HashSplit(TextFiles(files), "train", 5))
-    assert [(source.source.files, source.share) for source in held_out] == [((file,), 5) for file in files]
+def test_documents_that_are_held_out_are_not_streamed(corpus_folder, wide_tokenizer):
+    data = module(corpus_folder, wide_tokenizer, validation=None, holdout=3, max_steps=40)
+    streamed = {token for row in rows_of(data.train_dataloader()) for token in row}
+    held_out = {token for row in rows_of(data.val_dataloader()) for token in row}
+    assert held_out
+    assert not streamed & held_out
 
 
 def test_workers_stream_from_the_web(corpus_folder, wide_tokenizer):
@@ -310,14 +300,6 @@ def test_spawned_workers_can_have_the_stream(corpus_folder, wide_tokenizer):
     rows = pickle.loads(pickle.dumps(loader.rows))
     copy = StreamingLoader(rows, batch_size=1, batches=12)
     assert rows_of(copy) == rows_of(loader)
-
-
-def test_another_tokenizer_does_not_go_on(corpus_folder, wide_tokenizer, byte_tokenizer):
-    loader = module(corpus_folder, wide_tokenizer).train_dataloader()
-    next(iter(loader))
-    other = module(corpus_folder, byte_tokenizer).train_dataloader()
-    with pytest.raises(ValueError, match=r"the checkpoint differs in .*'tokenizer'"):
-        other.load_state_dict(loader.state_dict())
 
 
 def test_empty_documents_are_left_out_and_counted_in_the_cursor(tmp_path, wide_tokenizer, caplog):

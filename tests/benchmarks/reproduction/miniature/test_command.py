@@ -145,7 +145,7 @@ def test_the_shipped_config_declares_what_the_documentation_says():
     ("change", "message"),
     [
         ({"corpus": "datamodules.recall.Nothing"}, "`corpus` must name a class"),
-        ({"corpus": "datamodules.recall.HaystackCorpus"}, "name a folder with train"),
+        ({"corpus": "benchmarks.reproduction.miniature.haystack.HaystackCorpus"}, "name a folder with train"),
         ({"corpus_arguments": {"text": "books"}}, "does not take .*text"),
         ({"stride": 64}, "longer context than the short one"),
         ({"surprise": 1}, "surprise"),

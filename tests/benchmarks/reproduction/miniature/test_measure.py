@@ -4,9 +4,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from benchmarks.reproduction.miniature.haystack import HaystackCorpus
 from benchmarks.reproduction.miniature.measure import Examination, Tokens
+from benchmarks.reproduction.miniature.recall_corpus import RecallCorpus
 from benchmarks.reproduction.miniature.results import token_metrics
-from datamodules.recall import HaystackCorpus, RecallCorpus
 from lightning_modules.models.backbone import Backbone
 
 

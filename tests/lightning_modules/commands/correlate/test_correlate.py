@@ -95,8 +95,8 @@ def test_models_are_the_same_by_the_last_part_of_their_names():
 def test_other_settings_make_another_metric():
     entries = [measured("M", {"longppl": float(number)}, evaluator=name, K=9) for number, name in enumerate("ab")]
     joined = join([*entries, measured("M", {"PPL": 5.0})])
-    assert joined.metrics == ["longppl [evaluator=a]", "longppl [evaluator=b]", "perplexity"]
-    assert join(entries[:1]).metrics == ["longppl"]
+    assert joined.names("metrics") == ["longppl [evaluator=a]", "longppl [evaluator=b]", "perplexity"]
+    assert join(entries[:1]).names("metrics") == ["longppl"]
 
 
 def test_equal_scores_have_no_correlation_and_the_others_do(tmp_path):

@@ -21,8 +21,8 @@ from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 from typing_extensions import override
 
+from benchmarks.reproduction.miniature.recall_corpus import EVALUATION_SEED, NATURAL_SLOT, depth_parts
 from datamodules.packed_text import PackedTextDataModule
-from datamodules.recall.corpus import EVALUATION_SEED, NATURAL_SLOT, depth_parts
 from datamodules.recall.documents import RecallRecord, Word, Writer, any_fact, free_place
 from datamodules.recall.language import GET, SET, field_values
 from datamodules.sources.documents import Document, text_folder
@@ -54,9 +54,6 @@ class HaystackCorpus:
         text: Folder with ``train/*.txt`` and ``test/*.txt``, the layout of PG-19.
         vocabulary_size: Tokens of the tokenizer.
 
-    Raises:
-        ValueError: If no folder is given, or the tokenizer has no room for anything but bytes.
-        FileNotFoundError: If it has no such files.
     """
 
     remark = (
@@ -105,29 +102,12 @@ class HaystackCorpus:
         return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>")
 
     def training_data(
-        self,
-        rows: int,
-        *,
-        sequence_length: int,
-        document_rows: int,
-        slot: int,
-        second_dialect: float,
-        batch_size: int,
-        seed: int,
-        cache_dir: str,
+        self, rows: int, *, sequence_length: int, document_rows: int, slot: int, second_dialect: float, **options: Any
     ) -> "HaystackDataModule":
         """Make rows to train on; arguments as those of `RecallCorpus.training_data`, ``slot`` in words."""
-        source = HaystackSource(
-            self,
-            count=-(-rows // document_rows),
-            tokens=document_rows * sequence_length,
-            slot=slot,
-            second_dialect=second_dialect,
-            seed=seed,
-        )
-        return HaystackDataModule(
-            source, sequence_length=sequence_length, batch_size=batch_size, seed=seed, cache_dir=cache_dir
-        )
+        count, tokens = -(-rows // document_rows), document_rows * sequence_length
+        source = HaystackSource(self, count, tokens, slot, options["seed"], second_dialect)
+        return HaystackDataModule(source, sequence_length=sequence_length, **options)
 
     def documents(self, count: int, tokens: int) -> Iterator[RecallRecord]:
         """Write documents of ``tokens`` tokens to measure on."""
@@ -150,15 +130,7 @@ class HaystackCorpus:
         return " ".join((*texts, books, tokenizer_hash(self._tokenizer)))
 
     def record(self, split: Split, tokens: int, seed: Seed, slot: int, second_dialect: float = 0.0) -> RecallRecord:
-        """Write a document.
-
-        Args:
-            split: Split of the books with its local words.
-            tokens: Number of tokens, with ``<bos>``.
-            seed: Seed of the document.
-            slot: Words from one event to the next, on average.
-            second_dialect: Probability that the words of the book come in random order.
-        """
+        """Write a document of ``tokens`` tokens, with ``<bos>``, whose local words are of the books of a split."""
         writer = _BookWriter(self.books[split], seed, slot, second_dialect)
         return RecallRecord(tuple(self._known(self._fitting(writer.parts(2 * tokens), tokens - 1))))
 
@@ -202,10 +174,8 @@ class HaystackCorpus:
         for word in words:
             last = place + self.size(word.text) - 1
             if word.kind == "answer":
-                decisive = self.decisive(field, word.text)
-                yield word._replace(distance=place - said[word.text], decisive=decisive)
-            else:
-                yield word
+                word = word._replace(distance=place - said[word.text], decisive=self.decisive(field, word.text))
+            yield word
             said[word.text], place, field = last, last + 1, word.text
 
     def decisive(self, field: str, value: str) -> int:
@@ -223,10 +193,8 @@ class HaystackCorpus:
 class _BookWriter(Writer):
     """Writer whose local words are those of a book from a random place; its beginning follows its end."""
 
-    def __init__(
-        self, books: Books, seed: Seed, slot: int, second_dialect: float = 0.0, *, without: str | None = None
-    ) -> None:
-        super().__init__(seed, slot, second_dialect, without=without)
+    def __init__(self, books: Books, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         self.books = books
 
     @override
@@ -262,12 +230,7 @@ class HaystackSource:
 
 
 class HaystackDataModule(PackedTextDataModule):
-    """Rows of a `HaystackSource` to train on, the first of its documents to validate on.
-
-    Args:
-        source: The documents.
-        **kwargs: See :class:`PackedTextDataModule`.
-    """
+    """Rows of a `HaystackSource` to train on, the first of its documents to validate on."""
 
     def __init__(self, source: HaystackSource, **kwargs: Any) -> None:
         super().__init__("haystack", add_special_tokens=True, validation_documents=1, **kwargs)

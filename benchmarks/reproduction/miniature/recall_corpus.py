@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from itertools import chain
+from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
@@ -36,16 +37,7 @@ class RecallCorpus:
         return recall_tokenizer()
 
     def training_data(
-        self,
-        rows: int,
-        *,
-        sequence_length: int,
-        document_rows: int,
-        slot: int,
-        second_dialect: float,
-        batch_size: int,
-        seed: int,
-        cache_dir: str,
+        self, rows: int, *, sequence_length: int, document_rows: int, slot: int, second_dialect: float, **options: Any
     ) -> RecallDataModule:
         """Make rows to train on.
 
@@ -55,9 +47,7 @@ class RecallCorpus:
             document_rows: Rows that a document fills: all but the first begin in its middle.
             slot: Words from one event to the next, on average.
             second_dialect: Share of the documents in the second dialect.
-            batch_size: Rows per step.
-            seed: Seed of the documents and of their order.
-            cache_dir: Folder for tokenized text.
+            **options: ``batch_size``, ``seed`` and ``cache_dir`` of the data module.
         """
         return RecallDataModule(
             train_documents=-(-rows // document_rows),
@@ -65,9 +55,7 @@ class RecallCorpus:
             slot=slot,
             sequence_length=sequence_length,
             second_dialect=second_dialect,
-            batch_size=batch_size,
-            seed=seed,
-            cache_dir=cache_dir,
+            **options,
         )
 
     def documents(self, count: int, tokens: int) -> Iterator[RecallRecord]:
@@ -77,14 +65,8 @@ class RecallCorpus:
     def questions(self, count: int, tokens: int, *, depths: int, behind: int) -> list[list[RecallRecord]]:
         """Write documents that end in an answer that was given once, by the depth of that place.
 
-        Args:
-            count: Number of all questions.
-            tokens: Tokens of each document.
-            depths: Parts of equal length into which the places are divided, from the front to the back.
-            behind: Minimum number of tokens between the place and the answer.
-
-        Returns:
-            About ``count / depths`` documents for each depth.
+        Of ``count`` documents, about ``count / depths`` are in each of the parts of equal length into which the places
+        are divided, from the front to the back; at least ``behind`` tokens separate place and answer.
         """
         last = max(1 - (behind + 4) / tokens, 0.0)  # without the fact's 3 words and the first token
         return [

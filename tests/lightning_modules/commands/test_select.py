@@ -14,10 +14,7 @@ from datamodules import DocumentCorpus, MixtureDataModule, TextDataModule
 from datamodules.corpus.files import find_corpus
 from lightning_modules.batch import Origin
 from lightning_modules.commands.cli.main import main
-from lightning_modules.commands.select import select
-from lightning_modules.commands.select.conditions import parse_conditions
-from lightning_modules.commands.select.select import write_weights
-from lightning_modules.commands.select.summary import MEANS, report
+from lightning_modules.commands.select import MEANS, parse_conditions, report, select, write_weights
 from lightning_modules.scoring.document_scorer import Failed
 from lightning_modules.scoring.score_shards import SUCCESS, ScoreShards
 from lightning_modules.scoring.score_table import ScoreTable, clashes, counts

@@ -1,7 +1,8 @@
 import pytest
 
-from datamodules.recall import FIELDS, GENRES, GET, SET, HaystackCorpus, field_values
+from benchmarks.reproduction.miniature.haystack import HaystackCorpus
 from datamodules.recall.documents import Word
+from datamodules.recall.language import FIELDS, GENRES, GET, SET, field_values
 
 
 @pytest.fixture(scope="module")
