@@ -11,14 +11,9 @@ from typing_extensions import override
 
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
-from lightning_modules.training.export import (
-    Adapters,
-    ExportDType,
-    ExportOptions,
-    check_export,
-    check_replaceable,
-    export_model,
-)
+from lightning_modules.training.export import ExportOptions, check_export, export_model
+from lightning_modules.training.export.facts import Adapters, ExportDType
+from lightning_modules.training.export.model import check_replaceable
 
 
 class HuggingFaceExport(Callback):

@@ -35,7 +35,7 @@ from lightning_modules.tasks.evaluation.summary import summarize
 from lightning_modules.tasks.harness import split_tasks
 from lightning_modules.tasks.questions.prompter import Prompter
 from lightning_modules.tasks.questions.registry import find_tasks
-from lightning_modules.training.export import loaded_tokenizer
+from lightning_modules.training.export.facts import loaded_tokenizer
 from lightning_modules.training.preemption import between_steps
 from lightning_modules.training.sequence_parallel import sequence_group
 from lightning_modules.utilities.files import write_atomically

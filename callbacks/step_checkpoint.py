@@ -18,17 +18,15 @@ from lightning_modules.training.preemption import between_steps
 class StepCheckpoint(ModelCheckpoint):
     """Lightning's ModelCheckpoint that saves only what a run can resume from.
 
-    A checkpoint holds no gradients. Lightning's own saves a resumed run once more after its first batch, and after a
-    validation wherever that came; with ``accumulate_grad_batches`` either is in the middle of a step: a run that
-    resumes there has lost the batches before. This one saves only when a step is complete (after a validation in the
-    middle of one, with what that found), and always after the last step, so that a finished run can take more
-    steps in the middle of its epoch.
+    A checkpoint holds no gradients. Lightning's own saves a resumed run after its first batch, and after a validation
+    wherever that came: with ``accumulate_grad_batches``, a run that resumes there has lost batches of a step. This one
+    saves only when a step is complete (after a validation in the middle of one, with its results), and always after the
+    last step, so that a finished run can take more steps in the middle of its epoch.
 
-    After an exception (``save_on_exception``) it saves the last whole step, whose weights are still those of the model:
-    gradients of later batches, and an evaluation that was interrupted, are left out. Where the newest are kept
-    (``monitor: step``, ``mode: max``) this takes the place of the oldest, however often a run is stopped. It does not
-    save before the first step, in the middle of the optimizer's update, after a checkpoint could not be written, nor
-    where one of several processes failed: the others are waiting for that one elsewhere.
+    After an exception (``save_on_exception``) it saves the last whole step, whose weights are still those of the model;
+    gradients of later batches, and an interrupted evaluation, are left out. Where the newest are kept
+    (``monitor: step``, ``mode: max``) this replaces the oldest. It does not save before the first step, during the
+    optimizer's update, after a checkpoint could not be written, nor where one of several processes failed.
     """
 
     _loops: dict[str, Any] | None = None  # state of training at the last whole step
@@ -58,7 +56,9 @@ class StepCheckpoint(ModelCheckpoint):
         if self._due:
             self._due = False
             super().on_validation_end(trainer, pl_module)
-        if _ends(trainer) and not self._should_skip_saving_checkpoint(trainer):
+        last_batch = trainer.is_last_batch and trainer.current_epoch + 1 == trainer.max_epochs
+        ends = last_batch or trainer.global_step == trainer.max_steps
+        if ends and not self._should_skip_saving_checkpoint(trainer):
             self._save_now(trainer)
 
     @override
@@ -106,9 +106,3 @@ class StepCheckpoint(ModelCheckpoint):
 
     def _note_step(self, trainer: Trainer) -> None:
         self._loops, self._updating = trainer.fit_loop.state_dict(), False
-
-
-def _ends(trainer: Trainer) -> bool:
-    """Whether no batch comes after this one."""
-    last_epoch = trainer.is_last_batch and trainer.current_epoch + 1 == trainer.max_epochs
-    return trainer.global_step == trainer.max_steps or last_epoch

@@ -27,7 +27,8 @@ from lightning_modules.scoring.document_scorer import DocumentScorer, Failed, sc
 from lightning_modules.scoring.token_scores import TokenScores
 from lightning_modules.training import preflight
 from lightning_modules.training.checkpoint_contents import add_contents, check_contents
-from lightning_modules.training.export import TrainingFacts, loading_facts, objective_facts, run_facts
+from lightning_modules.training.export import TrainingFacts
+from lightning_modules.training.export.facts import loading_facts, objective_facts, run_facts
 from lightning_modules.training.fsdp import divide_gradients, load_trainer_backbone
 from lightning_modules.training.optimizers import default_lr_scheduler, default_optimizer
 from lightning_modules.training.sequence_parallel import SequenceGroup, sequence_group

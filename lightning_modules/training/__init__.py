@@ -1,1 +1,1 @@
-"""What surrounds a training run."""
+"""Strategies, checkpoints and export of a training run."""

@@ -7,17 +7,17 @@ from lightning.pytorch import LightningModule
 from transformers import PreTrainedModel
 
 from lightning_modules.models.adapters import same_frozen, trained_state
-from lightning_modules.training.checkpoints.order import RUN_ID
-from lightning_modules.training.export import (
+from lightning_modules.training.checkpoints.io import RUN_ID
+from lightning_modules.training.export import TrainingFacts
+from lightning_modules.training.export.checkpoint import (
     FINGERPRINT,
     KEY,
-    TrainingFacts,
     check_resumable,
     check_same_model,
     check_same_weights,
-    made_tokenizer,
     stored,
 )
+from lightning_modules.training.export.facts import made_tokenizer
 from lightning_modules.training.fsdp import saves_parts
 
 TRAINED = "trained_weights"

@@ -1,13 +1,12 @@
 """Where ``longce validate``, ``test`` and ``predict`` write: never among the files of a run."""
 
 import logging
-from itertools import count
 from pathlib import Path
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
-from lightning_modules.training.checkpoints.order import contents, describe
+from lightning_modules.training.checkpoints.io import contents, describe
 from lightning_modules.training.checkpoints.resume import is_remote, run_folder
 from lightning_modules.training.run import CONFIG_FILE, RUN_FILE
 from lightning_modules.utilities.files import writable_folder, write_atomically
@@ -19,25 +18,18 @@ _log = logging.getLogger(__name__)
 
 def at_checkpoint_step(trainer: Trainer, checkpoint: Path) -> None:
     """Let an evaluation log at the step and epoch of its checkpoint."""
-    loops = {} if (checkpoint / "latest").exists() else contents(checkpoint).get("loops", {})
+    loops = contents(checkpoint).get("loops", {})
     if "fit_loop" in loops:
         trainer.fit_loop.load_state_dict(loops["fit_loop"])
-        # Lightning's count for loggers is one behind when a checkpoint is saved.
+        # Lightning's count for loggers lags by one when a checkpoint is saved.
         trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
 
 
 def place_evaluation(trainer: Trainer, command: str, checkpoint: Path | None, config: str, *, numbered: bool) -> None:
     """Make a folder for the logs and the config of an evaluation, in its first process, and send the loggers there.
 
-    It is ``evaluations/COMMAND-step-N`` in the folder of the checkpoint's run, or in that of the logger. Loggers that
-    write elsewhere than in a folder are left alone.
-
-    Args:
-        trainer: Of the evaluation.
-        command: ``validate``, ``test`` or ``predict``.
-        checkpoint: What is evaluated; None for the model that the config names.
-        config: The whole config as YAML.
-        numbered: Whether the logger makes a new folder at each start.
+    It is ``evaluations/COMMAND-step-N`` in the folder of the checkpoint's run, or in that of the logger (above it, if
+    the logger is ``numbered``: makes a new folder at each start). Loggers that write elsewhere are left alone.
     """
     base = _base(trainer, checkpoint, numbered)
     if base is None:
@@ -78,12 +70,11 @@ def _run_of(checkpoint: Path) -> Path | None:
 
 def _new_folder(parent: Path, name: str) -> Path:
     """Make a folder that no other evaluation has."""
-    parent.mkdir(parents=True, exist_ok=True)
-    for number in count(1):
-        folder = parent / (name if number == 1 else f"{name}-{number}")
+    folder, number = parent / name, 1
+    while True:
         try:
-            folder.mkdir()
+            folder.mkdir(parents=True)
+            return folder
         except FileExistsError:
-            continue
-        return folder
-    raise AssertionError
+            number += 1
+            folder = parent / f"{name}-{number}"

@@ -83,10 +83,10 @@ class FullyShardedStrategy(ModelParallelStrategy):
 
 
 def data_parallel_mesh(trainer: Trainer) -> DeviceMesh | None:
-    """The processes among which a trainer's strategy divides the weights; None if each holds all of them.
+    """Return the processes among which a trainer's strategy shards the weights; None if each holds all of them.
 
     Raises:
-        ValueError: If the strategy is DeepSpeed's or FSDP1, divides single tensors, or evaluates in inference mode, in
+        ValueError: If the strategy is DeepSpeed's or FSDP1, shards single tensors, or evaluates in inference mode, in
             which weights cannot be gathered and trained afterwards.
     """
     strategy = trainer.strategy
@@ -110,14 +110,7 @@ def data_parallel_mesh(trainer: Trainer) -> DeviceMesh | None:
 
 
 def check_strategy(strategy: Any) -> None:
-    """Refuse DeepSpeed's strategy, whose ZeRO stages FSDP2 replaces.
-
-    Args:
-        strategy: The strategy, or how a config names it.
-
-    Raises:
-        ValueError: If it is DeepSpeed's.
-    """
+    """Raise a ``ValueError`` for DeepSpeed's strategy, or its name in a config: FSDP2 replaces its ZeRO stages."""
     name = str(getattr(strategy, "class_path", strategy))
     if isinstance(strategy, DeepSpeedStrategy) or name.rpartition(".")[2].lower().startswith("deepspeed"):
         raise ValueError(
@@ -139,18 +132,14 @@ def saves_parts(strategy: Strategy) -> bool:
 
 
 def world_mesh(device: torch.device | str) -> DeviceMesh | None:
-    """All processes, for a model that is divided whatever the trainer's strategy does; None for a single one."""
+    """Return all processes, for a model that is sharded whatever the trainer's strategy does; None for a single one."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     return init_device_mesh(torch.device(device).type, (dist.get_world_size(),))
 
 
 def load_trainer_backbone(trainer: Trainer | None, **loading: Any) -> Backbone:
-    """Load a model as a trainer's strategy wants it: whole, or sharded.
-
-    Args:
-        trainer: Its strategy has been set up. None to load the model by itself.
-        **loading: Arguments of `load_backbone`.
+    """Load a model by the arguments of `load_backbone` as a trainer's strategy wants it: whole, or sharded.
 
     Raises:
         ValueError: As `data_parallel_mesh` and `load_sharded_backbone` do, or if the device cannot sum in float64.
@@ -172,31 +161,27 @@ def load_sharded_backbone(
     precision: str = "32-true",
     **loading: Any,
 ) -> Backbone:
-    """Load a model that no process but the first ever holds as a whole.
+    """Load a model by the arguments of `load_backbone` so that no process but the first ever holds all of it.
 
     The first one loads it into main memory and sends it piece by piece; on the device a process holds its part and one
-    decoder layer at a time, and embedding and head in the end.
-
-    Args:
-        mesh: The processes, in one dimension.
-        device: Where the model will run.
-        precision: Of the trainer: in ``bf16-mixed`` weights are gathered in bfloat16, and gradients summed in float32.
-        **loading: Arguments of `load_backbone`.
-
-    Returns:
-        A backbone that is on the device. All processes must make the same number of passes through it (`lockstep`).
+    decoder layer at a time, and embedding and head in the end. All processes must make the same number of passes
+    through it (`lockstep`). In the trainer's precision ``bf16-mixed`` weights are gathered in bfloat16, and gradients
+    summed in float32.
 
     Raises:
-        ValueError: As `load_backbone` does; if the weights are to be quantised, or the model does not say which of its
-            parts are its layers.
+        ValueError: As `load_backbone` does; if the weights are to be quantized, or the model's layers are unknown.
     """
     if loading.get("quantization") is not None:
         raise ValueError("Quantised weights cannot be divided among processes: leave `quantization` out, or use DDP.")
-    autocast = precision.endswith("-mixed")
-    first = mesh.get_local_rank() == 0
+    first, autocast = mesh.get_local_rank() == 0, precision.endswith("-mixed")
     backbone = load_backbone(**loading, device=device, autocast=autocast, with_weights=first)
     dtypes = _dtypes(backbone, mesh)
-    policy = _mixed_precision(backbone, precision)
+    half = any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in backbone.parameters())
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if precision == "bf16-mixed" else None,
+        reduce_dtype=torch.float32 if half or precision != "32-true" else None,
+        cast_forward_inputs=False,  # or weights stored with the sequences would be rounded
+    )
     for module in (*_layers(backbone), backbone):
         _send(module, dtypes, mesh, torch.device(device))
         # Resharded: the backward pass gathers head and embedding again before it recomputes logits, and outside of a
@@ -207,17 +192,8 @@ def load_sharded_backbone(
     return backbone
 
 
-def _mixed_precision(backbone: Backbone, precision: str) -> MixedPrecisionPolicy:
-    half = any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in backbone.parameters())
-    return MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16 if precision == "bf16-mixed" else None,
-        reduce_dtype=torch.float32 if half or precision != "32-true" else None,
-        cast_forward_inputs=False,  # or weights stored with the sequences would be rounded
-    )
-
-
 def _layers(backbone: Backbone) -> list[nn.Module]:
-    """The decoder layers, by the classes that transformers never splits among devices."""
+    """Return the decoder layers, by the classes that transformers never splits among devices."""
     names = set(backbone.base_model._no_split_modules or ())
     layers = [module for module in backbone.decoder.modules() if type(module).__name__ in names]
     if not layers:
@@ -229,7 +205,7 @@ def _layers(backbone: Backbone) -> list[nn.Module]:
 
 
 def _dtypes(backbone: Backbone, mesh: DeviceMesh) -> dict[int, torch.dtype]:
-    """Type of each tensor, by its identity: as the first process has loaded it."""
+    """Return the type that each tensor, by its identity, has in the first process."""
     tensors = [*backbone.named_parameters(), *backbone.named_buffers()]
     sent: list[Any] = [[(name, tensor.dtype) for name, tensor in tensors]]
     dist.broadcast_object_list(sent, src=0, group=mesh.get_group())
@@ -252,10 +228,8 @@ def _send(module: nn.Module, dtypes: dict[int, torch.dtype], mesh: DeviceMesh, d
 
 
 def _received(tensor: Tensor, dtype: torch.dtype, mesh: DeviceMesh, device: torch.device) -> Tensor:
-    """A copy on the device of what the first process holds."""
-    first = mesh.get_local_rank() == 0
     whole = torch.empty(tensor.shape, dtype=dtype, device=device)
-    if first:
+    if mesh.get_local_rank() == 0:
         whole.copy_(tensor.detach())
     dist.broadcast(whole, src=0, group=mesh.get_group())
     return whole.detach()  # a tensor of its own: the communication may still hold on to the other, which is not swapped

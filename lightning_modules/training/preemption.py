@@ -59,8 +59,7 @@ class Preemption(Callback):
     def requeue(self, *, goes_on: bool) -> None:
         """Ask SLURM to start the job again, if it announced the end of the job's time.
 
-        Args:
-            goes_on: Whether the same command goes on with what was saved. One that begins again would never end.
+        It does not unless the same command resumes from what was saved: one that begins again would never end.
         """
         job = _slurm_job()
         if self.received != signal.SIGUSR1 or job is None or shutil.which("scontrol") is None:
@@ -68,7 +67,7 @@ class Preemption(Callback):
         if goes_on:
             subprocess.run(["scontrol", "requeue", job], check=False)  # its exit status changes nothing here
         else:
-            _log.warning("SLURM is not asked to start the job again, as it would begin anew: use `--ckpt_path last`.")
+            _log.warning("SLURM is not asked to start the job again, as it would start over: use `--ckpt_path last`.")
 
     def _listen(self, trainer: Trainer) -> None:
         if threading.current_thread() is not threading.main_thread():

@@ -20,7 +20,7 @@ from lightning_modules.models.loading import check_quantization, has_weights, lo
 from lightning_modules.models.optimizations.low_precision import ShortDType, check_short_dtype
 from lightning_modules.models.tokenization.tokenizer import warn_of_other_tokenizer
 from lightning_modules.objectives import Objective, innermost
-from lightning_modules.training.export import loaded_tokenizer
+from lightning_modules.training.export.facts import loaded_tokenizer
 from lightning_modules.training.sequence_parallel import SequenceGroup
 
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_modules.training.preemption import between_steps
+from lightning_modules.utilities.collectives import gathered, rank_and_size
 
 _log = logging.getLogger(__name__)
 
@@ -18,9 +18,9 @@ _log = logging.getLogger(__name__)
 class RandomStates(Callback):
     """Keeps the random states of all processes in checkpoints, so that a resumed run draws what it would have drawn.
 
-    A training batch begins with the states that the one before it has left behind, whatever was drawn meanwhile: by
-    an evaluation, by the loader of a new epoch, or by the start of a resumed run. Checkpoints hold the states behind
-    the last whole optimizer step.
+    A training batch begins with the states in which the one before it ended, whatever was drawn meanwhile: by an
+    evaluation, by the loader of a new epoch, or by the start of a resumed run. Checkpoints hold the states after the
+    last whole optimizer step.
     """
 
     def __init__(self) -> None:
@@ -51,23 +51,14 @@ class RandomStates(Callback):
     @override
     def state_dict(self) -> dict[str, Any]:
         """The states of all processes, by their ranks; all of them have to ask for it."""
-        states = [self._step_states or random_states()]
-        if dist.is_available() and dist.is_initialized():
-            own, states = states[0], [{}] * dist.get_world_size()
-            dist.all_gather_object(states, own)
-        return {"states": states}
+        return {"states": gathered(self._step_states or random_states())}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        states = state_dict["states"]
-        distributed = dist.is_available() and dist.is_initialized()
-        rank, processes = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
+        states, (rank, processes) = state_dict["states"], rank_and_size()
         if len(states) != processes:
-            _log.warning(
-                "The checkpoint is of %s processes, and these are %s: random numbers (dropout) start anew.",
-                len(states),
-                processes,
-            )
+            text = "The checkpoint is of %s processes, and these are %s: random numbers (dropout) start again."
+            _log.warning(text, len(states), processes)
             return
         self._states = self._step_states = states[rank]
         self._disturbed = True
@@ -88,7 +79,7 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """Continue with what `random_states` gave; devices that are no more are left out."""
+    """Continue with what `random_states` gave; devices that no longer exist are left out."""
     torch.set_rng_state(states["torch"].cpu())
     for device, state in enumerate(states["cuda"][: torch.cuda.device_count()]):
         torch.cuda.set_rng_state(state.cpu(), device)

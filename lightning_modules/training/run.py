@@ -7,14 +7,21 @@ import time
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_modules.training.checkpoints.io import damage, remove_unfinished
-from lightning_modules.training.checkpoints.order import Candidate, check_one_run, describe, find_checkpoints
+from lightning_modules.training.checkpoints.io import (
+    Candidate,
+    check_one_run,
+    damage,
+    describe,
+    find_checkpoints,
+    remove_unfinished,
+)
 from lightning_modules.utilities.files import write_atomically
 from lightning_modules.utilities.locks import RunLock
 
@@ -27,14 +34,10 @@ _log = logging.getLogger(__name__)
 
 
 class Run:
-    """The folders of one training, kept from before its first write until its last process ends.
+    """The local folders of one training, kept from before its first write until its last process ends.
 
     The first folder gets ``run.json`` and ``config.yaml``, both written once. A resumed run keeps them, and adds its
-    config as ``config-resumed-at-step-N.yaml``.
-
-    Attributes:
-        folders: Local folders that the training writes to.
-        id: Of the run, from `record` on; the checkpoints carry it.
+    config as ``config-resumed-at-step-N.yaml``. From `record` on the run has an ``id``, which its checkpoints carry.
     """
 
     def __init__(self) -> None:
@@ -76,13 +79,9 @@ class Run:
                 folder.rmdir()
 
     def record(self, checkpoint: Path | None, config: str, seed: int | None, *, named: bool = False) -> None:
-        """Write id and config, in the first process, once it is known where training starts.
+        """Write id and config (YAML), in the first process, once it is known from which checkpoint training resumes.
 
-        Args:
-            checkpoint: Training resumes from it; None for a fresh start.
-            named: Whether the user named this file: otherwise it is the newest one.
-            config: The whole config as YAML.
-            seed: Of all random numbers.
+        The checkpoint is the newest one unless the user ``named`` it.
 
         Raises:
             ValueError: If the folders hold checkpoints that this training does not continue.
@@ -107,11 +106,7 @@ class Run:
         self.id = continued or known["id"]
 
     def _check_continues(self, start: Candidate | None, named: bool) -> str | None:
-        """Check that training would not mix its checkpoints with others.
-
-        Returns:
-            Id of the run whose checkpoints are there; None for a new run.
-        """
+        """Return the id of the run whose checkpoints are there; None for a new run; refuse to mix them with others."""
         own = [folder for folder in self.folders if folder.parent not in self.folders]
         found = {one.path.resolve(): one for folder in own for one in find_checkpoints(folder)}
         present = sorted(found.values(), key=lambda one: one.step)
@@ -141,11 +136,7 @@ def _to_lock(folders: Sequence[Path]) -> list[Path]:
 
 
 def read_run(folder: Path) -> dict[str, Any] | None:
-    """Read the identity of a run; None if the folder has none.
-
-    Raises:
-        ValueError: If the file is damaged.
-    """
+    """Read the identity of a run; None if the folder has none."""
     path = folder / RUN_FILE
     if not path.exists():
         return None
@@ -157,15 +148,10 @@ def read_run(folder: Path) -> dict[str, Any] | None:
 
 
 def _config_name(folder: Path, start: Candidate | None) -> str:
-    """Name of a config that replaces no other one."""
-    if not (folder / CONFIG_FILE).exists():
-        return CONFIG_FILE
+    """Return the name of a config that replaces no other one."""
     stem = f"config-resumed-at-step-{0 if start is None else start.step:.0f}"
-    number, name = 1, f"{stem}.yaml"
-    while (folder / name).exists():
-        number += 1
-        name = f"{stem}-{number}.yaml"
-    return name
+    names = chain([CONFIG_FILE, f"{stem}.yaml"], (f"{stem}-{number}.yaml" for number in count(2)))
+    return next(name for name in names if not (folder / name).exists())
 
 
 def _hash(path: Path) -> str | None:
@@ -173,11 +159,7 @@ def _hash(path: Path) -> str | None:
 
 
 class RunMember(Callback):
-    """Keeps the folders of a run until its other processes have ended as well.
-
-    Args:
-        run: Begun in the first process.
-    """
+    """Keeps the folders of a run, begun in the first process, until its other processes have ended as well."""
 
     def __init__(self, run: Run) -> None:
         self._run = run

@@ -8,8 +8,7 @@ documents are kept apart (`register_with_transformers` would replace it for all 
 
 import importlib.util
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,16 +28,12 @@ from lightning_modules.training.fsdp import FullyShardedStrategy
 
 
 class SequenceGroup:
-    """The processes that hold one row together, each an equal share of its tokens, in the order of their ranks.
+    """The processes (``size``, P) that hold one row together, each an equal share of its tokens, by their ``rank``.
 
     All of them must do the same things in the same order.
 
     Args:
         processes: Those of this process's group.
-
-    Attributes:
-        size: How many they are (P).
-        rank: Which share is this process's.
     """
 
     def __init__(self, processes: dist.ProcessGroup) -> None:
@@ -53,26 +48,21 @@ class SequenceGroup:
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """`document_attention` of whole rows, of which this process has some tokens.
+        """Compute `document_attention` of whole rows, of which this process has some tokens.
 
         Args:
             module: The attention layer.
             query: ``[B, H, T / P, D]``.
-            key: ``[B, H_kv, T / P, D]``.
-            value: ``[B, H_kv, T / P, D]``.
+            key: ``[B, H_kv, T / P, D]``; ``value`` likewise.
+            value: See ``key``.
             **kwargs: As transformers passes them on. ``document_borders`` are those of the whole rows.
 
         Returns:
             ``[B, T / P, H * D]`` attention output, and None for the attention weights.
         """
         (rows, heads, tokens, width), key_heads = query.shape, key.shape[1]
-        # Nobody below reads positions (EABF has scaled the queries already), but DeepSpeed gathers them.
+        # Positions are unused below (EABF has scaled the queries already), but DeepSpeed gathers them.
         kwargs.setdefault("position_ids", torch.zeros(rows, tokens, dtype=torch.int64, device=query.device))
-        exchange = self._exchange(rows, heads, width, key_heads)
-        with _own_groups(module):
-            return exchange(module, query, key, value, None, **kwargs)
-
-    def _exchange(self, rows: int, heads: int, width: int, key_heads: int) -> Callable[..., Any]:
         shape = (rows, heads, width, key_heads)
         if shape not in self._exchanges:
             from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
@@ -87,17 +77,20 @@ class SequenceGroup:
                 process_group=self.processes,
                 seq_length_is_variable=True,
             )
-        return self._exchanges[shape]
+        # DeepSpeed sets it in the layer, and passes that are not shared would repeat keys as often as these.
+        groups = getattr(module, "num_key_value_groups", None)
+        try:
+            return self._exchanges[shape](module, query, key, value, None, **kwargs)
+        finally:
+            if groups is not None:
+                module.num_key_value_groups = groups
 
     def part(self, batch: PackedBatch) -> PackedBatch:
-        """This process's share of rows that all processes of the group hold.
+        """Return this process's share of ``[B, T]`` rows that all processes of the group hold.
 
-        Args:
-            batch: ``[B, T]`` rows. Where P does not divide T, they are padded on the right.
-
-        Returns:
-            ``ceil(T / P)`` tokens of each row and one label more: the last token predicts the first one of the next
-            share, which does not count it. Document borders are those of the whole rows, with padding as a document.
+        It is ``ceil(T / P)`` tokens of each row, padded on the right, and one label more: the last token predicts the
+        first one of the next share, which does not count it. Document borders are those of the whole rows, with padding
+        as a document.
         """
         share = -(-batch["input_ids"].shape[1] // self.size)
         end = self.size * share
@@ -134,44 +127,33 @@ class SequenceGroup:
             )
 
     def agreed(self, number: int) -> int:
-        """The number that the first process of the group has."""
+        """Return the number that the first process of the group has."""
         sent = [number]
         dist.broadcast_object_list(sent, src=dist.get_global_rank(self.processes, 0), group=self.processes)
         return sent[0]
 
     def log_likelihood(self, backbone: Backbone, batch: PackedBatch) -> Tensor:
-        """Log-likelihoods of the rows of each process, which all processes of its group work out one after another.
+        """Return ``[B, T]`` log-likelihoods (nats) of this process's rows; all of its group score each other's in turn.
 
-        Args:
-            backbone: The model.
-            batch: ``[B, T]`` rows of this process; the others have their own, of whatever length.
-
-        Returns:
-            ``[B, T]`` in nats, as those of `Backbone.forward`.
+        The rows of the others are of any length.
         """
-        results = [self.shared_log_likelihood(backbone, rows) for rows in self._everybodys(batch)]
-        return results[self.rank]
-
-    def _everybodys(self, batch: PackedBatch) -> Iterator[PackedBatch]:
-        """The rows of each process in turn, as soon as the others are asked for."""
+        device, own = batch["input_ids"].device, torch.empty(0)
         names = ("input_ids", "labels", "position_ids", "document_borders")
         for owner in range(self.size):
             sent = [{name: _to(batch[name], "cpu") for name in names} if owner == self.rank else None]  # type: ignore[literal-required]
             source = dist.get_global_rank(self.processes, owner)
-            dist.broadcast_object_list(sent, src=source, group=self.processes, device=batch["input_ids"].device)
-            rows: Any = {name: _to(value, batch["input_ids"].device) for name, value in (sent[0] or {}).items()}
-            yield rows
+            dist.broadcast_object_list(sent, src=source, group=self.processes, device=device)
+            rows: Any = {name: _to(value, device) for name, value in (sent[0] or {}).items()}
+            scored = self.shared_log_likelihood(backbone, rows)
+            own = scored if owner == self.rank else own
+        return own
 
     def shared_log_likelihood(self, backbone: Backbone, batch: PackedBatch) -> Tensor:
-        """Score sequences that all processes hold, each process its share, and give the whole to all of them.
-
-        Args:
-            backbone: The model.
-            batch: ``[B, T]`` sequences, the same in all processes of the group.
+        """Score ``[B, T]`` sequences that all processes of the group hold, each process its share of the tokens.
 
         Returns:
-            ``[B, T]`` log-likelihoods in nats. Gradients flow to the tokens of this process's share only; the processes
-            together have those of all tokens.
+            ``[B, T]`` log-likelihoods in nats, in all of them. Gradients flow to the tokens of this process's share
+            only; the processes together have those of all tokens.
         """
         scored = backbone(self.part(batch), exchange=self.attend)
         share = scored.shape[1] - 1
@@ -197,9 +179,8 @@ class SequenceGroup:
         rows = _made_up_rows(backbone, 5 * self.size + 2)
         with torch.no_grad(), eval_mode(backbone):
             alone, together = backbone(rows), self.shared_log_likelihood(backbone, rows)
-        half = backbone.base_model.dtype in (torch.bfloat16, torch.float16) or torch.is_autocast_enabled(
-            rows["input_ids"].device.type
-        )
+        autocast = torch.is_autocast_enabled(rows["input_ids"].device.type)
+        half = autocast or backbone.base_model.dtype in (torch.bfloat16, torch.float16)
         error = (alone - together).abs().max().item()
         if not error <= (0.5 if half else 0.01):
             raise ValueError(
@@ -211,17 +192,6 @@ class SequenceGroup:
 
 def _to(value: Any, device: torch.device | str) -> Any:
     return value.to(device) if isinstance(value, Tensor) else value
-
-
-@contextmanager
-def _own_groups(module: Any) -> Iterator[None]:
-    """Undo what DeepSpeed writes into a layer: passes that are not shared would repeat keys as often as these."""
-    before = getattr(module, "num_key_value_groups", None)
-    try:
-        yield
-    finally:
-        if before is not None:
-            module.num_key_value_groups = before
 
 
 def _made_up_rows(backbone: Backbone, length: int) -> PackedBatch:
@@ -250,11 +220,7 @@ class _SharesRows(ParallelStrategy):
         super().__init__(**kwargs)
 
     def check_early(self) -> None:
-        """Refuse what can be known to fail before processes are started.
-
-        Raises:
-            ValueError: If DeepSpeed is not installed, or the processes do not form groups.
-        """
+        """Raise a ``ValueError`` if DeepSpeed is not installed, or the processes do not form groups."""
         # Not in the constructor: the command line would report a class that it cannot make, and not say why.
         if importlib.util.find_spec("deepspeed") is None:
             raise ValueError("Sequence parallelism needs the package deepspeed: pip install 'deepspeed>=0.19.8'.")
@@ -288,23 +254,18 @@ class FullyShardedUlyssesStrategy(_SharesRows, FullyShardedStrategy):
     """The same over FSDP2: groups of processes share each training row, and all processes the weights.
 
     Args:
-        sequence_parallel_size: Processes that share a row (P); a divisor of their number and of that of the model's
-            attention heads.
+        sequence_parallel_size: As for `UlyssesStrategy`.
         **kwargs: Arguments of `FullyShardedStrategy`.
     """
 
 
 def sequence_group(strategy: Strategy) -> SequenceGroup | None:
-    """The processes that share rows with this one; None if each has rows of its own."""
+    """Return the processes that share rows with this one; None if each has other rows."""
     return strategy.sequence_group if isinstance(strategy, _SharesRows) else None
 
 
 def sequence_parallel_size(trainer: Trainer) -> int:
-    """How many processes share a row; 1 if each has rows of its own.
-
-    Raises:
-        ValueError: If DeepSpeed is not installed, or the processes do not form groups of that size.
-    """
+    """Return how many processes share a row, once it is known that they can."""
     if not isinstance(trainer.strategy, _SharesRows):
         return 1
     trainer.strategy.check_early()

@@ -34,24 +34,20 @@ class TrainingStatistics:
         self._started: float | None = None
 
     def start_clock(self) -> None:
-        """Training goes on; the time since the last batch counts unless `stop_clock` came between."""
+        """Count the time from now on, unless it is counted already."""
         if self._started is None:
             self._started = time.perf_counter()
 
     def stop_clock(self) -> None:
-        """What follows (an evaluation) is not training time."""
+        """Count no time until `start_clock`: an evaluation follows."""
         if self._started is not None:
             self._seconds += time.perf_counter() - self._started
             self._started = None
 
     def update(self, long: Tensor, token_weights: Tensor, labels: Tensor, *, cap: float | None) -> None:
-        """Add a batch; nothing waits for the accelerator.
+        """Add a batch of ``[B, T]`` log-likelihoods (nats), weights and labels, without waiting for the accelerator.
 
-        Args:
-            long: ``[B, T]`` log-likelihoods in nats.
-            token_weights: ``[B, T]`` weights.
-            labels: ``[B, T]``, ``IGNORE_INDEX`` where a token is not scored.
-            cap: Largest weight at this step; None without one.
+        ``cap`` is the largest weight at this step, if there is one.
         """
         scored = labels.ne(IGNORE_INDEX)
         weight = token_weights.double() * scored
@@ -70,9 +66,8 @@ class TrainingStatistics:
         self._sums = batch if self._sums is None else self._sums + batch
 
     def compute(self, strategy: Strategy) -> dict[str, Tensor]:
-        """Float32 scalars by name; every process must call it."""
-        if self._sums is None:
-            raise RuntimeError("An optimizer step without a training batch before it has no statistics.")
+        """Return float32 scalars by name; every process must call it."""
+        assert self._sums is not None, "an optimizer step follows a training batch"
         group = sequence_group(strategy)
         # Processes that share sequences have all counted the whole of them.
         sums = strategy.reduce(self._sums, reduce_op="sum") / (1 if group is None else group.size)
@@ -90,7 +85,7 @@ class TrainingStatistics:
             values["weight_mean"] = weights / tokens
         if weighs and not self.drawn:
             values["weight_above_1"] = above / tokens
-            # Kish's effective sample size, as a share: so many tokens of equal weight make a mean as noisy.
+            # Kish's effective sample size as a fraction: that many tokens of equal weight make a mean just as noisy.
             values["weight_effective_share"] = weights.square() / (squares * tokens).clamp(min=1e-300)
         if self.objective.largest_weight is not None and not self.drawn:
             values["weight_at_cap"] = capped / tokens

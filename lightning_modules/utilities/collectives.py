@@ -1,4 +1,4 @@
-"""Communication between processes that wait for each other for hours or days."""
+"""Communication between processes, which may wait for each other for hours or days."""
 
 from datetime import timedelta
 from typing import Any
@@ -18,13 +18,14 @@ def patient_group() -> dist.ProcessGroup | None:
     return dist.new_group(backend="gloo", timeout=timedelta(days=30))
 
 
-def gathered(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """Return the value of each process of a `patient_group`, when all have called this.
+def rank_and_size() -> tuple[int, int]:
+    """Return the rank of this process, and how many there are."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
 
-    Raises:
-        RuntimeError: If another process has ended.
-    """
-    if group is None:
+
+def gathered(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return the value of each process of a group, by default of all; raise a ``RuntimeError`` if one has ended."""
+    if not (dist.is_available() and dist.is_initialized()):
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)

@@ -14,12 +14,12 @@ from typing import BinaryIO
 
 
 def default_cache_dir() -> Path:
-    """``$LONGCE_CACHE``, or ``~/.cache/longce``."""
+    """Return ``$LONGCE_CACHE``, or ``~/.cache/longce``."""
     return Path(os.environ.get("LONGCE_CACHE") or "~/.cache/longce").expanduser()
 
 
 BUILDING = ".building-"
-"""What the names of all unfinished files and folders begin with; nobody reads them."""
+"""Prefix of the names of all unfinished files and folders, which are never read."""
 
 HOST = platform.node().replace(os.sep, "_")
 """Name of this machine, as unfinished files and folders carry it."""
@@ -28,14 +28,10 @@ CACHE_REMEDY = "Set `cache_dir`, or $LONGCE_CACHE, to a folder that you can writ
 
 
 def writable_folder(folder: Path, *, remedy: str = CACHE_REMEDY) -> Path:
-    """Make the folder if need be, and try it out: better now than after an hour of tokenising.
-
-    Args:
-        folder: The folder.
-        remedy: What to do if it cannot be written to.
+    """Make a folder if needed and try it out: better now than after an hour of tokenization.
 
     Raises:
-        ValueError: If nothing can be written there.
+        ValueError: If nothing can be written there; the message ends with ``remedy``.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -46,23 +42,16 @@ def writable_folder(folder: Path, *, remedy: str = CACHE_REMEDY) -> Path:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file beside its target, flush it to disk and put it in place in one step.
-
-    Raises:
-        OSError: If the folder cannot be written to.
-    """
+    """Write a file beside its target, flush it to disk and put it in place in one step."""
     with atomic_file(path) as stream:
         stream.write(content)
 
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """A temporary file beside ``path`` to be written; it takes the name, flushed to disk, when the block ends.
+    """Yield a temporary file beside ``path``, which takes its name, flushed to disk, when the block ends.
 
-    A failure leaves what was there, a killed process a file ``.building-*`` besides, which nobody reads.
-
-    Raises:
-        OSError: If the folder cannot be written to.
+    A failure leaves what was there; a killed process also leaves a file ``.building-*``, which is never read.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = create_file(path.parent, building_prefix(path))
@@ -79,11 +68,7 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def create_file(folder: Path, prefix: str, suffix: str = "") -> tuple[int, Path]:
-    """Create a file of a new name, with the permissions that the umask leaves: `tempfile` would ignore it.
-
-    Returns:
-        An open descriptor, and the path.
-    """
+    """Create a file of a new name with the permissions of the umask, and return its descriptor and path."""
     path = folder / f"{prefix}{secrets.token_hex(8)}{suffix}"
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), path
 
@@ -91,21 +76,17 @@ def create_file(folder: Path, prefix: str, suffix: str = "") -> tuple[int, Path]
 def create_folder(target: Path) -> Path:
     """Create an unfinished folder for ``target`` beside it, with the permissions that the umask leaves."""
     folder = target.with_name(f"{building_prefix(target)}{secrets.token_hex(8)}")
-    folder.mkdir()
+    folder.mkdir(parents=True)
     return folder
 
 
 @contextmanager
 def atomic_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
-    """A temporary folder beside ``target`` to be filled; it takes the target's name when the block ends.
+    """Yield a temporary folder beside ``target``, which takes its name when the block ends.
 
-    A failure leaves nothing, a killed process a folder ``.building-*`` that nobody reads and that goes when the next
-    process holds the lock of ``target`` (see `locks.exclusive`).
-
-    Args:
-        target: The folder to be.
-        replace: Put it in the place of a folder that is there. Without, if somebody else was first to publish
-            ``target``, theirs stays: equal names promise equal content.
+    A failure leaves nothing; a killed process leaves a folder ``.building-*`` that is never read, and is removed when
+    the next process holds the lock of ``target`` (see `locks.exclusive`). A folder that is there already is exchanged
+    with ``replace``; without, it stays: equal names promise equal content.
     """
     temporary = create_folder(target)
     try:
@@ -122,30 +103,20 @@ def atomic_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
 
 
 def publish_folder(temporary: Path, target: Path, *, replace: bool) -> None:
-    """Give a complete folder its name, in one step; ``temporary`` is then gone, or what is to be removed.
-
-    Args:
-        temporary: The folder, beside ``target``.
-        target: The name.
-        replace: Whether it takes the place of a folder of that name.
-    """
+    """Give a complete folder its name, in one step; ``temporary`` is then gone, or to be removed."""
     if replace and target.is_dir():
         _exchange(temporary, target)
     else:
-        _publish(temporary, target)
+        try:
+            temporary.rename(target)
+        except OSError:
+            if not target.is_dir():
+                raise
     to_disk(target.parent)
 
 
-def _publish(temporary: Path, target: Path) -> None:
-    try:
-        temporary.rename(target)
-    except OSError:
-        if not target.is_dir():
-            raise
-
-
 def building_prefix(target: Path) -> str:
-    """What the names of this machine's unfinished folders for ``target`` begin with."""
+    """Return the prefix of the names of this machine's unfinished folders for ``target``."""
     return f"{BUILDING}{target.name}@{HOST}-"
 
 

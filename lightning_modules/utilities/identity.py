@@ -1,7 +1,7 @@
 """Identity by content: the SHA-256 of all bytes, computed once per file and remembered on disk.
 
 A cached or resumed result is identified by the content that it was computed from. Paths, sizes, times and inodes are
-never the identity; they only tell whether a file is the one whose hash is remembered. What cannot be noticed is a
+never the identity; they only tell whether a file is the one whose hash is remembered. It cannot notice a
 change that leaves path, size, inode, modification time and change time (ctime) as they were. No program can set the
 change time on Linux file systems and NFS; a few others (FUSE mounts of object stores) do not keep one.
 """
@@ -22,6 +22,8 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from lightning_modules.utilities.files import default_cache_dir
+
 SETTLING_TIME = 2_000_000_000
 """Age in nanoseconds from which the times of a file are trusted. If a file changes twice within one tick of the file
 system's clock, the second change leaves no trace in them, and the coarsest tick in use is 2 s (FAT)."""
@@ -38,16 +40,10 @@ _log = logging.getLogger(__name__)
 
 
 def file_hashes(files: Iterable[Path]) -> list[str]:
-    """Compute the SHA-256 of each file's bytes, the one that ``sha256sum`` prints.
+    """Return the SHA-256 of each file's bytes in the order of the files, as ``sha256sum`` prints it.
 
     Files are hashed in parallel, one thread each. Of several processes that need the same hashes one computes them and
     the others read them from its memo, in ``$LONGCE_CACHE/identity`` or ``~/.cache/longce/identity``.
-
-    Args:
-        files: Regular files; links are followed.
-
-    Returns:
-        The hashes in hexadecimal, in the order of ``files``.
 
     Raises:
         ValueError: If a file is missing, unreadable, not a regular file, or changes while it is hashed.
@@ -65,14 +61,9 @@ def file_hashes(files: Iterable[Path]) -> list[str]:
 
 
 def content_hash(path: Path, files: Iterable[Path] | None = None) -> str:
-    """Compute the SHA-256 of a file; of a folder, one hash of its files' bytes and their names inside the folder.
+    """Return the SHA-256 of a file; of a folder, one hash of its files' bytes and their names inside the folder.
 
-    Args:
-        path: A file or a folder. Its own name and place do not matter.
-        files: The files of the folder that count, in any order; by default all, at any depth.
-
-    Raises:
-        ValueError: As in `file_hashes`.
+    The files of a folder that count are given in any order; by default all count, at any depth.
     """
     if not path.is_dir():
         return file_hashes([path])[0]
@@ -89,11 +80,8 @@ def combined_hash(values: Any) -> str:
 def file_state(path: str | Path) -> list[int]:
     """Look up size, inode, modification time and change time of a file, which a change of its content changes.
 
-    Use it to tell whether a file must be read again, never as an identity. It misses a second change within one tick of
-    the file system's clock, see `SETTLING_TIME`.
-
-    Raises:
-        ValueError: If the file is missing or not a regular file.
+    Use it to decide whether a file must be read again, never as an identity: it misses a second change within one tick
+    of the file system's clock, see `SETTLING_TIME`.
     """
     try:
         status = os.stat(path)
@@ -153,9 +141,8 @@ def _unreadable(path: str | Path, error: Exception) -> str:
 
 
 def _memo_path(folder: str) -> Path:
-    cache = Path(os.environ.get("LONGCE_CACHE") or "~/.cache/longce")
     try:
-        cache = cache.expanduser()
+        cache = default_cache_dir()
     except RuntimeError:  # no home directory: no folder can be made below this path, and a warning follows
         cache = Path(os.devnull)
     return cache / "identity" / f"{hashlib.sha256(os.fsencode(folder)).hexdigest()}.json"
@@ -164,21 +151,17 @@ def _memo_path(folder: str) -> Path:
 def _remembered(memo: Path, paths: Iterable[str]) -> dict[str, str]:
     """The hashes of files that are as they were when the memo was written."""
     entries = {**_unstored, **_entries(memo)}
-    known = ((path, entries.get(path)) for path in set(paths))
-    return {path: entry[-1] for path, entry in known if entry is not None and entry[:-1] == file_state(path)}
+    return {path: entries[path][-1] for path in set(paths) & entries.keys() if entries[path][:-1] == file_state(path)}
 
 
 def _entries(memo: Path) -> dict[str, list[Any]]:
-    """The content of a memo; a missing or damaged one has none."""
+    """Return the content of a memo, without damaged entries."""
     try:
-        entries = json.loads(memo.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        entries = json.loads(memo.read_bytes()).items()
+    except (OSError, ValueError, RecursionError, AttributeError):
         return {}
-    return {path: entry for path, entry in entries.items() if _is_entry(entry)} if isinstance(entries, dict) else {}
-
-
-def _is_entry(entry: Any) -> bool:
-    return isinstance(entry, list) and len(entry) == 5 and isinstance(entry[-1], str) and len(entry[-1]) == 64
+    whole = ((path, entry) for path, entry in entries if isinstance(entry, list) and len(entry) == 5)
+    return {path: entry for path, entry in whole if isinstance(entry[-1], str) and len(entry[-1]) == 64}
 
 
 def _remember(memo: Path, entries: Mapping[str, list[Any]]) -> None:

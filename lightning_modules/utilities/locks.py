@@ -5,6 +5,7 @@ machine loses it when it ends, one of another machine after two minutes without 
 So neither moved clocks nor file systems without ``flock`` matter.
 """
 
+import functools
 import logging
 import os
 import shutil
@@ -32,25 +33,15 @@ _log = logging.getLogger(__name__)
 
 @contextmanager
 def exclusive(target: Path) -> Iterator[None]:
-    """Wait until no other process works on the target, and keep others waiting meanwhile.
+    """Wait until no other process works on a file or folder, and keep others waiting meanwhile.
 
     What dead processes have left beside the target is removed first. A holder that was suspended for minutes may find
     that another process has done its work; publishing in one step makes that harmless.
-
-    Args:
-        target: File or folder to make; its parent folder exists and is writable.
     """
     path = target.parent / f".{target.name}{_SUFFIX}"
-    told = False
-
-    def tell() -> bool:
-        nonlocal told
-        if not told:
-            _log.warning("Waiting for %s, which prepares %s.", _holder(path), target.name)
-        told = True
-        return False
-
-    with _lease(path).acquire(cancel_check=tell):
+    # Called while waiting: warns once.
+    warn = functools.cache(lambda: _log.warning("Waiting for %s, which prepares %s.", _holder(path), target.name))
+    with _lease(path).acquire(cancel_check=lambda: bool(warn())):
         _remove_unfinished(target)
         for other in target.parent.glob(f".*{_SUFFIX}"):
             if other != path:
@@ -83,27 +74,23 @@ class RunLock:
     def begin(self, patience: float = LEASE + 30) -> None:
         """Take the folders, in the first process of a run.
 
-        A live holder is refused within seconds. What may have died elsewhere, and the other processes of a run whose
-        first one died, are waited for.
-
-        Args:
-            patience: Seconds to wait.
+        A live holder is refused within seconds. For ``patience`` seconds it waits for what may have died elsewhere, and
+        for the other processes of a run whose first one died.
 
         Raises:
             ValueError: If another run is using a folder; the message names its process.
         """
+        leftovers = RunLock()
         try:
             own = self._paths(0)
             self._take(own, patience, refuse_live=True)
             others = [path for folder in self._folders for path in folder.glob(_rank_file("*")) if path not in own]
-            leftovers = RunLock()
-            try:
-                leftovers._take(others, patience, refuse_live=False)
-            finally:
-                leftovers.leave()
+            leftovers._take(others, patience, refuse_live=False)
         except BaseException:
             self.leave()
             raise
+        finally:
+            leftovers.leave()
 
     def join(self, rank: int) -> None:
         """Take part in the run, in every process, once the first one has begun."""
@@ -121,14 +108,13 @@ class RunLock:
     def _take(self, paths: list[Path], patience: float, *, refuse_live: bool) -> None:
         # One after the other: of two runs that start at once, the one that gets the first folder gets them all.
         for path in paths:
-            _remove_copy(path)
             watch = _Watch(path)
             deadline = time.monotonic() + patience
             while not watch.take():
                 if (watch.lives() and refuse_live) or time.monotonic() > deadline:
                     raise ValueError(
                         f"'{path.parent}' is in use by {_holder(path)}. Wait for its end, or give this run a folder of"
-                        f" its own. If you are sure that this process is gone, delete '{path}'."
+                        f" its own. If that process is gone, or works in another copy of the folder, delete '{path}'."
                     )
                 time.sleep(_POLL)
             self._leases.append(watch.lease)
@@ -152,9 +138,8 @@ class _Watch:
             self.lease.acquire(timeout=0)
         except Timeout:
             return False
-        # filelock ignores lines that it does not know. A copy of the folder has another inode.
-        with self._path.open("a") as file:
-            file.write(f"since={time.strftime('%Y-%m-%d %H:%M:%S %z')}\ninode={self._path.stat().st_ino}\n")
+        with self._path.open("a") as file:  # filelock ignores lines that it does not know
+            file.write(f"since={time.strftime('%Y-%m-%d %H:%M:%S %z')}\n")
         return True
 
     def _lost(self, compromise: LeaseCompromise) -> None:
@@ -167,8 +152,7 @@ class _Watch:
             if self.take():
                 _log.warning("%s was deleted: taken again, as this run is still writing.", self._path)
                 return
-        holder = _holder(self._path)
-        os.write(2, f"longce: error: '{self._path.parent}' was taken over by {holder}.\n".encode())
+        os.write(2, f"longce: error: '{self._path.parent}' was taken over by {_holder(self._path)}.\n".encode())
         os._exit(1)
 
     def lives(self) -> bool:
@@ -194,22 +178,10 @@ def _lease(path: Path, lost: Callable[[LeaseCompromise], None] | None = None) ->
     )
 
 
-def _entries(path: Path) -> dict[str, str]:
-    try:
-        lines = path.read_text(errors="replace").splitlines()
-    except OSError:
-        return {}
-    return dict(line.split("=", 1) for line in lines if "=" in line)
-
-
 def _holder(path: Path) -> str:
-    found = _entries(path)
+    found: dict[str, str] = {}
+    with suppress(OSError):
+        lines = path.read_text(errors="replace").splitlines()
+        found = dict(line.split("=", 1) for line in lines if "=" in line)
     since = f" since {found['since']}" if "since" in found else ""
     return f"process {found['pid']} on {found['host']}{since}" if {"pid", "host"} <= found.keys() else "another process"
-
-
-def _remove_copy(path: Path) -> None:
-    """Remove a lock that came with a copy of a folder: its holder works elsewhere."""
-    with suppress(FileNotFoundError):
-        if _entries(path).get("inode", str(inode := path.stat().st_ino)) != str(inode):
-            path.unlink()

@@ -12,14 +12,6 @@ from torch.distributed import TCPStore
 
 LOOPBACK = "127.0.0.1"
 
-_VARIABLES = (
-    "GLOO_SOCKET_IFNAME",
-    "NCCL_SOCKET_IFNAME",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "TORCHELASTIC_USE_AGENT_STORE",
-)
-
 _stores: list[TCPStore] = []  # served as long as this process lives
 
 
@@ -34,16 +26,18 @@ def loopback(trainer: Trainer) -> Iterator[None]:
     Raises:
         ValueError: If ``MASTER_PORT`` is not a port, or it is in use.
     """
-    before = dict(os.environ)
+    names = [f"{backend}_SOCKET_IFNAME" for backend in ("GLOO", "NCCL")]
+    names += ["MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"]
+    before = {name: os.environ.get(name) for name in names}
     if trainer.num_nodes == 1 and trainer.world_size > 1:
         _use_loopback(trainer)
     try:
         yield
     finally:
-        for name in _VARIABLES:
+        for name, value in before.items():
             os.environ.pop(name, None)
-            if name in before:
-                os.environ[name] = before[name]
+            if value is not None:
+                os.environ[name] = value
 
 
 def _use_loopback(trainer: Trainer) -> None:
@@ -52,18 +46,15 @@ def _use_loopback(trainer: Trainer) -> None:
     environment = trainer.strategy.cluster_environment  # type: ignore[attr-defined]
     if type(environment) is not LightningEnvironment or environment.creates_processes_externally:
         return
-    server = _bind(os.environ.get("MASTER_PORT", "0"))
-    port = server.getsockname()[1]
-    _stores.append(TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach()))
-    os.environ |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-
-
-def _bind(port: str) -> socket.socket:
+    wanted = os.environ.get("MASTER_PORT", "0")
     try:
-        return socket.create_server((LOOPBACK, int(port)))
+        server = socket.create_server((LOOPBACK, int(wanted)))
     except (ValueError, OverflowError, OSError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not a port number"
         raise ValueError(
-            f"`MASTER_PORT` is {port!r}, which cannot be used: {reason}. Unset it to use any free port, or set another"
-            " number up to 65535."
+            f"`MASTER_PORT` is {wanted!r}, which cannot be used: {reason}. Unset it to use any free port, or set"
+            " another number up to 65535."
         ) from error
+    port = server.getsockname()[1]
+    _stores.append(TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach()))
+    os.environ |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}

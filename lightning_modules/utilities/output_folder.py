@@ -1,7 +1,8 @@
-"""A folder of results, on this machine or behind an fsspec URL, whose files appear whole or not at all."""
+"""A folder of results, on this machine or at an fsspec URL, whose files appear whole or not at all."""
 
 import io
 import uuid
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, cast
 
@@ -14,10 +15,7 @@ class OutputFolder:
     """Files of one folder, without its subfolders.
 
     Args:
-        path: A local folder, or an fsspec URL of one such as ``s3://bucket/scores``; it need not exist.
-
-    Attributes:
-        local: The folder, if it is a local one.
+        path: A local folder (then also ``local``), or the fsspec URL of one, ``s3://bucket/scores``; it need not exist.
 
     Raises:
         ValueError: If the file system of a URL is not known or needs a package that is missing.
@@ -25,12 +23,10 @@ class OutputFolder:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self.local: Path | None = None
-        if "://" not in path or path.startswith("file://"):
-            self.local = Path(path.removeprefix("file://")).expanduser()
-            return
+        local = "://" not in path or path.startswith("file://")
+        self.local = Path(path.removeprefix("file://")).expanduser() if local else None
         try:
-            self._system, self._root = fsspec.url_to_fs(path)
+            self._system, self._root = fsspec.url_to_fs(path if self.local is None else str(self.local))
         except ImportError as error:
             raise ValueError(f"'{path}' needs a package that is not installed: {error} (by `pip install`).") from error
         except ValueError as error:
@@ -40,7 +36,7 @@ class OutputFolder:
         return self.path
 
     def check_writable(self) -> None:
-        """Raise a ``ValueError`` if nothing can be written there; makes the folder if need be."""
+        """Raise a ``ValueError`` if nothing can be written there; makes the folder if needed."""
         if self.local is not None:
             writable_folder(self.local, remedy="Name another folder.")
             return
@@ -53,33 +49,22 @@ class OutputFolder:
             raise ValueError(f"Cannot write to '{self.path}' ({error}). Check the address and your rights.") from error
 
     def names(self, ending: str) -> list[str]:
-        """Names of the files with that ending, in order; unfinished ones, and those with a leading ``_``, are none."""
-        if self.local is not None:
-            found = [path.name for path in self.local.iterdir()] if self.local.is_dir() else []
-        else:
-            self._system.invalidate_cache()
-            try:
-                found = [PurePosixPath(path).name for path in self._system.ls(self._root, detail=False)]
-            except FileNotFoundError:
-                found = []
+        """Return the sorted names of the finished files with that ending that do not start with ``_``."""
+        self._system.invalidate_cache()
+        try:
+            found = [PurePosixPath(path).name for path in self._system.ls(self._root, detail=False)]
+        except FileNotFoundError:
+            return []
         return sorted(name for name in found if name.endswith(ending) and not name.startswith((".", "_")))
 
     def open(self, name: str) -> BinaryIO:
-        """The bytes of a file, to be read.
-
-        Raises:
-            FileNotFoundError: If there is none.
-        """
+        """Open a file to read its bytes."""
         if self.local is not None:
             return (self.local / name).open("rb")
         return cast(BinaryIO, io.BufferedReader(self._system.open(f"{self._root}/{name}", "rb")))
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a file of which a reader sees all or nothing, also after a kill.
-
-        Raises:
-            OSError: If it cannot be written.
-        """
+        """Write a file of which a reader sees all or nothing, also after a kill."""
         if self.local is not None:
             write_atomically(self.local / name, content)
             return
@@ -88,14 +73,12 @@ class OutputFolder:
         self._system.mv(temporary, f"{self._root}/{name}")
 
     def remove_unfinished(self) -> None:
-        """Remove what killed processes have left in a local folder, where nobody writes now."""
+        """Remove what killed processes have left in a local folder to which no process writes now."""
         if self.local is not None:
             for path in self.local.glob(f"{BUILDING}*"):
                 path.unlink(missing_ok=True)
 
     def remove(self, name: str) -> None:
         """Remove a file, if it is there."""
-        if self.local is not None:
-            (self.local / name).unlink(missing_ok=True)
-        elif self._system.exists(f"{self._root}/{name}"):
+        with suppress(FileNotFoundError):
             self._system.rm_file(f"{self._root}/{name}")

@@ -14,7 +14,7 @@ _log = logging.getLogger(__name__)
 
 
 class _LogLines(tqdm):
-    """A bar whose states are lines of a log: a file full of carriage returns helps nobody."""
+    """A bar whose states are lines of a log: a file full of carriage returns is useless."""
 
     def display(self, msg: str | None = None, pos: int | None = None) -> None:
         del pos
@@ -23,13 +23,7 @@ class _LogLines(tqdm):
 
 
 def progress_bar(name: str, *, unit: str, total: int | None = None) -> tqdm:
-    """A bar with rate and, if the total is known, time left; only the first of several processes shows it.
-
-    Args:
-        name: What is being done.
-        unit: What `update` counts.
-        total: How many there will be; None if nobody knows.
-    """
+    """Return a bar with rate and, if the total is known, time left; only the first of several processes shows it."""
     options: dict[str, Any] = {"desc": name, "unit": unit, "unit_scale": True, "total": total}
     if getattr(rank_zero_only, "rank", 0):
         return tqdm(disable=True)

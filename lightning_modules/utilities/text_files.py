@@ -7,11 +7,7 @@ from lightning_modules.utilities.files import writable_folder
 
 
 def read_text(file: str) -> str:
-    """Return the text of a UTF-8 file.
-
-    Raises:
-        ValueError: If the file is missing, holds records (``.jsonl``), is not UTF-8, or has no text.
-    """
+    """Return the text of a UTF-8 file; a ``ValueError`` explains what is wrong with it."""
     if not os.path.isfile(file):
         raise ValueError(f"No file {file!r:.300}: give UTF-8 text files, one document each.")
     if Path(file).suffix.lower() in (".json", ".jsonl", ".parquet"):

@@ -24,11 +24,7 @@ _IMPORTERS = {__name__, "jsonargparse._util", "multiprocessing.spawn"}
 
 
 class UserModules(MetaPathFinder):
-    """Finds modules of one folder, after all installed ones: those that the user names, and those that these import.
-
-    Args:
-        folder: The folder.
-    """
+    """Finds modules of one folder, after all installed ones: those that the user names, and those that these import."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = str(folder)
@@ -50,7 +46,6 @@ class UserModules(MetaPathFinder):
 
 
 def _importing_module(frame: FrameType | None) -> str:
-    """Return the name of the module whose code asks for an import."""
     while frame is not None:
         name = str(frame.f_globals.get("__name__", ""))
         if name.partition(".")[0] != "importlib":
@@ -87,11 +82,7 @@ def user_modules() -> Iterator[None]:
 
 
 def hidden_module_hint(message: str) -> str:
-    """Return a line about a file in the working directory that has the name of an installed package.
-
-    Args:
-        message: Reports that a class was not found; anything else gets an empty line.
-    """
+    """Return a line about a file here that has the name of an installed package, if a message misses a class of it."""
     if (match := re.search(r"class_path '(\w+)\.", message)) is None:
         return ""
     installed, own = (PathFinder.find_spec(match[1], path) for path in (None, [str(Path.cwd())]))
@@ -101,12 +92,6 @@ def hidden_module_hint(message: str) -> str:
 
 
 def import_object(path: str) -> Any:
-    """Import what the user names as ``package.module.Name``.
-
-    Raises:
-        ImportError: If there is no such module.
-        AttributeError: If the module does not have it.
-        ValueError: If the path has no dot.
-    """
+    """Import what the user names as ``package.module.Name``."""
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(module), name)

@@ -34,23 +34,14 @@ PLANNED_ATTENTION = "planned_attention"
 
 @dataclass(frozen=True)
 class ActivationBytes:
-    """Bytes per token, with flash attention or another one that keeps no matrix of token by token.
+    """Bytes per token, with flash attention or another one that keeps no matrix of token by token."""
 
-    Attributes:
-        layer: What one layer keeps for the backward pass without checkpointing.
-        layer_input: What it keeps with full checkpointing.
-        attention_output: What selective checkpointing keeps in addition.
-        layer_backward: Peak of one layer's backward pass, its recomputed activations included.
-        forward: Peak of a pass that keeps nothing.
-        hidden: Last hidden states.
-    """
-
-    layer: float
-    layer_input: float
-    attention_output: float
-    layer_backward: float
-    forward: float
-    hidden: float
+    layer: float  # kept by one layer for the backward pass, without checkpointing
+    layer_input: float  # kept with full checkpointing
+    attention_output: float  # kept in addition by selective checkpointing
+    layer_backward: float  # peak of one layer's backward pass, its recomputed activations included
+    forward: float  # peak of a pass that keeps nothing
+    hidden: float  # last hidden states
 
 
 def activation_bytes(
@@ -72,12 +63,15 @@ def activation_bytes(
         ValueError: If the model cannot run without values.
     """
 
-    def train(layers: int, *, checkpointing: bool) -> tuple[float, float, float]:
-        backbone = meta_backbone(config, dtype=dtype, lora=lora, layers=layers)
-        return _train(backbone, autocast, checkpointing=checkpointing)
+    def build(layers: int) -> Backbone:
+        return meta_backbone(config, dtype=dtype, lora=lora, layers=layers)
 
-    (one, _, hidden), (two, _, _) = (train(layers, checkpointing=False) for layers in (1, 2))
-    (one_input, peak, _), (two_inputs, _, _) = (train(layers, checkpointing=True) for layers in (1, 2))
+    (one, _, hidden), (two, _, _) = (_train(build(layers), autocast, checkpointing=False) for layers in (1, 2))
+    (one_input, peak, _), (two_inputs, _, _) = (
+        _train(build(layers), autocast, checkpointing=True) for layers in (1, 2)
+    )
+    with _fake_tensors(scored := build(1)), TokenMemory(TOKENS) as memory, torch.no_grad():
+        _forward(scored, autocast)
     text = config.get_text_config(decoder=True)
     head_dim = getattr(text, "v_head_dim", None) or getattr(text, "head_dim", None)
     width = text.num_attention_heads * (head_dim or text.hidden_size // text.num_attention_heads)
@@ -86,7 +80,7 @@ def activation_bytes(
         layer_input=two_inputs - one_input,
         attention_output=width * (autocast or dtype).itemsize,
         layer_backward=peak - (two_inputs - one_input),
-        forward=_score(meta_backbone(config, dtype=dtype, lora=lora, layers=1), autocast),
+        forward=memory.peak / TOKENS,
         hidden=hidden,
     )
 
@@ -98,17 +92,7 @@ def meta_backbone(
     lora: dict[str, Any] | None = None,
     layers: int | None = None,
 ) -> Backbone:
-    """Return the model of a config on the meta device, where tensors have a shape and no memory.
-
-    Args:
-        config: Config of a causal LM; it is not changed.
-        dtype: Type of the weights.
-        lora: Arguments of `add_adapters`; the other weights are frozen.
-        layers: Keep this many of the last layers; by default all.
-
-    Raises:
-        ValueError: If the config is not that of a causal LM, or peft refuses ``lora``.
-    """
+    """Return a model, or its last ``layers``, on the meta device, where tensors have a shape and no memory."""
     attention = "sdpa" if own_type(config.get_text_config(decoder=True)) else "eager"  # replaced before anything runs
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, attn_implementation=attention)
@@ -121,11 +105,7 @@ def meta_backbone(
 
 
 def decoder_layers(backbone: Backbone) -> tuple[nn.Module, str, nn.ModuleList]:
-    """Return the module that holds the decoder's layers, its name for them, and the layers.
-
-    Raises:
-        ValueError: If the decoder has no list of layers of the length in its config.
-    """
+    """Return the module that holds the decoder's layers, its name for them, and the layers."""
     count = backbone.base_model.config.get_text_config(decoder=True).num_hidden_layers
     for name, part in backbone.decoder.named_modules():
         if isinstance(part, nn.ModuleList) and len(part) == count:
@@ -184,13 +164,6 @@ def _train(backbone: Backbone, autocast: torch.dtype | None, *, checkpointing: b
         kept, size = memory.alive, hidden_states.untyped_storage().nbytes()
         torch.autograd.backward(hidden_states, torch.empty_like(hidden_states))
     return kept / TOKENS, (memory.peak - 2 * size) / TOKENS, size / TOKENS
-
-
-def _score(backbone: Backbone, autocast: torch.dtype | None) -> float:
-    """Return the peak in bytes per token of a pass that keeps nothing."""
-    with _fake_tensors(backbone), TokenMemory(TOKENS) as memory, torch.no_grad():
-        _forward(backbone, autocast)
-    return memory.peak / TOKENS
 
 
 def _forward(backbone: Backbone, autocast: torch.dtype | None) -> Tensor:

@@ -24,13 +24,7 @@ ATTENTION_BACKWARD = 2.5
 
 @dataclass(frozen=True)
 class Flops:
-    """Floating-point operations by what runs them.
-
-    Attributes:
-        gemm: Products with weights.
-        attention: Attention, forward.
-        attention_backward: Attention, backward.
-    """
+    """Floating-point operations: products with weights, attention forward, and attention backward."""
 
     gemm: float = 0.0
     attention: float = 0.0
@@ -42,11 +36,8 @@ class Flops:
         return self.gemm + self.attention + self.attention_backward
 
     def __add__(self, other: "Flops") -> "Flops":
-        return Flops(
-            self.gemm + other.gemm,
-            self.attention + other.attention,
-            self.attention_backward + other.attention_backward,
-        )
+        backward = self.attention_backward + other.attention_backward
+        return Flops(self.gemm + other.gemm, self.attention + other.attention, backward)
 
     def __mul__(self, factor: float) -> "Flops":
         return Flops(self.gemm * factor, self.attention * factor, self.attention_backward * factor)
@@ -59,8 +50,7 @@ def attention_pairs(tokens: int, window: int | None = None) -> float:
         >>> attention_pairs(4), attention_pairs(4, window=2)
         (10, 7)
     """
-    if window is None or window >= tokens:
-        return tokens * (tokens + 1) // 2
+    window = min(window or tokens, tokens)
     return window * (window + 1) // 2 + (tokens - window) * window
 
 
@@ -71,18 +61,9 @@ def forward_flops(shape: ModelShape, tokens: int, scored: float) -> Flops:
 
 
 def short_pass_flops(shape: ModelShape, tokens: int, context_length: int, stride: int) -> Flops:
-    """Count the short contexts of one document as `short_context_windows` cuts them.
+    """Count the short contexts (K, d) of one document as `short_context_windows` cuts them.
 
     The last layer makes keys and values of all tokens, and does the rest of its products for those that are read.
-
-    Args:
-        shape: The model.
-        tokens: Length of the document.
-        context_length: Length K of the shortest short context, in tokens.
-        stride: Number d of tokens that share one window, and the only ones of it whose logits are computed.
-
-    Raises:
-        ValueError: If ``context_length`` or ``stride`` is below 1.
     """
     total = Flops()
     for start, first, stop in short_context_windows([0, tokens], context_length=context_length, stride=stride):
@@ -122,13 +103,7 @@ def scoring_flops(
 ) -> Flops:
     """Count LongPPL of one document: long and short contexts under the evaluator, long context under the model.
 
-    Args:
-        evaluator: Picks the key tokens.
-        model: Is evaluated.
-        tokens: Length of the document, with either tokenizer.
-        context_length: Length K of the shortest short context, in tokens.
-        stride: Number d of tokens that share one window.
-        shared_pass: Whether the model is the evaluator, so that its long context is computed once.
+    With ``shared_pass`` the model is the evaluator, and its long context is computed once.
     """
     total = forward_flops(evaluator, tokens, tokens - 1)
     total += short_pass_flops(evaluator, tokens, context_length, stride)

@@ -6,17 +6,11 @@ from lightning_modules.commands.plan.flops import Flops
 
 
 class GPU(NamedTuple):
-    """A card.
+    """A card."""
 
-    Attributes:
-        name: Name on the command line.
-        tflops: Peak of dense bfloat16 matrix products with float32 sums, TFLOP/s.
-        memory: GiB.
-    """
-
-    name: str
-    tflops: float
-    memory: float
+    name: str  # on the command line
+    tflops: float  # peak of dense bfloat16 matrix products with float32 sums, TFLOP/s
+    memory: float  # GiB
 
 
 # Dense rates from the vendors' data sheets (often printed as half of the sparse ones), and the memory that a program
@@ -44,12 +38,7 @@ EFFICIENCY = {"gemm": 0.65, "attention": 0.38, "attention_backward": 0.30}
 
 
 def find_gpu(name: str | None, *, tflops: float | None = None, memory: float | None = None) -> GPU:
-    """Return the card of that name, or one with the caller's rate and memory.
-
-    Args:
-        name: One of `GPUS`, in small or capital letters, with or without spaces and dashes.
-        tflops: Replaces the card's peak rate, TFLOP/s.
-        memory: Replaces the card's memory, GiB.
+    """Return the card of that name in any spelling, or one with the caller's rate (TFLOP/s) and memory (GiB).
 
     Raises:
         ValueError: If the name is unknown and rate or memory is missing.

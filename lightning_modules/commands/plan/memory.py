@@ -13,7 +13,7 @@ from lightning_modules.models.short_context import WINDOW_TOKENS_PER_PASS
 
 GIB = 2.0**30
 QUANTIZED_BYTES = {4: 0.5 + 1 / 64 + 4 / (64 * 256), 8: 1.0}
-"""Bytes of a quantised weight: NF4 in blocks of 64 with a byte each, which share a float32 in blocks of 256; and int8,
+"""Bytes of a quantized weight: NF4 in blocks of 64 with a byte each, which share a float32 in blocks of 256; and int8,
 whose constants are one per row."""
 HEAD_ROWS = 2048
 """Rows of logits that exist at the same time on an accelerator."""
@@ -24,56 +24,43 @@ FRAGMENTATION = 0.05
 
 @dataclass(frozen=True)
 class Training:
-    """The settings of a training run that its memory depends on.
+    """The settings of a training run that its memory depends on."""
 
-    Attributes:
-        tokens: Tokens of a sequence.
-        rows: Sequences of a micro-batch.
-        context_length: Length K of the shortest short context, in tokens.
-        stride: Number d of tokens that share one window.
-        short_pass: Whether short contexts are computed.
-        dtype: Type of the weights.
-        quantized: Bytes of each weight of a linear layer but the head, if those are quantized.
-        autocast: Type of the matrix products in mixed precision; None without.
-        checkpointing: What the backward pass computes again.
-        moments: Numbers that the optimizer keeps for each trained weight, in the type of the weights.
-        step_copy: Whether the optimizer's step makes a temporary as large as the weights, as torch's `foreach` does.
-        sharded: Whether weights, gradients and optimizer state are divided among the GPUs (FSDP2).
-        gradient_copy: Whether the gradients exist twice, in the buckets of DDP.
-        gpus: How many there are.
-        sequence_parallel_size: How many of them share each sequence.
-    """
-
-    tokens: int
-    rows: int = 1
+    tokens: int  # of a sequence
+    rows: int = 1  # sequences of a micro-batch
     context_length: int = 4096
     stride: int = 1024
-    short_pass: bool = True
-    dtype: torch.dtype = torch.float32
-    quantized: float | None = None
-    autocast: torch.dtype | None = torch.bfloat16
+    short_pass: bool = True  # whether short contexts are computed
+    dtype: torch.dtype = torch.float32  # of the weights
+    quantized: float | None = None  # bytes of each weight of a linear layer but the head, if those are quantized
+    autocast: torch.dtype | None = torch.bfloat16  # of the matrix products in mixed precision
     checkpointing: Checkpointing = "none"
-    moments: float = 2.0
-    step_copy: bool = True
-    sharded: bool = False
-    gradient_copy: bool = False
+    moments: float = 2.0  # numbers that the optimizer keeps for each trained weight, in the type of the weights
+    step_copy: bool = True  # whether its step makes a temporary as large as the weights, as torch's `foreach` does
+    sharded: bool = False  # whether weights, gradients and optimizer state are divided among the GPUs (FSDP2)
+    gradient_copy: bool = False  # whether the gradients exist twice, in the buckets of DDP
     gpus: int = 1
-    sequence_parallel_size: int = 1
+    sequence_parallel_size: int = 1  # GPUs that share each sequence
 
     @property
     def compute_bytes(self) -> int:
         """Bytes of a number in matrix products."""
         return (self.autocast or self.dtype).itemsize
 
+    def trained_bytes(self, shape: ModelShape) -> int:
+        """Bytes of a trained weight: beside frozen weights it is float32 in mixed precision."""
+        size = self.dtype.itemsize
+        return size if self.autocast is None or shape.trained == shape.parameters else max(size, 4)
+
+    def optimizer_bytes(self, shape: ModelShape, numbers: float) -> float:
+        """Bytes of ``numbers`` of the optimizer for each trained weight on one GPU."""
+        own = math.ceil(shape.trained / (self.gpus if self.sharded else 1))
+        return own * self.trained_bytes(shape) * numbers
+
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one GPU.
-
-    Attributes:
-        lasting: Parts that are there all the time.
-        phases: For each phase its parts; phases follow one another, so that only the largest counts.
-    """
+    """Bytes on one GPU: of parts that last, and of those of successive phases, of which the largest counts."""
 
     lasting: dict[str, float]
     phases: dict[str, dict[str, float]]
@@ -99,12 +86,16 @@ def training_memory(shape: ModelShape, activations: ActivationBytes, training: T
 
     Gradients count as a whole: with accumulation they exist from the second micro-batch on.
     """
-    rows = training.rows * training.tokens / training.sequence_parallel_size
+    tokens = training.rows * training.tokens / training.sequence_parallel_size
+    whole = training.checkpointing == "none"
+    layer = activations.layer if whole else activations.layer_input
+    if training.checkpointing == "selective":
+        layer += activations.attention_output
     kept = {
-        "activations kept for the backward pass": rows * shape.layers * _kept(activations, training.checkpointing),
-        "last hidden states, predictors and their gradient": 3.0 * rows * activations.hidden,
+        "activations kept for the backward pass": tokens * shape.layers * layer,
+        "last hidden states, predictors and their gradient": 3.0 * tokens * activations.hidden,
     }
-    again = activations.layer_backward - (activations.layer if training.checkpointing == "none" else 0.0)
+    again = activations.layer_backward - (activations.layer if whole else 0.0)
     accumulated = (4.0 + training.dtype.itemsize) * shape.head_weights if shape.head_trained else 0.0
     chunk = HEAD_ROWS * shape.vocabulary * _logit_bytes(training.compute_bytes, backward=True)
     every, one = _autocast_copies(shape, training)
@@ -112,21 +103,24 @@ def training_memory(shape: ModelShape, activations: ActivationBytes, training: T
         "head": {**kept, **every, "head: a chunk of logits": chunk, "head: sum of its gradient": accumulated},
         "backward pass": {
             **kept,
-            **(every if training.checkpointing == "none" else one),
-            "one layer's backward pass": rows * max(again, 0.0),
+            **(every if whole else one),
+            "one layer's backward pass": tokens * max(again, 0.0),
         },
     }
     if training.step_copy:
-        phases["optimizer step"] = {"temporary of the optimizer": _optimizer(shape, training, 1.0)}
+        phases["optimizer step"] = {"temporary of the optimizer": training.optimizer_bytes(shape, 1.0)}
     if training.short_pass:
-        phases["short windows"] = {**one, **_short_windows(shape, activations, training)}
+        together = window_tokens(training.tokens, training.rows, training.context_length, training.stride)
+        chunk = HEAD_ROWS * shape.vocabulary * _logit_bytes(training.compute_bytes, backward=False)
+        largest = max(together * activations.forward, 2.0 * together * activations.hidden + chunk)
+        phases["short windows"] = {**one, "short windows, one layer or the head of a pass": largest}
     return Memory(lasting_memory(shape, training), phases)
 
 
 def lasting_memory(shape: ModelShape, training: Training) -> dict[str, float]:
     """Return weights, gradients and optimizer state on one GPU, in bytes."""
     size, shards = training.dtype.itemsize, training.gpus if training.sharded else 1
-    trained = _trained_bytes(shape, training)
+    trained = training.trained_bytes(shape)
     weights = float(shape.parameters * size + shape.trained * (trained - size))
     if training.quantized is not None:
         weights -= shape.quantizable * (size - training.quantized)
@@ -137,7 +131,7 @@ def lasting_memory(shape: ModelShape, training: Training) -> dict[str, float]:
         parts["gathered weights (two layers, head, embedding)"] = float(gathered * training.compute_bytes)
     if training.gradient_copy:
         parts["gradient buckets of DDP"] = gradients
-    parts["optimizer"] = _optimizer(shape, training, training.moments)
+    parts["optimizer"] = training.optimizer_bytes(shape, training.moments)
     return parts
 
 
@@ -158,7 +152,7 @@ def scoring_memory(
         tokens: Length of the document.
         dtype: Type of the weights.
         windows: ``(K, d)`` of short contexts, if they are scored.
-        lasting: What else is on the GPU, in bytes.
+        lasting: What lasts on the GPU, in bytes; by default the weights.
     """
     weights = {"weights": float(shape.parameters * dtype.itemsize)} if lasting is None else lasting
     chunk = min(HEAD_ROWS, tokens) * shape.vocabulary * _logit_bytes(dtype.itemsize, backward=False)
@@ -179,16 +173,10 @@ def window_tokens(tokens: int, rows: int, context_length: int, stride: int) -> i
     return min(together, rows * len(windows)) * (context_length + stride)
 
 
-def _trained_bytes(shape: ModelShape, training: Training) -> int:
-    """Return the bytes of a trained weight: beside frozen weights it is float32 in mixed precision."""
-    size = training.dtype.itemsize
-    return size if training.autocast is None or shape.trained == shape.parameters else max(size, 4)
-
-
 def _autocast_copies(shape: ModelShape, training: Training) -> tuple[dict[str, float], dict[str, float]]:
     """Return the copies of weights in the type of matrix products: kept by the forward pass, and of one layer.
 
-    Copies are freed after their use, unless the backward pass needs them: without checkpointing it needs all. Divided
+    Copies are freed after their use, unless the backward pass needs them: without checkpointing it needs all. Sharded
     weights are gathered in that type instead.
     """
     if training.autocast is None or training.sharded:
@@ -203,26 +191,6 @@ def _autocast_copies(shape: ModelShape, training: Training) -> tuple[dict[str, f
     return {name: max(copied * size, one[name])}, one
 
 
-def _kept(activations: ActivationBytes, checkpointing: Checkpointing) -> float:
-    """Return bytes per layer and token."""
-    if checkpointing == "none":
-        return activations.layer
-    return activations.layer_input + (activations.attention_output if checkpointing == "selective" else 0.0)
-
-
 def _logit_bytes(compute: int, *, backward: bool) -> float:
     """Return bytes per logit: float32 is used in place, half precision is widened and has a gradient."""
     return float(compute) if compute >= 4 else compute + 4.0 + (compute if backward else 0.0)
-
-
-def _short_windows(shape: ModelShape, activations: ActivationBytes, training: Training) -> dict[str, float]:
-    tokens = window_tokens(training.tokens, training.rows, training.context_length, training.stride)
-    chunk = HEAD_ROWS * shape.vocabulary * _logit_bytes(training.compute_bytes, backward=False)
-    layer, head = tokens * activations.forward, 2.0 * tokens * activations.hidden + chunk
-    return {"short windows, one layer or the head of a pass": max(layer, head)}
-
-
-def _optimizer(shape: ModelShape, training: Training, numbers: float) -> float:
-    divided = training.gpus if training.sharded else 1
-    size = _trained_bytes(shape, training)
-    return math.ceil(shape.trained / divided) * size * numbers

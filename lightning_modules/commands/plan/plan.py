@@ -1,31 +1,34 @@
 """FLOPs, time, memory and cost of an experiment on given GPUs, before anyone rents one."""
 
 import math
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, replace
+from typing import Any, NamedTuple
 
 import torch
 
 from lightning_modules.commands.plan.activations import ActivationBytes, activation_bytes
 from lightning_modules.commands.plan.flops import Flops, ce_step_flops, forward_flops, scoring_flops, short_pass_flops
-from lightning_modules.commands.plan.hardware import EFFICIENCY, GPU, seconds
+from lightning_modules.commands.plan.hardware import EFFICIENCY, GPU, GPUS, seconds
 from lightning_modules.commands.plan.memory import (
     CONTEXT_GIB,
     FRAGMENTATION,
     GIB,
+    QUANTIZED_BYTES,
     Memory,
     Training,
     lasting_memory,
     scoring_memory,
     training_memory,
 )
-from lightning_modules.commands.plan.remedies import find_remedies
 from lightning_modules.commands.plan.settings import Evaluator, Experiment, stored_dtype
 from lightning_modules.commands.plan.shapes import ModelShape
 
 # Table 7 of Fang et al. (2025): extra wall-clock time of LongCE over CE; Llama-2-7B, sequences of 32k tokens.
 PAPER_OVERHEAD = {(4096, 1024): 0.79, (1024, 1024): 0.43, (4096, 4096): 0.36, (4096, 512): 1.50}
 PAPER_TOKENS = 32_768
+
+LORA = {"r": 8, "target_modules": "all-linear"}
+FSDP = "configs/strategies/fsdp.yaml: FSDP2"
 
 BASIS = (
     "Computed: operations of all matrix products and of causal attention, from the modules of the model; bytes of"
@@ -47,19 +50,28 @@ class Planner:
 
     def __init__(self, experiment: Experiment, gpu: GPU, price_per_gpu_hour: float | None = None) -> None:
         self.experiment, self.gpu, self.price = experiment, gpu, price_per_gpu_hour
-        self.training = experiment.training
+        self.training = training = experiment.training
         self._activations: dict[str, ActivationBytes] = {}
         self._shapes: dict[str, ModelShape] = {}
         self.shape = self._shape(experiment.lora)
+        self.cross_entropy = ce_step_flops(self.shape, training.tokens, training.checkpointing)
+        # Sequences of a step; a fraction of one where GPUs share sequences.
+        self.rows_per_gpu = experiment.accumulated * training.rows / training.sequence_parallel_size
 
     def plan(self) -> dict[str, Any]:
         """Return all figures as plain numbers: TFLOP are 1e12 operations, memory is in GiB."""
+        training = self.training
+        # The configured (K, d), then those of the paper, where they fit the sequence.
+        pairs = dict.fromkeys([(training.context_length, training.stride), *PAPER_OVERHEAD])
+        names = ("objective", "window_share", "stored_influence", "max_steps", "precision", "optimizer", "lora")
+        settings = {name: getattr(self.experiment, name) for name in names} | asdict(training)
+        run = {name: str(value) if isinstance(value, torch.dtype) else value for name, value in settings.items()}
         return {
             "model": _describe_model(self.experiment.name, self.shape),
-            "gpu": {**self.gpu._asdict(), "count": self.training.gpus},
-            "run": self._run(),
+            "gpu": {**self.gpu._asdict(), "count": training.gpus},
+            "run": {**run, "rows_per_step": round(training.gpus * self.rows_per_gpu)},
             "notes": list(self.experiment.notes),
-            "training": [self._step(*pair) for pair in self._pairs()],
+            "training": [self._step(*pair) for pair in pairs if sum(pair) < training.tokens],
             "cost": self._cost(),
             "memory": self._memory(),
             "scoring": self._scoring(),
@@ -67,22 +79,10 @@ class Planner:
             "basis": list(BASIS),
         }
 
-    def _run(self) -> dict[str, Any]:
-        names = ("objective", "window_share", "stored_influence", "max_steps", "precision", "optimizer", "lora")
-        settings = {name: getattr(self.experiment, name) for name in names} | asdict(self.training)
-        plain = {name: str(value) if isinstance(value, torch.dtype) else value for name, value in settings.items()}
-        return {**plain, "rows_per_step": round(self.training.gpus * self._rows_per_gpu)}
-
     # -------------------------------------------------------------------------------------------------------- training
 
-    def _pairs(self) -> list[tuple[int, int]]:
-        """Return the configured (K, d) first, then those of the paper, where they fit the sequence."""
-        configured = (self.training.context_length, self.training.stride)
-        pairs = dict.fromkeys([configured, *PAPER_OVERHEAD])
-        return [pair for pair in pairs if sum(pair) < self.training.tokens]
-
     def _step(self, context_length: int, stride: int) -> dict[str, Any]:
-        ce, short = self._cross_entropy(), self._short_pass(context_length, stride)
+        ce, short = self.cross_entropy, self._short_pass(context_length, stride)
         pair, paper = (context_length, stride), self.training.tokens == PAPER_TOKENS
         return {
             "context_length": context_length,
@@ -91,30 +91,22 @@ class Planner:
             "ce_tflop": ce.total / 1e12,
             "short_pass_tflop": short.total / 1e12,
             "overhead": short.total / ce.total,
-            "ce_step_seconds": self._rows_per_gpu * seconds(ce, self.gpu),
-            "longce_step_seconds": self._rows_per_gpu * seconds(ce + short, self.gpu),
+            "ce_step_seconds": self.rows_per_gpu * seconds(ce, self.gpu),
+            "longce_step_seconds": self.rows_per_gpu * seconds(ce + short, self.gpu),
             "paper_overhead": PAPER_OVERHEAD.get(pair) if paper else None,
         }
-
-    def _cross_entropy(self) -> Flops:
-        return ce_step_flops(self.shape, self.training.tokens, self.training.checkpointing)
 
     def _short_pass(self, context_length: int, stride: int) -> Flops:
         whole = short_pass_flops(self.shape, self.training.tokens, context_length, stride)
         return whole * self.experiment.window_share
 
-    @property
-    def _rows_per_gpu(self) -> float:
-        """Sequences of a step; a fraction of one where GPUs share sequences."""
-        return self.experiment.accumulated * self.training.rows / self.training.sequence_parallel_size
-
     def _cost(self) -> dict[str, Any]:
         """Return the bill of cross entropy, and of the configured objective if it is another one."""
-        flops = {"cross entropy": self._cross_entropy()}
+        flops = {"cross entropy": self.cross_entropy}
         if self.experiment.objective != "CrossEntropy":
             short = self._short_pass(self.training.context_length, self.training.stride)
-            flops[self.experiment.objective] = flops["cross entropy"] + short * float(self.training.short_pass)
-        return {name: self._bill(self._rows_per_gpu * seconds(step, self.gpu)) for name, step in flops.items()}
+            flops[self.experiment.objective] = self.cross_entropy + short * float(self.training.short_pass)
+        return {name: self._bill(self.rows_per_gpu * seconds(step, self.gpu)) for name, step in flops.items()}
 
     def _bill(self, step: float) -> dict[str, Any]:
         gpus, steps = self.training.gpus, self.experiment.max_steps
@@ -122,7 +114,7 @@ class Planner:
         price = None if self.price is None else self.price * step * gpus / 3600
         return {
             "step_seconds": step,
-            "tokens_per_second": round(gpus * self._rows_per_gpu * self.training.tokens) / step,
+            "tokens_per_second": round(gpus * self.rows_per_gpu * self.training.tokens) / step,
             "hours": hours,
             "gpu_hours": None if hours is None else hours * gpus,
             "price": None if price is None or steps is None else steps * price,
@@ -135,8 +127,18 @@ class Planner:
         training, lora = self.training, self.experiment.lora
         result = self._describe_memory(self._training_memory(training, lora))
         if not result["fits"]:
-            result["remedies"] = find_remedies(training, lora, self.gpu, self._needed_bytes)
+            # The smallest single change of each kind that makes the run fit.
+            fitting: dict[str, dict[str, Any]] = {}
+            for change in possible_changes(training, lora, self.gpu):
+                changed = self._training_memory(replace(training, **change.training), change.lora or lora).needed / GIB
+                if changed <= (change.gpu or self.gpu).memory:
+                    fitting.setdefault(change.kind, {"change": change.text, "needed": changed})
+            result["remedies"] = list(fitting.values())
         return result
+
+    def _training_memory(self, training: Training, lora: dict[str, Any] | None) -> Memory:
+        activations = self._activation_bytes(self.experiment.config, training.dtype, training.autocast, lora)
+        return training_memory(self._shape(lora), activations, training)
 
     def _describe_memory(self, memory: Memory) -> dict[str, Any]:
         return {
@@ -145,18 +147,9 @@ class Planner:
             "available": self.gpu.memory,
             "peak": memory.peak / GIB,
             "largest_phase": memory.largest_phase,
-            "lasting": {name: size / GIB for name, size in memory.lasting.items()},
-            "phases": {
-                phase: {name: size / GIB for name, size in parts.items()} for phase, parts in memory.phases.items()
-            },
+            "lasting": _in_gib(memory.lasting),
+            "phases": {phase: _in_gib(parts) for phase, parts in memory.phases.items()},
         }
-
-    def _training_memory(self, training: Training, lora: dict[str, Any] | None) -> Memory:
-        activations = self._activation_bytes(self.experiment.config, training.dtype, training.autocast, lora)
-        return training_memory(self._shape(lora), activations, training)
-
-    def _needed_bytes(self, training: Training, lora: dict[str, Any] | None) -> float:
-        return self._training_memory(training, lora).needed
 
     def _shape(self, lora: dict[str, Any] | None) -> ModelShape:
         if repr(lora) not in self._shapes:
@@ -176,25 +169,24 @@ class Planner:
     def _scoring(self) -> dict[str, Any]:
         """Plan LongPPL of one document as long as a training sequence."""
         evaluator, tokens, config = self.experiment.evaluator, self.training.tokens, self.experiment.config
-        settings = evaluator or self.training
-        model, dtype = ModelShape.of(config), stored_dtype(config)
-        one_pass: dict[str, Any] = {
-            "pass": "perplexity",
-            **self._work(forward_flops(model, tokens, tokens - 1)),
-            "overhead": None,
-        }
-        passes = [one_pass, self._longppl("evaluator == model", model, model, settings)]
+        settings, model, dtype = evaluator or self.training, ModelShape.of(config), stored_dtype(config)
+        pair = (settings.context_length, settings.stride)
+        shared = scoring_flops(model, model, tokens, *pair, shared_pass=True)
+        passes = [
+            {**self._pass("perplexity", model, forward_flops(model, tokens, tokens - 1)), "overhead": None},
+            self._pass("evaluator == model", model, shared),
+        ]
         memory = {"model": scoring_memory(model, self._activation_bytes(config, dtype), tokens, dtype)}
         result: dict[str, Any] = {"document_tokens": tokens, "passes": passes}
-        result |= {"context_length": settings.context_length, "stride": settings.stride}
+        result |= {"context_length": pair[0], "stride": pair[1]}
         if evaluator is not None:
             shape = ModelShape.of(evaluator.config)
-            passes.append(self._longppl("with evaluator", shape, model, settings))
+            passes.append(self._pass("with evaluator", model, scoring_flops(shape, model, tokens, *pair)))
             memory |= self._evaluator_memory(evaluator, shape)
             result["evaluator"] = _describe_model(evaluator.name, shape)
             if documents := self.experiment.validation_documents:
                 rounds = math.ceil(documents / self.training.gpus)
-                first, later = (rounds * each["seconds"] for each in (passes[-1], one_pass))
+                first, later = (rounds * each["seconds"] for each in (passes[-1], passes[0]))
                 result["validation"] = {"documents": documents, "first_seconds": first, "later_seconds": later}
         return {**result, "memory": {name: self._describe_memory(each) for name, each in memory.items()}}
 
@@ -209,16 +201,15 @@ class Planner:
             for name, lasting in {"evaluator": None, "evaluator within a fit": beside}.items()
         }
 
-    def _longppl(
-        self, name: str, evaluator: ModelShape, model: ModelShape, settings: Evaluator | Training
-    ) -> dict[str, Any]:
-        sizes = (self.training.tokens, settings.context_length, settings.stride)
-        flops = scoring_flops(evaluator, model, *sizes, shared_pass=evaluator is model)
+    def _pass(self, name: str, model: ModelShape, flops: Flops) -> dict[str, Any]:
+        """Describe a way to score a document, beside one pass of the model over all its tokens."""
         plain = forward_flops(model, self.training.tokens, self.training.tokens)
-        return {"pass": name, **self._work(flops), "overhead": flops.total / plain.total - 1}
+        work = {"tflop": flops.total / 1e12, "seconds": seconds(flops, self.gpu)}
+        return {"pass": name, **work, "overhead": flops.total / plain.total - 1}
 
-    def _work(self, flops: Flops) -> dict[str, float]:
-        return {"tflop": flops.total / 1e12, "seconds": seconds(flops, self.gpu)}
+
+def _in_gib(parts: dict[str, float]) -> dict[str, float]:
+    return {name: size / GIB for name, size in parts.items()}
 
 
 def _describe_model(name: str, shape: ModelShape) -> dict[str, Any]:
@@ -231,3 +222,45 @@ def _describe_model(name: str, shape: ModelShape) -> dict[str, Any]:
         "layers": shape.layers,
         "vocabulary": shape.vocabulary,
     }
+
+
+class Change(NamedTuple):
+    """Another setting of a run."""
+
+    kind: str  # of several that are enough, the smallest of each kind is reported
+    text: str
+    training: dict[str, Any]  # attributes of `Training` with it
+    lora: dict[str, Any] | None = None
+    gpu: GPU | None = None
+
+
+def possible_changes(training: Training, lora: dict[str, Any] | None, gpu: GPU) -> list[Change]:
+    """Return what could be tried: first what trains the same, a larger card last."""
+    frozen, view = lora is not None, "trainer.strategy: DDPStrategy with gradient_as_bucket_view: true"
+    full, quantizable = training.checkpointing == "full", frozen and not (training.quantized or training.sharded)
+    half = "model.dtype: bfloat16 (of the frozen weights)"
+    quantization = "model.quantization: {load_in_4bit: true} (of the frozen weights)"
+    sharded = {"sharded": True, "gradient_copy": False}
+    shards = training.gpus if training.sharded else 1
+    tokens = (training.tokens // 2, training.tokens // 4)
+    shortest = training.context_length + training.stride if training.short_pass else 0
+    candidates: list[tuple[Any, ...]] = [
+        (training.step_copy, "optimizer", "model.optimizer.init_args.foreach: false", {"step_copy": False}),
+        (training.gradient_copy, "buckets", view, {"gradient_copy": False}),
+        (training.rows > 1, "rows", "data.batch_size: 1, with more accumulate_grad_batches", {"rows": 1}),
+        (not full, "checkpointing", "model.gradient_checkpointing: true", {"checkpointing": "full"}),
+        *(
+            (n > shards, "sharding", f"{FSDP} over {n} GPUs", {**sharded, "gpus": n})
+            for n in (training.gpus, 2 * training.gpus, 4 * training.gpus)
+        ),
+        # Trained weights stay in float32: in bfloat16 the small steps of fine-tuning round to nothing.
+        (not frozen, "lora", "model.lora: {r: 8, target_modules: all-linear}", {}, LORA),
+        (frozen and training.dtype.itemsize > 2, "dtype", half, {"dtype": torch.bfloat16}),
+        (quantizable, "quantization", quantization, {"quantized": QUANTIZED_BYTES[4]}),
+        *((shortest < count, "tokens", f"data.sequence_length: {count}", {"tokens": count}) for count in tokens),
+        *(
+            (card.memory > gpu.memory, "gpu", f"a card with {card.memory:g} GiB: {card.name}", {}, None, card)
+            for card in sorted(GPUS.values(), key=lambda card: card.memory)
+        ),
+    ]
+    return [Change(*change) for possible, *change in candidates if possible]

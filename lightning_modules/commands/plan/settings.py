@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig
 
 from lightning_modules.batch import LONGEST_ROW
 from lightning_modules.commands.plan.memory import QUANTIZED_BYTES, Training
-from lightning_modules.functional.windows import check_context
+from lightning_modules.functional.windows import check_context, check_window_share
 from lightning_modules.models.adapters import quantization_config
 from lightning_modules.models.context_extension.patterns import PATTERNS
 from lightning_modules.models.loading import load_config
@@ -24,58 +24,33 @@ _MOMENTS = {"SGD": 0, "Adagrad": 1, "RMSprop": 1, "Lion": 1, "Rprop": 2, "Adafac
 
 @dataclass(frozen=True)
 class Evaluator:
-    """The evaluator of an experiment.
+    """The evaluator of an experiment."""
 
-    Attributes:
-        name: Hub id, folder or config file.
-        config: Its config.
-        context_length: Length K of the shortest short context, in tokens.
-        stride: Number d of tokens that share one window.
-        dtype: Type of its weights.
-    """
-
-    name: str
+    name: str  # hub id, folder or config file
     config: PreTrainedConfig
     context_length: int
     stride: int
-    dtype: torch.dtype
+    dtype: torch.dtype  # of its weights
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """A training run.
+    """A training run."""
 
-    Attributes:
-        name: Name of the model.
-        config: Config of the model.
-        lora: Arguments of ``peft.LoraConfig``, if only adapters are trained.
-        objective: Name of the loss.
-        training: The settings that memory depends on.
-        window_share: Share of the short windows that are computed.
-        stored_influence: Whether the token weights come with the data.
-        accumulated: Micro-batches of an optimizer step.
-        max_steps: Optimizer steps; None if the run is limited otherwise.
-        optimizer: Name of its class.
-        precision: Lightning's name for it.
-        evaluator: The evaluator, if there is one.
-        validation_documents: How many each validation scores; None if it is not in the config.
-        notes: Assumptions, and settings that are not planned.
-    """
-
-    name: str
+    name: str  # of the model
     config: PreTrainedConfig
-    lora: dict[str, Any] | None
+    lora: dict[str, Any] | None  # arguments of `peft.LoraConfig`, if only adapters are trained
     objective: str
     training: Training
-    window_share: float = 1.0
-    stored_influence: bool = False
-    accumulated: int = 1
-    max_steps: int | None = None
+    window_share: float = 1.0  # fraction of the short windows that is computed
+    stored_influence: bool = False  # whether the token weights come with the data
+    accumulated: int = 1  # micro-batches of an optimizer step
+    max_steps: int | None = None  # None if the run is limited otherwise
     optimizer: str = "AdamW"
     precision: str = "bf16-mixed"
     evaluator: Evaluator | None = None
     validation_documents: int | None = None
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # assumptions, and settings that are not planned
 
 
 def read_experiment(options: Any, *, gpus: int | None = None, evaluator: str | None = None) -> Experiment:
@@ -90,76 +65,74 @@ def read_experiment(options: Any, *, gpus: int | None = None, evaluator: str | N
         ValueError: If a model cannot be found, a setting is unknown here, or sequences are too short for the short
             context.
     """
-    model, data, trainer = options.model, _arguments(options.get("data")), options.trainer
+    parsed = options.as_dict()
+    model, data, trainer = parsed["model"], _arguments(parsed.get("data")), parsed["trainer"]
     tokens = data.get("sequence_length")
     if tokens is None:
         raise ValueError("The plan needs the length of the rows: give `data` with a `sequence_length`.")
     if not 1 <= tokens <= LONGEST_ROW:
         raise ValueError(f"`data.sequence_length` must be 1 to {LONGEST_ROW:,} tokens, got {tokens:,}.")
     names = ("pretrained_model_name_or_path", "model_config", "context_extension", "revision", "trust_remote_code")
-    config = load_config(**{name: _plain(model.get(name)) for name in names})
-    objective = _objective(model.get("objective"))
-    stored = bool(data.get("influence"))
-    check_influence(objective, f"in '{data['influence']}'" if stored else None)
+    config = load_config(**{name: model.get(name) for name in names})
+    objective = _objective(model["objective"])
+    check_influence(objective, f"in '{data['influence']}'" if data.get("influence") else None)
     if objective.uses_short_context:
-        check_context(model.context_length, model.stride, tokens)
+        check_context(model["context_length"], model["stride"], tokens)
+    check_window_share(model["short_window_share"])
     notes = _not_planned(model, config)
     optimizer, moments = _optimizer(model.get("optimizer"), notes)
-    precision = str(trainer.get("precision") or "32-true")
+    settings = _arguments(model.get("optimizer"))
+    checkpointing = model.get("gradient_checkpointing")
+    training = Training(
+        tokens=tokens,
+        rows=data.get("batch_size") or 1,
+        context_length=model["context_length"],
+        stride=model["stride"],
+        short_pass=objective.uses_short_context,
+        quantized=_quantized(model.get("quantization"), model.get("lora")),
+        checkpointing="selective" if checkpointing == "selective" else "full" if checkpointing else "none",
+        moments=moments,
+        step_copy=moments > 0 and not settings.get("fused") and settings.get("foreach") is not False,
+        **_precision(str(trainer.get("precision") or "32-true"), model.get("dtype"), config),
+        **_distribution(model, trainer, config, gpus, notes),
+    )
+    steps = trainer.get("max_steps") or -1
     return Experiment(
         name=model.get("pretrained_model_name_or_path") or f"new {config.model_type}",
         config=config,
-        lora=_plain(model.get("lora")),
+        lora=model.get("lora"),
         objective=type(objective).__name__,
-        training=Training(
-            tokens=tokens,
-            rows=data.get("batch_size") or 1,
-            context_length=model.context_length,
-            stride=model.stride,
-            short_pass=objective.uses_short_context,
-            quantized=_quantized(_plain(model.get("quantization")), _plain(model.get("lora"))),
-            checkpointing=_checkpointing(model.get("gradient_checkpointing")),
-            moments=moments,
-            step_copy=moments > 0 and _has_step_copy(_arguments(model.get("optimizer"))),
-            **_precision(precision, model.get("dtype"), config),
-            **_distribution(model, trainer, config, gpus, notes),
-        ),
-        window_share=_share(model.get("short_window_share")),
-        stored_influence=stored,
+        training=training,
+        window_share=model["short_window_share"],
+        stored_influence=bool(data.get("influence")),
         accumulated=trainer.get("accumulate_grad_batches") or 1,
-        max_steps=steps if (steps := trainer.get("max_steps") or -1) > 0 else None,
+        max_steps=steps if steps > 0 else None,
         optimizer=optimizer,
-        precision=precision,
+        precision=str(trainer.get("precision") or "32-true"),
         evaluator=_evaluator(evaluator, trainer.get("callbacks"), model),
         validation_documents=data.get("validation_documents"),
         notes=tuple(notes),
     )
 
 
-def stored_dtype(config: PreTrainedConfig) -> torch.dtype:
-    """Return the type of a model's stored weights."""
-    dtype = config.dtype or torch.float32
+def stored_dtype(config: PreTrainedConfig, asked: str | None = None) -> torch.dtype:
+    """Return the type of a model's weights: as asked for, or as they are stored."""
+    dtype = (config.dtype or torch.float32) if asked in (None, "auto") else asked
     return getattr(torch, dtype) if isinstance(dtype, str) else dtype
-
-
-def _plain(value: Any) -> Any:
-    return value.as_dict() if callable(getattr(value, "as_dict", None)) else value
 
 
 def _arguments(component: Any) -> dict[str, Any]:
     """Return the constructor arguments of a class named in a config."""
-    component = _plain(component) or {}
     return dict(component.get("init_args") or {}) if isinstance(component, dict) else {}
 
 
 def _class(component: Any) -> str:
-    component = _plain(component)
-    return str(component.get("class_path")) if isinstance(component, dict) else str(component)
+    return str(component.get("class_path") if isinstance(component, dict) else component)
 
 
 def _objective(objective: Any) -> Objective:
-    """Make the loss, which holds only a few numbers."""
-    if not isinstance(_plain(objective), dict):
+    """Make the objective, which holds only a few numbers."""
+    if not isinstance(objective, dict):
         return objective
     arguments = _arguments(objective)
     if "objective" in arguments:  # one that wraps another
@@ -167,13 +140,13 @@ def _objective(objective: Any) -> Objective:
     return import_object(_class(objective))(**arguments)
 
 
-def _not_planned(model: Any, config: PreTrainedConfig) -> list[str]:
+def _not_planned(model: dict[str, Any], config: PreTrainedConfig) -> list[str]:
     """List what the figures leave out."""
     notes = []
     if _class(model.get("objective")).endswith(".Scheduled"):
         notes.append("every step is planned with a short pass, and a schedule has steps without one")
-    if model.get("short_dtype") is not None:
-        notes.append(f"`short_dtype: {model.short_dtype}` makes the short pass cheaper than it is planned here")
+    if (short := model.get("short_dtype")) is not None:
+        notes.append(f"`short_dtype: {short}` makes the short pass cheaper than it is planned here")
     if model.get("quantization") is not None:
         notes.append("the conversion of quantized weights takes time that is not planned here")
     pattern = (getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}).get("rope_type")
@@ -184,11 +157,10 @@ def _not_planned(model: Any, config: PreTrainedConfig) -> list[str]:
 
 def _precision(precision: str, dtype: Any, config: PreTrainedConfig) -> dict[str, Any]:
     """Return the types of the weights, and of the matrix products in mixed precision."""
-    weights = stored_dtype(config) if dtype in (None, "auto") else getattr(torch, dtype)
-    if precision not in (*_AUTOCAST, *_CAST, "32-true", "32"):
-        known = [*_AUTOCAST, *_CAST, "32-true"]
+    known = [*_AUTOCAST, *_CAST, "32-true"]
+    if precision not in (*known, "32"):
         raise ValueError(f"`trainer.precision` '{precision}' cannot be planned: known are {known}.")
-    return {"dtype": _CAST.get(precision, weights), "autocast": _AUTOCAST.get(precision)}
+    return {"dtype": _CAST.get(precision, stored_dtype(config, dtype)), "autocast": _AUTOCAST.get(precision)}
 
 
 def _quantized(arguments: dict[str, Any] | None, lora: dict[str, Any] | None) -> float | None:
@@ -202,7 +174,7 @@ def _quantized(arguments: dict[str, Any] | None, lora: dict[str, Any] | None) ->
 
 
 def _distribution(
-    model: Any, trainer: Any, config: PreTrainedConfig, gpus: int | None, notes: list[str]
+    model: dict[str, Any], trainer: dict[str, Any], config: PreTrainedConfig, gpus: int | None, notes: list[str]
 ) -> dict[str, Any]:
     """Return what is divided among how many GPUs."""
     strategy = trainer.get("strategy") or "auto"
@@ -213,7 +185,12 @@ def _distribution(
             f"`trainer.strategy` '{name}' cannot be planned: known are auto, ddp, UlyssesStrategy,"
             " FullyShardedStrategy and FullyShardedUlyssesStrategy (see configs/strategies)."
         )
-    count = _gpus(trainer, notes) if gpus is None else gpus
+    devices: Any = trainer.get("devices")
+    devices = len(devices) if isinstance(devices, list) else devices
+    known = str(devices).isdecimal() and int(devices) > 0
+    if gpus is None and not known:
+        notes.append(f"`trainer.devices` is {devices!r}, so one GPU is assumed; set it by --gpus")
+    count = gpus if gpus is not None else int(devices) * (trainer.get("num_nodes") or 1) if known else 1
     if count < 1:
         raise ValueError(f"`gpus` must be 1 or more, got {count}.")
     shared = arguments.get("sequence_parallel_size", 1)
@@ -221,28 +198,17 @@ def _distribution(
     check_sequence_parallelism(config, shared, model.get("attn_implementation") or "auto")
     if shared > 1:
         notes.append("exchange between GPUs that share rows, and its buffers, are not planned")
-    view = bool(arguments.get("gradient_as_bucket_view"))
     return {
         "sharded": sharded,
-        "gradient_copy": count > 1 and not sharded and not view,
+        "gradient_copy": count > 1 and not sharded and not arguments.get("gradient_as_bucket_view"),
         "gpus": count,
         "sequence_parallel_size": shared,
     }
 
 
-def _gpus(trainer: Any, notes: list[str]) -> int:
-    devices = trainer.get("devices")
-    if isinstance(devices, list):
-        devices = len(devices)
-    if str(devices).isdecimal() and int(devices) > 0:
-        return int(devices) * (trainer.get("num_nodes") or 1)
-    notes.append(f"`trainer.devices` is {devices!r}, so one GPU is assumed; set it by --gpus")
-    return 1
-
-
 def _optimizer(optimizer: Any, notes: list[str]) -> tuple[str, float]:
     """Return the class of the optimizer, and how many numbers it keeps per trained weight."""
-    if not isinstance(_plain(optimizer), dict):
+    if not isinstance(optimizer, dict):
         return "AdamW", 2.0
     name = _class(optimizer).rpartition(".")[2]
     if name == "SGD" and _arguments(optimizer).get("momentum"):
@@ -252,33 +218,15 @@ def _optimizer(optimizer: Any, notes: list[str]) -> tuple[str, float]:
     return name, float(_MOMENTS.get(name, 2))
 
 
-def _has_step_copy(arguments: dict[str, Any]) -> bool:
-    return not arguments.get("fused") and arguments.get("foreach") is not False
-
-
-def _checkpointing(value: Any) -> Any:
-    return "selective" if value == "selective" else "full" if value else "none"
-
-
-def _share(value: Any) -> float:
-    share = 1.0 if value is None else float(value)
-    if not 0 < share <= 1:
-        raise ValueError(f"`short_window_share` must be above 0 and at most 1, got {share}.")
-    return share
-
-
-def _evaluator(name: str | None, callbacks: Any, model: Any) -> Evaluator | None:
+def _evaluator(name: str | None, callbacks: Any, model: dict[str, Any]) -> Evaluator | None:
     """Return the evaluator of the command line, else that of the callback."""
     found = [_arguments(part) for part in callbacks or [] if _class(part).endswith("ExternalEvaluator")]
     settings = found[0] if found else {}
-    context_length, stride = (settings.get(key) or model.get(key) for key in ("context_length", "stride"))
-    remote = bool(settings.get("trust_remote_code"))
-    if name is not None:
-        config = load_config(name, trust_remote_code=remote)
-        return Evaluator(name, config, context_length, stride, stored_dtype(config))
-    if settings.get("evaluator") is None:
+    of_callback = {} if name is not None else {key: settings.get(key) for key in ("revision", "dtype")}
+    name = name or settings.get("evaluator")
+    if name is None:
         return None
-    config = load_config(settings["evaluator"], trust_remote_code=remote, revision=settings.get("revision"))
-    asked = settings.get("dtype")
-    dtype = stored_dtype(config) if asked in (None, "auto") else getattr(torch, asked)
-    return Evaluator(settings["evaluator"], config, context_length, stride, dtype)
+    remote = bool(settings.get("trust_remote_code"))
+    config = load_config(name, trust_remote_code=remote, revision=of_callback.get("revision"))
+    context_length, stride = (settings.get(key) or model[key] for key in ("context_length", "stride"))
+    return Evaluator(name, config, context_length, stride, stored_dtype(config, of_callback.get("dtype")))

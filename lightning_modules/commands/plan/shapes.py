@@ -17,39 +17,22 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_exp
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a causal LM.
+    """Sizes of a causal LM."""
 
-    Attributes:
-        name: Its ``model_type``.
-        parameters: All parameters, each once.
-        trained: Those with a gradient: all, or those of LoRA.
-        quantizable: Those of linear layers but the head, which ``model.quantization`` holds in 4 or 8 bits.
-        layer_weights: Weights of the decoder's layers that a token is multiplied with; only the chosen experts.
-        trained_layer_weights: Those of them that are trained.
-        tail_weights: Those of the last layer that only tokens need whose output is read: all but key and value.
-        head_weights: Vocabulary x hidden size.
-        head_trained: Whether the output head is trained.
-        tied: Whether head and embedding share their weight.
-        largest_layer: Parameters of the largest layer, with all its experts.
-        vocabulary: Rows of the head.
-        pair_flops: Operations of one layer's attention for each pair of tokens.
-        windows: For each layer how many tokens it looks back on, itself included; None for all.
-    """
-
-    name: str
-    parameters: int
-    trained: int
-    quantizable: int
-    layer_weights: int
+    name: str  # its `model_type`
+    parameters: int  # each once
+    trained: int  # those with a gradient: all, or those of LoRA
+    quantizable: int  # those of linear layers but the head, which `model.quantization` holds in 4 or 8 bits
+    layer_weights: int  # weights of the layers that a token is multiplied with; only the chosen experts
     trained_layer_weights: int
-    tail_weights: int
-    head_weights: int
+    tail_weights: int  # those of the last layer needed only by tokens whose output is read: all but key and value
+    head_weights: int  # vocabulary x hidden size
     head_trained: bool
-    tied: bool
-    largest_layer: int
+    tied: bool  # whether head and embedding share their weight
+    largest_layer: int  # parameters, with all its experts
     vocabulary: int
-    pair_flops: int
-    windows: tuple[int | None, ...]
+    pair_flops: int  # operations of one layer's attention for each pair of tokens
+    windows: tuple[int | None, ...]  # tokens that each layer looks back on, itself included; None for all
 
     @property
     def layers(self) -> int:
@@ -58,14 +41,10 @@ class ModelShape:
 
     @classmethod
     def of(cls, config: PreTrainedConfig, lora: dict[str, Any] | None = None) -> "ModelShape":
-        """Return the sizes of the model that a config describes; nothing is loaded.
-
-        Args:
-            config: Config of a causal LM of attention layers, each full or with a sliding window.
-            lora: Arguments of ``peft.LoraConfig``; the other weights are frozen.
+        """Return the sizes of the model that a config describes, with only ``lora`` trained; nothing is loaded.
 
         Raises:
-            ValueError: If the model is not a causal LM, or has layers or experts of another kind.
+            ValueError: If the model is not a causal LM, or has layers or experts of a kind that cannot be counted.
         """
         text = config.get_text_config(decoder=True)
         windows = _windows(text)
@@ -82,7 +61,11 @@ class ModelShape:
             name=config.model_type,
             parameters=sum(p.numel() for p in backbone.parameters()),
             trained=sum(p.numel() for p in backbone.parameters() if p.requires_grad),
-            quantizable=_quantizable(backbone.base_model),
+            quantizable=sum(
+                part.weight.numel()
+                for name, part in backbone.base_model.named_modules()
+                if isinstance(part, nn.Linear) and part.weight is not head and "lora_" not in name
+            ),
             layer_weights=sum(active for active, _ in weights),
             trained_layer_weights=sum(trained for _, trained in weights),
             tail_weights=max(weights[-1][0] - text.hidden_size * (query + value) * key_value_heads, 0),
@@ -94,16 +77,6 @@ class ModelShape:
             pair_flops=2 * text.num_attention_heads * (query + value),
             windows=windows,
         )
-
-
-def _quantizable(model: nn.Module) -> int:
-    head = model.get_output_embeddings()  # type: ignore[operator]
-    linear = (
-        module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module is not head and not {"lora_A", "lora_B"} & set(name.split("."))
-    )
-    return sum(module.weight.numel() for module in linear)
 
 
 def _layer_weights(layer: nn.Module, config: PreTrainedConfig) -> tuple[int, int]:

@@ -1,30 +1,39 @@
 """Checkpoints that a kill, a full disk or a flipped bit cannot turn into wrong weights.
 
 A checkpoint is looked for by what costs nothing: it must be complete, and its state without tensors must load. Its
-content is compared with its checksums when it is loaded.
+content is compared with its checksums when it is loaded. Of several the newest is that of the largest step which it
+records, never that of the latest file time.
 """
 
+import contextlib
 import logging
+import math
 import pickle
+import re
 import shutil
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from typing_extensions import override
 
-from lightning_modules.training.checkpoints.order import SUFFIX, check_one_run, contents, find_checkpoints
 from lightning_modules.training.checkpoints.sharded import (
+    REST,
     CheckpointError,
     damage_of_content,
     damage_of_folder,
-    first_damage,
 )
+from lightning_modules.utilities.collectives import gathered, rank_and_size
 from lightning_modules.utilities.files import BUILDING, atomic_file, remove_folder
 from lightning_modules.utilities.pickles import refused_pickle
+
+RUN_ID = "run_id"
+"""Key in a checkpoint of the run that wrote it."""
+
+SUFFIX = ".ckpt"
 
 _log = logging.getLogger(__name__)
 
@@ -33,8 +42,7 @@ class CheckedCheckpointIO(TorchCheckpointIO):
     """Files as `torch.save` writes them, put in place in one step, and checked whenever they are loaded.
 
     Torch's files are zip archives with a CRC-32 of every tensor, which `torch.load` ignores; here all are compared.
-    Addresses on the web are written to by Lightning and never loaded. Folders of sharded strategies do not pass
-    through here, but they are removed here.
+    Addresses on the web are written to by Lightning and never loaded. Folders of sharded strategies are only removed.
     """
 
     @override
@@ -98,18 +106,13 @@ class CheckedCheckpointIO(TorchCheckpointIO):
 
 
 def check_checkpoint(path: str | Path, option: str = "ckpt_path", *, resume: bool = False) -> None:
-    """See that a checkpoint is complete and written by ``longce fit``; its tensors are not read.
-
-    Args:
-        path: File or folder.
-        option: Its name in messages.
-        resume: Refuse weights without the state of training.
+    """Check that a checkpoint is complete and written by ``longce fit``; its tensors are not read.
 
     Raises:
-        ValueError: If it is missing, torn or on the web; the message names the newest good one beside it.
+        ValueError: If it is missing, torn, on the web, or to be resumed from and holds weights alone; the message names
+            the newest good one beside it.
     """
-    _check_local(path, option)
-    if (problem := _fault(Path(path), resume)) is not None:
+    if (problem := _fault(path, resume)) is not None:
         raise _refusal(path, problem, option)
 
 
@@ -119,23 +122,16 @@ def check_integrity(path: str | Path, option: str = "ckpt_path") -> None:
     Raises:
         ValueError: In all of them, if it is missing, torn, damaged or on the web.
     """
-    _check_local(path, option)
-    problem = first_damage(lambda *share: damage(Path(path)) or damage_of_content(Path(path), *share))
+    own = damage(path) or damage_of_content(Path(path), *rank_and_size())
+    problem = next((problem for problem in gathered(own) if problem is not None), None)
     if problem is not None:
         raise _refusal(path, problem, option)
 
 
 def newest_checkpoint(folder: Path, *, resume: bool = True) -> Path | None:
-    """Find the complete checkpoint of the largest step in a folder, or in its ``checkpoints``.
+    """Return the complete checkpoint of the largest step in the folder of a run, or None if it has no checkpoints.
 
-    The log names damaged ones that are passed over.
-
-    Args:
-        folder: Folder of a run, or of its checkpoints.
-        resume: Whether training resumes from it: files with weights alone do not count then.
-
-    Returns:
-        The checkpoint; None if the folder has none.
+    The log names damaged ones that are passed over. Files with weights alone do not count if training resumes.
 
     Raises:
         ValueError: If none can be used, or they come from different runs.
@@ -155,9 +151,11 @@ def newest_checkpoint(folder: Path, *, resume: bool = True) -> Path | None:
     raise ValueError(f"No checkpoint in '{folder}' can be used: {listed}. Name another folder, or start a new run.")
 
 
-def damage(path: Path) -> str | None:
+def damage(path: str | Path) -> str | None:
     """Return why a checkpoint is incomplete, as the end of a sentence; None if it is complete."""
-    if path.is_dir():
+    if "://" in str(path):
+        return "is not loaded from the web: download it first"
+    if (path := Path(path)).is_dir():
         return damage_of_folder(path)
     try:
         if not path.is_file():
@@ -174,11 +172,6 @@ def remove_unfinished(folder: Path) -> None:
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
-def _check_local(path: str | Path, option: str) -> None:
-    if "://" in str(path):
-        raise ValueError(f"`{option}` '{path}': checkpoints are not loaded from the web. Download it first.")
-
-
 def _refusal(path: str | Path, problem: str, option: str = "ckpt_path") -> ValueError:
     """Return an error that names the newest good checkpoint beside a bad one."""
     others = [one.path for one in find_checkpoints(Path(path).parent) if one.path.absolute() != Path(path).absolute()]
@@ -188,12 +181,12 @@ def _refusal(path: str | Path, problem: str, option: str = "ckpt_path") -> Value
     return ValueError(f"`{option}` '{path}' {problem}. {remedy}")
 
 
-def _fault(path: Path, resume: bool) -> str | None:
+def _fault(path: str | Path, resume: bool) -> str | None:
     """Return why a checkpoint cannot be used, as the end of a sentence; None if it can."""
-    if (problem := damage(path)) is not None or path.is_dir():
+    if (problem := damage(path)) is not None or Path(path).is_dir():
         return problem
     try:
-        loaded = contents(path)
+        loaded = contents(Path(path))
     except Exception as error:  # an archive that torch did not write raises anything
         return refused_pickle(error)
     if not isinstance(loaded.get("state_dict"), dict):
@@ -201,3 +194,55 @@ def _fault(path: Path, resume: bool) -> str | None:
     if resume and "optimizer_states" not in loaded:
         return "holds weights alone, from which training cannot resume"
     return None
+
+
+class Candidate(NamedTuple):
+    """A checkpoint in the folder of a run, which may be damaged."""
+
+    path: Path
+    step: float  # optimizer steps that it records; by its name if it cannot be read, else infinite
+    run: str | None  # id of the run that wrote it, if it records one
+
+
+def find_checkpoints(folder: Path) -> list[Candidate]:
+    """List the checkpoints in a folder and in its ``checkpoints``, largest step first; links are left out."""
+    found = []
+    for path in (*folder.glob(f"*{SUFFIX}"), *folder.glob(f"checkpoints/*{SUFFIX}")):
+        with contextlib.suppress(FileNotFoundError):  # a run that still trains removes its older ones
+            if not path.is_symlink():
+                found.append(describe(path))
+    # Lightning appends a version to the name of a second file of the same step.
+    versions = {one.path: int((re.findall(r"-v(\d+)$", one.path.stem) or [0])[0]) for one in found}
+    return sorted(found, key=lambda one: (one.step, versions[one.path]), reverse=True)
+
+
+def describe(path: Path) -> Candidate:
+    """Read the step and the run of a checkpoint; tensors stay on disk, and no code in it is run."""
+    path.stat()
+    try:
+        content = contents(path)
+    except Exception:  # damaged; `damage` reports how
+        content = {}
+    step = content.get("global_step")
+    if not isinstance(step, int):
+        named = re.findall(r"step\D?(\d+)", path.stem) or re.findall(r"\d+", re.sub(r"-v\d+$", "", path.stem))
+        return Candidate(path, float(named[-1]) if named else math.inf, None)
+    return Candidate(path, step, content.get(RUN_ID))
+
+
+def contents(path: Path) -> dict[str, Any]:
+    """Load a checkpoint without its tensors, which stay on disk, and without running any code in it.
+
+    Of a file that is not a checkpoint, torch raises anything.
+    """
+    file = path / REST if path.is_dir() else path
+    loaded = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    return loaded if isinstance(loaded, dict) else {}
+
+
+def check_one_run(folder: Path, candidates: list[Candidate]) -> None:
+    """Raise a ``ValueError`` if a folder holds checkpoints of different runs, whose steps cannot be compared."""
+    first_of = {one.run: one.path.name for one in reversed(candidates) if one.run is not None}
+    if len(first_of) > 1:
+        named = ", ".join(f"{name} of run {run}" for run, name in sorted(first_of.items()))
+        raise ValueError(f"'{folder}' holds checkpoints of {len(first_of)} runs ({named}): name one of the files.")

@@ -1,5 +1,6 @@
 """Where a run keeps its checkpoints, and from which of them another one resumes."""
 
+import argparse
 import logging
 import os
 import re
@@ -9,13 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
 from lightning_modules.training.checkpoints.io import check_checkpoint, newest_checkpoint
 from lightning_modules.training.checkpoints.sharded import is_sharded
+from lightning_modules.utilities.collectives import gathered
 from lightning_modules.utilities.files import writable_folder
 
 _log = logging.getLogger(__name__)
@@ -25,32 +26,29 @@ def find_checkpoint(path: str | None, trainer: Trainer, logger: Any, *, resume: 
     """Return the checkpoint that ``--ckpt_path`` asks for.
 
     Args:
-        path: A file, which must be whole; a sharded checkpoint; the folder of a run, or ``last`` for that of this run:
-            the whole checkpoint of the largest step there. Other names (``best``) are Lightning's.
+        path: A complete checkpoint; the folder of a run, or ``last`` for that of this run: the complete checkpoint of
+            the largest step there. Other names (``best``) are Lightning's.
         trainer: Of this run.
-        logger: Its configuration, which says whether the folder of this run is a new one at each start.
+        logger: Its configuration, which decides whether the folder of this run is a new one at each start.
         resume: Whether training resumes from it, for which weights alone are not enough.
 
     Returns:
-        The checkpoint; None to start afresh, if none was asked for, or training is to go on with ``last`` and there is
-        none yet.
+        The checkpoint; None to start a new training.
 
     Raises:
         ValueError: If it is missing or incomplete. Its content is compared when it is loaded (`check_integrity`).
     """
     if path is None or path in ("best", "hpc"):
         return path
-    if path == "last":
-        return _last(trainer, logger, resume)
-    folder = Path(path).expanduser()
-    if not folder.is_dir() or is_sharded(folder):
+    folder = _own_folder(trainer, logger) if path == "last" else Path(path).expanduser()
+    if path != "last" and (not folder.is_dir() or is_sharded(folder)):
         check_checkpoint(path, resume=resume)
         return path
     found = newest_checkpoint(folder, resume=resume)
-    if found is None:
-        raise ValueError(f"`ckpt_path` '{path}' holds no checkpoint. Name another one, or leave it out.")
-    _log.info("Resuming from %s.", found)
-    return str(found)
+    if found is None and (path != "last" or not resume):
+        raise ValueError(f"`ckpt_path: {path}` finds no checkpoint in '{folder}'. Name a file or the folder of a run.")
+    _log.info("Resuming from %s." if found else "No checkpoint in %s yet: starting a new training.", found or folder)
+    return None if found is None else str(found)
 
 
 class SameCheckpoint(Callback):
@@ -63,8 +61,7 @@ class SameCheckpoint(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if trainer.world_size > 1:
-            found: list[Any] = [None] * trainer.world_size
-            dist.all_gather_object(found, trainer.ckpt_path and os.path.abspath(trainer.ckpt_path))
+            found = gathered(trainer.ckpt_path and os.path.abspath(trainer.ckpt_path))
             other = next((rank for rank, path in enumerate(found) if path != found[0]), None)
             if other is not None:
                 raise ValueError(
@@ -102,7 +99,10 @@ def say_how_to_go_on(trainer: Trainer) -> None:
         )
         return
     lost = "" if saved == trainer.global_step else f", of which {saved} are saved"
-    _log.info("Stopped at step %s%s. Resume with:\nlongce %s", trainer.global_step, lost, _command(str(newest.dirpath)))
+    option = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    option.add_argument("--ckpt_path")
+    command = shlex.join([*option.parse_known_args(sys.argv[1:])[1], "--ckpt_path", str(newest.dirpath)])
+    _log.info("Stopped at step %s%s. Resume with:\nlongce %s", trainer.global_step, lost, command)
 
 
 def goes_on(path: str | None, trainer: Trainer) -> bool:
@@ -113,18 +113,8 @@ def goes_on(path: str | None, trainer: Trainer) -> bool:
     return not own.isdisjoint({Path(path).expanduser().absolute(), Path(path, "checkpoints").expanduser().absolute()})
 
 
-def _command(folder: str) -> str:
-    """The command of this process, with another checkpoint."""
-    words = sys.argv[1:]
-    kept = [
-        word
-        for before, word in zip(["", *words], words, strict=False)
-        if "--ckpt_path" not in (before, word) and not word.startswith("--ckpt_path=")
-    ]
-    return shlex.join([*kept, "--ckpt_path", folder])
-
-
-def _last(trainer: Trainer, logger: Any, resume: bool) -> str | None:
+def _own_folder(trainer: Trainer, logger: Any) -> Path:
+    """Return the folder in which this run keeps its checkpoints."""
     folder = next(_folders(trainer), None)
     if folder is None:
         raise ValueError("`ckpt_path: last` needs a checkpoint callback in `trainer.callbacks`.")
@@ -134,11 +124,7 @@ def _last(trainer: Trainer, logger: Any, resume: bool) -> str | None:
             f" folder of the run to resume (--ckpt_path {folder.parent.parent}/..), or give this run a name"
             " (--trainer.logger.init_args.version NAME)."
         )
-    found = newest_checkpoint(folder, resume=resume)
-    if found is None and not resume:
-        raise ValueError(f"`ckpt_path: last` finds no checkpoint in '{folder}'. Name a file or the folder of a run.")
-    _log.info("Resuming from %s." if found else "No checkpoint in %s yet: starting a new training.", found or folder)
-    return None if found is None else str(found)
+    return folder
 
 
 def is_numbered(logger: Any) -> bool:

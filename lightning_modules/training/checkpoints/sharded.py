@@ -1,7 +1,9 @@
 """Checkpoints that several processes write or check together: folders of their parts, whole or not there."""
 
+import io
 import json
 import os
+import pickle
 import shutil
 import warnings
 import zipfile
@@ -15,10 +17,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+from typing_extensions import override
 
-from lightning_modules.utilities import pickles
+from lightning_modules.utilities.collectives import gathered
 from lightning_modules.utilities.files import create_folder, publish_folder, to_disk, write_atomically
+from lightning_modules.utilities.pickles import first_cause
 
 Result = TypeVar("Result")
 
@@ -30,7 +34,20 @@ REST = "meta.pt"
 
 _INDEX = ".metadata"  # torch's: what is in which part
 _DEEPSPEED = "latest"  # the file that DeepSpeed writes last
-_BLOCK = 1 << 20
+
+
+_INDEX_NAMES = {
+    "torch.distributed.checkpoint.metadata": {
+        *("Metadata", "MetadataIndex", "StorageMeta", "BytesStorageMetadata", "TensorStorageMetadata"),
+        *("ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
+    "torch.serialization": {"_get_layout"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath", "PurePosixPath", "WindowsPath"},
+}
+"""Classes in an index, by module."""
 
 
 class CheckpointError(OSError):
@@ -47,10 +64,10 @@ def is_sharded(path: Path) -> bool:
 
 
 def write_together(target: Path, write: Callable[[Path], None]) -> None:
-    """Let every process write its part into a folder beside ``target``, which then takes that name in one step.
+    """Let every process write its part into a folder beside ``target``, which it then replaces in one step.
 
     Args:
-        target: The checkpoint, on a disk that all processes see. What was there is replaced.
+        target: The checkpoint, on a disk that all processes see.
         write: Writes the files of this process: those named ``__RANK_..``, and in the first process all others.
 
     Raises:
@@ -58,7 +75,7 @@ def write_together(target: Path, write: Callable[[Path], None]) -> None:
     """
     rank, folder = dist.get_rank(), None
     try:
-        folder = _in_all(lambda: _building(target) if rank == 0 else None)[0]
+        folder = _in_all(lambda: create_folder(target) if rank == 0 else None)[0]
         assert folder is not None
         parts = _in_all(lambda: _write_part(folder, write, rank))
         entries = {name: entry for part in parts for name, entry in part.items()}
@@ -93,48 +110,33 @@ def damage_of_folder(path: Path) -> str | None:
         return f"is incomplete: {Path(error.filename).name} is missing"
     except ValueError as error:
         return f"is damaged: {error}"
-    return f"is torn: {wrong[0]} does not have the size that was written" if wrong else pickles.fault(path)
-
-
-def first_damage(check: Callable[[int, int], str | None]) -> str | None:
-    """Return what any process of a group found damaged, the same in each of them; all must ask.
-
-    Args:
-        check: Checks the share of a process, given its rank and the number of processes.
-    """
-    if not (dist.is_available() and dist.is_initialized()):
-        return check(0, 1)
-    found: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, check(dist.get_rank(), dist.get_world_size()))
-    return next((problem for problem in found if problem is not None), None)
+    return f"is torn: {wrong[0]} does not have the size that was written" if wrong else _pickle_fault(path)
 
 
 def damage_of_content(path: Path, rank: int, processes: int) -> str | None:
-    """Compare a complete checkpoint with its checksums.
+    """Return what in a complete checkpoint differs from its checksums, as the end of a sentence.
 
     Each process reads a share of a folder's files; the first process reads a single file.
-
-    Returns:
-        What is damaged, as the end of a sentence; None if nothing is.
     """
+    damaged = None
     try:
         if path.is_dir():
-            damaged = _compare_folder(path, rank, processes)
-        else:
-            damaged = _compare_file(path) if rank == 0 else None
+            entries = _read_manifest(path)
+            names = sorted(entries, key=lambda name: entries[name])[rank::processes]  # by size: an even share for each
+            damaged = next((name for name in names if _checksum(path / name) != entries[name][1]), None)
+        elif rank == 0:
+            with zipfile.ZipFile(path) as archive:
+                damaged = archive.testzip()
     except Exception as error:  # a damaged archive raises anything
         return f"is damaged ({str(error) or type(error).__name__})"
     return None if damaged is None else f"is damaged: '{damaged}' in it is not what was written"
 
 
-def gathered(path: Path) -> dict[str, Any]:
-    """Load a divided checkpoint of FSDP2 in one process, without the optimizer's state.
-
-    Args:
-        path: A folder whose content was checked.
+def load_whole(path: Path) -> dict[str, Any]:
+    """Load a sharded checkpoint, whose content was checked, into the main memory of one process.
 
     Returns:
-        The checkpoint as a single process writes it, in main memory.
+        The checkpoint as a single process writes it, without the optimizer's state.
     """
     content: dict[str, Any] = torch.load(path / REST, map_location="cpu", weights_only=True)
     reader = dcp.FileSystemReader(path)
@@ -172,17 +174,11 @@ def _in_all(function: Callable[[], Result]) -> list[Result]:
         failure = "; ".join(f"{type(cause).__name__}: {cause}" for cause, _ in error.failures.values())
     except Exception as error:  # passed on, in every process
         failure = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (result, failure))
+    found = gathered((result, failure))
     failures = [f"process {rank}: {failed}" for rank, (_, failed) in enumerate(found) if failed is not None]
     if failures:
         raise _PartError("; ".join(failures))
     return [result for result, _ in found]
-
-
-def _building(target: Path) -> Path:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    return create_folder(target)
 
 
 def _write_part(folder: Path, write: Callable[[Path], None], rank: int) -> dict[str, tuple[int, int]]:
@@ -208,11 +204,11 @@ def _publish(folder: Path, target: Path, entries: dict[str, tuple[int, int]]) ->
 
 def _read_manifest(path: Path) -> dict[str, tuple[int, int]]:
     """Return size and checksum by the names of files; empty in a folder of Lightning's own strategies."""
-    manifest = path / MANIFEST
-    if not manifest.exists():
+    if not (path / MANIFEST).exists():
         return {}
     try:
-        entries = {str(name): (int(size), int(crc)) for name, (size, crc) in json.loads(manifest.read_bytes()).items()}
+        content = json.loads((path / MANIFEST).read_bytes())
+        entries = {str(name): (int(size), int(crc)) for name, (size, crc) in content.items()}
     except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{MANIFEST} is not what was written") from error
     if any(Path(name).name != name for name in entries):
@@ -220,21 +216,48 @@ def _read_manifest(path: Path) -> dict[str, tuple[int, int]]:
     return entries
 
 
-def _compare_folder(path: Path, rank: int, processes: int) -> str | None:
-    entries = _read_manifest(path)
-    names = sorted(entries, key=lambda name: entries[name])[rank::processes]  # by size: an even share for each process
-    return next((name for name in names if _checksum(path / name) != entries[name][1]), None)
-
-
-def _compare_file(path: Path) -> str | None:
-    with zipfile.ZipFile(path) as archive:
-        return archive.testzip()
-
-
 def _checksum(path: Path) -> int:
-    """Return the CRC-32 of a file."""
-    buffer, crc = memoryview(bytearray(_BLOCK)), 0
+    crc = 0
     with path.open("rb", buffering=0) as file:
-        while size := file.readinto(buffer):
-            crc = zlib.crc32(buffer[:size], crc)
+        while block := file.read(1 << 20):
+            crc = zlib.crc32(block, crc)
     return crc
+
+
+def _pickle_fault(folder: Path) -> str | None:
+    """Return why a folder of torch's sharded strategies must not be loaded, as the end of a sentence, or None.
+
+    Three parts of it are pickled: the index, which `torch.distributed.checkpoint` unpickles without restrictions;
+    values that are not tensors, which it loads without ``weights_only``; and Lightning's state of the run. Here the
+    index may name the classes of an index only, and the others are read with ``weights_only``: nothing else is run.
+    """
+    try:
+        with (folder / _INDEX).open("rb") as stream:
+            index = _IndexUnpickler(stream).load()
+        for entry, place in (index.storage_data or {}).items():
+            if isinstance(index.state_dict_metadata[entry.fqn], BytesStorageMetadata):
+                torch.load(io.BytesIO(_stored(folder, place)), map_location="cpu", weights_only=True)
+        if (folder / REST).is_file():
+            torch.load(folder / REST, map_location="cpu", weights_only=True)
+    except Exception as error:  # of a damaged pickle anything
+        return f"is damaged, or holds more than weights ({first_cause(error)})"
+    return None
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    """Makes objects of the classes of an index, and no others."""
+
+    @override
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _INDEX_NAMES.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+
+def _stored(folder: Path, place: Any) -> bytes:
+    path = folder / place.relative_path
+    if path.resolve().parent != folder.resolve():
+        raise ValueError(f"its index points to '{place.relative_path}', outside of it")
+    with path.open("rb") as stream:
+        stream.seek(place.offset)
+        return stream.read(place.length)

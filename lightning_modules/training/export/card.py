@@ -7,8 +7,7 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 
 from lightning_modules.models.context_extension.rope_types import register_rope_types
-from lightning_modules.training.export.facts import TrainingFacts
-from lightning_modules.training.export.options import ExportOptions
+from lightning_modules.training.export.facts import ExportOptions, TrainingFacts
 from lightning_modules.training.export.rope import guard_keys, own_type_name
 
 
@@ -25,24 +24,21 @@ def model_card(
     """
     base = facts.base_model or "random weights"
     revision = f", revision `{facts.revision}`" if facts.revision else ""
+    half = config["dtype"] in ("bfloat16", "float16")
+    rounded = ", to which they were rounded after training" if half and (options.dtype != "auto" or facts.lora) else ""
+    weights = "" if options.kept else f" Weights are stored in {config['dtype']}{rounded}."
     published = {name: value for name, value in json.loads(facts.published().to_json()).items() if value}
     sections = [
         f"# {base.rstrip('/').rpartition('/')[2]}, trained by longce",
-        f"A {'LoRA adapter for' if options.kept else 'model made from'} `{base}`{revision}."
-        f"{'' if options.kept else _weights(facts, config, options)}",
+        f"A {'LoRA adapter for' if options.kept else 'model made from'} `{base}`{revision}.{weights}",
         "## How to load it",
         *_loading(facts, config, options, has_tokenizer),
         "## Compatibility",
         *_compatibility(facts, config, options),
         f"## Training\n\n```json\n{json.dumps(published, indent=2)}\n```",
     ]
-    header = _header(facts, options).to_yaml()
-    return str(ModelCard("\n\n".join([f"---\n{header}\n---", *sections]) + "\n", ignore_metadata_errors=True))
-
-
-def _header(facts: TrainingFacts, options: ExportOptions) -> ModelCardData:
     public = facts.base_model and not facts.base_is_local
-    return ModelCardData(
+    header = ModelCardData(
         library_name="peft" if options.kept else "transformers",
         pipeline_tag="text-generation",
         base_model=facts.base_model if public else None,
@@ -50,32 +46,19 @@ def _header(facts: TrainingFacts, options: ExportOptions) -> ModelCardData:
         datasets=[facts.dataset] if facts.dataset else None,
         tags=["longce", "long-context", *(["lora"] if options.kept else [])],
     )
-
-
-def _weights(facts: TrainingFacts, config: Mapping[str, Any], options: ExportOptions) -> str:
-    half = config["dtype"] in ("bfloat16", "float16")
-    rounded = ", to which they were rounded after training" if half and (options.dtype != "auto" or facts.lora) else ""
-    return f" Weights are stored in {config['dtype']}{rounded}."
+    text = "\n\n".join([f"---\n{header.to_yaml()}\n---", *sections]) + "\n"
+    return str(ModelCard(text, ignore_metadata_errors=True))
 
 
 def _loading(facts: TrainingFacts, config: Mapping[str, Any], options: ExportOptions, has_tokenizer: bool) -> list[str]:
-    parts = []
-    if (own := own_type_name(config)) is not None:
+    own, parts = own_type_name(config), []
+    if own is not None:
         parts.append(
             f"The model's RoPE type `{own}` is longce's own: install longce (`pip install -e .` in a checkout of its"
             f" repository). Without the two lines that register it, loading stops with `KeyError: '{own}'`."
         )
-    parts.append(f"```python\n{_loading_code(facts, config, options, has_tokenizer)}\n```")
-    if options.kept and facts.base_is_local:
-        parts.append(f"`{facts.base_model}` is a folder of the machine that trained: replace it by yours.")
-    return parts
-
-
-def _loading_code(facts: TrainingFacts, config: Mapping[str, Any], options: ExportOptions, has_tokenizer: bool) -> str:
-    """Return the Python lines that load an export, to be run in its folder."""
     names = ["AutoModelForCausalLM", *(["AutoTokenizer"] if has_tokenizer else [])]
-    body = ['folder = "."  # where this file is']
-    lines = []
+    lines, body = [], ['folder = "."  # where this file is']
     if options.kept:
         lines.append("from peft import PeftModel")
         names += ["AutoConfig", *(["BitsAndBytesConfig"] if facts.quantization else [])]
@@ -91,12 +74,15 @@ def _loading_code(facts: TrainingFacts, config: Mapping[str, Any], options: Expo
     else:
         body.append("model = AutoModelForCausalLM.from_pretrained(folder)")
     lines.append(f"from transformers import {', '.join(sorted(names))}")
-    if own_type_name(config) is not None:
+    if own is not None:
         name = register_rope_types.__name__
         lines += [f"from {register_rope_types.__module__} import {name}  # of the package longce", "", f"{name}()"]
     if has_tokenizer:
         body.append("tokenizer = AutoTokenizer.from_pretrained(folder)")
-    return "\n".join([*lines, "", *body])
+    parts.append("\n".join(["```python", *lines, "", *body, "```"]))
+    if options.kept and facts.base_is_local:
+        parts.append(f"`{facts.base_model}` is a folder of the machine that trained: replace it by yours.")
+    return parts
 
 
 def _compatibility(facts: TrainingFacts, config: Mapping[str, Any], options: ExportOptions) -> list[str]:

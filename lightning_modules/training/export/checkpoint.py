@@ -12,7 +12,6 @@ from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
     GenerationConfig,
-    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
@@ -29,11 +28,9 @@ from lightning_modules.models.context_extension.methods import extend_config
 from lightning_modules.models.loading import load_backbone
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer, tokenizer_from_json, tokenizer_to_json
 from lightning_modules.training.checkpoints.io import CheckedCheckpointIO, check_checkpoint, check_integrity
-from lightning_modules.training.checkpoints.sharded import gathered, is_sharded
-from lightning_modules.training.export.facts import TrainingFacts, loading_facts
-from lightning_modules.training.export.folder import check_replaceable
-from lightning_modules.training.export.model import check_export, export_model
-from lightning_modules.training.export.options import Adapters, ExportDType, ExportOptions
+from lightning_modules.training.checkpoints.sharded import is_sharded, load_whole
+from lightning_modules.training.export.facts import Adapters, ExportDType, ExportOptions, TrainingFacts, loading_facts
+from lightning_modules.training.export.model import check_export, check_replaceable, export_model
 
 KEY = "longce_export"
 """Key in a checkpoint of what `stored` returns."""
@@ -47,14 +44,10 @@ def stored(
 ) -> dict[str, str]:
     """Return what a checkpoint needs for an export in addition to the weights, as JSON.
 
-    Args:
-        model: The model without the wrapper of peft.
-        facts: Of the training.
-        tokenizer: Of the training, if the facts cannot name it.
+    The model is without the wrapper of peft; the tokenizer is given if the facts cannot name it.
     """
-    made = {} if tokenizer is None else {"tokenizer": tokenizer_to_json(tokenizer)}
     return {
-        **made,
+        **({} if tokenizer is None else {"tokenizer": tokenizer_to_json(tokenizer)}),
         "config": model.config.to_json_string(use_diff=False),
         "generation_config": json.dumps(model.generation_config.to_dict(), default=str),
         "facts": facts.to_json(),
@@ -65,11 +58,6 @@ def check_same_model(saved: Mapping[str, str], model: PreTrainedModel, loading: 
     """Check that a checkpoint's weights mean in this run what they meant in the run that wrote it.
 
     Rotation and windows may differ on purpose, to try an extension on a trained model: that is a warning.
-
-    Args:
-        saved: What `stored` returned.
-        model: The model of this run, without the wrapper of peft.
-        loading: Arguments of `lightning_modules.models.loading.load_backbone` of this run.
 
     Raises:
         ValueError: If the adapters would be scaled otherwise, or lie over weights that are quantized otherwise.
@@ -97,13 +85,8 @@ def check_same_model(saved: Mapping[str, str], model: PreTrainedModel, loading: 
 
 
 def check_resumable(checkpoint: Mapping[str, Any]) -> None:
-    """Raise a ``ValueError`` if a checkpoint file holds too little to resume training.
-
-    Args:
-        checkpoint: As Lightning gives it to the module. Of one that was written in parts it holds no weights, and
-            nothing is known of the rest.
-    """
-    if "state_dict" in checkpoint:
+    """Raise a ``ValueError`` if a checkpoint file holds too little to resume training."""
+    if "state_dict" in checkpoint:  # Lightning has taken the weights out of a sharded one
         missing = {"optimizer_states", "lr_schedulers", "loops"}.difference(checkpoint)
         if missing or "fit_loop" not in checkpoint["loops"]:
             raise ValueError(
@@ -142,12 +125,10 @@ def export_checkpoint(
         checkpoint: What ``longce fit`` wrote: a file, or a folder of FSDP2, whose weights are then gathered in memory.
         output_dir: Folder to write. An earlier export there is replaced once the new one is complete; a folder of
             anything else is refused.
-        adapters: ``merged`` into the weights, or ``kept`` apart, with the base model's config in ``base/``.
-        dtype: Of the weights of a whole model: ``auto`` is that of `model.dtype`, to which merged adapters are rounded;
-            ``float32`` rounds nothing, ``bfloat16`` halves the files.
-        legacy_rope_keys: Write ``rope_theta`` and ``rope_scaling`` for transformers 4 beside ``rope_parameters``;
-            refused where they would not make it right.
-        eabf_as_abf: Export a model trained with EABF as plain ABF: logits then differ beyond the original length.
+        adapters: This one and the next three: see `callbacks.HuggingFaceExport`.
+        dtype: As there.
+        legacy_rope_keys: As there.
+        eabf_as_abf: As there.
         tokenizer: Hub id or local folder; by default that of the training.
         tokenizer_revision: Branch, tag or commit of the tokenizer on the hub.
 
@@ -163,12 +144,12 @@ def export_checkpoint(
     content = _read(checkpoint)
     facts = TrainingFacts.from_json(content[KEY]["facts"])
     module = _build(content[KEY], facts)
-    check_export(module.backbone.model, folder, options, facts)
+    check_export(module["backbone"].model, folder, options, facts)
     chosen = _tokenizer(tokenizer, tokenizer_revision, facts, content[KEY].get("tokenizer"))
     if FINGERPRINT in content and not options.kept:
-        module.backbone = _load_base(facts, content[FINGERPRINT])
+        module["backbone"] = _load_base(facts, content[FINGERPRINT])
     _fill(module, content["state_dict"], partly=FINGERPRINT in content)
-    export_model(module.backbone.model, chosen, folder, options=options, facts=facts)
+    export_model(module["backbone"].model, chosen, folder, options=options, facts=facts)
     return folder
 
 
@@ -198,7 +179,7 @@ def _read(path: str) -> dict[str, Any]:
     check_checkpoint(path if "://" in path else file, "checkpoint")
     if file.is_dir():
         check_integrity(file, "checkpoint")
-        content = gathered(file)
+        content = load_whole(file)
     else:
         content = CheckedCheckpointIO().load_checkpoint(file)
     if KEY not in content:
@@ -209,17 +190,17 @@ def _read(path: str) -> dict[str, Any]:
     return content
 
 
-class _Module(nn.Module):
-    """Stand-in of the training module, after which a checkpoint names its weights."""
-
-    def __init__(self, backbone: Backbone) -> None:
-        super().__init__()
-        self.backbone = backbone
-
-
-def _build(saved: Mapping[str, str], facts: TrainingFacts) -> _Module:
+def _build(saved: Mapping[str, str], facts: TrainingFacts) -> nn.ModuleDict:
     """Return the model without memory for its weights."""
-    config = _config(json.loads(saved["config"]))
+    content = json.loads(saved["config"])
+    model_type = content.get("model_type")
+    if model_type not in CONFIG_MAPPING:
+        raise ValueError(
+            f"Models of type '{model_type}' run code of their repository, which a checkpoint does not hold:"
+            " export at the end of training, by the callback `HuggingFaceExport`."
+        )
+    config = CONFIG_MAPPING[model_type].from_dict(content)
+    extend_config(config, None)  # makes its RoPE type known
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=config.dtype, attn_implementation="sdpa")
         model.generation_config = GenerationConfig.from_dict(json.loads(saved["generation_config"]))
@@ -227,7 +208,7 @@ def _build(saved: Mapping[str, str], facts: TrainingFacts) -> _Module:
             # Starting values are computed from weights, which come from the checkpoint.
             model = add_adapters(model, {**facts.lora, "init_lora_weights": False})
             model.peft_config[model.active_adapter].init_lora_weights = facts.lora.get("init_lora_weights", True)
-    return _Module(Backbone(model))
+    return nn.ModuleDict({"backbone": Backbone(model)})  # as the training module names its weights
 
 
 def _load_base(facts: TrainingFacts, fingerprint: str) -> Backbone:
@@ -246,7 +227,7 @@ def _load_base(facts: TrainingFacts, fingerprint: str) -> Backbone:
         dtype=facts.dtype,
         lora=facts.lora,
     )
-    if not same_frozen(fingerprint, frozen_fingerprint(_Module(backbone))):
+    if not same_frozen(fingerprint, frozen_fingerprint(nn.ModuleDict({"backbone": backbone}))):
         raise ValueError(
             f"The checkpoint's adapters were trained on other weights than those of '{facts.base_model}' now: export"
             " where that model is as it was, or with `--adapters kept`."
@@ -254,32 +235,16 @@ def _load_base(facts: TrainingFacts, fingerprint: str) -> Backbone:
     return backbone
 
 
-def _config(content: dict[str, Any]) -> PreTrainedConfig:
-    model_type = content.get("model_type")
-    if model_type not in CONFIG_MAPPING:
-        raise ValueError(
-            f"Models of type '{model_type}' run code of their repository, which a checkpoint does not hold:"
-            " export at the end of training, by the callback `HuggingFaceExport`."
-        )
-    config = CONFIG_MAPPING[model_type].from_dict(content)
-    extend_config(config, None)  # makes its RoPE type known
-    return config
-
-
-def _fill(module: _Module, weights: Mapping[str, torch.Tensor], *, partly: bool) -> None:
+def _fill(module: nn.ModuleDict, weights: Mapping[str, torch.Tensor], *, partly: bool) -> None:
     """Put the weights of a checkpoint in place, which may be only those that were trained."""
     wanted = trained_state(module, module.state_dict()) if partly else module.state_dict()
-    report = module.load_state_dict({**weights, **_tied(module, weights)}, strict=False, assign=True)
+    first: dict[nn.Parameter, str] = {}  # tied weights are stored under their first name
+    names = [(name, first.setdefault(p, name)) for name, p in module.named_parameters(remove_duplicate=False)]
+    tied = {name: weights[own] for name, own in names if name not in weights and own in weights}
+    report = module.load_state_dict({**weights, **tied}, strict=False, assign=True)
     missing = [name for name in report.missing_keys if name in wanted]
     if missing or report.unexpected_keys:
         raise ValueError(
             "The weights of the checkpoint are not those of the model that it describes:"
             f" '{[*missing, *report.unexpected_keys][0]}' is {'missing' if missing else 'unknown'}. Name another one."
         )
-
-
-def _tied(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the further names of tied weights, which are stored under the first."""
-    first: dict[nn.Parameter, str] = {}
-    names = [(name, first.setdefault(p, name)) for name, p in module.named_parameters(remove_duplicate=False)]
-    return {name: weights[own] for name, own in names if name not in weights and own in weights}

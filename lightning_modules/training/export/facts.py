@@ -1,4 +1,4 @@
-"""Facts of a training run in plain types, for checkpoints and for the card of an exported model."""
+"""Options of an export, and facts of a training run in plain types for checkpoints and for the model card."""
 
 import inspect
 import json
@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from lightning.pytorch import Trainer
 from transformers import PreTrainedTokenizerFast
@@ -21,49 +21,58 @@ OPTIMIZER_SETTINGS = ("lr", "betas", "momentum", "eps", "weight_decay")
 SCHEDULE_SETTINGS = ("start_factor", "end_factor", "total_iters", "T_max", "eta_min", "gamma", "step_size")
 
 
+Adapters = Literal["merged", "kept"]
+ExportDType = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """Options of an export; a ``ValueError`` refuses unknown values, and ``dtype`` with ``kept`` adapters."""
+
+    adapters: Adapters = "merged"  # into the weights, or `kept` apart, with the base model's config in `base/`
+    dtype: ExportDType = "auto"  # of a whole model's weights; `auto`: `model.dtype`, to which adapters are rounded
+    legacy_rope_keys: bool = False  # write the keys of transformers 4 beside `rope_parameters`, where that is right
+    eabf_as_abf: bool = False  # export EABF as plain ABF: logits then differ beyond the original length
+
+    def __post_init__(self) -> None:
+        for name, known in (("adapters", get_args(Adapters)), ("dtype", get_args(ExportDType))):
+            if getattr(self, name) not in known:
+                raise ValueError(f"`{name}` is '{getattr(self, name)}': set it to one of {', '.join(known)}.")
+        if self.kept and self.dtype != "auto":
+            raise ValueError(f"`dtype: {self.dtype}` is for merged models: leave it out, adapters stay as trained.")
+
+    @property
+    def kept(self) -> bool:
+        """Whether adapters stay apart."""
+        return self.adapters == "kept"
+
+
 @dataclass(frozen=True)
 class TrainingFacts:
-    """How a model came about; what is unknown is None. Classes are stored under ``name``, with their settings.
+    """How a model came about; what is unknown is None. Classes are stored under ``name``, with their settings."""
 
-    Attributes:
-        base_model: Hub id or absolute path of the model that was trained on; None for random weights.
-        base_is_local: Whether it is a folder of the machine that trained.
-        revision: Commit, or branch or tag, of the base model on the hub.
-        changes: Values of the base model's config that were replaced, with the settings of a context extension under
-            ``context_extension``.
-        dtype: Type of the trained weights, or of the frozen ones under adapters.
-        lora: Arguments of the adapters.
-        quantization: Arguments of ``transformers.BitsAndBytesConfig``, if the base was quantized as it was loaded.
-        context_length: K, if the objective looks at a short context; ``stride`` likewise.
-        tokens_per_step: Tokens of all sequences of an optimizer step, padding included.
-        data: Class of the data module.
-        dataset: Hub id of its data.
-        tokenizer: Hub id or absolute path; None if the data module makes its own.
-        metrics: The last value of everything logged in an evaluation, made after ``metrics_step`` optimizer steps.
-    """
-
-    base_model: str | None = None
-    base_is_local: bool = False
-    revision: str | None = None
-    changes: dict[str, Any] = field(default_factory=dict)
-    dtype: DType = "float32"
+    base_model: str | None = None  # hub id or absolute path of the model that was trained on; None for random weights
+    base_is_local: bool = False  # whether it is a folder of the machine that trained
+    revision: str | None = None  # commit, or branch or tag, of the base model on the hub
+    changes: dict[str, Any] = field(default_factory=dict)  # replaced values of its config, and `context_extension`
+    dtype: DType = "float32"  # of the trained weights, or of the frozen ones under adapters
     lora: dict[str, Any] | None = None
-    quantization: dict[str, Any] | None = None
+    quantization: dict[str, Any] | None = None  # arguments of `BitsAndBytesConfig`, if the base was quantized
     objective: dict[str, Any] | None = None
-    context_length: int | None = None
+    context_length: int | None = None  # K, if the objective looks at a short context; `stride` likewise
     stride: int | None = None
     optimizer: dict[str, Any] | None = None
     lr_scheduler: dict[str, Any] | None = None
     precision: str | None = None
     steps: int | None = None
     sequence_length: int | None = None
-    tokens_per_step: int | None = None
-    data: str | None = None
-    dataset: str | None = None
-    tokenizer: str | None = None
+    tokens_per_step: int | None = None  # of all sequences of an optimizer step, padding included
+    data: str | None = None  # class of the data module
+    dataset: str | None = None  # hub id of its data
+    tokenizer: str | None = None  # hub id or absolute path; None if the data module makes its own
     tokenizer_revision: str | None = None
-    metrics: dict[str, float] = field(default_factory=dict)
-    metrics_step: int | None = None
+    metrics: dict[str, float] = field(default_factory=dict)  # last value of everything logged in an evaluation
+    metrics_step: int | None = None  # optimizer steps before it
     versions: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> str:
@@ -83,46 +92,37 @@ class TrainingFacts:
 
 
 def loading_facts(loading: Mapping[str, Any], config: Any) -> dict[str, Any]:
-    """Return the facts of how a model was loaded.
-
-    Args:
-        loading: Arguments of `lightning_modules.models.loading.load_backbone`.
-        config: Of the loaded model.
-    """
+    """Return the facts of how a model was loaded, by the arguments of `load_backbone` and the loaded config."""
     path = loading["pretrained_model_name_or_path"]
     changes = dict(loading["model_config"] or {})
     if loading["context_extension"] is not None:
         extension = loading["context_extension"]
         changes["context_extension"] = dict(extension) if isinstance(extension, Mapping) else asdict(extension)
+    quantization = None
+    if loading["quantization"] is not None:
+        different = config.quantization_config.to_diff_dict().items()  # from the defaults
+        quantization = {name: value for name, value in different if name != "quant_method" and name[0] != "_"}
     base = None if path is None or path.endswith(".json") else _absolute(path)
     local = base is not None and Path(base).exists()
+    revision = None if local or base is None else loading["revision"]
+    if base is not None and not local:
+        with suppress(ValueError):  # a read-only cache remembers none
+            revision = hub_commit(base, revision, fetched=True)
     return {
         "base_model": base,
         "base_is_local": local,
-        "revision": None if local or base is None else _fetched_commit(base, loading["revision"]),
+        "revision": revision,
         "changes": changes,
         "dtype": loading["dtype"],
         "lora": loading["lora"],
-        "quantization": None if loading["quantization"] is None else _quantization(config.quantization_config),
+        "quantization": quantization,
     }
-
-
-def _fetched_commit(base: str, revision: str | None) -> str | None:
-    with suppress(ValueError):  # a read-only cache remembers none
-        return hub_commit(base, revision, fetched=True)
-    return revision
 
 
 def _absolute(path_or_id: str) -> str:
     """Return the absolute path of a local folder, as a relative one might be a hub id elsewhere; else the id."""
     path = Path(path_or_id).expanduser()
     return str(path.resolve()) if path.exists() else path_or_id
-
-
-def _quantization(config: Any) -> dict[str, Any]:
-    """Return the arguments of a ``BitsAndBytesConfig`` that are not its defaults, in plain types."""
-    settings = config.to_diff_dict().items()
-    return {name: value for name, value in settings if name != "quant_method" and not name.startswith("_")}
 
 
 def objective_facts(objective: Objective, context_length: int, stride: int) -> dict[str, Any]:
@@ -144,12 +144,7 @@ def _described(objective: Objective) -> dict[str, Any]:
 
 
 def run_facts(trainer: Trainer, metrics_step: int | None) -> dict[str, Any]:
-    """Return the facts of optimizer, data and results.
-
-    Args:
-        trainer: In or after a stage.
-        metrics_step: Optimizer steps before the last evaluation; None if there was none.
-    """
+    """Return the facts of optimizer, data and results, with the last evaluation after ``metrics_step`` steps."""
     data: Any = getattr(trainer, "datamodule", None)
     rows, length = getattr(data, "batch_size", None), getattr(data, "sequence_length", None)
     tokens = None

@@ -3,23 +3,29 @@
 import copy
 import json
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import PeftModel
+from safetensors import SafetensorError
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_modules.models.adapters import changes_base
 from lightning_modules.training.export.card import model_card
-from lightning_modules.training.export.facts import TrainingFacts
-from lightning_modules.training.export.folder import check_replaceable, check_writable, export_folder
-from lightning_modules.training.export.options import ExportOptions
+from lightning_modules.training.export.facts import ExportOptions, TrainingFacts
 from lightning_modules.training.export.rope import as_abf, guard_keys, legacy_rope_keys
 from lightning_modules.training.export.weights import check_mergeable, drop_tied, merged_weights
+from lightning_modules.utilities.files import atomic_folder, writable_folder
+from lightning_modules.utilities.locks import exclusive
 
 SHARD_SIZE: int | str = "5GB"
 """Largest file of weights."""
+
+MARKER = "longce_export.json"
+"""File with the facts of the training and the names of the files that the export wrote."""
 
 log = logging.getLogger(__name__)
 
@@ -34,37 +40,30 @@ def export_model(
 ) -> None:
     """Write model, tokenizer and model card; the folder appears whole or not at all, and the model is not changed.
 
-    Main memory for another copy of the weights is needed.
-
-    Args:
-        model: Its weights are all in this process.
-        tokenizer: Written beside it.
-        output_dir: Folder to write. An earlier export there is replaced, a folder of anything else refused.
-        options: Form of the export.
-        facts: How the model came about, for the card and for the base of adapters.
+    The weights must all be in this process, and main memory is needed for another copy of them.
 
     Raises:
-        ValueError: If folder and model do not allow the options.
+        ValueError: As `check_export` does, or if the folder cannot be written.
     """
     check_export(model, output_dir, options, facts)
-    with export_folder(output_dir, facts.published().to_json()) as folder:
+    with _export_folder(output_dir, facts.published().to_json()) as folder:
         base = model.get_base_model() if isinstance(model, PeftModel) else model
         config = _exported_config(base.config, options)
         if options.kept:
             _write_adapters(model, config, folder, facts)
         else:
             _write_merged(model, config, folder, options)
-        content = _complete_config(folder / "base" if options.kept else folder, options)
+        file = folder / "base/config.json" if options.kept else folder / "config.json"
+        content = json.loads(file.read_text())  # to which is added what readers of other versions need
+        content |= legacy_rope_keys(content) if options.legacy_rope_keys else guard_keys(content)
+        file.write_text(json.dumps(content, indent=2) + "\n")
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
         shown = facts if options.kept else facts.published()
         card = model_card(shown, content, options, has_tokenizer=tokenizer is not None)
         (folder / "README.md").write_text(card, encoding="utf-8")
     if options.eabf_as_abf:
-        log.warning(
-            "Exported to %s as plain ABF: logits differ from those of the trained model beyond the original length.",
-            output_dir,
-        )
+        log.warning("As plain ABF, the export's logits differ from the model's beyond the original length.")
     log.info("Exported to %s.", output_dir)
 
 
@@ -88,7 +87,7 @@ def check_export(
     config = _exported_config(base.config, options)
     if options.legacy_rope_keys:
         legacy_rope_keys(config.to_dict())
-    check_writable(output_dir)
+    writable_folder(output_dir.resolve().parent, remedy="Name another `output_dir`.")
 
 
 def _check_kept(model: PreTrainedModel | PeftModel, facts: TrainingFacts) -> None:
@@ -157,10 +156,47 @@ def _generation_config(base: Any) -> GenerationConfig:
     return own
 
 
-def _complete_config(folder: Path, options: ExportOptions) -> dict[str, Any]:
-    """Add to a saved config what readers of other versions need, and return its content."""
-    file = folder / "config.json"
-    content = json.loads(file.read_text())
-    content |= legacy_rope_keys(content) if options.legacy_rope_keys else guard_keys(content)
-    file.write_text(json.dumps(content, indent=2) + "\n")
-    return content
+def check_replaceable(folder: Path) -> None:
+    """Raise a ``ValueError`` unless a folder is missing, empty, or an earlier export without anything added to it."""
+    if not folder.exists():
+        return
+    if not folder.is_dir() or folder.is_mount():
+        kind = "is a mount point, which cannot be replaced" if folder.is_dir() else "is a file"
+        raise ValueError(f"`output_dir` of the export, '{folder}', {kind}: name a new folder.")
+    files = {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()}
+    if not files and not any(folder.iterdir()):
+        return
+    try:
+        written = {MARKER, *json.loads((folder / MARKER).read_text())["files"]}
+    except (OSError, ValueError, KeyError):
+        written = set()
+    if added := sorted(files - written):
+        raise ValueError(
+            f"`output_dir` of the export, '{folder}', exists and is not an earlier export, which would be replaced"
+            f" (it holds '{added[0]}'): name a new folder, or remove this one."
+        )
+
+
+@contextmanager
+def _export_folder(target: Path, facts: str) -> Iterator[Path]:
+    """Yield a folder that replaces an earlier export, or the one that a link leads to, at once as the block ends.
+
+    Several processes that export to one folder wait for each other. The marker keeps the facts, a JSON text.
+
+    Raises:
+        ValueError: If the target is something else than an earlier export, or cannot be written, as on a full disk.
+    """
+    try:
+        with exclusive(target.resolve()), atomic_folder(target.resolve(), replace=True) as folder:
+            yield folder
+            files = [path for path in folder.rglob("*") if path.is_file()]
+            content = {"training": json.loads(facts), "files": sorted(str(path.relative_to(folder)) for path in files)}
+            (folder / MARKER).write_text(json.dumps(content, indent=2) + "\n")
+            for path in files:
+                path.chmod((folder / MARKER).stat().st_mode)  # safetensors ignores the umask
+            check_replaceable(target)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(
+            f"The export to '{target}' could not be written: {error}. What was there before still is. Free some room,"
+            " or name another `output_dir`."
+        ) from error

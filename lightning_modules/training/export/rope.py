@@ -29,19 +29,13 @@ OLD_DEFAULTS: dict[str, tuple[str, float]] = {
 
 
 def own_type_name(config: Mapping[str, Any]) -> str | None:
-    """The RoPE type of a ``config.json``, if only this package knows it."""
+    """Return the RoPE type of a ``config.json``, if only this package knows it."""
     rope_type = (config.get("rope_parameters") or {}).get("rope_type")
     return rope_type if rope_type in ROPE_TYPES else None
 
 
 def legacy_rope_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys ``rope_theta`` and ``rope_scaling``, by which transformers 4 and tools like it rotate as version 5 does.
-
-    Args:
-        config: Content of a ``config.json`` with ``rope_parameters``.
-
-    Returns:
-        The keys to be written beside ``rope_parameters``; version 5 then reads the same as before.
+    """Return the keys of a ``config.json`` (``rope_theta``, ``rope_scaling``) for transformers 4 to rotate as 5 does.
 
     Raises:
         ValueError: If no such keys would make transformers 4 right.
@@ -64,12 +58,9 @@ def legacy_rope_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def guard_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A base of null where transformers 4 would otherwise rotate by its default, without an error.
+    """Return a base of null for a ``config.json`` by which transformers 4 would otherwise rotate by its default.
 
     Version 5 reads ``rope_parameters`` and nothing else; version 4 cannot compute with null and stops.
-
-    Args:
-        config: Content of a ``config.json``.
     """
     rope = config.get("rope_parameters") or {}
     key, default = OLD_DEFAULTS.get(config["model_type"], (None, None))
@@ -78,11 +69,7 @@ def guard_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_abf(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """The ``rope_parameters`` of plain ABF with the base of a model extended by EABF.
-
-    Raises:
-        ValueError: If the model is not extended by EABF.
-    """
+    """Return the ``rope_parameters`` of plain ABF with the base of a model extended by EABF."""
     if rope.get("rope_type") != EABF:
         raise ValueError(
             f"`eabf_as_abf`: the model's RoPE type is '{rope.get('rope_type')}' and not '{EABF}', so there is nothing"

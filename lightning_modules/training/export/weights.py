@@ -22,13 +22,14 @@ def merged_weights(model: PreTrainedModel | PeftModel, dtype: torch.dtype) -> di
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     adapted = dict(_adapted_modules(base))
     prefixes = tuple(f"{path}." for path in adapted)
-    weights = {
-        f"{path}.{name}": _to_cpu(tensor, dtype)
-        for path, module in adapted.items()
-        for name, tensor in _adapted_weights(path, module, dtype).items()
-    }
-    others = {name: tensor for name, tensor in base.state_dict().items() if not name.startswith(prefixes)}
-    return {**weights, **{name: _to_cpu(tensor, dtype) for name, tensor in others.items()}}
+    weights = {name: _to_cpu(part, dtype) for name, part in base.state_dict().items() if not name.startswith(prefixes)}
+    for path, module in adapted.items():
+        if isinstance(module, ModulesToSaveWrapper) and module.active_adapters:
+            parts = module.modules_to_save[module.active_adapters[0]].state_dict()
+        else:
+            parts = merged_layer(_tuner_layer(path, module), dtype)
+        weights |= {f"{path}.{name}": _to_cpu(part, dtype) for name, part in parts.items()}
+    return weights
 
 
 def check_mergeable(model: PreTrainedModel | PeftModel) -> None:
@@ -41,11 +42,7 @@ def check_mergeable(model: PreTrainedModel | PeftModel) -> None:
 
 @torch.no_grad()
 def merged_layer(layer: BaseTunerLayer, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return weight and bias of a layer with its active adapters in them; the layer is left as it is.
-
-    Raises:
-        ValueError: If peft cannot merge the layer.
-    """
+    """Return weight and bias of a layer with its active adapters in them; the layer is left as it is."""
     own = dict(layer.get_base_layer().named_parameters())
     data = {name: parameter.data for name, parameter in own.items()}
     merged_before = list(layer.merged_adapters)
@@ -86,12 +83,6 @@ def _adapted_modules(base: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if not inside and isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
             found = path
             yield path, module
-
-
-def _adapted_weights(path: str, module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    if isinstance(module, ModulesToSaveWrapper) and module.active_adapters:
-        return module.modules_to_save[module.active_adapters[0]].state_dict()
-    return merged_layer(_tuner_layer(path, module), dtype)
 
 
 def _tuner_layer(path: str, module: nn.Module) -> BaseTunerLayer:

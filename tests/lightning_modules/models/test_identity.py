@@ -11,7 +11,7 @@ from lightning_modules.models import identity as identity_of_models
 from lightning_modules.models.identity import model_identity
 from lightning_modules.models.loading import load_config
 from lightning_modules.scoring.evaluator import Evaluator
-from lightning_modules.training.export import loading_facts
+from lightning_modules.training.export.facts import loading_facts
 from lightning_modules.utilities import identity
 from tests.conftest import make_text, tiny_model
 

@@ -11,8 +11,7 @@ import torch
 from lightning_modules.commands.cli.main import main
 from lightning_modules.commands.plan.hardware import GPU, GPUS
 from lightning_modules.commands.plan.memory import Training
-from lightning_modules.commands.plan.plan import PAPER_OVERHEAD, Planner
-from lightning_modules.commands.plan.remedies import possible_changes
+from lightning_modules.commands.plan.plan import PAPER_OVERHEAD, Planner, possible_changes
 from lightning_modules.commands.plan.settings import Evaluator, Experiment
 
 CONFIGS = Path(__file__).parents[4] / "configs"

@@ -5,9 +5,9 @@ import os
 import pytest
 import torch
 
-from lightning_modules.training.checkpoints.io import newest_checkpoint
-from lightning_modules.training.checkpoints.order import describe, find_checkpoints
+from lightning_modules.training.checkpoints.io import describe, find_checkpoints, newest_checkpoint
 from lightning_modules.training.checkpoints.sharded import REST
+from tests.support.faults import Evil
 
 
 def save(path, step, run="a", *, time=None, **extra):
@@ -81,11 +81,3 @@ def test_no_tensor_is_read_for_the_step_and_no_code_runs(tmp_path, monkeypatch):
     save(path, 4, code=Evil(str(tmp_path / "ran")))
     assert describe(path).step == 3, "by its name"
     assert not (tmp_path / "ran").exists()
-
-
-class Evil:
-    def __init__(self, marker):
-        self.marker = marker
-
-    def __reduce__(self):
-        return (open, (self.marker, "w"))

@@ -87,10 +87,7 @@ def test_its_content_is_not_read_before_it_is_loaded(trainer, tmp_path, monkeypa
     ("paths", "other"), [(["a", "a", None], "process 2 from nothing"), ([None, "a"], "process 1 ")]
 )
 def test_processes_that_found_different_checkpoints_are_refused(monkeypatch, paths, other):
-    def gathered(found, own):
-        found[:] = paths
-
-    monkeypatch.setattr(run_checkpoints.dist, "all_gather_object", gathered)
+    monkeypatch.setattr(run_checkpoints, "gathered", lambda _: paths)
     with pytest.raises(ValueError, match=rf"process 0 resumes from .*{other}.* on a disk that all nodes see"):
         SameCheckpoint().setup(SimpleNamespace(world_size=len(paths), ckpt_path=paths[0]), None, "fit")
     paths[:] = ["a"] * len(paths)

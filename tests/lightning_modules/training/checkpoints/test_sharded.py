@@ -21,12 +21,13 @@ from lightning_modules.training.checkpoints.sharded import (
     CheckpointError,
     damage_of_content,
     damage_of_folder,
-    gathered,
     is_sharded,
+    load_whole,
     no_code,
     write_together,
 )
 from lightning_modules.utilities.files import BUILDING
+from tests.support.faults import Evil
 
 
 def write(value, folder):
@@ -106,14 +107,6 @@ def test_each_flipped_bit_is_found(alone):
     assert damage_of_content(target, 0, 1) is None
 
 
-class Evil:
-    def __init__(self, marker):
-        self.marker = str(marker)
-
-    def __reduce__(self):
-        return (open, (self.marker, "w"))
-
-
 def test_an_index_that_would_run_code_is_not_unpickled(alone, tmp_path):
     target = alone / "step-1.ckpt"
     save(target, 1.0)
@@ -185,7 +178,7 @@ def test_weights_are_gathered_by_a_process_that_belongs_to_no_group(alone):
 
     write_together(target, parts)
     dist.destroy_process_group()
-    content = gathered(target)
+    content = load_whole(target)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     assert set(content) == {"global_step", "state_dict"}
     assert content["global_step"] == 7

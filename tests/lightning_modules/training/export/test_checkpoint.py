@@ -9,7 +9,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from lightning_modules.commands.cli.main import main
 from lightning_modules.long_context_lm import LongContextLM
-from lightning_modules.training.export import KEY, export_checkpoint
+from lightning_modules.training.export import export_checkpoint
+from lightning_modules.training.export.checkpoint import KEY
 from tests.conftest import tiny_model
 from tests.lightning_modules.training.export.test_weights import logits, run_card
 
