@@ -30,25 +30,23 @@ from lightning_modules.visualization.tensorboard import (
 
 
 class KeyTokenInspector(Callback):
-    """Shows in TensorBoard which tokens need the long context, and what the model in training makes of them.
+    """Shows in TensorBoard which tokens need the long context, and how the model in training scores them.
 
-    Of some validation documents: the text around key tokens, bold and with their numbers under the mouse, by the
-    evaluator once and by the model at each evaluation; how likely the model finds key tokens
-    now and did at first; the most helped tokens. Of all: loss by the length of the context with its power law
-    (``val/power_law_..``), and the evaluator's long-short differences and log-likelihoods. Of training: the token
-    weights of the objective and the model's own long-short differences. The page of custom scalars shows LongPPL beside
+    For some validation documents it shows the text around key tokens, bold and with their numbers under the mouse, by
+    the evaluator once and by the model at each evaluation; how likely the model finds key tokens now and did at first;
+    and the most helped tokens. For all documents: loss by the length of the context with its power law
+    (``val/power_law_..``), and the evaluator's long-short differences and log-likelihoods. For training: the token
+    weights of the objective and the model's long-short differences. The page of custom scalars shows LongPPL beside
     perplexity.
 
-    The evaluator's scores are those of the `ExternalEvaluator` among the callbacks, which scores nothing a second
-    time for it; without one the model's own scores stand for them. An evaluation costs the short passes of the
-    inspected documents and a fraction of a second of drawing for each; what is kept does not grow in training. With
-    several processes, documents and weights are those of the first one; losses by context are those of all. Loggers
-    other than TensorBoard get nothing.
+    The evaluator's scores are those of the `ExternalEvaluator` among the callbacks; without one they are the model's.
+    An evaluation costs the short passes of the inspected documents and a fraction of a second of drawing for each. With
+    several processes, documents and weights are those of the first one; losses by context are those of all.
 
     Args:
-        documents: How many validation documents, the first ones; or the names or ids (first words of names) of some.
-        excerpt_tokens: Tokens shown of each, those around key tokens, at most.
-        short_context: Whether the model in training scores the inspected documents in the short context, too.
+        documents: Number of validation documents, the first ones; or names or ids (first words of names).
+        excerpt_tokens: Most tokens shown of each, those around key tokens.
+        short_context: Whether the model in training also scores the inspected documents in the short context.
         weights_every_n_steps: Optimizer steps from one histogram of the token weights to the next.
         alpha: A key token's long-short difference exceeds it, in nats; used without an `ExternalEvaluator` only.
         beta: A key token's long log-likelihood exceeds it, in nats; used without an `ExternalEvaluator` only.
@@ -111,7 +109,7 @@ class KeyTokenInspector(Callback):
             pl_module.token_observer = None
 
     def _begin(self, trainer: Trainer, pl_module: Any) -> None:
-        """Where to draw; the layout of custom scalars belongs to a folder of events, and is written once."""
+        """Find the writers; the layout of custom scalars is written once for each."""
         if self._writers:
             return
         self._writers = [logger.experiment for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
@@ -178,9 +176,9 @@ class KeyTokenInspector(Callback):
         return [row for row in rows if {batch["names"][row], *batch["names"][row].split()[:1]} & set(self.documents)]
 
     def _short(self, trainer: Trainer, pl_module: Any, batch: PackedBatch, rows: list[int], long: Tensor) -> Tensor:
-        """``[B, T]`` short log-likelihoods of some rows; those of others, and of tokens without any, are the long ones.
+        """Return ``[B, T]`` short log-likelihoods of some rows, and the long ones elsewhere.
 
-        Where weights are divided, all processes ask, whether they have such rows or not.
+        Where weights are sharded, all processes take part, with or without such rows.
         """
         if not self.short_context or not (rows or pl_module.backbone.is_sharded):
             return long

@@ -8,7 +8,6 @@ from lightning_modules.functional.alignment import (
     unit_spans,
 )
 from lightning_modules.functional.authors_alignment import merge_touching_spans, scan_token_mask
-from lightning_modules.functional.greedy import greedy_targets
 from lightning_modules.functional.influence import (
     key_token_mask,
     largest_influence,
@@ -17,11 +16,11 @@ from lightning_modules.functional.influence import (
     soft_influence,
     threshold_influence,
 )
-from lightning_modules.functional.likeliest_tokens import LikeliestTokens, likeliest_tokens
 from lightning_modules.functional.log_likelihood import token_log_likelihood
 from lightning_modules.functional.long_cross_entropy import long_cross_entropy
 from lightning_modules.functional.long_perplexity import long_perplexity
 from lightning_modules.functional.power_law import PowerLaw, fit_power_law
+from lightning_modules.functional.top_tokens import LikeliestTokens, greedy_targets, likeliest_tokens
 from lightning_modules.functional.windows import ShortContext, Window, short_context_windows
 
 __all__ = [

@@ -10,14 +10,14 @@ def merge_spans(spans: Tensor) -> Tensor:
     """Join character spans that touch or overlap.
 
     Args:
-        spans: ``[N, 2]`` integer spans ``[start, end)`` in ascending order of their starts; empty ones, wherever they
-            stand, are dropped.
+        spans: ``[N, 2]`` integer spans ``[start, end)`` in ascending order of their starts; empty ones are
+            dropped.
 
     Returns:
         ``[M, 2]`` disjoint ascending spans with at least one character between them.
 
     Raises:
-        ValueError: If ``spans`` is not ``[N, 2]`` of integers, not ascending, or an end stands before its start.
+        ValueError: If ``spans`` is not ``[N, 2]`` of integers, not ascending, or an end is before its start.
 
     Example:
         >>> merge_spans(torch.tensor([[0, 3], [3, 7], [8, 9]])).tolist()
@@ -160,8 +160,8 @@ def transfer_influence(influence: Tensor, offsets: Tensor, target_offsets: Tenso
     offsets, target_offsets = offsets.long(), target_offsets.long()
     ends = [part.max() for part in (offsets, target_offsets) if part.numel()]
     length = int(max(ends, default=torch.zeros(()))) + 1
-    # Each token adds itself at its first character and takes itself away behind its last: a running sum is what covers
-    # a character. Two more running sums turn "per character" into "per token" without a loop.
+    # Each token is added at its first character and subtracted after its last: a running sum covers each character.
+    # Two more running sums turn "per character" into "per token" without a loop.
     owners = _coverage(torch.ones_like(influence), offsets, length)
     total = _coverage(influence, offsets, length)
     per_character = torch.where(owners.round() > 0, total / owners.round().clamp(min=1), 1.0)
@@ -188,4 +188,4 @@ def _check_spans(spans: Tensor) -> None:
     if spans.ndim != 2 or spans.shape[1] != 2 or spans.dtype not in _INTEGERS:
         raise ValueError(f"Spans must be integers [M, 2], got {spans.dtype} {list(spans.shape)}.")
     if (spans[:, 1] < spans[:, 0]).any() or (spans[1:, 0] < spans[:-1, 0]).any():
-        raise ValueError("Spans must be in ascending order, and no end may stand before its start.")
+        raise ValueError("Spans must be in ascending order, and no end may be before its start.")

@@ -1,4 +1,4 @@
-"""A head that is one matrix product: its logits can be made in tiles that never leave the processor's cache."""
+"""A head that is one matrix product, with logits in tiles that never leave the processor's cache."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 class LinearHead(NamedTuple):
     """Maps ``[.., D]`` hidden states to ``[.., V]`` logits: ``cap(scale * (weight @ h + bias))``.
 
-    A head like any other when called; who knows that it is linear can do with less memory and fewer products.
+    Called like any other head; code for linear heads needs less memory and fewer products.
 
     Attributes:
         weight: ``[V, D]``.
@@ -48,20 +48,14 @@ class LinearHead(NamedTuple):
 
 
 def logits_buffer(operand: Tensor, rows: int, columns: int) -> Tensor | None:
-    """``[rows, columns]`` memory for logits that is used again and again; None where `wide_linear` makes its own."""
+    """Return ``[rows, columns]`` memory for logits to be reused; None where `wide_linear` allocates them."""
     return None if _widens(operand) else operand.new_empty(rows, columns)
 
 
 def wide_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tensor | None) -> Tensor:
-    """``[n, V]`` logits ``rows @ weight.T + bias``.
+    """Return ``[n, V]`` logits ``rows @ weight.T + bias``, in the first rows and columns of the buffer if there is one.
 
     Float32 where the device multiplies half-precision operands into it: a logit of 20 in bfloat16 is off by 0.06.
-
-    Args:
-        rows: ``[n, D]``.
-        weight: ``[V, D]``, of the same type.
-        bias: ``[V]``, or None.
-        buffer: Of `logits_buffer`, at least ``[n, V]``: its first rows and columns are the result.
     """
     if buffer is None:
         logits = _widening_product(rows, weight)
@@ -230,14 +224,10 @@ def _backward_chunk(
 
 
 def differentiate_softmax_(logits: Tensor, index: Tensor, inside: Tensor, total: Tensor, upstream: Tensor) -> None:
-    """Replace ``[n, v]`` logits by the gradient in them of the targets' log-likelihoods.
+    """Replace ``[n, v]`` logits, of all tokens or some, by the gradient in them of the targets' log-likelihoods.
 
-    Args:
-        logits: Logits of all tokens of the vocabulary, or some.
-        index: ``[n, 1]`` columns of the targets.
-        inside: ``[n, 1]`` bool, whether the target is among these tokens.
-        total: ``[n]`` log-sum-exp over the whole vocabulary.
-        upstream: ``[n]`` gradient of the log-likelihoods.
+    ``[n, 1]`` columns of the targets count where they are ``inside`` these tokens; ``[n]`` totals are log-sum-exps over
+    the whole vocabulary, and ``[n]`` upstream gradients those of the log-likelihoods.
     """
     upstream = upstream.to(logits.dtype).unsqueeze(-1)
     logits.sub_(total.unsqueeze(-1)).exp_().mul_(-upstream)  # minus the probabilities ..
@@ -262,10 +252,10 @@ def _tile_elements(operand: Tensor) -> int:
 
 
 def log_sum_exp_and_softmax(logits: Tensor) -> Tensor:
-    """``[n, 1]`` log-sum-exp of ``[n, V]`` logits of float32 or float64, which their softmax replaces.
+    """Return ``[n, 1]`` log-sum-exp of ``[n, V]`` logits of float32 or float64, which their softmax replaces.
 
-    The kernel of softmax reads the logits once, where log-sum-exp and exponential take several passes. It keeps the
-    sum to itself, but the largest probability tells it.
+    The kernel of softmax reads the logits once, where log-sum-exp and exponential take several passes. The sum follows
+    from the largest probability.
     """
     largest = logits.amax(-1, keepdim=True)
     if logits.device.type == "cpu":

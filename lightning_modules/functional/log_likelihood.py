@@ -92,12 +92,12 @@ class _TargetLogLikelihood(torch.autograd.Function):
 
 
 def default_chunk_size(hidden_states: Tensor) -> int:
-    """Enough rows for fast matrix products, few enough that their logits take little memory."""
+    """Return enough rows for fast matrix products, few enough that their logits take little memory."""
     return 512 if hidden_states.device.type == "cpu" else 2048
 
 
 def scored_tokens(hidden_states: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What predicts each scored token, and where these tokens are.
+    """Return the hidden states that predict scored tokens, and the places of these tokens.
 
     Args:
         hidden_states: ``[B, T, D]`` last hidden states, entry ``t`` having seen tokens ``0 .. t``.
@@ -126,14 +126,14 @@ def scored_tokens(hidden_states: Tensor, labels: Tensor) -> tuple[Tensor, Tensor
             f"Token 0 has no context to be scored in: set `labels[:, 0]` to {IGNORE_INDEX}"
             f" (row {row} has {int(labels[row, 0])})."
         )
-    # One look at the accelerator for all tokens: how many there are.
+    # One synchronization with the accelerator for all tokens: their number.
     index = scored.flatten().nonzero().squeeze(-1)
-    # The one-token shift of the whole project: what stands at t - 1 predicts token t.
+    # The one-token shift of the whole project: position t - 1 predicts token t.
     return hidden_states.flatten(0, 1).index_select(0, index - 1), labels.flatten().index_select(0, index), scored
 
 
 def check_targets(targets: Tensor, logits: int) -> None:
-    """Raise a ``ValueError`` for tokens that have no logit, where one need not wait for an accelerator to know."""
+    """Raise a ``ValueError`` for tokens without a logit, where the check need not wait for an accelerator."""
     if targets.device.type != "cpu" or len(targets) == 0:
         return
     smallest, largest = targets.min(), targets.max()

@@ -1,4 +1,4 @@
-"""How loss falls with the length of the context: a power law and what it cannot explain."""
+"""Power law of the loss over the length of the context."""
 
 import math
 from typing import NamedTuple
@@ -15,10 +15,10 @@ class PowerLaw(NamedTuple):
     r"""A fitted :math:`L(c) = (a / c)^b + g`.
 
     Attributes:
-        a: The context at which 1 nat is left to gain, in tokens; 0 if context does not lower the loss.
+        a: Context at which 1 nat is left to gain, in tokens; 0 if context does not lower the loss.
         b: Exponent.
-        g: What no context takes away, in nats.
-        r_squared: Share of the loss's variance that the curve explains; NaN if the loss is constant.
+        g: Loss at unlimited context, in nats.
+        r_squared: Fraction of the loss's variance that the curve explains; NaN if the loss is constant.
     """
 
     a: float
@@ -27,12 +27,12 @@ class PowerLaw(NamedTuple):
     r_squared: float
 
     def __call__(self, context: Tensor) -> Tensor:
-        """``[..]`` float64 loss in nats at ``[..]`` contexts in tokens."""
+        """Return ``[..]`` float64 loss in nats at ``[..]`` contexts in tokens."""
         return (self.a / context.double()) ** self.b + self.g
 
 
 def fit_power_law(context: Tensor, loss: Tensor) -> PowerLaw:
-    r"""Least-squares fit of the loss that a context of so many tokens leaves.
+    r"""Fit the loss at each length of context by least squares.
 
     .. math:: L(c) = \Big(\frac{a}{c}\Big)^b + g, \quad a, g \ge 0
 
@@ -54,7 +54,13 @@ def fit_power_law(context: Tensor, loss: Tensor) -> PowerLaw:
         >>> [round(value, 3) for value in fit_power_law(context, (8 / context) ** 0.5 + 2)]
         [8.0, 0.5, 2.0, 1.0]
     """
-    context, loss = _checked(context, loss)
+    if context.shape != loss.shape or context.ndim != 1:
+        raise ValueError(f"`context` and `loss` must both be [N], got {list(context.shape)} and {list(loss.shape)}.")
+    context, loss = context.double(), loss.double()
+    if not (torch.isfinite(context).all() and torch.isfinite(loss).all() and (context > 0).all()):
+        raise ValueError("Contexts must be above 0, and contexts and losses finite: leave out what was not measured.")
+    if len(context.unique()) < 3:
+        raise ValueError(f"A power law has three parameters: give 3 lengths of context, got {len(context.unique())}.")
     points = _Points(context.tolist(), loss.tolist())
     low, high = _LOG_EXPONENTS
     exponents = [10 ** (low + (high - low) * step / (_GRID - 1)) for step in range(_GRID)]
@@ -74,7 +80,7 @@ def fit_power_law(context: Tensor, loss: Tensor) -> PowerLaw:
 
 
 class _Points:
-    """What is fitted; plain numbers, since a tensor's sums depend on where it lies in memory."""
+    """Points to be fitted; plain numbers, since a tensor's sums depend on its memory alignment."""
 
     def __init__(self, context: list[float], loss: list[float]) -> None:
         self.context, self.loss = context, loss
@@ -82,7 +88,7 @@ class _Points:
         self.mean = _mean(loss)
 
     def fit(self, b: float) -> tuple[float, float, float]:
-        """The factor of ``c**-b`` and the constant, both 0 or more, and the sum of squares they leave."""
+        """Return the factor of ``c**-b`` and the constant, both 0 or more, and the remaining sum of squares."""
         feature = [(c / self.shortest) ** -b for c in self.context]  # between 0 and 1, whatever the exponent
         middle = _mean(feature)
         spread = math.fsum((f - middle) ** 2 for f in feature)
@@ -102,14 +108,3 @@ class _Points:
 
 def _mean(values: list[float]) -> float:
     return math.fsum(values) / len(values)
-
-
-def _checked(context: Tensor, loss: Tensor) -> tuple[Tensor, Tensor]:
-    if context.shape != loss.shape or context.ndim != 1:
-        raise ValueError(f"`context` and `loss` must both be [N], got {list(context.shape)} and {list(loss.shape)}.")
-    context, loss = context.double(), loss.double()
-    if not (torch.isfinite(context).all() and torch.isfinite(loss).all() and (context > 0).all()):
-        raise ValueError("Contexts must be above 0, and contexts and losses finite: leave out what was not measured.")
-    if len(context.unique()) < 3:
-        raise ValueError(f"A power law has three parameters: give 3 lengths of context, got {len(context.unique())}.")
-    return context, loss

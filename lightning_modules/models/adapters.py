@@ -1,4 +1,4 @@
-"""LoRA adapters, weights trained in full beside them, and a quantised model below them."""
+"""LoRA adapters, weights trained in full beside them, and a quantized model below them."""
 
 import copy
 import difflib
@@ -35,22 +35,22 @@ _log = logging.getLogger(__name__)
 
 
 def add_adapters(model: PreTrainedModel, arguments: dict[str, Any], *, autocast: bool = False) -> "PeftModel":
-    """Freeze a model and put adapters into it.
+    """Freeze a model and add adapters.
 
-    Where a model's head is its embedding, and the embedding is trained, the two stay one (peft's
-    ``ensure_weight_tying``, unless the arguments say otherwise). Low-rank adapters of either are refused there.
+    A head tied to an embedding that is trained stays tied (peft's ``ensure_weight_tying``, unless the arguments specify
+    otherwise). Low-rank adapters of either are refused there.
 
     Args:
         model: A causal LM.
-        arguments: Of ``peft.LoraConfig``. ``modules_to_save: embeddings-and-norms`` trains the input embedding and all
-            normalisations in full besides, as LongLoRA does (Chen et al., 2024, https://arxiv.org/abs/2309.12307),
-            which found that low-rank updates alone do not extend a context well.
-        autocast: Whether the model will run in mixed precision. What is trained in full is then held in float32, as
+        arguments: Arguments of ``peft.LoraConfig``. ``modules_to_save: embeddings-and-norms`` also trains the input
+            embedding and all normalizations in full, as LongLoRA does (Chen et al., 2024,
+            https://arxiv.org/abs/2309.12307), which found that low-rank updates alone do not extend a context well.
+        autocast: Whether the model will run in mixed precision. Weights trained in full are then held in float32, as
             peft holds adapters: in bfloat16 the small steps of fine-tuning round to nothing.
 
     Raises:
-        ValueError: If ``peft.LoraConfig`` knows one of the arguments not, a name is that of no module, nothing would be
-            trained, or a head that is tied to its embedding would come apart from it.
+        ValueError: If an argument or a module name is unknown, nothing would be trained, or a tied head would be
+            separated from its embedding.
     """
     from peft import get_peft_model
 
@@ -76,11 +76,7 @@ def add_adapters(model: PreTrainedModel, arguments: dict[str, Any], *, autocast:
 
 
 def lora_config(arguments: dict[str, Any], model: PreTrainedModel) -> "LoraConfig":
-    """What the adapters of `add_adapters` are made by.
-
-    Raises:
-        ValueError: If ``peft.LoraConfig`` knows one of the arguments not.
-    """
+    """Return the config of `add_adapters`; a ``ValueError`` if an argument is unknown or has a wrong value."""
     from peft import LoraConfig
 
     _check_arguments("lora", arguments, LoraConfig.__dataclass_fields__)
@@ -108,7 +104,7 @@ def lora_config(arguments: dict[str, Any], model: PreTrainedModel) -> "LoraConfi
 
 
 def embeddings_and_norms(model: PreTrainedModel) -> list[str]:
-    """Names of the input embedding and of all normalisations, as ``modules_to_save`` wants them: their last parts."""
+    """Return the last parts of the names of the input embedding and of all normalizations."""
     embedding = model.get_input_embeddings()
     return sorted(
         {
@@ -120,17 +116,18 @@ def embeddings_and_norms(model: PreTrainedModel) -> list[str]:
 
 
 def quantization_config(arguments: dict[str, Any], *, compute_dtype: torch.dtype) -> BitsAndBytesConfig:
-    """How the weights of a frozen model are held in 4 or 8 bits (QLoRA, https://arxiv.org/abs/2305.14314).
+    """Return how the weights of a frozen model are held in 4 or 8 bits (QLoRA, https://arxiv.org/abs/2305.14314).
 
     Args:
-        arguments: Of ``transformers.BitsAndBytesConfig``, with ``load_in_4bit`` or ``load_in_8bit``. Four bits are NF4
-            with quantised constants, as in the paper, unless they say otherwise.
-        compute_dtype: Of the products with 4-bit weights, unless the arguments say otherwise.
+        arguments: Arguments of ``transformers.BitsAndBytesConfig``, with ``load_in_4bit`` or ``load_in_8bit``. Four
+            bits default to NF4 with quantized constants, as in the paper.
+        compute_dtype: Default type of the products with 4-bit weights.
 
     Raises:
         ValueError: If bitsandbytes is missing, an argument is unknown, or neither or both numbers of bits are given.
     """
-    _check_arguments("quantization", arguments, _bitsandbytes_arguments())
+    known = [name for name in BitsAndBytesConfig().to_dict() if not name.startswith("_") and name != "quant_method"]
+    _check_arguments("quantization", arguments, known)
     if bool(arguments.get("load_in_4bit")) == bool(arguments.get("load_in_8bit")):
         raise ValueError("`quantization` must say either `load_in_4bit: true` or `load_in_8bit: true`.")
     if importlib.util.find_spec("bitsandbytes") is None:
@@ -146,13 +143,13 @@ def quantization_config(arguments: dict[str, Any], *, compute_dtype: torch.dtype
 
 
 def is_peft_model(model: nn.Module) -> "TypeGuard[PeftModel]":
-    """Whether peft made this model, which it did not where nobody has imported it."""
+    """Return whether peft made this model, without importing it."""
     peft = sys.modules.get("peft")
     return peft is not None and isinstance(model, peft.PeftModel)
 
 
 def active_module(module: nn.Module) -> nn.Module:
-    """What computes: of a module that is trained in full beside adapters the trained copy."""
+    """Return the module that computes: the trained copy of a module that is trained in full beside adapters."""
     peft = sys.modules.get("peft")
     if peft is not None and isinstance(module, peft.utils.ModulesToSaveWrapper) and not module.disable_adapters:
         return module.modules_to_save[module.active_adapters[0]]
@@ -160,18 +157,14 @@ def active_module(module: nn.Module) -> nn.Module:
 
 
 def changes_base(arguments: Mapping[str, Any]) -> bool:
-    """Whether adapters of these arguments of ``peft.LoraConfig`` start by changing the weights below them."""
+    """Return whether adapters of these arguments of ``peft.LoraConfig`` first change the weights below them."""
     return str(arguments.get("init_lora_weights", True)).lower().startswith(CHANGES_BASE)
 
 
 def check_same_scaling(stored: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
-    """Raise a ``ValueError`` if adapters with these arguments would count otherwise than those that were stored.
+    """Raise a ``ValueError`` if the arguments scale adapters otherwise than those they were trained with.
 
-    What else differs shows in names and shapes of the weights.
-
-    Args:
-        stored: Arguments of ``peft.LoraConfig`` of the run that trained them.
-        arguments: Those of this run.
+    Other differences show in names and shapes of the weights.
     """
     from peft import LoraConfig
 
@@ -185,13 +178,13 @@ def check_same_scaling(stored: Mapping[str, Any], arguments: Mapping[str, Any]) 
 
 
 def trained_state(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """Of a state dictionary what is trained; the rest is that of a model which is stored elsewhere."""
+    """Return the trained part of a state dictionary; the rest is that of a model that is stored elsewhere."""
     trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     return {name: value for name, value in state.items() if name in trained}
 
 
 def frozen_fingerprint(module: nn.Module) -> str:
-    """Compute a hash of all frozen parameters, by which the model below adapters is known again.
+    """Compute a hash of all frozen parameters, which identifies the model below adapters.
 
     Quantized weights are left out: another device may round them differently. Sharded ones are gathered, so that all
     processes must call this.
@@ -205,10 +198,7 @@ def frozen_fingerprint(module: nn.Module) -> str:
 
 
 def same_frozen(stored: str | None, own: str | None) -> bool:
-    """Whether two results of `frozen_fingerprint` are of the same weights.
-
-    Earlier versions looked at the first numbers of each parameter only; theirs cannot be compared.
-    """
+    """Return whether two results of `frozen_fingerprint` are of the same weights; those of old versions always are."""
     if stored is not None and not stored.startswith(_ALL_NUMBERS):
         _log.warning("The checkpoint is of an earlier version: the weights below its adapters are not compared.")
         return True
@@ -237,19 +227,16 @@ def _check_arguments(option: str, arguments: dict[str, Any], known: Any) -> None
             raise ValueError(f"`{option}` has no '{name}'." + (f" Did you mean '{near[0]}'?" if near else ""))
 
 
-def _bitsandbytes_arguments() -> list[str]:
-    return [name for name in BitsAndBytesConfig().to_dict() if not name.startswith("_") and name != "quant_method"]
-
-
 def _check_names(model: PreTrainedModel, config: "LoraConfig") -> None:
-    """Raise a ``ValueError`` for names that fit nothing: peft passes over them as long as any other fits."""
+    """Raise a ``ValueError`` for names that match nothing: peft ignores them as long as any other matches."""
     modules = [f".{name}" for name, _ in model.named_modules() if name]
     for option in ("target_modules", "exclude_modules", "modules_to_save", "rank_pattern", "alpha_pattern"):
         names = getattr(config, option)
         for name in [] if names is None or isinstance(names, str) else names:
             pattern = name if option.endswith("_pattern") else re.escape(name)  # as peft compares them
             if not any(re.match(rf".*\.({pattern})$", module) for module in modules):
-                known = _leaves(model)
+                owners = (name for name, module in model.named_modules() if list(module.parameters(recurse=False)))
+                known = sorted({name.rpartition(".")[2] for name in owners})
                 near = difflib.get_close_matches(name, known, n=1)
                 hint = f"Did you mean '{near[0]}'?" if near else f"It has {', '.join(known)}."
                 raise ValueError(f"`lora.{option}` names '{name}', and the model has no such module. {hint}")
@@ -257,12 +244,6 @@ def _check_names(model: PreTrainedModel, config: "LoraConfig") -> None:
     for layer in [wanted] if isinstance(wanted, int) else wanted or []:
         if not 0 <= layer < layers:
             raise ValueError(f"`lora.layers_to_transform` names layer {layer}: the model has 0 to {layers - 1}.")
-
-
-def _leaves(model: nn.Module) -> list[str]:
-    """Last parts of the names of modules that have parameters of their own."""
-    owners = (name for name, module in model.named_modules() if list(module.parameters(recurse=False)))
-    return sorted({name.rpartition(".")[2] for name in owners})
 
 
 def _touches_embedding(model: PreTrainedModel, settings: dict[str, Any]) -> bool:
@@ -273,12 +254,7 @@ def _touches_embedding(model: PreTrainedModel, settings: dict[str, Any]) -> bool
 
 
 def _check_tied(adapted: "PeftModel", *, apart: bool) -> None:
-    """Raise a ``ValueError`` if an embedding and the head that is tied to it would come apart.
-
-    Args:
-        adapted: A model with adapters.
-        apart: Whether one of them may be trained in full without the other.
-    """
+    """Raise a ``ValueError`` if an embedding and its tied head would be separated, unless ``apart`` allows it."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import AuxiliaryTrainingWrapper
 

@@ -12,14 +12,14 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 Exchange = Callable[..., tuple[Tensor, Tensor | None]]
-"""Attention of rows whose tokens are shared out among processes: `SequenceGroup.attend`."""
+"""Attention of rows whose tokens are sharded over processes: `SequenceGroup.attend`."""
 
 DOCUMENT_SDPA = "document_sdpa"
 """Our name for torch's scaled dot product attention, one document at a time."""
 
 
 class _Borders:
-    """Whether `document_attention` is told of all documents; no context variable, which torch.compile cannot trace."""
+    """Whether `document_attention` gets all borders; no context variable, which torch.compile cannot trace."""
 
     given = False
 
@@ -34,26 +34,23 @@ def document_attention(
     exchange: Exchange | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Causal attention within each document of each row, exact and without a mask.
+    """Compute causal attention within each document of each row, exact and without a mask.
 
-    A block-diagonal mask of a row of 32k tokens takes 1 GiB and shuts out the flash kernel; causal attention of one
-    document after another needs neither.
+    A block-diagonal mask of a row of 32k tokens takes 1 GiB and excludes the flash kernel; causal attention of one
+    document after another needs no mask.
 
     Args:
         module: The attention layer.
         query: ``[B, H, T, D]``.
         key: ``[B, H_kv, T, D]``.
         value: ``[B, H_kv, T, D]``.
-        attention_mask: A mask that transformers made (padding, sliding window); it knows the documents already.
+        attention_mask: A mask that transformers made (padding, sliding window), which includes the documents.
         document_borders: For each row ascending indices ``[0, .., T]``; one document per row when None.
-        exchange: Computes this function for whole rows, of which this process holds a part of the tokens.
-        **kwargs: As transformers passes them on.
+        exchange: Computes this function for whole rows, of which this process holds some tokens; it takes no mask.
+        **kwargs: Other arguments of transformers.
 
     Returns:
         ``[B, T, H, D]`` attention output, and None for the attention weights.
-
-    Raises:
-        ValueError: If there is a mask and this process holds a part of the rows only.
     """
     if exchange is not None:
         if attention_mask is not None:
@@ -78,7 +75,7 @@ def document_attention(
 
 @contextlib.contextmanager
 def borders_given() -> Iterator[None]:
-    """Within, `document_attention` is told of all documents by their borders, and needs no mask to keep them apart."""
+    """Let `document_attention` separate documents by their borders alone, without a mask."""
     before, _Borders.given = _Borders.given, True
     try:
         yield
@@ -87,16 +84,16 @@ def borders_given() -> Iterator[None]:
 
 
 def document_mask(**kwargs: Any) -> Tensor | None:
-    """The mask for `document_attention`.
+    """Return the mask for `document_attention`: None for plain causal rows, and for any documents in `borders_given`.
 
-    None for plain causal rows, within `borders_given` however many documents they hold. Elsewhere transformers decides:
-    documents that it finds by positions that restart, or the empty end of a static cache, need a mask.
+    Elsewhere transformers decides: documents that it finds by positions that restart, or the empty end of a static
+    cache, need a mask.
     """
     return sdpa_mask(**(kwargs | {"allow_is_causal_skip": True} if _Borders.given else kwargs))
 
 
 def register_document_attention() -> str:
-    """Make ``document_sdpa`` known to transformers and return that name."""
+    """Register ``document_sdpa`` with transformers and return that name."""
     if DOCUMENT_SDPA not in AttentionInterface():  # or a wrapper around it would be lost
         AttentionInterface.register(DOCUMENT_SDPA, document_attention)
     AttentionMaskInterface.register(DOCUMENT_SDPA, document_mask)
@@ -120,23 +117,15 @@ def index_free_length(config: PreTrainedConfig) -> int | None:
 def isolation_arguments(
     implementation: str, document_borders: Sequence[Sequence[int]], sequence_length: int, device: torch.device
 ) -> dict[str, Any]:
-    """Keyword arguments for a decoder that keep the documents of a row apart.
+    """Return keyword arguments for a decoder that keep the documents of a row apart; none if each row is one document.
 
-    Others than ours and flash attention need none: transformers reads the borders from positions that restart, as long
-    as neither a mask nor a cache is given and the model follows its masks, which `Backbone.check_scoring` tries out.
-
-    Args:
-        implementation: The model's attention implementation.
-        document_borders: For each row ``[0, end of document 1, ..]``; padding may follow.
-        sequence_length: Length ``T`` of the rows, in tokens.
-        device: Where the model runs.
-
-    Returns:
-        Empty when every row holds one document.
+    Implementations other than ours and flash attention need none: transformers reads the borders from positions that
+    restart, as long as neither a mask nor a cache is given and the model follows its masks (see `check_scoring`).
+    ``document_borders`` are ``[0, end of document 1, ..]`` of each row; padding may follow.
     """
     if all(len(borders) <= 2 for borders in document_borders):
         return {}
-    # What stands behind the last border is padding: a piece of its own, which nobody reads.
+    # Padding after the last border is a separate piece, whose output is unused.
     covered = [
         [*borders, *([sequence_length] if borders[-1] < sequence_length else [])] for borders in document_borders
     ]

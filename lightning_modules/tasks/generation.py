@@ -1,8 +1,8 @@
 """Greedy continuations of many prompts, with a key-value cache.
 
-Each prompt is read by itself, without padding and so without a mask of all its tokens; then the caches of a group are
-padded on the left to one length, and the group goes on together, a token per pass. Logits exist for one position of
-each row. A model that does not bear this is found out by a trial, and served in a slower way.
+Each prompt is read alone, without padding and so without a mask of all its tokens; then the caches of a group are
+padded on the left to one length, and the group continues together, a token per pass. Logits exist for one position of
+each row. A trial finds models that do not support this, which are served in a slower way.
 """
 
 import logging
@@ -26,10 +26,10 @@ CACHE_BYTES = 2**30
 """Memory for the caches of a group on a CPU."""
 
 LARGEST_GROUP = 64
-"""Rows of a group, whose logits exist at the same time."""
+"""Most rows of a group, whose logits exist at the same time."""
 
 WINDOWED_CHUNK = 2048
-"""Tokens of a prompt that a model with sliding windows reads in one pass: its mask is of so many rows."""
+"""Tokens of a prompt that a model with sliding windows reads in one pass: its mask has that many rows."""
 
 
 def generate(
@@ -42,20 +42,20 @@ def generate(
     done: Callable[[dict[int, list[int]]], None] | None = None,
     stopped: Callable[[int, list[int]], bool] | None = None,
 ) -> list[list[int]]:
-    """The likeliest token after each prompt, and so on: what ``transformers.generate(do_sample=False)`` gives.
+    """Continue each prompt with the likeliest tokens, as ``transformers.generate(do_sample=False)`` does.
 
-    Without gradient, in eval mode, without random numbers. Where weights are divided among processes, all of them must
-    call it, with as many prompts as each has, if any.
+    Without gradient, in eval mode, without random numbers. Where weights are sharded, all processes must call it, each
+    with any number of prompts.
 
     Args:
         backbone: The model.
         prompts: Token ids, at least one each.
         max_new_tokens: Tokens to generate; one number, or one for each prompt.
-        end_tokens: Tokens behind which a continuation ends; by default those of the model's generation config.
-        cache_bytes: Memory for the caches of prompts that go on together, if they are more than one; by default a third
-            of what an accelerator has free, and 1 GiB on a CPU.
-        done: Called with the continuations of prompts that went on together, by number, as soon as there are any.
-        stopped: Called with the number of a prompt and its tokens so far, after each; whether they are enough.
+        end_tokens: Tokens that end a continuation; by default those of the model's generation config.
+        cache_bytes: Memory for the caches of a group of prompts; by default a third of an accelerator's free memory,
+            and 1 GiB on a CPU.
+        done: Called with the continuations of each group, by number of the prompt.
+        stopped: Called with the number of a prompt and its tokens so far, after each; returns whether to stop.
 
     Returns:
         New token ids of each prompt, without the end token.
@@ -81,27 +81,16 @@ def generate(
 
 
 class _Row(NamedTuple):
-    """A prompt, its number and how many tokens to generate."""
-
     number: int
     prompt: Sequence[int]
     limit: int
 
 
 class _Decoder:
-    """Greedy decoding by one model.
-
-    Args:
-        backbone: The model, in eval mode.
-        end_tokens: Tokens behind which a continuation ends.
-        stopped: Whether the tokens so far of the prompt of that number are enough.
-    """
+    """Decodes greedily with a model in eval mode; the arguments are those of `generate`."""
 
     def __init__(
-        self,
-        backbone: Backbone,
-        end_tokens: Collection[int],
-        stopped: Callable[[int, list[int]], bool] | None = None,
+        self, backbone: Backbone, end_tokens: Collection[int], stopped: Callable[[int, list[int]], bool] | None
     ) -> None:
         self.backbone = backbone
         self.end_tokens = frozenset(end_tokens)
@@ -109,7 +98,7 @@ class _Decoder:
         self.use = cache_use(backbone)
 
     def go_on(self, run: Callable[..., Any], rows: Iterator[_Row], cache_bytes: int) -> Iterator[dict[int, list[int]]]:
-        """Continuations of groups of rows, sorted so that those that come together are alike; longest first."""
+        """Yield continuations of groups of rows, which come sorted, the longest first."""
         if self.use == "none":
             for row in rows:
                 yield {row.number: self._recompute(run, row)}
@@ -129,7 +118,7 @@ class _Decoder:
             yield self._together(run, group, caches, first)
 
     def _is_full(self, group: list[_Row], cache: Cache, row: _Row, cache_bytes: int) -> bool:
-        """Whether the caches of a group, padded to the length of its longest row, leave no room for another row."""
+        """Return whether the padded caches of a group leave no room for another row."""
         if self.use == "alone" or len(group) == LARGEST_GROUP:
             return True
         longest = max(len(one.prompt) for one in (*group, row))
@@ -139,7 +128,7 @@ class _Decoder:
     def _together(
         self, run: Callable[..., Any], group: list[_Row], caches: list[Cache], first: list[Tensor]
     ) -> dict[int, list[int]]:
-        """Continuations of rows that were read; the caches are used up."""
+        """Return continuations of rows that were read; the caches are consumed."""
         lengths = [len(row.prompt) for row in group]
         last = torch.cat(first).argmax(-1)
         cache, caches[:] = _stacked(caches), []
@@ -165,7 +154,7 @@ class _Decoder:
         return continuation
 
     def _goes_on(self, row: _Row, continuation: list[int], token: int) -> bool:
-        """Add a token to a continuation, unless it is its end; whether another one is wanted."""
+        """Add a token to a continuation, unless it ends it; return whether another one is wanted."""
         if token in self.end_tokens:
             return False
         continuation.append(token)
@@ -173,11 +162,8 @@ class _Decoder:
         return not enough and len(continuation) < row.limit
 
 
-# -------------------------------------------------------------------------------------------------------------- passes
-
-
 def read_prompt(backbone: Backbone, run: Callable[..., Any], prompt: Sequence[int]) -> tuple[Tensor, Cache]:
-    """``[1, V]`` logits of the token behind a prompt, and the cache of the prompt."""
+    """Return ``[1, V]`` logits of the token after a prompt, and the cache of the prompt."""
     cache = DynamicCache(config=backbone.base_model.config)
     tokens = torch.tensor([prompt], device=backbone.device)
     logits = tokens.new_empty(0)
@@ -194,15 +180,9 @@ def read_prompt(backbone: Backbone, run: Callable[..., Any], prompt: Sequence[in
 def next_logits(
     backbone: Backbone, run: Callable[..., Any], last: Tensor, lengths: Sequence[int], step: int, cache: Cache
 ) -> Tensor:
-    """``[B, V]`` logits of the tokens behind the last ones of a group.
+    """Return ``[B, V]`` logits of the tokens after the ``[B]`` last ones of a group.
 
-    Args:
-        backbone: The model.
-        run: Makes the pass, as `lockstep` gives it.
-        last: ``[B]`` last tokens, which the cache does not hold yet.
-        lengths: Of the prompts.
-        step: How many tokens the cache holds behind the prompts.
-        cache: Of the group, padded on the left.
+    The cache, padded on the left, holds prompts of these lengths and ``step`` tokens after them, not yet the last ones.
     """
     length = torch.tensor(lengths, device=last.device)[:, None]
     longest, mask = max(lengths), None
@@ -215,7 +195,7 @@ def _last_logits(
     backbone: Backbone, tokens: Tensor, positions: Tensor, cache: Cache | None, mask: Tensor | None = None
 ) -> Tensor:
     arguments: dict[str, Any] = {"use_cache": False} if cache is None else {"use_cache": True, "past_key_values": cache}
-    with borders_given():  # rows hold one document each, whatever their positions begin with
+    with borders_given():  # each row is one document, whatever its first position
         hidden_states = backbone.decoder(
             input_ids=tokens, position_ids=positions, attention_mask=mask, **arguments
         ).last_hidden_state
@@ -227,29 +207,24 @@ def _uncached_logits(backbone: Backbone, run: Callable[..., Any], tokens: Tensor
     return run(backbone.unsharded, lambda: _last_logits(backbone, tokens, positions, None))
 
 
-# -------------------------------------------------------------------------------------------------------------- caches
-
-
 def _stacked(caches: list[Cache]) -> Cache:
-    """One cache of several, each of one row, padded on the left; it takes their memory, layer by layer."""
+    """Return one cache of several, each of one row, padded on the left; layer by layer it takes their memory."""
     if len(caches) == 1:
         return caches[0]
     longest = max(cache.get_seq_length() for cache in caches)
     for layers in zip(*(cache.layers for cache in caches), strict=True):
         if not layers[0].is_initialized:  # it uses the keys and values of another layer
             continue
-        keys, values = _padded([layer.keys for layer in layers]), _padded([layer.values for layer in layers])
-        for layer in layers:
-            layer.keys = layer.values = None
-        layers[0].keys, layers[0].values = keys, values
+        for name in ("keys", "values"):
+            parts = [getattr(layer, name) for layer in layers]
+            width = max(part.shape[-2] for part in parts)  # sliding windows keep fewer tokens
+            stacked = torch.cat([F.pad(part, (0, 0, width - part.shape[-2], 0)) for part in parts])
+            for layer in layers:
+                setattr(layer, name, None)
+            setattr(layers[0], name, stacked)
         if isinstance(layers[0], DynamicSlidingWindowLayer):
             layers[0].cumulative_length = longest
     return caches[0]
-
-
-def _padded(parts: list[Tensor]) -> Tensor:
-    longest = max(part.shape[-2] for part in parts)
-    return torch.cat([F.pad(part, (0, 0, longest - part.shape[-2], 0)) for part in parts])
 
 
 def _bytes(cache: Cache) -> int:
@@ -264,17 +239,14 @@ def _cache_bytes(device: torch.device) -> int:
     return (torch.cuda.mem_get_info(device)[0] + unused) // 3
 
 
-# --------------------------------------------------------------------------------------------------------------- trial
-
-
 def cache_use(backbone: Backbone) -> CacheUse:
-    """How a model can go on, by a trial with two prompts of different length; remembered in ``backbone.cache_use``."""
+    """Return how a model can use a cache, by a trial with two prompts of different length; kept in the backbone."""
     if backbone.cache_use is None:
         with torch.no_grad(), eval_mode(backbone):
             backbone.cache_use = _try_out(backbone)
         if backbone.cache_use == "none":
             log.warning(
-                "`%s` cannot go on from a cache: each new token is computed from all tokens before it.",
+                "`%s` cannot continue from a cache: each new token is computed from all preceding tokens.",
                 type(backbone.base_model).__name__,
             )
     return backbone.cache_use
@@ -285,32 +257,25 @@ def _try_out(backbone: Backbone) -> CacheUse:
     tokens = torch.randint(backbone.vocabulary_size, (14,), generator=generator).tolist()
     prompts, last = [tokens[:7], tokens[7:12]], torch.tensor(tokens[12:], device=backbone.device)
     with lockstep(backbone) as run:
-        whole = [
-            torch.tensor([[*prompt, token]], device=backbone.device)
-            for prompt, token in zip(prompts, tokens[12:], strict=True)
-        ]
-        expected = torch.cat([_uncached_logits(backbone, run, row) for row in whole])
+        whole = ([*prompt, token] for prompt, token in zip(prompts, tokens[12:], strict=True))
+        expected = torch.cat([_uncached_logits(backbone, run, last.new_tensor([row])) for row in whole])
 
         def agrees(groups: list[list[int]]) -> bool:
             try:
                 caches = [read_prompt(backbone, run, prompt)[1] for prompt in prompts]
-                logits = [
-                    next_logits(
-                        backbone,
-                        run,
-                        last[group],
-                        [len(prompts[index]) for index in group],
-                        0,
-                        _stacked([caches[index] for index in group]),
-                    )
-                    for group in groups
-                ]
+                logits = []
+                for group in groups:
+                    lengths, cache = [len(prompts[i]) for i in group], _stacked([caches[i] for i in group])
+                    logits.append(next_logits(backbone, run, last[group], lengths, 0, cache))
             except torch.OutOfMemoryError:
                 raise
-            except Exception as error:  # whatever a model may say that knows no cache, or no padding
-                log.info("%s does not go on %s: %r", type(backbone.base_model).__name__, groups, error)
+            except Exception as error:  # models that support no cache, or no padding, raise anything
+                log.info("%s does not continue %s: %r", type(backbone.base_model).__name__, groups, error)
                 return False
-            return _are_close(torch.cat(logits), expected)
+            # Half precision rounds otherwise for other shapes; a forgotten mask or position is far above.
+            tolerance = 1e-3 if expected.dtype in (torch.float32, torch.float64) else 0.2
+            difference = (torch.cat(logits).double() - expected.double()).abs().max()
+            return bool(difference <= tolerance * expected.double().std().clamp(min=1e-6))
 
         if _can_be_stacked(backbone) and agrees([[0, 1]]):
             return "together"
@@ -318,21 +283,11 @@ def _try_out(backbone: Backbone) -> CacheUse:
 
 
 def _can_be_stacked(backbone: Backbone) -> bool:
-    """Whether padding on the left moves nothing but positions, which are given: no states, no chunks of attention."""
+    """Return whether padding on the left changes positions only, which are given: no states, no attention chunks."""
     config = backbone.base_model.config
     layers = DynamicCache(config=config).layers
     chunked = getattr(config.get_text_config(decoder=True), "attention_chunk_size", None) is not None
     return not chunked and all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
-
-
-def _are_close(logits: Tensor, expected: Tensor) -> bool:
-    """Up to rounding: half precision rounds otherwise for other shapes; a forgotten mask or position is far above."""
-    exact = expected.dtype in (torch.float32, torch.float64)
-    error = (logits.double() - expected.double()).abs().max() / expected.double().std().clamp(min=1e-6)
-    return bool(error <= (1e-3 if exact else 0.2))
-
-
-# -------------------------------------------------------------------------------------------------------------- checks
 
 
 def _end_tokens(backbone: Backbone) -> list[int]:
@@ -348,7 +303,7 @@ def _check(backbone: Backbone, prompts: Sequence[Sequence[int]], limits: Sequenc
         )
     for number, prompt in enumerate(prompts):
         if len(prompt) == 0:
-            raise ValueError(f"Prompt {number} is empty: there is nothing to go on from. Give it a token at least.")
+            raise ValueError(f"Prompt {number} is empty: there is nothing to continue. Give it at least one token.")
         if max(prompt) >= backbone.vocabulary_size:
             raise ValueError(
                 f"Prompt {number} has token {max(prompt)}, beyond the embedding of {backbone.vocabulary_size} tokens of"

@@ -1,4 +1,4 @@
-"""What a model makes of a right answer that it is given token by token: one pass, and no generation."""
+"""Scores of right answers that a model is given token by token: one pass, and no generation."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,14 +21,14 @@ TOKENS_PER_PASS_CPU = 4096
 
 
 class AnswerScores(NamedTuple):
-    """How likely a right answer is, and what the model would have said.
+    """How likely a right answer is, and the likeliest tokens in its place.
 
     Attributes:
-        right: For each answer, whether each of its tokens is the likeliest one there.
-        greedy: The likeliest token at each place from the first one on that is not in the question.
+        right: For each answer, whether each of its tokens is the likeliest one.
+        greedy: The likeliest token at each position after the question.
         answer_log_likelihood: Sum over the tokens of all answers, in nats.
         answer_tokens: Their number.
-        other_log_likelihood: Sum over all other tokens of question and answer, the first one left out.
+        other_log_likelihood: Sum over all other tokens of question and answer but the first one.
         other_tokens: Their number.
     """
 
@@ -41,7 +41,7 @@ class AnswerScores(NamedTuple):
 
     @property
     def score(self) -> float:
-        """Share of the answers that the model would have given, had it given those before them."""
+        """Fraction of the answers that the model would have given, after the right ones before them."""
         return sum(self.right) / len(self.right)
 
 
@@ -55,16 +55,13 @@ def teacher_forced(
     """Score the answers of questions, each given all tokens before it.
 
     Without gradient, in eval mode, without random numbers. Logits exist for the tokens of answers and for a chunk of
-    the others. Where weights are divided among processes, all of them must call it, with as many questions as each has.
+    the others. Where weights are sharded, all processes must call it, each with any number of questions.
 
     Args:
         backbone: The model.
-        questions: From `Prompter.force`.
+        questions: Questions from `Prompter.force`.
         tokens_per_pass: Tokens that share a pass, padding included; by default 32,768, and 4096 on a CPU.
-        done: Called with the scores of questions that shared a pass, by number, as soon as there are any.
-
-    Returns:
-        Scores of each question.
+        done: Called with the scores of questions that shared a pass, by number.
 
     Raises:
         ValueError: If a question has no answer, has tokens that the model does not know, or is longer than learned
@@ -88,7 +85,7 @@ def teacher_forced(
 
 
 def _groups(questions: Sequence[ForcedAnswer], most: int) -> list[list[int]]:
-    """Questions of like length together, the longest first, in rows that are padded to the longest of a group."""
+    """Group questions of similar length, the longest first; rows are padded to the longest of a group."""
     groups: list[list[int]] = []
     for index in sorted(range(len(questions)), key=lambda index: -len(questions[index].input_ids)):
         longest = len(questions[groups[-1][0]].input_ids) if groups else 0
@@ -100,7 +97,7 @@ def _groups(questions: Sequence[ForcedAnswer], most: int) -> list[list[int]]:
 
 
 def _batch(questions: Sequence[ForcedAnswer], device: torch.device) -> PackedBatch:
-    """Rows padded on the right; no mask is needed, since attention never looks there."""
+    """Pad rows on the right; no mask is needed, since causal attention never looks there."""
     rows = [torch.tensor(question.input_ids) for question in questions]
     tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)
     labels = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=IGNORE_INDEX).to(device)
@@ -113,7 +110,7 @@ def _batch(questions: Sequence[ForcedAnswer], device: torch.device) -> PackedBat
 def _score(backbone: Backbone, batch: PackedBatch, questions: Sequence[ForcedAnswer]) -> list[AnswerScores]:
     hidden_states = backbone.hidden_states(batch)
     log_likelihood = token_log_likelihood(hidden_states, backbone.head, batch["labels"]).double()
-    # The place before the first token of an answer predicts it. Few rows each: logits of one question at a time.
+    # The preceding position predicts a token. Few rows each: logits of one question at a time.
     greedy = [
         backbone.logits(hidden_states[row, question.answer_start - 1 : len(question.input_ids) - 1]).argmax(-1)
         for row, question in enumerate(questions)

@@ -33,9 +33,9 @@ FSDP = "configs/strategies/fsdp.yaml: FSDP2"
 BASIS = (
     "Computed: operations of all matrix products and of causal attention, from the modules of the model; bytes of"
     " activations from running it on tensors without data, with flash attention. Nothing was measured on a GPU.",
-    "Assumed: the fractions of the peak rate, the CUDA context and fragmentation above; one document per row; no time"
+    "Assumed: these rates, the CUDA context and fragmentation; one document per sequence; no time"
     " for anything else (norms, optimizer, data, communication, validation), so that real steps are slower.",
-    "`paper_overhead` is wall-clock time of the authors' code (Table 7: Llama-2-7B, 32k).",
+    "The paper's column is wall-clock time of the authors' code (Table 7: Llama-2-7B, 32k tokens).",
 )
 
 

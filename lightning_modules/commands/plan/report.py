@@ -10,39 +10,123 @@ WIDTH = 118
 
 
 def report(plan: dict[str, Any]) -> str:
-    """Return the plan section by section: lists of dictionaries as tables, all other numbers by their names."""
-    lines: list[str] = []
-    for name, content in plan.items():
-        if content:
-            lines += ["", name.upper(), *_lines(content)]
-    return "\n".join(lines[1:])
+    """Format a plan section by section, with units."""
+    sections = [_header(plan), _training(plan), _memory(plan["memory"]), _scoring(plan["scoring"]), _basis(plan)]
+    return "\n\n".join("\n".join(section) for section in sections)
 
 
-def _lines(content: Any, indent: str = "  ") -> Iterator[str]:
-    if isinstance(content, list) and isinstance(content[0], dict):
-        columns = [name for name in content[0] if any(_text(row[name]) for row in content)]
-        table = Table(columns, [[_text(row[name]) for name in columns] for row in content])
-        yield textwrap.indent(as_text_table(table), indent)
-    elif isinstance(content, list):
-        for entry in content:
-            yield _wrap(str(entry), indent)
-    else:
-        nested = {name: value for name, value in content.items() if isinstance(value, dict | list)}
-        if texts := [f"{name} {text}" for name in content if name not in nested and (text := _text(content[name]))]:
-            yield _wrap("; ".join(texts), indent)
-        for name, value in nested.items():
-            if value:
-                yield f"{indent}{name}:"
-                yield from _lines(value, f"{indent}  ")
+def _header(plan: dict[str, Any]) -> Iterator[str]:
+    model, gpu, run = plan["model"], plan["gpu"], plan["run"]
+    steps = "" if run["max_steps"] is None else f", {run['max_steps']:,} steps"
+    yield f"PLAN for {model['name']} ({model['model_type']})"
+    yield f"  model  {_size(model['parameters'])}, {model['layers']} layers, vocabulary {model['vocabulary']:,}"
+    if model["trained_parameters"] < model["parameters"]:
+        yield f"         {_size(model['trained_parameters'])} trained"
+    yield (
+        f"  run    {run['objective']} (K={run['context_length']}, d={run['stride']}), sequences of {run['tokens']:,}"
+        f" tokens, {run['rows_per_step']} per step{steps}"
+    )
+    sharding = "weights, gradients and optimizer sharded (FSDP2)" if run["sharded"] else "everything on each GPU"
+    yield (
+        f"         {run['precision']}, {str(run['dtype']).removeprefix('torch.')} weights, gradient checkpointing"
+        f" {run['checkpointing']}, {run['optimizer']}, {sharding}"
+    )
+    yield f"  GPU    {gpu['count']} x {gpu['name']}: {gpu['tflops']:g} TFLOP/s at peak, {gpu['memory']:g} GiB"
+    for note in plan["notes"]:
+        yield _wrap(f"note: {note}")
 
 
-def _wrap(text: str, indent: str) -> str:
-    return textwrap.fill(text, WIDTH, initial_indent=indent, subsequent_indent=f"{indent}  ")
+def _training(plan: dict[str, Any]) -> Iterator[str]:
+    yield "TRAINING: TFLOP of a sequence, LongCE over cross entropy (CE), and time of an optimizer step"
+    head = ("K / d", "CE TFLOP", "short pass TFLOP", "LongCE over CE", "paper, measured", "CE step", "LongCE step")
+    rows = [
+        (
+            f"{row['context_length']} / {row['stride']}{' *' if row['configured'] else ''}",
+            f"{row['ce_tflop']:,.4g}",
+            f"{row['short_pass_tflop']:,.4g}",
+            f"{row['overhead']:+.0%}",
+            "" if row["paper_overhead"] is None else f"{row['paper_overhead']:+.0%}",
+            _duration(row["ce_step_seconds"]),
+            _duration(row["longce_step_seconds"]),
+        )
+        for row in plan["training"]
+    ]
+    if rows:
+        yield textwrap.indent(as_text_table(Table(head, rows)), "  ")
+        yield "  * as configured"
+    for name, bill in plan["cost"].items():
+        parts = [f"{_duration(bill['step_seconds'])} per step", f"{bill['tokens_per_second']:,.0f} tokens/s"]
+        if bill["hours"] is not None:
+            parts.append(
+                f"{plan['run']['max_steps']:,} steps: {bill['hours']:.2f} h, {bill['gpu_hours']:.1f} GPU-hours"
+            )
+        if bill["price_per_step"] is not None:
+            total = "" if bill["price"] is None else f"price {bill['price']:.2f}, "
+            parts.append(f"{total}{bill['price_per_step']:.4f} per step")
+        yield f"  {name}: {', '.join(parts)}"
 
 
-def _text(value: Any) -> str:
-    if value is None or isinstance(value, bool):
-        return {None: "", True: "yes", False: "no"}[value]
-    if isinstance(value, float):
-        return f"{value:,.4g}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
+def _memory(memory: dict[str, Any]) -> Iterator[str]:
+    yield f"MEMORY OF TRAINING on each GPU: {_fit(memory)}"
+    for name, size in memory["lasting"].items():
+        yield f"  {size:8.2f} GiB  {name}"
+    for phase, parts in memory["phases"].items():
+        listed = ", ".join(f"{size:.2f} {name}" for name, size in parts.items())
+        largest = "+" if phase == memory["largest_phase"] else " "
+        yield _wrap(f"{largest} {sum(parts.values()):6.2f} GiB  in phase '{phase}': {listed}", hanging=16)
+    yield f"  {memory['peak']:8.2f} GiB  peak: phases follow one another, and only the largest (+) counts"
+    for remedy in memory.get("remedies", ()):
+        yield _wrap(f"would fit with {remedy['change']}: {remedy['needed']:.1f} GiB")
+
+
+def _scoring(scoring: dict[str, Any]) -> Iterator[str]:
+    yield (
+        f"SCORING a document of {scoring['document_tokens']:,} tokens on one GPU (LongPPL,"
+        f" K={scoring['context_length']}, d={scoring['stride']})"
+    )
+    rows = [
+        (
+            row["pass"],
+            f"{row['tflop']:,.4g}",
+            _duration(row["seconds"]),
+            "" if row["overhead"] is None else f"{row['overhead']:+.0%}",
+        )
+        for row in scoring["passes"]
+    ]
+    yield textwrap.indent(as_text_table(Table(("", "TFLOP", "time", "over one pass"), rows)), "  ")
+    if (evaluator := scoring.get("evaluator")) is not None:
+        yield f"  evaluator: {evaluator['name']}, {_size(evaluator['parameters'])}"
+    if (validation := scoring.get("validation")) is not None:
+        first, later = (_duration(validation[name]) for name in ("first_seconds", "later_seconds"))
+        yield f"  a validation of {validation['documents']} such documents: {first} the first time, {later} later"
+    for name, memory in scoring["memory"].items():
+        yield f"  memory of the {name}: {_fit(memory)}"
+
+
+def _basis(plan: dict[str, Any]) -> Iterator[str]:
+    rates = plan["assumed"]
+    yield "WHAT THIS RESTS ON"
+    yield _wrap(
+        f"Rates: {rates['gemm']:.0%} of the peak in matrix products, {rates['attention']:.0%} in attention,"
+        f" {rates['attention_backward']:.0%} in its backward pass. Memory: {rates['context_gib']:g} GiB for the CUDA"
+        f" context and {rates['fragmentation']:.0%} of the peak for fragmentation are included."
+    )
+    for line in plan["basis"]:
+        yield _wrap(line)
+
+
+def _fit(memory: dict[str, Any]) -> str:
+    fits = "fits" if memory["fits"] else "DOES NOT FIT"
+    return f"{memory['needed']:.1f} of {memory['available']:g} GiB, {fits}"
+
+
+def _size(parameters: int) -> str:
+    return f"{parameters / 1e9:.2f}B parameters" if parameters >= 1e9 else f"{parameters / 1e6:.2f}M parameters"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds / 3600:.3g} h" if seconds >= 3600 else f"{seconds:.3g} s"
+
+
+def _wrap(text: str, hanging: int = 4) -> str:
+    return textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent=" " * hanging)

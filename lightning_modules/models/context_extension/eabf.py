@@ -15,7 +15,7 @@ EABF = "eabf"
 
 
 def entropy_scale(positions: Tensor, original_length: int) -> Tensor:
-    r"""What EABF multiplies the attention logits of each query by.
+    r"""Return the factor of the attention logits of each query.
 
     .. math:: t_i = \max\big(1,\ \log(i + 1) / \log c\big)
 
@@ -38,17 +38,10 @@ def entropy_scale(positions: Tensor, original_length: int) -> Tensor:
 
 
 def scaled_attention(attention: Callable[..., Any], module: nn.Module, query: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Attention of ``[B, H, T, D]`` queries, of which those beyond the original length are scaled.
+    """Return attention of ``[B, H, T, D]`` queries, of which those beyond the original length are scaled.
 
-    Args:
-        attention: What computes attention.
-        module: The attention layer of a model of RoPE type ``eabf``.
-        query: ``[B, H, T, D]``.
-        *args: As transformers passes them on.
-        **kwargs: The same; ``position_ids`` among them.
-
-    Raises:
-        ValueError: If the model gives no positions.
+    The arguments are those of transformers, with the function that computes attention; a ``ValueError`` is raised if
+    the model gives no ``position_ids``.
     """
     config: Any = module.config
     rope = config.rope_parameters

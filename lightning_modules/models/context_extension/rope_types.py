@@ -1,17 +1,19 @@
-"""RoPE types of ours: what a saved config says of positions, and attention other than transformers' own.
+"""RoPE types beyond those of transformers.
 
 EABF and the attention patterns depend on layer and position, so that neither cos and sin (one pair for all layers, for
-queries and keys) nor a hook on a projection (fused, normalised or adapted in some models) can express them. Here each
-is a value of ``rope_parameters.rope_type``, which a saved config carries, and a wrapper around the attention functions
-of transformers, which does nothing for models of other RoPE types. Where `register_rope_types` was not called, such a
-model does not load: ``KeyError: 'eabf'``.
+queries and keys) nor a hook on a projection (fused, normalized or adapted in some models) can express them. Each is a
+value of ``rope_parameters.rope_type``, which a saved config carries, and a wrapper around the attention functions of
+transformers, which does nothing for models of other RoPE types. Without `register_rope_types`, such a model does not
+load: ``KeyError: 'eabf'``.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -19,29 +21,21 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from lightning_modules.models.attention import DOCUMENT_SDPA, register_document_attention
 from lightning_modules.models.context_extension.eabf import EABF, scaled_attention
 from lightning_modules.models.context_extension.patterns import PATTERNS, Pattern, Rotary
-from lightning_modules.models.context_extension.patterns.dilated import check_dilation
-from lightning_modules.models.context_extension.patterns.documents import by_document
 from lightning_modules.models.context_extension.patterns.settings import PATTERN_SETTINGS
+from lightning_modules.models.context_extension.patterns.trained import check_dilation
 
 TYPE_ARCHITECTURES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma", "gpt_neox")
-"""Model types whose attention hands positions on and rotates the usual halves; tests compare with dense references."""
+"""Model types whose attention passes positions on and rotates the usual halves, as tests verify."""
 
 BACKENDS = ("sdpa", DOCUMENT_SDPA, "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 """Attention implementations that are wrapped."""
 
 PATTERN_BACKENDS = ("sdpa", DOCUMENT_SDPA)
-"""Those in whose place a pattern computes attention: their masks say what is padding."""
+"""Those that a pattern can replace: their masks mark padding."""
 
 
 class RopeType(NamedTuple):
-    """What a RoPE type of ours does.
-
-    Attributes:
-        attend: Attention, from the function of transformers' that is wrapped and its arguments.
-        frequencies: Inverse frequencies that the model rotates by before attention.
-        backends: Attention implementations that it works with.
-        parameters: Keys that it needs in ``rope_parameters``.
-    """
+    """Attention (given the wrapped function and its arguments), inverse frequencies, backends and parameters."""
 
     attend: Callable[..., Any]
     frequencies: Callable[[PreTrainedConfig], Tensor]
@@ -50,20 +44,20 @@ class RopeType(NamedTuple):
 
 
 def rotary_width(config: PreTrainedConfig) -> int:
-    """How many components of each attention head are rotated."""
+    """Return how many components of each attention head are rotated."""
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return int(width * config.rope_parameters.get("partial_rotary_factor", 1.0))
 
 
 def plain_frequencies(config: PreTrainedConfig) -> Tensor:
-    """``[R / 2]`` float32 inverse frequencies of plain RoPE at the base in the config."""
+    """Return ``[R / 2]`` float32 inverse frequencies of plain RoPE at the base in the config."""
     width = rotary_width(config)
     exponents = torch.arange(0, width, 2, dtype=torch.int64).to(torch.float32) / width
     return 1.0 / (config.rope_parameters["rope_theta"] ** exponents)
 
 
 def no_frequencies(config: PreTrainedConfig) -> Tensor:
-    """Zeros in their place: cos is 1 and sin 0, so that a pattern gets, and a cache keeps, what nobody has rotated."""
+    """Return zeros: cos is 1 and sin 0, so that a pattern gets, and a cache keeps, states that are not rotated."""
     return torch.zeros_like(plain_frequencies(config))
 
 
@@ -102,22 +96,13 @@ ROPE_TYPES: dict[str, RopeType] = {
 
 
 class RopeTypeAttention:
-    """An attention function of transformers that computes otherwise for models of our RoPE types.
-
-    Args:
-        attention: What computes attention for all others.
-    """
+    """Wraps an attention function of transformers for models of our RoPE types."""
 
     def __init__(self, attention: Callable[..., Any]) -> None:
         self.attention = attention
 
     def __call__(self, module: nn.Module, query: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Attention of ``[B, H, T, D]`` queries, as transformers calls it.
-
-        Raises:
-            ValueError: If the model's RoPE type needs positions that the model does not give, or finds a mask that it
-                cannot follow.
-        """
+        """Return attention of ``[B, H, T, D]`` queries, as transformers calls it."""
         own = own_type(getattr(module, "config", None))
         if own is None:
             return self.attention(module, query, *args, **kwargs)
@@ -125,13 +110,13 @@ class RopeTypeAttention:
 
 
 def own_type(config: PreTrainedConfig | None) -> RopeType | None:
-    """The RoPE type of a config, if it is one of ours."""
+    """Return the RoPE type of a config, if it is one of ours."""
     parameters = getattr(config, "rope_parameters", None) or {}
     return ROPE_TYPES.get(parameters.get("rope_type", ""))
 
 
 def register_rope_types() -> None:
-    """Make models of our RoPE types load and compute; others are not touched. Call it as often as you like."""
+    """Make models of our RoPE types load and compute, leaving others alone. Repeated calls do nothing."""
     ROPE_INIT_FUNCTIONS.update({name: partial(_initial, name) for name in ROPE_TYPES})
     register_document_attention()
     attention_functions = AttentionInterface()
@@ -179,7 +164,7 @@ def check_attention(model: PreTrainedModel) -> None:
 def _initial(
     name: str, config: PreTrainedConfig, device: torch.device | None = None, seq_len: int | None = None, **_: Any
 ) -> tuple[Tensor, float]:
-    """Inverse frequencies and attention factor, as transformers asks for them when it builds a model."""
+    """Return inverse frequencies and attention factor, as transformers requests them when it builds a model."""
     own = ROPE_TYPES[name]
     check_parameters(config.rope_parameters)
     _check_backend(config, own.backends)
@@ -189,3 +174,61 @@ def _initial(
             f" {', '.join(TYPE_ARCHITECTURES)}: others may hand no positions to attention or never call it."
         )
     return own.frequencies(config).to(device), 1.0
+
+
+def by_document(
+    attention: Callable[[Tensor, Tensor, Tensor], Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    borders: Sequence[Sequence[int]] | None,
+) -> Tensor:
+    """Return ``[B, H, T, D]`` attention of the last T of S tokens within each document of each row.
+
+    Args:
+        attention: Attention of one document, from ``[B, H, T, D]`` queries and ``[B, H_kv, S, D]`` keys and values.
+        query: ``[B, H, T, D]``.
+        key: ``[B, H_kv, S, D]``, where S is above T if a cache holds the preceding tokens.
+        value: ``[B, H_kv, S, D]``.
+        mask: ``[B, 1, T, S]`` that transformers made of padding, where the output is 0; None without padding.
+        borders: For each row ascending indices ``[0, .., T]``; one document per row when None.
+
+    Raises:
+        ValueError: If a mask holds more than causal attention and padding: a sliding window, or packed documents.
+    """
+    if mask is None and borders is None:
+        if 1 < query.shape[2] < key.shape[2]:  # an empty static cache: the rest of it is not filled yet
+            key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
+        return attention(query, key, value)
+    rows = []
+    for row in range(len(query)):
+        q, k, v = (part[row : row + 1] for part in (query, key, value))
+        if mask is not None:
+            rows.append(_padded(attention, q, k, v, mask[row % len(mask), 0]))
+        elif borders is not None:
+            parts = [attention(*(x[:, :, start:stop] for x in (q, k, v))) for start, stop in pairwise(borders[row])]
+            rows.append(torch.cat(parts, dim=2))
+    return torch.cat(rows)
+
+
+def _padded(
+    attention: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor, mask: Tensor
+) -> Tensor:
+    """Return attention of one row that is padded as in its ``[T, S]`` mask."""
+    (tokens, keys), device = mask.shape, mask.device
+    seen = mask[-1].nonzero() if mask.dtype == torch.bool else mask.new_empty(0)
+    first, end = (int(seen[0]), int(seen[-1]) + 1) if len(seen) else (0, 0)
+    # With a cache the last query is the last token; without one it may be padding after it.
+    shift = 0 if tokens == keys else end - tokens
+    own = torch.arange(keys, device=device)
+    low, high = max(first - shift, 0), end - shift  # queries that are tokens
+    causal = (own >= first) & (own < end) & (own <= own[:tokens, None] + shift)
+    if first == end or shift < 0 or not torch.equal(mask, causal):
+        raise ValueError(
+            "The attention pattern of this model follows no mask but that of padding, and was given another one. If"
+            " the model has sliding windows, set `context_extension.full_attention: true`; if its rows hold several"
+            " documents, set `document_borders` and the attention 'document_sdpa'."
+        )
+    output = attention(query[:, :, low:high], key[:, :, first:end], value[:, :, first:end])
+    return F.pad(output, (0, 0, low, tokens - high))

@@ -1,9 +1,8 @@
-"""Whether a model rotates as its config says, and by positions only."""
+"""Checks that a model rotates by positions only, as its config specifies."""
 
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightning_modules.models.context_extension.rope_types import check_attention
@@ -15,9 +14,7 @@ ARCHITECTURES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "phi3", "gemma
 def check_static(config: PreTrainedConfig, *, compares: bool) -> None:
     """Raise a ``ValueError`` for RoPE that rotates the same tokens differently alone and in a longer text.
 
-    Args:
-        config: Of the model.
-        compares: Whether long and short contexts are compared. Else only what has no fixed frequencies is refused.
+    Unless the run ``compares`` long and short contexts, only types without fixed frequencies are refused.
     """
     for part in _rope_parts(config):
         if _follows_length(part) and (compares or part["rope_type"] == "dynamic"):
@@ -30,11 +27,11 @@ def check_static(config: PreTrainedConfig, *, compares: bool) -> None:
 
 
 def check_rotary(model: PreTrainedModel) -> None:
-    """Compare what a model rotates by with what its config says, which would be saved with it.
+    """Compare a model's rotation with its config, which would be saved with it.
 
     Raises:
         RuntimeError: If frequencies were cast to fewer than 32 bits, frequencies or attention factor are not those of
-            the config, or attention is not what its RoPE type asks for.
+            the config, or attention does not support its RoPE type.
     """
     check_attention(model)
     for name, buffer in model.named_buffers():
@@ -44,15 +41,11 @@ def check_rotary(model: PreTrainedModel) -> None:
                 " Use a mixed precision (`bf16-mixed`) or a strategy that leaves buffers in float32."
             )
     for name, module in model.named_modules():
-        if _has_fixed_frequencies(module):
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "model_type", None) not in ARCHITECTURES or "inv_freq" not in module._buffers:
+            continue
+        if not any(_follows_length(part) for part in _rope_parts(config)):
             _check_frequencies(name, module)
-
-
-def _has_fixed_frequencies(module: nn.Module) -> bool:
-    config = getattr(module, "config", None)
-    if getattr(config, "model_type", None) not in ARCHITECTURES or "inv_freq" not in module._buffers:
-        return False
-    return not any(_follows_length(part) for part in _rope_parts(config))
 
 
 def _follows_length(part: dict[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""Render the chat template of a tokenizer, which is a program of whoever made the model."""
+"""Render the chat template of a tokenizer, which is a program by the author of the model."""
 
 import sys
 import time
@@ -16,11 +16,7 @@ RENDERING_SECONDS = 10.0
 
 
 def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Render a short chat, before a model is loaded for the others.
-
-    Raises:
-        ValueError: If the tokenizer has no chat template, or one that cannot be used.
-    """
+    """Render a short chat; a ``ValueError`` if the tokenizer has no chat template, or one that cannot be used."""
     if tokenizer.chat_template is None:
         raise ValueError(
             f"The tokenizer '{tokenizer.name_or_path}' has no chat template: set `chat_template` to false."
@@ -29,12 +25,7 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]], **options: Any) -> str:
-    """Render a chat as text.
-
-    Args:
-        tokenizer: With a chat template.
-        messages: Turns with ``role`` and ``content``.
-        options: Further arguments of `apply_chat_template`.
+    """Render a chat of turns with ``role`` and ``content`` as text, with options of `apply_chat_template`.
 
     Raises:
         ValueError: If the template leaves its sandbox, fails or takes longer than `RENDERING_SECONDS`.
@@ -58,9 +49,8 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str,
 def _time_limit(seconds: float) -> Iterator[None]:
     """Raise a ``TimeoutError`` from Python code that this thread still runs in the block when the time is up.
 
-    A trace function looks at the clock at each line. It works in every thread, which an alarm signal does not, costs no
-    process, and what it interrupts is gone, unlike a thread that is left behind. A template is compiled to Python, so
-    that loops cannot escape; only a single operation on huge values (a power of a power) can take longer.
+    A trace function checks the clock at each line. Unlike an alarm signal it works in every thread. A template is
+    compiled to Python, so that loops cannot escape; only a single operation on huge values can take longer.
     """
     deadline, before = time.monotonic() + seconds, sys.gettrace()
 

@@ -1,4 +1,4 @@
-"""Tokens back to text, with the characters that each of them stands for."""
+"""Tokens back to text, with the characters of each."""
 
 import json
 import re
@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 _SAMPLE = "The cat sat on the mat, naïve café; 日本 and 🙂.\n\t12 of 345"
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -18,14 +19,9 @@ _ESCAPED = re.compile("[\udc80-\udcff]")  # how Python decodes a byte that belon
 class TokenCharacters:
     """Text and character spans of token ids, also where a row was cut in the middle of a word or of a character.
 
-    The bytes of each token are taken from the vocabulary, so that nothing depends on what stands around a token.
-    Byte-level vocabularies (GPT-2, Llama 3, Qwen) and those of sentencepiece (Llama 2, Mistral, Gemma) are known.
-
-    Args:
-        tokenizer: A fast tokenizer.
-
-    Raises:
-        ValueError: If the tokenizer turns tokens into text in a way that is not known here.
+    The bytes of each token come from the vocabulary, so that nothing depends on its neighbors. Byte-level vocabularies
+    (GPT-2, Llama 3, Qwen) and those of sentencepiece (Llama 2, Mistral, Gemma) are supported; others raise a
+    ``ValueError``.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -38,18 +34,22 @@ class TokenCharacters:
         for token in specification["added_tokens"]:
             if token["special"]:
                 self._bytes[token["id"]] = b""
-        self._check(tokenizer)
+        # The tokenizer's decoder may drop a space at the start.
+        ids = tokenizer.backend_tokenizer.encode(_SAMPLE, add_special_tokens=False).ids
+        expected = tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=True)
+        found, _ = self(torch.tensor(ids, dtype=torch.int64))
+        if found.lstrip() != expected.lstrip():
+            raise ValueError(
+                f"The tokens of '{tokenizer.name_or_path}' cannot be turned back into text here (for '{expected}' this"
+                f" gives '{found}'), so that an evaluator with another tokenizer cannot weigh them: choose one with"
+                " the same tokenizer."
+            )
 
     def __call__(self, ids: Tensor) -> tuple[str, Tensor]:
-        """The text of a stretch of tokens.
+        """Return the text of ``[N]`` token ids, and the ``[N, 2]`` int64 character span of each token in it.
 
-        Args:
-            ids: ``[N]`` token ids.
-
-        Returns:
-            The text, and the ``[N, 2]`` int64 character span of each token in it. A character whose bytes are those of
-            several tokens belongs to all of them. Special tokens, and the bytes of a character that was cut in two,
-            stand for no character: their spans are empty.
+        A character whose bytes are those of several tokens belongs to all of them. Special tokens, and the bytes of a
+        character that was cut in two, have empty spans.
         """
         pieces = [self._bytes[index] for index in ids.tolist()]
         # Each byte that belongs to no whole character becomes a lone surrogate, which no text holds.
@@ -66,30 +66,12 @@ class TokenCharacters:
         stop = np.where(lengths > 0, before[np.minimum(last + 1, len(code))], start)
         return code[whole].tobytes().decode("utf-32-le"), torch.from_numpy(np.stack([start, stop], axis=1))
 
-    def _check(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        """Compare with the tokenizer's own decoder, which may drop a space at the start."""
-        ids = tokenizer.backend_tokenizer.encode(_SAMPLE, add_special_tokens=False).ids
-        expected = tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=True)
-        found, _ = self(torch.tensor(ids, dtype=torch.int64))
-        if found.lstrip() != expected.lstrip():
-            raise ValueError(
-                f"The tokens of '{tokenizer.name_or_path}' cannot be turned back into text here (for '{expected}' this"
-                f" gives '{found}'), so that an evaluator with another tokenizer cannot weigh them: choose one with"
-                " the same tokenizer."
-            )
-
 
 def token_texts(tokenizer: PreTrainedTokenizerFast, ids: Sequence[int]) -> list[str]:
-    """How tokens read one by one, for people.
+    """Return readable texts of single tokens: bytes of an incomplete character as ``<0xE2>``, special tokens by name.
 
-    Args:
-        tokenizer: A fast tokenizer of any kind.
-        ids: Token ids; some may be beyond the vocabulary, as rows of a padded embedding are.
-
-    Returns:
-        For each its text, with bytes that are no whole character as ``<0xE2>``; special tokens by their names, and an
-        id beyond the vocabulary as ``<32001>``. Of a tokenizer that joins tokens in a way that is not known here, the
-        entry of the vocabulary.
+    An id beyond the vocabulary, as rows of a padded embedding have, is ``<32001>``. Tokenizers that join tokens in an
+    unknown way give the entries of the vocabulary.
     """
     specification = json.loads(tokenizer.backend_tokenizer.to_str())
     try:
@@ -109,7 +91,7 @@ def token_texts(tokenizer: PreTrainedTokenizerFast, ids: Sequence[int]) -> list[
 
 
 def _converter(decoder: dict[str, Any] | None) -> Callable[[str], bytes]:
-    """A token of the vocabulary to the bytes it adds to a text."""
+    """Return a function from a token of the vocabulary to the bytes it adds to a text."""
     parts = [] if decoder is None else decoder.get("decoders", [decoder])
     kinds = {part["type"] for part in parts}
     if unknown := kinds - {"ByteLevel", "ByteFallback", "Replace", "Metaspace", "Fuse", "Strip"}:
@@ -118,8 +100,10 @@ def _converter(decoder: dict[str, Any] | None) -> Callable[[str], bytes]:
             " choose an evaluator with the same tokenizer."
         )
     if "ByteLevel" in kinds:
-        byte_of = _byte_alphabet()
-        return lambda token: _byte_level(token, byte_of)
+        byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
+        letters = set(byte_of)
+        # Others are added tokens.
+        return lambda token: bytes(byte_of[c] for c in token) if letters.issuperset(token) else token.encode()
     if not kinds:
         return lambda token: f" {token}".encode()
     replaced = [_replacement(part) for part in parts if part["type"] in ("Replace", "Metaspace")]
@@ -132,19 +116,6 @@ def _replacement(part: dict[str, Any]) -> tuple[str, str]:
     if "String" not in part["pattern"]:
         raise ValueError(f"Tokenizers that replace by a pattern ({part['pattern']}) cannot be turned back into text.")
     return part["pattern"]["String"], part["content"]
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """The letter that stands for each byte in byte-level vocabularies: itself if printable, else one from 256 on."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
-
-
-def _byte_level(token: str, byte_of: dict[str, int]) -> bytes:
-    if all(character in byte_of for character in token):
-        return bytes(byte_of[character] for character in token)
-    return token.encode()  # an added token
 
 
 def _sentencepiece(token: str, replaced: list[tuple[str, str]], *, bytes_too: bool) -> bytes:

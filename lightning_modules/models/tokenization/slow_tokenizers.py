@@ -6,28 +6,19 @@ import tempfile
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 _LONGEST_GROUP = 64
-"""Tokens that may share a character, at most: if more add nothing that is in the text, they are not its tokens."""
+"""Most tokens that may share a character; if more add nothing from the text, they are not its tokens."""
 
 _SAMPLE = "The cat sat on the mat."
 _INCOMPLETE = "\ufffd"
-"""What many decoders write for an incomplete character. A text may also contain it."""
+"""Many decoders write this for an incomplete character. A text may also contain it."""
 
 
 class SlowBackend:
-    """Replace the ``backend_tokenizer`` of a fast tokenizer.
-
-    Args:
-        tokenizer: Any tokenizer that encodes and decodes.
-        name: How messages name it.
-
-    Raises:
-        ValueError: If it does not give back a plain sentence.
-    """
+    """Replace the ``backend_tokenizer`` of a fast tokenizer, by any tokenizer that gives back a plain sentence."""
 
     post_processor = None
 
@@ -74,11 +65,7 @@ class SlowBackend:
         """Do nothing: nothing is padded unless it is asked for."""
 
     def offsets(self, ids: Sequence[int], text: str) -> list[tuple[int, int]]:
-        """Return the characters of each token, where tokens that share a character get all that they hold together.
-
-        Raises:
-            ValueError: If the tokens do not give back the text.
-        """
+        """Return the characters of each token, where tokens that share a character get all that they hold together."""
         found, reached = decoded_offsets(lambda part: self.decode(part, self._skips), ids, text)
         if reached < len(text) or len(found) < len(ids):
             raise ValueError(
@@ -96,7 +83,14 @@ class SlowBackend:
     def _files(self) -> dict[str, str]:
         with tempfile.TemporaryDirectory() as folder:
             self._tokenizer.save_pretrained(folder)
-            return {path.name: _content_hash(path) for path in sorted(Path(folder).iterdir())}
+            hashes = {}
+            for path in sorted(Path(folder).iterdir()):
+                content = path.read_bytes()
+                if path.suffix == ".json" and isinstance(settings := json.loads(content), dict):
+                    settings.pop("name_or_path", None)  # where it was loaded from
+                    content = json.dumps(settings, sort_keys=True).encode()
+                hashes[path.name] = hashlib.sha256(content).hexdigest()
+            return hashes
 
 
 class SlowEncoding:
@@ -108,11 +102,7 @@ class SlowEncoding:
 
     @cached_property
     def offsets(self) -> list[tuple[int, int]]:
-        """Character spans ``(start, end)`` of all tokens.
-
-        Raises:
-            ValueError: If the tokens do not give back the text.
-        """
+        """Character spans ``(start, end)`` of all tokens; a ``ValueError`` if they do not give back the text."""
         before, after = self._own.start, len(self.ids) - self._own.stop
         spans = self._backend.offsets(self.ids[self._own], self._text)
         return [*before * [(0, 0)], *spans, *after * [(0, 0)]]
@@ -124,10 +114,8 @@ def decoded_offsets(
     """Find the characters of tokens by what each adds to the decoded text.
 
     Tokens are decoded together with those before, as some decoders drop a space at the start, and taken together until
-    they give whole characters: for part of a character, decoders write U+FFFD or nothing.
-
-    Returns:
-        Spans of the tokens up to where tokens and text part, and the character at which they do.
+    they give whole characters: for part of a character, decoders write U+FFFD or nothing. Returned are the spans of
+    tokens up to where tokens and text differ, and that character.
     """
     spans: list[tuple[int, int]] = []
     context, known, position = 0, "", 0  # the first token of the context, what it decodes to, and where that ends
@@ -157,12 +145,3 @@ def _is_incomplete(decode: Callable[[Sequence[int]], str], ids: Sequence[int], c
         decode(ids[stop:end]) and len(decode(ids[context:end])) <= length
         for end in range(stop + 1, min(stop + 2, len(ids)) + 1)
     )
-
-
-def _content_hash(path: Path) -> str:
-    """Hash a file of a tokenizer; of its settings without where it was loaded from."""
-    content = path.read_bytes()
-    if path.suffix == ".json" and isinstance(settings := json.loads(content), dict):
-        kept: dict[str, Any] = {name: settings[name] for name in settings.keys() - {"name_or_path"}}
-        content = json.dumps(kept, sort_keys=True).encode()
-    return hashlib.sha256(content).hexdigest()

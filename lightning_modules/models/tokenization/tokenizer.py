@@ -1,16 +1,14 @@
-"""Text to tokens that remember which characters they stand for."""
+"""Text to tokens with their characters."""
 
 import hashlib
 import json
 import re
 import warnings
 from pathlib import Path
-from typing import Any
 
 import torch
 from tokenizers import Encoding, Tokenizer
 from tokenizers.models import BPE
-from tokenizers.processors import PostProcessor
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -19,7 +17,7 @@ from lightning_modules.functional import character_units, unit_spans
 from lightning_modules.models.tokenization.slow_tokenizers import SlowBackend
 
 _TOKENIZER_FILES = ("tokenizer.*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
-"""One of these is in the folder of every tokenizer with a vocabulary."""
+"""Every folder of a tokenizer with a vocabulary has one of these."""
 
 
 def load_tokenizer(
@@ -55,15 +53,19 @@ def load_tokenizer(
     tokenizer.backend_tokenizer.no_padding()
     if not trimmed_offsets:
         untrim_offsets(tokenizer)
-    _check_offsets(tokenizer, pretrained_model_name_or_path)
+    offsets = tokenizer.backend_tokenizer.encode("The cat sat on the mat.", add_special_tokens=False).offsets
+    if offsets and not any(end > start for start, end in offsets):  # some versions of `tokenizers`, at the byte level
+        raise ValueError(
+            f"The tokenizer '{pretrained_model_name_or_path}' gives no character offsets: update the package"
+            " `tokenizers`."
+        )
     return tokenizer
 
 
 def untrim_offsets(tokenizer: PreTrainedTokenizerFast) -> None:
     """Let the offsets of a tokenizer cover every character of a token, also the spaces.
 
-    Trimmed, a token of white space has no character left: it could never be key, and the model's LongPPL would be that
-    of other tokens.
+    Trimmed, a token of white space has no character left: it could never be a key token.
     """
     backend = tokenizer.backend_tokenizer
     if backend.post_processor is None:
@@ -73,31 +75,23 @@ def untrim_offsets(tokenizer: PreTrainedTokenizerFast) -> None:
     if any(part.get("trim_offsets") for part in parts):
         for part in parts:
             part |= {"trim_offsets": False} if "trim_offsets" in part else {}
-        backend.post_processor = _post_processor(specification)
-
-
-def _post_processor(specification: dict[str, Any]) -> PostProcessor:
-    """Make a post-processor of its JSON, which only a whole tokenizer can be read from."""
-    tokenizer = json.loads(Tokenizer(BPE()).to_str()) | {"post_processor": specification}
-    return Tokenizer.from_str(json.dumps(tokenizer)).post_processor
+        # Only a whole tokenizer can be read from JSON.
+        whole = json.loads(Tokenizer(BPE()).to_str()) | {"post_processor": specification}
+        backend.post_processor = Tokenizer.from_str(json.dumps(whole)).post_processor
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerFast) -> str:
-    """SHA-256 of all that decides which tokens a text becomes."""
+    """Return the SHA-256 of all that decides which tokens a text becomes."""
     return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
 
 
 def tokenizer_to_json(tokenizer: PreTrainedTokenizerFast) -> str:
-    """All that `tokenizer_from_json` makes an equal tokenizer of."""
+    """Serialize a tokenizer for `tokenizer_from_json`."""
     return json.dumps({"tokenizer": tokenizer.backend_tokenizer.to_str(), "special": tokenizer.special_tokens_map})
 
 
 def tokenizer_from_json(text: str) -> PreTrainedTokenizerFast:
-    """The tokenizer that `tokenizer_to_json` described; nothing of it is run.
-
-    Raises:
-        ValueError: If it is damaged.
-    """
+    """Return the tokenizer of `tokenizer_to_json`, without running code; a ``ValueError`` if it is damaged."""
     try:
         content = json.loads(text)
         return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(content["tokenizer"]), **content["special"])
@@ -106,20 +100,15 @@ def tokenizer_from_json(text: str) -> PreTrainedTokenizerFast:
 
 
 def vocabulary_size(tokenizer: PreTrainedTokenizerFast) -> int:
-    """One more than the largest token id; ``len(tokenizer)`` is less where ids are left out."""
+    """Return one more than the largest token id; ``len(tokenizer)`` is less where ids are left out."""
     return max(tokenizer.get_vocab().values()) + 1
 
 
 def warn_of_other_tokenizer(tokenizer: PreTrainedTokenizerFast, model: str, revision: str | None = None) -> None:
-    """Warn if tokens are others to the model than to the tokenizer of the data: training would go on in silence.
+    """Warn if the tokenizer of the data differs from that of the model at this hub id or folder.
 
-    Sizes say nothing, as many embeddings are padded: what counts is which token has which index in the model's own
-    tokenizer. A model that comes without one is not asked, nor one whose tokenizer runs code.
-
-    Args:
-        tokenizer: Of the data.
-        model: Hub id or folder of the model, which has stored weights.
-        revision: Branch, tag or commit on the hub.
+    The tokens are compared index by index, as sizes differ where embeddings are padded. A model without a tokenizer, or
+    with one that runs code, is not checked.
     """
     try:
         own = {index: token for token, index in load_tokenizer(model, revision=revision).get_vocab().items()}
@@ -199,7 +188,7 @@ def encode_document(
 def _warn_of_unread_text(
     text: str, ids: Tensor, offsets: Tensor, tokenizer: PreTrainedTokenizerFast, name: str
 ) -> None:
-    """Warn where a tokenizer does not know much of a text, or drops it."""
+    """Warn if a tokenizer knows or covers little of a text."""
     unknown = 0.0 if tokenizer.unk_token_id is None else ids.eq(tokenizer.unk_token_id).float().mean().item()
     if unknown > 0.1:
         warnings.warn(
@@ -217,10 +206,7 @@ def _warn_of_unread_text(
 
 
 def _cut(encoding: Encoding, max_tokens: int | None) -> int | None:
-    """Return how many characters the first tokens hold whole, without one that goes on in a later token.
-
-    None if all characters are theirs: what is left out are special tokens, or nothing.
-    """
+    """Return how many whole characters the first tokens hold; None if the others hold none."""
     if max_tokens is None or len(encoding.ids) <= max_tokens:
         return None
     offsets = encoding.offsets
@@ -231,7 +217,7 @@ def _cut(encoding: Encoding, max_tokens: int | None) -> int | None:
 
 
 def local_or_hub(path_or_id: str, kind: str) -> str:
-    """A local path, with its ``~`` expanded, or a hub id; a ``ValueError`` for what can be neither."""
+    """Return a local path, with its ``~`` expanded, or a hub id; a ``ValueError`` if it can be neither."""
     if not path_or_id or "\0" in path_or_id:
         raise ValueError(f"No {kind} at {path_or_id!r}: give a local folder or a hub id.")
     local = Path(path_or_id).expanduser()
@@ -244,15 +230,8 @@ def local_or_hub(path_or_id: str, kind: str) -> str:
     return path_or_id
 
 
-def _check_offsets(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
-    """Some versions of `tokenizers` give every token of byte-level vocabularies a span of no characters."""
-    offsets = tokenizer.backend_tokenizer.encode("The cat sat on the mat.", add_special_tokens=False).offsets
-    if offsets and not any(end > start for start, end in offsets):
-        raise ValueError(f"The tokenizer '{name}' gives no character offsets: update the package `tokenizers`.")
-
-
 def not_loaded(kind: str, path: str, error: Exception) -> str:
-    """Message for a model or tokenizer that transformers could not load."""
+    """Return the message for a model or tokenizer that transformers could not load."""
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     remedy = "Give a local folder, or a hub id that exists and that this machine can reach or has in its cache."
     if kind == "model" and (Path(path) / "adapter_config.json").exists():

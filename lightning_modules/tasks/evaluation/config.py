@@ -16,7 +16,7 @@ Depths = int | Sequence[float] | None
 """Depths of answers: a number of evenly spaced ones, a list of them, or drawn by each task (None)."""
 
 Truncation = Literal["middle", "left"]
-"""Where a prompt that is too long loses tokens: LongBench keeps both ends, lm-evaluation-harness the last ones."""
+"""Where long prompts lose tokens: LongBench keeps both ends, lm-evaluation-harness the last ones."""
 
 
 @dataclass(frozen=True, kw_only=True)

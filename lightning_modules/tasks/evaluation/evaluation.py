@@ -27,9 +27,8 @@ from lightning_modules.tasks.questions.registry import find_tasks
 from lightning_modules.utilities.identity import content_hash
 from lightning_modules.utilities.locks import exclusive
 
-QUESTIONS_AT_ONCE = 256
-TOKENS_AT_ONCE = 2**21
-"""Largest number of questions in memory, and of their tokens: the model waits while they are made."""
+QUESTIONS_AT_ONCE, TOKENS_AT_ONCE = 256, 2**21
+"""Most questions in memory, and most of their tokens: the model waits while they are made."""
 
 _SOURCES = ("haystack", "squad", "hotpot", "nq_open")
 

@@ -1,7 +1,7 @@
 """Figures of task scores: by length, by depth, and by both."""
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import matplotlib
@@ -18,7 +18,7 @@ _COLUMNS = 4
 
 
 def figures(summary: Summary) -> dict[str, Figure]:
-    """The figures that there are numbers for, by name: ``lengths``, ``heat_map``, ``heat_maps``, ``depths``."""
+    """Draw the figures that have data, by name: ``lengths``, ``heat_map``, ``heat_maps``, ``depths``."""
     found: dict[str, Figure] = {}
     with matplotlib.rc_context(_STYLE):
         if summary.scores:
@@ -33,7 +33,7 @@ def figures(summary: Summary) -> dict[str, Figure]:
 
 
 def as_svg(figure: Figure) -> str:
-    """The figure as text."""
+    """Return a figure as SVG text."""
     stream = io.StringIO()
     with matplotlib.rc_context(_STYLE):
         figure.savefig(stream, format="svg", bbox_inches="tight", metadata={"Date": None})
@@ -41,7 +41,7 @@ def as_svg(figure: Figure) -> str:
 
 
 def as_pixels(figure: Figure, dpi: int = 110) -> NDArray[np.uint8]:
-    """``[height, width, 3]`` red, green and blue."""
+    """Return a figure as ``[height, width, 3]`` red, green and blue."""
     with matplotlib.rc_context(_STYLE):
         figure.set_dpi(dpi)
         canvas = FigureCanvasAgg(figure)
@@ -50,7 +50,7 @@ def as_pixels(figure: Figure, dpi: int = 110) -> NDArray[np.uint8]:
 
 
 def score_by_length(scores: Mapping[tuple[str, int], Score], averages: Mapping[int, float]) -> Figure:
-    """A line for each task, a thick one for their average, and RULER's threshold."""
+    """Draw a line for each task, a thick one for their average, and RULER's threshold."""
     tasks = list(dict.fromkeys(task for task, _ in scores))
     figure = Figure(figsize=(7.2, max(3.6, 1.2 + 0.2 * len(tasks))), layout="constrained")
     axis = figure.subplots()
@@ -63,14 +63,17 @@ def score_by_length(scores: Mapping[tuple[str, int], Score], averages: Mapping[i
     if len(tasks) > 1:
         axis.plot(list(averages), list(averages.values()), "ko-", lw=2.5, markersize=5, label="average")
     axis.axhline(RULER_THRESHOLD, color="grey", ls=":", lw=1, label=f"RULER's threshold, {RULER_THRESHOLD}")
-    _length_axis(axis, sorted({length for _, length in scores}))
-    axis.set(ylabel="score (%)", ylim=(-3, 103))
+    ticks = sorted({length for _, length in scores})
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(ticks, [short(length) for length in ticks])
+    axis.set_xticks([], minor=True)
+    axis.set(xlabel="length (tokens)", ylabel="score (%)", ylim=(-3, 103))
     figure.legend(loc="outside right upper", fontsize=7, frameon=False)
     return figure
 
 
 def heat_map(matrix: Matrix, title: str) -> Figure:
-    """Length by depth, with the score in each cell."""
+    """Draw length by depth, with the score in each cell."""
     rows, columns = len(matrix.depths), len(matrix.lengths)
     figure = Figure(figsize=(max(3.4, 1.9 + 0.62 * columns), 1.2 + 0.29 * rows), layout="constrained")
     axis = figure.subplots()
@@ -81,7 +84,7 @@ def heat_map(matrix: Matrix, title: str) -> Figure:
 
 
 def heat_maps(matrices: Mapping[str, Matrix]) -> Figure:
-    """A small heat map for each task."""
+    """Draw a small heat map for each task."""
     columns = min(_COLUMNS, len(matrices))
     rows = -(-len(matrices) // columns)
     figure = Figure(figsize=(2.6 * columns + 0.8, 2.4 * rows + 0.2), layout="constrained")
@@ -116,7 +119,7 @@ def position_curves(curves: Mapping[int, Mapping[float, Score]]) -> Figure:
 
 
 def short(length: int) -> str:
-    """Tokens as people say them: 4k for 4096."""
+    """Abbreviate a number of tokens: 4k for 4096."""
     return f"{length // 1024}k" if length >= 1024 and length % 1024 == 0 else str(length)
 
 
@@ -134,10 +137,3 @@ def _draw_cells(axis: Axes, matrix: Matrix, *, numbers: bool) -> Any:
                 colour = "black" if score > 60 else "white"
                 axis.text(column, row, f"{score:.0f}", ha="center", va="center", color=colour, fontsize=7)
     return image
-
-
-def _length_axis(axis: Axes, lengths: Sequence[int]) -> None:
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(lengths, [short(length) for length in lengths])
-    axis.set_xticks([], minor=True)
-    axis.set_xlabel("length (tokens)")

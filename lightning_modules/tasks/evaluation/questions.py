@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import NamedTuple
 
 from lightning_modules.tasks.evaluation.config import Depths
@@ -16,12 +17,12 @@ MOST_UNKNOWN = 0.1
 
 @dataclass(frozen=True)
 class Key:
-    """What names a question; with the seed and the tokenizer it decides all of it.
+    """Name of a question, which with the seed and the tokenizer decides all of it.
 
     Attributes:
         task: Name of the task.
         length: Tokens that prompt and answer may have together.
-        depth: Where the answer was asked to stand, from 0 (front) to 1 (end); None if that was left to the task.
+        depth: Depth that was asked for, from 0 (front) to 1 (end); None if it was left to the task.
         index: Number of the question, from 0.
     """
 
@@ -32,25 +33,31 @@ class Key:
 
 
 class Question(NamedTuple):
-    """A question and what names it."""
+    """A question and its name."""
 
     key: Key
     example: Example
 
 
 def question_keys(tasks: Sequence[Task], lengths: Sequence[int], samples: int, depths: Depths = None) -> list[Key]:
-    """Names of all questions, in the order in which they are put.
+    """Return the names of all questions, in the order in which they are put.
 
     Args:
         tasks: The tasks.
         lengths: Tokens of prompt and answer together.
         samples: Questions of each task and length, and of each depth if the task's answer has one that can be chosen.
-        depths: See `Depths`; tasks whose answer has none are asked as ever.
+        depths: See `Depths`; tasks whose answer has none ignore them.
 
     Raises:
         ValueError: If a number makes no sense, something is named twice, or there are depths and no task has any.
     """
-    _check_counts(tasks, lengths, samples)
+    if samples < 1:
+        raise ValueError(f"`samples` must be 1 or more, got {samples}.")
+    if not lengths or min(lengths) < 1:
+        raise ValueError(f"`lengths` must be one or more numbers of tokens, got {list(lengths)}.")
+    for name, values in (("lengths", list(lengths)), ("tasks", [task.name for task in tasks])):
+        if len(set(values)) < len(values):
+            raise ValueError(f"`{name}` names something twice: {values}. Leave it out once.")
     chosen = _spaced(depths)
     if chosen != [None] and not any(task.varies_depth for task in tasks):
         names = ", ".join(task.name for task in tasks)
@@ -65,11 +72,7 @@ def question_keys(tasks: Sequence[Task], lengths: Sequence[int], samples: int, d
 
 
 def make_questions(keys: Iterable[Key], tasks: Sequence[Task], prompter: Prompter, seed: int) -> list[Question]:
-    """The questions of these names.
-
-    Raises:
-        ValueError: If a length is too short for a task.
-    """
+    """Make questions; a ``ValueError`` reports a length that is too short for a task."""
     by_name = {task.name: task for task in tasks}
     return [
         Question(key, by_name[key.task].example(prompter, key.length, key.index, seed=seed, depth=key.depth))
@@ -78,11 +81,8 @@ def make_questions(keys: Iterable[Key], tasks: Sequence[Task], prompter: Prompte
 
 
 def first_of_each(keys: Iterable[Key]) -> list[Key]:
-    """A name for each task and length: if its question can be made, so can the others."""
-    found: dict[tuple[str, int], Key] = {}
-    for key in keys:
-        found.setdefault((key.task, key.length), key)
-    return list(found.values())
+    """Return a name for each task and length: if its question can be made, so can the others."""
+    return [next(cell) for _, cell in groupby(keys, key=lambda key: (key.task, key.length))]
 
 
 def warn_of_unknown_tokens(questions: Iterable[Question], prompter: Prompter) -> None:
@@ -99,7 +99,7 @@ def warn_of_unknown_tokens(questions: Iterable[Question], prompter: Prompter) ->
 
 
 def even_depths(count: int) -> list[float]:
-    """So many evenly spaced depths from 0 to 1; 2 or more."""
+    """Return that many evenly spaced depths from 0 to 1; 2 or more."""
     return [number / (count - 1) for number in range(count)]
 
 
@@ -113,13 +113,3 @@ def _spaced(depths: Depths) -> list[float | None]:
     if not depths or len(set(depths)) < len(depths) or not all(0 <= depth <= 1 for depth in depths):
         raise ValueError(f"`depths` are from 0 (front) to 1 (end), each once, got {list(depths)}.")
     return [*sorted(depths)]
-
-
-def _check_counts(tasks: Sequence[Task], lengths: Sequence[int], samples: int) -> None:
-    if samples < 1:
-        raise ValueError(f"`samples` must be 1 or more, got {samples}.")
-    if not lengths or min(lengths) < 1:
-        raise ValueError(f"`lengths` must be one or more numbers of tokens, got {list(lengths)}.")
-    for name, values in (("lengths", list(lengths)), ("tasks", [task.name for task in tasks])):
-        if len(set(values)) < len(values):
-            raise ValueError(f"`{name}` names something twice: {values}. Leave it out once.")

@@ -1,4 +1,4 @@
-"""What an evaluation leaves in its folder for people and programs: numbers, tables and figures."""
+"""Report of an evaluation: numbers, tables and figures."""
 
 import json
 import math
@@ -21,53 +21,53 @@ _EXAMPLES = 8
 
 
 def write_task_report(folder: Path, results: Sequence[TaskResult], settings: Mapping[str, Any], missing: int) -> None:
-    """Write ``results.json``, ``report.md``, ``report.html`` and ``figures/*.svg``.
-
-    Args:
-        folder: Folder of the report.
-        results: All results so far.
-        settings: Settings of all results; ``model`` is the title.
-        missing: Number of questions without a result.
-    """
+    """Write ``results.json``, ``report.md``, ``report.html`` and ``figures/*.svg``; ``missing`` questions are open."""
     summary = summarize(results)
     numbers = {"model": settings["model"], **summary.as_json(), "missing": missing, "settings": dict(settings)}
     pictures = {name: as_svg(figure) for name, figure in figures(summary).items()}
-    blocks = _blocks(summary, results, settings, missing, list(pictures))
+    blocks: list[Block] = [
+        "Scores in percent, with standard errors where there are several questions.",
+        score_table(summary),
+        *_sentences(summary, missing),
+        *(Picture(name, _CAPTIONS[name]) for name in pictures),
+    ]
+    if summary.perplexities is not None:
+        blocks += [Heading("Perplexity of the tokens of answers / of all others"), perplexity_table(summary)]
+    if summary.questions:
+        blocks += [Heading("Some answers"), answer_table(results)]
+    values = [(name, json.dumps(value)) for name, value in settings.items()]
+    blocks += [Heading("Settings"), Table(("setting", "value"), values)]
     write_report(folder, f"Long-context tasks: {settings['model']}", blocks, pictures, numbers, name="results")
 
 
 def score_table(summary: Summary) -> Table:
-    """A row for each task and one for their average, a column for each length."""
-    tasks = list(dict.fromkeys(task for task, _ in summary.scores))
-    lengths = sorted({length for _, length in summary.scores})
-    rows = [[task, *(_cell(summary.scores.get((task, length))) for length in lengths)] for task in tasks]
-    if len(tasks) > 1:
-        averages = [summary.averages.get(length) for length in lengths]
-        rows.append(["average", *("" if average is None else f"{average:.1f}" for average in averages)])
-    return Table(["task", *map(short, lengths)], rows)
+    """Return the scores: a row for each task and one for their average, a column for each length."""
+    cells = {
+        key: f"{mean:.1f}" if math.isnan(error) else f"{mean:.1f} ± {error:.1f}"
+        for key, (mean, error, _) in summary.scores.items()
+    }
+    return _grid(cells, "average", {length: f"{average:.1f}" for length, average in summary.averages.items()})
 
 
 def perplexity_table(summary: Summary) -> Table:
-    """A row for each task, a column for each length: of the tokens of answers, and of all others."""
-    known = summary.perplexities_by_task
-    tasks, lengths = list(dict.fromkeys(task for task, _ in known)), sorted(summary.perplexities_by_length)
-    rows = [
-        [task, *(" / ".join(f"{value:.4g}" for value in known.get((task, length), ())) for length in lengths)]
-        for task in tasks
-    ]
-    together = [" / ".join(f"{value:.4g}" for value in summary.perplexities_by_length[length]) for length in lengths]
-    return Table(["task", *map(short, lengths)], [*rows, ["all", *together]] if len(tasks) > 1 else rows)
+    """Return the perplexities of answers and of all other tokens, in rows and columns like the scores."""
+    by_task, together = (
+        {key: f"{answer:.4g} / {other:.4g}" for key, (answer, other) in perplexities.items()}
+        for perplexities in (summary.perplexities_by_task, summary.perplexities_by_length)
+    )
+    return _grid(by_task, "all", together)
+
+
+def _grid(cells: Mapping[Any, str], last: str, together: Mapping[Any, str]) -> Table:
+    tasks, lengths = list(dict.fromkeys(task for task, _ in cells)), sorted({length for _, length in cells})
+    rows = [[task, *(cells.get((task, length), "") for length in lengths)] for task in tasks]
+    together_row = [last, *(together.get(length, "") for length in lengths)]
+    return Table(["task", *map(short, lengths)], [*rows, together_row] if len(tasks) > 1 else rows)
 
 
 def as_text(summary: Summary, missing: int) -> str:
-    """The scores for a terminal."""
+    """Format the scores for a terminal."""
     return "\n".join([as_text_table(score_table(summary)), "", *_sentences(summary, missing)])
-
-
-def _cell(score: Any) -> str:
-    if score is None:
-        return ""
-    return f"{score.mean:.1f}" if math.isnan(score.error) else f"{score.mean:.1f} ± {score.error:.1f}"
 
 
 def _sentences(summary: Summary, missing: int) -> list[str]:
@@ -89,25 +89,8 @@ def _sentences(summary: Summary, missing: int) -> list[str]:
     return [*sentences, f"{summary.questions:,} questions in {summary.seconds:,.0f} s of all processes together."]
 
 
-def _blocks(
-    summary: Summary, results: Sequence[TaskResult], settings: Mapping[str, Any], missing: int, pictures: Sequence[str]
-) -> list[Block]:
-    blocks: list[Block] = [
-        "Scores in percent, with standard errors where there are several questions.",
-        score_table(summary),
-        *_sentences(summary, missing),
-        *(Picture(name, _CAPTIONS[name]) for name in pictures),
-    ]
-    if summary.perplexities is not None:
-        blocks += [Heading("Perplexity of the tokens of answers / of all others"), perplexity_table(summary)]
-    if summary.questions:
-        blocks += [Heading("Some answers"), answer_table(results)]
-    values = [(name, json.dumps(value)) for name, value in settings.items()]
-    return [*blocks, Heading("Settings"), Table(("setting", "value"), values)]
-
-
 def answer_table(results: Sequence[TaskResult], count: int = _EXAMPLES) -> Table:
-    """Answers of the model from all over the results, wrong ones first."""
+    """Return some of the model's answers, wrong ones first."""
     ordered = sorted(results, key=lambda result: result.score)
     chosen = ordered[:: max(1, len(ordered) // count)][:count]
     return Table(
@@ -127,6 +110,6 @@ def answer_table(results: Sequence[TaskResult], count: int = _EXAMPLES) -> Table
 
 
 def _line(text: str, most: int = 160) -> str:
-    """Text on a line, as code that Markdown leaves alone."""
+    """Format a text on one line as code, which Markdown leaves alone."""
     line = " ".join(text.split()).replace("`", "'")
     return f"`{line[:most]}{'..' if len(line) > most else ''}`" if line else ""

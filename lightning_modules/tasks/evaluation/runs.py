@@ -9,7 +9,7 @@ from lightning_modules.models.backbone import Backbone
 from lightning_modules.tasks.evaluation.config import Mode
 from lightning_modules.tasks.evaluation.questions import Key, Question
 from lightning_modules.tasks.generation import generate
-from lightning_modules.tasks.questions.prompter import ForcedAnswer, Prompter
+from lightning_modules.tasks.questions.prompter import Prompter
 from lightning_modules.tasks.teacher_forcing import AnswerScores, teacher_forced
 
 
@@ -20,19 +20,19 @@ class TaskResult:
     Attributes:
         task: Name of the task.
         length: Tokens that prompt and answer may have together.
-        asked_depth: Where the answer was asked to stand; None if that was left to the task.
+        asked_depth: Depth that was asked for; None if it was left to the task.
         index: Number of the question.
-        depth: Where the answer stands; None if in many places.
-        score: From 0 to 1. Generated answers are judged by the task; forced ones by the share of them of which each
-            token is the likeliest.
-        answers: What is right.
-        prediction: What the model wrote, or at each token of the right answer would have.
+        depth: Depth of the answer; None if it is in many places.
+        score: From 0 to 1: of generated answers by the task, of forced ones the fraction of which each token is the
+            likeliest.
+        answers: The right answers.
+        prediction: The model's answer, or the likeliest token at each token of the right answer.
         prompt_tokens: Tokens that the model read before its answer.
         answer_nll: Sum over the tokens of the answers of their negative log-likelihoods, in nats; None if generated.
         answer_tokens: Their number; 0 if generated.
         other_nll: The same over all other tokens that were read.
         other_tokens: Their number.
-        seconds: Time it took; of questions that were put together, an equal share.
+        seconds: Time it took; questions that were put together share it equally.
     """
 
     task: str
@@ -52,11 +52,8 @@ class TaskResult:
 
     @property
     def key(self) -> Key:
-        """What names the question."""
+        """Key of the question."""
         return Key(self.task, self.length, self.asked_depth, self.index)
-
-
-Done = Callable[[list[TaskResult]], None]
 
 
 def put_questions(
@@ -65,115 +62,93 @@ def put_questions(
     questions: Sequence[Question],
     mode: Mode,
     *,
-    done: Done = lambda _: None,
+    done: Callable[[list[TaskResult]], None] = lambda _: None,
 ) -> list[TaskResult]:
-    """Put questions to a model, many at a time.
+    """Put questions to a model, many at a time, most quickly if their lengths are alike.
 
-    Where weights are divided among processes, all of them must call it, with as many questions as each has.
+    Where weights are sharded, all processes must call it, each with any number of questions.
 
     Args:
         backbone: The model.
-        prompter: Of its tokenizer.
-        questions: Any; of like lengths they are quickest.
-        mode: How they are put.
+        prompter: Encodes for its tokenizer.
+        questions: The questions.
+        mode: Whether answers are generated or forced.
         done: Called with the results of questions that were put together, as soon as there are any.
 
     Returns:
         Results in the order of the questions.
 
     Raises:
-        ValueError: If there is no such mode, the model does not know a token, or a question is longer than learned
-            positions allow.
+        ValueError: If the mode or a token is unknown, or a question is longer than learned positions allow.
     """
     check_mode(mode)
-    put = _generate if mode == "generate" else _force
     results: dict[int, TaskResult] = {}
-    clock = _Clock()
+    last = time.perf_counter()
 
-    def take(finished: dict[int, TaskResult]) -> None:
-        results.update(finished)
-        done(list(finished.values()))
+    def take(answers: dict[int, Answer]) -> None:
+        nonlocal last
+        now = time.perf_counter()
+        seconds, last = (now - last) / len(answers), now
+        found = {number: _result(questions[number], *answer, seconds) for number, answer in answers.items()}
+        results.update(found)
+        done(list(found.values()))
 
-    put(backbone, prompter, questions, clock, take)
+    (_generate if mode == "generate" else _force)(backbone, prompter, questions, take)
     return [results[number] for number in range(len(questions))]
 
 
 def check_mode(mode: str) -> None:
-    """Raise a ``ValueError`` for what is no `Mode`."""
+    """Raise a ``ValueError`` for an unknown mode."""
     if mode not in get_args(Mode):
         raise ValueError(f"`mode` must be one of {', '.join(get_args(Mode))}, got '{mode}'.")
 
 
-class _Clock:
-    """Seconds since it was last asked, shared out."""
+Answer = tuple[float, str, int, AnswerScores | None]
+"""Score, prediction, tokens of the prompt, and the scores of a forced answer."""
 
-    def __init__(self) -> None:
-        self.last = time.perf_counter()
-
-    def share(self, among: int) -> float:
-        now = time.perf_counter()
-        seconds, self.last = now - self.last, now
-        return seconds / among
+Take = Callable[[dict[int, Answer]], None]
 
 
-Take = Callable[[dict[int, TaskResult]], None]
-
-
-def _generate(backbone: Backbone, prompter: Prompter, questions: Sequence[Question], clock: _Clock, take: Take) -> None:
+def _generate(backbone: Backbone, prompter: Prompter, questions: Sequence[Question], take: Take) -> None:
     examples = [question.example for question in questions]
     prompts = [prompter.encode(example.prompt, example.answer_prefix) for example in examples]
+    end = prompter.tokenizer.eos_token_id  # ends a chat's turn, whatever the model's config specifies
 
-    def judge(continuations: Mapping[int, list[int]]) -> None:
-        seconds = clock.share(len(continuations))
-        finished = {}
+    def finish(continuations: Mapping[int, list[int]]) -> None:
+        found: dict[int, Answer] = {}
         for number, tokens in continuations.items():
-            prediction = str(prompter.tokenizer.decode(tokens, skip_special_tokens=True))
-            score = examples[number].score(prediction)
-            finished[number] = _result(questions[number], score, prediction, len(prompts[number]), seconds)
-        take(finished)
+            text = str(prompter.tokenizer.decode(tokens, skip_special_tokens=True))
+            found[number] = examples[number].score(text), text, len(prompts[number]), None
+        take(found)
 
-    end = prompter.tokenizer.eos_token_id  # ends a chat's turn, whatever the model's own config says
-
-    def ended(_: int, tokens: list[int]) -> bool:
-        return tokens[-1] == end
-
-    generate(backbone, prompts, [example.max_new_tokens for example in examples], done=judge, stopped=ended)
+    limits = [example.max_new_tokens for example in examples]
+    generate(backbone, prompts, limits, done=finish, stopped=lambda _, tokens: tokens[-1] == end)
 
 
-def _force(backbone: Backbone, prompter: Prompter, questions: Sequence[Question], clock: _Clock, take: Take) -> None:
+def _force(backbone: Backbone, prompter: Prompter, questions: Sequence[Question], take: Take) -> None:
     forced = [
         prompter.force(example.prompt, example.answer_prefix, example.target, example.answers)
         for _, example in questions
     ]
-    _check_forced(questions, forced)
-
-    def judge(scores: Mapping[int, AnswerScores]) -> None:
-        seconds = clock.share(len(scores))
-        take({number: _forced_result(number, answer, seconds) for number, answer in scores.items()})
-
-    def _forced_result(number: int, scores: AnswerScores, seconds: float) -> TaskResult:
-        prediction = str(prompter.tokenizer.decode(scores.greedy, skip_special_tokens=True))
-        return _result(questions[number], scores.score, prediction, forced[number].answer_start, seconds, scores)
-
-    teacher_forced(backbone, forced, done=judge)
-
-
-def _check_forced(questions: Sequence[Question], forced: Sequence[ForcedAnswer]) -> None:
     for (key, example), answer in zip(questions, forced, strict=True):
         if not answer.spans:
             raise ValueError(
-                f"No answer of '{key.task}' stands in its right continuation {example.target!r:.200}: set `mode` to"
-                " 'generate', or mend the task's `target`."
+                f"The right continuation {example.target!r:.200} of '{key.task}' holds none of its answers: set `mode`"
+                " to 'generate', or correct the task's `target`."
             )
+
+    def finish(scores: Mapping[int, AnswerScores]) -> None:
+        found: dict[int, Answer] = {}
+        for number, answer in scores.items():
+            text = str(prompter.tokenizer.decode(answer.greedy, skip_special_tokens=True))
+            found[number] = answer.score, text, forced[number].answer_start, answer
+        take(found)
+
+    teacher_forced(backbone, forced, done=finish)
 
 
 def _result(
-    question: Question,
-    score: float,
-    prediction: str,
-    prompt_tokens: int,
-    seconds: float,
-    forced: AnswerScores | None = None,
+    question: Question, score: float, prediction: str, prompt_tokens: int, forced: AnswerScores | None, seconds: float
 ) -> TaskResult:
     key, example = question
     return TaskResult(

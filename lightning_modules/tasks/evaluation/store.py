@@ -1,4 +1,4 @@
-"""Results on disk: a line each, kept as soon as there is one, so that an evaluation goes on where it was stopped."""
+"""Results on disk: a line each, written at once, so that an evaluation resumes where it was stopped."""
 
 import json
 import os
@@ -15,12 +15,12 @@ SETTINGS = "settings.json"
 
 
 class ResultStore:
-    """A folder of results that processes and machines may share: each writes a file of its own and reads all.
+    """A folder of results that processes and machines may share: each writes one file and reads all.
 
     Args:
-        folder: The folder; made if need be.
-        settings: What all results must agree on, as plain values. They are stored; until there is a result, others may
-            take their place.
+        folder: The folder; made if missing.
+        settings: Plain values that all results must agree on. They are stored; until there is a result, others may
+            replace them.
 
     Raises:
         ValueError: If the folder cannot be written to, or holds results of other settings.
@@ -29,62 +29,43 @@ class ResultStore:
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
         self.folder = writable_folder(folder, remedy="Name another folder by `--output`.")
         self.settings = settings
-        if not self._is_begun():
+        begun = any(path.stat().st_size for path in self.folder.glob("results-*.jsonl"))
+        if not (begun and (folder / SETTINGS).is_file()):
             write_atomically(folder / SETTINGS, (json.dumps(settings, indent=1) + "\n").encode())
         _check_same(folder / SETTINGS, settings)
 
-    def _is_begun(self) -> bool:
-        """Whether there are settings, and results of them."""
-        kept = (path.stat().st_size for path in self.folder.glob("results-*.jsonl"))
-        return (self.folder / SETTINGS).is_file() and any(kept)
-
     def read(self) -> list[TaskResult]:
-        """All results, each once, in the order of their names. A line that was not written to its end is no result.
-
-        Raises:
-            ValueError: If a file is damaged.
-        """
+        """Return all results, each once, in the order of their names; an unfinished line is left out."""
         found: dict[Key, TaskResult] = {}
         for path in sorted(self.folder.glob("results-*.jsonl")):
             for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
                 result = _parsed(line, path, number)
                 found.setdefault(result.key, result)
-        return [found[key] for key in sorted(found, key=_order)]
+
+        def order(key: Key) -> tuple[str, int, float, int]:
+            return key.task, key.length, -1.0 if key.depth is None else key.depth, key.index
+
+        return [found[key] for key in sorted(found, key=order)]
 
     def path(self, rank: int, processes: int) -> Path:
-        """The file of one of several processes."""
+        """Return the file of one of several processes."""
         return self.folder / f"results-{rank:05d}-of-{processes:05d}.jsonl"
 
     def append(self, path: Path, results: Iterable[TaskResult]) -> None:
-        """Write results to the end of a file, and wait until they would survive a power cut.
+        """Append results to a file that only this process writes, and wait until they would survive a power cut.
 
-        What a killed process has left of its last line is taken away first. Nobody else may write to the file.
-
-        Raises:
-            ValueError: If another process has begun with other settings meanwhile.
+        The part of a line that a killed process has left is removed first. A ``ValueError`` is raised if another
+        process has begun with other settings meanwhile.
         """
         _check_same(self.folder / SETTINGS, self.settings)
         lines = "".join(json.dumps(asdict(result)) + "\n" for result in results)
         with path.open("ab+") as stream:
-            _cut_torn_line(stream)
+            stream.seek(0)
+            stream.truncate(stream.read().rfind(b"\n") + 1)
+            stream.seek(0, os.SEEK_END)
             stream.write(lines.encode())
             stream.flush()
             os.fsync(stream.fileno())
-
-
-def _order(key: Key) -> tuple[Any, ...]:
-    return (key.task, key.length, -1.0 if key.depth is None else key.depth, key.index)
-
-
-def _cut_torn_line(stream: Any) -> None:
-    end = stream.seek(0, os.SEEK_END)
-    if end == 0:
-        return
-    stream.seek(0)
-    whole = stream.read().rfind(b"\n") + 1
-    if whole < end:
-        stream.truncate(whole)
-    stream.seek(0, os.SEEK_END)
 
 
 def _parsed(line: bytes, path: Path, number: int) -> TaskResult:
@@ -94,8 +75,8 @@ def _parsed(line: bytes, path: Path, number: int) -> TaskResult:
     except (ValueError, TypeError, KeyError) as error:
         names = ", ".join(field.name for field in fields(TaskResult))
         raise ValueError(
-            f"'{path}', line {number}, is no result of an evaluation ({names}): it was changed or damaged. Remove the"
-            " line, and its question is put again."
+            f"'{path}', line {number}, is not a result of an evaluation ({names}): it was changed or damaged. Remove"
+            " the line, and its question is put again."
         ) from error
 
 

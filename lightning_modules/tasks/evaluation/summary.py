@@ -1,7 +1,6 @@
 """Scores of an evaluation, from those of single questions.
 
-Questions score from 0 to 1; everything here is in percent, as RULER reports it. What was not measured is missing from
-the results, and never 0.
+Questions score from 0 to 1; everything here is in percent, as RULER reports it. Missing results are left out, never 0.
 """
 
 import math
@@ -24,13 +23,7 @@ BINS = 11
 
 
 class Score(NamedTuple):
-    """Mean score of some questions.
-
-    Attributes:
-        mean: In percent.
-        error: Standard error of the mean, in percent; NaN for a single question.
-        questions: Number of questions.
-    """
+    """Mean score of questions and its standard error (NaN for a single one), in percent, and their number."""
 
     mean: float
     error: float
@@ -38,13 +31,7 @@ class Score(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """Scores by length and depth.
-
-    Attributes:
-        lengths: ``[L]`` tokens, ascending.
-        depths: ``[D]`` centers of the bins.
-        scores: ``[L, D]`` means in percent, float64; NaN where nothing was measured.
-    """
+    """``[L, D]`` mean scores in percent by length (tokens, ascending) and depth; NaN where nothing was measured."""
 
     lengths: list[int]
     depths: list[float]
@@ -66,16 +53,13 @@ class Summary:
         scores: Mean score by task and length.
         averages: Average over tasks by length, only for lengths at which all tasks were asked.
         effective_length: Longest length whose average exceeds RULER's threshold; None if none does.
-        weighted_inc: Average over lengths, with larger weights for longer ones.
-        weighted_dec: The same with the weights reversed.
-        perplexities: Over all questions; None if answers were generated.
-        perplexities_by_length: The same by length, as in Figure 2 and Table 9 of Fang et al. (2025).
-        perplexities_by_task: The same by task and length.
+        weighted_inc: Average over lengths, with larger weights for longer ones; ``weighted_dec`` reverses the weights.
+        perplexities: Perplexities over all questions; None if answers were generated. By length they are those of
+            Figure 2 and Table 9 of Fang et al. (2025).
         heat_maps: Scores by length and depth of each task whose answers have one, and under ``all`` of these together.
             If depths were asked for, ``all`` has only tasks that have them: others would make one depth easier.
         curves: Scores by depth of these together, for each length.
         seconds: Time that the questions took, over all processes.
-        questions: Number of questions.
     """
 
     scores: dict[tuple[str, int], Score]
@@ -140,7 +124,7 @@ def summarize(results: Sequence[TaskResult]) -> Summary:
     averages = length_averages(table)
     forced = table[table["answer_nll"].notna() | (table["answer_tokens"] > 0)]
     return Summary(
-        scores=task_scores(table),
+        scores=mean_scores(table, ["task", "length"]),
         averages=averages,
         effective_length=effective_length(averages),
         weighted_inc=weighted_average(averages, increasing=True),
@@ -158,16 +142,6 @@ def summarize(results: Sequence[TaskResult]) -> Summary:
     )
 
 
-def task_scores(table: pd.DataFrame) -> dict[tuple[str, int], Score]:
-    """Return the mean score of each task at each length.
-
-    Args:
-        table: Columns ``task``, ``length`` (tokens), ``depth`` (from 0 to 1, or NaN) and ``score`` (from 0 to 1), with
-            a row for each question; so for the functions below.
-    """
-    return _scores(table, ["task", "length"])
-
-
 def length_averages(table: pd.DataFrame) -> dict[int, float]:
     """Return the average over tasks at each length, in percent; all tasks count the same.
 
@@ -181,14 +155,8 @@ def effective_length(averages: Mapping[int, float], *, threshold: float = RULER_
     """Return RULER's effective length: the longest at which the average over tasks exceeds the threshold.
 
     "The maximum length exceeding the threshold" (Section 4); shorter ones need not exceed it, though in the paper they
-    always do. With tasks or models other than RULER's, the threshold is only a convention.
-
-    Args:
-        averages: Average score by length, in percent.
-        threshold: What has to be exceeded, in percent.
-
-    Returns:
-        Tokens; None if no length exceeds it.
+    always do. With tasks or models other than RULER's, the threshold, in percent like the averages, is only a
+    convention. None if no length exceeds it.
 
     Example:
         >>> effective_length({4096: 95.5, 8192: 93.8, 16384: 91.6, 32768: 87.4, 65536: 84.7, 131072: 77.0})
@@ -200,12 +168,7 @@ def effective_length(averages: Mapping[int, float], *, threshold: float = RULER_
 def weighted_average(averages: Mapping[int, float], *, increasing: bool) -> float:
     """Return RULER's ``wAvg. (inc)`` or ``wAvg. (dec)``: lengths weigh 1, 2, 3 .. in ascending or descending order.
 
-    Args:
-        averages: Average score by length, in percent. Only the same lengths make comparable weighted averages.
-        increasing: Whether longer texts weigh more.
-
-    Returns:
-        Percent; NaN without any length.
+    Only the same lengths make comparable averages, in percent like the scores by length; NaN without any length.
 
     Example:
         >>> scores = {4096: 96.5, 8192: 95.8, 16384: 95.4, 32768: 94.8, 65536: 88.4, 131072: 66.6}
@@ -222,24 +185,19 @@ def position_curve(table: pd.DataFrame, *, bins: int = BINS) -> dict[float, Scor
     """Return the mean score by depth: the U-shaped curve of *Lost in the Middle* (https://arxiv.org/abs/2307.03172).
 
     Args:
-        table: As in `task_scores`; questions without a depth are left out.
+        table: As in `mean_scores`; questions without a depth are left out.
         bins: Number of evenly spaced depths from 0 to 1; each question counts for the nearest. 2 or more.
 
     Returns:
         By depth, ascending; depths without a question are left out.
     """
     centers = even_depths(bins)
-    scores = _scores(_with_bins(table, bins), ["bin"])
+    scores = mean_scores(_with_bins(table, bins), ["bin"])
     return {centers[number]: scores[number] for number in sorted(scores)}
 
 
 def depth_matrix(table: pd.DataFrame, *, bins: int = BINS) -> Matrix:
-    """Return the mean score by length and depth: the heat map of Needle-in-a-Haystack.
-
-    Args:
-        table: As in `task_scores`; questions without a depth are left out.
-        bins: As in `position_curve`.
-    """
+    """Return the mean score by length and depth, as `position_curve` bins it: the heat map of Needle-in-a-Haystack."""
     means = _with_bins(table, bins).pivot_table(index="length", columns="bin", values="score", aggfunc="mean")
     scores = 100 * means.reindex(columns=range(bins)).to_numpy(dtype=np.float64)
     return Matrix([int(length) for length in means.index], even_depths(bins), scores)
@@ -251,7 +209,13 @@ def _with_bins(table: pd.DataFrame, bins: int) -> pd.DataFrame:
     return table.assign(bin=(table["depth"].astype(float) * (bins - 1) + 0.5).astype(int))
 
 
-def _scores(table: pd.DataFrame, by: list[str]) -> dict[Any, Score]:
+def mean_scores(table: pd.DataFrame, by: list[str]) -> dict[Any, Score]:
+    """Return mean scores by columns of a table that has a row for each question.
+
+    Args:
+        table: Columns ``task``, ``length`` (tokens), ``depth`` (from 0 to 1, or NaN) and ``score`` (from 0 to 1).
+        by: Columns.
+    """
     found = table.groupby(by[0] if len(by) == 1 else by, sort=False)["score"].agg(["mean", "sem", "count"])
     return {
         key: Score(100 * float(mean), 100 * float(error), int(count))

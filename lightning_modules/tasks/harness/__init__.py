@@ -1,7 +1,4 @@
-"""lm-evaluation-harness as an engine: its tasks, asked of our models.
-
-It is an optional extra: this module works without it, the other modules of this package import it.
-"""
+"""Tasks of lm-evaluation-harness, an optional extra that the other modules of this package import."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -17,7 +14,8 @@ def split_tasks(names: Sequence[str]) -> tuple[list[str], list[str]]:
     Raises:
         ValueError: If a name is not ours and lm-evaluation-harness is not installed.
     """
-    theirs = [name for name in names if name not in TASKS and name not in GROUPS and not _is_import_path(name)]
+    paths = {name for name in names if "." in name and not name.endswith((".yaml", ".yml"))}
+    theirs = [name for name in names if name not in TASKS and name not in GROUPS and name not in paths]
     if theirs and importlib.util.find_spec("lm_eval") is None:
         try:
             check_names(theirs)
@@ -26,7 +24,3 @@ def split_tasks(names: Sequence[str]) -> tuple[list[str], list[str]]:
                 f"{error} Tasks of lm-evaluation-harness need the extra `eval`: pip install -e '.[eval]'."
             ) from None
     return [name for name in names if name not in theirs], list(dict.fromkeys(theirs))
-
-
-def _is_import_path(name: str) -> bool:
-    return "." in name and not name.endswith((".yaml", ".yml"))

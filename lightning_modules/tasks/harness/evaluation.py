@@ -18,12 +18,12 @@ from lightning_modules.models.tokenization.chat_templates import check_chat_temp
 from lightning_modules.tasks.evaluation.config import EvaluationConfig
 from lightning_modules.tasks.harness.model import HarnessModel
 from lightning_modules.tasks.harness.results import Results, table, write_json
-from lightning_modules.tasks.harness.tasks import SETS, TaskLoader, TaskSet, quiet, seed
+from lightning_modules.tasks.harness.tasks import SETS, TaskLoader, quiet, seed
 
 log = logging.getLogger(__name__)
 
 FEWSHOT_SEED = 1234
-"""Of the examples in prompts: the harness's own."""
+"""The harness's seed of the examples in prompts."""
 
 
 class HarnessEvaluation:
@@ -68,12 +68,12 @@ class HarnessEvaluation:
         self.results = Results(config.output_folder, settings)
         self.loader = TaskLoader(tasks, include_path=config.include_path, num_fewshot=config.num_fewshot)
         self.files = {name: self.loader.task_file(name) for name in self.loader.names}
-        names = [name for name in self.loader.names if self.results.finished(name, self.files[name]) is None]
+        names = [name for name in self.loader.names if self.results.read("names", name, self.files[name]) is None]
         self.pending = {name: self.loader.load(name) for name in names}
         for name, loaded in self.pending.items():
             for part in loaded.tasks:
                 self.files[part] = self.loader.task_file(part) or self.files[name]
-                self.results.task(part, self.files[part])  # refuses results of other settings
+                self.results.read("tasks", part, self.files[part])  # refuses results of other settings
 
     def missing(self, rank: int = 0, processes: int = 1) -> list[str]:
         """Return this process's names without a result."""
@@ -82,14 +82,19 @@ class HarnessEvaluation:
     def ask(self, backbone: Backbone, rank: int = 0, processes: int = 1) -> None:
         """Ask the missing tasks, and store the result of each at once."""
         config = self.config
-        reading: dict[str, Any] = {name: getattr(config, name) for name in ("truncation", "batch_tokens", "max_length")}
-        model = HarnessModel(backbone, self.tokenizer, **reading)
+        model = HarnessModel(
+            backbone,
+            self.tokenizer,
+            max_length=config.max_length,
+            truncation=config.truncation,
+            batch_tokens=config.batch_tokens,
+        )
         for number, name in enumerate(names := self.missing(rank, processes)):
             log.info("Tasks of the harness: %s (%d of %d)", name, number + 1, len(names))
             loaded = self.pending[name]
             with torch.no_grad():
                 for part, task in loaded.tasks.items():
-                    if self.results.task(part, self.files[part]) is None:
+                    if self.results.read("tasks", part, self.files[part]) is None:
                         result = evaluate_task(
                             model,
                             part,
@@ -100,14 +105,14 @@ class HarnessEvaluation:
                             bootstrap_iters=1000,
                         )
                         self.results.write_task(part, result, self.files[part])
-            known = {part: self.results.task(part) or {} for part in loaded.tasks}
+            known = {part: self.results.read("tasks", part) or {} for part in loaded.tasks}
             content = {"tasks": list(loaded.tasks), "groups": aggregate(loaded.groups, known)}
-            self.results.write_finished(name, content, self.files[name])
+            self.results.write("names", name, content, self.files[name])
 
     def report(self) -> str:
         """Write ``harness.json`` with all results so far, and return their table."""
-        found = [self.results.finished(name) or {"tasks": [], "groups": {}} for name in self.loader.names]
-        tasks = {part: self.results.task(part) for entry in found for part in entry["tasks"]}
+        found = [self.results.read("names", name) or {"tasks": [], "groups": {}} for name in self.loader.names]
+        tasks = {part: self.results.read("tasks", part) for entry in found for part in entry["tasks"]}
         groups = {name: metrics for entry in found for name, metrics in entry["groups"].items()}
         metrics = {**{name: (entry or {})["metrics"] for name, entry in tasks.items()}, **groups}
         result = {
@@ -131,20 +136,20 @@ def evaluate_task(
     log_samples: bool = False,
     bootstrap_iters: int = 0,
 ) -> dict[str, Any]:
-    """Ask a task of a model; random states and the model's mode are as before in the end.
+    """Ask a task of a model; random states and the model's mode are restored.
 
     Args:
         model: The model.
-        name: Of the task.
-        task: It, with its data.
-        limit: Questions to ask, or below 1 their share; all by default.
+        name: Name of the task.
+        task: The task, with its data.
+        limit: Questions to ask, or below 1 their fraction; all by default.
         chat_template: Whether prompts are turns of the tokenizer's chat template.
-        log_samples: Whether each question and answer comes back.
-        bootstrap_iters: Resamples for standard errors of metrics that are no means; 0 for no standard errors.
+        log_samples: Whether to return each question and answer.
+        bootstrap_iters: Resamples for standard errors of metrics that are not means; 0 for no standard errors.
 
     Returns:
-        ``metrics`` of the task, by name and filter, as the harness gives them; ``questions``, how many there were;
-        ``truncated``, how many prompts were too long; ``num_fewshot``, ``version``, ``seconds``; and ``samples``.
+        ``metrics`` of the task, by name and filter, as the harness gives them; the numbers of ``questions`` and of
+        ``truncated`` prompts; ``num_fewshot``, ``version``, ``seconds``; and ``samples``.
     """
     before, started = model.truncated, time.perf_counter()
     with isolate_rng(), quiet():
@@ -171,11 +176,9 @@ def evaluate_task(
 
 
 def aggregate(groups: Sequence[Group], results: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Metrics of groups from those of their tasks, as the harness does it; a group without any is left out.
+    """Return metrics of groups, the innermost first, from the results of `evaluate_task` by task, as the harness does.
 
-    Args:
-        groups: The innermost first.
-        results: Of `evaluate_task`, by task.
+    A group without any metric is left out.
     """
     metrics: dict[str, Any] = {
         name: {**result["metrics"], "name": name, "alias": name, "sample_len": result["questions"]}
@@ -190,35 +193,19 @@ def aggregate(groups: Sequence[Group], results: Mapping[str, Mapping[str, Any]])
 
 
 def set_scores(words: Iterable[str], metrics: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Return the scores in percent of all sets among some words, as far as their tasks are known."""
-    return {name: value for word in words if word in SETS for name, value in scores(SETS[word], metrics).items()}
-
-
-def scores(task_set: TaskSet, metrics: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """The scores of a set in percent, of those for which all tasks are known.
-
-    Args:
-        task_set: The set.
-        metrics: Of tasks and groups.
-    """
+    """Return the scores in percent of all sets among some words for which all metrics are known."""
     known: dict[str, float] = {}
-    for name, parts in task_set.scores.items():
-        values = [
-            known.get(part) if isinstance(part, str) else _percent(metrics.get(part[0], {}).get(part[1]))
-            for part in parts
-        ]
-        numbers = [value for value in values if value is not None]
-        if numbers and len(numbers) == len(values):
-            known[name] = sum(numbers) / len(numbers)
-    return known
-
-
-def _percent(value: Any) -> float | None:
-    return 100 * value if isinstance(value, int | float) else None
+    for word in words:
+        for name, parts in SETS[word].scores.items() if word in SETS else ():
+            values = [known.get(p) if isinstance(p, str) else metrics.get(p[0], {}).get(p[1]) for p in parts]
+            numbers = [value for value in values if isinstance(value, int | float)]
+            if len(numbers) == len(values):
+                known[name] = sum(numbers) / len(numbers)
+    return {name: 100 * value for name, value in known.items()}
 
 
 def _plain(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers among what the harness says of a task: RULER's -1 stands for a length that was not asked for."""
+    """Return the numbers among the harness's metrics, without RULER's -1 for a length that was not asked for."""
     return {
         key: float(value)
         for key, value in metrics.items()

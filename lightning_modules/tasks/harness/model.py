@@ -1,4 +1,4 @@
-"""Our models as lm-evaluation-harness sees them."""
+"""A model for lm-evaluation-harness."""
 
 import hashlib
 from collections.abc import Sequence
@@ -19,21 +19,21 @@ from lightning_modules.tasks.generation import generate
 from lightning_modules.tasks.harness.scoring import Continuation, score_continuations, share, shared
 
 DEFAULT_MAX_LENGTH = 2048
-"""Of a model whose config does not say how many positions it has."""
+"""Tokens of a model whose config does not limit them."""
 
 
 class HarnessModel(TemplateLM):
-    """A backbone and its tokenizer behind the three questions of lm-evaluation-harness.
+    """Answers the three kinds of requests of lm-evaluation-harness with a backbone and its tokenizer.
 
-    Same answers as its own class for Hugging Face models (``HFLM``), but the logits of a whole text never exist, texts
-    share passes by their number of tokens, what is too long loses its middle, and processes share the questions out
-    by themselves: to the harness each of them is the only one, and gets all answers.
+    The answers are those of its class for Hugging Face models (``HFLM``), but the logits of a whole text never exist,
+    texts share passes by their number of tokens, long prompts lose their middle, and processes share the questions: to
+    the harness each of them is the only one, and gets all answers.
 
     Args:
         backbone: The model.
         tokenizer: Its tokenizer.
         max_length: Tokens that the model may read and generate together; by default those of its config.
-        truncation: Where prompts that are too long lose tokens.
+        truncation: Where long prompts lose tokens.
         batch_tokens: Tokens of a pass that scores, padding included.
 
     Attributes:
@@ -54,7 +54,7 @@ class HarnessModel(TemplateLM):
     ) -> None:
         super().__init__()
         if max_length is not None and max_length < 2:
-            raise ValueError(f"`max_length` must be 2 or more, a token of the prompt and one behind it: {max_length}.")
+            raise ValueError(f"`max_length` must be 2 or more, a token of the prompt and one after it: {max_length}.")
         if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
             raise ValueError(
                 f"The tokenizer '{tokenizer.name_or_path}' names neither a first (`bos_token`) nor a last token"
@@ -102,7 +102,7 @@ class HarnessModel(TemplateLM):
 
     @override
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Log-likelihoods of continuations in nats, and whether greedy decoding would have chosen them."""
+        """Return log-likelihoods of continuations in nats, and whether greedy decoding would have chosen them."""
         _check_same(requests)
         return list(super().loglikelihood(requests, disable_tqdm=True))
 
@@ -119,7 +119,7 @@ class HarnessModel(TemplateLM):
 
     @override
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Log-likelihoods of whole texts, in nats: in windows that do not overlap, each of them as long as can be."""
+        """Return log-likelihoods of whole texts in nats, in the longest windows that do not overlap."""
         _check_same(requests)
         windows: list[Continuation] = []
         texts = []
@@ -133,7 +133,7 @@ class HarnessModel(TemplateLM):
 
     @override
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """What the model goes on with, greedily, up to the first stop sequence; without special tokens."""
+        """Return greedy continuations up to the first stop sequence, without special tokens."""
         _check_same(requests)
         arguments = [_generation(request.args[1]) for request in requests]
         prompts = [
@@ -148,18 +148,18 @@ class HarnessModel(TemplateLM):
             [arguments[index][0] for index in order],
             stopped=lambda number, continuation: self._has_stopped(continuation, stops[number]),
         )
-        texts = {
+        found = {
             index: cut(str(self.tokenizer.decode(continuation, skip_special_tokens=True)), arguments[index][1])
             for index, continuation in zip(order, tokens, strict=True)
         }
-        texts = shared(texts)
+        texts = shared(found)
         return [texts[index] for index in range(len(requests))]
 
     def _score(self, continuations: Sequence[Continuation]) -> list[Any]:
         return score_continuations(self.backbone, continuations, batch_tokens=self.batch_tokens)
 
     def _has_stopped(self, tokens: list[int], stops: Sequence[str]) -> bool:
-        """Whether the newest token is the last one, or a stop sequence ends with it."""
+        """Return whether the newest token is the last one, or ends a stop sequence."""
         if tokens[-1] == self.tokenizer.eos_token_id:  # the model's own config may name another one
             return True
         longest = max((len(stop) for stop in stops), default=0)
@@ -168,14 +168,10 @@ class HarnessModel(TemplateLM):
         return any(stop in end for stop in stops)
 
     def _truncate(self, prompt: list[int], length: int) -> list[int]:
-        """The prompt with ``length`` tokens at most.
-
-        Raises:
-            ValueError: If what comes behind it leaves no room for a single token.
-        """
+        """Return the prompt with ``length`` tokens at most; a ``ValueError`` if there is no room for one."""
         if length < 1:
             raise ValueError(
-                f"A task asks for {self.max_length - length} tokens behind the prompt, and the model reads"
+                f"A task asks for {self.max_length - length} tokens after the prompt, and the model reads"
                 f" {self.max_length} (`max_length`): leave the task out, or use a model with a longer context."
             )
         if len(prompt) <= length:
@@ -186,7 +182,7 @@ class HarnessModel(TemplateLM):
 
 
 def _check_same(requests: Sequence[Instance]) -> None:
-    """Raise a ``ValueError`` if processes that share questions out do not have the same ones."""
+    """Raise a ``ValueError`` if processes that share questions do not have the same ones."""
     if not dist.is_initialized():
         return
     digest = hashlib.sha256("\0".join(repr(request.args) for request in requests).encode()).hexdigest()
@@ -200,22 +196,18 @@ def _check_same(requests: Sequence[Instance]) -> None:
 
 
 def cut(text: str, stops: Sequence[str]) -> str:
-    """The text up to the first stop sequence in it."""
+    """Return the text up to the first stop sequence in it."""
     for stop in stops:
         text = text.partition(stop)[0]
     return text
 
 
 def _generation(arguments: dict[str, Any]) -> tuple[int, list[str]]:
-    """Most tokens to generate, and stop sequences.
-
-    Raises:
-        ValueError: If a task asks for random samples.
-    """
+    """Return how many tokens to generate, and stop sequences; a ``ValueError`` if a task asks for random samples."""
     known = normalize_gen_kwargs(arguments, 256)
     if known.get("do_sample"):
         raise ValueError(
             f"A task asks for random samples ({arguments}), and models generate greedily here: set `do_sample: false`"
-            " in its `generation_kwargs`, in a YAML file of your own that includes the task's."
+            " in its `generation_kwargs`, in a YAML file that includes the task's."
         )
     return int(known["max_gen_toks"]), [stop for stop in known["until"] if stop]

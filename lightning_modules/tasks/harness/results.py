@@ -1,4 +1,4 @@
-"""Results of tasks of lm-evaluation-harness: a file per task as soon as it is done, and one for all."""
+"""Results of tasks of lm-evaluation-harness: a file per finished task, and one for all."""
 
 import hashlib
 import json
@@ -13,51 +13,23 @@ from lightning_modules.visualization.report import Table, as_text_table
 
 
 class Results:
-    """The folder of results.
+    """The folder of results; those of other settings, or of another task file by its hash, raise a ``ValueError``.
 
-    ``tasks/NAME.json`` is a task's, ``names/NAME.json`` says which tasks and groups a name stands for once all of
-    them are done, ``samples/NAME.jsonl`` holds questions and answers, and ``harness.json`` all that is known.
-
-    Args:
-        folder: Which can be written to.
-        settings: What the results depend on; results of other settings are refused.
+    ``tasks/NAME.json`` is a task's, ``names/NAME.json`` lists the tasks and groups of a name once all of them are done,
+    ``samples/NAME.jsonl`` holds questions and answers, and ``harness.json`` all that is known.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
         self.folder = folder
         self.settings = dict(settings)
 
-    def task(self, name: str, task_file: str | None = None) -> dict[str, Any] | None:
-        """What is known of a task.
-
-        Args:
-            name: Of the task.
-            task_file: Hash of the file it comes from, if that counts.
-
-        Raises:
-            ValueError: If the file is damaged, or of other settings or another task file.
-        """
-        return self._read(self._path("tasks", name), task_file)
-
-    def finished(self, name: str, task_file: str | None = None) -> dict[str, Any] | None:
-        """What a name stands for (``tasks``, and ``groups`` with their metrics), if all of it is done.
-
-        Raises:
-            ValueError: As `task`.
-        """
-        return self._read(self._path("names", name), task_file)
-
     def write_task(self, name: str, result: Mapping[str, Any], task_file: str | None = None) -> None:
-        """Keep the result of a task; its questions and answers, if there are any, in a file of their own."""
+        """Write the result of a task; its questions and answers, if there are any, in a separate file."""
         result = dict(result)
         if (samples := result.pop("samples", None)) is not None:
             lines = "".join(json.dumps(plain(sample)) + "\n" for sample in samples)
             write_atomically(self._path("samples", name, "jsonl"), lines.encode())
-        self._write(self._path("tasks", name), result, task_file)
-
-    def write_finished(self, name: str, content: Mapping[str, Any], task_file: str | None = None) -> None:
-        """Say that all that a name stands for is done."""
-        self._write(self._path("names", name), dict(content), task_file)
+        self.write("tasks", name, result, task_file)
 
     def _path(self, kind: str, name: str, suffix: str = "json") -> Path:
         short = re.sub(r"[^\w.-]+", "_", name)
@@ -65,21 +37,23 @@ class Results:
             short += f"-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
         return self.folder / kind / f"{short}.{suffix}"
 
-    def _write(self, path: Path, content: dict[str, Any], task_file: str | None) -> None:
-        write_json(path, {**content, "settings": self._known(task_file)})
+    def write(self, kind: str, name: str, content: Mapping[str, Any], task_file: str | None = None) -> None:
+        """Write the result of a task (kind ``tasks``), or the tasks and groups of a finished name (``names``)."""
+        write_json(
+            self._path(kind, name),
+            {**content, "settings": self.settings | ({"task_file": task_file} if task_file else {})},
+        )
 
-    def _known(self, task_file: str | None) -> dict[str, Any]:
-        return self.settings if task_file is None else {**self.settings, "task_file": task_file}
-
-    def _read(self, path: Path, task_file: str | None) -> dict[str, Any] | None:
-        if not path.is_file():
+    def read(self, kind: str, name: str, task_file: str | None = None) -> dict[str, Any] | None:
+        """Return what `write` has stored, or None."""
+        if not (path := self._path(kind, name)).is_file():
             return None
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             settings = content.pop("settings")
         except (ValueError, KeyError, AttributeError) as error:
             raise ValueError(f"'{path}' is damaged ({error}): remove it, and the task is asked again.") from error
-        known = self._known(task_file)
+        known = self.settings | ({"task_file": task_file} if task_file else {})
         if other := [name for name, value in known.items() if settings.get(name) != value]:
             there = ", ".join(f"{name}={settings.get(name)!r} (now {known[name]!r})" for name in other)
             raise ValueError(f"'{path}' is of another run: {there}. Give another `output`, or the same settings.")
@@ -87,7 +61,7 @@ class Results:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON file; null stands for what is no finite number."""
+    """Write a JSON file, with null for numbers that are not finite."""
     write_atomically(path, (json.dumps(plain(content), indent=1) + "\n").encode())
 
 

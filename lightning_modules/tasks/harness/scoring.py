@@ -1,4 +1,4 @@
-"""Log-likelihoods of continuations of texts, and whether greedy decoding would have chosen them."""
+"""Log-likelihoods of continuations, and whether greedy decoding would have chosen them."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -20,24 +20,14 @@ Answer = TypeVar("Answer")
 
 
 class Continuation(NamedTuple):
-    """What is asked: how likely some tokens are behind others.
-
-    Attributes:
-        context: Token ids, at least one.
-        tokens: Token ids to be scored.
-    """
+    """Token ids to be scored, and the ids that precede them, at least one."""
 
     context: Sequence[int]
     tokens: Sequence[int]
 
 
 class Score(NamedTuple):
-    """What is answered.
-
-    Attributes:
-        log_likelihood: Of all tokens of the continuation together, in nats.
-        is_greedy: Whether each of them is the likeliest one.
-    """
+    """Log-likelihood of all tokens of a continuation, in nats, and whether each is the likeliest one."""
 
     log_likelihood: float
     is_greedy: bool
@@ -46,25 +36,34 @@ class Score(NamedTuple):
 def score_continuations(
     backbone: Backbone, continuations: Sequence[Continuation], *, batch_tokens: int = 16_384
 ) -> list[Score]:
-    """Scores of continuations; logits exist at the positions that predict them, for a chunk at a time.
+    """Score continuations; logits exist at the positions that predict them, for a chunk at a time.
 
     Continuations that differ in their last token only (the choices of a question) share a pass. Processes share the
-    passes out and all have all scores in the end: each must ask for the same ones.
+    passes, and each returns all scores: all must ask for the same ones.
 
     Args:
-        backbone: The model; it is in eval mode meanwhile.
-        continuations: In any order.
-        batch_tokens: Tokens of a pass, padding included; a longer text has a pass of its own.
+        backbone: The model.
+        continuations: The continuations, in any order.
+        batch_tokens: Tokens of a pass, padding included; a longer text has a pass to itself.
 
     Returns:
-        A score each, in order. A continuation without tokens has log-likelihood 0 and is greedy.
+        Scores in order. A continuation without tokens has log-likelihood 0 and is greedy.
 
     Raises:
         ValueError: If a context is empty, a token is beyond the embedding, or ``batch_tokens`` is below 1.
     """
     if batch_tokens < 1:
         raise ValueError(f"`batch_tokens` must be 1 or more, got {batch_tokens}.")
-    _check(backbone, continuations)
+    for number, (context, tokens) in enumerate(continuations):
+        if len(context) == 0:
+            raise ValueError(
+                f"Continuation {number} has no context: its first token cannot be scored. Give it a token."
+            )
+        if (largest := max(max(context), max(tokens, default=0))) >= backbone.vocabulary_size:
+            raise ValueError(
+                f"Continuation {number} has token {largest}, beyond the embedding of {backbone.vocabulary_size} tokens"
+                f" of `{type(backbone.base_model).__name__}`: the tokenizer is not the one of this model."
+            )
     found: dict[int, Score] = {}
     with torch.no_grad(), no_autocast_cache(), eval_mode(backbone), lockstep(backbone) as run:
         for batch in list(_batches(continuations, batch_tokens))[share()]:
@@ -80,7 +79,7 @@ def score_continuations(
 
 
 def shared(found: dict[int, Answer]) -> dict[int, Answer]:
-    """What all processes have found together; each of them must call it."""
+    """Return what all processes have found; each of them must call it."""
     if not dist.is_initialized():
         return found
     parts: list[dict[int, Answer]] = [{} for _ in range(dist.get_world_size())]
@@ -89,25 +88,12 @@ def shared(found: dict[int, Answer]) -> dict[int, Answer]:
 
 
 def share() -> slice:
-    """Which of the pieces of a work that all processes know is this one's."""
+    """Return this process's part of work that all processes know."""
     return slice(dist.get_rank(), None, dist.get_world_size()) if dist.is_initialized() else slice(None)
 
 
-def _check(backbone: Backbone, continuations: Sequence[Continuation]) -> None:
-    for number, (context, tokens) in enumerate(continuations):
-        if len(context) == 0:
-            raise ValueError(
-                f"Continuation {number} has no context: its first token cannot be scored. Give it a token."
-            )
-        if (largest := max(max(context), max(tokens, default=0))) >= backbone.vocabulary_size:
-            raise ValueError(
-                f"Continuation {number} has token {largest}, beyond the embedding of {backbone.vocabulary_size} tokens"
-                f" of `{type(backbone.base_model).__name__}`: the tokenizer is not the one of this model."
-            )
-
-
 def _batches(continuations: Sequence[Continuation], batch_tokens: int) -> Iterator[list[list[int]]]:
-    """Groups of rows, each of which is the numbers of the continuations that it serves; the longest come first."""
+    """Yield groups of rows, each the numbers of the continuations that share it, the longest first."""
     rows: dict[tuple[int, ...], list[int]] = {}
     for index, continuation in enumerate(continuations):
         if len(continuation.tokens):
@@ -125,21 +111,20 @@ def _batches(continuations: Sequence[Continuation], batch_tokens: int) -> Iterat
 
 
 def _read(continuation: Continuation) -> tuple[int, ...]:
-    """What the model reads: nothing behind the last token needs to be predicted."""
+    """Return what the model reads: the last token is only predicted."""
     return (*continuation.context, *continuation.tokens[:-1])
 
 
 def _pass(backbone: Backbone, continuations: Sequence[Continuation], batch: list[list[int]]) -> tuple[Tensor, Tensor]:
-    """``[N]`` log-likelihoods, and whether each is the largest, of the tokens of all continuations of a batch."""
+    """Return ``[N]`` log-likelihoods of the tokens of all continuations, and whether each is the largest."""
     texts = [torch.tensor(_read(continuations[row[0]])) for row in batch]
     longest = max(map(len, texts))
     # Padding on the right, without a mask: causal attention never looks there.
     tokens = torch.stack([F.pad(text, (0, longest - len(text))) for text in texts]).to(backbone.device)
     positions = torch.arange(longest, device=backbone.device).repeat(len(texts), 1)
     asked = [(number, continuations[index]) for number, row in enumerate(batch) for index in row]
-    # What predicts a token stands before it.
-    first = [number * longest + len(continuation.context) - 1 for number, continuation in asked]
-    read = torch.cat([torch.arange(len(c.tokens)) + start for start, (_, c) in zip(first, asked, strict=True)])
+    # The preceding position predicts a token.
+    read = torch.cat([number * longest + len(c.context) - 1 + torch.arange(len(c.tokens)) for number, c in asked])
     targets = torch.tensor([token for _, continuation in asked for token in continuation.tokens])
     start = min(len(continuation.context) for _, continuation in asked) - 1
     borders = [[0, len(text)] for text in texts]

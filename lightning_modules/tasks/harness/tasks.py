@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import lm_eval.tasks
 import numpy as np
@@ -30,8 +30,8 @@ class TaskSet(NamedTuple):
 
     Attributes:
         tasks: Names of tasks and groups.
-        folders: Where they stand below ``lm_eval/tasks``: to look through all folders takes 15 s.
-        scores: For each score the metrics that it is the mean of; a score of scores is given by their names.
+        folders: Their folders below ``lm_eval/tasks``: indexing all of them takes 15 s.
+        scores: For each score the metrics that it is the mean of; a mean of scores lists their names.
     """
 
     tasks: tuple[str, ...]
@@ -87,12 +87,7 @@ def expand(words: Sequence[str]) -> list[str]:
 
 
 class LoadedTasks(NamedTuple):
-    """What a name stands for.
-
-    Attributes:
-        tasks: Tasks without parts, by name.
-        groups: Groups of them, the innermost first.
-    """
+    """The tasks of a name, without parts, and the groups of them, the innermost first."""
 
     tasks: dict[str, Task]
     groups: list[Group]
@@ -104,21 +99,14 @@ class TaskLoader:
     Args:
         words: Tasks, groups, YAML files and sets that will be asked for.
         include_path: Folder of further task files, which win over those of the harness.
-        num_fewshot: Examples in each prompt, for tasks that have any; by default as each task says.
-
-    Attributes:
-        names: What `words` stand for, without sets.
+        num_fewshot: Examples in each prompt, for tasks that have any; by default as each task specifies.
 
     Raises:
-        ValueError: If a task or the folder is not known.
+        ValueError: If a task or the folder is unknown.
     """
 
     def __init__(
-        self,
-        words: Sequence[str],
-        *,
-        include_path: str | None = None,
-        num_fewshot: int | None = None,
+        self, words: Sequence[str], *, include_path: str | None = None, num_fewshot: int | None = None
     ) -> None:
         if include_path is not None and not Path(include_path).expanduser().is_dir():
             raise ValueError(f"`include_path` must be a folder of task files (YAML), got '{include_path}'.")
@@ -142,7 +130,7 @@ class TaskLoader:
         return name in self.manager.task_index or (Path(name).suffix in (".yaml", ".yml") and Path(name).is_file())
 
     def task_file(self, name: str) -> str | None:
-        """Hash of the file of a task or group of one's own; None for those of the harness, whose version is known."""
+        """Return the hash of the user's task file; None for tasks of the harness, whose version is known."""
         entry = self.manager.task_index.get(name)
         path = Path(name) if entry is None else entry.yaml_path
         if path is None or not path.is_file() or _ROOT in path.resolve().parents:
@@ -150,31 +138,28 @@ class TaskLoader:
         return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
     def load(self, name: str) -> LoadedTasks:
-        """A task, or the tasks of a group, with their data; the same whatever was loaded before.
+        """Return a task, or the tasks of a group, with their data, independent of what was loaded before.
 
         Raises:
-            ValueError: If the data cannot be had, a package is missing, or the file is no task.
+            ValueError: If data or a package is missing, or the file is not a task.
         """
         with isolate_rng(), quiet():
             seed()
             try:
                 found = self.manager.load([name])
-            except Exception as error:  # whatever a task, its functions and its data may raise
+            except Exception as error:  # a task, its functions and its data may raise anything
                 raise ValueError(self._not_loaded(name, error)) from error
         for task in found["tasks"].values():
-            self._set_examples(task)
+            default = task.get_config("num_fewshot")
+            # A task with 0 has its examples in its text, or takes none.
+            if self.num_fewshot is not None and default != 0:
+                task.set_config(key="num_fewshot", value=self.num_fewshot)
+            elif default is None:
+                task.set_config(key="num_fewshot", value=0)
         groups: list[Group] = []
         for group in found.get("groups", {}).values():
             _add_innermost_first(group, groups)
         return LoadedTasks(dict(found["tasks"]), groups)
-
-    def _set_examples(self, task: Any) -> None:
-        default = task.get_config("num_fewshot")
-        # A task that says 0 has its examples in its text, or takes none.
-        if self.num_fewshot is not None and default != 0:
-            task.set_config(key="num_fewshot", value=self.num_fewshot)
-        elif default is None:
-            task.set_config(key="num_fewshot", value=0)
 
     def _not_loaded(self, name: str, error: Exception) -> str:
         reason = (str(error).strip().splitlines() or [""])[0].rstrip(".") or type(error).__name__
@@ -183,14 +168,12 @@ class TaskLoader:
         source = f" (dataset '{path}')" if path else ""
         if isinstance(error, OSError):
             return (
-                f"The data of the task '{name}'{source} cannot be had: {reason}. Without a network they must be in the"
-                " cache of Hugging Face (HF_HOME): run the task once where there is one, with the same HF_HOME."
+                f"The data of the task '{name}'{source} cannot be loaded: {reason}. Without a network they must be in"
+                " the cache of Hugging Face (HF_HOME): run the task once where there is one, with the same HF_HOME."
                 " HF_HUB_OFFLINE=1 forbids the network; unset it to allow downloads."
             )
         if isinstance(error, ImportError):
-            return (
-                f"The task '{name}' needs a package that is missing: {reason}. The extra `eval` has those we know of."
-            )
+            return f"The task '{name}' needs a package that is missing: {reason}. The extra `eval` has the known ones."
         return f"The task '{name}'{source} cannot be loaded: {type(error).__name__}: {reason}. Check its file."
 
 
@@ -202,7 +185,7 @@ def _add_innermost_first(group: Group, groups: list[Group]) -> None:
 
 
 def seed() -> None:
-    """Begin random numbers as the harness does, so that its tasks are those of everybody."""
+    """Seed random numbers as the harness does, so that its tasks are the same everywhere."""
     random.seed(0)
     np.random.seed(1234)
     torch.manual_seed(1234)
@@ -210,7 +193,7 @@ def seed() -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Within, the harness says nothing but warnings."""
+    """Let the harness log nothing but warnings."""
     logger = logging.getLogger("lm_eval")
     before = logger.level
     logger.setLevel(logging.WARNING)

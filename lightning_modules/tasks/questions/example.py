@@ -1,4 +1,4 @@
-"""One question about a long text, and what counts as its answer."""
+"""One question about a long text, and the score of an answer."""
 
 import re
 import string
@@ -9,7 +9,7 @@ from typing import Literal
 from torchmetrics.functional.text import rouge_score
 
 Match = Literal["all", "any", "first_number", "last_number", "first_word", "rouge_l", "subspan"]
-"""How an answer is judged; see `Example.score`."""
+"""How an answer is scored; see `Example.score`."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,14 @@ class Example:
     depth: float | None = None
 
     def score(self, prediction: str) -> float:
-        """Share of the answers found in what the model generated, from 0 to 1.
+        """Return the fraction of the answers found in what the model generated, from 0 to 1.
 
-        ``all`` is RULER's `string_match_all`, the share of the answers that occur, and ``any`` its `string_match_part`,
-        whether one of them does; both ignore case. ``last_number`` is LongEval's: the last number in the text is
-        the first answer; ``first_number`` takes the first, as a base model goes on behind its answer. ``first_word``
-        compares what stands before the first white space, punctuation aside. ``rouge_l`` is ROUGE-L (F1) of the first
-        answer and as many words of the text as it has, again for models that do not know where to stop.
-        ``subspan`` is the `best_subspan_em` of *Lost in the Middle*: whether the first line holds an answer, see
+        ``all`` is RULER's `string_match_all`, the fraction of the answers that occur, and ``any`` its
+        `string_match_part`, whether one of them does; both ignore case. ``last_number`` is LongEval's: the last number
+        in the text is the first answer; ``first_number`` takes the first number, as a base model continues after its
+        answer. ``first_word`` compares what precedes the first white space, punctuation aside. ``rouge_l`` is ROUGE-L
+        (F1) of the first answer and the same number of words of the text, again for models that do not know where to
+        stop. ``subspan`` is the `best_subspan_em` of *Lost in the Middle*: whether the first line holds an answer, see
         `contains_answer`.
         """
         if self.match in ("first_number", "last_number"):
@@ -57,7 +57,8 @@ class Example:
             said = numbers[0] if self.match == "first_number" else numbers[-1]
             return float(said.lstrip("0") == self.answers[0].lstrip("0"))
         if self.match == "rouge_l":
-            return _rouge_l(prediction, self.answers[0])
+            words = prediction.split()[: len(self.answers[0].split())]
+            return float(rouge_score(" ".join(words), self.answers[0], rouge_keys="rougeL")["rougeL_fmeasure"])
         if self.match == "first_word":
             word = (prediction.split() or [""])[0]
             return float(word.strip(".,;:!?\"'").lower() in {answer.lower() for answer in self.answers})
@@ -72,26 +73,17 @@ def contains_answer(text: str, answers: Iterable[str]) -> bool:
     """Whether one of the answers occurs in a text once both are in lower case, without punctuation and articles.
 
     The `best_subspan_em` of *Lost in the Middle* (https://github.com/nelson-liu/lost-in-the-middle), with the
-    normalisation of SQuAD's evaluation. Otherwise than there, an answer of which nothing is left, such as "A", is not
-    found everywhere but nowhere.
+    normalization of SQuAD's evaluation. Unlike there, an answer of which nothing is left, such as "A", is found
+    nowhere instead of everywhere.
 
     Example:
         >>> contains_answer("It was Wilhelm C. Röntgen.", ["the Wilhelm C Röntgen"])
         True
     """
-    normal = _normalized(text)
-    return any(answer in normal for answer in map(_normalized, answers) if answer)
 
+    def normalized(words: str) -> str:
+        words = words.lower().translate(str.maketrans("", "", string.punctuation))
+        return " ".join(re.sub(r"\b(a|an|the)\b", " ", words).split())
 
-def _normalized(text: str) -> str:
-    text = text.lower().translate(_NO_PUNCTUATION)
-    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
-
-
-_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
-
-
-def _rouge_l(prediction: str, answer: str) -> float:
-    words = prediction.split()[: len(answer.split())]
-    scores = rouge_score(" ".join(words), answer, rouge_keys="rougeL")
-    return float(scores["rougeL_fmeasure"])
+    normal = normalized(text)
+    return any(answer in normal for answer in map(normalized, answers) if answer)

@@ -1,4 +1,4 @@
-"""The long text around what is asked for, sentence by sentence."""
+"""The long text around the answer, sentence by sentence."""
 
 import random
 import re
@@ -15,22 +15,18 @@ NOISE_SENTENCES: tuple[str, ...] = tuple(f"{sentence}." for sentence in NOISE[:-
 """Its five sentences."""
 
 LONGEST_SENTENCE = 1000
-"""Characters; text without full stops is cut, or a single piece could be longer than what shall be filled."""
+"""Characters; text without full stops is cut, or a single piece could exceed the budget."""
 
 
 class Drawn:
-    """Pieces of text that are drawn when they are needed, and kept: the first ones are always the same.
-
-    Args:
-        draw: Makes one piece.
-    """
+    """Pieces of text that are drawn when they are needed, and kept: the first ones are always the same."""
 
     def __init__(self, draw: Callable[[], str]) -> None:
         self._draw = draw
         self._pieces: list[str] = []
 
     def first(self, count: int) -> list[str]:
-        """The first ``count`` pieces."""
+        """Return the first ``count`` pieces."""
         while len(self._pieces) < count:
             self._pieces.append(self._draw())
         return self._pieces[:count]
@@ -40,7 +36,7 @@ class Essays:
     """Sentences of prose: of the text files in a folder, or made up without one.
 
     RULER and Needle-in-a-Haystack take Paul Graham's essays, which are not ours to give away: put them, or any other
-    prose, into a folder. White space is normalised as by RULER. The units are whole sentences, which are found by their
+    prose, into a folder. White space is normalized as by RULER. The units are whole sentences, which are found by their
     punctuation; RULER counts words and may end in the middle of a sentence. Where the folder has too little, it is
     repeated. Files are read one after the other, in the order of their names, and only as far as needed.
 
@@ -50,7 +46,7 @@ class Essays:
         folder: Folder with ``.txt`` files in UTF-8; made-up sentences by default.
 
     Raises:
-        ValueError: If the folder is none, or has no such file, or none with text.
+        ValueError: If it is not a folder, or has no such file with text.
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
@@ -60,7 +56,7 @@ class Essays:
         self._parts = 0
 
     def sentences(self, count: int, start: int = 0) -> list[str]:
-        """``count`` sentences from the number ``start`` on."""
+        """Return ``count`` sentences from the number ``start`` on."""
         while len(self._sentences) < start + count and (self._files is None or self._parts < len(self._files)):
             self._read_on()
         size = len(self._sentences)
@@ -70,9 +66,15 @@ class Essays:
 
     def _read_on(self) -> None:
         if self._files is None:
-            self._sentences += _made_up(self._parts)
+            rng = random.Random(f"made-up prose {self._parts}")
+            self._sentences += [_made_up_sentence(rng) for _ in range(1000)]
         else:
-            self._sentences += _read(self._files[self._parts])
+            file = self._files[self._parts]
+            try:
+                text = file.read_text(encoding="utf-8-sig")
+            except UnicodeDecodeError as error:
+                raise ValueError(f"The haystack file '{file}' is not UTF-8 ({error}): convert it.") from None
+            self._sentences += split_sentences(text)
         self._parts += 1
 
 
@@ -85,14 +87,6 @@ def _text_files(folder: Path) -> list[Path]:
     return files
 
 
-def _read(file: Path) -> list[str]:
-    try:
-        text = file.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"The haystack file '{file}' is not UTF-8 ({error}): convert it.") from None
-    return split_sentences(text)
-
-
 _SENTENCE_END = re.compile(
     r"(?<=[.!?])[\"')\]]*\s+(?=[\"'(\[]?[A-Z0-9])|(?<=[\u201d\u2019])\s+(?=[\u201cA-Z])|(?<=[\u3002\uff01\uff1f])"
 )
@@ -100,7 +94,7 @@ _ABBREVIATION = re.compile(r"(?:\b(?:Mr|Mrs|Ms|Dr|St|Prof|Rev|Gen|Capt|vs|etc|cf
 
 
 def split_sentences(text: str) -> list[str]:
-    r"""Sentences of a text, white space normalised; an empty line always ends one.
+    r"""Split a text into sentences, white space normalized; an empty line always ends one.
 
     Example:
         >>> split_sentences("Mr. Hu met J. Doe. He said: No!\n\nA heading\n\nThe end.")
@@ -117,53 +111,22 @@ def split_sentences(text: str) -> list[str]:
             sentences.append(line[begin : end.end()].rstrip())
             begin = end.end()
         sentences.append(line[begin:].rstrip())
-    return [piece for sentence in sentences if sentence for piece in _cut(sentence)]
-
-
-def _cut(sentence: str) -> list[str]:
-    return [sentence] if len(sentence) <= LONGEST_SENTENCE else textwrap.wrap(sentence, LONGEST_SENTENCE)
+    wrapped = (textwrap.wrap(s, LONGEST_SENTENCE) if len(s) > LONGEST_SENTENCE else [s] for s in sentences if s)
+    return [piece for pieces in wrapped for piece in pieces]
 
 
 _SAW = (
-    "followed",
-    "passed",
-    "found",
-    "kept",
-    "painted",
-    "carried",
-    "praised",
-    "watched",
-    "mended",
-    "forgot",
-    "sold",
-    "described",
-    "drew",
-    "liked",
+    *("followed", "passed", "found", "kept", "painted", "carried", "praised"),
+    *("watched", "mended", "forgot", "sold", "described", "drew", "liked"),
 )
 _WENT = (
-    "rested",
-    "waited",
-    "turned",
-    "slept",
-    "stood",
-    "shone",
-    "wandered",
-    "lingered",
-    "vanished",
-    "returned",
-    "sang",
-    "grew",
+    *("rested", "waited", "turned", "slept", "stood", "shone"),
+    *("wandered", "lingered", "vanished", "returned", "sang", "grew"),
 )
 _WHERE = ("near", "behind", "above", "below", "beside", "beyond", "inside", "under")
 _WHEN = (
-    "In the morning",
-    "Long ago",
-    "Every autumn",
-    "Before the war",
-    "After a while",
-    "At noon",
-    "Later that year",
-    "As a rule",
+    *("In the morning", "Long ago", "Every autumn", "Before the war"),
+    *("After a while", "At noon", "Later that year", "As a rule"),
 )
 _PATTERNS = (
     "The {a} {n} {w} {p} the {m}.",
@@ -175,12 +138,6 @@ _PATTERNS = (
     "It is said that the {n} {s} the {a} {m} {p} the town.",
     "Some {s} the {m}, others {s} the {b} {n}, and the {a} one {w}.",
 )
-
-
-def _made_up(part: int, count: int = 1000) -> list[str]:
-    """Sentences of a small grammar, of which no two parts are alike."""
-    rng = random.Random(f"made-up prose {part}")
-    return [_made_up_sentence(rng) for _ in range(count)]
 
 
 def _made_up_sentence(rng: random.Random) -> str:

@@ -3,19 +3,14 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from tokenizers import Encoding
 from transformers import PreTrainedTokenizerFast
 
 from lightning_modules.models.tokenization.chat_templates import check_chat_template, render_chat
 
 
 class ForcedAnswer(NamedTuple):
-    """A question with its answer, for teacher forcing.
-
-    Attributes:
-        input_ids: Tokens of prompt, answer prefix and target.
-        answer_start: Index of the first token that is not in the prompt alone.
-        spans: For each answer the token indices ``[start, stop)`` that it lies in.
-    """
+    """Tokens of prompt, answer prefix and target; the index after the prompt; and ``[start, stop)`` of each answer."""
 
     input_ids: list[int]
     answer_start: int
@@ -23,7 +18,7 @@ class ForcedAnswer(NamedTuple):
 
 
 class Prompter:
-    """Turns questions into tokens, and counts them: the one place where a tokenizer meets a task.
+    """Turns questions into tokens, and counts them.
 
     Args:
         tokenizer: A fast tokenizer.
@@ -44,58 +39,52 @@ class Prompter:
         self.add_special_tokens = add_special_tokens and not chat_template
 
     def text(self, prompt: str, answer_prefix: str) -> str:
-        """All that the model reads, as text."""
+        """Return all that the model reads, as text."""
         if self.chat_template:
             messages = [{"role": "user", "content": prompt}]
             prompt = render_chat(self.tokenizer, messages, add_generation_prompt=True)
         return prompt + answer_prefix
 
     def encode(self, prompt: str, answer_prefix: str) -> list[int]:
-        """Token ids of a question."""
-        # The backend itself: it does not warn of a "maximum sequence length".
-        text = self.text(prompt, answer_prefix)
-        encoding = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=self.add_special_tokens)
-        return _without_end(list(encoding.ids), self.tokenizer)
+        """Return the token ids of a question."""
+        return self._encode(self.text(prompt, answer_prefix))[0]
 
     def count(self, prompt: str, answer_prefix: str) -> int:
-        """Tokens of a question."""
+        """Return the number of tokens of a question."""
         return len(self.encode(prompt, answer_prefix))
 
     def force(self, prompt: str, answer_prefix: str, target: str, answers: Sequence[str]) -> ForcedAnswer:
-        """A question and its answer as one text.
+        """Return a question and its answer as one text.
 
         Args:
             prompt: Long text and question.
             answer_prefix: How the model's turn begins.
             target: A right continuation; where it begins a turn of a chat template, its leading space is left out.
-            answers: Which parts of the target are answers, in their order in it; such as are not in it are left out.
+            answers: Parts of the target that are answers, in order; those that are not in it are left out.
         """
         asked = self.encode(prompt, answer_prefix)
         if self.chat_template and not answer_prefix:
             target = target.lstrip()
         text = self.text(prompt, answer_prefix)
-        encoding = self.tokenizer.backend_tokenizer.encode(text + target, add_special_tokens=self.add_special_tokens)
-        ids = _without_end(list(encoding.ids), self.tokenizer)
+        ids, encoding = self._encode(text + target)
+        offsets = encoding.offsets  # once: each access makes a list of all tokens
         # A tokenizer may join the last character of the question with the first of the answer.
         start = next((i for i, (a, b) in enumerate(zip(asked, ids, strict=False)) if a != b), min(len(asked), len(ids)))
-        offsets = encoding.offsets  # once: a list of all tokens is made at each look
-        spans, behind = [], len(text)
+        spans, stop = [], len(text)
         for answer in answers:
-            first = (text + target).find(answer, behind)
+            first = (text + target).find(answer, stop)
             if first < 0:
                 continue
-            behind = first + len(answer)
-            tokens = [i for i in range(start, len(ids)) if _overlap(offsets[i], (first, behind))]
+            stop = first + len(answer)
+            tokens = [i for i in range(start, len(ids)) if offsets[i][0] < stop and first < offsets[i][1]]
             if tokens:
                 spans.append((tokens[0], tokens[-1] + 1))
         return ForcedAnswer(ids, start, spans)
 
-
-def _overlap(one: tuple[int, int], other: tuple[int, int]) -> bool:
-    return one[0] < other[1] and other[0] < one[1]
-
-
-def _without_end(ids: list[int], tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    """A tokenizer that puts an end-of-text behind all would have the model answer after the end."""
-    ends = tokenizer.eos_token_id
-    return ids[:-1] if ids and ids[-1] == ends and ids[-1] != tokenizer.bos_token_id else ids
+    def _encode(self, text: str) -> tuple[list[int], Encoding]:
+        """Return ids and encoding, without a final end-of-text: the model would have to answer after the end."""
+        # The backend itself: it does not warn of a "maximum sequence length".
+        encoding = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=self.add_special_tokens)
+        ids, end = list(encoding.ids), self.tokenizer.eos_token_id
+        ends = bool(ids) and ids[-1] == end != self.tokenizer.bos_token_id
+        return ids[:-1] if ends else ids, encoding

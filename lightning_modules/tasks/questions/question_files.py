@@ -3,24 +3,16 @@
 import gzip
 import json
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
 
 class Question(NamedTuple):
-    """A question about some documents of a collection.
-
-    Attributes:
-        text: What is asked.
-        answers: Wordings of the answer; any of them will do.
-        documents: Indices of those that belong to the question.
-        related: Indices of others on the same subject.
-    """
+    """A question, the wordings of its answer, and the indices of its documents and of others on the same subject."""
 
     text: str
     answers: tuple[str, ...]
@@ -43,14 +35,7 @@ class Passage(NamedTuple):
 
 
 class OpenQuestion(NamedTuple):
-    """A question with the one passage that answers it.
-
-    Attributes:
-        text: What is asked.
-        answers: Wordings of the answer; any of them will do.
-        gold: The passage.
-        distractors: Passages found for the question that do not answer it, the most fitting first.
-    """
+    """A question, the wordings of its answer, the passage that answers it, and others, the most fitting first."""
 
     text: str
     answers: tuple[str, ...]
@@ -59,7 +44,7 @@ class OpenQuestion(NamedTuple):
 
 
 def read_squad(path: str | Path) -> Collection:
-    """SQuAD 1.1 or 2.0 (https://rajpurkar.github.io/SQuAD-explorer), such as ``dev-v2.0.json``, perhaps gzipped.
+    """Read SQuAD 1.1 or 2.0 (https://rajpurkar.github.io/SQuAD-explorer), such as ``dev-v2.0.json``, perhaps gzipped.
 
     As in RULER, questions that have no answer (2.0) are left out, and related are the other paragraphs of the article.
 
@@ -86,7 +71,7 @@ def read_squad(path: str | Path) -> Collection:
 
 
 def read_hotpot(path: str | Path) -> Collection:
-    """HotpotQA with distractors (https://hotpotqa.github.io), such as ``hotpot_dev_distractor_v1.json``.
+    """Read HotpotQA with distractors (https://hotpotqa.github.io), such as ``hotpot_dev_distractor_v1.json``.
 
     As in RULER, a document is a title, a line break and the sentences, and all ten that the file gives with a question
     belong to it.
@@ -114,23 +99,20 @@ def read_hotpot(path: str | Path) -> Collection:
 
 @lru_cache(maxsize=1)  # tasks that differ in where the question stands share the passages
 def read_nq_open(path: str | Path) -> tuple[OpenQuestion, ...]:
-    """Multi-document questions as *Lost in the Middle* publishes them: a JSON object per line, perhaps gzipped.
+    """Read multi-document questions as *Lost in the Middle* publishes them: a JSON object per line, perhaps gzipped.
 
     Such as ``nq-open-20_total_documents_gold_at_0.jsonl.gz`` of https://github.com/nelson-liu/lost-in-the-middle, or
-    its retrieval results, from which gold passages are taken as its script takes them. Wherever the gold passage stands
-    in the file, it is moved later.
+    its retrieval results, from which gold passages are taken as its script takes them. The place of the gold passage in
+    the file does not matter.
 
     Raises:
         ValueError: If the file cannot be read, or a line holds something else.
     """
     questions = []
-    with _opened(path) as stream:
-        for line, content in enumerate(stream, 1):
-            if content.strip():
-                place = f"{path}, line {line}"
-                questions.append(
-                    _parsed(content, place, "Lost in the Middle", "`question`, `answers`, `ctxs`", _open_question)
-                )
+    for number, line in enumerate(_lines(path), 1):
+        if line.strip():
+            place, fields = f"{path}, line {number}", "`question`, `answers`, `ctxs`"
+            questions.append(_parsed(line, place, "Lost in the Middle", fields, _open_question))
     if not questions:
         raise ValueError(f"{path} holds no question. Expected a file such as those of Lost in the Middle's `qa_data`.")
     return tuple(questions)
@@ -146,17 +128,12 @@ def _open_question(record: Any) -> OpenQuestion:
     answers = _answers(record["answers"])
     if not answers:
         raise ValueError("`answers` is empty")
-    return OpenQuestion(_text(record["question"]), answers, _passage(gold), tuple(map(_passage, others)))
-
-
-def _passage(record: Any) -> Passage:
-    return Passage(_text(record["title"]), _text(record["text"]))
+    first, *rest = (Passage(_text(passage["title"]), _text(passage["text"])) for passage in (gold, *others))
+    return OpenQuestion(_text(record["question"]), answers, first, tuple(rest))
 
 
 def _collection(path: str | Path, name: str, fields: str, build: Callable[[Any], Collection]) -> Collection:
-    with _opened(path) as stream:
-        content = stream.read()
-    collection = _parsed(content, str(path), name, fields, build)
+    collection = _parsed(b"".join(_lines(path)), str(path), name, fields, build)
     if not collection.questions:
         raise ValueError(f"{path} holds no question that has an answer. Expected a file of {name}.")
     return collection
@@ -174,11 +151,10 @@ def _parsed(content: bytes, place: str, name: str, fields: str, build: Callable[
         raise ValueError(f"{place}: not in the format of {name} ({reason}). It has {fields}.") from error
 
 
-@contextmanager
-def _opened(path: str | Path) -> Iterator[BinaryIO]:
+def _lines(path: str | Path) -> list[bytes]:
     try:
         with gzip.open(path) if Path(path).suffix == ".gz" else open(path, "rb") as stream:
-            yield cast(BinaryIO, stream)
+            return stream.readlines()
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{path}: the compressed file is damaged ({error}). Fetch it again.") from error
     except OSError as error:
@@ -190,7 +166,7 @@ def _distinct(documents: Iterable[str]) -> list[str]:
 
 
 def _answers(texts: Iterable[Any]) -> tuple[str, ...]:
-    """Each wording once; an empty one would be found everywhere."""
+    """Return each wording once; an empty one would be found everywhere."""
     return tuple(dict.fromkeys(text for text in map(_text, texts) if text.strip()))
 
 

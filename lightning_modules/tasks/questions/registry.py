@@ -1,8 +1,8 @@
 """Tasks by their names."""
 
 import difflib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from lightning_modules.tasks.questions.haystacks import Essays
 from lightning_modules.tasks.questions.retrieval.first_sentence import FirstSentence
@@ -20,60 +20,47 @@ from lightning_modules.tasks.questions.task import Task
 from lightning_modules.utilities.user_modules import import_object
 
 
-@dataclass(frozen=True)
-class Sources:
-    """What tasks are made of, other than their own words.
+class Sources(NamedTuple):
+    """Texts that tasks are made of; see `find_tasks`."""
 
-    Attributes:
-        essays: Prose around needles.
-        squad: Local file of SQuAD.
-        hotpot: Local file of HotpotQA.
-        nq_open: Local file of *Lost in the Middle*'s questions.
-        documents: Passages of its questions.
-    """
-
-    essays: Essays = field(default_factory=Essays)
+    essays: Essays
     squad: str | None = None
     hotpot: str | None = None
     nq_open: str | None = None
     documents: int | None = None
 
 
+def _question_answering(task: str, title: str, source: str, file: str, address: str) -> Callable[[Sources], Task]:
+    def make(sources: Sources) -> Task:
+        if (path := getattr(sources, source)) is None:
+            raise ValueError(
+                f"The task '{task}' asks questions of {title}: set `{source}` to a local copy of {file} ({address})."
+                " RULER's 11 tasks that need no file are the group 'ruler_synthetic'."
+            )
+        return getattr(QuestionAnswering, source)(path)
+
+    return make
+
+
 def _needles(name: str) -> Callable[[Sources], Task]:
     return lambda sources: Needles(name, RULER_NEEDLES[name], sources.essays)
-
-
-def _squad(sources: Sources) -> Task:
-    if sources.squad is None:
-        raise ValueError(
-            "The task 'qa_1' asks questions of SQuAD: set `squad` to a local copy of dev-v2.0.json"
-            f" (https://rajpurkar.github.io/SQuAD-explorer). {_WITHOUT_FILES}"
-        )
-    return QuestionAnswering.squad(sources.squad)
-
-
-def _hotpot(sources: Sources) -> Task:
-    if sources.hotpot is None:
-        raise ValueError(
-            "The task 'qa_2' asks questions of HotpotQA: set `hotpot` to a local copy of hotpot_dev_distractor_v1.json"
-            f" (https://hotpotqa.github.io). {_WITHOUT_FILES}"
-        )
-    return QuestionAnswering.hotpot(sources.hotpot)
 
 
 def _multi_document_qa(query: Query) -> Callable[[Sources], Task]:
     return lambda sources: MultiDocumentQA(sources.nq_open, query=query, documents=sources.documents)
 
 
-_WITHOUT_FILES = "RULER's 11 tasks that need no file are the group 'ruler_synthetic'."
-
 TASKS: dict[str, Callable[[Sources], Task]] = {
     **{name: _needles(name) for name in RULER_NEEDLES},
     "vt": lambda sources: VariableTracking(),
     "cwe": lambda sources: CommonWords(),
     "fwe": lambda sources: FrequentWords(),
-    "qa_1": _squad,
-    "qa_2": _hotpot,
+    "qa_1": _question_answering(
+        "qa_1", "SQuAD", "squad", "dev-v2.0.json", "https://rajpurkar.github.io/SQuAD-explorer"
+    ),
+    "qa_2": _question_answering(
+        "qa_2", "HotpotQA", "hotpot", "hotpot_dev_distractor_v1.json", "https://hotpotqa.github.io"
+    ),
     "longeval_lines": lambda sources: LongEvalLines(),
     "needle": lambda sources: Needle(sources.essays),
     "passkey": lambda sources: Passkey(),
@@ -85,7 +72,7 @@ TASKS: dict[str, Callable[[Sources], Task]] = {
     "multi_document_qa_query_before": _multi_document_qa("before"),
     "multi_document_qa_query_both": _multi_document_qa("both"),
 }
-"""What makes each task."""
+"""The constructor of each task."""
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "niah": tuple(RULER_NEEDLES),
@@ -98,7 +85,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "retrieval": ("needle", "passkey", "first_sentence", "longeval_lines", "key_values"),
 }
-"""Names that stand for several tasks."""
+"""Names of several tasks together."""
 
 
 def find_tasks(
@@ -110,10 +97,10 @@ def find_tasks(
     nq_open: str | None = None,
     documents: int | None = None,
 ) -> list[Task]:
-    """Tasks by name, each once, in the order in which they are named.
+    """Return tasks by name, each once, in the order in which they are named.
 
     Args:
-        names: Names of `TASKS` or `GROUPS`, or import paths such as ``package.module.Class`` of classes of one's own
+        names: Names of `TASKS` or `GROUPS`, or import paths such as ``package.module.Class`` of your classes
             that derive from `Task` and take no arguments.
         haystack: Folder with text files around the needles; made-up prose by default, see `Essays`.
         squad: Local file of SQuAD for ``qa_1``, see `read_squad`.
@@ -128,11 +115,12 @@ def find_tasks(
     if not names:
         raise ValueError(f"No task is named: {_choice()}")
     sources = Sources(Essays(haystack), squad, hotpot, nq_open, documents)
-    single = [name for group in names for name in GROUPS.get(group, (group,))]
-    return [_make(name, sources) for name in dict.fromkeys(single)]
+    single = dict.fromkeys(name for group in names for name in GROUPS.get(group, (group,)))
+    check_names(single)
+    return [TASKS[name](sources) if name in TASKS else _import(name) for name in single]
 
 
-def check_names(names: Sequence[str]) -> None:
+def check_names(names: Iterable[str]) -> None:
     """Refuse names that are not in `TASKS`, not in `GROUPS`, and not import paths.
 
     Raises:
@@ -144,17 +132,12 @@ def check_names(names: Sequence[str]) -> None:
             raise ValueError(f"There is no task '{name}'{f'; did you mean {near[0]!r}?' if near else '.'} {_choice()}")
 
 
-def _make(name: str, sources: Sources) -> Task:
-    check_names([name])
-    return TASKS[name](sources) if name in TASKS else _import(name)
-
-
 def _choice() -> str:
     return f"Tasks: {', '.join(TASKS)}. Groups: {', '.join(GROUPS)}. Or name a class of your own: package.module.Class."
 
 
 def _import(path: str) -> Task:
-    """A task of the user's own."""
+    """Make a task of the user."""
     try:
         kind = import_object(path)
     except (ImportError, AttributeError) as error:

@@ -1,19 +1,25 @@
-"""What a long-context task is: a pure generator of questions."""
+"""A long-context task: a pure generator of questions whose text fills a number of tokens."""
 
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from lightning_modules.tasks.questions.budget import most_units
-from lightning_modules.tasks.questions.example import Example
+from typing_extensions import override
+
+from lightning_modules.tasks.questions.example import Example, Match
 from lightning_modules.tasks.questions.prompter import Prompter
 
 Wording = Callable[[int], tuple[str, str]]
 """Prompt and answer prefix for a number of pieces of text."""
 
+SPARE = 1000
+"""Pieces beyond one per token after which a text that hardly grows is given up."""
+
 
 def place(depth: float, others: int) -> int:
-    """How many of the other pieces of text stand before the one at a depth from 0 (front) to 1 (end).
+    """Return how many of the other pieces precede the one at a depth from 0 (front) to 1 (end).
 
     Example:
         >>> place(0.0, 10), place(0.25, 10), place(1.0, 10)
@@ -25,13 +31,13 @@ def place(depth: float, others: int) -> int:
 class Task(ABC):
     """A kind of question about a long text.
 
-    The same arguments give the same example, on every machine and in any order: nothing is drawn from a global random
-    state. Randomness comes from `random.Random` seeded by text.
+    The same arguments give the same example, on every machine and in any order: randomness comes from `random.Random`
+    seeded by text, never from a global state.
 
     Attributes:
-        name: As results and options cite it.
+        name: Name in results and options.
         max_new_tokens: Tokens that the model may generate.
-        varies_depth: Whether the place of the answer can be asked for.
+        varies_depth: Whether the place of the answer can be chosen.
     """
 
     name: str
@@ -42,15 +48,15 @@ class Task(ABC):
     def example(
         self, prompter: Prompter, length: int, index: int, *, seed: int = 0, depth: float | None = None
     ) -> Example:
-        """One question.
+        """Make one question.
 
         Args:
             prompter: Counts tokens.
-            length: Tokens of prompt, answer prefix and `max_new_tokens` together: they are as many as whole pieces of
-                the long text (a sentence, a line, a word) allow, and never more.
+            length: Tokens of prompt, answer prefix and `max_new_tokens` together: as many as whole pieces of the long
+                text (a sentence, a line, a word) allow, and never more.
             index: Number of the question, from 0.
-            seed: Of all that is random.
-            depth: Where the answer stands, from 0 to 1; by default drawn, if the task varies it.
+            seed: Seed of all that is random.
+            depth: Place of the answer, from 0 to 1; by default drawn, if the task varies it.
 
         Raises:
             ValueError: If ``length`` is too short for the shortest question, or ``depth`` is given to a task that does
@@ -58,7 +64,7 @@ class Task(ABC):
         """
 
     def random(self, length: int, index: int, seed: int) -> random.Random:
-        """A random generator of this question's own."""
+        """Return a random generator for this question alone."""
         return random.Random(f"{self.name} {length} {index} {seed}")
 
     def fit(
@@ -71,7 +77,7 @@ class Task(ABC):
         most: int | None = None,
         guess: int | None = None,
     ) -> int:
-        """The most pieces of text with which prompt, answer prefix and answer stay within ``length`` tokens."""
+        """Return the most pieces of text with which prompt, answer prefix and answer stay within ``length`` tokens."""
         room = length - self.max_new_tokens
         try:
             return most_units(lambda units: prompter.count(*wording(units)), room, least=least, most=most, guess=guess)
@@ -82,8 +88,133 @@ class Task(ABC):
             ) from None
 
     def check_depth(self, depth: float | None) -> None:
-        """Raise a ``ValueError`` for a depth that cannot be."""
+        """Raise a ``ValueError`` for a depth that is out of range or cannot be chosen."""
         if depth is not None and not self.varies_depth:
             raise ValueError(f"The answers of '{self.name}' have no depth that could be chosen: leave `depths` out.")
         if depth is not None and not 0 <= depth <= 1:
             raise ValueError(f"A depth is from 0 (front) to 1 (end), got {depth}.")
+
+
+@dataclass(frozen=True)
+class Request:
+    """The arguments of `Task.example`, with the question's random generator."""
+
+    prompter: Prompter
+    length: int
+    index: int
+    seed: int
+    depth: float | None
+    rng: random.Random
+
+
+class Draft(NamedTuple):
+    """A question before its length is known.
+
+    Attributes:
+        wording: Prompt and answer prefix for a number of pieces.
+        answers: As in `Example`, like target and match.
+        target: A right continuation.
+        match: How the answers are looked for.
+        least: Fewest pieces.
+        most: Number of all pieces; None if there is no end to them.
+        exhausted: Error if all pieces together leave room for more; None if that is fine.
+        depth: Depth of the answer among a number of pieces.
+    """
+
+    wording: Wording
+    answers: tuple[str, ...]
+    target: str
+    match: Match = "all"
+    least: int = 1
+    most: int | None = None
+    exhausted: str | None = None
+    depth: Callable[[int], float | None] = lambda _: None
+
+
+class FittedTask(Task):
+    """A task that fills a draft with as many pieces of text as fit."""
+
+    @abstractmethod
+    def draft(self, asked: Request) -> Draft:
+        """Draw a question."""
+
+    @override
+    def example(
+        self, prompter: Prompter, length: int, index: int, *, seed: int = 0, depth: float | None = None
+    ) -> Example:
+        self.check_depth(depth)
+        draft = self.draft(Request(prompter, length, index, seed, depth, self.random(length, index, seed)))
+        count = self.fit(prompter, length, draft.wording, least=draft.least, most=draft.most)
+        if draft.exhausted is not None and count == draft.most:
+            raise ValueError(draft.exhausted)
+        prompt, prefix = draft.wording(count)
+        return Example(
+            task=self.name,
+            length=length,
+            index=index,
+            prompt=prompt,
+            answer_prefix=prefix,
+            answers=draft.answers,
+            target=draft.target,
+            max_new_tokens=self.max_new_tokens,
+            match=draft.match,
+            depth=draft.depth(count),
+        )
+
+
+def most_units(
+    tokens: Callable[[int], int], limit: int, *, least: int = 1, most: int | None = None, guess: int | None = None
+) -> int:
+    """Return the largest number of pieces whose text has at most ``limit`` tokens.
+
+    As tokens grow about linearly with the pieces, interpolation finds the number in a few tries, each of which
+    tokenizes the whole text.
+
+    Args:
+        tokens: Tokens of the text of that many pieces; must not fall when pieces are added.
+        limit: Tokens to fill.
+        least: Fewest pieces.
+        most: Number of all pieces; None if there is no end to them.
+        guess: Estimate of the result.
+
+    Returns:
+        A number ``n >= least`` with ``tokens(n) <= limit < tokens(n + 1)``, or ``most`` if all pieces fit.
+
+    Raises:
+        ValueError: If not even ``least`` pieces fit, or the text hardly grows with its pieces.
+
+    Example:
+        >>> most_units(lambda n: 10 + 7 * n, 100)
+        12
+    """
+    low, low_tokens = least, tokens(least)
+    if low_tokens > limit:
+        raise ValueError(f"The shortest question takes {low_tokens} tokens, more than {limit}.")
+    high, high_tokens = 0, 0  # the fewest pieces known to be too many, once there are any
+    step = max(1, guess - low if guess is not None else low)
+    while high == 0:
+        if low == most:
+            return low
+        tried = low + step if most is None else min(low + step, most)
+        count = tokens(tried)
+        if count > limit:
+            high, high_tokens = tried, count
+        else:
+            rate = (count - low_tokens) / (tried - low)
+            low, low_tokens = tried, count
+            if low - least > limit + SPARE:
+                raise ValueError(
+                    f"{low:,} pieces of text are only {count:,} tokens: the tokenizer does not tell them apart."
+                )
+            step = max(1, 2 * step if rate <= 0 else min(100 * step, int((limit - count) / rate) + 1))
+    halve = False
+    while high - low > 1:
+        share = 0.5 if halve else (limit - low_tokens) / (high_tokens - low_tokens)
+        tried = min(high - 1, max(low + 1, low + round(share * (high - low))))
+        count = tokens(tried)
+        halve = not halve  # interpolation alone may creep towards one end
+        if count > limit:
+            high, high_tokens = tried, count
+        else:
+            low, low_tokens = tried, count
+    return low

@@ -7,8 +7,7 @@ from lightning_modules.visualization.tensorboard.panels import (
     draw_weights,
 )
 from lightning_modules.visualization.tensorboard.scored_document import ScoredDocument
-from lightning_modules.visualization.tensorboard.sums import PositionSums
-from lightning_modules.visualization.tensorboard.weights import WeightSample
+from lightning_modules.visualization.tensorboard.sums import PositionSums, WeightSample
 
 __all__ = [
     "CUSTOM_SCALARS",

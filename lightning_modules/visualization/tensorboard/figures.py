@@ -5,13 +5,11 @@ from typing import Any
 import matplotlib
 import numpy as np
 import torch
-from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from lightning_modules.functional import PowerLaw
 from lightning_modules.visualization.tensorboard.sums import (
     LCL_EDGES,
     LSD_EDGES,
@@ -25,17 +23,7 @@ _DOTS_PER_INCH = 110
 
 
 def benefit_figure(benefit: BenefitCounts, *, alpha: float, beta: float, title: str) -> np.ndarray:
-    """Density of tokens by long-short difference and long log-likelihood, with both histograms and thresholds.
-
-    Args:
-        benefit: The tokens.
-        alpha: Key tokens have a larger difference, in nats.
-        beta: And a larger log-likelihood, in nats.
-        title: What stands above.
-
-    Returns:
-        ``[height, width, 3]`` uint8.
-    """
+    """Draw the density of tokens by LSD and LCL, with histograms and thresholds, as ``[height, width, 3]`` uint8."""
     counts, lsd, lcl = benefit.counts.numpy(), LSD_EDGES.numpy(), LCL_EDGES.numpy()
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(6.4, 5.2), dpi=_DOTS_PER_INCH)
@@ -65,16 +53,10 @@ def benefit_figure(benefit: BenefitCounts, *, alpha: float, beta: float, title: 
 def position_figure(
     positions: PositionSums, *, title: str, short: int | None = None, key_share: int | None = None
 ) -> np.ndarray:
-    """Loss by the length of the context, with its power law.
+    """Draw the loss by the length of the context, with its power law, as ``[height, width, 3]`` uint8.
 
-    Args:
-        positions: Means by position, of which value 0 is the loss in nats.
-        title: What stands above.
-        short: Which of the values is the loss in the short context, if one is.
-        key_share: Which of the values is the share of key tokens, if one is.
-
-    Returns:
-        ``[height, width, 3]`` uint8.
+    Value 0 of the positions is the loss in nats; ``short`` and ``key_share`` are the indices of the loss in the short
+    context and of the fraction of key tokens, if there are any.
     """
     means, fit = positions.means().numpy(), positions.fit()
     with matplotlib.rc_context(_STYLE):
@@ -87,7 +69,10 @@ def position_figure(
         if short is not None:
             axes[0].plot(means[0], means[1 + short], "s--", color="C1", lw=1, markersize=3, label="short context")
         if fit is not None:
-            _draw_fit(axes[0], means[0], fit)
+            smooth = np.geomspace(SHORTEST_FITTED, means[0, -1], 60)
+            law = f"({fit.a:.3g} / c)^{fit.b:.2g} + {fit.g:.3g},  R² {fit.r_squared:.2f}"
+            curve = fit(torch.from_numpy(smooth)).numpy()
+            axes[0].plot(smooth, curve, color="0.3", lw=1.2, label=law if fit.a else "no power law: flat")
         axes[0].set(ylabel="loss (nats)", title=title)
         axes[0].legend(fontsize=8, frameon=False)
         if key_share is not None:
@@ -99,12 +84,6 @@ def position_figure(
         axes[-1].set_xticks(ticks, [f"{tick:,.0f}" for tick in ticks])
         axes[-1].set_xlabel("tokens of context (position in the document)")
         return _pixels(figure)
-
-
-def _draw_fit(axis: Axes, contexts: np.ndarray, fit: PowerLaw) -> None:
-    smooth = np.geomspace(SHORTEST_FITTED, contexts[-1], 60)
-    label = f"({fit.a:.3g} / c)^{fit.b:.2g} + {fit.g:.3g},  R² {fit.r_squared:.2f}" if fit.a else "no power law: flat"
-    axis.plot(smooth, fit(torch.from_numpy(smooth)).numpy(), color="0.3", lw=1.2, label=label)
 
 
 def _pixels(figure: Figure) -> np.ndarray:

@@ -1,6 +1,6 @@
-"""Documents and tokens as Markdown that passes TensorBoard's sanitiser, whatever is in the text.
+"""Documents and tokens as Markdown that passes TensorBoard's sanitizer, for any text.
 
-It takes away colours and keeps bold, tables and links with a title: `[token](# "shown under the mouse")`.
+It removes colors and keeps bold, tables and links with a title: `[token](# "shown under the mouse")`.
 """
 
 import math
@@ -12,13 +12,13 @@ from torch import Tensor
 from lightning_modules.visualization.tensorboard.scored_document import ScoredDocument, printable
 
 STEPS = ((4.0, "█"), (2.0, "▆"), (1.0, "▄"), (0.5, "▂"))
-"""How a long-short difference above so many nats looks."""
+"""Symbols of long-short differences above these nats."""
 
 HELP = "**Key tokens** are bold, with numbers under the mouse. LSD above 0.5, 1, 2, 4 nats: ▂ ▄ ▆ █; below -0.5: ▿."
 
 
 def escaped(text: str) -> str:
-    """Text that Markdown and HTML leave as it is: all that could mean something becomes a numbered entity."""
+    """Escape a text for Markdown and HTML: all special characters become numbered entities."""
     return "".join(
         character if character.isalnum() or character == " " or ord(character) > 127 else f"&#{ord(character)};"
         for character in printable(text)
@@ -26,7 +26,7 @@ def escaped(text: str) -> str:
 
 
 def probability(log_likelihood: float) -> str:
-    """For people: ``12.3%``, and powers of ten for what is rare.
+    """Format a probability as ``12.3%``, and rare ones as powers of ten.
 
     Example:
         >>> probability(-1.0), probability(-10.0)
@@ -37,16 +37,7 @@ def probability(log_likelihood: float) -> str:
 
 
 def excerpts_markdown(document: ScoredDocument, *, tokens: int, title: str) -> str:
-    """The parts of a document around its key tokens.
-
-    Args:
-        document: With the scores of one model.
-        tokens: Of all parts together, at most.
-        title: What stands above, plain text.
-
-    Returns:
-        Markdown.
-    """
+    """Format the parts of a document around its key tokens, with at most ``tokens`` tokens together."""
     parts = document.excerpts(tokens)
     shown = sum(stop - start for start, stop in parts)
     lines = [f"**{escaped(title)}**", f"{shown:,} of {len(document.long):,} tokens. {HELP}"]
@@ -57,15 +48,7 @@ def excerpts_markdown(document: ScoredDocument, *, tokens: int, title: str) -> s
 
 
 def helped_markdown(documents: Sequence[ScoredDocument], *, count: int = 20) -> str:
-    """A table of the tokens that the long context helps most, with their probabilities.
-
-    Args:
-        documents: With the scores of one model.
-        count: Rows, at most.
-
-    Returns:
-        Markdown; the last column says how many tokens before the same token stood for the last time.
-    """
+    """Format a table of at most ``count`` tokens that the long context helps most, with their probabilities."""
     found = [(float(document.lsd[i]), document, i) for document in documents for i in document.most_helped(count)]
     found.sort(key=lambda entry: -entry[0])
     rows = [
@@ -88,17 +71,10 @@ def helped_markdown(documents: Sequence[ScoredDocument], *, count: int = 20) -> 
 def learned_markdown(
     document: ScoredDocument, long_then: Tensor, *, then: int, judge: ScoredDocument | None = None, count: int = 20
 ) -> str:
-    """A table of how the probabilities of key tokens change in training.
+    """Format a table of how the probabilities of key tokens have changed since the step ``then``.
 
-    Args:
-        document: With the scores of the model in training, now.
-        long_then: ``[N]`` its long log-likelihoods at an earlier step, in nats.
-        then: That step.
-        judge: The document with the scores of the evaluator, whose key tokens these are.
-        count: Rows, at most: those that the evaluator's (else the model's) long context helps most.
-
-    Returns:
-        Markdown.
+    At most ``count`` rows: those that the evaluator's (else the model's) long context helps most. ``long_then`` are the
+    ``[N]`` long log-likelihoods at that step, in nats.
     """
     chosen = _by_judge(document, judge)[:count] if judge else document.key_tokens(count)
     change = document.long - long_then
@@ -126,7 +102,7 @@ def learned_markdown(
 
 
 def _by_judge(document: ScoredDocument, judge: ScoredDocument) -> list[int]:
-    """Key tokens of the model by the evaluator's long-short difference at their first character."""
+    """Sort key tokens of the model by the evaluator's long-short difference at their first character."""
     starts, reach = document.offsets[:, 0].contiguous(), judge.offsets[:, 1].cummax(0).values
     owners = torch.searchsorted(reach, starts, right=True).clamp(max=len(reach) - 1)
     found = [(float(judge.lsd[owners[index]]), index) for index in document.key.nonzero()[:, 0].tolist()]
@@ -134,7 +110,7 @@ def _by_judge(document: ScoredDocument, judge: ScoredDocument) -> list[int]:
 
 
 def _marked(document: ScoredDocument, index: int, piece: str) -> str:
-    """A token in running text; what is bold must begin and end with something that can be seen."""
+    """Format a token in running text; bold text must begin and end with visible characters."""
     lsd = float(document.lsd[index])
     if not document.key[index] or not piece.strip():
         return escaped(piece) + _glyph(lsd)

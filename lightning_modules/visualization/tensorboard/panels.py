@@ -66,11 +66,8 @@ class InspectedDocument:
 class EvaluationPanels:
     """Writes the panels of one evaluation after another.
 
-    Args:
-        alpha: LSD threshold of key tokens, in nats.
-        beta: LCL threshold of key tokens, in nats.
-        tokens: Largest number of tokens shown of each document.
-        rule: Rule that moves an evaluator's key tokens to the model's tokens.
+    Key tokens exceed ``alpha`` (LSD) and ``beta`` (LCL), in nats; ``rule`` moves an evaluator's to the model's tokens.
+    At most ``tokens`` tokens of each document are shown.
     """
 
     def __init__(self, *, alpha: float, beta: float, tokens: int, rule: Rule = "paper") -> None:
@@ -154,15 +151,7 @@ def draw_learned(
     *,
     step: int,
 ) -> None:
-    """Write how likely the model finds key tokens now, and found them at its first evaluation.
-
-    Args:
-        writer: A ``SummaryWriter``.
-        documents: Documents with the model's scores.
-        first: The model's first long log-likelihoods ``[N]`` of each, in nats, and their step.
-        judged: The same documents with the evaluator's scores; None for those without.
-        step: Optimizer steps so far.
-    """
+    """Write how likely the model finds key tokens now, and at the step of the first ``[N]`` log-likelihoods."""
     for number, (document, (long, then), judge) in enumerate(zip(documents, first, judged, strict=True)):
         table = learned_markdown(document, long, then=then, judge=judge)
         writer.add_text(f"key_tokens/{slug(document, number)}/learned", table, step)
@@ -174,16 +163,7 @@ def draw_learned(
 def draw_scores(
     writer: Any, scores: Iterable[TokenScores], *, alpha: float, beta: float, scored_by: str, step: int
 ) -> None:
-    """Draw the density of LSD and LCL over all documents, and their loss by context length.
-
-    Args:
-        writer: A ``SummaryWriter``.
-        scores: Scores of one model. Tokens without a short context are left out of the density.
-        alpha: LSD threshold of key tokens, in nats.
-        beta: LCL threshold of key tokens, in nats.
-        scored_by: That model: ``evaluator`` or ``model``.
-        step: Optimizer steps so far.
-    """
+    """Draw the density of LSD and LCL over all documents of a model, and their loss by context length."""
     benefit, positions, documents = BenefitCounts(), PositionSums(3), 0
     for pair in scores:
         long, short = pair.long[1:], pair.short[1:]  # the first token has no context
@@ -201,15 +181,7 @@ def draw_scores(
 
 
 def draw_weights(writer: Any, weights: Tensor, differences: Tensor, *, cap: float | None, step: int) -> None:
-    """Write histograms of a sample of the tokens of one optimizer step.
-
-    Args:
-        writer: A ``SummaryWriter``.
-        weights: ``[N]`` token weights.
-        differences: ``[M]`` LSD of the model in training, in nats.
-        cap: Largest weight; None without one.
-        step: Optimizer steps so far.
-    """
+    """Write histograms of ``[N]`` token weights up to a cap, and of ``[M]`` LSD in nats, of one optimizer step."""
     if len(weights):
         # TensorBoard's default bins grow by 10%, which is too coarse for weights between 0 and 5.
         bins = "tensorflow" if cap is None or weights.min() < 0 else torch.linspace(0, cap * 1.0001, 51).tolist()

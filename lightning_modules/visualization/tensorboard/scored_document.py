@@ -1,4 +1,4 @@
-"""A document with what one model says of its tokens, and the parts of it that are worth a look."""
+"""A document with one model's scores of its tokens, and excerpts around key tokens."""
 
 import math
 import unicodedata
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 BEFORE, AFTER = 24, 8
-"""Tokens shown around a key token: what it follows from stands before it."""
+"""Tokens shown before and after a key token."""
 
 
 @dataclass
@@ -18,8 +18,8 @@ class ScoredDocument:
     """Text, tokens and the pair of log-likelihoods, with the key tokens marked.
 
     Attributes:
-        name: How it is cited.
-        text: The document.
+        name: Name of the document.
+        text: Text of the document.
         offsets: ``[N, 2]`` int64 character span of each token.
         long: ``[N]`` log-likelihoods given everything before the token, in nats.
         short: ``[N]`` log-likelihoods given the short context, equal to ``long`` where there is none.
@@ -38,21 +38,10 @@ class ScoredDocument:
         """``[N]`` long-short difference in nats."""
         return self.long - self.short
 
-    def token(self, index: int) -> str:
-        """Characters of a token; those of a letter that is several tokens belong to each of them."""
-        start, end = self.offsets[index].tolist()
-        return self.text[start:end]
-
     def pieces(self, start: int, stop: int) -> Iterator[tuple[int, str, str]]:
-        """The text of some tokens, every character of it once.
+        """Yield index, preceding gap and characters of the tokens from ``start`` to before ``stop``.
 
-        Args:
-            start: First token.
-            stop: Behind the last one.
-
-        Yields:
-            Index of the token, characters between the one before and it, and its characters; a token that begins
-            inside of the one before (bytes of one letter) has only what is left of them.
+        Every character comes once: a token that begins inside of the one before (bytes of one letter) has the rest.
         """
         reach = int(self.offsets[start, 0]) if start < stop else 0
         for index in range(start, stop):
@@ -61,23 +50,19 @@ class ScoredDocument:
             reach = max(reach, end)
 
     def most_helped(self, count: int) -> list[int]:
-        """Tokens that the long context helps most, in descending order of the difference."""
+        """Return the tokens that the long context helps most, in descending order of the difference."""
         order = self.lsd.argsort(descending=True, stable=True)[:count]
         return [index for index in order.tolist() if self.lsd[index] > 0]
 
     def key_tokens(self, count: int) -> list[int]:
-        """Key tokens by the long-short difference, the largest first."""
+        """Return key tokens by the long-short difference, the largest first."""
         order = torch.where(self.key, self.lsd, -math.inf).argsort(descending=True, stable=True)[:count]
         return [index for index in order.tolist() if self.key[index]]
 
     def excerpts(self, tokens: int) -> list[tuple[int, int]]:
-        """Parts with the most marked key tokens, or the most helped ones if there is none.
+        """Return ascending ranges ``[start, stop)`` around the clearest key tokens, else the most helped ones.
 
-        Args:
-            tokens: Of all parts together, at most; a document of no more is one part.
-
-        Returns:
-            Ascending, disjoint ranges ``[start, stop)`` of tokens.
+        Together they have at most ``tokens`` tokens; a document of no more is one range.
         """
         count = len(self.long)
         if count <= tokens:
@@ -95,7 +80,7 @@ class ScoredDocument:
         return list(zip(starts, stops, strict=True))
 
     def distance(self, index: int) -> int | None:
-        """How many tokens before it the same characters were a token for the last time; None if never."""
+        """Return the distance in tokens to the last token of the same characters; None if there is none."""
         start, end = self.offsets[index].tolist()
         starts = self.offsets[:index, 0].contiguous()
         found = self.text.rfind(self.text[start:end], 0, start) if start < end else -1
@@ -108,7 +93,7 @@ class ScoredDocument:
 
 
 def printable(text: str) -> str:
-    """Text in which line breaks and tabs are visible, and characters that would act on others are replaced."""
+    """Make line breaks and tabs visible, and replace characters that would act on others."""
     visible = {"\n": "⏎", "\r": "", "\t": "⇥"}
     return "".join(
         visible.get(character, "\N{REPLACEMENT CHARACTER}")

@@ -1,37 +1,37 @@
-"""Sums over the tokens of many documents, of which none has to be kept."""
+"""Sums over the tokens of many documents, and samples of training tokens; no document is kept."""
 
 import torch
 from torch import Tensor
 
-from lightning_modules.batch import LONGEST_ROW
+from lightning_modules.batch import IGNORE_INDEX, LONGEST_ROW
 from lightning_modules.functional import PowerLaw, fit_power_law
 
 LSD_EDGES = torch.linspace(-6.0, 10.0, 81)
 LCL_EDGES = torch.linspace(-12.0, 0.0, 61)
 SHORTEST_FITTED = 16
-"""Context from which on a power law is fitted, in tokens: sentences end before, and what they say is another matter."""
+"""Shortest context to which a power law is fitted, in tokens: shorter ones are within a sentence."""
+
+SAMPLED = 4096
+"""Most tokens of a batch in a sample."""
 
 
 class BenefitCounts:
-    """How many tokens have which long-short difference and long log-likelihood (LSD and LCL).
+    """``[60, 80]`` float64 counts of tokens by long log-likelihood (LCL) and long-short difference (LSD).
 
-    Attributes:
-        counts: ``[60, 80]`` float64 by LCL and LSD, in bins of 0.2 nats; tokens beyond the edges are in the outer bins.
+    Bins have 0.2 nats; tokens beyond the edges are in the outer bins.
     """
 
     def __init__(self) -> None:
         self.counts = torch.zeros(len(LCL_EDGES) - 1, len(LSD_EDGES) - 1, dtype=torch.float64)
 
     def add(self, long: Tensor, short: Tensor) -> None:
-        """Count the tokens that have a short context.
+        """Count the tokens whose ``[N]`` long and short log-likelihoods, in nats, are not equal."""
 
-        Args:
-            long: ``[N]`` log-likelihoods in nats.
-            short: ``[N]``, equal to ``long`` where there is no short context.
-        """
+        def bins(values: Tensor, edges: Tensor) -> Tensor:
+            return (torch.bucketize(values.float(), edges, right=True) - 1).clamp(0, len(edges) - 2)
+
         compared = long != short
-        rows = _bins(long[compared], LCL_EDGES)
-        columns = _bins((long - short)[compared], LSD_EDGES)
+        rows, columns = bins(long[compared], LCL_EDGES), bins((long - short)[compared], LSD_EDGES)
         width = self.counts.shape[1]
         found = torch.bincount(rows * width + columns, minlength=self.counts.numel())
         self.counts += found.reshape(self.counts.shape)
@@ -53,27 +53,18 @@ class PositionSums:
         self.sums = torch.zeros(2 + values, len(self._edges), dtype=torch.float64)
 
     def add(self, positions: Tensor, *values: Tensor) -> None:
-        """Add tokens.
-
-        Args:
-            positions: ``[N]`` int64, tokens that stand before each, 1 or more.
-            values: ``[N]`` each.
-        """
+        """Add ``[N]`` values of tokens at ``[N]`` int64 positions of 1 or more."""
         bins = torch.bucketize(positions, self._edges, right=True) - 1
         for total, value in zip(self.sums, (torch.ones_like(positions), positions, *values), strict=True):
             total += torch.bincount(bins, weights=value.double(), minlength=len(total))
 
     def means(self) -> Tensor:
-        """``[1 + values, n]`` float64 mean position and values of the bins that have tokens."""
+        """Return ``[1 + values, n]`` float64 mean position and values of the bins that have tokens."""
         count, *totals = self.sums[:, self.sums[0] > 0]
         return torch.stack([total / count for total in totals])
 
     def fit(self, value: int = 0) -> PowerLaw | None:
-        """The power law that one of the values, a loss in nats, follows with the context.
-
-        Returns:
-            The curve over contexts of 16 tokens or more; None if they are in fewer than three bins.
-        """
+        """Fit a power law of a value, a loss in nats, to contexts of 16 tokens or more; None below three bins."""
         means = self.means()
         fitted = means[:, means[0] >= SHORTEST_FITTED]
         if fitted.shape[1] < 3 or not fitted[1 + value].isfinite().all():
@@ -81,5 +72,46 @@ class PositionSums:
         return fit_power_law(fitted[0], fitted[1 + value])
 
 
-def _bins(values: Tensor, edges: Tensor) -> Tensor:
-    return (torch.bucketize(values.float(), edges, right=True) - 1).clamp(0, len(edges) - 2)
+class WeightSample:
+    """Weights and long-short differences of tokens of one optimizer step, in main memory.
+
+    The draw has a separate generator: training draws the same random numbers with it and without.
+    """
+
+    def __init__(self) -> None:
+        self._generator = torch.Generator().manual_seed(0)
+        self._weights: list[Tensor] = []
+        self._differences: list[Tensor] = []
+
+    def __len__(self) -> int:
+        """Return the number of batches since the last `take`."""
+        return len(self._weights)
+
+    def add(
+        self,
+        long: Tensor,
+        influence: Tensor,
+        labels: Tensor,
+        short: Tensor | None = None,
+        differs: Tensor | None = None,
+    ) -> None:
+        """Draw up to 4096 tokens of a batch of ``[B, T]`` tensors; one copy of them waits for the accelerator.
+
+        Without short log-likelihoods, in nats, or where they do not differ, only weights are sampled.
+        """
+        drawn: Tensor | slice = slice(None)
+        if labels.numel() > SAMPLED:
+            drawn = torch.randint(labels.numel(), (SAMPLED,), generator=self._generator).to(labels.device)
+        if short is None or differs is None:
+            short, differs = long, torch.zeros_like(labels, dtype=torch.bool)
+        parts = (influence, labels.ne(IGNORE_INDEX), long, short, differs)
+        weight, scored, long, short, differs = torch.stack([p.detach().flatten()[drawn].double() for p in parts]).cpu()
+        self._weights.append(weight[scored > 0])
+        self._differences.append((long - short)[(scored * differs) > 0])
+
+    def take(self) -> tuple[Tensor, Tensor]:
+        """Return ``[N]`` weights and ``[M]`` long-short differences in nats since the last call."""
+        empty = torch.zeros(0, dtype=torch.float64)
+        taken = torch.cat([empty, *self._weights]), torch.cat([empty, *self._differences])
+        self._weights, self._differences = [], []
+        return taken

@@ -6,8 +6,6 @@ from functools import partial
 from torch import Tensor
 
 from lightning_modules.models.context_extension.patterns.blocks import Rotary
-from lightning_modules.models.context_extension.patterns.decay import alibi, xpos
-from lightning_modules.models.context_extension.patterns.dilated import longnet
 from lightning_modules.models.context_extension.patterns.relocation import (
     Relocation,
     dual_chunk,
@@ -17,6 +15,7 @@ from lightning_modules.models.context_extension.patterns.relocation import (
     self_extend,
     streaming_llm,
 )
+from lightning_modules.models.context_extension.patterns.trained import alibi, longnet, xpos
 
 Pattern = Callable[[Tensor, Tensor, Tensor, Rotary], Tensor]
 """``[B, H, T, D]`` queries of the last T of S tokens, ``[B, H_kv, S, D]`` keys and values; ``[B, H, T, D]`` output."""

@@ -1,6 +1,6 @@
-"""Causal attention one block of queries at a time, with logits that a pattern makes as it likes.
+"""Causal attention one block of queries at a time, with logits from a pattern.
 
-Nothing of the size of a whole row by a whole row ever exists, in the backward pass neither: it makes the logits of each
+No tensor has the size of a whole row by a whole row, not even in the backward pass, which computes the logits of each
 block again. Logits are rounded to the type of queries and keys, as in transformers' own ``eager`` attention, and
 softmax is taken in float32.
 """
@@ -23,18 +23,18 @@ BLOCK_BYTES = 20
 """Bytes for each logit of a block that the backward pass holds at its peak: 8 to 19 as measured on rows of 8k."""
 
 Take = Callable[[int, int, int], Tensor]
-"""From the number of a tensor and a range of its tokens to that part of it; a block gets at its tensors in this way."""
+"""From the number of a tensor and a range of tokens to that part of it, by which a block accesses its tensors."""
 
 
 @dataclass(frozen=True)
 class Rotary:
-    """What a pattern needs to know of a model besides queries, keys and values.
+    """Settings of a model that a pattern needs in addition to queries, keys and values.
 
     Attributes:
         parameters: The ``rope_parameters`` of its config.
         frequencies: ``[R / 2]`` inverse frequencies, float32, on the device of the queries.
         scaling: What products of queries and keys are multiplied by.
-        dropout: Share of the attention weights that are dropped.
+        dropout: Fraction of the attention weights that are dropped.
     """
 
     parameters: Mapping[str, Any]
@@ -44,16 +44,9 @@ class Rotary:
 
 
 def rotate(states: Tensor, positions: Tensor, frequencies: Tensor, *, scale: float = 1.0) -> Tensor:
-    """Rotate queries or keys, which no one has rotated yet, to their positions; in float32, rounded once.
+    """Rotate ``[.., T, D]`` states to ``[T]`` positions by ``[R / 2]`` frequencies, in float32, rounded once.
 
-    Args:
-        states: ``[.., T, D]``, whose first R components are rotated, component ``c`` with ``c + R / 2``.
-        positions: ``[T]`` or whatever else stands before the last dimension.
-        frequencies: ``[R / 2]`` angles by which one position turns.
-        scale: Factor of the result.
-
-    Returns:
-        Of the shape and type of ``states``.
+    Component ``c`` rotates with ``c + R / 2``; components from R on only get the scale.
     """
     half = len(frequencies)
     angles = positions[..., None].to(torch.float32) * frequencies
@@ -75,15 +68,10 @@ def attention_logits(query: Tensor, key: Tensor, visible: Tensor) -> Tensor:
 
 
 def joint_attention(logits: Sequence[Tensor], values: Sequence[Tensor], kept: Tensor | None = None) -> Tensor:
-    """One softmax over several sets of keys.
+    """Return ``[B, H, N, D]`` attention by one softmax over several sets of keys.
 
-    Args:
-        logits: For each set ``[B, H, N, M]`` float32; each query sees a key of one of the sets at least.
-        values: For each set ``[B, H_kv, M, D]``.
-        kept: What weights are multiplied by, for dropout.
-
-    Returns:
-        ``[B, H, N, D]``.
+    Each set has ``[B, H, N, M]`` float32 logits and ``[B, H_kv, M, D]`` values, and each query sees a key of some set.
+    Weights are multiplied by ``kept``, for dropout.
     """
     weights = (torch.cat(list(logits), dim=-1) if len(logits) > 1 else logits[0]).softmax(-1)
     if kept is not None:
@@ -93,21 +81,21 @@ def joint_attention(logits: Sequence[Tensor], values: Sequence[Tensor], kept: Te
 
 
 def block_size(heads: int, keys: int) -> int:
-    """How many queries share a block."""
+    """Return how many queries share a block."""
     return max(SMALLEST_BLOCK, min(LARGEST_BLOCK, BLOCK_LOGITS // (heads * keys)))
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """How attention is cut into blocks.
+    """Attention in blocks.
 
     Attributes:
         score: From `Take` and a range of queries to the logits and values of each set of keys.
         start: Position of the first query.
-        stop: Position behind the last one.
+        stop: Position after the last one.
         size: Queries in a block.
         align: No block holds positions on both sides of a multiple of this.
-        dropout: Share of the attention weights that are dropped.
+        dropout: Fraction of the attention weights that are dropped.
     """
 
     score: Callable[[Take, int, int], tuple[list[Tensor], list[Tensor]]]
@@ -123,7 +111,7 @@ class Blocks:
         return _Attention.apply(self, seed, *states)
 
     def ranges(self) -> Iterator[tuple[int, int]]:
-        """First position of each block and the one behind it."""
+        """Yield the first position of each block and the one after its last."""
         start = self.start
         while start < self.stop:
             stop = min(start + self.size, (start // self.align + 1) * self.align, self.stop)

@@ -1,4 +1,4 @@
-"""Patterns that rotate some pairs of a query and a key as if they stood elsewhere, closer to each other.
+"""Patterns that rotate some pairs of a query and a key as if they were closer to each other.
 
 All of them are sets of pairs, each with its own positions of query and key, under one softmax. However long the text,
 no distance is above the original length: they are meant to work without training, and can be trained.
@@ -30,7 +30,7 @@ def _own(position: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Branch:
-    """A set of pairs of a query ``i`` and a key ``j <= i``, and where the two stand.
+    """A set of pairs of a query ``i`` and a key ``j <= i``, and their positions.
 
     Attributes:
         keys: From a range of queries to a range of keys that holds all that they see.
@@ -162,18 +162,7 @@ def dual_chunk(parameters: Mapping[str, Any]) -> Relocation:
 
 
 def relocated_attention(pattern: Relocation, query: Tensor, key: Tensor, value: Tensor, rotary: Rotary) -> Tensor:
-    """Attention of the last tokens of one document.
-
-    Args:
-        pattern: Which keys a query sees, and where the two stand.
-        query: ``[B, H, T, D]`` of the last T of S tokens, not rotated.
-        key: ``[B, H_kv, S, D]``, not rotated.
-        value: ``[B, H_kv, S, D]``.
-        rotary: Of the model.
-
-    Returns:
-        ``[B, H, T, D]``.
-    """
+    """Return attention of the last tokens of one document with relocated positions, in the shapes of `Pattern`."""
     length, first = key.shape[2], key.shape[2] - query.shape[2]
     positions = torch.arange(length, device=query.device)
     if first == 0 and length <= pattern.plain_length:

@@ -1,30 +1,34 @@
-"""What each pattern writes into ``rope_parameters``: its numbers, checked and with their defaults."""
+"""Parameters that each pattern writes into ``rope_parameters``, checked and with their defaults."""
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from lightning_modules.models.context_extension.patterns.dilated import check_dilation, longnet_keys
+from lightning_modules.models.context_extension.patterns.trained import check_dilation, longnet_keys
 
 PATTERN_OPTIONS = ("sinks", "window", "group", "chunk", "segment_lengths", "dilation_rates")
 """Counts of tokens, each 1 or more; the last two lists of them."""
 
 
 class PatternSettings(NamedTuple):
-    """What a pattern takes and gives.
+    """Parameters of a pattern from original length, target length and options; the options; and most keys of a query.
 
-    Attributes:
-        parameters: From original and target length and the options to the parameters.
-        options: Their names.
-        keys: From the parameters to the largest number of keys of a query, if it does not grow with the text.
+    The number of keys follows from the parameters; None if it grows with the text.
     """
 
     parameters: Callable[..., dict[str, Any]]
     options: tuple[str, ...] = ()
     keys: Callable[[Mapping[str, Any]], int] | None = None
 
+    def rope_parameters(self, extension: Any, _: Any) -> dict[str, Any]:
+        """Return the values of ``rope_parameters`` for a `ContextExtension`."""
+        options = {name: getattr(extension, name) for name in self.options}
+        parameters = self.parameters(extension.original_length, extension.target_length, **options)
+        return {"rope_type": extension.method, **parameters}
+
     @property
     def written(self) -> tuple[str, ...]:
-        """Names of the parameters, which do not depend on the lengths."""
+        """Return the names of the parameters, which do not depend on the lengths."""
         return tuple(self.parameters(4096, 32768, **dict.fromkeys(self.options)))
 
 
@@ -67,8 +71,8 @@ def _dual_chunk(original: int, _: int, chunk: int | None) -> dict[str, Any]:
     chunk = max(1, original * 3 // 4) if chunk is None else chunk
     if chunk >= original:
         raise ValueError(
-            f"`chunk` = {chunk} must be below `original_length` = {original}, or neighbours in two chunks would not"
-            " stand next to each other: set a smaller one."
+            f"`chunk` = {chunk} must be below `original_length` = {original}, or neighbors in two chunks would not"
+            " be next to each other: set a smaller one."
         )
     return {"chunk": chunk, "original_max_position_embeddings": original}
 
@@ -107,3 +111,19 @@ PATTERN_SETTINGS: dict[str, PatternSettings] = {
     ),
 }
 """By the name of their RoPE type."""
+
+
+def check_positive(name: str, value: Any) -> None:
+    """Raise a ``ValueError`` for an option that is not a positive number, or a list of them where it must be."""
+    if value is None:
+        return
+    lists = ("long_factor", "segment_lengths", "dilation_rates")
+    if isinstance(value, list) != (name in lists):
+        wanted = "a list of numbers, one or more" if name in lists else "one number"
+        raise ValueError(f"`context_extension.{name}` must be {wanted}, got {value!r}.")
+    whole = name in PATTERN_OPTIONS
+    for number in value if isinstance(value, list) else [value]:
+        kind = isinstance(number, int if whole else int | float) and not isinstance(number, bool)
+        if not (kind and 0 < number < math.inf):
+            wanted = "whole numbers of 1 or more" if whole else "numbers above 0"
+            raise ValueError(f"`context_extension.{name}` must hold {wanted}, got {number!r}.")

@@ -2,10 +2,8 @@
 
 from typing_extensions import override
 
-from lightning_modules.tasks.questions.example import Example
 from lightning_modules.tasks.questions.haystacks import Drawn
-from lightning_modules.tasks.questions.prompter import Prompter
-from lightning_modules.tasks.questions.task import Task, place
+from lightning_modules.tasks.questions.task import Draft, FittedTask, Request, place
 from lightning_modules.tasks.questions.words import NOUNS, key_word
 
 HEADER = (
@@ -22,16 +20,16 @@ LARGEST = 50000
 """Numbers are drawn from 1 to this."""
 
 
-class LongEvalLines(Task):
+class LongEvalLines(FittedTask):
     """What is the register content in line brave-otter?
 
     The task `lines` of LongEval (Li et al. 2023, https://lmsys.org/blog/2023-06-29-longchat), with the words and the
     scoring of its public code. With a chat template the last number of the answer counts, as there. Without one the
     answer prefix is that with which the original asks a base model (MPT-7B-Storywriter), and the first number counts,
-    since such a model goes on with lines of its own.
+    since such a model continues with more lines.
 
     Unlike there, the budget decides the number of lines, instead of 200 to 1350 fixed ones; line indices come from our
-    own lists and are distinct; and no other line has the number that is asked for.
+    lists and are distinct; and no other line has the number that is asked for.
     """
 
     name = "longeval_lines"
@@ -39,13 +37,11 @@ class LongEvalLines(Task):
     varies_depth = True
 
     @override
-    def example(
-        self, prompter: Prompter, length: int, index: int, *, seed: int = 0, depth: float | None = None
-    ) -> Example:
-        self.check_depth(depth)
-        rng = self.random(length, index, seed)
+    def draft(self, asked: Request) -> Draft:
+        rng = asked.rng
         key, value, drawn_depth = key_word(rng), rng.randint(1, LARGEST), rng.random()
-        asked_depth = drawn_depth if depth is None else depth
+        depth = drawn_depth if asked.depth is None else asked.depth
+        prefix = "" if asked.prompter.chat_template else ANSWER_PREFIX.format(key=key)
         taken = {key}
 
         def draw() -> str:
@@ -57,24 +53,16 @@ class LongEvalLines(Task):
             return LINE.format(key=other, value=number + (number >= value))
 
         others = Drawn(draw)
-        prefix = "" if prompter.chat_template else ANSWER_PREFIX.format(key=key)
 
         def wording(count: int) -> tuple[str, str]:
             lines = others.first(count)
-            lines.insert(place(asked_depth, count), LINE.format(key=key, value=value))
+            lines.insert(place(depth, count), LINE.format(key=key, value=value))
             return HEADER + "".join(lines) + QUESTION.format(key=key), prefix
 
-        count = self.fit(prompter, length, wording)
-        prompt, prefix = wording(count)
-        return Example(
-            task=self.name,
-            length=length,
-            index=index,
-            prompt=prompt,
-            answer_prefix=prefix,
+        return Draft(
+            wording,
             answers=(str(value),),
             target=f" <{value}" if prefix else f"The <REGISTER_CONTENT> in line {key} is <{value}",
-            max_new_tokens=self.max_new_tokens,
             match="first_number" if prefix else "last_number",
-            depth=place(asked_depth, count) / count,
+            depth=lambda count: place(depth, count) / count,
         )

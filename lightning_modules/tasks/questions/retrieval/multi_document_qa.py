@@ -8,33 +8,38 @@ from typing import get_args
 
 from typing_extensions import override
 
-from lightning_modules.tasks.questions.example import Example, contains_answer
-from lightning_modules.tasks.questions.prompter import Prompter
+from lightning_modules.tasks.questions.example import contains_answer
 from lightning_modules.tasks.questions.question_files import OpenQuestion, Passage, read_nq_open
 from lightning_modules.tasks.questions.retrieval.key_values import Query
-from lightning_modules.tasks.questions.synthetic_lives import made_up_lives, made_up_question
-from lightning_modules.tasks.questions.task import Task, Wording, place
+from lightning_modules.tasks.questions.task import Draft, FittedTask, Request, place
+from lightning_modules.tasks.questions.words import ADJECTIVES, NOUNS, made_up_words
 
 _INSTRUCTION = (
     "Write a high-quality answer for the given question using only the provided search results (some of which might be"
     " irrelevant)."
 )
+_TRADES = (
+    *("baker", "carpenter", "clockmaker", "cooper", "engraver", "gardener", "glassblower", "joiner", "mason"),
+    *("miller", "painter", "potter", "printer", "saddler", "sculptor", "shipwright", "tailor", "weaver"),
+)
+_QUESTIONS = ("in which town was {name} born", "what was the name of {name}'s ship", "who taught {name}")
+"""Questions about the facts of a life, in their order."""
 
 
-class MultiDocumentQA(Task):
+class MultiDocumentQA(FittedTask):
     """One passage answers the question (Liu et al., 2023, https://arxiv.org/abs/2307.03172, Section 2).
 
     Prompt, moving of the passage and scoring are those of https://github.com/nelson-liu/lost-in-the-middle: the first
-    line of the answer has to hold one of the wordings, normalised. The passages found for the question come as in the
-    file, the most fitting first. Otherwise than there, a length that needs more than those takes passages of other
-    questions, too, that do not hold the answer, and then all are shuffled; questions are asked in a random order that
+    line of the answer has to hold one of the wordings, normalized. The passages found for the question come as in the
+    file, the most fitting first. Unlike there, a length that needs more than those also takes passages of other
+    questions that do not hold the answer, and then all are shuffled; questions are asked in a random order that
     depends on the seed alone; and ``query: before`` is a variant of ours.
 
     Args:
         path: A local file of questions, see `read_nq_open`. By default the questions are made up, as their documents:
             short lives of people who never were (`made_up_lives`). Scores on them are no scores of *Lost in the
             Middle*.
-        query: Where the question stands: after the passages, or as in the paper's query-aware contextualisation in
+        query: Where the question stands: after the passages, or as in the paper's query-aware contextualization in
             ``both`` places, or only before them.
         documents: Passages, as 10, 20 or 30 in the paper; by default as many as the length allows.
 
@@ -60,31 +65,26 @@ class MultiDocumentQA(Task):
         self._passages = sum(1 + len(question.distractors) for question in self.questions)
 
     @override
-    def example(
-        self, prompter: Prompter, length: int, index: int, *, seed: int = 0, depth: float | None = None
-    ) -> Example:
-        """As `Task.example`; a ``ValueError`` is also raised if there are too few passages."""
-        self.check_depth(depth)
-        rng = self.random(length, index, seed)
-        asked = self._question(index, seed)
-        depth = rng.random() if depth is None else depth
-        shelf = _Shelf(asked, self._others(rng), rng.getrandbits(64))
-
-        def wording(count: int) -> tuple[str, str]:
-            return search_prompt(shelf.passages(count, depth), asked.text, self.query), ""
-
-        count = self._count(prompter, length, wording, shelf)
-        return Example(
-            task=self.name,
-            length=length,
-            index=index,
-            prompt=wording(count)[0],
-            answer_prefix="",
-            answers=asked.answers,
-            target=f" {asked.answers[0]}",
-            max_new_tokens=self.max_new_tokens,
+    def draft(self, asked: Request) -> Draft:
+        rng, question = asked.rng, self._question(asked.index, asked.seed)
+        depth = rng.random() if asked.depth is None else asked.depth
+        shelf = _Shelf(question, self._others(rng), rng.getrandbits(64))
+        wanted = f"{asked.length} tokens of passages" if self.documents is None else f"{self.documents} passages"
+        too_few = (
+            f"{self.path} holds too few passages that do not answer '{question.text}': '{self.name}' cannot have"
+            f" {wanted}. Ask for fewer, or take a larger file."
+        )
+        if self.documents is not None and not shelf.holds(self.documents):
+            raise ValueError(too_few)
+        return Draft(
+            lambda count: (search_prompt(shelf.passages(count, depth), question.text, self.query), ""),
+            question.answers,
+            target=f" {question.answers[0]}",
             match="subspan",
-            depth=place(depth, count - 1) / (count - 1),
+            least=self.documents or 2,
+            most=self.documents or self._passages or None,
+            exhausted=too_few if self.documents is None else None,
+            depth=lambda count: place(depth, count - 1) / (count - 1),
         )
 
     def _question(self, index: int, seed: int) -> OpenQuestion:
@@ -94,32 +94,15 @@ class MultiDocumentQA(Task):
         return self.questions[order[index % len(order)]]
 
     def _others(self, rng: random.Random) -> Iterator[Passage]:
-        """Passages of other questions."""
+        """Return passages of other questions."""
         if not self.questions:
             return made_up_lives(rng)
         others = rng.sample(self.questions, len(self.questions))
         return (passage for question in others for passage in (question.gold, *question.distractors))
 
-    def _count(self, prompter: Prompter, length: int, wording: Wording, shelf: "_Shelf") -> int:
-        """How many passages there shall be."""
-        if self.documents is not None:
-            count = self.fit(prompter, length, wording, least=self.documents, most=self.documents)
-            enough = shelf.holds(count)
-        else:
-            most = self._passages or None
-            count = self.fit(prompter, length, wording, least=2, most=most)
-            enough = count != most
-        if not enough:
-            wanted = f"{length} tokens of passages" if self.documents is None else f"{self.documents} passages"
-            raise ValueError(
-                f"{self.path} holds too few passages that do not answer '{shelf.asked.text}': '{self.name}' cannot have"
-                f" {wanted}. Ask for fewer, or take a larger file."
-            )
-        return count
-
 
 class _Shelf:
-    """The passages of a question: what was found for it, and then of the others as many as are called for."""
+    """The passages of a question: first those found for it, then as many others as needed."""
 
     def __init__(self, asked: OpenQuestion, others: Iterator[Passage], seed: int) -> None:
         self.asked = asked
@@ -131,12 +114,12 @@ class _Shelf:
         )
 
     def holds(self, count: int) -> bool:
-        """Whether there are so many, the gold one with them."""
+        """Return whether there are that many, including the gold one."""
         self._distractors += itertools.islice(self._others, max(0, count - 1 - len(self._distractors)))
         return len(self._distractors) >= count - 1
 
     def passages(self, count: int, depth: float) -> list[Passage]:
-        """So many, or all that there are, with the gold one at its place."""
+        """Return that many, or all that there are, with the gold one at its place."""
         self.holds(count)
         chosen = self._distractors[: count - 1]
         if len(chosen) > len(self.asked.distractors):
@@ -146,10 +129,48 @@ class _Shelf:
 
 
 def search_prompt(passages: Sequence[Passage], question: str, query: Query) -> str:
-    """Passages as search results, and the question about them."""
+    """Return passages as search results, and the question about them."""
     results = "\n".join(
         f"Document [{number}](Title: {title}) {text}" for number, (title, text) in enumerate(passages, 1)
     )
     before = "" if query == "after" else f"Question: {question}\n\n"
     after = "" if query == "before" else f"Question: {question}\n"
     return f"{_INSTRUCTION}\n\n{before}{results}\n\n{after}Answer:"
+
+
+def made_up_question(rng: random.Random) -> OpenQuestion:
+    """Return a question about one life; its distractors come from `made_up_lives`."""
+    words = made_up_words(rng, 5)
+    gold, facts = _life(words, rng)
+    asked = rng.randrange(len(_QUESTIONS))
+    return OpenQuestion(_QUESTIONS[asked].format(name=gold.title), (facts[asked],), gold, ())
+
+
+def made_up_lives(rng: random.Random) -> Iterator[Passage]:
+    """Yield lives without end, all of whose names are different."""
+    used: set[str] = set()
+    while True:
+        fresh = [word for word in made_up_words(rng, 500) if word not in used]
+        used.update(fresh)
+        for start in range(0, len(fresh) - 4, 5):
+            yield _life(fresh[start : start + 5], rng)[0]
+
+
+def _life(words: list[str], rng: random.Random) -> tuple[Passage, tuple[str, str, str]]:
+    """Return a life of about 70 words, and its answers: the town, the ship and the teacher."""
+    first, last, town, ship, teacher = (word.capitalize() for word in words)
+    born = rng.randint(1500, 1850)
+    trade = rng.choice(_TRADES)
+    text = (
+        f"{first} {last} ({born}-{born + rng.randint(40, 85)}) was a {trade}, born in the town of {town} as the"
+        f" {rng.choice(('first', 'second', 'third', 'fourth', 'fifth'))} child of a {rng.choice(_TRADES)}. {first} was"
+        f" taught by {teacher}, sailed the northern coast for {rng.randint(3, 30)} years on the {ship}, a ship with"
+        f" {_thing(rng)} at its bow, and opened a workshop in {born + rng.randint(20, 38)}. What is left of {first}'s"
+        f" work is {_thing(rng)}, {_thing(rng)} and a letter about {_thing(rng)}."
+    )
+    return Passage(f"{first} {last}", text), (town, ship, teacher)
+
+
+def _thing(rng: random.Random) -> str:
+    adjective = rng.choice(ADJECTIVES)
+    return f"{'an' if adjective[0] in 'aeiou' else 'a'} {adjective} {rng.choice(NOUNS)}"

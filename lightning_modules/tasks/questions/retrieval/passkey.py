@@ -4,10 +4,8 @@ from itertools import cycle, islice
 
 from typing_extensions import override
 
-from lightning_modules.tasks.questions.example import Example
 from lightning_modules.tasks.questions.haystacks import NOISE_SENTENCES
-from lightning_modules.tasks.questions.prompter import Prompter
-from lightning_modules.tasks.questions.task import Task, place
+from lightning_modules.tasks.questions.task import Draft, FittedTask, Request, place
 
 INSTRUCTION = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. I will quiz you"
@@ -18,13 +16,13 @@ QUESTION = "What is the pass key?"
 ANSWER_PREFIX = " The pass key is"
 
 
-class Passkey(Task):
+class Passkey(FittedTask):
     """What is the pass key?
 
-    Of Landmark Attention (Mohtashami and Jaggi 2023, https://arxiv.org/abs/2305.16300), worded as in the public code of
-    LongLoRA; *Effective Long-Context Scaling* (Xiong et al. 2023, https://arxiv.org/abs/2309.16039) uses it too. Unlike
-    there, the noise on both sides consists of whole sentences, and the first number that the model generates has to be
-    the key, whatever its tokens are.
+    From Landmark Attention (Mohtashami and Jaggi 2023, https://arxiv.org/abs/2305.16300), worded as in the public code
+    of LongLoRA; *Effective Long-Context Scaling* (Xiong et al. 2023, https://arxiv.org/abs/2309.16039) uses it as well.
+    Unlike there, the noise on both sides consists of whole sentences, and the first number that the model generates has
+    to be the key, whatever its tokens are.
     """
 
     name = "passkey"
@@ -32,35 +30,18 @@ class Passkey(Task):
     varies_depth = True
 
     @override
-    def example(
-        self, prompter: Prompter, length: int, index: int, *, seed: int = 0, depth: float | None = None
-    ) -> Example:
-        self.check_depth(depth)
-        rng = self.random(length, index, seed)
-        key, drawn_depth = str(rng.randint(1, 50000)), rng.random()
-        asked_depth = drawn_depth if depth is None else depth
+    def draft(self, asked: Request) -> Draft:
+        key, drawn_depth = str(asked.rng.randint(1, 50000)), asked.rng.random()
+        depth = drawn_depth if asked.depth is None else asked.depth
 
         def wording(count: int) -> tuple[str, str]:
-            before = place(asked_depth, count)
+            before = place(depth, count)
             lines = (INSTRUCTION, _noise(before), PASSKEY.format(key=key), _noise(count - before), QUESTION)
             return "\n".join(lines), ANSWER_PREFIX
 
-        count = self.fit(prompter, length, wording)
-        prompt, prefix = wording(count)
-        return Example(
-            task=self.name,
-            length=length,
-            index=index,
-            prompt=prompt,
-            answer_prefix=prefix,
-            answers=(key,),
-            target=f" {key}",
-            max_new_tokens=self.max_new_tokens,
-            match="first_number",
-            depth=place(asked_depth, count) / count,
-        )
+        return Draft(wording, (key,), f" {key}", "first_number", depth=lambda count: place(depth, count) / count)
 
 
 def _noise(count: int) -> str:
-    """So many sentences; on both sides of the key the first is the same."""
+    """Return sentences of noise; on both sides of the key the first is the same."""
     return " ".join(islice(cycle(NOISE_SENTENCES), count))

@@ -7,9 +7,7 @@ import numpy as np
 from scipy.special import zeta
 from typing_extensions import override
 
-from lightning_modules.tasks.questions.example import Example
-from lightning_modules.tasks.questions.prompter import Prompter
-from lightning_modules.tasks.questions.task import Task
+from lightning_modules.tasks.questions.task import Draft, FittedTask, Request
 
 ALPHA = 2.0
 WORD_LETTERS = 6
@@ -25,47 +23,33 @@ _ANSWER_PREFIX = " Answer: According to the coded text above, the three most fre
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
-class FrequentWords(Task):
+class FrequentWords(FittedTask):
     """RULER's ``fwe`` (https://arxiv.org/abs/2404.06654, Section 3.3): frequencies fall as in a zeta distribution.
 
     Of ``n`` words the one of rank ``k`` is there ``n k^-2 / zeta(2)`` times, rounded down; the first is the noise
     ``...``, and the next three are asked for. There are as many coded words as 1/50 of the length, all of six letters.
-    The wordings are those of https://github.com/NVIDIA/RULER. Otherwise than there, prompt *and* answer stay within the
-    length (the original's prompt alone fills it), and each text is in an order of its own.
+    The wordings are those of https://github.com/NVIDIA/RULER. Unlike there, prompt *and* answer stay within the
+    length (the original's prompt alone fills it), and the order of each text is drawn separately.
     """
 
     name = "fwe"
     max_new_tokens = 50
 
     @override
-    def example(
-        self, prompter: Prompter, length: int, index: int, *, seed: int = 0, depth: float | None = None
-    ) -> Example:
-        self.check_depth(depth)
-        rng = self.random(length, index, seed)
-        vocabulary = ["...", *coded_words(rng, max(5, length // 50) - 1)]
-        shuffles = rng.getrandbits(64)
+    def draft(self, asked: Request) -> Draft:
+        vocabulary = ["...", *coded_words(asked.rng, max(5, asked.length // 50) - 1)]
+        shuffles = asked.rng.getrandbits(64)
 
         def wording(words: int) -> tuple[str, str]:
             text = coded_text(vocabulary, words, random.Random(f"{shuffles} {words}"))
             return _TEMPLATE.format(context=text), _ANSWER_PREFIX
 
-        words = self.fit(prompter, length, wording, least=LEAST_WORDS)
         first, second, third = vocabulary[1:4]
-        return Example(
-            task=self.name,
-            length=length,
-            index=index,
-            prompt=wording(words)[0],
-            answer_prefix=_ANSWER_PREFIX,
-            answers=(first, second, third),
-            target=f" {first}, {second}, and {third}",
-            max_new_tokens=self.max_new_tokens,
-        )
+        return Draft(wording, (first, second, third), f" {first}, {second}, and {third}", least=LEAST_WORDS)
 
 
 def coded_words(rng: random.Random, count: int) -> list[str]:
-    """Distinct words of random letters."""
+    """Return distinct words of random letters."""
     words: dict[str, None] = {}  # in the order in which they were drawn
     while len(words) < count:
         words["".join(rng.choices(_LETTERS, k=WORD_LETTERS))] = None
@@ -73,7 +57,7 @@ def coded_words(rng: random.Random, count: int) -> list[str]:
 
 
 def coded_text(vocabulary: Sequence[str], words: int, rng: random.Random) -> str:
-    """The words as often as their rank says, shuffled: about ``words`` of them."""
+    """Return about ``words`` words, each as often as its rank requires, shuffled."""
     ranks = np.arange(1, len(vocabulary) + 1)
     counts = (words * ranks**-ALPHA / zeta(ALPHA)).astype(int)
     text = [word for word, count in zip(vocabulary, counts, strict=True) for _ in range(count)]

@@ -7,10 +7,8 @@ from typing import Literal
 
 from typing_extensions import override
 
-from lightning_modules.tasks.questions.example import Example
 from lightning_modules.tasks.questions.haystacks import NOISE, Drawn, Essays
-from lightning_modules.tasks.questions.prompter import Prompter
-from lightning_modules.tasks.questions.task import Task, place
+from lightning_modules.tasks.questions.task import Draft, FittedTask, Request, place
 from lightning_modules.tasks.questions.words import key_word, number, uuid
 
 Haystack = Literal["noise", "essay", "needles"]
@@ -31,16 +29,7 @@ DEPTHS = [round(100 * step / 39) for step in range(40)]
 
 @dataclass(frozen=True)
 class Setting:
-    """What is hidden in what.
-
-    Attributes:
-        haystack: What surrounds the needles: a repeated line, essays, or other needles.
-        key: Kind of the keys.
-        value: Kind of the values.
-        keys: Number of keys.
-        values: Values of each key, all of which are asked for.
-        queries: Keys that are asked for, at most ``keys``.
-    """
+    """Haystack, kinds of keys and values, and the numbers of keys, of values of each, and of keys asked for."""
 
     haystack: Haystack = "essay"
     key: Kind = "words"
@@ -63,7 +52,7 @@ RULER_NEEDLES: dict[str, Setting] = {
 """The tasks `niah` of RULER's `synthetic.yaml`."""
 
 
-class Needles(Task):
+class Needles(FittedTask):
     """Sentences "One of the special magic numbers for brave-otter is: 1234567." in a haystack.
 
     The tasks `niah` of RULER (Hsieh et al. 2024, https://arxiv.org/abs/2404.06654), worded as its public code words
@@ -71,15 +60,15 @@ class Needles(Task):
 
     Unlike there, words come from our own lists; keys and values are distinct, and no sentence of a `needles` haystack
     repeats a key or a value of the needles; essays are filled by whole sentences (see `Essays`); as many pieces are
-    taken as fit, rather than a multiple of 5, 25 or 500; and no stray space stands at the ends of the essays or between
+    taken as fit, rather than a multiple of 5, 25 or 500; and no stray space is at the ends of the essays or between
     needles that meet.
 
-    Pieces, by which a depth is counted, are sentences, and with `noise` RULER's line of five short ones. Unless a depth
-    is asked for, needles stand as in RULER: in essays at some of 40 evenly spaced depths, else anywhere.
+    A depth counts pieces: sentences, and with `noise` RULER's line of five short ones. Unless a depth is asked for,
+    needles are placed as in RULER: in essays at some of 40 evenly spaced depths, else anywhere.
 
     Args:
         name: Name of the task.
-        setting: What is hidden in what.
+        setting: Needles and haystack.
         essays: Prose for the haystack `essay`.
     """
 
@@ -92,45 +81,30 @@ class Needles(Task):
         self.varies_depth = setting.queries * setting.values == 1
 
     @override
-    def example(
-        self, prompter: Prompter, length: int, index: int, *, seed: int = 0, depth: float | None = None
-    ) -> Example:
-        self.check_depth(depth)
-        rng = self.random(length, index, seed)
-        setting = self.setting
+    def draft(self, asked: Request) -> Draft:
+        rng, setting = asked.rng, self.setting
         keys = _distinct(rng, setting.key, setting.keys)
         values = _distinct(rng, setting.value, setting.keys * setting.values)
         values_of = {key: values[i * setting.values : (i + 1) * setting.values] for i, key in enumerate(keys)}
         queries = rng.sample(keys, setting.queries)
         answers = tuple(value for query in queries for value in values_of[query])
         needles = [self.needle(key, value) for key in keys for value in values_of[key]]
-        asked = self.needle(queries[0], answers[0])
-        hidden = _Hidden(rng, needles, asked, depth, essays=setting.haystack == "essay")
+        first = self.needle(queries[0], answers[0])
+        hidden = _Hidden(rng, needles, first, asked.depth, essays=setting.haystack == "essay")
         sentences, separator = self._haystack(rng, {*keys, *values})
 
         def wording(pieces: int) -> tuple[str, str]:
             return self.worded(separator.join(hidden.among(sentences(pieces))), queries)
 
-        pieces = self.fit(prompter, length, wording)
-        prompt, prefix = wording(pieces)
-        return Example(
-            task=self.name,
-            length=length,
-            index=index,
-            prompt=prompt,
-            answer_prefix=prefix,
-            answers=answers,
-            target=f" {_listed(answers)}",
-            max_new_tokens=self.max_new_tokens,
-            depth=hidden.depth(pieces) if self.varies_depth else None,
-        )
+        depth = hidden.depth if self.varies_depth else lambda _: None
+        return Draft(wording, answers, f" {_listed(answers)}", depth=depth)
 
     def needle(self, key: str, value: str) -> str:
-        """The sentence to be found."""
+        """Return the sentence to be found."""
         return NEEDLE.format(kind=self.setting.value, key=key, value=value)
 
     def worded(self, context: str, queries: Sequence[str]) -> tuple[str, str]:
-        """Prompt and answer prefix, in the singular where one value is asked for."""
+        """Return prompt and answer prefix, in the singular where one value is asked for."""
         question, prefix, kind = QUESTION, ANSWER_PREFIX, str(self.setting.value)
         if self.varies_depth:
             question = question.replace("Some", "A").replace("are all", "is").replace("are", "is")
@@ -139,7 +113,7 @@ class Needles(Task):
         return question.format(kind=kind, context=context, query=query), prefix.format(kind=kind, query=query)
 
     def _haystack(self, rng: random.Random, taken: set[str]) -> tuple[Callable[[int], list[str]], str]:
-        """What gives so many sentences, and what stands between them."""
+        """Return a function from a number to that many sentences, and their separator."""
         if self.setting.haystack == "essay":
             return self.essays.sentences, " "
         if self.setting.haystack == "noise":
@@ -152,7 +126,7 @@ class Needles(Task):
 
 
 class _Hidden:
-    """Needles that have found their places in a text whose length is not known yet."""
+    """Needles with places in a text whose length is not known yet."""
 
     def __init__(
         self, rng: random.Random, needles: list[str], asked: str, depth: float | None, *, essays: bool
@@ -166,7 +140,7 @@ class _Hidden:
         self.depths = sorted(depths or [rng.random() for _ in self.others])
 
     def among(self, sentences: list[str]) -> list[str]:
-        """The text as sentences, needles among them."""
+        """Return the text as sentences, needles among them."""
         pieces, last = [], 0
         for needle, depth in zip(self.others, self.depths, strict=True):
             before = int(len(sentences) * depth)
@@ -178,7 +152,7 @@ class _Hidden:
         return pieces
 
     def depth(self, sentences: int) -> float:
-        """Share of the other pieces that stand before the needle that is asked for."""
+        """Return the fraction of the other pieces before the needle that is asked for."""
         pieces = self.among([""] * sentences)
         return pieces.index(self.asked) / (len(pieces) - 1)
 

@@ -5,10 +5,8 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from lightning_modules.tasks.questions.example import Example
-from lightning_modules.tasks.questions.prompter import Prompter
 from lightning_modules.tasks.questions.question_files import Collection, Question, read_hotpot, read_squad
-from lightning_modules.tasks.questions.task import Task
+from lightning_modules.tasks.questions.task import Draft, FittedTask, Request
 
 _INSTRUCTION = (
     "Answer the question based on the given documents. Only give me the answer and do not output any other words."
@@ -19,19 +17,19 @@ _TEMPLATE = (
 _ANSWER_PREFIX = " Answer:"
 
 
-class QuestionAnswering(Task):
+class QuestionAnswering(FittedTask):
     """RULER's ``qa_1`` and ``qa_2`` (https://arxiv.org/abs/2404.06654, Section 3.4): real questions among distractors.
 
-    The documents of a question stand among those of other questions, in random order; for SQuAD those of the same
-    article come first. One of the answers has to occur in what the model says. The wordings are those of
-    https://github.com/NVIDIA/RULER. Otherwise than there, questions are asked in a random order that depends on the
+    The documents of a question are among those of other questions, in random order; for SQuAD those of the same
+    article come first. One of the answers has to occur in the model's answer. The wordings are those of
+    https://github.com/NVIDIA/RULER. Unlike there, questions are asked in a random order that depends on the
     seed alone (so that all lengths ask the same ones; the original takes them as they stand in the file, where the
-    first dozens speak of one article), and each question has documents in an order of its own.
+    first dozens are about one article), and the order of documents is drawn for each question.
 
     Args:
         name: Name of the task.
         collection: Documents and questions.
-        source: What the collection is called in error messages.
+        source: Name of the collection in error messages.
     """
 
     max_new_tokens = 32
@@ -43,24 +41,19 @@ class QuestionAnswering(Task):
 
     @classmethod
     def squad(cls, path: str | Path) -> "QuestionAnswering":
-        """``qa_1``: questions of a local file of SQuAD, see `read_squad`."""
+        """Return ``qa_1``: questions of a local file of SQuAD, see `read_squad`."""
         return cls("qa_1", read_squad(path), str(path))
 
     @classmethod
     def hotpot(cls, path: str | Path) -> "QuestionAnswering":
-        """``qa_2``: questions of a local file of HotpotQA, see `read_hotpot`."""
+        """Return ``qa_2``: questions of a local file of HotpotQA, see `read_hotpot`."""
         return cls("qa_2", read_hotpot(path), str(path))
 
     @override
-    def example(
-        self, prompter: Prompter, length: int, index: int, *, seed: int = 0, depth: float | None = None
-    ) -> Example:
-        """As `Task.example`; a ``ValueError`` is also raised if all documents together are too few."""
-        self.check_depth(depth)
-        rng = self.random(length, index, seed)
-        asked = self._question(index, seed)
-        documents = [*asked.documents, *self._distractors(asked, rng, most=length)]
-        shuffles = rng.getrandbits(64)
+    def draft(self, asked: Request) -> Draft:
+        question = self._question(asked.index, asked.seed)
+        documents = [*question.documents, *self._distractors(question, asked.rng, most=asked.length)]
+        shuffles = asked.rng.getrandbits(64)
 
         def order(count: int) -> list[int]:
             chosen = documents[:count]
@@ -68,27 +61,22 @@ class QuestionAnswering(Task):
             return chosen
 
         def wording(count: int) -> tuple[str, str]:
-            return question_prompt([self.collection.documents[n] for n in order(count)], asked.text), _ANSWER_PREFIX
+            return question_prompt([self.collection.documents[n] for n in order(count)], question.text), _ANSWER_PREFIX
 
-        count = self.fit(prompter, length, wording, least=len(asked.documents), most=len(documents))
-        prompt = wording(count)[0]
-        if count == len(documents):
-            raise ValueError(
-                f"The {count} documents of {self.source} fill {prompter.count(prompt, _ANSWER_PREFIX)} tokens:"
-                f" '{self.name}' cannot be {length} tokens long. Ask for shorter texts, or take a larger file."
-            )
-        one = len(asked.documents) == 1 and count > 1
-        return Example(
-            task=self.name,
-            length=length,
-            index=index,
-            prompt=prompt,
-            answer_prefix=_ANSWER_PREFIX,
-            answers=asked.answers,
-            target=f" {asked.answers[0]}",
-            max_new_tokens=self.max_new_tokens,
+        def depth(count: int) -> float | None:
+            one = len(question.documents) == 1 and count > 1
+            return order(count).index(question.documents[0]) / (count - 1) if one else None
+
+        return Draft(
+            wording,
+            question.answers,
+            target=f" {question.answers[0]}",
             match="any",
-            depth=order(count).index(asked.documents[0]) / (count - 1) if one else None,
+            least=len(question.documents),
+            most=len(documents),
+            exhausted=f"The {len(documents)} documents of {self.source} are too few: '{self.name}' cannot be"
+            f" {asked.length} tokens long. Ask for shorter texts, or take a larger file.",
+            depth=depth,
         )
 
     def _question(self, index: int, seed: int) -> Question:
@@ -97,7 +85,7 @@ class QuestionAnswering(Task):
         return questions[order[index % len(order)]]
 
     def _distractors(self, asked: Question, rng: random.Random, most: int) -> list[int]:
-        """Other documents, the related ones first."""
+        """Return other documents, the related ones first."""
         known = {*asked.documents, *asked.related}
         count = len(self.collection.documents)
         drawn = rng.sample(range(count), min(count, most + len(known)))
@@ -106,6 +94,6 @@ class QuestionAnswering(Task):
 
 
 def question_prompt(documents: list[str], question: str) -> str:
-    """Numbered documents and a question about them."""
+    """Return numbered documents and a question about them."""
     context = "\n\n".join(f"Document {number}:\n{document}" for number, document in enumerate(documents, 1))
     return _TEMPLATE.format(context=context, question=question)

@@ -5,11 +5,9 @@ from typing import NamedTuple
 
 from typing_extensions import override
 
-from lightning_modules.tasks.questions.budget import most_units
-from lightning_modules.tasks.questions.example import Example
 from lightning_modules.tasks.questions.haystacks import NOISE
 from lightning_modules.tasks.questions.prompter import Prompter
-from lightning_modules.tasks.questions.task import Task
+from lightning_modules.tasks.questions.task import Draft, FittedTask, Request, most_units
 
 HOPS = 4
 EXAMPLE_TOKENS = 500
@@ -28,25 +26,19 @@ _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 class Chain(NamedTuple):
-    """Variables, each assigned the one before it, and the value of the first.
-
-    Attributes:
-        names: The variables.
-        value: Five digits.
-        seed: Decides where in a text they are assigned.
-    """
+    """Variables, each assigned the one before it; the first one's value of five digits; and a seed for their places."""
 
     names: tuple[str, ...]
     value: str
     seed: int
 
 
-class VariableTracking(Task):
+class VariableTracking(FittedTask):
     """RULER's ``vt`` (https://arxiv.org/abs/2404.06654, Section 3.3): one chain of 4 hops in repeated noise.
 
     An example with its answer stands before the question: names of three letters in a text of 500 tokens, or of 5
     lines if those take more. The wordings are those of https://github.com/NVIDIA/RULER, whose answer prefix ends with a
-    space. Otherwise than there, the example is drawn anew for each question, the names of a question and the two
+    space. Unlike there, the example is drawn again for each question, the names of a question and the two
     values always differ, and a length that is too short is refused (the original tries for ever).
     """
 
@@ -54,35 +46,22 @@ class VariableTracking(Task):
     max_new_tokens = 30
 
     @override
-    def example(
-        self, prompter: Prompter, length: int, index: int, *, seed: int = 0, depth: float | None = None
-    ) -> Example:
-        self.check_depth(depth)
-        rng = self.random(length, index, seed)
-        shown, asked = draw_chain(rng, letters=3), draw_chain(rng, letters=5)
-        while shown.value == asked.value:
-            asked = draw_chain(rng, letters=5)
-        example = worked_example(shown, _example_lines(prompter, shown))
-        prefix = answer_prefix(asked)
+    def draft(self, asked: Request) -> Draft:
+        rng = asked.rng
+        shown, chain = draw_chain(rng, letters=3), draw_chain(rng, letters=5)
+        while shown.value == chain.value:
+            chain = draw_chain(rng, letters=5)
+        example = worked_example(shown, _example_lines(asked.prompter, shown))
+        prefix = answer_prefix(chain)
 
         def wording(lines: int) -> tuple[str, str]:
-            return f"{example}\n{question(asked, lines)}", prefix
+            return f"{example}\n{question(chain, lines)}", prefix
 
-        lines = self.fit(prompter, length, wording, least=LEAST_LINES)
-        return Example(
-            task=self.name,
-            length=length,
-            index=index,
-            prompt=wording(lines)[0],
-            answer_prefix=prefix,
-            answers=asked.names,
-            target=" ".join(asked.names),
-            max_new_tokens=self.max_new_tokens,
-        )
+        return Draft(wording, chain.names, " ".join(chain.names), least=LEAST_LINES)
 
 
 def draw_chain(rng: random.Random, letters: int) -> Chain:
-    """A chain of distinct names, none of which is the keyword."""
+    """Draw a chain of distinct names, none of which is the keyword."""
     names: list[str] = []
     while len(names) <= HOPS:
         name = "".join(rng.choices(_LETTERS, k=letters))
@@ -92,17 +71,17 @@ def draw_chain(rng: random.Random, letters: int) -> Chain:
 
 
 def worked_example(chain: Chain, lines: int) -> str:
-    """A question with its answer, as it precedes the one that is asked."""
+    """Return a question with its answer, which precedes the one that is asked."""
     return f"{question(chain, lines)}{answer_prefix(chain)} {' '.join(chain.names)}\n"
 
 
 def question(chain: Chain, lines: int) -> str:
-    """A haystack of so many lines with the assignments, and what is asked of it."""
+    """Return a haystack of that many lines with the assignments, and the question about it."""
     return _TEMPLATE.format(context=_context(chain, lines), value=chain.value)
 
 
 def answer_prefix(chain: Chain) -> str:
-    """How the answer begins."""
+    """Return the beginning of the answer."""
     return _ANSWER_PREFIX.format(count=len(chain.names), value=chain.value)
 
 

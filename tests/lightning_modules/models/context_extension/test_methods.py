@@ -196,7 +196,7 @@ REFUSED = {
     "got '5e5'": extension("abf", base="5e5"),
     "above 0, got -1": extension("yarn", attention_factor=-1),
     "`base` must be above 1, got 0.5": extension("abf", base=0.5),
-    "below the model's own RoPE base of 10000": extension("eabf", base=5000.0),
+    "below the model's RoPE base of 10000": extension("eabf", base=5000.0),
     "2 or more, got 0": extension("pi") | {"original_length": 0},
     "2 or more, got 512.0": extension("pi") | {"target_length": 512.0},
     "`target_length` = 64 must be above `original_length` = 64": extension("pi") | {"target_length": 64},

@@ -114,7 +114,7 @@ def test_perplexities_are_over_all_tokens(questions, guessing, prompter):
 def test_a_target_without_an_answer_is_refused_by_name(questions, guessing, prompter):
     key, example = questions[0]
     wrong = [(key, type(example)(**{**vars(example), "target": " fo"}))]
-    with pytest.raises(ValueError, match=r"No answer of 'guess' stands in .* ' fo'.* set `mode` to 'generate'"):
+    with pytest.raises(ValueError, match=r"right continuation ' fo' of 'guess' holds none.* set `mode` to 'generate'"):
         put_questions(guessing, prompter, wrong, "teacher_forced")
 
 

@@ -59,7 +59,7 @@ def test_a_torn_last_line_is_no_result_and_is_written_over(store):
 def test_a_damaged_line_is_named(store):
     store.append(store.path(0, 1), GRID[:2])
     store.path(0, 1).write_bytes(store.path(0, 1).read_bytes() + b'{"task": 1}\n')
-    with pytest.raises(ValueError, match=r"results-00000-of-00001.jsonl', line 3, is no result"):
+    with pytest.raises(ValueError, match=r"results-00000-of-00001.jsonl', line 3, is not a result"):
         store.read()
 
 

@@ -10,8 +10,8 @@ from lightning_modules.tasks.evaluation.summary import (
     depth_matrix,
     effective_length,
     length_averages,
+    mean_scores,
     position_curve,
-    task_scores,
     weighted_average,
 )
 
@@ -59,7 +59,7 @@ def test_the_threshold_has_to_be_exceeded_and_only_at_the_longest():
 def test_means_errors_and_counts_by_hand():
     scores = [1.0, 0.5, 0.5, 0.0, 1.0]
     rows = [Row("vt", 4096, None, score) for score in scores] + [Row("cwe", 8192, 0.5, 0.25)]
-    found = task_scores(table(rows))
+    found = mean_scores(table(rows), ["task", "length"])
     assert found["vt", 4096] == pytest.approx((60, 100 * statistics.stdev(scores) / math.sqrt(5), 5))
     assert found["cwe", 8192].mean == 25
     assert math.isnan(found["cwe", 8192].error)

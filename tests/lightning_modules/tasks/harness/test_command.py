@@ -95,7 +95,7 @@ def test_names_that_are_paths_are_files_of_their_own(tmp_path):
     for name in ("a/b.yaml", "a_b.yaml", "a:b.yaml"):
         results.write_task(name, {"metrics": {name: float("nan")}})
     assert len(list((tmp_path / "tasks").iterdir())) == 3
-    assert results.task("a/b.yaml") == {"metrics": {"a/b.yaml": None}}
+    assert results.read("tasks", "a/b.yaml") == {"metrics": {"a/b.yaml": None}}
 
 
 def test_our_tasks_and_theirs_in_one_command(model_dir, task_dir, tmp_path, asked):

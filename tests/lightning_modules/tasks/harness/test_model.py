@@ -83,7 +83,7 @@ def test_what_is_too_long_loses_its_middle(model_dir, tokenizer, monkeypatch):
     monkeypatch.setattr(model, "_score", lambda continuations: asked.extend(continuations) or [])
     model._loglikelihood_tokens([(("", ""), ids, [5, 6, 7])])
     assert asked[0].context == ids[:9] + ids[-9:]  # the last token of the continuation is predicted, not read
-    with pytest.raises(ValueError, match="asks for 20 tokens behind the prompt, and the model reads 20"):
+    with pytest.raises(ValueError, match="asks for 20 tokens after the prompt, and the model reads 20"):
         model.generate_until([Instance("generate_until", {}, (text, {"max_gen_toks": 20}), 0)])
 
 

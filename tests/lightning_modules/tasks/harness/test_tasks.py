@@ -2,7 +2,7 @@ import pytest
 from lm_eval.tasks import TaskManager
 
 from lightning_modules.tasks.harness import tasks
-from lightning_modules.tasks.harness.evaluation import scores
+from lightning_modules.tasks.harness.evaluation import set_scores
 from lightning_modules.tasks.harness.tasks import SETS, TaskLoader
 
 
@@ -17,11 +17,11 @@ def test_scores_are_means_of_categories_in_percent():
     one = SETS["longbench"]
     metrics = {name: {"score,none": 0.5} for name in one.tasks}
     metrics["longbench_passage_count"] = {"score,none": 0.0}
-    found = scores(one, metrics)
+    found = set_scores(["longbench"], metrics)
     assert found["Synthetic Tasks"] == 25.0
     assert found["LongBench"] == pytest.approx((5 * 50 + 25) / 6)
     del metrics["longbench_lcc"]
-    found = scores(one, metrics)
+    found = set_scores(["longbench"], metrics)
     assert "Code Completion" not in found
     assert "LongBench" not in found
 
@@ -50,7 +50,7 @@ def test_bad_names_and_missing_data_are_refused(task_dir, tmp_path, monkeypatch)
     with pytest.raises(ValueError, match="`num_fewshot` must be 0 or more, got -1"):
         TaskLoader(["choice"], include_path=str(task_dir), num_fewshot=-1)
     loader = TaskLoader(["away"], include_path=str(task_dir))
-    with pytest.raises(ValueError, match=r"task 'away' \(dataset 'nobody/has-this'\) cannot be had: .*HF_HOME"):
+    with pytest.raises(ValueError, match=r"task 'away' \(dataset 'nobody/has-this'\) cannot be loaded: .*HF_HOME"):
         loader.load("away")
     (tmp_path / "bad.yaml").write_text("task: bad\ndataset_path: json\n")
     with pytest.raises(ValueError, match=r"The task '.*bad\.yaml' cannot be loaded"):

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_modules.tasks.questions.budget import most_units
+from lightning_modules.tasks.questions.task import most_units
 
 
 @given(

@@ -54,7 +54,8 @@ def test_distance_is_that_of_looking_at_each_token(make_document):
     words = ["ab", "abab", "a", "b", " "]
     document = make_document([words[i] for i in torch.randint(5, (200,), generator=generator)])
     for index in range(200):
-        earlier = [i for i in range(index) if document.token(i) == document.token(index)]
+        texts = [document.text[start:end] for start, end in document.offsets.tolist()]
+        earlier = [i for i in range(index) if texts[i] == texts[index]]
         assert document.distance(index) == (index - earlier[-1] if earlier else None)
 
 

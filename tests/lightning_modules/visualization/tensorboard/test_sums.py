@@ -3,8 +3,7 @@ import torch
 
 from lightning_modules.batch import IGNORE_INDEX, LONGEST_ROW
 from lightning_modules.visualization.tensorboard import WeightSample
-from lightning_modules.visualization.tensorboard.sums import LCL_EDGES, LSD_EDGES, BenefitCounts, PositionSums
-from lightning_modules.visualization.tensorboard.weights import SAMPLED
+from lightning_modules.visualization.tensorboard.sums import LCL_EDGES, LSD_EDGES, SAMPLED, BenefitCounts, PositionSums
 
 
 def test_counts_are_those_of_one_token_at_a_time():

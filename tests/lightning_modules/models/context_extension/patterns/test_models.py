@@ -320,7 +320,7 @@ def test_a_model_called_by_itself_gets_the_masks_of_transformers(folder):
         cache = StaticCache(config=model.config, max_cache_len=40)
         parts = [model(part, past_key_values=cache).logits for part in tokens.split([20, 1, 9], dim=1)]
         torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=1e-4, atol=1e-3)
-    with pytest.raises(ValueError, match="say so by `document_borders`"):
+    with pytest.raises(ValueError, match="set `document_borders`"):
         model(tokens, position_ids=restarting(), use_cache=False)
     plain = load_backbone(ModelConfig(folder())).model.eval()
     apart = plain(tokens, position_ids=restarting(), use_cache=False).logits[:, 12:]

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from lightning_modules.models.context_extension.patterns import PATTERNS, Rotary, blocks
-from lightning_modules.models.context_extension.patterns.decay import alibi_slopes
-from lightning_modules.models.context_extension.patterns.documents import by_document
 from lightning_modules.models.context_extension.patterns.settings import PATTERN_SETTINGS
+from lightning_modules.models.context_extension.patterns.trained import alibi_slopes
+from lightning_modules.models.context_extension.rope_types import by_document
 from tests.lightning_modules.models.context_extension.patterns import dense
 
 THETA = 100.0

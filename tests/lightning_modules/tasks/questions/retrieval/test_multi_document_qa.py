@@ -6,8 +6,7 @@ import re
 import pytest
 
 from lightning_modules.tasks.questions.example import contains_answer
-from lightning_modules.tasks.questions.retrieval.multi_document_qa import MultiDocumentQA
-from lightning_modules.tasks.questions.synthetic_lives import made_up_lives
+from lightning_modules.tasks.questions.retrieval.multi_document_qa import MultiDocumentQA, made_up_lives
 from tests.support import answerers
 
 INSTRUCTION = (

@@ -1,0 +1,121 @@
+"""Likeliest tokens and greedy choices, without ever holding the logits of a sequence."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_modules.functional.checks import check_count
+from lightning_modules.functional.linear_head import wide_logits
+from lightning_modules.functional.log_likelihood import (
+    Head,
+    check_chunk_size,
+    check_targets,
+    default_chunk_size,
+    scored_tokens,
+)
+
+
+class LikeliestTokens(NamedTuple):
+    """The likeliest tokens at each position, best first.
+
+    Attributes:
+        token_ids: ``[B, T, k]`` int64.
+        log_likelihood: ``[B, T, k]`` in nats, of each of them in the place of token ``t``.
+    """
+
+    token_ids: Tensor
+    log_likelihood: Tensor
+
+
+@torch.no_grad()
+def likeliest_tokens(
+    hidden_states: Tensor, head: Head, labels: Tensor, *, count: int = 5, chunk_size: int | None = None
+) -> LikeliestTokens:
+    """Return the tokens that are likeliest in the place of each scored token, given the tokens before it.
+
+    Equal to ``head(hidden_states).log_softmax(-1).topk(count)``, moved by one token, but logits exist for
+    ``chunk_size`` tokens at a time and only for scored ones.
+
+    Args:
+        hidden_states: ``[B, T, D]`` last hidden states, entry ``t`` having seen tokens ``0 .. t``.
+        head: Maps ``[N, D]`` hidden states to ``[N, V]`` logits.
+        labels: ``[B, T]`` int64 token ids; ``IGNORE_INDEX`` where a token is not scored, column 0 always.
+        count: Number k of tokens.
+        chunk_size: Scored tokens whose logits exist at the same time; by default 512, and 2048 on an accelerator.
+
+    Returns:
+        ``[B, T, count]`` token ids and log-likelihoods in nats, float32, or float64 for float64 logits; both are 0
+        where a token is not scored. It carries no gradient.
+
+    Raises:
+        ValueError: If ``count`` is not from 1 to the number of logits, and as `token_log_likelihood` does.
+
+    Example:
+        >>> hidden_states, head = torch.zeros(1, 2, 4), torch.nn.Linear(4, 3)
+        >>> head.bias.data = torch.tensor([0.5, 0.25, 0.25]).log()
+        >>> token_ids, log_likelihood = likeliest_tokens(hidden_states, head, torch.tensor([[-100, 2]]), count=1)
+        >>> token_ids[0, 1], log_likelihood[0, 1].exp()
+        (tensor([0]), tensor([0.5000]))
+    """
+    check_chunk_size(chunk_size)
+    check_count("`count`", count)
+    predictors, _, scored = scored_tokens(hidden_states, labels)
+    token_ids, log_likelihood = [], []
+    for rows in predictors.split(chunk_size or default_chunk_size(hidden_states)):
+        logits = wide_logits(rows, head)
+        check_count("`count`", count, most=logits.shape[-1])
+        largest, tokens = logits.topk(count)
+        token_ids.append(tokens)
+        log_likelihood.append(largest - logits.logsumexp(-1, keepdim=True))
+    where = scored.unsqueeze(-1).expand(*scored.shape, count)
+    return LikeliestTokens(
+        token_ids[0].new_zeros(where.shape).masked_scatter(where, torch.cat(token_ids)),
+        log_likelihood[0].new_zeros(where.shape).masked_scatter(where, torch.cat(log_likelihood)),
+    )
+
+
+@torch.no_grad()
+def greedy_targets(
+    predictors: Tensor, head: Head, targets: Tensor, *, chunk_size: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the log-likelihood of each target, and whether no other token is likelier.
+
+    Equal to `token_log_likelihood` where both are asked for the same tokens, but one hidden state may predict several
+    targets (the choices of a question), and the results carry no gradient.
+
+    Args:
+        predictors: ``[N, D]`` hidden states.
+        head: Maps ``[n, D]`` hidden states to ``[n, V]`` logits.
+        targets: ``[N]`` int64 token ids, entry ``i`` of which hidden state ``i`` predicts.
+        chunk_size: Targets whose logits exist at the same time; by default 512, and 2048 on an accelerator.
+
+    Returns:
+        ``[N]`` log-likelihoods in nats, float32 or float64 for float64 logits, and ``[N]`` bool. Of several tokens that
+        are equally likely the one with the smallest id counts as the likeliest.
+
+    Raises:
+        ValueError: If shapes or types disagree, or ``chunk_size`` is not an integer of 1 or more. On a CPU also if a
+            target is beyond the head's logits.
+
+    Example:
+        >>> head = torch.nn.Linear(1, 3, bias=False)
+        >>> head.weight.data = torch.tensor([[0.0], [1.0], [0.0]])
+        >>> greedy_targets(torch.zeros(2, 1), head, torch.tensor([0, 1]))[1]
+        tensor([ True, False])
+    """
+    check_chunk_size(chunk_size)
+    if predictors.ndim != 2 or targets.shape != predictors.shape[:1] or targets.dtype != torch.int64:
+        raise ValueError(
+            "`predictors` must be [N, D] and `targets` [N] of int64,"
+            f" got {list(predictors.shape)}, {list(targets.shape)} and {targets.dtype}."
+        )
+    size = chunk_size or default_chunk_size(predictors)
+    log_likelihood, likeliest = [], []
+    for rows, tokens in zip(predictors.split(size), targets.split(size), strict=True):
+        logits = wide_logits(rows, head)
+        check_targets(tokens, logits.shape[-1])
+        likeliest.append(logits.argmax(-1) == tokens)
+        log_likelihood.append(-F.cross_entropy(logits, tokens, reduction="none"))
+    return torch.cat(log_likelihood), torch.cat(likeliest)

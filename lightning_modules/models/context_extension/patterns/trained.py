@@ -1,0 +1,148 @@
+"""Patterns for models that are trained with them: ALiBi, xPos and LongNet.
+
+They are not training-free: a model that was pre-trained with plain RoPE has seen such logits at no distance.
+"""
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from lightning_modules.models.context_extension.patterns.blocks import (
+    Blocks,
+    Rotary,
+    Take,
+    attention_logits,
+    block_size,
+    rotate,
+)
+
+XPOS_GAMMA, XPOS_SCALE_BASE = 0.4, 512
+"""Constants of the xPos paper."""
+
+
+def alibi_slopes(heads: int) -> Tensor:
+    """Return ``[heads]`` float32 slopes, :math:`2^{-8 h / H}` for head h from 1 on.
+
+    For other numbers of heads than powers of two they are, as in the authors' code, those of the largest power of two
+    below it, and then every second one of those of twice as many heads.
+
+    Example:
+        >>> alibi_slopes(3)
+        tensor([0.0625, 0.0039, 0.2500])
+    """
+    power = 1 << (heads.bit_length() - 1)
+    slopes = [2 ** (-8 * (head + 1) / power) for head in range(power)]
+    slopes += [2 ** (-4 * (head + 1) / power) for head in range(0, 2 * power, 2)]
+    return torch.tensor(slopes[:heads])
+
+
+def alibi(query: Tensor, key: Tensor, value: Tensor, rotary: Rotary) -> Tensor:
+    r"""Subtract :math:`m_h (i - j)` from logits, without rotation: Press et al. (2022, https://arxiv.org/abs/2108.12409).
+
+    The bias is added to a block's logits in float32, so that it is exact whatever the type of the model.
+    """
+    length, first = key.shape[2], key.shape[2] - query.shape[2]
+    positions = torch.arange(length, device=query.device)
+    slopes = alibi_slopes(query.shape[1]).to(query.device)[:, None, None]
+
+    def score(take: Take, start: int, stop: int) -> tuple[list[Tensor], list[Tensor]]:
+        distance = positions[start:stop, None] - positions[:stop]
+        logits = attention_logits(take(0, start - first, stop - first), take(1, 0, stop), distance >= 0)
+        return [logits.sub_(slopes * distance)], [take(2, 0, stop)]
+
+    blocks = Blocks(score, first, length, block_size(query.shape[1], length), dropout=rotary.dropout)
+    return blocks.attend(query * rotary.scaling, key, value)
+
+
+def xpos(query: Tensor, key: Tensor, value: Tensor, rotary: Rotary) -> Tensor:
+    r"""Multiply the pair of components d of RoPE by :math:`\zeta_d^{(i - j) / 512}`.
+
+    Sun et al. (2022, https://arxiv.org/abs/2212.10554), :math:`\zeta_d = (2 d / R + 0.4) / 1.4` for R rotated
+    components, without the blockwise attention that the paper uses beyond the length of training. The two factors, of
+    query and key, are relative to the first query of each block: the query's stay within ``[0.53, 1]`` and the key's
+    below 2, where the published code overflows for long texts.
+    """
+    length, first, dtype = key.shape[2], key.shape[2] - query.shape[2], query.dtype
+    positions = torch.arange(length, device=query.device)
+    decay = xpos_log_decay(rotary.frequencies, query.shape[-1])
+    # In float32 until the decay is in.
+    queries = rotate(query.float(), positions[first:], rotary.frequencies, scale=rotary.scaling)
+    keys = rotate(key.float(), positions, rotary.frequencies)
+
+    def score(take: Take, start: int, stop: int) -> tuple[list[Tensor], list[Tensor]]:
+        i, j = positions[start:stop, None], positions[:stop, None]
+        decayed = (take(0, start - first, stop - first) * (decay * (i - start)).exp()).to(dtype)
+        shrunk = (take(1, 0, stop) * (decay * (start - j)).exp()).to(dtype)
+        return [attention_logits(decayed, shrunk, i >= positions[:stop])], [take(2, 0, stop)]
+
+    blocks = Blocks(score, first, length, block_size(query.shape[1], length), dropout=rotary.dropout)
+    return blocks.attend(queries, keys, value)
+
+
+def xpos_log_decay(frequencies: Tensor, width: int) -> Tensor:
+    r"""Return ``[width]`` float32 :math:`\log(\zeta_d) / 512` of the components of a head, 0 for those not rotated."""
+    half = len(frequencies)
+    zeta = (torch.arange(half, device=frequencies.device) / half + XPOS_GAMMA) / (1 + XPOS_GAMMA)
+    rate = zeta.log() / XPOS_SCALE_BASE
+    return torch.cat([rate, rate, rate.new_zeros(width - 2 * half)])
+
+
+def longnet(query: Tensor, key: Tensor, value: Tensor, rotary: Rotary) -> Tensor:
+    r"""Attend in segments of several lengths, in each of which every r-th token sees every r-th token before it.
+
+    Ding et al. (2023, https://arxiv.org/abs/2307.02486). The k-th branch cuts the text into segments of
+    ``segment_lengths[k]`` and takes every ``dilation_rates[k]``-th token of each, head h from the ``h mod r``-th on, as
+    the paper says (the released code shifts by groups of neighboring heads). The paper weighs the outputs of the
+    branches by their softmax denominators, which is one softmax in which a key counts once for each branch that holds
+    the pair; its gradient is taken in full, where the released code detaches the weights. The first rate is 1, so
+    that each token sees at least itself; a token that a branch leaves out gets nothing from it.
+
+    Logits are formed for all queries of a block, also those that a branch leaves out:
+    :math:`w_0 + \sum_{k > 0} w_k / r_k` for each token, linear in the length of the text.
+    """
+    stop, first = key.shape[2], key.shape[2] - query.shape[2]
+    positions = torch.arange(stop, device=query.device)
+    query = rotate(query, positions[first:], rotary.frequencies, scale=rotary.scaling)
+    key = rotate(key, positions, rotary.frequencies)
+    heads, groups = query.shape[1], query.shape[1] // key.shape[1]
+    lengths, rates = rotary.parameters["segment_lengths"], rotary.parameters["dilation_rates"]
+    sharing = torch.arange(heads, device=query.device)[:, None] // groups
+
+    def score(take: Take, start: int, stop: int) -> tuple[list[Tensor], list[Tensor]]:
+        part, i = take(0, start - first, stop - first), positions[start:stop]
+        logits, values = [], []
+        for length, rate in zip(lengths, rates, strict=True):
+            segment = start // length * length  # the block's only one
+            # For each head, places in the segment.
+            chosen = torch.arange(heads, device=i.device)[:, None] % rate + torch.arange(0, stop - segment, rate).to(i)
+            on_grid = (i - segment) % rate == chosen[:, :1]
+            visible = on_grid[..., None] & (segment + chosen[:, None] <= i[:, None])
+            chosen = chosen.clamp(max=stop - segment - 1)
+            logits.append(attention_logits(part, take(1, segment, stop)[:, sharing, chosen], visible))
+            values.append(take(2, segment, stop)[:, sharing, chosen])
+        return logits, values
+
+    size = block_size(heads, min(stop, longnet_keys(lengths, rates)))
+    blocks = Blocks(score, first, stop, size, align=lengths[0], dropout=rotary.dropout)
+    return blocks.attend(query, key, value)
+
+
+def longnet_keys(segment_lengths: list[int], dilation_rates: list[int]) -> int:
+    """Return the largest number of keys for which a query's logits are formed."""
+    return sum(-(-length // rate) for length, rate in zip(segment_lengths, dilation_rates, strict=True))
+
+
+def check_dilation(segment_lengths: list[int], dilation_rates: list[int]) -> None:
+    """Raise a ``ValueError`` for segments and rates that do not make dilated attention."""
+    if not 0 < len(segment_lengths) == len(dilation_rates):
+        raise ValueError(
+            f"`segment_lengths` and `dilation_rates` must have a number for each branch, got {len(segment_lengths)}"
+            f" and {len(dilation_rates)}."
+        )
+    if dilation_rates[0] != 1:
+        raise ValueError(f"The first of `dilation_rates` must be 1, or tokens would see nothing; got {dilation_rates}.")
+    if any(longer <= shorter or longer % shorter for shorter, longer in pairwise(segment_lengths)):
+        raise ValueError(f"Each of `segment_lengths` must be a multiple of the one before, got {segment_lengths}.")
+    if any(rate > length for length, rate in zip(segment_lengths, dilation_rates, strict=True)):
+        raise ValueError(f"No rate can be above its segment's length, got {dilation_rates} for {segment_lengths}.")
