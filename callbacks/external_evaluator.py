@@ -66,6 +66,7 @@ class ExternalEvaluator(Callback):
         self,
         evaluator: str | None = None,
         key_spans: str | None = None,
+        *,
         gamma: float = 5.0,
         **options: Any,
     ) -> None:

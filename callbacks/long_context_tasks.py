@@ -94,6 +94,7 @@ class LongContextTasks(Callback):
         self.config = config = TaskConfig(tasks=tasks, lengths=lengths, samples=samples, mode=mode, **options)
         self.names = list(tasks)
         ours, self._theirs = split_tasks(self.names)
+        config.check_used(ours, self._theirs)
         sources = {name: getattr(config, name) for name in ("haystack", "squad", "hotpot", "nq_open", "documents")}
         self.tasks = find_tasks(ours, **sources) if ours else []
         self.keys = question_keys(self.tasks, lengths, samples, config.depths) if ours else []

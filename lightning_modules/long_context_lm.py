@@ -114,7 +114,8 @@ class LongContextLM(LightningModule):
         token_weights = objective(long.detach(), short, batch)
         loss = long_cross_entropy(long, token_weights, batch["labels"], divisor=REFERENCE_TOKENS)
         preflight.check_finite(loss, self, batch_idx)
-        self._statistics.update(long.detach(), token_weights, batch["labels"], cap=objective.largest_weight)
+        total = loss.detach() * REFERENCE_TOKENS
+        self._statistics.update(total, long.detach(), token_weights, batch["labels"], cap=objective.largest_weight)
         if self.token_observer is not None:
             self.token_observer(long.detach(), token_weights, short, batch["labels"])
         return loss

@@ -2,7 +2,7 @@
 
 import copy
 from abc import ABC, abstractmethod
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from jsonargparse.typing import NonNegativeInt
@@ -26,7 +26,7 @@ class Objective(ABC):
     A weighting of your own is a subclass with one pure function, `token_weights`.
     """
 
-    uses_short_context: bool
+    uses_short_context: bool = True
     """Whether `token_weights` looks at ``short``; if not, the passes over short windows are saved."""
 
     pointwise: bool = True
@@ -68,6 +68,9 @@ class Objective(ABC):
         if "influence" in vars(cls):
             rank_zero_warn(f"`{cls.__name__}.influence(long, short)`: call it `token_weights(long, short, batch)`.")
             cls.token_weights = lambda self, long, short, _: self.influence(long, short)  # type: ignore
+        if "normalised" in vars(cls):
+            rank_zero_warn(f"`{cls.__name__}.normalised`: call it `normalized`.")
+            cls.normalized = vars(cls)["normalised"]
 
     def at_step(self, step: int) -> "Objective":
         """Return the objective of an optimizer step, counted from 0, for those that change in training."""
@@ -212,8 +215,6 @@ def innermost(objective: Objective) -> Objective:
 class Normalized(Wrapper):
     """The weights of another objective, scaled so that their mean is 1.
 
-    Without it the gradient of LongCE is larger than that of cross entropy where its weights are above 1 on average.
-
     Args:
         objective: The other one.
         mean_over: ``step``: over all scored tokens of all batches and processes of an optimizer step; the logged
@@ -241,9 +242,9 @@ class Normalized(Wrapper):
 class Normalised(Normalized):
     """Deprecated name of `Normalized`."""
 
-    def __init__(self, objective: Objective, **settings: Any) -> None:
+    def __init__(self, objective: Objective) -> None:
         rank_zero_warn("The objective `Normalised` is now called `Normalized`: the old name will be removed.")
-        super().__init__(objective, **settings)
+        super().__init__(objective)
 
 
 class Interpolated(Wrapper):
@@ -251,9 +252,8 @@ class Interpolated(Wrapper):
 
     .. math:: w_t = \lambda + (1 - \lambda) I_t
 
-    Weights that are scaled over an optimizer step are mixed first, and scaled to a mean of 1 then. Helm et al. (2025),
-    https://arxiv.org/abs/2503.09202, scale each sequence first: interpolate a ``Normalized`` objective with
-    ``mean_over: sequence``.
+    Weights that are scaled over an optimizer step are mixed first, and scaled to a mean of 1 then. Helm et al. (2025)
+    scale each sequence first: interpolate a ``Normalized`` objective with ``mean_over: sequence``.
 
     Args:
         objective: The other one.

@@ -39,6 +39,7 @@ def evaluate(model: str, output: str, **options: Any) -> str:
     config = EvaluationConfig(model, output, **options)
     rank, processes = _process()
     ours, theirs = split_tasks(config.tasks)
+    config.check_used(ours, theirs)
     writable_folder(config.output_folder, remedy="Name another folder by `--output`.")
     device = find_device(_process_device(config.device))
     source: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}

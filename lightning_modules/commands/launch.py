@@ -97,7 +97,8 @@ def launch(words: Sequence[str], options: Namespace) -> int:
     )
     agent = Agent(spec, DefaultLogsSpecs(), shutdown_timeout=options.shutdown_timeout)
     try:
-        failures = agent.run().failures.values()
+        result = agent.run()
+        failures = list(result.failures.values()) if result is not None else []
     except SignalException as stopped:
         return 0 if agent.stopped_cleanly() else 128 + stopped.sigval
     spec.rdzv_handler.shutdown()
@@ -111,4 +112,6 @@ def launch(words: Sequence[str], options: Namespace) -> int:
 
 
 def _is_user_error(failures: Iterable[ProcessFailure]) -> bool:
-    return any(failure.exitcode == _USER_ERROR for failure in failures)
+    """Return whether the first process that ended did so for what a user must fix; the others end because of it."""
+    first = min(failures, key=lambda failure: failure.timestamp, default=None)
+    return first is not None and first.exitcode == _USER_ERROR

@@ -44,17 +44,22 @@ class TrainingStatistics:
             self._seconds += time.perf_counter() - self._started
             self._started = None
 
-    def update(self, long: Tensor, token_weights: Tensor, labels: Tensor, *, cap: float | None) -> None:
-        """Add a batch of ``[B, T]`` log-likelihoods (nats), weights and labels, without waiting for the accelerator.
+    def update(self, loss: Tensor, long: Tensor, token_weights: Tensor, labels: Tensor, *, cap: float | None) -> None:
+        """Add a batch, without waiting for the accelerator.
 
-        ``cap`` is the largest weight at this step, if there is one.
+        Args:
+            loss: The loss of the batch as a sum over its tokens, in nats.
+            long: ``[B, T]`` log-likelihoods in nats.
+            token_weights: ``[B, T]`` weights.
+            labels: ``[B, T]``, ``IGNORE_INDEX`` where a token is not scored.
+            cap: Largest weight at this step; None without one.
         """
         scored = labels.ne(IGNORE_INDEX)
         weight = token_weights.double() * scored
         # In the weights' own precision: in float32 the weight at a cap of 1.3 is a little below 1.3.
         at_cap = token_weights >= torch.tensor(math.inf if cap is None else cap, dtype=token_weights.dtype)
         sums = [
-            -(long.double() * weight).sum(),
+            loss,
             -long.double().sum(),
             scored.sum(),
             weight.sum(),

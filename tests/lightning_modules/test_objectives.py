@@ -211,6 +211,14 @@ def test_sparse_weights_of_a_fraction_and_means_over_each_sequence():
     assert torch.equal(uniform, scored.to(uniform.dtype)), "no token differs"
 
 
+def test_one_function_is_enough():
+    class Mine(Objective):
+        def token_weights(self, long, short, batch):
+            return 1 + (long - short).clamp(0, 3)
+
+    assert Mine().uses_short_context
+
+
 def test_old_names_of_the_weights_and_of_normalized_warn():
     with pytest.warns(UserWarning, match=r"`Old.influence\(long, short\)`: call it `token_weights"):
 
@@ -221,5 +229,11 @@ def test_old_names_of_the_weights_and_of_normalized_warn():
                 return long - short
 
     assert torch.equal(Old().token_weights(*PAIR, BATCH), PAIR[0] - PAIR[1])
+    with pytest.warns(UserWarning, match="`Scaled.normalised`: call it `normalized`"):
+
+        class Scaled(CrossEntropy):
+            normalised = True
+
+    assert Scaled().normalized
     with pytest.warns(UserWarning, match="`Normalised` is now called `Normalized`"):
         assert Normalised(LongCE()).normalized

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_modules.batch import IGNORE_INDEX
 from lightning_modules.functional import long_cross_entropy, soft_influence
-from lightning_modules.long_context_lm import LongContextLM
+from lightning_modules.long_context_lm import REFERENCE_TOKENS, LongContextLM
 from lightning_modules.models.attention import register_document_attention
 from lightning_modules.objectives import (
     CrossEntropy,
@@ -284,6 +284,14 @@ def test_a_changed_equation_changes_the_loss(module, monkeypatch):
     changed.__globals__.setdefault("torch", torch)
     monkeypatch.setattr(soft_influence, "__code__", changed.__code__)
     assert abs(module.training_step(row(0), 0) / before - 1) > 0.01
+
+
+def test_the_logged_loss_is_that_of_the_function(module, monkeypatch):
+    monkeypatch.setattr(
+        "lightning_modules.long_context_lm.long_cross_entropy", lambda long, *_, **__: long.sum() * 0 + 3
+    )
+    module.training_step(row(0), 0)
+    assert module._statistics._sums[0] == 3 * REFERENCE_TOKENS
 
 
 def test_a_normalized_step_without_any_weight_changes_nothing(tmp_path):

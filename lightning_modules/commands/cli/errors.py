@@ -23,7 +23,9 @@ def stop_with(error: Exception) -> NoReturn:
     ``LONGCE_TRACEBACK=1`` shows where it arose. An unexpected error is raised again, with a note.
     """
     kinds = {kind.__name__ for kind in type(error).__mro__}  # of Lightning and torch, which may not be imported
-    if isinstance(error, ValueError | OSError | FloatingPointError) or "MisconfigurationException" in kinds:
+    if isinstance(error, ConnectionError):  # another process has ended: nothing that a user must fix here
+        _exit_with_remedy(error)
+    elif isinstance(error, ValueError | OSError | FloatingPointError) or "MisconfigurationException" in kinds:
         _exit(error, status=2)
     if isinstance(error, IncompleteError):
         _exit(error, status=1)

@@ -275,7 +275,9 @@ def launch_command(arguments: Sequence[str]) -> None:
     if options.nnodes > 1 and options.rdzv_endpoint is None:
         parser.error("several machines need `--rdzv_endpoint HOST:PORT`, the same on each.")
     if options.max_restarts and words[0] == "fit" and not any(word.startswith("--ckpt_path") for word in words):
-        parser.error("a restarted `fit` would begin again: add `--ckpt_path last`, and name the run's `version`.")
+        parser.error(
+            "a restarted `fit` would begin again: add `--ckpt_path last` to the command, and name the run's `version`."
+        )
     from lightning_modules.commands.launch import launch
 
     sys.exit(launch(words, options))

@@ -1,7 +1,7 @@
 """Settings of `longce evaluate`; importable without torch."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
@@ -17,6 +17,11 @@ Depths = int | Sequence[float] | None
 
 Truncation = Literal["middle", "left"]
 """Where long prompts lose tokens: LongBench keeps both ends, lm-evaluation-harness the last ones."""
+
+
+_OURS = ("depths", "haystack", "squad", "hotpot", "nq_open", "documents", "seed", "add_special_tokens")
+_THEIRS = ("include_path", "num_fewshot", "limit", "max_length", "truncation", "batch_tokens", "log_samples")
+"""Options of one kind of tasks alone. `lengths`, `samples` and `mode` are ours too; callbacks have other defaults."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +86,20 @@ class TaskConfig:
             raise ValueError(f"`tasks` must be a list of names, got {self.tasks!r}.")
         if self.limit is not None and not self.limit > 0:
             raise ValueError(f"`limit` must be above 0, got {self.limit}.")
+
+    def check_used(self, ours: Sequence[str], theirs: Sequence[str]) -> None:
+        """Refuse options that none of the named tasks reads, ours or those of lm-evaluation-harness."""
+        defaults = {field.name: field.default for field in fields(self)}
+        for tasks, kind, names in (
+            (ours, "longce's tasks", _OURS),
+            (theirs, "tasks of lm-evaluation-harness", _THEIRS),
+        ):
+            unused = [f"`{name}`" for name in names if not tasks and getattr(self, name) != defaults[name]]
+            if unused:
+                raise ValueError(
+                    f"{', '.join(unused)}: only {kind} have this option, and `tasks` names {', '.join(self.tasks)}."
+                    " Leave it out."
+                )
 
 
 @dataclass(frozen=True)

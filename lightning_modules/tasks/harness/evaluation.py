@@ -112,9 +112,10 @@ class HarnessEvaluation:
     def report(self) -> str:
         """Write ``harness.json`` with all results so far, and return their table."""
         found = [self.results.read("names", name) or {"tasks": [], "groups": {}} for name in self.loader.names]
-        tasks = {part: self.results.read("tasks", part) for entry in found for part in entry["tasks"]}
+        parts = {part: self.results.read("tasks", part) for entry in found for part in entry["tasks"]}
+        tasks = {part: result for part, result in parts.items() if result is not None}
         groups = {name: metrics for entry in found for name, metrics in entry["groups"].items()}
-        metrics = {**{name: (entry or {})["metrics"] for name, entry in tasks.items()}, **groups}
+        metrics = {**{name: entry["metrics"] for name, entry in tasks.items()}, **groups}
         result = {
             "model": self.config.model,
             "scores": set_scores(self.words, metrics),

@@ -6,11 +6,13 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import yaml
 
+from lightning_modules.commands.launch import _is_user_error
 from lightning_modules.utilities.orphans import LAUNCHER
 from tests.support.fault_runs import BASE, ROOT, new_run, prepare
 
@@ -141,3 +143,12 @@ def test_launches_that_cannot_work(words, message, capsys):
         main(["launch", *words])
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_first_process_that_ends_decides_whether_to_restart():
+    def failure(exitcode, timestamp):
+        return SimpleNamespace(exitcode=exitcode, timestamp=timestamp)
+
+    assert _is_user_error([failure(2, 1), failure(-9, 2)])
+    assert not _is_user_error([failure(2, 2), failure(-9, 1)])
+    assert not _is_user_error([])

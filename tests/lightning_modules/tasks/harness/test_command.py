@@ -108,6 +108,13 @@ def test_our_tasks_and_theirs_in_one_command(model_dir, task_dir, tmp_path, aske
     assert json.loads((tmp_path / "harness.json").read_text())["tasks"]["letter"]["questions"] == 2
 
 
+def test_options_that_no_named_task_reads_are_refused(task_dir):
+    with pytest.raises(ValueError, match=r"`limit`, `log_samples`: only tasks of lm-evaluation-harness have"):
+        evaluate("model", "out", tasks=["passkey"], limit=3, log_samples=True)
+    with pytest.raises(ValueError, match="`depths`: only longce's tasks have this option"):
+        evaluate("model", "out", tasks=["letter"], include_path=str(task_dir), depths=3)
+
+
 def test_processes_share_the_tasks(model_dir, task_dir, tmp_path, asked, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     options = {"tasks": ["letter", "answer"], "include_path": str(task_dir), "limit": 1}
