@@ -1,10 +1,12 @@
 """The benchmarks run: at sizes that say nothing about speed."""
 
 import importlib.util
+import logging
 import sys
 from pathlib import Path
 
 import pytest
+import transformers
 
 from tests.conftest import make_text
 
@@ -23,7 +25,15 @@ def run(monkeypatch, capsys):
         module.main()
         return [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()]
 
-    return run
+    # A benchmark quiets the loggers of its process, which here is that of other tests.
+    names = ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero")
+    levels = {name: logging.getLogger(name).level for name in names}
+    verbosity = transformers.logging.get_verbosity()
+    yield run
+    logging.disable(logging.NOTSET)
+    transformers.logging.set_verbosity(verbosity)
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="memory is read from Linux's /proc")
