@@ -90,6 +90,8 @@ def pytest_collection_modifyitems(items):
         item.nodeid for item in items if item.get_closest_marker("long") and not item.get_closest_marker("slow")
     ]:
         raise pytest.UsageError(f"A `long` test must be marked `slow` as well: {', '.join(wrong)}.")
+    # Benchmarks last: they start threads, with which a process should not be forked.
+    items.sort(key=lambda item: "tests/benchmarks" in item.nodeid)
 
 
 @pytest.fixture(scope="session")

@@ -27,7 +27,7 @@ from tests.conftest import make_text, tiny_config, tiny_model
 CONFIGS = Path(__file__).parent.parent / "configs"
 BASE, DEBUG = str(CONFIGS / "base.yaml"), str(CONFIGS / "debug.yaml")
 PG19 = str(CONFIGS / "experiments/longce_pg19.yaml")
-LAYERS = ("experiments", "strategies", "callbacks", "quickstart")
+LAYERS = ("experiments", "strategies", "evaluation", "quickstart")
 EXPERIMENTS = sorted(path for folder in LAYERS for path in (CONFIGS / folder).glob("*.yaml"))
 
 

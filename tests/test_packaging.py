@@ -1,6 +1,8 @@
 import importlib.metadata
+import importlib.util
 import subprocess
 import sys
+from pathlib import Path
 
 
 def test_the_generic_package_names_belong_to_this_distribution_alone():
@@ -13,6 +15,12 @@ def test_the_functional_core_is_light_to_import():
     heavy = {"lightning", "transformers", "datasets"}
     code = f"import sys, lightning_modules.functional; print(*({heavy} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == ""
+
+
+def test_no_folder_of_configs_is_taken_for_a_package():
+    """While a config is read, the working directory is its folder, and `''` on the import path means that."""
+    root = Path(__file__).parents[1]
+    assert not [path.name for path in (root / "configs").iterdir() if importlib.util.find_spec(path.name) is not None]
 
 
 def test_distribution_refuses_an_upload():

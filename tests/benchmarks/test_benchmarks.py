@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import transformers
 
+from lightning_modules.models import short_context
 from tests.conftest import make_text
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
@@ -25,7 +26,8 @@ def run(monkeypatch, capsys):
         module.main()
         return [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()]
 
-    # A benchmark quiets the loggers of its process, which here is that of other tests.
+    # Benchmarks quiet the loggers of their process and share passes as on a GPU; here other tests have that process.
+    monkeypatch.setattr(short_context, "windows_per_pass", short_context.windows_per_pass)
     names = ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero")
     levels = {name: logging.getLogger(name).level for name in names}
     verbosity = transformers.logging.get_verbosity()

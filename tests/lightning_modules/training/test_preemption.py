@@ -2,6 +2,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -64,8 +65,7 @@ fit(Path("."), Line(4, 5))
 
 
 def test_a_second_signal_ends_the_process_at_once(tmp_path):
-    path = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
     ended = subprocess.run([sys.executable, "-c", SECOND], cwd=tmp_path, env=environment, check=False)
     assert ended.returncode == 128 + signal.SIGTERM
     assert list(tmp_path.glob("*.ckpt")) == []
