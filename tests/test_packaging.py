@@ -20,7 +20,11 @@ def test_the_functional_core_is_light_to_import():
 def test_no_folder_of_configs_is_taken_for_a_package():
     """While a config is read, the working directory is its folder, and `''` on the import path means that."""
     root = Path(__file__).parents[1]
-    assert not [path.name for path in (root / "configs").iterdir() if importlib.util.find_spec(path.name) is not None]
+    assert not [
+        path.name
+        for path in (root / "configs").iterdir()
+        if path.is_dir() and importlib.util.find_spec(path.name) is not None
+    ]
 
 
 def test_distribution_refuses_an_upload():
