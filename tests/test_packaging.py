@@ -17,6 +17,12 @@ def test_the_functional_core_is_light_to_import():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == ""
 
 
+def test_peft_and_bitsandbytes_are_imported_for_adapters_only():
+    code = "import sys, callbacks, datamodules, lightning_modules.long_context_lm; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"peft", "bitsandbytes"} & set(loaded)
+
+
 def test_no_folder_of_configs_is_taken_for_a_package():
     """While a config is read, the working directory is its folder, and `''` on the import path means that."""
     root = Path(__file__).parents[1]

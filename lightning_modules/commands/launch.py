@@ -107,8 +107,10 @@ def launch(words: Sequence[str], options: Namespace) -> int:
         sys.stderr.write(f"longce: error: process {failure.local_rank} (pid {failure.pid}) ended {ending}.\n")
     if not failures:
         return 0
-    sys.stderr.write("longce: see its output above. To resume: the same command, with `--ckpt_path` of the run.\n")
-    return _USER_ERROR if _is_user_error(failures) else 1
+    if _is_user_error(failures):
+        return _USER_ERROR
+    sys.stderr.write("longce: see its output above. To resume a `fit`: the same command, with `--ckpt_path RUN`.\n")
+    return 1
 
 
 def _is_user_error(failures: Iterable[ProcessFailure]) -> bool:

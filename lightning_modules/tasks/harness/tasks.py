@@ -122,7 +122,7 @@ class TaskLoader:
                 self.manager = TaskManager(include_path=own)
         for name in self.names:
             if not self._is_known(name):
-                near = difflib.get_close_matches(name, [*TASKS, *GROUPS, *self.manager.all_tasks], n=3)
+                near = difflib.get_close_matches(name, {*TASKS, *GROUPS, *self.manager.all_tasks}, n=3)
                 hint = f" Did you mean {' or '.join(near)}?" if near else ""
                 raise ValueError(f"Neither longce nor lm-evaluation-harness has a task or file '{name}'.{hint}")
 

@@ -6,21 +6,22 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import PeftModel
 from safetensors import SafetensorError
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from lightning_modules.models.adapters import changes_base
+from lightning_modules.models.adapters import changes_base, is_peft_model
 from lightning_modules.training.export.card import model_card
 from lightning_modules.training.export.facts import TrainingFacts
 from lightning_modules.training.export.options import ExportOptions
 from lightning_modules.training.export.rope import as_abf, guard_keys, legacy_rope_keys
-from lightning_modules.training.export.weights import check_mergeable, drop_tied, merged_weights
 from lightning_modules.utilities.files import atomic_folder, writable_folder
 from lightning_modules.utilities.locks import exclusive
+
+if TYPE_CHECKING:  # peft imports bitsandbytes
+    from peft import PeftModel
 
 SHARD_SIZE: int | str = "5GB"
 """Largest file of weights."""
@@ -32,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 def export_model(
-    model: PreTrainedModel | PeftModel,
+    model: "PreTrainedModel | PeftModel",
     tokenizer: PreTrainedTokenizerBase | None,
     output_dir: Path,
     *,
@@ -48,7 +49,7 @@ def export_model(
     """
     check_export(model, output_dir, options, facts)
     with _export_folder(output_dir, facts.published().to_json()) as folder:
-        base = model.get_base_model() if isinstance(model, PeftModel) else model
+        base = model.get_base_model() if is_peft_model(model) else model
         config = _exported_config(base.config, options)
         if options.kept:
             _write_adapters(model, config, folder, facts)
@@ -69,11 +70,11 @@ def export_model(
 
 
 def check_export(
-    model: PreTrainedModel | PeftModel, output_dir: Path, options: ExportOptions, facts: TrainingFacts
+    model: "PreTrainedModel | PeftModel", output_dir: Path, options: ExportOptions, facts: TrainingFacts
 ) -> None:
     """Raise a ``ValueError`` for what `export_model` would refuse; before training rather than after it."""
     check_replaceable(output_dir)
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    base = model.get_base_model() if is_peft_model(model) else model
     if facts.base_is_local and Path(str(facts.base_model)) == output_dir.resolve():
         raise ValueError(f"`output_dir` '{output_dir}' is the model that this one is made from: name another folder.")
     if options.kept:
@@ -83,7 +84,9 @@ def check_export(
             "`adapters: merged` would have to round to the few bits of a quantized base, and give other numbers than"
             " were trained: set `adapters` to 'kept'."
         )
-    else:
+    elif is_peft_model(model):
+        from lightning_modules.training.export.weights import check_mergeable  # imports peft
+
         check_mergeable(model)
     config = _exported_config(base.config, options)
     if options.legacy_rope_keys:
@@ -91,8 +94,8 @@ def check_export(
     writable_folder(output_dir.resolve().parent, remedy="Name another `output_dir`.")
 
 
-def _check_kept(model: PreTrainedModel | PeftModel, facts: TrainingFacts) -> None:
-    if not isinstance(model, PeftModel):
+def _check_kept(model: "PreTrainedModel | PeftModel", facts: TrainingFacts) -> None:
+    if not is_peft_model(model):
         raise ValueError("`adapters: kept`: the model has none. Set it to 'merged', which saves the whole model.")
     start = model.peft_config[model.active_adapter].init_lora_weights
     if changes_base({"init_lora_weights": start}):
@@ -115,11 +118,13 @@ def _exported_config(config: PreTrainedConfig, options: ExportOptions) -> PreTra
 
 
 def _write_merged(
-    model: PreTrainedModel | PeftModel, config: PreTrainedConfig, folder: Path, options: ExportOptions
+    model: "PreTrainedModel | PeftModel", config: PreTrainedConfig, folder: Path, options: ExportOptions
 ) -> None:
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    base = model.get_base_model() if is_peft_model(model) else model
     # One type for all: weights that are trained beside half-precision ones may be in float32.
     dtype = base.dtype if options.dtype == "auto" else getattr(torch, options.dtype)
+    from lightning_modules.training.export.weights import drop_tied, merged_weights  # imports peft
+
     weights = merged_weights(model, dtype)
     if drop_tied(weights, base):
         config.get_text_config(decoder=True).tie_word_embeddings = False
