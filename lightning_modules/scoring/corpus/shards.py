@@ -3,7 +3,7 @@
 import json
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, BinaryIO, NamedTuple
@@ -82,7 +82,11 @@ class ScoreShards:
                 for key, value in header["counts"].items():
                     counts[key] = counts.get(key, 0) + value
                 shards[name] = own
-        rows = {file: np.sort(np.concatenate(parts)) for file, parts in _by_file(shards.values()).items()}
+        parts: dict[str, list[NDArray[np.int64]]] = {}
+        for own in shards.values():
+            for file, numbers in own.items():
+                parts.setdefault(file, []).append(numbers)
+        rows = {file: np.sort(np.concatenate(numbers)) for file, numbers in parts.items()}
         if any((np.diff(numbers) == 0).any() for numbers in rows.values()):
             doubles = _doubles(shards)
             raise ValueError(
@@ -178,26 +182,17 @@ class ScoreShards:
             ) from error
 
 
-def _by_file(shards: Iterable[Rows]) -> dict[str, list[NDArray[np.int64]]]:
-    rows: dict[str, list[NDArray[np.int64]]] = {}
-    for own in shards:
-        for file, numbers in own.items():
-            rows.setdefault(file, []).append(numbers)
-    return rows
-
-
 def _doubles(shards: Mapping[str, Rows]) -> list[str]:
-    """Shards without which no row is there twice: those with a row of one that stays and comes before them."""
-    seen: dict[str, set[int]] = {}
-    doubles = []
-    for name, rows in shards.items():
-        own = {file: set(numbers.tolist()) for file, numbers in rows.items()}
-        if any(seen.get(file, set()) & numbers for file, numbers in own.items()):
-            doubles.append(name)
-            continue
-        for file, numbers in own.items():
-            seen.setdefault(file, set()).update(numbers)
-    return doubles
+    """Return the shards with a row that an earlier one holds."""
+    import pandas as pd  # for this error only
+
+    parts = [
+        pd.DataFrame({"shard": name, "file": file, "row": numbers})
+        for name, rows in shards.items()
+        for file, numbers in rows.items()
+    ]
+    table = pd.concat(parts)
+    return list(table["shard"][table.duplicated(["file", "row"])].unique())
 
 
 def check_settings(then: Mapping[str, Any], now: Mapping[str, Any], place: object) -> None:
