@@ -1,1 +1,1 @@
-"""What is trained and how it is scored. Importing this package is cheap; import the modules you need."""
+"""Training and scoring of long-context models. Importing this package is cheap; import the modules you need."""

@@ -16,7 +16,7 @@ class Origin(NamedTuple):
     """Where a document of a corpus comes from, by which its scores are filed.
 
     Attributes:
-        key: What the corpus calls it; nobody has promised that it is unique.
+        key: Name of the document in the corpus; not necessarily unique.
         file: Name of its file. File and row together are unique.
         row: Number of its row or line in the file, from 0 on.
         columns: What else of the corpus goes with its scores, by name.
@@ -38,10 +38,10 @@ class PackedBatch(TypedDict):
     Attributes:
         input_ids: ``[B, T]`` int64 token ids; rows shorter than ``T`` are padded on the right with any valid id.
         labels: ``[B, T]`` int64, equal to ``input_ids`` where the token is scored and ``IGNORE_INDEX`` elsewhere:
-            the first token of each document (nothing stands before it), prompts that are not learned, and padding.
+            the first token of each document (it has no context), prompts that are not learned, and padding.
         position_ids: ``[B, T]`` int64 positions that restart at 0 with each document.
         document_borders: For each row the ascending token indices ``[0, end of document 1, end of document 2, ..]``.
-            Contexts never cross a border; what stands behind the last one is padding. Plain integers, because they
+            Contexts never cross a border; tokens after the last one are padding. Plain integers, because they
             decide the shape of the work and must be known without asking the accelerator.
         text: For each row the text of its one document (evaluation only).
         offsets: ``[B, T, 2]`` int64 character span ``[start, end)`` of each token in ``text`` (evaluation only).
@@ -65,7 +65,7 @@ class PackedBatch(TypedDict):
 
 
 def unscored_token(device: torch.device) -> PackedBatch:
-    """A row of one token of which nobody asks anything: the cheapest pass through a model."""
+    """Return a sequence of one token that is not scored: the cheapest pass through a model."""
     return PackedBatch(
         input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device),
         labels=torch.full((1, 1), IGNORE_INDEX, device=device),

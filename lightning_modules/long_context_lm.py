@@ -53,9 +53,9 @@ class LongContextLM(LightningModule):
         short_dtype: Type of the short pass: ``bfloat16``, or by default that of the long one.
         short_window_share: Share of the short windows that is computed, drawn at random for each batch. The influence
             of their tokens is scaled up so that weights are right on average (and may be below 0).
-        dtype: Of the weights: float32 for training in mixed precision, ``auto`` for the stored one.
+        dtype: Type of the weights: float32 for training in mixed precision, ``auto`` for the stored one.
         head_kernel: Deprecated, without effect.
-        ladder: In prediction, score documents on a context ladder, too: ``{contexts: [4096, 8192, 16384]}``.
+        ladder: Also score documents in several context lengths in prediction: ``{contexts: [4096, 8192, 16384]}``.
         optimizer: Takes the trainable parameters.
         lr_scheduler: Takes the optimizer and steps once per optimizer step; the default warms up over 20 steps.
         loading: The other fields of `lightning_modules.models.config.ModelConfig`, such as `lora`.
@@ -127,7 +127,7 @@ class LongContextLM(LightningModule):
 
     def short_context(self, batch: PackedBatch, batch_idx: int) -> ShortContext:
         """Score a batch in short contexts, without gradient."""
-        # Counted over all epochs, so that a resumed run goes on counting. Processes that share sequences draw together.
+        # Counted over all epochs, so that a resumed run continues. Processes that share sequences draw together.
         batches = self.trainer.fit_loop.epoch_loop.total_batch_idx if self._trainer else batch_idx
         seed = zlib.crc32(f"{torch.initial_seed()} {batches} {self.global_rank}".encode())
         group = self._sequence_group
@@ -211,7 +211,7 @@ class LongContextLM(LightningModule):
         return DocumentScorer(self.backbone, str(self.loading.pretrained_model_name_or_path), *sizes, rungs)
 
     def scoring_settings(self) -> dict[str, Any]:
-        """Return all that a document's scores depend on besides its tokens, before the model is loaded."""
+        """Return everything except its tokens that a document's scores depend on, before the model is loaded."""
         return scoring_settings(self.loading, self.context_length, self.stride, self.ladder)
 
     @override

@@ -47,7 +47,7 @@ class Objective(ABC):
 
         Args:
             long: ``[B, T]`` log-likelihoods given everything before the token, in nats; 0 where it is not scored.
-            short: ``[B, T]`` log-likelihoods given the short context, equal to ``long`` where there is none.
+            short: ``[B, T]`` log-likelihoods given the short context, equal to ``long`` for a token without one.
             batch: The whole sequences, also where several processes share them.
         """
 
@@ -88,7 +88,7 @@ class CrossEntropy(Objective):
 
 
 class LongCE(Objective):
-    """A token counts as many times more as the long context makes it likelier (Equations 6 and 7 of Fang et al., 2025).
+    """A token is weighted by how many times likelier the long context makes it (Equations 6, 7 of Fang et al., 2025).
 
     Args:
         gamma: Largest token weight, 1 or more.
@@ -127,7 +127,7 @@ class StoredInfluence(Objective):
 
 
 class MutualInformation(Objective):
-    """A token counts by what the far context says of it: PPMI, NPMI and dense weights of Helm et al. (2025).
+    """A token is weighted by its mutual information with the far context (PPMI, NPMI, dense; Helm et al., 2025).
 
     The weights are scaled to a mean of 1 over all scored tokens of an optimizer step; a step of zeros changes nothing.
     The paper (https://arxiv.org/abs/2503.09202) scales them over each sequence: ``Normalized`` with ``mean_over:
@@ -178,7 +178,7 @@ class Sparse(Objective):
 
 
 class Wrapper(Objective):
-    """An objective made of another one, and like it unless it says otherwise."""
+    """An objective made from another one, whose properties it has by default."""
 
     def __init__(self, objective: Objective) -> None:
         self.objective = objective
@@ -285,7 +285,7 @@ class Interpolated(Wrapper):
 class Scheduled(Wrapper):
     """Another objective for a part of the training, with a warm-up of its weights; cross entropy before and after.
 
-    Where it is cross entropy, it costs what cross entropy costs: there is no short pass.
+    Where it is cross entropy, it costs what cross entropy costs, without a short pass.
 
     Args:
         objective: The other one.

@@ -23,7 +23,7 @@ def merge_spans(spans: Tensor) -> Tensor:
         >>> merge_spans(torch.tensor([[0, 3], [3, 7], [8, 9]])).tolist()
         [[0, 7], [8, 9]]
     """
-    if spans.ndim == 2 and spans.shape[1] == 2:  # special tokens have [0, 0], wherever they stand
+    if spans.ndim == 2 and spans.shape[1] == 2:  # special tokens have [0, 0] at any place
         spans = spans[spans[:, 1] != spans[:, 0]]
     _check_spans(spans)
     if len(spans) == 0:
@@ -44,7 +44,7 @@ def character_units(offsets: Tensor) -> Tensor:
         offsets: ``[N, 2]`` integer character span of each token, in any order.
 
     Returns:
-        ``[N]`` int64 unit numbers, ascending with the characters. A token without characters has a unit of its own,
+        ``[N]`` int64 unit numbers, ascending with the characters. A token without characters is a separate unit,
         after all others.
 
     Raises:

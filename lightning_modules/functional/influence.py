@@ -1,4 +1,4 @@
-"""What the long context does for each token: the pure functions of a pair of log-likelihoods."""
+"""Effect of the long context on each token: pure functions of the pair of log-likelihoods."""
 
 import math
 from typing import Literal, get_args
@@ -21,7 +21,7 @@ def long_short_difference(long: Tensor, short: Tensor) -> Tensor:
 
     Args:
         long: ``[B, T]`` log-likelihoods given everything before the token, in nats.
-        short: ``[B, T]`` log-likelihoods given the short context, equal to ``long`` where there is none.
+        short: ``[B, T]`` log-likelihoods given the short context, equal to ``long`` for a token without one.
 
     Returns:
         ``[B, T]`` differences in nats, 0 for a token that has no short context; NaN where both are ``-inf``.
@@ -46,7 +46,7 @@ def key_token_mask(long: Tensor, short: Tensor, *, alpha: float = 2.0, beta: flo
 
     Args:
         long: ``[B, T]`` log-likelihoods given everything before the token, in nats.
-        short: ``[B, T]`` log-likelihoods given the short context, equal to ``long`` where there is none.
+        short: ``[B, T]`` log-likelihoods given the short context, equal to ``long`` for a token without one.
         alpha: Threshold of the long-short difference, in nats; 0 or more, or tokens without a long context would count.
         beta: Threshold of the long log-likelihood, in nats; below 0, or no token could count. ``-inf`` drops it.
 
@@ -82,7 +82,7 @@ def soft_influence(long: Tensor, short: Tensor, *, gamma: float = 5.0) -> Tensor
 
     Args:
         long: ``[B, T]`` log-likelihoods given everything before the token, in nats.
-        short: ``[B, T]`` log-likelihoods given the short context, equal to ``long`` where there is none.
+        short: ``[B, T]`` log-likelihoods given the short context, equal to ``long`` for a token without one.
         gamma: Largest weight; 1 or more, or a token that the long context helps would count for less.
 
     Returns:
@@ -97,7 +97,7 @@ def soft_influence(long: Tensor, short: Tensor, *, gamma: float = 5.0) -> Tensor
     """
     check_gamma(gamma, long.dtype if long.is_floating_point() else torch.float32)
     difference = long_short_difference(long.detach(), short.detach())
-    # Not `exp(difference).clamp(max=gamma)`: it says the same, but lets rounding decide what is at the cap.
+    # Not `exp(difference).clamp(max=gamma)`: its rounding would decide whether a weight is at the cap.
     return torch.where(difference >= math.log(gamma), float(gamma), difference.exp())
 
 
@@ -123,7 +123,7 @@ def mutual_information(long: Tensor, short: Tensor, *, part: Part = "positive", 
 
     Args:
         long: ``[B, T]`` log-likelihoods given everything before the token, in nats.
-        short: ``[B, T]`` log-likelihoods given the short context, equal to ``long`` where there is none.
+        short: ``[B, T]`` log-likelihoods given the short context, equal to ``long`` for a token without one.
         part: Which tokens get a weight.
         shift: How many times likelier one context must make a token than the other for a weight above 0; above 0. A
             value other than 1 has no meaning for ``absolute``.
@@ -165,8 +165,8 @@ def threshold_influence(long: Tensor, short: Tensor, *, threshold: float = 0.5) 
 
     Args:
         long: ``[B, T]`` log-likelihoods given everything before the token, in nats.
-        short: ``[B, T]`` log-likelihoods given the short context, equal to ``long`` where there is none.
-        threshold: Of the difference, in nats; 0 or more.
+        short: ``[B, T]`` log-likelihoods given the short context, equal to ``long`` for a token without one.
+        threshold: Smallest difference, in nats; 0 or more.
 
     Returns:
         ``[B, T]`` weights, 0 or 1; 0 for a token that has no short context.
@@ -201,7 +201,7 @@ def largest_influence(long: Tensor, short: Tensor, scored: Tensor, *, fraction: 
 
     Args:
         long: ``[B, T]`` log-likelihoods given everything before the token, in nats.
-        short: ``[B, T]`` log-likelihoods given the short context, equal to ``long`` where there is none.
+        short: ``[B, T]`` log-likelihoods given the short context, equal to ``long`` for a token without one.
         scored: ``[B, T]`` bool.
         fraction: Above 0, at most 1.
 

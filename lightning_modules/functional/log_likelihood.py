@@ -36,7 +36,7 @@ def token_log_likelihood(hidden_states: Tensor, head: Head, labels: Tensor, *, c
         Gradients flow to the hidden states and to what ``head`` holds.
 
     Raises:
-        ValueError: If shapes or types disagree, ``chunk_size`` is no integer of 1 or more, or column 0 is scored. On a
+        ValueError: If shapes or types disagree, ``chunk_size`` is not 1 or more, or column 0 is scored. On a
             CPU also if a label is beyond the head's logits; an accelerator would have to be waited for.
 
     Example:

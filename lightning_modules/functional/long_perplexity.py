@@ -44,7 +44,7 @@ def _long_perplexity_update(log_likelihood: Tensor, influence: Tensor) -> tuple[
     counts = weight != 0
     # A token of weight 0 must not matter even if its log-likelihood is -inf: 0 * inf is NaN.
     weighted = torch.where(counts, scores * weight, 0.0)
-    # The extra element gives `amax` a value when there is no token.
+    # The extra element gives `amax` a value for an empty batch.
     largest = torch.cat([torch.where(counts, scores, -torch.inf).flatten(), scores.new_full((1,), -torch.inf)]).amax()
     return weighted.sum(), weight.sum(), largest
 

@@ -37,7 +37,7 @@ def fit_power_law(context: Tensor, loss: Tensor) -> PowerLaw:
     .. math:: L(c) = \Big(\frac{a}{c}\Big)^b + g, \quad a, g \ge 0
 
     Section 4 of Xiong et al. (2023), https://arxiv.org/abs/2309.16039. For a given exponent the rest is linear, so only
-    the exponent is searched, between 0.01 and 8: there are no starting values, and no local minimum of the others.
+    the exponent is searched, between 0.01 and 8: no starting values are needed, and the others have no local minimum.
 
     Args:
         context: ``[N]`` lengths of context in tokens, above 0, at least three different ones.

@@ -23,7 +23,7 @@ class ShortContext(NamedTuple):
     """Log-likelihoods of the tokens of a batch given their short contexts.
 
     Attributes:
-        log_likelihood: ``[B, T]`` in nats, 0 where there is none.
+        log_likelihood: ``[B, T]`` in nats, 0 for a token without a short context.
         has_short_context: ``[B, T]`` bool, where there is one.
         window_fraction: Fraction of the windows that was scored, if they were drawn at random.
     """
@@ -56,7 +56,7 @@ def short_context_windows(
         ``context_length + stride`` tokens long, except that the last one of a document may be shorter.
 
     Raises:
-        ValueError: If ``context_length`` or ``stride`` is no integer of 1 or more, or the borders do not ascend.
+        ValueError: If ``context_length`` or ``stride`` is not an integer of 1 or more, or the borders do not ascend.
 
     Example:
         >>> short_context_windows([0, 11], context_length=4, stride=3)
@@ -78,7 +78,7 @@ def check_context(context_length: int, stride: int, sequence_length: int | None 
     """Refuse a short context that would silently make every long-short difference 0.
 
     Raises:
-        ValueError: If ``context_length`` or ``stride`` is no integer of 1 or more, or no token of a sequence of
+        ValueError: If ``context_length`` or ``stride`` is not an integer of 1 or more, or no token of a sequence of
             ``sequence_length`` tokens has more context than the short one.
     """
     check_count("`context_length` (K)", context_length)
@@ -110,7 +110,7 @@ def draw_windows(
     Args:
         windows: Pairs of a row's index and a window of that row.
         share: About how much of them to draw, at least one; above 0, at most 1.
-        seed: Of the draw, which depends on nothing else.
+        seed: Seed of the draw, which depends on nothing else.
 
     Returns:
         The windows, in their order, and the share of them that was drawn, which is each one's probability.
@@ -149,7 +149,7 @@ def trim_windows(windows: Sequence[tuple[int, Window]], wanted: Tensor) -> list[
 
 
 def window_batch(batch: PackedBatch, windows: Sequence[tuple[int, Window]]) -> PackedBatch:
-    """Windows of a batch's rows as the rows of a batch of their own, in which only the windows' tokens are scored.
+    """Return a batch with one sequence per window, in which only the window's own tokens are scored.
 
     Args:
         batch: The rows.

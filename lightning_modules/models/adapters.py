@@ -64,7 +64,7 @@ def add_adapters(model: PreTrainedModel, arguments: dict[str, Any], *, autocast:
     try:
         adapted = get_peft_model(model, config)
     except (TypeError, NotImplementedError, AttributeError, KeyError, re.error) as error:
-        raise ValueError(f"`lora` = {arguments} has a value of a wrong kind, says peft: {error}") from error
+        raise ValueError(f"`lora` = {arguments} has a value of a wrong type, according to peft: {error}") from error
     if not any(parameter.requires_grad for parameter in adapted.parameters()):
         raise ValueError(f"`lora` = {arguments} leaves nothing to train: remove `inference_mode`.")
     _check_tied(adapted, apart="ensure_weight_tying" in arguments and not config.ensure_weight_tying)
@@ -100,7 +100,7 @@ def lora_config(arguments: dict[str, Any], model: PreTrainedModel) -> "LoraConfi
     try:
         return LoraConfig(**settings)
     except (TypeError, AttributeError, NotImplementedError, re.error) as error:
-        raise ValueError(f"`lora` = {arguments} has a value of a wrong kind, says peft: {error}") from error
+        raise ValueError(f"`lora` = {arguments} has a value of a wrong type, according to peft: {error}") from error
 
 
 def embeddings_and_norms(model: PreTrainedModel) -> list[str]:
@@ -263,7 +263,7 @@ def _check_tied(adapted: "PeftModel", *, apart: bool) -> None:
         return
     parts = (base.get_input_embeddings(), base.get_output_embeddings())
     if any(isinstance(part, BaseTunerLayer) for part in parts):
-        # peft gives each a parameter of its own in the same memory: stepped twice, and two once the model is moved.
+        # peft gives each its own parameter in the same memory: stepped twice, and separated once the model is moved.
         raise ValueError(
             "The model's head is its embedding, and with low-rank adapters they would not stay one: leave both out of"
             " `lora.target_modules`. To train them in full, name the embedding in `lora.modules_to_save`."

@@ -105,7 +105,7 @@ def index_free_length(config: PreTrainedConfig) -> int | None:
 
     Llama 4 has layers that see no token before the start of a chunk, and others that scale queries in steps of
     ``floor_scale`` tokens. Both count from the start of the row, whatever the positions are: in a longer row a second
-    document would be scored as if it went on from the first.
+    document would be scored as if it continued the first.
     """
     config = config.get_text_config(decoder=True)
     if config.model_type != "llama4_text":

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 CacheUse = Literal["together", "alone", "none"]
-"""How a model generates: rows of a group together, each row with its own cache, or all tokens anew for each token."""
+"""How a model generates: prompts of a group together, each with its own cache, or all tokens again for each new one."""
 
 HeadFunction = Callable[[Tensor, Head, Tensor], Result]
 """Computes something from ``[B, T, D]`` last hidden states, the head and ``[B, T]`` labels."""
@@ -46,13 +46,13 @@ class Backbone(nn.Module):
         cache_use: How the model generates, once `lightning_modules.tasks.generation` has found out.
 
     Raises:
-        ValueError: If the model is no causal LM with a decoder and an output head, or uses prompt learning.
+        ValueError: If the model is not a causal LM with a decoder and an output head, or uses prompt learning.
     """
 
     def __init__(self, model: "PreTrainedModel | PeftModel") -> None:
         super().__init__()
         if is_peft_model(model) and model.peft_config[model.active_adapter].is_prompt_learning:
-            raise ValueError("Prompt learning adds tokens that nobody scores: use LoRA or another weight adapter.")
+            raise ValueError("Prompt learning adds tokens that are not scored: use LoRA or another weight adapter.")
         self.model = model
         # A state runs on from token to token: no position and no mask can keep documents apart, or leave tokens out.
         # Known of the architecture, as weights may make it too small to be measured.
@@ -61,7 +61,9 @@ class Backbone(nn.Module):
         self.cache_use: CacheUse | None = None
         self._longest_told = 0
         if self.base_model.get_output_embeddings() is None or self.decoder is None:
-            raise ValueError(f"`{type(self.base_model).__name__}` is no causal LM with a decoder and an output head.")
+            raise ValueError(
+                f"`{type(self.base_model).__name__}` is not a causal LM with a decoder and an output head."
+            )
 
     @property
     def base_model(self) -> PreTrainedModel:
@@ -70,7 +72,7 @@ class Backbone(nn.Module):
 
     @property
     def decoder(self) -> Any:
-        """The module that turns tokens into hidden states; None if there is none."""
+        """Return the module that turns tokens into hidden states, or None."""
         decoder = self.base_model.get_decoder()
         if decoder is None or decoder.get_output_embeddings() is None:
             return decoder
@@ -174,11 +176,11 @@ class Backbone(nn.Module):
                 use_cache=False,  # a cache object silently switches document isolation off
                 **arguments,
             ).last_hidden_state
-        # The last token of a part predicts one that stands in the next part, and has a label here.
+        # The last token of a part predicts the first of the next part, whose label is here.
         return hidden_states if exchange is None else F.pad(hidden_states, (0, 0, 0, 1))
 
     def _must_part(self, batch: PackedBatch) -> bool:
-        """Whether the documents of these rows need passes of their own to be kept apart.
+        """Return whether the documents of these sequences need separate passes.
 
         Raises:
             ValueError: If they do, and processes that share weights would make different numbers of passes.
@@ -197,7 +199,7 @@ class Backbone(nn.Module):
         return True
 
     def _hidden_states_one_by_one(self, batch: PackedBatch) -> Tensor:
-        """``[B, T, D]`` last hidden states of documents that each have a pass of their own; 0 after the last one."""
+        """Return ``[B, T, D]`` last hidden states of documents from separate passes; 0 after the last one."""
         rows = []
         for tokens, borders in zip(batch["input_ids"], batch["document_borders"], strict=True):
             documents = [
@@ -227,7 +229,7 @@ class Backbone(nn.Module):
         return logits if soft_cap is None else torch.tanh(logits / soft_cap) * soft_cap
 
     def _logit_transform(self) -> tuple[float, float | None]:
-        """What the model multiplies its logits by, and the soft cap that it puts on them then."""
+        """Return the factor of the model's logits, and the soft cap that is applied after it."""
         config = self.base_model.config.get_text_config(decoder=True)
         scale = 1.0
         for name in ("logit_scale", "lm_head_multiplier", "output_multiplier"):  # Cohere, Falcon-H1, Muse

@@ -34,15 +34,15 @@ INDEX = "model.safetensors.index.json"
 
 
 def check_config(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> None:
-    """Refuse a config of which transformers would make no causal LM, or one that computes nonsense.
+    """Refuse a config that is not that of a causal LM, or that would compute nonsense.
 
     Raises:
-        ValueError: If it is of another kind of model, a count is out of range, its weights are quantised in a way that
-            transformers does not know, or its RoPE has an unknown type or a factor or base that is no number above 0.
-            Of the latter transformers only warns, and computes on.
+        ValueError: If the model type is not a causal LM, a count is out of range, the quantization method is unknown to
+            transformers, or the RoPE has an unknown type, or a factor or base that is not a number above 0, for which
+            transformers only warns.
     """
     if not trust_remote_code and type(config) not in AutoModelForCausalLM._model_mapping:
-        raise ValueError(f"Models of type '{config.model_type}' are no causal LMs. Name a decoder that predicts text.")
+        raise ValueError(f"Models of type '{config.model_type}' are not causal LMs. Name a decoder that predicts text.")
     text = config.get_text_config(decoder=True)
     check_sizes({name: getattr(text, name, None) for name in LARGEST})
     _check_quantization(getattr(config, "quantization_config", None))
@@ -57,40 +57,39 @@ def check_sizes(values: Mapping[str, Any]) -> None:
         if isinstance(value, int) and not 1 <= value <= most:
             limit = "1 or more" if value < 1 else f"at most {most:,}"
             raise ValueError(
-                f"`{name}` of the model's config must be {limit}, got {value}. Mend its config.json, or `model_config`."
+                f"`{name}` of the model's config must be {limit}, got {value}. Correct config.json, or `model_config`."
             )
 
 
 def _check_quantization(settings: Any) -> None:
-    """Refuse quantised weights that would be read as if they were ordinary ones, without their scales."""
+    """Refuse quantized weights that would be read as ordinary ones, without their scales."""
     if not isinstance(settings, dict) or settings.get("load_in_4bit") or settings.get("load_in_8bit"):
         return
     known = list(AUTO_QUANTIZATION_CONFIG_MAPPING)
     if settings.get("quant_method") not in known:
         raise ValueError(
-            f"The model's config says that its weights are quantised by {settings.get('quant_method')!r}"
+            f"The model's config specifies weights quantized by {settings.get('quant_method')!r}"
             f" (`quantization_config.quant_method`), which transformers does not know: it knows {', '.join(known)}."
-            " Update transformers, or name a model that is not quantised."
+            " Update transformers, or name a model that is not quantized."
         )
 
 
 def check_weight_files(folder: str) -> None:
-    """Look at the headers of the weights in a local folder: they tell whether a file is torn or one is missing.
+    """Check the headers of the weights in a local folder for torn and missing files.
 
     Raises:
-        ValueError: If there are no weights, one of the files in the index is missing, or a safetensors file is not as
-            long as its header says, or a pickled file holds more than weights.
+        ValueError: If the folder has no weights, a file of the index is missing, a safetensors file is shorter than its
+            header specifies, or a pickled file holds more than weights.
     """
     path = Path(folder).expanduser()
     if not path.is_dir():
-        return  # of a hub id nothing is known without fetching it
+        return  # a hub id, unknown until it is fetched
     files, pickled = sorted(path.glob("*.safetensors")), sorted(path.glob("pytorch_model*.bin"))
     if not files:
         _check_pickles(pickled)
     if not files and not pickled and not (path / "pytorch_model.bin.index.json").is_file():
         raise ValueError(
-            f"There are no weights in '{folder}': it has no .safetensors file and no pytorch_model.bin. Fetch the model"
-            " again."
+            f"'{folder}' has no weights, neither a .safetensors file nor a pytorch_model.bin. Fetch the model again."
         )
     index = path / INDEX
     if index.is_file() and (missing := {name for name in _indexed(index) if not (path / name).is_file()}):
@@ -149,17 +148,17 @@ def _check_rope(parameters: dict[str, Any]) -> None:
         if not number or value == 0:
             wanted = "a number of 1 or more" if least else "a number above 0"
             raise ValueError(
-                f"`rope_parameters.{name}` of the model's config must be {wanted}, got {value!r}: positions would mean"
-                " nothing to the model. Correct it, or use `context_extension`."
+                f"`rope_parameters.{name}` of the model's config must be {wanted}, got {value!r}: positions would have"
+                " no meaning. Correct it, or use `context_extension`."
             )
 
 
 def check_scoring(backbone: Backbone) -> None:
     """Compare our scores of a dozen tokens with the model's own logits, document by document and packed in a row.
 
-    What a model does not bear is switched off: a model that cannot keep our documents apart gets transformers' own
-    masks, and if those do not help either, it is only refused rows that hold several; a last layer that cannot leave
-    out the tokens that nobody reads works on all.
+    Optimizations that change the scores are switched off. A model that mixes up documents under our attention gets the
+    masks of transformers; if those do not help, it is only refused sequences of several documents. A last layer that
+    cannot skip unused tokens computes all of them.
 
     Raises:
         ValueError: If they disagree: the model does something to its logits or positions that is not known here, and
@@ -233,7 +232,7 @@ def _trims(backbone: Backbone, document: Tensor, tolerance: float) -> bool:
         trimmed = backbone(row, first_scored=start)
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # whatever such a layer may say: its parts do not work on each token by itself
+    except Exception as error:  # of any kind: parts of such a layer do not work on single tokens
         log.info("The last layer of %s works on all tokens: %r", type(backbone.base_model).__name__, error)
         return False
     backbone.trims_last_layer = False

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
-"""Of the weights; ``auto`` keeps the stored one."""
+"""Type of the weights; ``auto`` keeps the stored one."""
 
 Checkpointing = bool | Literal["selective"]
 """``true`` keeps the input of each layer only; ``selective`` the outputs of its attention as well."""
@@ -21,7 +21,7 @@ class ModelConfig:
         context_extension: How the model's context is extended: arguments of
             `lightning_modules.models.context_extension.methods.ContextExtension`.
         revision: Branch, tag or commit on the hub.
-        dtype: Of the weights; ``auto`` keeps the stored one.
+        dtype: Type of the weights; ``auto`` keeps the stored one.
         attn_implementation: As in transformers; ``auto`` is ``flash_attention_2`` where it is installed and the model
             runs on a GPU in half precision, else ``sdpa``.
         gradient_checkpointing: Recompute the activations of each layer in the backward pass; with ``selective`` all but

@@ -47,7 +47,7 @@ def model_identity(config: ModelConfig) -> str:
 
 
 def check_same_model(identity: str, config: ModelConfig) -> None:
-    """Refuse a model that is no longer the one of `identity`; call it after loading.
+    """Refuse a model whose identity has changed; call it after loading.
 
     Raises:
         ValueError: If it changed in between: results would be stored as those of the earlier version.
@@ -68,7 +68,7 @@ def hub_commit(name: str, revision: str | None = None, *, fetched: bool = False)
         fetched: Do not ask the hub.
 
     Raises:
-        ValueError: If there is no such model or revision, or the hub cannot be reached and it was never fetched.
+        ValueError: If the model or revision does not exist, or the hub cannot be reached and it was never fetched.
     """
     try:
         local = fetched or is_offline_mode()

@@ -40,9 +40,9 @@ def load_backbone(
     Args:
         config: Which model, and how.
         device: Where the model will run, which decides its attention.
-        autocast: Whether it will run under half-precision autocast, which decides it, too.
-        with_weights: If not, all tensors are on the meta device, where they have a shape and no memory, for somebody
-            who will fill them in.
+        autocast: Whether it will run under half-precision autocast, which also decides it.
+        with_weights: If not, all tensors are on the meta device, where they have a shape and no memory, to be filled
+            in later.
 
     Raises:
         ValueError: If the model cannot be found, built or extended, or lacks weights.
@@ -87,12 +87,12 @@ def has_weights(pretrained_model_name_or_path: str | None) -> TypeGuard[str]:
 
 
 def check_quantization(pretrained_model_name_or_path: str | None, config: PreTrainedConfig) -> None:
-    """Raise a ``ValueError`` if there are no weights to quantise, or they are quantised already."""
+    """Raise a ``ValueError`` if the weights to quantize are missing, or quantized already."""
     if not has_weights(pretrained_model_name_or_path):
         raise ValueError("`quantization` needs stored weights: name a hub id or a folder, or leave it out.")
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(
-            f"'{pretrained_model_name_or_path}' is stored with quantised weights: leave `quantization` out."
+            f"'{pretrained_model_name_or_path}' is stored with quantized weights: leave `quantization` out."
         )
 
 
@@ -103,7 +103,7 @@ def load_config(config: ModelConfig) -> PreTrainedConfig:
         ValueError: If it cannot be found or extended, or neither a path nor a ``model_type`` is given.
     """
     overrides = dict(config.model_config or {})
-    check_sizes(overrides)  # some configs make a list of as many values
+    check_sizes(overrides)  # some configs make a list of that length
     if config.pretrained_model_name_or_path is not None:
         found = _stored_config(config)
         _check_keys(overrides, found)
@@ -126,12 +126,12 @@ def _stored_config(config: ModelConfig) -> PreTrainedConfig:
     path = local_or_hub(str(config.pretrained_model_name_or_path), "model")
     try:
         values, _ = PreTrainedConfig.get_config_dict(path, revision=config.revision)
-    except Exception:  # of which the next lines tell
+    except Exception:  # which the next lines report
         values = {}
     check_sizes(values)
     try:
         return AutoConfig.from_pretrained(path, revision=config.revision, trust_remote_code=config.trust_remote_code)
-    except Exception as error:  # of values of a wrong kind transformers raises whatever it stumbles over
+    except Exception as error:  # transformers raises any kind for wrong values
         raise ValueError(not_loaded("model", path, error)) from error
 
 
@@ -160,7 +160,7 @@ def _in_one_line(error: Exception) -> str:
 
 
 def resolve_attention(implementation: str, config: PreTrainedConfig, *, flash: bool = False) -> str:
-    """Choose and log the attention implementation; ``flash`` says whether flash attention could run.
+    """Choose and log the attention implementation; ``flash`` is whether flash attention could run.
 
     ``sdpa`` is replaced by ours, which keeps packed documents apart without a mask, where the model lets it.
     """
@@ -171,7 +171,7 @@ def resolve_attention(implementation: str, config: PreTrainedConfig, *, flash: b
         flash = flash and (own is None or "flash_attention_2" in own.backends)
         if flash and model_class._supports_flash_attn and importlib.util.find_spec("flash_attn") is not None:
             implementation = "flash_attention_2"
-    # transformers takes flash attention from the package kernels if there is no flash-attn.
+    # Without flash-attn, transformers takes flash attention from the package kernels.
     if implementation.startswith("flash_attention_2") and not any(map(importlib.util.find_spec, _FLASH_PACKAGES)):
         raise ValueError(
             "`attn_implementation: flash_attention_2` needs flash-attn: install the extra `flash`, or use sdpa."
@@ -206,7 +206,7 @@ def _load_weights(
             f"The weights of '{path}' cannot be used: a file {refused_pickle(error)}."
             " Name a model with .safetensors files."
         ) from error
-    except Exception as error:  # of a wrong config transformers raises whatever it stumbles over
+    except Exception as error:  # transformers raises any kind for a wrong config
         if "mismatched" in str(error):
             error = ValueError("tensors have other shapes than its config asks for, see the table above")
         raise ValueError(not_loaded("model", path, error)) from error
@@ -220,6 +220,6 @@ def _load_weights(
     if missing := sorted(report["missing_keys"]):
         raise ValueError(
             f"The weights of '{path}' lack {len(missing)} tensors ({', '.join(missing[:3])}, ..), which would stay"
-            " random: the folder is incomplete or is no causal LM."
+            " random: the folder is incomplete or not a causal LM."
         )
     return model

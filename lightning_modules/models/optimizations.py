@@ -14,7 +14,7 @@ from lightning_modules.models.config import Checkpointing
 from lightning_modules.models.context_extension.patterns import PATTERNS
 
 ShortDType = Literal["bfloat16"]
-"""Of the short pass, by autocast; weights stay what they are."""
+"""Type of the short pass, by autocast; weights keep theirs."""
 
 ATTENTION = frozenset(
     {
@@ -106,7 +106,7 @@ def _policy(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:
 def last_layer_reads_from(decoder: nn.Module, start: int) -> Iterator[None]:
     """Within, the last layer works out queries, attention output and MLP only from position ``start`` on.
 
-    Keys and values need every token, the rest of the last layer only those that are read. What the layer gives for
+    Keys and values need every token, the rest of the last layer only those that are read. Its output for
     earlier positions has no meaning. A decoder whose last layer is not of the common build (``self_attn.q_proj``,
     ``self_attn.o_proj``, ``mlp``) does all of its work as ever.
 

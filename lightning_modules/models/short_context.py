@@ -122,7 +122,7 @@ def long_and_short(
     sizes: dict[str, Any] = {"context_length": context_length, "stride": stride}
     with lockstep(backbone) as run:
         if beta is None:
-            # The short pass first: its buffers never meet what the long one leaves behind.
+            # The short pass first: its buffers never meet the results of the long one.
             short = short_log_likelihood(backbone, batch, **sizes)
             long = run(backbone, batch)
             return long, short.filled(long)

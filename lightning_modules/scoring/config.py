@@ -11,7 +11,7 @@ Rule = Literal["paper", "authors"]
 """How key tokens come from the evaluator's tokens to the model's."""
 
 MOST_ALTERNATIVES = 20
-"""At 128k tokens each takes more than a megabyte of the page, and nobody reads so many."""
+"""At 128k tokens each takes more than a megabyte of the page."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class JudgingConfig:
         stride: Number d of tokens that share one short window.
         alpha: A key token's long-short difference exceeds it, in nats.
         beta: A key token's long log-likelihood exceeds it, in nats.
-        dtype: Of the weights; ``auto`` keeps the stored one.
+        dtype: Type of the weights; ``auto`` keeps the stored one.
         attn_implementation: As in transformers; ``auto`` is flash attention where it is installed.
         cache_dir: Folder of the stored scores; by default in ``$LONGCE_CACHE`` or ``~/.cache/longce``.
         trust_remote_code: Run code from the model's repository; off unless you trust it.
@@ -76,7 +76,7 @@ class EvaluatorConfig(JudgingConfig):
             does not fit on a device beside the model in training. Works with every strategy.
 
     Raises:
-        ValueError: If there is no such rule.
+        ValueError: If the rule is unknown.
     """
 
     key_tokens: Rule = "paper"
@@ -170,8 +170,8 @@ class InfluenceConfig:
             tokenizer of the rows, tokens are scored as they are, else by way of the text.
         evaluator_revision: Branch, tag or commit on the hub.
         evaluator_add_special_tokens: Whether the evaluator's tokenizer adds its own, where texts are scored.
-        evaluator_dtype: Of the evaluator's weights; ``auto`` keeps the stored one.
-        evaluator_attn_implementation: Of the evaluator, as in transformers.
+        evaluator_dtype: Type of the evaluator's weights; ``auto`` keeps the stored one.
+        evaluator_attn_implementation: The evaluator's attention, as in transformers.
         evaluator_model_config: Values that replace those of the evaluator's config, such as ``rope_parameters``.
         evaluator_trust_remote_code: Run code from the evaluator's repository; off unless you trust it.
         output: Folder of the weights; by default `data.influence`, or one in the data module's cache.

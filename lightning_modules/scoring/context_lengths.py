@@ -33,7 +33,7 @@ class ContextLadder:
         window: Tokens that every rung scores; by default the model's ``stride``.
 
     Raises:
-        ValueError: If the lengths do not ascend, or a number is no integer of 1 or more.
+        ValueError: If the lengths do not ascend, or a number is not an integer of 1 or more.
     """
 
     contexts: list[int] | Literal["auto"] = "auto"
@@ -53,9 +53,9 @@ class ContextLadder:
         """The rungs for a model.
 
         Args:
-            context_length: Of the model, for ``auto``.
-            stride: Of the model.
-            longest: Positions that the model was made for, for ``auto``; None if it does not say.
+            context_length: Context length of the model, for ``auto``.
+            stride: Stride of the model.
+            longest: Positions that the model was made for, for ``auto``; None if unknown.
         """
         window = self.window or stride
         if self.contexts != "auto":

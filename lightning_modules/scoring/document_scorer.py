@@ -1,4 +1,4 @@
-"""Documents to log-likelihoods, and what becomes of a document for which that fails."""
+"""Log-likelihoods of documents, with failures kept per document."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -22,21 +22,21 @@ from lightning_modules.utilities.identity import content_hash
 
 @dataclass
 class Failed:
-    """In the place of a document's scores, why there are none."""
+    """Reason why a document has no scores, in their place."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class DocumentScorer:
-    """Long and short log-likelihoods of documents under one model, and those of a context ladder.
+    """Computes long and short log-likelihoods of documents, and those in other context lengths.
 
     Args:
         backbone: The model.
-        name: Name of the model, as scores cite it.
+        name: Name of the model in the scores.
         context_length: Length K of the shortest short context, in tokens.
         stride: Number d of tokens that share one short window.
-        rungs: Of a context ladder, if there is one.
+        rungs: Other context lengths to score.
     """
 
     backbone: Backbone
@@ -69,13 +69,12 @@ class DocumentScorer:
         ]
 
     def try_to_score(self, batch: PackedBatch) -> list[TokenScores | Failed]:
-        """`score`, but a document that has more tokens than the model bears or memory holds fails by itself.
+        """Score like `score`, but let single documents fail: too long for the model or the memory, or not finite.
 
-        So does one with a log-likelihood that is not finite. All other errors are those of the run.
+        All other errors are those of the run.
 
         Raises:
-            RuntimeError: If memory runs out while weights are divided among processes, as all others wait for this
-                one's part in them.
+            RuntimeError: If memory runs out while weights are sharded: the other processes wait for this one's shard.
         """
         results: list[TokenScores | Failed] = [Failed("") for _ in batch["document_borders"]]
         fitting = []
@@ -93,7 +92,7 @@ class DocumentScorer:
         return results
 
     def _in_parts(self, batch: PackedBatch) -> list[TokenScores | Failed]:
-        """Score all at once, or one after the other if there is too little memory for that."""
+        """Score all documents at once, or one after the other if memory runs out."""
         rows = len(batch["document_borders"])
         try:
             return [*self.score(batch)]
@@ -102,11 +101,11 @@ class DocumentScorer:
                 raise
             if self.backbone.is_sharded:
                 error.add_note(
-                    "Processes that divide the weights among them cannot leave out a document that one of them has no"
-                    f" memory for ({_sizes(batch)}): lower `data.max_tokens`, or have more processes."
+                    "Processes with sharded weights cannot skip a document that one of them has no memory for"
+                    f" ({_sizes(batch)}): lower `data.max_tokens`, or use more processes."
                 )
                 raise
-        # Not before here, where nothing that the failed pass held is held by the error any more.
+        # Only here does the error no longer hold the tensors of the failed pass.
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         if rows == 1:
@@ -115,7 +114,7 @@ class DocumentScorer:
 
 
 def rows_of(batch: PackedBatch, rows: Sequence[int]) -> PackedBatch:
-    """Some rows of a batch of documents, no wider than the longest of them."""
+    """Return some documents of a batch, padded to the longest of them."""
     width = max(batch["document_borders"][row][-1] for row in rows)
     index = torch.tensor(rows, device=batch["input_ids"].device)
     return PackedBatch(
@@ -129,7 +128,7 @@ def rows_of(batch: PackedBatch, rows: Sequence[int]) -> PackedBatch:
 
 
 def checked(scores: TokenScores) -> TokenScores | Failed:
-    """The scores, if all are finite."""
+    """Return the scores if all are finite, else the failure."""
     parts = torch.cat([scores.long, scores.short, *scores.rungs.values()])
     if (wrong := int((~parts.isfinite()).sum())) == 0:
         return scores
@@ -137,7 +136,7 @@ def checked(scores: TokenScores) -> TokenScores | Failed:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out, of which torch's for main memory has no class of its own."""
+    """Return whether memory ran out; torch's error for main memory has no separate class."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
 
 
@@ -148,7 +147,7 @@ def _sizes(batch: PackedBatch) -> str:
 def scoring_settings(
     loading: ModelConfig, context_length: int, stride: int, ladder: ContextLadder | None
 ) -> dict[str, Any]:
-    """Return all that a document's scores depend on besides its tokens, in plain values.
+    """Return everything except its tokens that a document's scores depend on, as plain values.
 
     Args:
         loading: How the model is loaded; the model itself is not needed yet.

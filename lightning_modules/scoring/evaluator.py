@@ -1,4 +1,4 @@
-"""The external evaluator: a frozen model that says what the long context does for each token of a text."""
+"""The external evaluator: a frozen model that measures the effect of the long context on each token of a text."""
 
 import hashlib
 import logging
@@ -44,17 +44,17 @@ def score_text(
     evaluator: str = "",
     beta: float | None = None,
 ) -> TokenScores:
-    """Long and short log-likelihoods of every token of a text.
+    """Compute long and short log-likelihoods of every token of a text.
 
     Args:
         text: The document.
-        backbone: The model, where it shall run.
+        backbone: The model, on its device.
         tokenizer: Its tokenizer.
         context_length: Length K of the shortest short context, in tokens.
         stride: Number d of tokens that share one window.
         add_special_tokens: Whether the tokenizer adds its own, as the authors of the paper do for evaluators.
-        name: How messages cite the document.
-        evaluator: How the scores cite the model.
+        name: Name of the document in messages.
+        evaluator: Name of the model in the scores.
         beta: Leave out the short log-likelihoods that key tokens at this threshold or above do not need.
 
     Returns:
@@ -83,7 +83,7 @@ def score_text(
 
 
 class Judged(NamedTuple):
-    """What an evaluator says of a document, in the tokens of another model.
+    """Key tokens of a document for an evaluated model, and how an evaluator found them.
 
     Attributes:
         key: ``[N]`` bool, the key tokens.
@@ -99,7 +99,7 @@ class Judged(NamedTuple):
 
 
 class Alternatives(NamedTuple):
-    """The likeliest tokens at each position given everything before it, and given the short context.
+    """Likeliest tokens at each position given everything before it, and given the short context.
 
     Where a token has no short context, or is not scored, both are equal.
     """
@@ -134,7 +134,7 @@ def long_and_short_alternatives(
 
 
 class Evaluator:
-    """A model that is loaded when a text appears that it has not scored before, in this process or on this disk.
+    """Scores texts by a frozen model, which is loaded for the first text without stored scores.
 
     Args:
         config: Which model, and how it scores. If it is sharded, all processes must ask for scores equally often; one
@@ -173,10 +173,10 @@ class Evaluator:
 
         Args:
             text: The document.
-            tokens: How the model reads it.
-            device: Where the evaluator shall run.
-            name: How messages cite the document.
-            key_tokens_only: Spare tokens that cannot be key the short pass.
+            tokens: The document in the model's tokens.
+            device: Device of the evaluator.
+            name: Name of the document in messages.
+            key_tokens_only: Skip the short pass of tokens that cannot be key.
         """
         alpha, beta, rule = self.config.alpha, self.config.beta, self.config.key_tokens
         scores = self.scores(text, device=device, name=name, beta=beta if key_tokens_only else None)
@@ -186,14 +186,14 @@ class Evaluator:
     def scores(
         self, text: str, *, device: torch.device | str = "cpu", name: str = "document", beta: float | None = None
     ) -> TokenScores:
-        """Scores of a text: from memory, from disk, or from the model, which is loaded if need be.
+        """Return scores of a text, from memory, from disk or from the model, which is loaded if needed.
 
         Args:
             text: The document.
-            device: Where the model shall run.
-            name: How messages cite the document.
-            beta: Key tokens at this threshold or above are all that is asked for, which saves some work. By default
-                the scores serve any threshold and soft influence.
+            device: Device of the model.
+            name: Name of the document in messages.
+            beta: Score only what key tokens at this threshold or above need. By default the scores serve any
+                threshold and soft influence.
         """
         sha256 = text_sha256(text)
         known = self._scores.get(sha256)
@@ -217,19 +217,19 @@ class Evaluator:
         return Alternatives(*(LikeliestTokens(*(part[0] for part in context)) for context in found))
 
     def encode(self, text: str, *, name: str = "document", max_tokens: int | None = None) -> PackedBatch:
-        """A text as the evaluator reads it, in a row of its own; the arguments are those of `encode_document`."""
+        """Return a text in the evaluator's tokens, as a batch of one; the arguments are those of `encode_document`."""
         return encode_document(
             text, self.tokenizer, name=name, add_special_tokens=self.config.add_special_tokens, max_tokens=max_tokens
         )
 
     def join(self, *, device: torch.device | str = "cpu") -> None:
-        """Take part in the passes of processes that score a text now, if the model is sharded among all."""
+        """Take part in the passes of processes that score a text, if the model is sharded."""
         with self._lockstep(device, has_text=False):
             pass
 
     @contextmanager
     def _lockstep(self, device: torch.device | str, *, has_text: bool) -> Iterator[None]:
-        """Run as many passes in the block as the other processes, if any of them has a text to be scored."""
+        """Run the same number of passes in all processes, if any of them has a text to score."""
         if self.config.sharded and any_rank(has_text, device):
             backbone = self._model(device)
             with torch.inference_mode(mode=False), lockstep(backbone):
@@ -238,14 +238,14 @@ class Evaluator:
             yield
 
     def release(self) -> None:
-        """Free the model's memory; what it scored stays."""
+        """Free the model's memory; its scores stay."""
         if self._backbone is not None:
             self._backbone = None
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
 
     def path(self, sha256: str, *, partial: bool = False) -> Path:
-        """The file that holds the scores of the text with this hash, if need be only those for key tokens."""
+        """Return the file of the scores of the text with this hash; ``partial`` ones serve key tokens only."""
         config = self.config
         numerics = (config.dtype, config.attn_implementation)
         reading = (config.context_length, config.stride, config.add_special_tokens)
@@ -288,7 +288,7 @@ class Evaluator:
         return scores
 
     def _store(self, scores: TokenScores, name: str, *, partial: bool) -> None:
-        """For later runs; this one keeps its scores in memory, and goes on if the disk is full."""
+        """Store scores for later runs; a full disk is a warning, as they are in memory."""
         try:
             scores.save(self.path(scores.text_sha256, partial=partial))
         except OSError as error:

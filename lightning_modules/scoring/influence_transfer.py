@@ -1,4 +1,4 @@
-"""LongCE weights of packed rows by an evaluator, with the tokenizer of the rows or another one."""
+"""LongCE weights of packed sequences by an evaluator, with their tokenizer or another one."""
 
 import json
 import logging
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 def row_influence(batch: PackedBatch, backbone: Backbone, *, context_length: int, stride: int, gamma: float) -> Tensor:
-    """LongCE weights of packed rows under a model with the rows' own tokenizer, as LongCE itself would find them.
+    """Compute LongCE weights of packed sequences by a model with the same tokenizer, as LongCE itself does.
 
     Args:
         batch: ``[B, T]`` packed rows, where the model is.
@@ -43,11 +43,11 @@ def row_influence(batch: PackedBatch, backbone: Backbone, *, context_length: int
 
 
 class Transfer:
-    """LongCE weights of packed rows under a model with a tokenizer of its own: by way of the characters (Equation 10).
+    """Computes LongCE weights of packed sequences by a model with another tokenizer, through characters (Equation 10).
 
     Args:
         characters: Turns the rows' tokens into text.
-        tokenizer: Of the evaluator.
+        tokenizer: Tokenizer of the evaluator.
         add_special_tokens: Whether it adds its own to each text.
     """
 
@@ -105,7 +105,7 @@ def make_transfer(
     """
     if same_ids(rows, evaluator):
         return None
-    log.info("The evaluator has another tokenizer: its weights are moved by way of the characters.")
+    log.info("The evaluator has another tokenizer: its weights are transferred through the characters.")
     return Transfer(TokenCharacters(rows), evaluator, add_special_tokens=add_special_tokens)
 
 

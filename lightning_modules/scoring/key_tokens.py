@@ -1,7 +1,7 @@
 """The one definition of a key token, for every command.
 
-An evaluator says which of *its* tokens are key (Equation 4 of Fang et al. (2025), https://arxiv.org/abs/2410.23771).
-What follows for the tokens of an evaluated model:
+Equation 4 of Fang et al. (2025), https://arxiv.org/abs/2410.23771, defines the key tokens of the evaluator. They
+determine those of an evaluated model:
 
 1. If both read the text as the same tokens at the same characters, these are the key tokens.
 2. Otherwise the evaluator's key tokens become spans of characters, and a token is key when it lies wholly inside one
@@ -238,6 +238,6 @@ def _equal(one: Tokens, other: Tokens) -> bool:
 
 
 def _inner(offsets: Tensor) -> slice:
-    """Return the range from the first to the last token with characters: special tokens around a text have none."""
+    """Return the range from the first to the last token with characters, without the special tokens around a text."""
     covering = (offsets[:, 1] > offsets[:, 0]).nonzero()
     return slice(int(covering[0]), int(covering[-1]) + 1) if len(covering) else slice(0, 0)

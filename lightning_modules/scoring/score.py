@@ -1,4 +1,4 @@
-"""LongPPL and perplexity of text files: the one-line use for people who do not train."""
+"""LongPPL and perplexity of text files in one call."""
 
 import hashlib
 import json
@@ -31,21 +31,21 @@ log = logging.getLogger(__name__)
 
 
 def score(files: str | Sequence[str], model: str, evaluator: str, **options: Any) -> dict[str, Any]:
-    """LongPPL and perplexity of a model on text files, with the key tokens of an evaluator.
+    """Compute LongPPL and perplexity of a model on text files, with the key tokens of an evaluator.
 
     The evaluator goes first and is freed before the model is loaded: both never share the accelerator. If both are the
     same and read the same tokens, one long pass serves both.
 
     Args:
         files: UTF-8 text files, one document each.
-        model: Hub id or local folder of the model to be judged.
+        model: Hub id or local folder of the model to evaluate.
         evaluator: Hub id or local folder of the model that picks the key tokens; any tokenizer.
         options: The other fields of `lightning_modules.scoring.config.ScoreConfig`.
 
     Returns:
         ``longppl``, ``perplexity``, ``key_tokens`` and ``tokens`` of the corpus (averages over tokens, not documents)
         and under ``documents`` the same for each file, in order, with its name under ``file``. ``longppl`` is NaN
-        where there is no key token, ``perplexity`` where a document has a single token. ``alignment`` tells how key
+        without key tokens, ``perplexity`` for a document of a single token. ``alignment`` is how key
         tokens came from the evaluator's tokens: ``tokens`` (both read the same tokens), ``characters`` (Equation 9) or
         ``authors``. ``tokens_sharing_characters`` and ``tokens_without_characters`` are shares of the model's tokens,
         the same names after ``evaluator_`` of the evaluator's. ``model`` is its name, and ``settings`` what the numbers
@@ -84,7 +84,7 @@ def score(files: str | Sequence[str], model: str, evaluator: str, **options: Any
 
 
 def _settings(config: ScoreConfig, texts: Iterable[str]) -> dict[str, Any]:
-    """Return what the numbers depend on besides the model, for whoever compares results."""
+    """Return everything except the model that the numbers depend on, to compare results."""
     names = ("max_tokens", "add_special_tokens", "evaluator", "evaluator_add_special_tokens")
     numbers = ("context_length", "stride", "alpha", "beta")
     return {
@@ -116,7 +116,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def _shared_pass(document: PackedBatch, scores: TokenScores) -> torch.Tensor | None:
-    """The long log-likelihoods of an evaluator that is the model itself, if both read the same tokens."""
+    """Return the long log-likelihoods of an evaluator that is the model itself, if both have the same tokens."""
     if torch.equal(scores.token_ids, document["input_ids"][0]):
         return scores.long.unsqueeze(0)
     log.info(
@@ -128,7 +128,7 @@ def _shared_pass(document: PackedBatch, scores: TokenScores) -> torch.Tensor | N
 
 
 class ScoredModel:
-    """The model to be judged, loaded when a document appears that it has not scored as the evaluator."""
+    """The evaluated model, loaded for the first document that it has not scored as the evaluator."""
 
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
         self.config, self.device = config, device
@@ -155,7 +155,7 @@ class ScoredModel:
         return documents
 
     def log_likelihood(self, document: PackedBatch) -> torch.Tensor:
-        """Of a document of one row: ``[1, T]`` in nats, in main memory."""
+        """Return ``[1, T]`` log-likelihoods of one document in nats, in main memory."""
         if self._backbone is None:
             self._backbone = load_frozen(self.config, self.device)
         self._backbone.check_token_ids(document)
@@ -199,17 +199,17 @@ def _evaluate(found: list[tuple[PackedBatch, Judged, torch.Tensor | None]], mode
 
 
 def find_device(name: str) -> torch.device:
-    """The device of that name; ``auto`` is the first GPU, if there is one.
+    """Return the device of that name; ``auto`` is the first GPU, or else the CPU.
 
     Raises:
-        ValueError: If it is not to be had here.
+        ValueError: If it is not available.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"`device` '{name}' is not to be had here: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"`device` '{name}' is not available: {str(error).splitlines()[0]}") from error
     if device.type == "meta":
         raise ValueError("`device` 'meta' computes nothing. Name one such as 'cpu' or 'cuda:0'.")
     return device

@@ -1,4 +1,4 @@
-"""The stored pair: what an evaluator says of every token of one document, in one safe file."""
+"""The stored pair: long and short log-likelihoods of every token of one document, in one safe file."""
 
 import hashlib
 import json
@@ -33,7 +33,7 @@ class TokenScores:
         token_ids: ``[N]`` int64 tokens of the document, as the evaluator's tokenizer makes them.
         offsets: ``[N, 2]`` int64 character span of each token.
         long: ``[N]`` float32 log-likelihoods given everything before the token, in nats.
-        short: ``[N]`` float32 log-likelihoods given the short context, equal to ``long`` where there is none.
+        short: ``[N]`` float32 log-likelihoods given the short context, equal to ``long`` for a token without one.
         floor: Only of tokens likelier than this in the long context, in nats, is the short log-likelihood known; of
             others it is NaN. Key tokens need no more for a ``beta`` of this or above.
         rungs: ``[w]`` float32 log-likelihoods of the last w tokens by context length, if there is a context ladder.
@@ -86,15 +86,15 @@ class TokenScores:
         """Read a file and verify its checksum.
 
         Raises:
-            ValueError: If the file is torn, was changed, or is no file of token scores.
-            FileNotFoundError: If there is none.
+            ValueError: If the file is torn, was changed, or does not hold token scores.
+            FileNotFoundError: If it does not exist.
         """
         if not Path(path).is_file():
             raise FileNotFoundError(f"No token scores at '{path}'.")
         try:
             with safe_open(path, framework="pt") as file:
                 header = dict(file.metadata() or {})
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a mapping
         except (SafetensorError, OSError) as error:
             raise ValueError(f"'{path}' cannot be read as token scores ({error}).") from error
         if header.get("format", FORMAT) != FORMAT and str(header["format"]).startswith(FORMAT.rstrip("0123456789")):
@@ -116,7 +116,7 @@ class TokenScores:
 
 
 def text_sha256(text: str) -> str:
-    """Hash that names a document in caches and result files."""
+    """Return the hash that names a document in caches and result files."""
     return hashlib.sha256(text.encode("utf-8", errors="surrogatepass")).hexdigest()
 
 
@@ -131,7 +131,7 @@ def read_key_spans(path: str | os.PathLike[str], *, merge: bool = True) -> Tenso
         ``[M, 2]`` int64 ascending spans, disjoint where merged.
 
     Raises:
-        ValueError: If anything but ascending spans stands in the file; it is parsed, never evaluated.
+        ValueError: If the file holds anything but ascending spans; it is parsed, never evaluated.
     """
     text = Path(path).read_text(encoding="utf-8").strip()
     spans = []

@@ -59,7 +59,7 @@ def _check_frequencies(name: str, module: Any) -> None:
     wrong = not torch.allclose(actual, expected.inv_freq.double(), rtol=1e-6, atol=0)
     if wrong or module.attention_scaling != expected.attention_scaling:
         raise RuntimeError(
-            f"`{name}` does not rotate as the model's config says: the frequencies were rounded, or the config was"
+            f"`{name}` does not rotate as the model's config specifies: the frequencies were rounded, or the config was"
             " changed after the model was built. Change the config first, by `context_extension` or `model_config`."
         )
 

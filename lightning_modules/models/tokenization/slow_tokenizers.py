@@ -25,7 +25,7 @@ class SlowBackend:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
         self._tokenizer = tokenizer
         self._name = f"The tokenizer '{name}' ({type(tokenizer).__name__})"
-        # Some decoders write special tokens that stand in a text, and others show their inner spelling then.
+        # Some decoders write special tokens that occur in a text, and others show their inner spelling then.
         sample = self.encode(_SAMPLE, add_special_tokens=False).ids
         self._skips = self.decode(sample, skip_special_tokens=False) != _SAMPLE
         self.offsets(sample, _SAMPLE)
@@ -94,7 +94,7 @@ class SlowBackend:
 
 
 class SlowEncoding:
-    """Token ids of a text, and the characters of each; special tokens that were added have none."""
+    """Token ids of a text, and the characters of each; added special tokens have empty spans."""
 
     def __init__(self, ids: list[int], own: slice, text: str, backend: SlowBackend) -> None:
         self.ids = ids
@@ -138,7 +138,7 @@ def decoded_offsets(
 def _is_incomplete(decode: Callable[[Sequence[int]], str], ids: Sequence[int], context: int, stop: int) -> bool:
     """Return whether the final U+FFFD, which the text also has, is only part of that character.
 
-    If so, one of the next two tokens completes it: the tokens have text of their own, and add none.
+    If so, one of the next two tokens completes it: they have text, and add none.
     """
     length = len(decode(ids[context:stop]))
     return any(

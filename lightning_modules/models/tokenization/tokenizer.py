@@ -226,7 +226,7 @@ def local_or_hub(path_or_id: str, kind: str) -> str:
     if local.exists():
         return str(local)
     if path_or_id.startswith((".", "/", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path_or_id):
-        raise ValueError(f"No {kind} at '{path_or_id}': there is no such file or folder. Check the path.")
+        raise ValueError(f"No {kind} at '{path_or_id}': the file or folder does not exist. Check the path.")
     return path_or_id
 
 

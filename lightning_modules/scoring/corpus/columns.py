@@ -1,4 +1,4 @@
-"""What long context does for a document, in a few numbers: functions of the log-likelihoods of its tokens."""
+"""Statistics of a document's long-range dependence, from the log-likelihoods of its tokens."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -15,7 +15,7 @@ PERCENTILES = (10, 25, 75, 90, 99)
 THIRDS = (1, 2, 3)
 RUNG_STATISTICS = ("mean", "key_token_ratio", "positive", "p90")
 WHOLE = "whole"
-"""Stands for the whole document's context in names of columns."""
+"""The whole document's context, in names of columns."""
 
 COLUMNS: dict[str, type] = {
     "tokens": int,
@@ -45,7 +45,7 @@ def document_scores(
 
     The context benefit of a token is its long-short difference, Equation 2 of Fang et al. (2025),
     https://arxiv.org/abs/2410.23771. It is that of the tokens from ``context_length + stride`` on: those before them
-    see the same tokens in their short context as in the long one, and their difference of 0 says nothing.
+    see the same tokens in their short context as in the long one, so that their difference of 0 has no meaning.
 
     Args:
         scores: Long and short log-likelihoods of the document's tokens.
@@ -114,11 +114,11 @@ def ladder_columns(contexts: Sequence[int]) -> dict[str, type]:
 def ladder_scores(
     scores: TokenScores, contexts: Sequence[int], *, alpha: float = 2.0, beta: float = -2.0
 ) -> dict[str, float | None]:
-    """What each rung of a context ladder adds, on the last tokens of the document.
+    """Compute what each longer context adds for the last tokens of the document.
 
     Args:
         scores: With ``rungs``, see `lightning_modules.scoring.context_lengths.ContextLadder`.
-        contexts: The ladder's context lengths, of which a document has as many rungs as it is long enough for.
+        contexts: The context lengths, of which a document has those that it is long enough for.
         alpha: A key token's benefit exceeds it, in nats.
         beta: A key token's log-likelihood in the longer context exceeds it, in nats.
 

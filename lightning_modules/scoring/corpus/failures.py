@@ -45,7 +45,7 @@ def check_failures(
             " `data.allowed_failures` scores nothing again."
         )
     if failures:
-        amount = "more than" if above else "as many as"
+        amount = "more than" if above else "no more than"
         level = logging.WARNING if above else logging.INFO
         _log.log(level, "Failed documents, %s `data.allowed_failures` allows:\n%s", amount, _report(failures))
 

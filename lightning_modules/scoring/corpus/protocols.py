@@ -1,4 +1,4 @@
-"""What a corpus and those who keep its scores ask of each other; they meet in a trainer, and import neither."""
+"""Contracts between a corpus and the callbacks that store its scores, which do not import each other."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -9,11 +9,11 @@ from lightning_modules.scoring.corpus.shards import Written
 
 
 class Delivered(NamedTuple):
-    """What a process has had of a corpus.
+    """Progress of a process in a corpus.
 
     Attributes:
-        documents: How many, failed ones included.
-        complete: Whether there are no more for it.
+        documents: Number of documents, failed ones included.
+        complete: Whether it has had all of its documents.
         unreadable: Files, or parts of them, that could not be read, with the reason.
     """
 
@@ -24,10 +24,10 @@ class Delivered(NamedTuple):
 
 @runtime_checkable
 class KeepsScores(Protocol):
-    """A callback that writes what becomes of the documents of a corpus, and knows those of earlier runs."""
+    """A callback that writes the scores of documents, and knows those of earlier runs."""
 
     def written(self) -> Written:
-        """What was scored before, and is left out now; asked once, of the first process alone."""
+        """Return what is scored already, to be left out; called once, in the first process."""
         ...
 
 
@@ -48,21 +48,21 @@ class ScoredCorpus(Protocol):
         ...
 
     def versions(self, files: Iterable[str]) -> dict[str, str]:
-        """Identity of the content of some files by their names; an error if one has changed during the run."""
+        """Return the content identity of files by their names; an error if one has changed during the run."""
         ...
 
     def scoring_settings(self) -> dict[str, Any]:
-        """All that decides which tokens are scored, in plain values."""
+        """Return all settings that decide which tokens are scored, as plain values."""
         ...
 
     def source_settings(self) -> dict[str, Any]:
-        """Arguments by which the same documents are found again."""
+        """Return arguments that find the same documents again."""
         ...
 
     def expected(self) -> int | None:
-        """About how many documents this process gets; None if nobody knows without reading the files."""
+        """Estimate how many documents this process gets; None if that is unknown before the files are read."""
         ...
 
     def delivered(self) -> Delivered:
-        """What this process has had so far."""
+        """Return the progress of this process."""
         ...

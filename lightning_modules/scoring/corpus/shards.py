@@ -1,4 +1,4 @@
-"""Scores of documents in parquet files, each written whole by one process, and what is read from them to go on."""
+"""Scores of documents in parquet files, each written whole by one process, and read again to resume."""
 
 import json
 import time
@@ -24,21 +24,21 @@ PER_TOKEN = ("lsd", "lcl", "token_starts", "token_ends")
 
 _HEADER = b"longce"
 _READERS = 16  # threads: of thousands of small remote files, most of the time is waiting
-_NAMED = 5  # settings that a message tells of
+_NAMED = 5  # settings in a message
 
 Rows = dict[str, NDArray[np.int64]]
 """Ascending row numbers by the name of the file."""
 
 
 class Written(NamedTuple):
-    """What a folder of shards holds.
+    """Content of a folder of shards.
 
     Attributes:
-        rows: Which rows of which files.
-        versions: Of those files, when their rows were scored.
-        settings: That the scores were made with; empty if there is none yet.
-        counts: Sums of the shards' own: documents, failed ones, tokens, ..
-        shards: How many files.
+        rows: Rows by file.
+        versions: Content identities of those files when their rows were scored.
+        settings: Settings of the scores; empty if there are no shards yet.
+        counts: Sums of the shards' counts: documents, failed ones, tokens, ..
+        shards: Number of files.
     """
 
     rows: Rows
@@ -49,7 +49,7 @@ class Written(NamedTuple):
 
 
 class ScoreShards:
-    """A folder of ``part-*.parquet`` files, each with a header in its metadata that says how its scores were made.
+    """A folder of ``part-*.parquet`` files, each with a header in its metadata that records how its scores were made.
 
     Args:
         path: A local folder or fsspec URL.
@@ -59,15 +59,14 @@ class ScoreShards:
         self.folder = OutputFolder(path)
 
     def names(self) -> list[str]:
-        """Names of the shards, in order."""
+        """Return the names of the shards, in order."""
         return self.folder.names(".parquet")
 
     def written(self) -> Written:
-        """Read which rows are there.
+        """Read which rows are scored.
 
         Raises:
-            ValueError: If a file is damaged or no shard, shards were made with different settings, or a row is there
-                twice.
+            ValueError: If a file is damaged or not a shard, or shards have different settings or share a row.
         """
         shards: dict[str, Rows] = {}
         versions: dict[str, str] = {}
@@ -90,19 +89,19 @@ class ScoreShards:
         if any((np.diff(numbers) == 0).any() for numbers in rows.values()):
             doubles = _doubles(shards)
             raise ValueError(
-                f"{self.folder}: {len(doubles)} shard(s) hold rows that others hold, too, as two runs wrote there at a"
-                f" time. Delete {', '.join(doubles)} and run the same command again: what is in no other shard is"
-                " scored again."
+                f"{self.folder}: {len(doubles)} shard(s) repeat rows of other shards: two runs wrote at the same time."
+                f" Delete {', '.join(doubles)} and run the same command again: rows that are then missing"
+                " are scored again."
             )
         return Written(rows, versions, settings, counts, len(names))
 
     def write(self, table: pyarrow.Table, header: Mapping[str, Any], rank: int) -> None:
-        """Write a shard; nobody else writes one of that name.
+        """Write a shard under a unique name.
 
         Args:
             table: Rows with the columns ``file`` and ``row`` among others.
             header: ``settings``, ``files`` (their versions by name) and ``counts``.
-            rank: Of this process.
+            rank: Rank of this process.
 
         Raises:
             OSError: If it cannot be written.
@@ -115,14 +114,14 @@ class ScoreShards:
         self.folder.write(name, sink.getvalue())
 
     def schema(self, columns: Sequence[str] | None = None) -> pyarrow.Schema:
-        """Columns of the first shard, or those of them that are named; all shards of a folder have the same.
+        """Return the columns of the shards, or those that are named; all shards of a folder have the same.
 
         Raises:
-            ValueError: If there is no shard, or none of its columns has such a name.
+            ValueError: If the folder has no shard, or a column does not exist.
         """
         names = self.names()
         if not names:
-            raise ValueError(f"There are no scores in '{self.folder}': name a folder that `longce predict` wrote to.")
+            raise ValueError(f"'{self.folder}' has no scores: name a folder that `longce predict` wrote to.")
         with self._opened(names[0]) as file:
             schema = file.schema_arrow
         if unknown := sorted(set(columns or ()) - set(schema.names)):
@@ -130,7 +129,7 @@ class ScoreShards:
         return schema if columns is None else pyarrow.schema([schema.field(name) for name in columns])
 
     def batches(self, columns: Sequence[str]) -> Iterator[pyarrow.RecordBatch]:
-        """Some columns of all shards, a few thousand rows at a time.
+        """Yield some columns of all shards, a few thousand rows at a time.
 
         Raises:
             ValueError: If a shard is damaged.
@@ -140,10 +139,10 @@ class ScoreShards:
                 yield from file.iter_batches(columns=list(columns), use_threads=False)
 
     def header(self) -> dict[str, Any]:
-        """That of the first shard.
+        """Return the header of the first shard.
 
         Raises:
-            ValueError: If there is no shard.
+            ValueError: If the folder has no shard.
         """
         self.schema()
         with self._opened(self.names()[0]) as file:
@@ -162,13 +161,13 @@ class ScoreShards:
     def _header(self, file: pyarrow.parquet.ParquetFile, name: str) -> dict[str, Any]:
         header = json.loads((file.schema_arrow.metadata or {}).get(_HEADER, b"{}"))
         if header.get("format") != FORMAT:
-            raise ValueError(f"'{self.folder}/{name}' is no file of document scores ({FORMAT}). Name another folder.")
+            raise ValueError(f"'{self.folder}/{name}' does not hold document scores ({FORMAT}). Name another folder.")
         return header
 
     def _add_versions(self, versions: dict[str, str], own: Mapping[str, str]) -> None:
         for file, version in own.items():
             if versions.setdefault(file, version) != version:
-                raise ValueError(f"{self.folder}: rows of '{file}' are of two versions of it. Begin anew elsewhere.")
+                raise ValueError(f"{self.folder}: has rows of two versions of '{file}'. Start again in another folder.")
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[pyarrow.parquet.ParquetFile]:
@@ -196,17 +195,17 @@ def _doubles(shards: Mapping[str, Rows]) -> list[str]:
 
 
 def check_settings(then: Mapping[str, Any], now: Mapping[str, Any], place: object) -> None:
-    """Refuse to put scores beside others that were made in another way.
+    """Refuse to mix scores of different settings.
 
     Args:
-        then: Settings of the scores that are there.
-        now: Settings of those to come.
-        place: Where they are, for the message.
+        then: Settings of the existing scores.
+        now: Settings of the new ones.
+        place: Their folder or file, for the message.
 
     Raises:
         ValueError: Naming each setting that differs, with both values.
     """
-    now = json.loads(json.dumps(now))  # as they come back: tuples are lists
+    now = json.loads(json.dumps(now))  # as they are read: tuples become lists
     names = sorted(name for name in {*then, *now} if then.get(name) != now.get(name))
     if names:
         told = "; ".join(f"`{name}` was {then.get(name)!r} and is {now.get(name)!r}" for name in names[:_NAMED])

@@ -24,19 +24,19 @@ _TYPES = {int: pyarrow.int64(), float: pyarrow.float64()}
 
 
 class ScoreTable:
-    """Rows of documents, as they come.
+    """Collects the scores of documents.
 
     Args:
-        column_types: The corpus's own columns.
-        contexts: Of a context ladder.
+        column_types: Columns of the corpus.
+        contexts: Context lengths beside the model's own.
         per_token: Type of the values of each token; None for none.
-        alpha: Of key tokens, in nats.
-        beta: Of key tokens, in nats.
-        gamma: Of the soft influence.
+        alpha: A key token's long-short difference exceeds it, in nats.
+        beta: A key token's long log-likelihood exceeds it, in nats.
+        gamma: Largest soft influence.
 
     Attributes:
         schema: Columns of the table.
-        tokens: Of the documents that are scored.
+        tokens: Number of tokens of the scored documents.
     """
 
     def __init__(
@@ -79,18 +79,18 @@ class ScoreTable:
         self._rows.append(row)
 
     def table(self) -> pyarrow.Table:
-        """All rows."""
+        """Return all rows."""
         columns = [pyarrow.array([row.get(field.name) for row in self._rows], field.type) for field in self.schema]
         return pyarrow.table(columns, schema=self.schema)
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Remove all rows."""
         self._rows, self.tokens = [], 0
 
     def _per_token(self, scores: TokenScores) -> dict[str, Any]:
         if self.per_token is None:
             return {}
-        # Null where there is no value: token 0 is not scored, and the first short contexts are the whole context.
+        # Null for missing values: token 0 is not scored, and the first short contexts are the whole context.
         lsd = _null_before(scores.context_length + scores.stride, self._rounded(scores.long - scores.short))
         lcl = _null_before(1, self._rounded(scores.long))
         starts, ends = (place.numpy() for place in scores.offsets.int().unbind(-1))
@@ -108,13 +108,13 @@ def _null_before(start: int, values: Tensor) -> pyarrow.Array:
 
 
 def clashes(names: Sequence[str]) -> list[str]:
-    """Which columns of a corpus have names that those of the scores have."""
+    """Return the columns of a corpus whose names are those of scores."""
     own = {*_BEFORE, *_BETWEEN, *_BEHIND, *COLUMNS, *PER_TOKEN, "text"}
     return sorted(name for name in names if name in own or name.startswith("ladder_"))
 
 
 def counts(table: pyarrow.Table) -> dict[str, int]:
-    """What the counts of a corpus are summed of."""
+    """Count documents and tokens; the counts of a corpus are sums of these."""
     compute = pyarrow.compute
     left_out = compute.sum(compute.starts_with(table["error"], LEFT_OUT)).as_py() or 0
     return {

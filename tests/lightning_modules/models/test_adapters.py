@@ -159,7 +159,7 @@ def test_what_is_trained_in_full_is_float32_under_mixed_precision():
         ({"r": 2, "target_modules": ["q_proj"], "alpha_pattern": {"^q_proj": 4}}, "alpha_pattern` names"),
         ({"r": 2, "target_modules": "all-linear", "exclude_modules": ["layers.5.q_proj"]}, "exclude_modules` names"),
         ({"r": 2, "target_modules": ["q_proj"], "layers_to_transform": [0, 2]}, "names layer 2: the model has 0 to 1"),
-        ({"r": "2", "target_modules": ["q_proj"]}, "a value of a wrong kind, says peft"),
+        ({"r": "2", "target_modules": ["q_proj"]}, "a value of a wrong type, according to peft"),
         ({"r": 2, "target_modules": ["q_proj"], "inference_mode": True}, "leaves nothing to train"),
     ],
 )

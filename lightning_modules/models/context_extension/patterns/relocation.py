@@ -62,7 +62,7 @@ def streaming_llm(parameters: Mapping[str, Any]) -> Relocation:
     """Attention sinks and the last ``window`` tokens, the token itself among them, at their positions in the cache.
 
     Xiao et al. (2024, https://arxiv.org/abs/2309.17453): the cache holds ``sinks + window`` tokens; a query is its last
-    one, and the sinks stand right before the window.
+    one, and the sinks are right before the window.
     """
     sinks, window = parameters["sinks"], parameters["window"]
     band = Branch(lambda start, stop: (max(sinks, start - window + 1), stop), lambda i, j: i - j < window)
@@ -130,9 +130,9 @@ def _near_and_far(window: int, *, plain_length: int, query_position: Positions, 
 def dual_chunk(parameters: Mapping[str, Any]) -> Relocation:
     """All tokens; distances within a chunk, to the chunk before, and to those before that one.
 
-    An et al. (2024, https://arxiv.org/abs/2402.17463), whose `c` is the original length: a key stands at its place in
-    its chunk; a query at its own place, one ``chunk`` further but not beyond ``c - 1``, or at ``c - 1``. Of the paper,
-    not of the released code, whose chunk is shorter and whose largest position is three quarters of ``c``.
+    An et al. (2024, https://arxiv.org/abs/2402.17463), whose `c` is the original length: a key is at its place in
+    its chunk; a query at its own place, one ``chunk`` further but not beyond ``c - 1``, or at ``c - 1``. This is
+    the paper's: the released code has a shorter chunk, and its largest position is three quarters of ``c``.
     """
     chunk, last = parameters["chunk"], parameters["original_max_position_embeddings"] - 1
 
@@ -170,7 +170,7 @@ def relocated_attention(pattern: Relocation, query: Tensor, key: Tensor, value: 
         return F.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=rotary.scaling, dropout_p=rotary.dropout, enable_gqa=True
         )
-    # Branches whose queries, or keys, stand at the same positions share them.
+    # Branches whose queries, or keys, are at the same positions share them.
     queries = list(dict.fromkeys(branch.query_position for branch in pattern.branches))
     keys = list(dict.fromkeys(branch.key_position for branch in pattern.branches))
     states = [rotate(query, place(positions[first:]), rotary.frequencies, scale=rotary.scaling) for place in queries]

@@ -93,7 +93,7 @@ def longnet(query: Tensor, key: Tensor, value: Tensor, rotary: Rotary) -> Tensor
 
     Ding et al. (2023, https://arxiv.org/abs/2307.02486). The k-th branch cuts the text into segments of
     ``segment_lengths[k]`` and takes every ``dilation_rates[k]``-th token of each, head h from the ``h mod r``-th on, as
-    the paper says (the released code shifts by groups of neighboring heads). The paper weighs the outputs of the
+    the paper has it (the released code shifts by groups of neighboring heads). The paper weighs the outputs of the
     branches by their softmax denominators, which is one softmax in which a key counts once for each branch that holds
     the pair; its gradient is taken in full, where the released code detaches the weights. The first rate is 1, so
     that each token sees at least itself; a token that a branch leaves out gets nothing from it.

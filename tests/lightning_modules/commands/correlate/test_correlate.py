@@ -69,7 +69,7 @@ def test_too_few_models_and_unknown_names_are_refused(files, tmp_path):
         correlate([*files[:2], files[-1]], out)
     with pytest.raises(ValueError, match=r"No scores 'LongBnch' in these files. There are: LongBench"):
         correlate(files, out, scores=["LongBnch"])
-    with pytest.raises(ValueError, match="There are no scores in these files"):
+    with pytest.raises(ValueError, match="has no scores in these files"):
         correlate(files[:-1], out)
     with pytest.raises(SystemExit) as stopped:
         main(["correlate", files[-1], "--output", out])

@@ -248,7 +248,7 @@ def test_rotary_that_is_not_what_the_config_says(tmp_path):
     factor = copy.deepcopy(model)
     factor.model.rotary_emb.attention_scaling = 1.0
     for wrong in (rounded, changed, factor):
-        with pytest.raises(RuntimeError, match="does not rotate as the model's config says"):
+        with pytest.raises(RuntimeError, match="does not rotate as the model's config specifies"):
             check_rotary(wrong)
 
 

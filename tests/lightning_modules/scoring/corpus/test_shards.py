@@ -93,7 +93,7 @@ def test_shards_that_do_not_go_together(tmp_path):
     shards.write(table(("a", 1)), header(), 0)
     shards.write(table(("a", 1)), header(), 0)
     shards.write(table(("a", 3)), header(), 0)
-    with pytest.raises(ValueError, match=r"1 shard\(s\) hold rows that others hold, too") as caught:
+    with pytest.raises(ValueError, match=r"1 shard\(s\) repeat rows of other shards") as caught:
         shards.written()
     (double,) = re.findall(r"part-\S+\.parquet", str(caught.value))
     shards.folder.remove(double)
@@ -120,7 +120,7 @@ def test_files_that_are_no_shards(tmp_path):
     with pytest.raises(ValueError, match=r"part-.*damaged.*Delete it"):
         shards.written()
     pyarrow.parquet.write_table(table(("a", 1)), path)
-    with pytest.raises(ValueError, match="no file of document scores"):
+    with pytest.raises(ValueError, match="does not hold document scores"):
         shards.written()
     with pytest.raises(ValueError, match="no column 'x'"):
         shards.schema(["file", "x"])

@@ -101,7 +101,7 @@ def test_a_folder_of_other_settings_is_refused_before_the_model_is_loaded(guessi
     [
         ({"lengths": [8]}, "8 tokens is too short for 'guess'"),
         ({"samples": 0}, "`samples` must be 1 or more"),
-        ({"device": "tpu7"}, "not to be had here"),
+        ({"device": "tpu7"}, "not available"),
         ({"chat_template": True}, "has no chat template"),
         ({"haystack": "nowhere"}, "nowhere"),
         ({"squad": "nowhere"}, r"nowhere' cannot be read \(No such file"),

@@ -270,7 +270,7 @@ def test_sliding_windows(architecture, settings, folder):
 def test_changed_frequencies_are_noticed(folder):
     backbone = load_backbone(ModelConfig(folder(), context_extension=extension("streaming_llm")))
     backbone.base_model.model.rotary_emb.inv_freq += 1e-3
-    with pytest.raises(RuntimeError, match="does not rotate as the model's config says"):
+    with pytest.raises(RuntimeError, match="does not rotate as the model's config specifies"):
         backbone.check_rotary_dtype()
 
 
