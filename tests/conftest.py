@@ -84,16 +84,6 @@ def tiny_model(
     return AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation, dtype=dtype).eval()
 
 
-def pytest_collection_modifyitems(items):
-    """`-m "not slow"` replaces the default `-m "not long"`, so it must leave out every long test as well."""
-    if wrong := [
-        item.nodeid for item in items if item.get_closest_marker("long") and not item.get_closest_marker("slow")
-    ]:
-        raise pytest.UsageError(f"A `long` test must be marked `slow` as well: {', '.join(wrong)}.")
-    # Benchmarks last: they start threads, with which a process should not be forked.
-    items.sort(key=lambda item: "tests/benchmarks" in item.nodeid)
-
-
 @pytest.fixture(scope="session")
 def corpus():
     return [make_text(400, seed) for seed in range(8)]
