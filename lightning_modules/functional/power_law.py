@@ -8,7 +8,7 @@ from torch import Tensor
 
 _LOG_EXPONENTS = (-2.0, 0.9)  # of base 10: a flatter curve is a logarithm, a steeper one a step
 _GRID = 200
-_SHRINKINGS = 80  # of the interval around the best exponent, by the golden section
+_ZOOMS = 6  # into the interval around the best exponent, each a hundredfold
 
 
 class PowerLaw(NamedTuple):
@@ -61,50 +61,28 @@ def fit_power_law(context: Tensor, loss: Tensor) -> PowerLaw:
         raise ValueError("Contexts must be above 0, and contexts and losses finite: leave out what was not measured.")
     if len(context.unique()) < 3:
         raise ValueError(f"A power law has three parameters: give 3 lengths of context, got {len(context.unique())}.")
-    points = _Points(context.tolist(), loss.tolist())
-    low, high = _LOG_EXPONENTS
-    exponents = [10 ** (low + (high - low) * step / (_GRID - 1)) for step in range(_GRID)]
-    best = min(range(_GRID), key=lambda index: points.fit(exponents[index])[2])
-    low, high = exponents[max(best - 1, 0)], exponents[min(best + 1, _GRID - 1)]
-    golden = (5**0.5 - 1) / 2
-    for _ in range(_SHRINKINGS):
-        left, right = high - golden * (high - low), low + golden * (high - low)
-        if points.fit(left)[2] <= points.fit(right)[2]:
-            high = right
-        else:
-            low = left
-    b = (low + high) / 2
-    factor, g, error = points.fit(b)
-    variance = math.fsum((value - points.mean) ** 2 for value in points.loss)
-    return PowerLaw(factor ** (1 / b), b, g, 1 - error / variance if variance else math.nan)
+    exponents = torch.logspace(*_LOG_EXPONENTS, _GRID, dtype=torch.float64)
+    for _ in range(_ZOOMS):
+        best = int(_least_squares(context, loss, exponents)[2].argmin())
+        low, high = exponents[max(best - 1, 0)].item(), exponents[min(best + 1, _GRID - 1)].item()
+        exponents = torch.linspace(low, high, _GRID, dtype=torch.float64)
+    factors, constants, errors = _least_squares(context, loss, exponents)
+    best = int(errors.argmin())
+    b, factor, g = float(exponents[best]), float(factors[best]), float(constants[best])
+    variance = float((loss - loss.mean()).square().sum())
+    r_squared = 1 - float(errors[best]) / variance if variance else math.nan
+    return PowerLaw(float(context.min()) * factor ** (1 / b), b, g, r_squared)
 
 
-class _Points:
-    """Points to be fitted; plain numbers, since a tensor's sums depend on its memory alignment."""
-
-    def __init__(self, context: list[float], loss: list[float]) -> None:
-        self.context, self.loss = context, loss
-        self.shortest = min(context)
-        self.mean = _mean(loss)
-
-    def fit(self, b: float) -> tuple[float, float, float]:
-        """Return the factor of ``c**-b`` and the constant, both 0 or more, and the remaining sum of squares."""
-        feature = [(c / self.shortest) ** -b for c in self.context]  # between 0 and 1, whatever the exponent
-        middle = _mean(feature)
-        spread = math.fsum((f - middle) ** 2 for f in feature)
-        slope = math.fsum((f - middle) * value for f, value in zip(feature, self.loss, strict=True)) / spread
-        through_zero = math.fsum(f * value for f, value in zip(feature, self.loss, strict=True))
-        candidates = [
-            (slope, self.mean - slope * middle),
-            (max(through_zero / math.fsum(f * f for f in feature), 0.0), 0.0),
-            (0.0, max(self.mean, 0.0)),
-        ]
-        error, factor, g = min((self._error(feature, f, g), f, g) for f, g in candidates if f >= 0 and g >= 0)
-        return factor * self.shortest**b, g, error
-
-    def _error(self, feature: list[float], factor: float, g: float) -> float:
-        return math.fsum((factor * f + g - value) ** 2 for f, value in zip(feature, self.loss, strict=True))
-
-
-def _mean(values: list[float]) -> float:
-    return math.fsum(values) / len(values)
+def _least_squares(context: Tensor, loss: Tensor, exponents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``[E]`` factors of ``(context / shortest) ** -exponent``, constants and sums of squared errors."""
+    feature = (context / context.min()) ** -exponents.unsqueeze(-1)  # [E, N], from 0 to 1 for every exponent
+    centered = feature - feature.mean(-1, keepdim=True)
+    factor = (centered * loss).sum(-1) / centered.square().sum(-1)
+    constant = loss.mean() - factor * feature.mean(-1)
+    # A parameter below 0 is 0 in the best fit without negative ones, and the other follows.
+    through_zero = (feature * loss).sum(-1) / feature.square().sum(-1)
+    factor = torch.where(constant < 0, through_zero, factor).clamp(min=0)
+    constant = torch.where(factor > 0, constant, loss.mean()).clamp(min=0)
+    errors = (factor.unsqueeze(-1) * feature + constant.unsqueeze(-1) - loss).square().sum(-1)
+    return factor, constant, errors
