@@ -12,7 +12,16 @@ import pytest
 LIMIT = 1.0
 """CPU seconds of a test that is not marked slow, without its fixtures."""
 
-IMPORTED_LATE = ("datasets", "lightning.pytorch.cli", "matplotlib.pyplot", "pandas", "peft", "scipy.stats", "torchmetrics")
+IMPORTED_LATE = (
+    "datasets",
+    "lightning.pytorch.cli",
+    "lm_eval.tasks",
+    "matplotlib.pyplot",
+    "pandas",
+    "peft",
+    "scipy.stats",
+    "torchmetrics",
+)
 """Libraries that some tests are the first to need. Their import is not a part of these tests."""
 
 

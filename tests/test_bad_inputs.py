@@ -123,6 +123,7 @@ LOGGERS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "option", "value", "limit"), LOGGERS)
 def test_arguments_of_loggers_that_have_no_type(name, option, value, limit, run, tmp_path):
     logger = {"class_path": f"lightning.pytorch.loggers.{name}", "init_args": {"save_dir": "runs", option: value}}
@@ -219,6 +220,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("option", "value", "words"), OPTIONS, ids=lambda value: str(value)[:40])
 def test_options(option, value, words, run):
     message = run(f"{option}={value}")
@@ -266,6 +268,7 @@ def test_json_lines(name, run, tmp_path):
     assert f"{path.name}:2" in message
 
 
+@pytest.mark.slow
 def test_packed_files(run, tmp_path):
     torn = zstandard.compress(DOCUMENT.encode() * 999)[:-5]
     cases = {"t.jsonl.zst": (torn, "is damaged"), "n.jsonl.gz": (DOCUMENT.encode(), "is damaged")}
@@ -458,6 +461,7 @@ def test_another_tokenizer_with_fewer_tokens(place, tmp_path, evaluator_dir, mon
         main([*map(str, words)])
 
 
+@pytest.mark.slow
 def test_adapters_of_another_config(run, place, tmp_path, monkeypatch):
     fit = ["fit", "-c", BASE, "-c", place / "experiment.yaml", "--trainer.limit_val_batches", "0"]
     fit += ["--model.lora", "{target_modules: [q_proj], r: 4, lora_alpha: 8}", "--trainer.default_root_dir", tmp_path]
@@ -473,6 +477,7 @@ def test_adapters_of_another_config(run, place, tmp_path, monkeypatch):
         assert words in run("--ckpt_path", path, "--model.lora", lora)
 
 
+@pytest.mark.slow
 def test_checkpoints(run, tmp_path, place, model_dir, monkeypatch):
     config = yaml.safe_load((place / "experiment.yaml").read_text())
     fit = ["fit", "-c", BASE, "-c", place / "experiment.yaml", "--trainer.limit_val_batches", "0"]
@@ -497,6 +502,7 @@ def test_checkpoints(run, tmp_path, place, model_dir, monkeypatch):
     assert config["model"]["pretrained_model_name_or_path"] == str(model_dir)
 
 
+@pytest.mark.slow
 def test_other_commands(run, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert "does not exist" in refused("export", "none.ckpt", "out", capsys=capsys)
@@ -514,6 +520,7 @@ def test_other_commands(run, capsys, monkeypatch, tmp_path):
     assert "/nowhere" in run("--evaluator", "/nowhere", name="influence")
 
 
+@pytest.mark.slow
 @hypothesis.settings(max_examples=60, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
 @hypothesis.given(
     option=st.sampled_from(["context_length", "stride", "max_tokens", "alpha", "beta"]),

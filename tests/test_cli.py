@@ -100,6 +100,7 @@ def experiment(tmp_path, books, model_dir, evaluator_dir):
     return str(path)
 
 
+@pytest.mark.slow
 def test_fit_trains_evaluates_logs_and_its_saved_config_gives_equal_losses(experiment, tmp_path, monkeypatch):
     curves = []
     configs = ["-c", BASE, "-c", experiment]
@@ -134,6 +135,7 @@ def test_fit_trains_evaluates_logs_and_its_saved_config_gives_equal_losses(exper
     assert (log_dir / "checkpoints" / "last.ckpt").is_file()
 
 
+@pytest.mark.slow
 def test_a_saved_config_with_the_default_optimizer_can_be_read_again(experiment, tmp_path, monkeypatch, capsys):
     config = yaml.safe_load(Path(experiment).read_text())
     del config["model"]["optimizer"]
@@ -146,6 +148,7 @@ def test_a_saved_config_with_the_default_optimizer_can_be_read_again(experiment,
     assert "val/longppl" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_an_objective_of_the_users_own(experiment, tmp_path, monkeypatch):
     page = (CONFIGS.parent / "docs" / "train.md").read_text()
     (tmp_path / "my_objective.py").write_text(page[page.index("# my_objective.py") :].partition("```")[0])
@@ -175,6 +178,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_stored_influence_survives_a_kill_and_trains_like_longce_without_short_passes(
     experiment, model_dir, tmp_path, monkeypatch, capsys
 ):
@@ -214,6 +218,7 @@ def test_stored_influence_survives_a_kill_and_trains_like_longce_without_short_p
     assert losses[0][2] > 0
 
 
+@pytest.mark.slow
 def test_influence_takes_a_saved_config_and_its_folder(experiment, model_dir, evaluator_dir, tmp_path, monkeypatch):
     options = ["fit", "-c", BASE, "-c", experiment, "--trainer.limit_val_batches", "0", "--trainer.max_steps", "1"]
     longce(*options, monkeypatch=monkeypatch, folder=tmp_path)
@@ -224,6 +229,7 @@ def test_influence_takes_a_saved_config_and_its_folder(experiment, model_dir, ev
     assert len(list((tmp_path / "runs").rglob("config.yaml"))) == 1, "no logs of a run that trains nothing"
 
 
+@pytest.mark.slow
 def test_stored_influence_that_nobody_uses_or_has(experiment, tmp_path, monkeypatch, capsys):
     fit = ["fit", "-c", BASE, "-c", experiment]
     for options, message in (
@@ -237,6 +243,7 @@ def test_unknown_command(tmp_path, monkeypatch, capsys):
     assert "no command 'fiit'" in refused("fiit", monkeypatch=monkeypatch, folder=tmp_path, capsys=capsys)
 
 
+@pytest.mark.slow
 def test_validate_test_and_predict(experiment, tmp_path, monkeypatch, capsys):
     longce("fit", "-c", BASE, "-c", experiment, monkeypatch=monkeypatch, folder=tmp_path)
     checkpoint = next(tmp_path.glob("runs/longce/*/checkpoints/last.ckpt"))
@@ -251,6 +258,7 @@ def test_validate_test_and_predict(experiment, tmp_path, monkeypatch, capsys):
     assert len(list((tmp_path / "scores").glob("*.safetensors"))) == 1
 
 
+@pytest.mark.slow
 def test_a_corpus_is_scored_chosen_from_and_weighed(books, model_dir, tmp_path, monkeypatch, capsys):
     options = {
         "model.pretrained_model_name_or_path": model_dir,
@@ -295,6 +303,7 @@ def test_a_corpus_is_scored_chosen_from_and_weighed(books, model_dir, tmp_path, 
     assert json.loads((tmp_path / "scores" / "_SUCCESS.json").read_text())["failed"] == 1
 
 
+@pytest.mark.slow
 def test_the_command_line_wins_over_a_checkpoint(experiment, tmp_path, monkeypatch):
     longce("fit", "-c", BASE, "-c", experiment, monkeypatch=monkeypatch, folder=tmp_path)
     checkpoint = next(tmp_path.glob("runs/longce/*/checkpoints/last.ckpt"))
@@ -305,6 +314,7 @@ def test_the_command_line_wins_over_a_checkpoint(experiment, tmp_path, monkeypat
     assert cli.trainer.global_step == 5
 
 
+@pytest.mark.slow
 def test_fit_on_rows_that_are_not_full_with_loss_on_responses_only(
     experiment, corpus, tmp_path, monkeypatch, model_dir
 ):
@@ -332,6 +342,7 @@ def test_fit_on_rows_that_are_not_full_with_loss_on_responses_only(
     assert all(event.value > 0 for event in events.Scalars("train/loss"))
 
 
+@pytest.mark.slow
 def test_data_inspect_shows_the_rows_of_fit_and_loads_no_model(experiment, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(LongContextLM, "save_hyperparameters", lambda *_, **__: 1 / 0)
     settings = ["data", "inspect", "-c", BASE, "-c", experiment, "--trainer.accelerator", "gpu"]
@@ -360,6 +371,7 @@ def test_data_inspect_shows_the_rows_of_fit_and_loads_no_model(experiment, tmp_p
     assert "name a data module" in no_data
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", EXPERIMENTS, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_every_shipped_config_runs_under_the_debug_overlay(config, tmp_path, monkeypatch):
     below = ["-c", PG19] if config.stem == "curriculum" else []  # names no data module
@@ -371,6 +383,7 @@ def test_every_shipped_config_runs_under_the_debug_overlay(config, tmp_path, mon
     assert len(events.Scalars("lr-AdamW")) == 2
 
 
+@pytest.mark.slow
 def test_export_where_the_data_module_makes_its_own_tokenizer(tmp_path, monkeypatch):
     longce("fit", "-c", BASE, "-c", DEBUG, monkeypatch=monkeypatch, folder=tmp_path)
     checkpoint = next(tmp_path.rglob("*.ckpt"))
@@ -392,6 +405,7 @@ def rows_trained_on(monkeypatch):
     return shapes
 
 
+@pytest.mark.slow
 def test_the_curriculum_lengthens_rows_after_its_share_of_the_steps(tmp_path, monkeypatch, capsys):
     shapes = rows_trained_on(monkeypatch)
     fit = [
@@ -414,6 +428,7 @@ def test_the_curriculum_lengthens_rows_after_its_share_of_the_steps(tmp_path, mo
         assert message in refused(*fit, curriculum, monkeypatch=monkeypatch, folder=tmp_path, capsys=capsys)
 
 
+@pytest.mark.slow
 def test_a_mixture_of_corpora(experiment, books, tmp_path, monkeypatch, capsys):
     (tmp_path / "papers.jsonl").write_text(json.dumps({"text": make_text(900, seed=9)}))
     config = yaml.safe_load(Path(experiment).read_text())
@@ -448,6 +463,7 @@ LAYERED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYERED)
 def test_the_settings_of_the_paper_in_layers(name, tmp_path, monkeypatch):
     method, data, rate, full_attention, accumulation = LAYERED[name]
@@ -478,6 +494,7 @@ def test_the_settings_of_the_paper_in_layers(name, tmp_path, monkeypatch):
     assert len(list((tmp_path / "runs").rglob("config.yaml"))) == 1
 
 
+@pytest.mark.slow
 def test_weights_of_the_reported_steps_are_kept(tmp_path, monkeypatch):
     """The callbacks of setting A, with a save each step for one in 50."""
     config = yaml.safe_load((CONFIGS / "experiments/longce_pg19.yaml").read_text())
@@ -493,6 +510,7 @@ def test_weights_of_the_reported_steps_are_kept(tmp_path, monkeypatch):
     assert kept == ["weights-1.ckpt", "weights-2.ckpt", "weights-3.ckpt"]
 
 
+@pytest.mark.slow
 def test_qlora_over_stored_weights(tmp_path, monkeypatch):
     pytest.importorskip("bitsandbytes")
     layers = [
@@ -507,6 +525,7 @@ def test_qlora_over_stored_weights(tmp_path, monkeypatch):
     assert len(list((tmp_path / "runs").rglob("config.yaml"))) == 1
 
 
+@pytest.mark.slow
 def test_objective_and_optimizer_by_short_flags(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     flags = ["--model.objective", "CrossEntropy", "--model.optimizer", "torch.optim.SGD", "--model.optimizer.lr", "0.5"]
@@ -530,6 +549,7 @@ def _alpha(folder):
     return str(folder / "alpha.yaml")
 
 
+@pytest.mark.slow
 def test_bad_settings(experiment, tmp_path, monkeypatch, capsys):
     cases = {
         "context_length": ["--model.context_length", "0"],
@@ -552,6 +572,7 @@ def test_bad_settings(experiment, tmp_path, monkeypatch, capsys):
         assert expected in refused(*settings, monkeypatch=monkeypatch, folder=tmp_path, capsys=capsys)
 
 
+@pytest.mark.slow
 def test_bad_checkpoints(experiment, tmp_path, monkeypatch, capsys):
     (tmp_path / "torn.ckpt").write_bytes(b"PK")
     for path, expected in (("torn.ckpt", "is torn"), ("none.ckpt", "does not exist"), ("http://x/y", "from the web")):
@@ -561,6 +582,7 @@ def test_bad_checkpoints(experiment, tmp_path, monkeypatch, capsys):
         assert expected in message
 
 
+@pytest.mark.slow
 def test_going_on_with_the_newest_whole_checkpoint_of_a_folder(experiment, tmp_path, monkeypatch, capsys, caplog):
     fit = ["fit", "-c", BASE, "-c", experiment, "--trainer.limit_val_batches", "0"]
     run = {"monkeypatch": monkeypatch, "folder": tmp_path}
@@ -591,6 +613,7 @@ def test_a_misspelt_key_in_a_yaml_is_named(experiment, tmp_path, monkeypatch, ca
     assert "contxt_length" in refused(*arguments, monkeypatch=monkeypatch, folder=tmp_path, capsys=capsys)
 
 
+@pytest.mark.slow
 def test_bad_data(experiment, books, tmp_path, monkeypatch, capsys, model_dir):
     def run(*arguments):
         settings = ["fit", "-c", BASE, "-c", experiment, *arguments]
@@ -614,6 +637,7 @@ def test_bad_data(experiment, books, tmp_path, monkeypatch, capsys, model_dir):
     )
 
 
+@pytest.mark.slow
 def test_nan_loss_stops_with_its_step(experiment, tmp_path, monkeypatch, capsys):
     arguments = [
         "fit",
@@ -632,6 +656,7 @@ def test_nan_loss_stops_with_its_step(experiment, tmp_path, monkeypatch, capsys)
     assert "batch" in message
 
 
+@pytest.mark.slow
 def test_documents_too_short_for_key_tokens_do_not_crash(experiment, books, tmp_path, monkeypatch):
     for file in (books / "validation").iterdir():
         file.write_text(make_text(4, seed=1))
@@ -639,6 +664,7 @@ def test_documents_too_short_for_key_tokens_do_not_crash(experiment, books, tmp_
         longce("validate", "-c", BASE, "-c", experiment, monkeypatch=monkeypatch, folder=tmp_path)
 
 
+@pytest.mark.slow
 def test_two_processes_train_and_evaluate_like_one(experiment, books, tmp_path):
     """Three validation documents on two processes: none is dropped, none is counted twice."""
     (books / "validation" / "8.txt").write_text(make_text(150, seed=8))

@@ -44,6 +44,7 @@ def _fields(node):
     return [(each.target.id, each.value) for each in body if isinstance(each, ast.AnnAssign) and each.value is not None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PAPER)
 def test_defaults_are_those_of_the_paper(name):
     found = [(value, place) for argument, value, place in defaults() if argument == name]

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 
 def test_the_generic_package_names_belong_to_this_distribution_alone():
     owners = importlib.metadata.packages_distributions()
@@ -11,12 +13,14 @@ def test_the_generic_package_names_belong_to_this_distribution_alone():
         assert set(owners.get(package, ["longce"])) == {"longce"}
 
 
+@pytest.mark.slow
 def test_the_functional_core_is_light_to_import():
     heavy = {"lightning", "transformers", "datasets"}
     code = f"import sys, lightning_modules.functional; print(*({heavy} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == ""
 
 
+@pytest.mark.slow
 def test_peft_and_bitsandbytes_are_imported_for_adapters_only():
     code = "import sys, callbacks, datamodules, lightning_modules.long_context_lm; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()

@@ -38,6 +38,7 @@ def run(monkeypatch, capsys):
         logging.getLogger(name).setLevel(level)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="memory is read from Linux's /proc")
 def test_against_the_authors(run):
     sizes = ("--lengths", 96, 160, "--vocabularies", 200, "--context_length", 32, "--stride", 16, "--rounds", 1)
@@ -65,6 +66,7 @@ def test_corpus_against_the_authors_loop(run):
     assert all(float(row[2]) > 0 and float(row[3]) < 1e-5 for row in rows)
 
 
+@pytest.mark.slow
 def test_rehearsal_of_the_gpu_table(run):
     sizes = ("--layers", 1, "--vocabulary", 200, "--lengths", 64, "--context_length", 16, "--stride", 8)
     table = run("on_gpu", *sizes, "--device", "cpu", "--attention", "sdpa")
@@ -90,6 +92,7 @@ def test_cheaper_weights_of_a_model(run, model_dir, evaluator_dir, tmp_path):
     assert any("weights stored by evaluator" in name for name in table)
 
 
+@pytest.mark.slow
 def test_extended_contexts(run):
     options = ("--seeds", 1, "--base_steps", 2, "--steps", 2, "--questions", 3, "--methods", "none", "eabf")
     rows = [line for line in run("extended_contexts", *options) if line[0] in ("none", "eabf")]
@@ -100,6 +103,7 @@ def test_extended_contexts(run):
         assert all(0 <= share <= 1 for share in shares)
 
 
+@pytest.mark.slow
 def test_data_pipeline(run, model_dir, tmp_path):
     for number in range(6):
         (tmp_path / f"{number}.txt").write_text(make_text(300, seed=number))
@@ -173,6 +177,7 @@ def test_paired_tests_of_equal_compute(monkeypatch):
     assert p == pytest.approx(0.002833, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_equal_compute_end_to_end(run, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(FOLDER)
     import recall_lab
@@ -192,6 +197,7 @@ def test_equal_compute_end_to_end(run, tmp_path, monkeypatch):
     assert files == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.json")}, "what is there is read"
 
 
+@pytest.mark.slow
 def test_recall_tasks_of_a_model_that_has_hardly_learnt(run, tmp_path):
     sizes = ("--trained_lengths", 160, "--lengths", 160, 224, "--samples", 1, "--depths", 2)
     table = run("recall_tasks", "--output", tmp_path, "--cpu_seconds", 1, *sizes)

@@ -73,6 +73,7 @@ def rounds(monkeypatch):
     return seen
 
 
+@pytest.mark.slow
 def test_training_is_the_same_bit_for_bit(setup, tmp_path, monkeypatch):
     seen = rounds(monkeypatch)
     plain = fit(setup, tmp_path)
@@ -89,6 +90,7 @@ def test_training_is_the_same_bit_for_bit(setup, tmp_path, monkeypatch):
     assert seen.count((8, "teacher_forced")) == 2
 
 
+@pytest.mark.slow
 def test_what_is_logged(setup, tmp_path):
     logger = TensorBoardLogger(tmp_path, default_hp_metric=False)
     saver = ModelCheckpoint(tmp_path / "best", monitor="tasks/average/64", mode="max")
@@ -116,6 +118,7 @@ def test_what_is_logged(setup, tmp_path):
         assert logged[f"tasks/{name}"] == pytest.approx(value, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_every_so_many_steps_instead_of_at_validation(setup, tmp_path):
     logger = TensorBoardLogger(tmp_path, default_hp_metric=False)
     fit(setup, tmp_path, LongContextTasks(**TASKS, every_n_steps=3, at_start=True), logger=logger)

@@ -106,6 +106,7 @@ torch.save(logits, root / "logits.pt")
 """
 
 
+@pytest.mark.slow
 def test_trained_with_lora_and_eabf_and_loaded_in_a_new_process(base, documents, tmp_path, capsys):
     """Merged and kept apart, by the callback and from the checkpoint: the lines of the card give the same logits."""
     module, data = make_module(base), Documents(documents, base)
@@ -142,6 +143,7 @@ def test_trained_with_lora_and_eabf_and_loaded_in_a_new_process(base, documents,
     assert first["training"]["metrics"]["val/perplexity"] > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [None, {"r": 2, "target_modules": ["q_proj", "lm_head"]}])
 def test_the_model_goes_on_unchanged_after_its_export(base, documents, tmp_path, lora):
     module, data = make_module(base, lora=lora), Documents(documents)
@@ -179,6 +181,7 @@ def _train(rank, world_size, base, root, documents):
     assert (root / "out" / "model.safetensors").is_file(), "it is there when any process goes on"
 
 
+@pytest.mark.slow
 def test_a_tokenizer_is_exported_as_it_is_stored(base, documents, tmp_path):
     """With trimmed offsets, which loading makes whole: the rule of the authors goes by them."""
     path = Path(base) / "tokenizer.json"

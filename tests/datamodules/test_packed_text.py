@@ -274,6 +274,7 @@ ODD = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(texts=ODD.filter(lambda texts: any(map(str.strip, texts))), length=st.sampled_from([1, 7, 32]), data=st.data())
 @pytest.mark.parametrize("packing", PACKED)

@@ -54,6 +54,7 @@ def test_is_stored_without_outputs_and_run_by_a_test_below(path):
     assert f'run("{path.stem}", tmp_path, QUICK="1"' in Path(__file__).read_text()
 
 
+@pytest.mark.slow
 def test_key_tokens(tmp_path):
     text = tmp_path / "mine.txt"
     text.write_text("The Yeas and Nays of both Houses. " * 120)
@@ -66,6 +67,7 @@ def test_key_tokens(tmp_path):
     assert "document.txt" in page
 
 
+@pytest.mark.slow
 def test_fine_tune_with_longce(tmp_path):
     output = run("fine_tune_with_longce", tmp_path, QUICK="1")
     assert [step for step, *_ in numbers(r"^step (\d+) +(\S+) +(\S+)$", output)] == [0, 1, 3, 0, 1, 3]

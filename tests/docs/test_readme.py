@@ -241,6 +241,7 @@ def stand_in(words, replaced):
     return words
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [pytest.param(command, id=command[:60]) for command in all_commands()])
 def test_command(command, reader, request):
     reading = COMMANDS.get(command)

@@ -324,6 +324,7 @@ def test_a_short_pass_in_fewer_bits_weighs_about_the_same_and_leaves_the_long_pa
     assert torch.nn.functional.cosine_similarity(exact_weights, rough_weights) > 0.98
 
 
+@pytest.mark.slow
 def test_gradients_of_drawn_windows_are_those_of_longce_on_average(folder):
     def gradient(share, seed):
         module = LongContextLM(folder, context_length=8, stride=4, short_window_share=share)

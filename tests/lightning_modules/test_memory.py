@@ -67,6 +67,7 @@ def test_a_longce_step_needs_no_more_than_a_ce_step(checkpointing):
     assert peak(LongCE()) < 1.02 * peak(CrossEntropy())
 
 
+@pytest.mark.slow
 def test_scoring_grows_by_one_layer_of_one_pass():
     def peak(tokens, layers):
         backbone = Backbone(tiny_model("llama", 400, num_hidden_layers=layers).eval())

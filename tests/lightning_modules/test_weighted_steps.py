@@ -45,6 +45,7 @@ def test_facts_of_an_objective_in_another_one():
     assert facts == {"name": "Interpolated", "objective": inner, "cross_entropy_share": 0.25}
 
 
+@pytest.mark.slow
 def test_objectives_in_a_config(tmp_path, monkeypatch):
     from lightning_modules.commands.cli.lightning_cli import LongceCLI
 

@@ -19,6 +19,7 @@ def outcome(*arguments):
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table[2:]]
 
 
+@pytest.mark.slow
 def test_what_faults_leave_behind():
     rows = outcome("2", "quick")
     assert len(rows) == 6

@@ -162,6 +162,7 @@ def compare(config, folder, kills, workers=WORKERS):
             assert all(found == expected for found in killed[number]), (name, number, expected, killed[number])
 
 
+@pytest.mark.slow
 def test_losses_after_kills_equal_those_of_an_undisturbed_run(config, tmp_path):
     compare(config, tmp_path, kills=2)
 

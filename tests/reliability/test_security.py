@@ -269,6 +269,7 @@ def test_configs_name_classes_of_the_right_kind_only(name, tmp_path, marker, mon
     works(marker, lambda: os.mkdir(marker))
 
 
+@pytest.mark.slow
 def test_a_config_is_code_all_the_same(tmp_path, marker, monkeypatch):
     """Why only configs that one has read should be run.
 

@@ -265,6 +265,7 @@ def test_a_line_that_is_too_long_is_one_row(tmp_path, monkeypatch):
     assert found[("a.jsonl", 2)] == "c"
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.integers(0, 50), min_size=0, max_size=40),
     st.integers(1, 7),

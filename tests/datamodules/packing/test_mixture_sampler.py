@@ -26,6 +26,7 @@ def source_of(rows, row):
     return np.searchsorted(np.cumsum(list(rows.values())), row, side="right")
 
 
+@pytest.mark.slow
 @given(mixtures())
 @settings(max_examples=60)
 def test_shares_are_exact_at_every_row_of_an_epoch(mixture):

@@ -240,6 +240,7 @@ def work(monkeypatch):
     return work
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", STRATEGIES)
 def test_a_million_documents_take_few_calls(packing, work):
     """A clock would measure what else the machine does; the number of calls is always the same."""

@@ -84,6 +84,7 @@ def test_rows_end_contexts_at_documents_unless_they_shall_not(corpus_folder, wid
     assert all(batch["document_borders"] == [[0, LENGTH]] for batch in joined)
 
 
+@pytest.mark.slow
 def test_processes_and_workers_read_files_of_their_own(corpus_folder, wide_tokenizer):
     read = []
     for rank in range(2):
@@ -93,6 +94,7 @@ def test_processes_and_workers_read_files_of_their_own(corpus_folder, wide_token
     assert sum(map(len, read)) == len(set().union(*read)) == len(LENGTHS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_workers", "after"), [(0, range(12)), (2, (1, 4))])
 def test_goes_on_at_the_very_token(corpus_folder, wide_tokenizer, num_workers, after):
     made = functools.partial(module, corpus_folder, wide_tokenizer, num_workers=num_workers, batch_size=2)
@@ -109,6 +111,7 @@ def test_goes_on_at_the_very_token(corpus_folder, wide_tokenizer, num_workers, a
         assert len(resumed) == 12
 
 
+@pytest.mark.slow
 def test_goes_on_again_and_again_within_a_document(corpus_folder, wide_tokenizer):
     made = functools.partial(module, corpus_folder, wide_tokenizer, max_steps=30)
     rows, state = [], made().train_dataloader().state_dict()
@@ -154,6 +157,7 @@ def fitted(folder, tokenizer, steps, save, checkpoint=None):
     return recorder.seen
 
 
+@pytest.mark.slow
 def test_each_process_goes_on_with_its_own_streams(corpus_folder, wide_tokenizer, monkeypatch):
     made = functools.partial(module, corpus_folder, wide_tokenizer, world_size=2)
     loaders = [made(rank=rank).train_dataloader() for rank in range(2)]
@@ -181,6 +185,7 @@ def first_of(loader, number):
     return [next(batches) for _ in range(number)]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_lightning_neither_repeats_nor_loses_a_row(corpus_folder, wide_tokenizer, tmp_path):
     save = ModelCheckpoint(tmp_path / "saved", filename="{step}", every_n_train_steps=1, save_top_k=-1)
@@ -193,6 +198,7 @@ def test_lightning_neither_repeats_nor_loses_a_row(corpus_folder, wide_tokenizer
         assert len(seen) == 2 * (steps - step)
 
 
+@pytest.mark.slow
 def test_other_streams_are_refused(corpus_folder, wide_tokenizer, byte_tokenizer):
     state = module(corpus_folder, wide_tokenizer).train_dataloader().state_dict()
     for options in (
@@ -218,6 +224,7 @@ def test_other_streams_are_refused(corpus_folder, wide_tokenizer, byte_tokenizer
         module(corpus_folder, wide_tokenizer).train_dataloader().load_state_dict(state)
 
 
+@pytest.mark.slow
 def test_the_file_in_progress_must_be_the_same(corpus_folder, wide_tokenizer):
     loader = module(corpus_folder, wide_tokenizer).train_dataloader()
     first_of(loader, 1)
@@ -279,6 +286,7 @@ def test_documents_that_are_held_out_are_not_streamed(corpus_folder, wide_tokeni
     assert not streamed & held_out
 
 
+@pytest.mark.slow
 def test_workers_stream_from_the_web(corpus_folder, wide_tokenizer):
     """A file system that was used before the fork hangs or is refused in the worker, if it is not made anew."""
 

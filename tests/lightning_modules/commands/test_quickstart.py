@@ -21,6 +21,7 @@ def rows(output):
     return [(int(step), float(longppl), float(perplexity)) for step, longppl, perplexity in table]
 
 
+@pytest.mark.slow
 def test_every_run_of_it_works_and_is_shown_as_a_command(tmp_path, monkeypatch, capsys):
     options = ["--trainer.max_steps", "2", "--data.train_documents", "256", "--trainer.enable_progress_bar", "false"]
     # Nobody evaluates by a model of two steps: what it finds does not matter here, that it is asked does.

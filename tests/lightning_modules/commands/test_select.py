@@ -235,7 +235,7 @@ def test_bad_options(scored, tmp_path):
             select(scores, **options)
     with pytest.raises(ValueError, match="no scores"):
         select(str(tmp_path / "none"))
-    with pytest.raises(ValueError, match=r"a\.parquet' is does not hold document scores"):
+    with pytest.raises(ValueError, match=r"a\.parquet' does not hold document scores"):
         select(str(scored / "corpus" / "x"))
 
 

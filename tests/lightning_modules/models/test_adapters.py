@@ -237,6 +237,7 @@ def test_gradients_through_quantised_weights_after_a_short_pass(folder):
             assert wanted.grad.abs().max() > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantization", [None, FOUR_BITS])
 def test_a_checkpoint_of_adapters_holds_only_these_and_resumes(folder, tmp_path, quantization):
     if quantization:
@@ -323,6 +324,7 @@ def perplexity(tmp_path, module, **settings):
     return run.validate(module, DataLoader([row(3)], batch_size=None), verbose=False, **settings)[0]["val/perplexity"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("start", [True, "pissa_niter_4"])
 def test_a_checkpoint_is_read_again_under_every_precision(folder, tmp_path, precision, start):

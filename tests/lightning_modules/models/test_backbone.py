@@ -207,6 +207,7 @@ def test_tokens_that_cannot_be_key_are_spared(beta, monkeypatch):
             assert torch.equal(*masks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["llama", "gpt_neox"])
 def test_chunks_windows_per_pass_and_trimming_change_nothing_that_matters(architecture, monkeypatch):
     scorer = Backbone(build(architecture))

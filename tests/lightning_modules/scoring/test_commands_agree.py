@@ -65,6 +65,7 @@ def predicted(document, model):
     return scores
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_score_validate_predict_and_inspect_with_the_model_as_its_own_evaluator(language, folders, tmp_path):
     text = text_of(language, words=30)

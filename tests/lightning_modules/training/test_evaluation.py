@@ -95,6 +95,7 @@ def refused(capsys, *words):
     return capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_evaluations_leave_a_run_alone_and_log_at_the_checkpoints_step(folder):
     before = hashes(RUN)
     assert len(before) > 5
@@ -114,6 +115,7 @@ def test_evaluations_leave_a_run_alone_and_log_at_the_checkpoints_step(folder):
     assert list(Path("runs/longce").iterdir()) == [RUN]
 
 
+@pytest.mark.slow
 def test_an_evaluation_of_weights_alone_logs_at_their_step(folder):
     content = torch.load(RUN / "checkpoints" / "step-2.ckpt", weights_only=True)
     weights = {key: content[key] for key in ("state_dict", "loops", "global_step", "pytorch-lightning_version")}
@@ -123,6 +125,7 @@ def test_an_evaluation_of_weights_alone_logs_at_their_step(folder):
     assert events(RUN / evaluation.FOLDER / "validate-step-2")["val/perplexity"] == [2]
 
 
+@pytest.mark.slow
 def test_an_evaluation_without_a_checkpoint(folder):
     before = hashes(RUN)
     longce("validate", *FIT[1:-2])
@@ -154,6 +157,7 @@ def test_an_evaluation_without_logs_leaves_the_working_folder_alone(folder):
     assert Path("config.yaml").read_text() == Path("own.yaml").read_text()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_its_config_and_takes_the_largest_step(folder):
     first, identity = (RUN / "config.yaml").read_bytes(), (RUN / "run.json").read_bytes()
     os.utime(RUN / "checkpoints" / "step-1.ckpt", (time.time() + 1e6,) * 2)
@@ -169,6 +173,7 @@ def test_a_resumed_run_keeps_its_config_and_takes_the_largest_step(folder):
     assert {one["run_id"] for one in kept.values()} == {yaml.safe_load(identity)["id"]}
 
 
+@pytest.mark.slow
 def test_a_second_fit_is_refused_before_it_loads_anything(folder, capsys, monkeypatch):
     monkeypatch.setattr(LongContextLM, "configure_model", lambda self: pytest.fail("loaded"))
     before = hashes(RUN)
@@ -185,6 +190,7 @@ def test_a_second_fit_is_refused_before_it_loads_anything(folder, capsys, monkey
     assert hashes(RUN) == before
 
 
+@pytest.mark.slow
 def test_a_copy_of_a_run_is_a_run_of_its_own(folder):
     shutil.copytree(RUN, RUN.parent / "copied", symlinks=True)
     before = hashes(RUN)
@@ -193,6 +199,7 @@ def test_a_copy_of_a_run_is_a_run_of_its_own(folder):
     assert hashes(RUN) == before
 
 
+@pytest.mark.slow
 def test_checkpoints_of_two_runs_in_one_folder_are_refused(folder, capsys):
     longce(*FIT, "--trainer.logger.init_args.version", "other", "--seed_everything", "1")
     shutil.copy(RUN.parent / "other/checkpoints/step-2.ckpt", RUN / "checkpoints/step-9.ckpt")

@@ -135,6 +135,7 @@ def one(setup, root):
     return functools.cache(lambda variant: train(setup, root / "one", 1, "auto", variant))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("variant", list(VARIANTS))
 def test_losses_weights_and_metrics_are_those_of_one_process(two, one, strategy, variant):
@@ -145,6 +146,7 @@ def test_losses_weights_and_metrics_are_those_of_one_process(two, one, strategy,
         assert_same(results[strategy, variant], expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("documents", DOCUMENTS)
 def test_each_document_counts_once_also_if_there_are_fewer_than_processes(

@@ -64,6 +64,7 @@ fit(Path("."), Line(4, 5))
 """
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_the_process_at_once(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
     ended = subprocess.run([sys.executable, "-c", SECOND], cwd=tmp_path, env=environment, check=False)

@@ -217,6 +217,7 @@ def begin_at_once(folder, start, said, end):
     os._exit(0)  # what it holds is left for the next round
 
 
+@pytest.mark.slow
 def test_of_runs_that_start_at_once_one_begins(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     for _ in range(5):

@@ -27,6 +27,7 @@ class Tags(HTMLParser):
         assert self.open.pop() == tag
 
 
+@pytest.mark.slow
 def test_interrupted_and_resumed(tmp_path, config, capsys, monkeypatch):
     output = tmp_path / "out"
     made = []
@@ -111,6 +112,7 @@ def test_other_settings_are_other_runs(settings, tmp_path):
     assert paths == [Laboratory(settings, tmp_path).path(run) for run in make_plan(settings, 1).runs]
 
 
+@pytest.mark.slow
 def test_on_real_text(tmp_path, config, book_folder):
     declared = json.loads(config.read_text())
     shipped = yaml.safe_load(CONFIG.with_name("haystack.yaml").read_text())
@@ -128,6 +130,7 @@ def test_on_real_text(tmp_path, config, book_folder):
     assert "Real text" in (tmp_path / "out" / "report.md").read_text()
 
 
+@pytest.mark.slow
 def test_the_shipped_haystack_is_the_miniature_but_smaller(book_folder):
     settings = read_settings(CONFIG.with_name("haystack.yaml"), str(book_folder))
     assert settings.model == read_settings().model

@@ -16,12 +16,14 @@ def corpus(text):
     return HaystackCorpus(str(text), vocabulary_size=340)
 
 
+@pytest.mark.slow
 def test_values_are_several_tokens_here(corpus):
     sizes = [corpus.size(value) for values in field_values().values() for value in values]
     assert min(sizes) < max(sizes)
     assert sum(size > 1 for size in sizes) > 100
 
 
+@pytest.mark.slow
 def test_the_tokenizer_keeps_the_text_and_says_where_each_token_stands(corpus):
     tokenizer = corpus.tokenizer()
     assert len(tokenizer) == 340
@@ -150,6 +152,7 @@ def test_rows_of_the_data_module_are_the_documents(corpus, tmp_path):
     assert rows == [part for document in ids for part in (document[:60], document[60:])]
 
 
+@pytest.mark.slow
 def test_other_text_is_another_corpus(text, corpus, tmp_path):
     assert corpus.fingerprint() == HaystackCorpus(str(text), vocabulary_size=340).fingerprint()
     assert corpus.fingerprint() != HaystackCorpus(str(text), vocabulary_size=350).fingerprint()
@@ -159,6 +162,7 @@ def test_other_text_is_another_corpus(text, corpus, tmp_path):
     assert corpus.fingerprint() != HaystackCorpus(str(tmp_path), vocabulary_size=340).fingerprint()
 
 
+@pytest.mark.slow
 def test_what_cannot_be_a_haystack_is_refused(tmp_path):
     with pytest.raises(ValueError, match="name a folder"):
         HaystackCorpus()

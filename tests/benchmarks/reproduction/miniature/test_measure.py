@@ -67,6 +67,7 @@ def test_right_answers_are_the_likeliest_words(examination, backbone):
     batch["input_ids"][:, -1] = answers
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_an_answer_of_several_tokens_is_right_if_each_is(settings, book_folder):
     corpus = HaystackCorpus(str(book_folder), vocabulary_size=340)

@@ -119,6 +119,7 @@ def debug_run(tmp_path, model_dir, corpus):
     return Run("A-LongCE", (1, 2), tmp_path / "out", options)
 
 
+@pytest.mark.slow
 def test_a_tiny_run_is_trained_and_exported(debug_run, monkeypatch):
     monkeypatch.chdir(CONFIGS.parent)
     assert carry_out([debug_run], lambda words: longce(words, monkeypatch)) == []
@@ -141,6 +142,7 @@ def test_a_run_that_fails_is_named_and_the_next_goes_on(tmp_path):
     assert calls == ["fit", "fit", "export"]
 
 
+@pytest.mark.slow
 def test_the_plan_of_a_run_has_the_options_of_plan(tmp_path, capsys, monkeypatch):
     words = shlex.split(Run("A-LongCE", (200,), tmp_path, ("-c", "configs/debug.yaml")).plan())
     monkeypatch.chdir(CONFIGS.parent)

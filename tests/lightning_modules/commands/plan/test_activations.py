@@ -75,6 +75,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("architecture", "dtype", "mixed", "lora"), CASES)
 def test_what_a_layer_keeps_and_needs(architecture, dtype, mixed, lora):
     planned = activation_bytes(
@@ -91,6 +92,7 @@ def test_what_a_layer_keeps_and_needs(architecture, dtype, mixed, lora):
     assert planned.forward == pytest.approx(memory.peak / TOKENS, rel=0.15)
 
 
+@pytest.mark.slow
 def test_matrix_products_are_half_of_float32_in_bfloat16():
     single, half = (activation_bytes(config("llama", 2), dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
     assert (single.hidden, half.hidden) == (256, 128)
@@ -98,6 +100,7 @@ def test_matrix_products_are_half_of_float32_in_bfloat16():
     assert 0.5 <= half.layer / single.layer < 0.75  # norms work in float32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
 def test_experts_keep_what_as_many_dense_layers_would(name):
     sizes = {"num_experts" if name == "qwen3_moe" else "num_local_experts": 4, "moe_intermediate_size": 32}
@@ -109,6 +112,7 @@ def test_experts_keep_what_as_many_dense_layers_would(name):
     assert kept[1] > kept[0]
 
 
+@pytest.mark.slow
 def test_one_layer_is_enough():
     one, two = (activation_bytes(config("llama", layers), dtype=torch.float32) for layers in (1, 2))
     assert one == two

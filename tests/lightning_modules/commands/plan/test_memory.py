@@ -27,11 +27,13 @@ def eight(llamas):
 
 
 # GiB of the project's own study for an 8B model in bfloat16 with checkpointing and AdamW.
+@pytest.mark.slow
 @pytest.mark.parametrize(("tokens", "expected"), [(32768, 79), (131072, 129)])
 def test_full_fine_tuning_of_the_study(eight, tokens, expected):
     assert training_memory(*eight, replace(BF16, tokens=tokens)).peak / GIB == pytest.approx(expected, rel=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tokens", "expected", "more"), [(32768, 34, 0.10), (131072, 84, 0.20)])
 def test_lora_of_the_study(llamas, tokens, expected, more):
     """The study left out that peft keeps adapters in float32, and a float32 copy of the input of each."""
@@ -41,6 +43,7 @@ def test_lora_of_the_study(llamas, tokens, expected, more):
     assert expected <= peak <= expected * (1 + more)
 
 
+@pytest.mark.slow
 def test_quantised_weights(llamas):
     """NF4 with quantised constants: 4.127 bits per weight (Dettmers et al., 2023, section 3)."""
     config = llamas["llama-3.1-8b"]
@@ -62,6 +65,7 @@ def test_what_is_trained_beside_frozen_weights_is_float32_in_mixed_precision(lla
     assert lasting_memory(shape, BF16)["optimizer"] == 2 * 2 * shape.trained
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tokens", "expected"), [(32768, 3.6), (131072, 14.5)])
 def test_scoring_of_the_study(eight, tokens, expected):
     memory = scoring_memory(*eight, tokens, torch.bfloat16, windows=(4096, 1024))

@@ -47,6 +47,7 @@ def paper(tmp_path, llamas):
     return [*LAYERS, "--model.pretrained_model_name_or_path", model, "--evaluator", evaluator]
 
 
+@pytest.mark.slow
 def test_gpus_that_share_rows_keep_a_part_of_their_activations(plan, paper):
     def layered(strategy, gpus, **options):
         layer = [
@@ -70,6 +71,7 @@ def test_gpus_that_share_rows_keep_a_part_of_their_activations(plan, paper):
     assert "12 process(es) do not form groups of 8" in layered("ulysses.yaml", "12", refused=True)
 
 
+@pytest.mark.slow
 def test_the_papers_run(plan, paper):
     numbers, text = plan(*paper, "--gpu", "H200", "--gpus", "8", "--price_per_gpu_hour", "2")
     configured = numbers["training"][0]
@@ -96,6 +98,7 @@ def test_the_papers_run(plan, paper):
     assert "GiB, fits" in text
 
 
+@pytest.mark.slow
 def test_adapters_and_quantized_weights(plan, paper):
     numbers, text = plan(*paper, "--gpu", "H200", *LORA)
     assert numbers["memory"]["fits"]
@@ -109,6 +112,7 @@ def test_adapters_and_quantized_weights(plan, paper):
     assert "set `model.lora`" in plan(*paper, *quantized, refused=True)
 
 
+@pytest.mark.slow
 def test_a_run_without_short_contexts_or_steps(plan):
     debug = [*LAYERS, "-c", str(CONFIGS / "debug.yaml"), "--gpu_tflops", "10", "--gpu_memory", "8"]
     options = ["--model.objective", "CrossEntropy", "--trainer.max_steps", "-1", "--price_per_gpu_hour", "1"]
@@ -121,6 +125,7 @@ def test_a_run_without_short_contexts_or_steps(plan):
     assert "short windows" not in numbers["memory"]["phases"]
 
 
+@pytest.mark.slow
 def test_settings_that_are_not_planned_are_noted(plan):
     debug = [*LAYERS, "-c", str(CONFIGS / "debug.yaml"), "--gpu", "H200", "--model.short_dtype", "bfloat16"]
     extension = "{method: rerope, original_length: 64, target_length: 128}"
@@ -129,6 +134,7 @@ def test_settings_that_are_not_planned_are_noted(plan):
     assert "`short_dtype: bfloat16`" in notes
 
 
+@pytest.mark.slow
 def test_bad_input(plan, paper, tmp_path):
     (tmp_path / "file").touch()
     cases = {
@@ -156,6 +162,7 @@ def experiment(config, **training):
     return Experiment("m", config, None, "LongCE", Training(32768, checkpointing="full", **training))
 
 
+@pytest.mark.slow
 def test_remedies_fit(llamas):
     memory = Planner(experiment(llamas["llama-3.1-8b"], gpus=2), GPUS["H100"]).plan()["memory"]
     assert not memory["fits"]
@@ -174,6 +181,7 @@ def test_changes_that_make_sense():
     assert "model.dtype: bfloat16 (of the frozen weights)" in adapters
 
 
+@pytest.mark.slow
 def test_fewer_windows_or_stored_weights_cost_less(llamas):
     whole = experiment(llamas["llama-2-7b"])
     half = replace(whole, window_share=0.5)
@@ -185,6 +193,7 @@ def test_fewer_windows_or_stored_weights_cost_less(llamas):
     assert steps[2] == ce
 
 
+@pytest.mark.slow
 def test_an_evaluator_with_windows_of_its_own(llamas):
     seven, eight = llamas.values()
     run = replace(experiment(seven), evaluator=Evaluator("e", eight, 1024, 1024, torch.bfloat16))
@@ -195,6 +204,7 @@ def test_an_evaluator_with_windows_of_its_own(llamas):
     assert beside["peak"] > alone["peak"] + 4 * 25  # the training's weights, moments, gradients
 
 
+@pytest.mark.slow
 def test_the_cheaper_run_costs_less(plan, paper):
     layers = [[], ["-c", str(CONFIGS / "experiments/cheaper_longce.yaml")]]
     shipped, cheaper = (plan(*paper[:4], *layer, *paper[4:], "--gpu", "H200", "--gpus", "8")[0] for layer in layers)

@@ -305,6 +305,7 @@ def test_an_architecture_that_would_not_be_scaled_is_refused():
         AutoModelForCausalLM.from_config(config)
 
 
+@pytest.mark.slow
 def test_a_process_that_does_not_know_it_fails_loudly(folder, tmp_path):
     backbone = load_backbone(ModelConfig(folder(), context_extension=settings_of())).eval()
     backbone.model.save_pretrained(tmp_path / "saved")

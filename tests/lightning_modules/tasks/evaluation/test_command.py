@@ -34,6 +34,7 @@ def results(folder):
     return [str({**vars(one), "seconds": 0}) for one in found]
 
 
+@pytest.mark.slow
 def test_the_command_line(guessing_dir, tmp_path, capsys):
     words = ["--model", guessing_dir, "--output", tmp_path / "out", "--tasks", GUESS, SEVERAL, "--lengths", 48, 64]
     main(["evaluate", *map(str, words), "--samples", "3", "--depths", "3", "--mode", "generate"])
@@ -48,6 +49,7 @@ def test_the_command_line(guessing_dir, tmp_path, capsys):
     assert (tmp_path / "out" / "figures" / "heat_map.svg").is_file()
 
 
+@pytest.mark.slow
 def test_an_interrupted_evaluation_goes_on_where_it_was(guessing_dir, tmp_path, asked, monkeypatch):
     evaluate(str(guessing_dir), str(tmp_path / "whole"), mode="teacher_forced", **TASKS)
     append, calls = ResultStore.append, []
@@ -74,6 +76,7 @@ def test_an_interrupted_evaluation_goes_on_where_it_was(guessing_dir, tmp_path, 
     assert sum(asked) == QUESTIONS // 3
 
 
+@pytest.mark.slow
 def test_processes_share_the_questions_of_a_folder(guessing_dir, tmp_path, asked, monkeypatch):
     evaluate(str(guessing_dir), str(tmp_path / "one"), mode="teacher_forced", **TASKS)
     monkeypatch.setenv("WORLD_SIZE", "3")
@@ -88,6 +91,7 @@ def test_processes_share_the_questions_of_a_folder(guessing_dir, tmp_path, asked
     assert results(tmp_path / "three") == results(tmp_path / "one")
 
 
+@pytest.mark.slow
 def test_a_folder_of_other_settings_is_refused_before_the_model_is_loaded(guessing_dir, tmp_path, monkeypatch):
     evaluate(str(guessing_dir), str(tmp_path), mode="teacher_forced", **TASKS)
     monkeypatch.setattr(command, "load_frozen", None)
@@ -123,6 +127,7 @@ def test_a_process_without_a_place(guessing_dir, tmp_path, monkeypatch, rank, pr
         evaluate(str(guessing_dir), str(tmp_path), **TASKS)
 
 
+@pytest.mark.slow
 def test_texts_that_have_changed_are_other_questions(guessing_dir, tmp_path):
     essays, moved = tmp_path / "essays", tmp_path / "moved"
     essays.mkdir()

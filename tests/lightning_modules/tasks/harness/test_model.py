@@ -32,6 +32,7 @@ def pair(request, model_dir):
     return ours, HFLM(pretrained=model, tokenizer=tokenizer, max_length=length, batch_size=1)
 
 
+@pytest.mark.slow
 def test_same_answers_and_metrics(pair, task_dir):
     ours, theirs = pair
     loader = TaskLoader(NAMES, include_path=str(task_dir))

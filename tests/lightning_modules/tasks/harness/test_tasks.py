@@ -40,6 +40,7 @@ def test_a_file_is_a_task(task_dir):
     assert list(TaskLoader([path]).load(path).tasks) == ["letter"]
 
 
+@pytest.mark.slow
 def test_bad_names_and_missing_data_are_refused(task_dir, tmp_path, monkeypatch):
     # To look a name up among all tasks of the harness takes 15 s.
     monkeypatch.setattr(tasks, "TaskManager", lambda **options: TaskManager(**{**options, "include_defaults": False}))

@@ -305,6 +305,7 @@ def _save_for_ever(path):
         CheckedCheckpointIO().save_checkpoint({"step": step, "weight": torch.full((200_000,), float(step))}, path)
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
     path = save(tmp_path / "a.ckpt", {"step": -1, "weight": torch.full((200_000,), -1.0)})
     for trial in range(12):

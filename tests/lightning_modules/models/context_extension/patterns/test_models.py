@@ -98,6 +98,7 @@ def check_every_layer(backbone, borders):
         torch.testing.assert_close(actual[0].double(), expected, rtol=1e-5, atol=2e-5 * expected.abs().max().item())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PATTERNS)
 @pytest.mark.parametrize("borders", [(0, LENGTH), (0, 7, 8, 40, LENGTH)], ids=["plain", "packed"])
 @pytest.mark.parametrize("architecture", ["llama", "gpt_neox"])
@@ -199,6 +200,7 @@ def test_saved_and_read_again(name, folder, tmp_path):
         assert difference[: ORIGINAL + 1].max() < 1e-4
 
 
+@pytest.mark.slow
 def test_a_process_that_does_not_know_it_fails_loudly(folder, tmp_path):
     load_backbone(ModelConfig(folder(), context_extension=extension("rerope"))).model.save_pretrained(
         tmp_path / "saved"
@@ -211,6 +213,7 @@ def test_a_process_that_does_not_know_it_fails_loudly(folder, tmp_path):
     assert AutoModelForCausalLM.from_pretrained(str(tmp_path / "saved")).config.rope_parameters["window"] == 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["eager", "flex_attention"])
 def test_attention_that_a_pattern_cannot_replace(attention, folder):
     path = folder()
@@ -237,6 +240,7 @@ def test_flash_attention_is_not_chosen_for_a_pattern(folder, monkeypatch):
     assert resolve_attention("auto", pattern, flash=True) == "document_sdpa"
 
 
+@pytest.mark.slow
 def test_other_architectures():
     register_rope_types()
     config = AutoConfig.for_model(
