@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from jsonargparse.typing import PositiveInt
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_deprecation, rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
 from transformers import PreTrainedTokenizerFast
 from typing_extensions import override
@@ -38,6 +37,7 @@ from lightning_modules.tasks.questions.registry import find_tasks
 from lightning_modules.training.export.facts import loaded_tokenizer
 from lightning_modules.training.preemption import between_steps
 from lightning_modules.training.sequence_parallel import sequence_group
+from lightning_modules.utilities.collectives import gathered
 from lightning_modules.utilities.files import write_atomically
 from lightning_modules.utilities.plain_json import plain
 from lightning_modules.visualization.report import as_markdown_table
@@ -75,9 +75,8 @@ class LongContextTasks(Callback):
             callback writes to ``harness/step-<step>/<task>.jsonl`` in the logger's folder.
 
     Raises:
-        ValueError: If a task, a file or a number cannot be used; at setup, if a task lacks its data, or there are
-            several such callbacks; before training, if there is no tokenizer, a length is too short for a task or too
-            long for the model, or several processes share the tokens of a sequence.
+        ValueError: If a task, a file or a number cannot be used, or there are several such callbacks; before training,
+            if a length is too short for a task or too long for the model, or processes share the tokens of a sequence.
     """
 
     def __init__(
@@ -216,11 +215,7 @@ class LongContextTasks(Callback):
 
     def _gathered(self, results: list[TaskResult]) -> list[TaskResult]:
         """Return the results of all processes, in the order of a single process."""
-        parts = [results]
-        if dist.is_available() and dist.is_initialized():
-            parts *= dist.get_world_size()
-            dist.all_gather_object(parts, results)
-        by_key = {result.key: result for part in parts for result in part}
+        by_key = {result.key: result for part in gathered(results) for result in part}
         return [by_key[key] for key in self.keys]
 
     def _ask_theirs(self, trainer: Trainer, pl_module: LongContextLM) -> dict[str, float]:
@@ -261,19 +256,3 @@ class LongContextTasks(Callback):
         """Log at this very step, whatever `log_every_n_steps` is."""
         for logger in trainer.loggers:
             logger.log_metrics(values, step=trainer.global_step)
-
-
-class LMEvaluationHarness(LongContextTasks):
-    """Deprecated name of `LongContextTasks`, which takes tasks of lm-evaluation-harness as well.
-
-    Args:
-        tasks: As in `LongContextTasks`.
-        options: Its other arguments.
-    """
-
-    def __init__(self, tasks: Sequence[str], **options: Any) -> None:
-        rank_zero_deprecation(
-            "`callbacks.LMEvaluationHarness` is deprecated: use `callbacks.LongContextTasks`, which takes the same"
-            " arguments. Its task `ruler` is longce's."
-        )
-        super().__init__(tasks, **options)

@@ -264,8 +264,7 @@ class LongContextLM(LightningModule):
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        model, resumes = self.backbone.base_model, bool(self._trainer) and self.trainer.state.fn == "fit"
-        check_contents(checkpoint, self, model, self.loading, resumes=resumes, fingerprint=self._fingerprint)
+        check_contents(checkpoint, self, self.backbone.base_model, self.loading, fingerprint=self._fingerprint)
 
     def training_facts(self) -> TrainingFacts:
         """Return what is known of the run so far, for checkpoints and for the card of an exported model."""

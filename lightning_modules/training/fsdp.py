@@ -3,13 +3,11 @@
 import contextlib
 import functools
 from collections.abc import Iterable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
 from torch import Tensor, nn
@@ -34,30 +32,20 @@ class FullyShardedStrategy(ModelParallelStrategy):
     Args:
         save_distributed_checkpoint: Whether each process writes its part of a checkpoint, which is a folder then. If
             not, the first process gathers everything in its main memory and writes one file, as without sharding.
-        process_group_backend: As torch names it; by default the one for the device.
-        timeout: How long a process waits for the others.
+        **kwargs: ``process_group_backend`` and ``timeout`` of Lightning's ``ModelParallelStrategy``.
     """
 
-    def __init__(
-        self,
-        save_distributed_checkpoint: bool = True,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
-    ) -> None:
+    def __init__(self, save_distributed_checkpoint: bool = True, **kwargs: Any) -> None:
         super().__init__(
+            data_parallel_size="auto",  # all processes, see `setup_environment`
             tensor_parallel_size=1,
             save_distributed_checkpoint=save_distributed_checkpoint,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
+            **kwargs,
         )
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        """A file, or a folder that appears when all processes have written their parts.
-
-        Raises:
-            CheckpointError: In all processes, if one cannot write. Earlier checkpoints are as they were.
-        """
+        """Write a file, or a folder that appears when all processes have written their parts."""
         if not self._save_distributed_checkpoint:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
@@ -66,11 +54,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """A file or a folder, once it is known to be what was written, without running any code that it may hold.
-
-        Raises:
-            ValueError: If it is missing, torn or damaged.
-        """
+        """Load a file or a folder once it is known to be what was written, without running any code in it."""
         path = Path(self.broadcast(checkpoint_path))
         check_integrity(path)
         safely = weights_only is not False
@@ -140,11 +124,7 @@ def world_mesh(device: torch.device | str) -> DeviceMesh | None:
 
 
 def load_trainer_backbone(trainer: Trainer | None, config: ModelConfig) -> Backbone:
-    """Load a model as a trainer's strategy wants it: whole, or sharded.
-
-    Raises:
-        ValueError: As `data_parallel_mesh` and `load_sharded_backbone` do, or if the device cannot sum in float64.
-    """
+    """Load a model as a trainer's strategy wants it: whole, or sharded."""
     if trainer is None:
         return load_backbone(config)
     if trainer.strategy.root_device.type == "mps":

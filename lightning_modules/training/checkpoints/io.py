@@ -42,7 +42,6 @@ class CheckedCheckpointIO(TorchCheckpointIO):
     """Files as `torch.save` writes them, put in place in one step, and checked whenever they are loaded.
 
     Torch's files are zip archives with a CRC-32 of every tensor, which `torch.load` ignores; here all are compared.
-    Addresses on the web are written to by Lightning and never loaded. Folders of sharded strategies are only removed.
     """
 
     @override
