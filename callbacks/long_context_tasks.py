@@ -69,7 +69,6 @@ class LongContextTasks(Callback):
             ``generate``: it writes its answer.
         every_n_steps: Ask after every N optimizer steps instead of at each validation. Such values cannot be monitored
             by ``ModelCheckpoint``.
-        at_start: Ask before the first step as well.
         tokenizer: Hub id or local folder; by default that of the data, or of the model.
         options: The other fields of `lightning_modules.tasks.evaluation.config.TaskConfig`. With `log_samples` the
             callback writes to ``harness/step-<step>/<task>.jsonl`` in the logger's folder.
@@ -86,7 +85,6 @@ class LongContextTasks(Callback):
         samples: PositiveInt = 10,
         mode: Mode = "teacher_forced",
         every_n_steps: PositiveInt | None = None,
-        at_start: bool = False,
         tokenizer: str | None = None,
         **options: Any,
     ) -> None:
@@ -97,7 +95,7 @@ class LongContextTasks(Callback):
         sources = {name: getattr(config, name) for name in ("haystack", "squad", "hotpot", "nq_open", "documents")}
         self.tasks = find_tasks(ours, **sources) if ours else []
         self.keys = question_keys(self.tasks, lengths, samples, config.depths) if ours else []
-        self.every_n_steps, self.at_start = every_n_steps, at_start
+        self.every_n_steps = every_n_steps
         self.tokenizer = None if tokenizer is None else load_tokenizer(tokenizer)
         self._loaded: dict[str, LoadedTasks] = {}
         self._prompter: Prompter | None = None
@@ -132,8 +130,6 @@ class LongContextTasks(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._began, self._seconds, self._asked_at = time.perf_counter(), 0.0, trainer.global_step
-        if self.at_start:
-            self._log_directly(trainer, self._ask(trainer, pl_module))
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
@@ -141,7 +137,9 @@ class LongContextTasks(Callback):
         due = self.every_n_steps is not None and step != self._asked_at and step % self.every_n_steps == 0
         if due and between_steps(trainer):
             self._asked_at = step
-            self._log_directly(trainer, self._ask(trainer, pl_module))
+            values = self._ask(trainer, pl_module)
+            for logger in trainer.loggers:  # at this very step, whatever `log_every_n_steps` is
+                logger.log_metrics(values, step=step)
 
     @override
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -250,9 +248,3 @@ class LongContextTasks(Callback):
             for name, result in found.items():
                 lines = [json.dumps(plain(sample)) + "\n" for sample in result["samples"]]
                 write_atomically(folder / f"{name}.jsonl", "".join(lines).encode())
-
-    @staticmethod
-    def _log_directly(trainer: Trainer, values: dict[str, float]) -> None:
-        """Log at this very step, whatever `log_every_n_steps` is."""
-        for logger in trainer.loggers:
-            logger.log_metrics(values, step=trainer.global_step)

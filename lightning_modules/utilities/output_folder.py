@@ -27,10 +27,8 @@ class OutputFolder:
         self.local = Path(path.removeprefix("file://")).expanduser() if local else None
         try:
             self._system, self._root = fsspec.url_to_fs(path if self.local is None else str(self.local))
-        except ImportError as error:
-            raise ValueError(f"'{path}' needs a package that is not installed: {error} (by `pip install`).") from error
-        except ValueError as error:
-            raise ValueError(f"'{path}' is no place to write to: {error}. Correct the address.") from error
+        except (ImportError, ValueError) as error:
+            raise ValueError(f"Cannot write to '{path}': {error}. Correct the address, or install it.") from error
 
     def __str__(self) -> str:
         return self.path

@@ -89,20 +89,25 @@ def write_together(target: Path, write: Callable[[Path], None]) -> None:
 
 
 def damage_of_folder(path: Path) -> str | None:
-    """Return which files of a folder are missing, cut short or hostile, as the end of a sentence; None if none is.
+    """Return why a folder is incomplete or hostile, as the end of a sentence; None if it is not.
 
     Folders without checksums, of Lightning's own strategies, only have to be complete.
     """
     if not is_sharded(path):
         return "is not a complete sharded checkpoint"
     try:
-        entries = _read_manifest(path)
-        wrong = [name for name, (size, _) in entries.items() if (path / name).stat().st_size != size]
+        for name, (size, _) in _read_manifest(path).items():
+            if (path / name).stat().st_size != size:
+                return f"is torn: {name} does not have the size that was written"
+        # `torch.distributed.checkpoint` unpickles the index without restrictions, and other values under `no_code`.
+        with (path / _INDEX).open("rb") as stream:
+            _IndexUnpickler(stream).load()
+        torch.load(path / REST, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
         return f"is incomplete: {Path(error.filename).name} is missing"
-    except ValueError as error:
-        return f"is damaged: {error}"
-    return f"is torn: {wrong[0]} does not have the size that was written" if wrong else _pickle_fault(path)
+    except Exception as error:  # of a damaged pickle anything
+        return f"is damaged, or holds more than weights ({first_cause(error)})"
+    return None
 
 
 def damage_of_content(path: Path, rank: int, processes: int) -> str | None:
@@ -194,11 +199,8 @@ def _read_manifest(path: Path) -> dict[str, tuple[int, int]]:
     """Return size and checksum by the names of files; empty in a folder of Lightning's own strategies."""
     if not (path / MANIFEST).exists():
         return {}
-    try:
-        content = json.loads((path / MANIFEST).read_bytes())
-        return {Path(name).name: (int(size), int(crc)) for name, (size, crc) in content.items()}
-    except (ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"{MANIFEST} is not what was written") from error
+    content = json.loads((path / MANIFEST).read_bytes())
+    return {Path(name).name: (int(size), int(crc)) for name, (size, crc) in content.items()}
 
 
 def _checksum(path: Path) -> int:
@@ -207,21 +209,6 @@ def _checksum(path: Path) -> int:
         while block := file.read(1 << 20):
             crc = zlib.crc32(block, crc)
     return crc
-
-
-def _pickle_fault(folder: Path) -> str | None:
-    """Return why a folder of torch's sharded strategies must not be loaded, as the end of a sentence, or None.
-
-    `torch.distributed.checkpoint` unpickles the index without restrictions: here it may name the classes of an index
-    only. Values that are not tensors are loaded under `no_code`.
-    """
-    try:
-        with (folder / _INDEX).open("rb") as stream:
-            _IndexUnpickler(stream).load()
-        torch.load(folder / REST, map_location="cpu", weights_only=True)
-    except Exception as error:  # of a damaged pickle anything
-        return f"is damaged, or holds more than weights ({first_cause(error)})"
-    return None
 
 
 class _IndexUnpickler(pickle.Unpickler):

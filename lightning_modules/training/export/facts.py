@@ -153,9 +153,7 @@ def _optimizer_facts(trainer: Trainer) -> dict[str, Any]:
     if not trainer.optimizers:
         return {}
     optimizer = trainer.optimizers[0]
-    group = optimizer.param_groups[0]
-    settings = {name: group[name] for name in OPTIMIZER_SETTINGS if name in group}
-    settings["lr"] = group.get("initial_lr", group["lr"])
+    settings = {name: value for name, value in optimizer.defaults.items() if name in OPTIMIZER_SETTINGS}
     settings = json.loads(json.dumps(settings, default=str))  # plain types, as a checkpoint gives them back
     facts: dict[str, Any] = {"optimizer": {"name": type(optimizer).__name__, **settings}}
     if trainer.lr_scheduler_configs:
