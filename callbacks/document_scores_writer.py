@@ -158,13 +158,7 @@ class DocumentScoresWriter(Callback):
 
     @override
     def on_predict_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: PackedBatch,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: PackedBatch, *_: Any
     ) -> None:
         assert self._table is not None
         scored: Sequence[TokenScores | Failed] = outputs

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
 from transformers import PreTrainedModel
 
@@ -26,21 +25,14 @@ TRAINED = "trained_weights"
 """Key of the names of the weights in a checkpoint that leaves out frozen weights under adapters."""
 
 
-def add_contents(
-    checkpoint: dict[str, Any],
-    module: LightningModule,
-    model: PreTrainedModel,
-    facts: TrainingFacts,
-    *,
-    run_id: str | None,
-    fingerprint: str | None,
-) -> None:
-    """Add what resuming and exporting need, and leave out frozen weights under adapters: for a 7B model 27 GB.
+def add_contents(checkpoint: dict[str, Any], module: Any, facts: TrainingFacts, fingerprint: str | None) -> None:
+    """Add what resuming and exporting a `LongContextLM` need, and leave out frozen weights under adapters.
 
-    The model is without the wrapper of peft; the fingerprint is None if nothing is left out.
+    These are 27 GB for a 7B model. The fingerprint is None if nothing is left out.
     """
-    if run_id is not None:
-        checkpoint[RUN_ID] = run_id
+    model = module.backbone.base_model
+    if module.run_id is not None:
+        checkpoint[RUN_ID] = module.run_id
     checkpoint[KEY] = {
         "config": model.config.to_json_string(use_diff=False),
         "generation_config": json.dumps(model.generation_config.to_dict(), default=str),
@@ -55,23 +47,16 @@ def add_contents(
             checkpoint["state_dict"] = trained_state(module, checkpoint["state_dict"])
 
 
-def check_contents(
-    checkpoint: Mapping[str, Any],
-    module: LightningModule,
-    model: PreTrainedModel,
-    loading: ModelConfig,
-    *,
-    fingerprint: str | None,
-) -> None:
-    """Check that a checkpoint's weights are those of this model, before they are loaded.
+def check_contents(checkpoint: Mapping[str, Any], module: Any, fingerprint: str | None) -> None:
+    """Check that a checkpoint's weights are those of a `LongContextLM`, before they are loaded.
 
-    The model is without the wrapper of peft; the fingerprint is None if checkpoints hold all weights.
+    The fingerprint is None if checkpoints hold all weights.
 
     Raises:
         ValueError: If weights are missing or of another shape, or frozen weights are others.
     """
     if KEY in checkpoint:
-        _check_same_model(checkpoint[KEY], model, loading)
+        _check_same_model(checkpoint[KEY], module.backbone.base_model, module.loading)
     if fingerprint is None:
         _check_same_weights(checkpoint.get("state_dict"), module.state_dict())
         return
@@ -88,7 +73,7 @@ def check_contents(
     if not same_frozen(checkpoint.get(FINGERPRINT), fingerprint):
         raise ValueError(
             "The checkpoint's adapters were trained on other weights than those of"
-            f" '{loading.pretrained_model_name_or_path}' (or on the same in another `dtype`): give the"
+            f" '{module.loading.pretrained_model_name_or_path}' (or on the same in another `dtype`): give the"
             " model, revision and dtype of that run."
         )
 

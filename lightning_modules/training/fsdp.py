@@ -152,7 +152,7 @@ def load_sharded_backbone(
         raise ValueError("Quantised weights cannot be divided among processes: leave `quantization` out, or use DDP.")
     first, autocast = mesh.get_local_rank() == 0, precision.endswith("-mixed")
     backbone = load_backbone(config, device=device, autocast=autocast, with_weights=first)
-    dtypes = _dtypes(backbone, mesh)
+    unsent = {id(tensor) for tensor in (*backbone.parameters(), *backbone.buffers())}
     half = any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in backbone.parameters())
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if precision == "bf16-mixed" else None,
@@ -160,7 +160,7 @@ def load_sharded_backbone(
         cast_forward_inputs=False,  # or weights stored with the sequences would be rounded
     )
     for module in (*_layers(backbone), backbone):
-        _send(module, dtypes, mesh, torch.device(device))
+        _send(module, unsent, mesh, torch.device(device))
         # Resharded: the backward pass gathers head and embedding again before it recomputes logits, and outside of a
         # pass all parameters are shards, whatever came before.
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
@@ -181,32 +181,21 @@ def _layers(backbone: Backbone) -> list[nn.Module]:
     return layers
 
 
-def _dtypes(backbone: Backbone, mesh: DeviceMesh) -> dict[int, torch.dtype]:
-    """Return the type that each tensor, by its identity, has in the first process."""
-    tensors = [*backbone.named_parameters(), *backbone.named_buffers()]
-    sent: list[Any] = [[(name, tensor.dtype) for name, tensor in tensors]]
-    dist.broadcast_object_list(sent, src=0, group=mesh.get_group())
-    assert [name for name, _ in sent[0]] == [name for name, _ in tensors], "both are built from the same settings"
-    return {id(tensor): dtype for (_, tensor), (_, dtype) in zip(tensors, sent[0], strict=True)}
-
-
-def _send(module: nn.Module, dtypes: dict[int, torch.dtype], mesh: DeviceMesh, device: torch.device) -> None:
-    """Give all processes the tensors of a module that the first one has, except those sent before.
+def _send(module: nn.Module, unsent: set[int], mesh: DeviceMesh, device: torch.device) -> None:
+    """Give all processes the tensors of a module that the first one has, with its types, except those sent before.
 
     Tied parameters stay one: what they hold is swapped, not they themselves.
     """
-    for parameter in module.parameters():
-        if (dtype := dtypes.pop(id(parameter), None)) is not None:
-            whole = nn.Parameter(_received(parameter, dtype, mesh, device), requires_grad=parameter.requires_grad)
-            torch.utils.swap_tensors(parameter, whole)
-    for buffer in module.buffers():
-        if (dtype := dtypes.pop(id(buffer), None)) is not None:
-            torch.utils.swap_tensors(buffer, _received(buffer, dtype, mesh, device))
-
-
-def _received(tensor: Tensor, dtype: torch.dtype, mesh: DeviceMesh, device: torch.device) -> Tensor:
-    whole = torch.empty(tensor.shape, dtype=dtype, device=device)
-    if mesh.get_local_rank() == 0:
-        whole.copy_(tensor.detach())
-    dist.broadcast(whole, src=0, group=mesh.get_group())
-    return whole.detach()  # a tensor of its own: the communication may still hold on to the other, which is not swapped
+    tensors = [tensor for tensor in (*module.parameters(), *module.buffers()) if id(tensor) in unsent]
+    unsent.difference_update(map(id, tensors))
+    dtypes: list[Any] = [[tensor.dtype for tensor in tensors]]
+    dist.broadcast_object_list(dtypes, src=0, group=mesh.get_group())
+    for tensor, dtype in zip(tensors, dtypes[0], strict=True):
+        whole = torch.empty(tensor.shape, dtype=dtype, device=device)
+        if mesh.get_local_rank() == 0:
+            whole.copy_(tensor.detach())
+        dist.broadcast(whole, src=0, group=mesh.get_group())
+        whole = whole.detach()  # the communication may still hold on to the other one, which is not swapped then
+        if isinstance(tensor, nn.Parameter):
+            whole = nn.Parameter(whole, requires_grad=tensor.requires_grad)
+        torch.utils.swap_tensors(tensor, whole)

@@ -50,10 +50,7 @@ def check_settings(module: Trainee, head_kernel: str | None) -> None:
 def check_early(module: Trainee, sequence_length: int | None, sequence_parallel_size: int = 1) -> None:
     """Refuse what can be known to fail before any text is tokenized or any weight is loaded.
 
-    Args:
-        module: The `LongContextLM`.
-        sequence_length: Tokens per training sequence; None without training.
-        sequence_parallel_size: Processes that share a sequence.
+    The sequence length is in tokens, and None without training.
 
     Raises:
         ValueError: If the model cannot be found, built or extended, its positions depend on the length of the text, or

@@ -57,8 +57,6 @@ class OutputFolder:
 
     def open(self, name: str) -> BinaryIO:
         """Open a file to read its bytes."""
-        if self.local is not None:
-            return (self.local / name).open("rb")
         return cast(BinaryIO, io.BufferedReader(self._system.open(f"{self._root}/{name}", "rb")))
 
     def write(self, name: str, content: bytes) -> None:
