@@ -20,7 +20,7 @@ from callbacks.same_names import check_single
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.tasks.evaluation.config import Mode, TaskConfig
-from lightning_modules.tasks.evaluation.plots import as_pixels, figures
+from lightning_modules.tasks.evaluation.plots import figures
 from lightning_modules.tasks.evaluation.questions import (
     Question,
     first_of_each,
@@ -29,7 +29,7 @@ from lightning_modules.tasks.evaluation.questions import (
     warn_of_unknown_tokens,
 )
 from lightning_modules.tasks.evaluation.report import answer_table
-from lightning_modules.tasks.evaluation.runs import TaskResult, put_questions
+from lightning_modules.tasks.evaluation.runs import put_questions
 from lightning_modules.tasks.evaluation.summary import summarize
 from lightning_modules.tasks.harness import split_tasks
 from lightning_modules.tasks.questions.prompter import Prompter
@@ -199,22 +199,16 @@ class LongContextTasks(Callback):
 
     def _ask_ours(self, trainer: Trainer, pl_module: LongContextLM) -> dict[str, float]:
         assert self._prompter is not None
-        results = self._gathered(put_questions(pl_module.backbone, self._prompter, self._questions, self.config.mode))
-        summary = summarize(results)
-        loggers = [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
-        if loggers and trainer.is_global_zero:
-            pictures = {name: as_pixels(figure) for name, figure in figures(summary).items()}
-            for logger in loggers:
-                for name, pixels in pictures.items():
-                    logger.experiment.add_image(f"tasks/{name}", pixels, trainer.global_step, dataformats="HWC")
-                answers = as_markdown_table(answer_table(results))
-                logger.experiment.add_text("tasks/answers", answers, trainer.global_step)
+        results = gathered(put_questions(pl_module.backbone, self._prompter, self._questions, self.config.mode))
+        by_key = {result.key: result for part in results for result in part}
+        in_order = [by_key[key] for key in self.keys]  # as a single process asks them
+        summary = summarize(in_order)
+        writers = [logger.experiment for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
+        for writer in writers if trainer.is_global_zero else ():
+            for name, figure in figures(summary).items():
+                writer.add_figure(f"tasks/{name}", figure, trainer.global_step)
+            writer.add_text("tasks/answers", as_markdown_table(answer_table(in_order)), trainer.global_step)
         return {f"tasks/{name}": value for name, value in summary.logged().items()}
-
-    def _gathered(self, results: list[TaskResult]) -> list[TaskResult]:
-        """Return the results of all processes, in the order of a single process."""
-        by_key = {result.key: result for part in gathered(results) for result in part}
-        return [by_key[key] for key in self.keys]
 
     def _ask_theirs(self, trainer: Trainer, pl_module: LongContextLM) -> dict[str, float]:
         """Return the metrics of all tasks, groups and sets of the harness, by the names they are logged under."""

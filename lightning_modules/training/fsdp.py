@@ -143,10 +143,7 @@ def load_sharded_backbone(
     The first one loads it into main memory and sends it piece by piece; on the device a process holds its part and one
     decoder layer at a time, and embedding and head in the end. All processes must make the same number of passes
     through it (`lockstep`). In the trainer's precision ``bf16-mixed`` weights are gathered in bfloat16, and gradients
-    summed in float32.
-
-    Raises:
-        ValueError: As `load_backbone` does; if the weights are to be quantized, or the model's layers are unknown.
+    summed in float32. Quantized weights raise a ``ValueError``.
     """
     if config.quantization is not None:
         raise ValueError("Quantised weights cannot be divided among processes: leave `quantization` out, or use DDP.")

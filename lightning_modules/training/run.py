@@ -14,15 +14,15 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_modules.training.checkpoints.io import (
+    SUFFIX,
     Candidate,
     check_one_run,
     damage,
     describe,
     find_checkpoints,
-    remove_unfinished,
 )
 from lightning_modules.training.checkpoints.resume import check_same_checkpoint
-from lightning_modules.utilities.files import write_atomically
+from lightning_modules.utilities.files import remove_unfinished, write_atomically
 from lightning_modules.utilities.locks import RunLock
 
 RUN_FILE = "run.json"
@@ -58,7 +58,7 @@ class Run:
             self.leave()
             raise
         for folder in folders:
-            remove_unfinished(folder)
+            remove_unfinished(folder, f"*{SUFFIX}")
 
     def join(self, folders: Sequence[Path], rank: int) -> None:
         """Take part, in every other process."""

@@ -127,10 +127,7 @@ class SequenceGroup:
         return sent[0]
 
     def log_likelihood(self, backbone: Backbone, batch: PackedBatch) -> Tensor:
-        """Return ``[B, T]`` log-likelihoods (nats) of this process's rows; all of its group score each other's in turn.
-
-        The rows of the others are of any length.
-        """
+        """Return ``[B, T]`` log-likelihoods (nats) of own rows; the processes of a group score each other's in turn."""
         device, own = batch["input_ids"].device, torch.empty(0)
         names = ("input_ids", "labels", "position_ids", "document_borders")
         for owner in range(self.size):

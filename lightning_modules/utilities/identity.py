@@ -148,13 +148,11 @@ def _remembered(memo: Path, paths: Iterable[str]) -> dict[str, str]:
 
 
 def _entries(memo: Path) -> dict[str, list[Any]]:
-    """Return the content of a memo, without damaged entries."""
+    """Return the content of a memo, state and hash by path; nothing if it is missing or damaged."""
     try:
-        entries = json.loads(memo.read_bytes()).items()
-    except (OSError, ValueError, RecursionError, AttributeError):
+        return dict(json.loads(memo.read_bytes()))
+    except (OSError, ValueError, TypeError):
         return {}
-    whole = ((path, entry) for path, entry in entries if isinstance(entry, list) and len(entry) == 5)
-    return {path: entry for path, entry in whole if isinstance(entry[-1], str) and len(entry[-1]) == 64}
 
 
 def _remember(memo: Path, entries: Mapping[str, list[Any]]) -> None:

@@ -8,7 +8,6 @@ So neither moved clocks nor file systems without ``flock`` matter.
 import functools
 import logging
 import os
-import shutil
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -16,7 +15,7 @@ from pathlib import Path
 
 from filelock import LeaseCompromise, SoftFileLease, Timeout
 
-from lightning_modules.utilities.files import BUILDING
+from lightning_modules.utilities.files import remove_unfinished
 
 LEASE = 120.0
 """Seconds without a touch after which a holder on another machine has ended; NFS may show a touch a minute late."""
@@ -42,19 +41,12 @@ def exclusive(target: Path) -> Iterator[None]:
     # Called while waiting: warns once.
     warn = functools.cache(lambda: _log.warning("Waiting for %s, which prepares %s.", _holder(lease), target.name))
     with lease.acquire(cancel_check=lambda: bool(warn())):
-        _remove_unfinished(target)
+        remove_unfinished(target.parent, target.name)
         for other in target.parent.glob(f".*{_SUFFIX}"):
             if other != path:
                 with suppress(OSError, Timeout), _lease(other).acquire(timeout=0.1):  # its holder is dead
-                    _remove_unfinished(other.with_name(other.stem[1:]))
+                    remove_unfinished(other.parent, other.stem[1:])
         yield
-
-
-def _remove_unfinished(target: Path) -> None:
-    """Remove the unfinished folders of a target, whose lock this process holds."""
-    for folder in target.parent.glob(f"{BUILDING}{target.name}@*"):
-        _log.info("Removing %s, left by a process that died.", folder)
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 class RunLock:

@@ -8,7 +8,7 @@ from typing import BinaryIO, cast
 
 import fsspec
 
-from lightning_modules.utilities.files import BUILDING, writable_folder, write_atomically
+from lightning_modules.utilities.files import BUILDING, remove_unfinished, write_atomically
 
 
 class OutputFolder:
@@ -35,9 +35,6 @@ class OutputFolder:
 
     def check_writable(self) -> None:
         """Raise a ``ValueError`` if nothing can be written there; makes the folder if needed."""
-        if self.local is not None:
-            writable_folder(self.local, remedy="Name another folder.")
-            return
         probe = f"{self._root}/{BUILDING}{uuid.uuid4().hex}"
         try:
             self._system.makedirs(self._root, exist_ok=True)
@@ -71,8 +68,7 @@ class OutputFolder:
     def remove_unfinished(self) -> None:
         """Remove what killed processes have left in a local folder to which no process writes now."""
         if self.local is not None:
-            for path in self.local.glob(f"{BUILDING}*"):
-                path.unlink(missing_ok=True)
+            remove_unfinished(self.local)
 
     def remove(self, name: str) -> None:
         """Remove a file, if it is there."""
