@@ -86,10 +86,8 @@ class ExternalEvaluator(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        def source(callback: ExternalEvaluator) -> str:
-            return repr(callback.key_spans if callback.evaluator is None else callback.evaluator.name)
-
-        check_single(trainer, ExternalEvaluator, source, "val/longppl, val/key_tokens, ..")
+        names = "val/longppl, val/key_tokens, .."
+        check_single(trainer, ExternalEvaluator, lambda other: repr(other.key_spans or other.config.evaluator), names)
         if self.config.key_tokens == "authors" and stage != "predict":
             data: Any = trainer.datamodule  # type: ignore[attr-defined]
             name, revision = getattr(data, "tokenizer_name", None), getattr(data, "tokenizer_revision", None)
