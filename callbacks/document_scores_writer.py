@@ -11,7 +11,6 @@ from types import FrameType
 from typing import Any
 
 import pyarrow
-import pyarrow.compute
 from jsonargparse.typing import PositiveFloat, PositiveInt
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
@@ -158,13 +157,7 @@ class DocumentScoresWriter(Callback):
 
     @override
     def on_predict_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: PackedBatch,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: PackedBatch, *_: Any
     ) -> None:
         assert self._table is not None
         scored: Sequence[TokenScores | Failed] = outputs
@@ -249,8 +242,8 @@ class DocumentScoresWriter(Callback):
         if self._settings["key_column"] is None:
             return 0
         keys = [batch.column("key") for batch in self.shards.batches(["key"])]
-        times = pyarrow.chunked_array(keys, pyarrow.string()).value_counts().field("counts")
-        return int(pyarrow.compute.sum(times.filter(pyarrow.compute.greater(times, 1))).as_py() or 0)
+        times = pyarrow.chunked_array(keys, pyarrow.string()).value_counts().field("counts").to_numpy()
+        return int(times[times > 1].sum())
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

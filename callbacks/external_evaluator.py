@@ -20,7 +20,6 @@ from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.scoring.config import EvaluatorConfig
 from lightning_modules.scoring.evaluator import Evaluator
 from lightning_modules.scoring.key_tokens import (
-    Alignment,
     Coverage,
     Tokens,
     document_tokens,
@@ -87,10 +86,8 @@ class ExternalEvaluator(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        def source(callback: ExternalEvaluator) -> str:
-            return repr(callback.key_spans if callback.evaluator is None else callback.evaluator.name)
-
-        check_single(trainer, ExternalEvaluator, source, "val/longppl, val/key_tokens, ..")
+        names = "val/longppl, val/key_tokens, .."
+        check_single(trainer, ExternalEvaluator, lambda other: repr(other.key_spans or other.config.evaluator), names)
         if self.config.key_tokens == "authors" and stage != "predict":
             data: Any = trainer.datamodule  # type: ignore[attr-defined]
             name, revision = getattr(data, "tokenizer_name", None), getattr(data, "tokenizer_revision", None)
@@ -106,15 +103,9 @@ class ExternalEvaluator(Callback):
         return tokens._replace(offsets=stored_offsets(batch["text"][row], tokens, self._stored_tokenizer))
 
     def influence(self, batch: PackedBatch, row: int, device: torch.device) -> tuple[Tensor, Tensor | None, Coverage]:
-        """Return the key tokens of the model in training, and their soft weights if an evaluator gave them.
+        """Return the key tokens of a row, their soft weights if an evaluator gave them, and the coverage.
 
-        Args:
-            batch: Rows of one document each, with ``text``, ``offsets`` and ``names``.
-            row: Which of them.
-            device: Where the evaluator shall run.
-
-        Returns:
-            ``[T]`` bool and ``[T]`` float64, both 0 where a token is not scored, and how tokens cover the characters.
+        They are ``[T]`` bool and ``[T]`` float64, both 0 where a token is not scored. A row holds one document.
         """
         text, name, tokens = batch["text"][row], batch["names"][row], self.read(batch, row)
         scored = batch["labels"][row].ne(IGNORE_INDEX).cpu()
@@ -122,18 +113,14 @@ class ExternalEvaluator(Callback):
         end = len(tokens.ids)
         if self.evaluator is None:
             spans = self._precomputed_spans(text, name)
-            hard[:end], alignment = self._inside(tokens.offsets, spans)
-            return hard & scored, None, measure_coverage(tokens, None, alignment)
+            authors = self.config.key_tokens == "authors"
+            hard[:end] = (scan_token_mask if authors else span_token_mask)(tokens.offsets, spans)
+            return hard & scored, None, measure_coverage(tokens, None, "authors" if authors else "characters")
         judged = self.evaluator.judge(text, tokens, device=device, name=name)
         self.scores[judged.scores.text_sha256] = judged.scores
         hard[:end] = judged.key
         soft[:end] = move_soft_influence(judged.scores, tokens, gamma=self.gamma)
         return hard & scored, soft * scored, judged.coverage
-
-    def _inside(self, offsets: Tensor, spans: Tensor) -> tuple[Tensor, Alignment]:
-        if self.config.key_tokens == "authors":
-            return scan_token_mask(offsets, spans), "authors"
-        return span_token_mask(offsets, spans), "characters"
 
     def _precomputed_spans(self, text: str, name: str) -> Tensor:
         """By the document's name, its id (the first word of the name), or the hash of its text."""

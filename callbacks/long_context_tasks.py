@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from jsonargparse.typing import PositiveInt
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_deprecation, rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
 from transformers import PreTrainedTokenizerFast
 from typing_extensions import override
@@ -21,7 +20,7 @@ from callbacks.same_names import check_single
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.tasks.evaluation.config import Mode, TaskConfig
-from lightning_modules.tasks.evaluation.plots import as_pixels, figures
+from lightning_modules.tasks.evaluation.plots import figures
 from lightning_modules.tasks.evaluation.questions import (
     Question,
     first_of_each,
@@ -30,7 +29,7 @@ from lightning_modules.tasks.evaluation.questions import (
     warn_of_unknown_tokens,
 )
 from lightning_modules.tasks.evaluation.report import answer_table
-from lightning_modules.tasks.evaluation.runs import TaskResult, put_questions
+from lightning_modules.tasks.evaluation.runs import put_questions
 from lightning_modules.tasks.evaluation.summary import summarize
 from lightning_modules.tasks.harness import split_tasks
 from lightning_modules.tasks.questions.prompter import Prompter
@@ -38,6 +37,7 @@ from lightning_modules.tasks.questions.registry import find_tasks
 from lightning_modules.training.export.facts import loaded_tokenizer
 from lightning_modules.training.preemption import between_steps
 from lightning_modules.training.sequence_parallel import sequence_group
+from lightning_modules.utilities.collectives import gathered
 from lightning_modules.utilities.files import write_atomically
 from lightning_modules.utilities.plain_json import plain
 from lightning_modules.visualization.report import as_markdown_table
@@ -69,15 +69,13 @@ class LongContextTasks(Callback):
             ``generate``: it writes its answer.
         every_n_steps: Ask after every N optimizer steps instead of at each validation. Such values cannot be monitored
             by ``ModelCheckpoint``.
-        at_start: Ask before the first step as well.
         tokenizer: Hub id or local folder; by default that of the data, or of the model.
         options: The other fields of `lightning_modules.tasks.evaluation.config.TaskConfig`. With `log_samples` the
             callback writes to ``harness/step-<step>/<task>.jsonl`` in the logger's folder.
 
     Raises:
-        ValueError: If a task, a file or a number cannot be used; at setup, if a task lacks its data, or there are
-            several such callbacks; before training, if there is no tokenizer, a length is too short for a task or too
-            long for the model, or several processes share the tokens of a sequence.
+        ValueError: If a task, a file or a number cannot be used, or there are several such callbacks; before training,
+            if a length is too short for a task or too long for the model, or processes share the tokens of a sequence.
     """
 
     def __init__(
@@ -87,7 +85,6 @@ class LongContextTasks(Callback):
         samples: PositiveInt = 10,
         mode: Mode = "teacher_forced",
         every_n_steps: PositiveInt | None = None,
-        at_start: bool = False,
         tokenizer: str | None = None,
         **options: Any,
     ) -> None:
@@ -98,7 +95,7 @@ class LongContextTasks(Callback):
         sources = {name: getattr(config, name) for name in ("haystack", "squad", "hotpot", "nq_open", "documents")}
         self.tasks = find_tasks(ours, **sources) if ours else []
         self.keys = question_keys(self.tasks, lengths, samples, config.depths) if ours else []
-        self.every_n_steps, self.at_start = every_n_steps, at_start
+        self.every_n_steps = every_n_steps
         self.tokenizer = None if tokenizer is None else load_tokenizer(tokenizer)
         self._loaded: dict[str, LoadedTasks] = {}
         self._prompter: Prompter | None = None
@@ -133,8 +130,6 @@ class LongContextTasks(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._began, self._seconds, self._asked_at = time.perf_counter(), 0.0, trainer.global_step
-        if self.at_start:
-            self._log_directly(trainer, self._ask(trainer, pl_module))
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
@@ -142,7 +137,9 @@ class LongContextTasks(Callback):
         due = self.every_n_steps is not None and step != self._asked_at and step % self.every_n_steps == 0
         if due and between_steps(trainer):
             self._asked_at = step
-            self._log_directly(trainer, self._ask(trainer, pl_module))
+            values = self._ask(trainer, pl_module)
+            for logger in trainer.loggers:  # at this very step, whatever `log_every_n_steps` is
+                logger.log_metrics(values, step=step)
 
     @override
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -202,26 +199,16 @@ class LongContextTasks(Callback):
 
     def _ask_ours(self, trainer: Trainer, pl_module: LongContextLM) -> dict[str, float]:
         assert self._prompter is not None
-        results = self._gathered(put_questions(pl_module.backbone, self._prompter, self._questions, self.config.mode))
-        summary = summarize(results)
-        loggers = [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
-        if loggers and trainer.is_global_zero:
-            pictures = {name: as_pixels(figure) for name, figure in figures(summary).items()}
-            for logger in loggers:
-                for name, pixels in pictures.items():
-                    logger.experiment.add_image(f"tasks/{name}", pixels, trainer.global_step, dataformats="HWC")
-                answers = as_markdown_table(answer_table(results))
-                logger.experiment.add_text("tasks/answers", answers, trainer.global_step)
+        results = gathered(put_questions(pl_module.backbone, self._prompter, self._questions, self.config.mode))
+        by_key = {result.key: result for part in results for result in part}
+        in_order = [by_key[key] for key in self.keys]  # as a single process asks them
+        summary = summarize(in_order)
+        writers = [logger.experiment for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
+        for writer in writers if trainer.is_global_zero else ():
+            for name, figure in figures(summary).items():
+                writer.add_figure(f"tasks/{name}", figure, trainer.global_step)
+            writer.add_text("tasks/answers", as_markdown_table(answer_table(in_order)), trainer.global_step)
         return {f"tasks/{name}": value for name, value in summary.logged().items()}
-
-    def _gathered(self, results: list[TaskResult]) -> list[TaskResult]:
-        """Return the results of all processes, in the order of a single process."""
-        parts = [results]
-        if dist.is_available() and dist.is_initialized():
-            parts *= dist.get_world_size()
-            dist.all_gather_object(parts, results)
-        by_key = {result.key: result for part in parts for result in part}
-        return [by_key[key] for key in self.keys]
 
     def _ask_theirs(self, trainer: Trainer, pl_module: LongContextLM) -> dict[str, float]:
         """Return the metrics of all tasks, groups and sets of the harness, by the names they are logged under."""
@@ -255,25 +242,3 @@ class LongContextTasks(Callback):
             for name, result in found.items():
                 lines = [json.dumps(plain(sample)) + "\n" for sample in result["samples"]]
                 write_atomically(folder / f"{name}.jsonl", "".join(lines).encode())
-
-    @staticmethod
-    def _log_directly(trainer: Trainer, values: dict[str, float]) -> None:
-        """Log at this very step, whatever `log_every_n_steps` is."""
-        for logger in trainer.loggers:
-            logger.log_metrics(values, step=trainer.global_step)
-
-
-class LMEvaluationHarness(LongContextTasks):
-    """Deprecated name of `LongContextTasks`, which takes tasks of lm-evaluation-harness as well.
-
-    Args:
-        tasks: As in `LongContextTasks`.
-        options: Its other arguments.
-    """
-
-    def __init__(self, tasks: Sequence[str], **options: Any) -> None:
-        rank_zero_deprecation(
-            "`callbacks.LMEvaluationHarness` is deprecated: use `callbacks.LongContextTasks`, which takes the same"
-            " arguments. Its task `ruler` is longce's."
-        )
-        super().__init__(tasks, **options)

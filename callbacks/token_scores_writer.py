@@ -37,10 +37,9 @@ class TokenScoresWriter(BasePredictionWriter):
         trainer: Trainer,
         pl_module: LightningModule,
         prediction: Sequence[TokenScores | Failed],
-        batch_indices: Sequence[int] | None,
+        batch_indices: Any,
         batch: Any,
-        batch_idx: int,
-        dataloader_idx: int,
+        *_: Any,
     ) -> None:
         for origin in batch.get("failed", []):
             _log.warning("'%s' has no scores: %s", origin.key, origin.error)

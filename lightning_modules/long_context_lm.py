@@ -259,13 +259,11 @@ class LongContextLM(LightningModule):
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        model, facts = self.backbone.base_model, self.training_facts()
-        add_contents(checkpoint, self, model, facts, run_id=self.run_id, fingerprint=self._fingerprint)
+        add_contents(checkpoint, self, self.training_facts(), self._fingerprint)
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        model, resumes = self.backbone.base_model, bool(self._trainer) and self.trainer.state.fn == "fit"
-        check_contents(checkpoint, self, model, self.loading, resumes=resumes, fingerprint=self._fingerprint)
+        check_contents(checkpoint, self, self._fingerprint)
 
     def training_facts(self) -> TrainingFacts:
         """Return what is known of the run so far, for checkpoints and for the card of an exported model."""

@@ -490,7 +490,6 @@ def test_checkpoints(run, tmp_path, place, model_dir, monkeypatch):
         "a number": (3, "was not written by `longce fit`"),
         "no weights": ({**good, "state_dict": 3}, "was not written by `longce fit`"),
         "no optimizer": ({k: v for k, v in good.items() if k != "optimizer_states"}, "holds weights alone"),
-        "no loops": ({**good, "loops": {}}, "lacks the state of training"),
     }
     for name, (content, words) in cases.items():
         torch.save(content, tmp_path / f"{name}.ckpt")

@@ -219,13 +219,13 @@ def _head_error(backbone: Backbone, document: Tensor, logits: Tensor) -> float:
 
 def _score_packed(backbone: Backbone, documents: Sequence[Tensor]) -> Tensor:
     """Log-likelihoods of all tokens but the first of each document, packed into one row."""
-    row = _packed_row(documents)
+    row = packed_row(documents)
     return backbone(row)[row["labels"] != IGNORE_INDEX]
 
 
 def _trims(backbone: Backbone, document: Tensor, tolerance: float) -> bool:
     """Whether the last layer gives the same for the last tokens if it works on them only."""
-    row = _packed_row([document])
+    row = packed_row([document])
     start = len(document) // 2 + 1
     backbone.trims_last_layer = True
     try:
@@ -239,7 +239,8 @@ def _trims(backbone: Backbone, document: Tensor, tolerance: float) -> bool:
     return bool((trimmed - backbone(row))[:, start:].abs().max() <= tolerance)
 
 
-def _packed_row(documents: Sequence[Tensor]) -> PackedBatch:
+def packed_row(documents: Sequence[Tensor]) -> PackedBatch:
+    """Pack ``[n]`` token ids of documents into one row."""
     tokens = torch.cat(list(documents)).unsqueeze(0)
     borders = [0, *itertools.accumulate(map(len, documents))]
     labels = tokens.clone()

@@ -3,13 +3,11 @@
 import contextlib
 import functools
 from collections.abc import Iterable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
 from torch import Tensor, nn
@@ -34,30 +32,20 @@ class FullyShardedStrategy(ModelParallelStrategy):
     Args:
         save_distributed_checkpoint: Whether each process writes its part of a checkpoint, which is a folder then. If
             not, the first process gathers everything in its main memory and writes one file, as without sharding.
-        process_group_backend: As torch names it; by default the one for the device.
-        timeout: How long a process waits for the others.
+        **kwargs: ``process_group_backend`` and ``timeout`` of Lightning's ``ModelParallelStrategy``.
     """
 
-    def __init__(
-        self,
-        save_distributed_checkpoint: bool = True,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
-    ) -> None:
+    def __init__(self, save_distributed_checkpoint: bool = True, **kwargs: Any) -> None:
         super().__init__(
+            data_parallel_size="auto",  # all processes, see `setup_environment`
             tensor_parallel_size=1,
             save_distributed_checkpoint=save_distributed_checkpoint,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
+            **kwargs,
         )
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        """A file, or a folder that appears when all processes have written their parts.
-
-        Raises:
-            CheckpointError: In all processes, if one cannot write. Earlier checkpoints are as they were.
-        """
+        """Write a file, or a folder that appears when all processes have written their parts."""
         if not self._save_distributed_checkpoint:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
@@ -66,11 +54,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """A file or a folder, once it is known to be what was written, without running any code that it may hold.
-
-        Raises:
-            ValueError: If it is missing, torn or damaged.
-        """
+        """Load a file or a folder once it is known to be what was written, without running any code in it."""
         path = Path(self.broadcast(checkpoint_path))
         check_integrity(path)
         safely = weights_only is not False
@@ -140,11 +124,7 @@ def world_mesh(device: torch.device | str) -> DeviceMesh | None:
 
 
 def load_trainer_backbone(trainer: Trainer | None, config: ModelConfig) -> Backbone:
-    """Load a model as a trainer's strategy wants it: whole, or sharded.
-
-    Raises:
-        ValueError: As `data_parallel_mesh` and `load_sharded_backbone` do, or if the device cannot sum in float64.
-    """
+    """Load a model as a trainer's strategy wants it: whole, or sharded."""
     if trainer is None:
         return load_backbone(config)
     if trainer.strategy.root_device.type == "mps":
@@ -163,16 +143,13 @@ def load_sharded_backbone(
     The first one loads it into main memory and sends it piece by piece; on the device a process holds its part and one
     decoder layer at a time, and embedding and head in the end. All processes must make the same number of passes
     through it (`lockstep`). In the trainer's precision ``bf16-mixed`` weights are gathered in bfloat16, and gradients
-    summed in float32.
-
-    Raises:
-        ValueError: As `load_backbone` does; if the weights are to be quantized, or the model's layers are unknown.
+    summed in float32. Quantized weights raise a ``ValueError``.
     """
     if config.quantization is not None:
         raise ValueError("Quantised weights cannot be divided among processes: leave `quantization` out, or use DDP.")
     first, autocast = mesh.get_local_rank() == 0, precision.endswith("-mixed")
     backbone = load_backbone(config, device=device, autocast=autocast, with_weights=first)
-    dtypes = _dtypes(backbone, mesh)
+    unsent = {id(tensor) for tensor in (*backbone.parameters(), *backbone.buffers())}
     half = any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in backbone.parameters())
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if precision == "bf16-mixed" else None,
@@ -180,7 +157,7 @@ def load_sharded_backbone(
         cast_forward_inputs=False,  # or weights stored with the sequences would be rounded
     )
     for module in (*_layers(backbone), backbone):
-        _send(module, dtypes, mesh, torch.device(device))
+        _send(module, unsent, mesh, torch.device(device))
         # Resharded: the backward pass gathers head and embedding again before it recomputes logits, and outside of a
         # pass all parameters are shards, whatever came before.
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
@@ -201,32 +178,21 @@ def _layers(backbone: Backbone) -> list[nn.Module]:
     return layers
 
 
-def _dtypes(backbone: Backbone, mesh: DeviceMesh) -> dict[int, torch.dtype]:
-    """Return the type that each tensor, by its identity, has in the first process."""
-    tensors = [*backbone.named_parameters(), *backbone.named_buffers()]
-    sent: list[Any] = [[(name, tensor.dtype) for name, tensor in tensors]]
-    dist.broadcast_object_list(sent, src=0, group=mesh.get_group())
-    assert [name for name, _ in sent[0]] == [name for name, _ in tensors], "both are built from the same settings"
-    return {id(tensor): dtype for (_, tensor), (_, dtype) in zip(tensors, sent[0], strict=True)}
-
-
-def _send(module: nn.Module, dtypes: dict[int, torch.dtype], mesh: DeviceMesh, device: torch.device) -> None:
-    """Give all processes the tensors of a module that the first one has, except those sent before.
+def _send(module: nn.Module, unsent: set[int], mesh: DeviceMesh, device: torch.device) -> None:
+    """Give all processes the tensors of a module that the first one has, with its types, except those sent before.
 
     Tied parameters stay one: what they hold is swapped, not they themselves.
     """
-    for parameter in module.parameters():
-        if (dtype := dtypes.pop(id(parameter), None)) is not None:
-            whole = nn.Parameter(_received(parameter, dtype, mesh, device), requires_grad=parameter.requires_grad)
-            torch.utils.swap_tensors(parameter, whole)
-    for buffer in module.buffers():
-        if (dtype := dtypes.pop(id(buffer), None)) is not None:
-            torch.utils.swap_tensors(buffer, _received(buffer, dtype, mesh, device))
-
-
-def _received(tensor: Tensor, dtype: torch.dtype, mesh: DeviceMesh, device: torch.device) -> Tensor:
-    whole = torch.empty(tensor.shape, dtype=dtype, device=device)
-    if mesh.get_local_rank() == 0:
-        whole.copy_(tensor.detach())
-    dist.broadcast(whole, src=0, group=mesh.get_group())
-    return whole.detach()  # a tensor of its own: the communication may still hold on to the other, which is not swapped
+    tensors = [tensor for tensor in (*module.parameters(), *module.buffers()) if id(tensor) in unsent]
+    unsent.difference_update(map(id, tensors))
+    dtypes: list[Any] = [[tensor.dtype for tensor in tensors]]
+    dist.broadcast_object_list(dtypes, src=0, group=mesh.get_group())
+    for tensor, dtype in zip(tensors, dtypes[0], strict=True):
+        whole = torch.empty(tensor.shape, dtype=dtype, device=device)
+        if mesh.get_local_rank() == 0:
+            whole.copy_(tensor.detach())
+        dist.broadcast(whole, src=0, group=mesh.get_group())
+        whole = whole.detach()  # the communication may still hold on to the other one, which is not swapped then
+        if isinstance(tensor, nn.Parameter):
+            whole = nn.Parameter(whole, requires_grad=tensor.requires_grad)
+        torch.utils.swap_tensors(tensor, whole)

@@ -39,15 +39,8 @@ class Trainee(Protocol):
 
 
 def check_settings(module: Trainee, head_kernel: str | None) -> None:
-    """Check the constructor's arguments, and warn of one that has no effect any more.
-
-    Raises:
-        ValueError: If a length is below 1, the short pass has an unknown type, or the fraction of the windows is not in
-            (0, 1], or below 1 for an objective that is normalized or not pointwise.
-    """
+    """Check the constructor's arguments, and warn of one that has no effect any more."""
     check_context(module.context_length, module.stride)
-    if module.short_dtype not in (None, "bfloat16"):
-        raise ValueError(f"`short_dtype` must be bfloat16 or null, got {module.short_dtype!r}.")
     check_window_share(module.short_window_share)
     check_drawn_windows(module.objective, module.short_window_share)
     if head_kernel not in (None, "chunked"):
@@ -57,10 +50,7 @@ def check_settings(module: Trainee, head_kernel: str | None) -> None:
 def check_early(module: Trainee, sequence_length: int | None, sequence_parallel_size: int = 1) -> None:
     """Refuse what can be known to fail before any text is tokenized or any weight is loaded.
 
-    Args:
-        module: The `LongContextLM`.
-        sequence_length: Tokens per training sequence, if there is training.
-        sequence_parallel_size: Processes that share a sequence.
+    The sequence length is in tokens, and None without training.
 
     Raises:
         ValueError: If the model cannot be found, built or extended, its positions depend on the length of the text, or
@@ -96,16 +86,7 @@ def _check_quantization(loading: ModelConfig, config: PreTrainedConfig, *, fits:
 
 
 def check_fit(module: Trainee, data: Any) -> None:
-    """Check the loaded model and the data when training starts, and warn of settings that add noise.
-
-    Args:
-        module: The `LongContextLM`.
-        data: Its data module, if there is one.
-
-    Raises:
-        ValueError: If stored weights were capped at a smaller value than the objective's, or positions depend on the
-            length of the text.
-    """
+    """Check the loaded model and its data module when training starts, and warn of settings that add noise."""
     objective, loading = module.objective, module.loading
     check_cap(objective, getattr(data, "influence_cap", None))
     check_static(module.backbone.base_model.config, compares=objective.uses_short_context)
@@ -120,17 +101,7 @@ def check_fit(module: Trainee, data: Any) -> None:
 
 
 def check_batch(module: Trainee, batch: PackedBatch, group: SequenceGroup | None) -> None:
-    """Refuse a training batch that the model, the objective or the processes that share it cannot work with.
-
-    Args:
-        module: The `LongContextLM`.
-        batch: ``[B, T]`` packed sequences.
-        group: Processes that share the sequences.
-
-    Raises:
-        ValueError: If a token is unknown, stored weights are missing or unused, or no token has a short context, or the
-            processes of the group hold different sequences.
-    """
+    """Refuse a training batch that the model, the objective or the group that shares it cannot work with."""
     module.backbone.check_token_ids(batch)
     check_influence(module.objective, "that come with the sequences" if "influence" in batch else None)
     if module.objective.uses_short_context:
@@ -152,12 +123,7 @@ def check_finite(loss: Tensor, module: LightningModule, batch_idx: int) -> None:
 def check_influence(objective: Objective, influence: str | None) -> None:
     """Refuse stored weights that the objective would ignore, and an objective whose stored weights are missing.
 
-    Args:
-        objective: Training objective.
-        influence: Where the stored weights are, if the data module has some (`data.influence`).
-
-    Raises:
-        ValueError: If only one of both is there.
+    ``influence`` names the place of the stored weights; None without any.
     """
     name = type(objective).__name__
     if objective.uses_stored_influence and influence is None:
@@ -173,15 +139,7 @@ def check_influence(objective: Objective, influence: str | None) -> None:
 
 
 def check_drawn_windows(objective: Objective, window_fraction: float) -> None:
-    """Refuse to leave out windows if the weights would then be wrong on average, or a divisor 0 or below.
-
-    Args:
-        objective: Training objective.
-        window_fraction: Fraction of the short windows that is computed.
-
-    Raises:
-        ValueError: If the objective is normalized or not pointwise, and some windows are left out.
-    """
+    """Refuse to leave out windows if the weights would then be wrong on average, or a divisor 0 or below."""
     if window_fraction < 1 and (objective.normalized or not objective.pointwise):
         reason = (
             "divides by the sum of its weights, and those of windows drawn at random can be below 0"
@@ -195,15 +153,7 @@ def check_drawn_windows(objective: Objective, window_fraction: float) -> None:
 
 
 def check_cap(objective: Objective, stored: float | None) -> None:
-    """Refuse stored weights that were capped at a smaller value than that of the objective.
-
-    Args:
-        objective: Training objective.
-        stored: What the stored weights were capped at; None if there are none, or it is not known.
-
-    Raises:
-        ValueError: If the objective's cap would have no effect.
-    """
+    """Refuse weights that were stored with a smaller cap than the objective's, which would have no effect."""
     objective = innermost(objective)
     cap = objective.largest_weight
     if objective.uses_stored_influence and stored is not None and cap is not None and stored < cap:
@@ -214,12 +164,7 @@ def check_cap(objective: Objective, stored: float | None) -> None:
 
 
 def check_sequence_parallelism(config: PreTrainedConfig, size: int, attn_implementation: str = "auto") -> None:
-    """Refuse a model whose sequences processes cannot share.
-
-    Args:
-        config: Config of the model.
-        size: Processes that share a sequence.
-        attn_implementation: As the user asks for it.
+    """Refuse a model whose sequences ``size`` processes cannot share.
 
     Raises:
         ValueError: If the heads cannot be shared out, or attention is not plain causal attention by torch's ``sdpa``.

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import logging
 import time
 import uuid
 from collections.abc import Sequence
@@ -15,22 +14,21 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_modules.training.checkpoints.io import (
+    SUFFIX,
     Candidate,
     check_one_run,
     damage,
     describe,
     find_checkpoints,
-    remove_unfinished,
 )
-from lightning_modules.utilities.files import write_atomically
+from lightning_modules.training.checkpoints.resume import check_same_checkpoint
+from lightning_modules.utilities.files import remove_unfinished, write_atomically
 from lightning_modules.utilities.locks import RunLock
 
 RUN_FILE = "run.json"
 """File in the folder of a run: its id, seed and config, written once."""
 
 CONFIG_FILE = "config.yaml"
-
-_log = logging.getLogger(__name__)
 
 
 class Run:
@@ -49,11 +47,7 @@ class Run:
         return {**vars(self), "_lock": RunLock()}  # the process that launches others keeps it
 
     def begin(self, folders: Sequence[Path]) -> None:
-        """Keep other runs out, in the first process.
-
-        Raises:
-            ValueError: If another run is using one of the folders; the message names its process.
-        """
+        """Keep other runs out, in the first process; raise a ``ValueError`` that names the process of another one."""
         self.folders = list(folders)
         try:
             for folder in folders:
@@ -64,7 +58,7 @@ class Run:
             self.leave()
             raise
         for folder in folders:
-            remove_unfinished(folder)
+            remove_unfinished(folder, f"*{SUFFIX}")
 
     def join(self, folders: Sequence[Path], rank: int) -> None:
         """Take part, in every other process."""
@@ -101,8 +95,6 @@ class Run:
             }
             known |= {"config": name, "config_sha256": hashlib.sha256(config.encode()).hexdigest()}
             write_atomically(folder / RUN_FILE, (json.dumps(known, indent=2) + "\n").encode())
-        elif _hash(folder / known["config"]) != known["config_sha256"]:
-            _log.warning("%s is not as the run wrote it.", folder / known["config"])
         self.id = continued or known["id"]
 
     def _check_continues(self, start: Candidate | None, named: bool) -> str | None:
@@ -138,12 +130,9 @@ def _to_lock(folders: Sequence[Path]) -> list[Path]:
 def read_run(folder: Path) -> dict[str, Any] | None:
     """Read the identity of a run; None if the folder has none."""
     path = folder / RUN_FILE
-    if not path.exists():
-        return None
     try:
-        content = json.loads(path.read_bytes())
-        return {**content, **{key: str(content[key]) for key in ("id", "config", "config_sha256")}}
-    except (ValueError, TypeError, KeyError) as error:
+        return json.loads(path.read_bytes()) if path.exists() else None
+    except ValueError as error:
         raise ValueError(f"'{path}' is damaged ({error}): restore it from a backup, or delete it.") from error
 
 
@@ -154,19 +143,18 @@ def _config_name(folder: Path, start: Candidate | None) -> str:
     return next(name for name in names if not (folder / name).exists())
 
 
-def _hash(path: Path) -> str | None:
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None
-
-
 class RunMember(Callback):
-    """Keeps the folders of a run, begun in the first process, until its other processes have ended as well."""
+    """Lets all processes begin from one checkpoint, and keeps the folders of a training until the last has ended."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage == "fit" and trainer.world_size > 1:
+        if trainer.world_size == 1:
+            return
+        check_same_checkpoint(trainer)
+        if stage == "fit":
             folders = trainer.strategy.broadcast(self._run.folders)
             if not trainer.is_global_zero:
                 self._run.join(folders, trainer.global_rank)

@@ -23,6 +23,7 @@ from typing_extensions import override
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.models.attention import DOCUMENT_SDPA, document_attention
 from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.checks import packed_row
 from lightning_modules.models.optimizations import eval_mode
 from lightning_modules.training.fsdp import FullyShardedStrategy
 
@@ -50,15 +51,8 @@ class SequenceGroup:
     ) -> tuple[Tensor, Tensor | None]:
         """Compute `document_attention` of whole rows, of which this process has some tokens.
 
-        Args:
-            module: The attention layer.
-            query: ``[B, H, T / P, D]``.
-            key: ``[B, H_kv, T / P, D]``; ``value`` likewise.
-            value: See ``key``.
-            **kwargs: As transformers passes them on. ``document_borders`` are those of the whole rows.
-
-        Returns:
-            ``[B, T / P, H * D]`` attention output, and None for the attention weights.
+        ``query`` is ``[B, H, T / P, D]``, ``key`` and ``value`` ``[B, H_kv, T / P, D]``, the output
+        ``[B, T / P, H * D]``; there are no attention weights. ``document_borders`` are those of the whole rows.
         """
         (rows, heads, tokens, width), key_heads = query.shape, key.shape[1]
         # Positions are unused below (EABF has scaled the queries already), but DeepSpeed gathers them.
@@ -129,31 +123,25 @@ class SequenceGroup:
     def agreed(self, number: int) -> int:
         """Return the number that the first process of the group has."""
         sent = [number]
-        dist.broadcast_object_list(sent, src=dist.get_global_rank(self.processes, 0), group=self.processes)
+        dist.broadcast_object_list(sent, group=self.processes, group_src=0)
         return sent[0]
 
     def log_likelihood(self, backbone: Backbone, batch: PackedBatch) -> Tensor:
-        """Return ``[B, T]`` log-likelihoods (nats) of this process's rows; all of its group score each other's in turn.
-
-        The rows of the others are of any length.
-        """
+        """Return ``[B, T]`` log-likelihoods (nats) of own rows; the processes of a group score each other's in turn."""
         device, own = batch["input_ids"].device, torch.empty(0)
         names = ("input_ids", "labels", "position_ids", "document_borders")
         for owner in range(self.size):
             sent = [{name: _to(batch[name], "cpu") for name in names} if owner == self.rank else None]  # type: ignore[literal-required]
-            source = dist.get_global_rank(self.processes, owner)
-            dist.broadcast_object_list(sent, src=source, group=self.processes, device=device)
+            dist.broadcast_object_list(sent, group=self.processes, group_src=owner, device=device)
             rows: Any = {name: _to(value, device) for name, value in (sent[0] or {}).items()}
             scored = self.shared_log_likelihood(backbone, rows)
             own = scored if owner == self.rank else own
         return own
 
     def shared_log_likelihood(self, backbone: Backbone, batch: PackedBatch) -> Tensor:
-        """Score ``[B, T]`` sequences that all processes of the group hold, each process its share of the tokens.
+        """Return ``[B, T]`` log-likelihoods (nats) of sequences that all processes of the group hold.
 
-        Returns:
-            ``[B, T]`` log-likelihoods in nats, in all of them. Gradients flow to the tokens of this process's share
-            only; the processes together have those of all tokens.
+        Gradients flow to the tokens of this process's share only; the processes together have those of all tokens.
         """
         scored = backbone(self.part(batch), exchange=self.attend)
         share = scored.shape[1] - 1
@@ -176,7 +164,9 @@ class SequenceGroup:
                 f"Processes cannot share the rows of `{name}` with '{backbone.attention}' attention: it takes"
                 " `attn_implementation: sdpa`, and a model that keeps packed documents apart without masks."
             )
-        rows = _made_up_rows(backbone, 5 * self.size + 2)
+        generator = torch.Generator().manual_seed(0)
+        tokens = torch.randint(backbone.vocabulary_size, (5 * self.size + 2,), generator=generator)
+        rows = packed_row(tokens.to(backbone.device).split(4 * self.size))
         with torch.no_grad(), eval_mode(backbone):
             alone, together = backbone(rows), self.shared_log_likelihood(backbone, rows)
         autocast = torch.is_autocast_enabled(rows["input_ids"].device.type)
@@ -192,22 +182,6 @@ class SequenceGroup:
 
 def _to(value: Any, device: torch.device | str) -> Any:
     return value.to(device) if isinstance(value, Tensor) else value
-
-
-def _made_up_rows(backbone: Backbone, length: int) -> PackedBatch:
-    """One row of two documents, the same in all processes."""
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(backbone.vocabulary_size, (1, length), generator=generator).to(backbone.device)
-    border = length - length // 3
-    labels = tokens.clone()
-    labels[:, [0, border]] = IGNORE_INDEX
-    positions = torch.cat([torch.arange(border), torch.arange(length - border)])
-    return PackedBatch(
-        input_ids=tokens,
-        labels=labels,
-        position_ids=positions.unsqueeze(0).to(backbone.device),
-        document_borders=[[0, border, length]],
-    )
 
 
 class _SharesRows(ParallelStrategy):

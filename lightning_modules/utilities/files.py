@@ -2,6 +2,7 @@
 
 import ctypes
 import errno
+import logging
 import os
 import platform
 import secrets
@@ -25,6 +26,8 @@ HOST = platform.node().replace(os.sep, "_")
 """Name of this machine, as unfinished files and folders carry it."""
 
 CACHE_REMEDY = "Set `cache_dir`, or $LONGCE_CACHE, to a folder that you can write to."
+
+_log = logging.getLogger(__name__)
 
 
 def writable_folder(folder: Path, *, remedy: str = CACHE_REMEDY) -> Path:
@@ -125,6 +128,13 @@ def remove_folder(target: Path) -> None:
     doomed = create_folder(target)
     target.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
+
+
+def remove_unfinished(folder: Path, name: str = "*") -> None:
+    """Remove what killed processes have left for targets of a name in a folder; no process may be writing them."""
+    for path in folder.glob(f"{BUILDING}{name}@*"):
+        _log.info("Removing %s, left by a process that died.", path)
+        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def _exchange(first: Path, second: Path) -> None:

@@ -11,27 +11,21 @@ import json
 import logging
 import os
 import stat
-import threading
 import time
-import uuid
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
-from lightning_modules.utilities.files import default_cache_dir
+from lightning_modules.utilities.files import default_cache_dir, write_atomically
+from lightning_modules.utilities.locks import exclusive
 
 SETTLING_TIME = 2_000_000_000
 """Age in nanoseconds from which the times of a file are trusted. If a file changes twice within one tick of the file
 system's clock, the second change leaves no trace in them, and the coarsest tick in use is 2 s (FAT)."""
 
-_LOCK_TIMEOUT = 3600.0  # seconds; after it, hash without the lock rather than wait forever
 _LOGGED_SIZE = 1 << 30  # bytes; hashing fewer takes about a second
-_CHUNK_SIZE = 1 << 20  # bytes; between two of them a thread notices that it is to stop
-_STORE_INTERVAL = 10.0  # seconds between writes of the memo, to lose no more when the process is killed
 
 _unstored: dict[str, list[Any]] = {}
 """Entries of memos that this process could not write. They spare it hashing the same files again."""
@@ -54,7 +48,12 @@ def file_hashes(files: Iterable[Path]) -> list[str]:
     memo = _memo_path(os.path.commonpath([os.path.dirname(path) for path in paths]))
     found = _remembered(memo, paths)
     if len(found) < len(set(paths)):
-        with _locked(memo):
+        with ExitStack() as stack:
+            try:
+                memo.parent.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(exclusive(memo))
+            except OSError as error:  # hashing twice is slow, not wrong
+                _log.info("No lock beside %s (%s): other processes may hash the same files.", memo, error)
             found = _remembered(memo, paths)  # again: the process that held the lock may have hashed them
             found |= _hash_and_remember(memo, sorted(set(paths) - found.keys()))
     return [found[path] for path in paths]
@@ -101,30 +100,24 @@ def _hash_and_remember(memo: Path, paths: list[str]) -> dict[str, str]:
         _log.info("Hashing %d files (%.1f GB), such as %s. They are remembered.", len(paths), size / 1e9, paths[0])
     hashes: dict[str, str] = {}
     settled: dict[str, list[Any]] = {}
-    stop, stored_at = threading.Event(), time.monotonic()
     pool = ThreadPoolExecutor(min(len(paths), os.cpu_count() or 1))
     try:
-        for future in as_completed([pool.submit(_hash, path, stop) for path in paths]):
-            path, state, hashes[path], is_settled = future.result()
+        for path, (state, digest, is_settled) in zip(paths, pool.map(_hash, paths), strict=True):
+            hashes[path] = digest
             if is_settled:
-                settled[path] = [*state, hashes[path]]
-            if time.monotonic() - stored_at > _STORE_INTERVAL:
-                _remember(memo, settled)
-                stored_at = time.monotonic()
-    finally:  # after Ctrl-C or an unreadable file, keep the finished hashes and do not wait for the others
-        stop.set()
+                settled[path] = [*state, digest]
+    finally:  # also after Ctrl-C or an unreadable file
         pool.shutdown(wait=False, cancel_futures=True)
         _remember(memo, settled)
     return hashes
 
 
-def _hash(path: str, stop: threading.Event) -> tuple[str, list[int], str, bool]:
-    """Path, state and SHA-256 of a file, and whether its times were old enough to tell it from a later version."""
-    state, started, digest = file_state(path), time.time_ns(), hashlib.sha256()
+def _hash(path: str) -> tuple[list[int], str, bool]:
+    """State and SHA-256 of a file, and whether its times were old enough to tell it from a later version."""
+    state, started = file_state(path), time.time_ns()
     try:
         with open(path, "rb", buffering=0) as stream:
-            while (chunk := stream.read(_CHUNK_SIZE)) and not stop.is_set():
-                digest.update(chunk)
+            digest = hashlib.file_digest(stream, hashlib.sha256).hexdigest()
     except OSError as error:
         raise ValueError(_unreadable(path, error)) from error
     if file_state(path) != state:
@@ -132,7 +125,7 @@ def _hash(path: str, stop: threading.Event) -> tuple[str, list[int], str, bool]:
     _, _, modified, changed = state
     # A modification time far in the future was set on purpose; the change time never is.
     is_settled = changed < started - SETTLING_TIME and abs(started - modified) > SETTLING_TIME
-    return path, state, digest.hexdigest(), is_settled
+    return state, digest, is_settled
 
 
 def _unreadable(path: str | Path, error: Exception) -> str:
@@ -155,26 +148,20 @@ def _remembered(memo: Path, paths: Iterable[str]) -> dict[str, str]:
 
 
 def _entries(memo: Path) -> dict[str, list[Any]]:
-    """Return the content of a memo, without damaged entries."""
+    """Return the content of a memo, state and hash by path; nothing if it is missing or damaged."""
     try:
-        entries = json.loads(memo.read_bytes()).items()
-    except (OSError, ValueError, RecursionError, AttributeError):
+        return dict(json.loads(memo.read_bytes()))
+    except (OSError, ValueError, TypeError):
         return {}
-    whole = ((path, entry) for path, entry in entries if isinstance(entry, list) and len(entry) == 5)
-    return {path: entry for path, entry in whole if isinstance(entry[-1], str) and len(entry[-1]) == 64}
 
 
 def _remember(memo: Path, entries: Mapping[str, list[Any]]) -> None:
     """Add to a memo, which other processes see whole or not at all."""
     if not entries:
         return
-    temporary = memo.with_name(f".{memo.name}-{uuid.uuid4().hex}")
     try:
-        temporary.write_text(json.dumps({**_entries(memo), **entries}))
-        os.replace(temporary, memo)
+        write_atomically(memo, json.dumps({**_entries(memo), **entries}).encode())
     except OSError as error:
-        with suppress(OSError):  # a read-only file system also refuses to delete what does not exist
-            temporary.unlink()
         if not _unstored:
             _log.warning(
                 "Content hashes cannot be stored in %s (%s), so that every process hashes these files again. Set"
@@ -183,18 +170,3 @@ def _remember(memo: Path, entries: Mapping[str, list[Any]]) -> None:
                 error.strerror,
             )
         _unstored.update(entries)
-
-
-@contextmanager
-def _locked(memo: Path) -> Iterator[None]:
-    """Let one process at a time hash the files of a memo, where the cache can be written to."""
-    lock = FileLock(memo.with_suffix(".lock"), timeout=_LOCK_TIMEOUT)
-    try:
-        memo.parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
-    except (OSError, NotImplementedError, Timeout) as error:  # hashing twice is slow, not wrong
-        _log.info("No lock beside %s (%s): other processes may hash the same files.", memo, error)
-    try:
-        yield
-    finally:
-        lock.release()

@@ -8,16 +8,14 @@ So neither moved clocks nor file systems without ``flock`` matter.
 import functools
 import logging
 import os
-import shutil
 import socket
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import LeaseCompromise, SoftFileLease, Timeout
 
-from lightning_modules.utilities.files import BUILDING
+from lightning_modules.utilities.files import remove_unfinished
 
 LEASE = 120.0
 """Seconds without a touch after which a holder on another machine has ended; NFS may show a touch a minute late."""
@@ -39,22 +37,16 @@ def exclusive(target: Path) -> Iterator[None]:
     that another process has done its work; publishing in one step makes that harmless.
     """
     path = target.parent / f".{target.name}{_SUFFIX}"
+    lease = _lease(path)
     # Called while waiting: warns once.
-    warn = functools.cache(lambda: _log.warning("Waiting for %s, which prepares %s.", _holder(path), target.name))
-    with _lease(path).acquire(cancel_check=lambda: bool(warn())):
-        _remove_unfinished(target)
+    warn = functools.cache(lambda: _log.warning("Waiting for %s, which prepares %s.", _holder(lease), target.name))
+    with lease.acquire(cancel_check=lambda: bool(warn())):
+        remove_unfinished(target.parent, target.name)
         for other in target.parent.glob(f".*{_SUFFIX}"):
             if other != path:
                 with suppress(OSError, Timeout), _lease(other).acquire(timeout=0.1):  # its holder is dead
-                    _remove_unfinished(other.with_name(other.stem[1:]))
+                    remove_unfinished(other.parent, other.stem[1:])
         yield
-
-
-def _remove_unfinished(target: Path) -> None:
-    """Remove the unfinished folders of a target, whose lock this process holds."""
-    for folder in target.parent.glob(f"{BUILDING}{target.name}@*"):
-        _log.info("Removing %s, left by a process that died.", folder)
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 class RunLock:
@@ -108,67 +100,54 @@ class RunLock:
     def _take(self, paths: list[Path], patience: float, *, refuse_live: bool) -> None:
         # One after the other: of two runs that start at once, the one that gets the first folder gets them all.
         for path in paths:
-            watch = _Watch(path)
-            deadline = time.monotonic() + patience
-            while not watch.take():
-                if (watch.lives() and refuse_live) or time.monotonic() > deadline:
-                    raise ValueError(
-                        f"'{path.parent}' is in use by {_holder(path)}. Wait for its end, or give this run a folder of"
-                        f" its own. If that process is gone, or works in another copy of the folder, delete '{path}'."
-                    )
-                time.sleep(_POLL)
-            self._leases.append(watch.lease)
+            lease = _run_lease(path)
+            beats: set[int] = set()
+            lives = functools.partial(_lives, lease, path, beats)
+            try:
+                lease.acquire(timeout=patience, poll_interval=_POLL, cancel_check=lives if refuse_live else None)
+            except Timeout as error:
+                raise ValueError(
+                    f"'{path.parent}' is in use by {_holder(lease)}. Wait for its end, or give this run a folder of"
+                    f" its own. If that process is gone, or works in another copy of the folder, delete '{path}'."
+                ) from error
+            self._leases.append(lease)
 
 
 def _rank_file(rank: int | str) -> str:
     return f".rank-{rank}{_SUFFIX}"
 
 
-class _Watch:
-    """A lock that may have a holder."""
-
-    def __init__(self, path: Path) -> None:
-        self.lease = _lease(path, self._lost)
-        self._path = path
-        self._first: tuple[str | None, int] | None = None
-
-    def take(self) -> bool:
-        """Take the lock if it is free, or its holder has ended."""
-        try:
-            self.lease.acquire(timeout=0)
-        except Timeout:
-            return False
-        with self._path.open("a") as file:  # filelock ignores lines that it does not know
-            file.write(f"since={time.strftime('%Y-%m-%d %H:%M:%S %z')}\n")
+def _lives(lease: SoftFileLease, path: Path, beats: set[int]) -> bool:
+    """Whether the holder of a lock is known to live, after an attempt to take it: asked again and again."""
+    if (owner := lease.owner) is None:
+        return False
+    if owner.hostname == socket.gethostname():  # the attempt would have replaced a dead process of this machine
         return True
+    if not beats:
+        _log.warning("%s holds %s: waiting for a sign of life.", _holder(lease), path.parent)
+    with suppress(FileNotFoundError):
+        beats.add(path.stat().st_mtime_ns)
+    return len(beats) > 1
 
-    def _lost(self, compromise: LeaseCompromise) -> None:
-        """Take a deleted lock again; stop this process before two runs write to a folder."""
+
+def _run_lease(path: Path) -> SoftFileLease:
+    """Return the lease of a run, which ends this process before two runs write to a folder."""
+
+    def lost(compromise: LeaseCompromise) -> None:
         if compromise.reason == "refresh-failed":
-            _log.warning("Cannot touch %s (%s): others may take this run for dead.", self._path, compromise.error)
+            _log.warning("Cannot touch %s (%s): others may take this run for dead.", path, compromise.error)
             return
         if compromise.reason == "marker-missing":
-            self.lease.release()
-            if self.take():
-                _log.warning("%s was deleted: taken again, as this run is still writing.", self._path)
+            lease.release()
+            with suppress(Timeout):
+                lease.acquire(timeout=0)
+                _log.warning("%s was deleted: taken again, as this run is still writing.", path)
                 return
-        os.write(2, f"longce: error: '{self._path.parent}' was taken over by {_holder(self._path)}.\n".encode())
+        os.write(2, f"longce: error: '{path.parent}' was taken over by {_holder(lease)}.\n".encode())
         os._exit(1)
 
-    def lives(self) -> bool:
-        """Whether the holder is known to live, after an attempt to take the lock."""
-        owner = self.lease.owner
-        if owner is None:
-            return False
-        if owner.hostname == socket.gethostname():  # the attempt would have replaced a dead process of this machine
-            return True
-        with suppress(FileNotFoundError):
-            beat = (owner.token, self._path.stat().st_mtime_ns)
-            if self._first is None or self._first[0] != owner.token:
-                self._first = beat
-                _log.warning("%s holds %s: waiting for a sign of life.", _holder(self._path), self._path.parent)
-            return beat != self._first
-        return False
+    lease = _lease(path, lost)
+    return lease
 
 
 def _lease(path: Path, lost: Callable[[LeaseCompromise], None] | None = None) -> SoftFileLease:
@@ -178,10 +157,6 @@ def _lease(path: Path, lost: Callable[[LeaseCompromise], None] | None = None) ->
     )
 
 
-def _holder(path: Path) -> str:
-    found: dict[str, str] = {}
-    with suppress(OSError):
-        lines = path.read_text(errors="replace").splitlines()
-        found = dict(line.split("=", 1) for line in lines if "=" in line)
-    since = f" since {found['since']}" if "since" in found else ""
-    return f"process {found['pid']} on {found['host']}{since}" if {"pid", "host"} <= found.keys() else "another process"
+def _holder(lease: SoftFileLease) -> str:
+    owner = lease.owner
+    return "another process" if owner is None else f"process {owner.pid} on {owner.hostname}"

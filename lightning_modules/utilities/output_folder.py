@@ -8,7 +8,7 @@ from typing import BinaryIO, cast
 
 import fsspec
 
-from lightning_modules.utilities.files import BUILDING, writable_folder, write_atomically
+from lightning_modules.utilities.files import BUILDING, remove_unfinished, write_atomically
 
 
 class OutputFolder:
@@ -27,19 +27,14 @@ class OutputFolder:
         self.local = Path(path.removeprefix("file://")).expanduser() if local else None
         try:
             self._system, self._root = fsspec.url_to_fs(path if self.local is None else str(self.local))
-        except ImportError as error:
-            raise ValueError(f"'{path}' needs a package that is not installed: {error} (by `pip install`).") from error
-        except ValueError as error:
-            raise ValueError(f"'{path}' is no place to write to: {error}. Correct the address.") from error
+        except (ImportError, ValueError) as error:
+            raise ValueError(f"Cannot write to '{path}': {error}. Correct the address, or install it.") from error
 
     def __str__(self) -> str:
         return self.path
 
     def check_writable(self) -> None:
         """Raise a ``ValueError`` if nothing can be written there; makes the folder if needed."""
-        if self.local is not None:
-            writable_folder(self.local, remedy="Name another folder.")
-            return
         probe = f"{self._root}/{BUILDING}{uuid.uuid4().hex}"
         try:
             self._system.makedirs(self._root, exist_ok=True)
@@ -59,8 +54,6 @@ class OutputFolder:
 
     def open(self, name: str) -> BinaryIO:
         """Open a file to read its bytes."""
-        if self.local is not None:
-            return (self.local / name).open("rb")
         return cast(BinaryIO, io.BufferedReader(self._system.open(f"{self._root}/{name}", "rb")))
 
     def write(self, name: str, content: bytes) -> None:
@@ -75,8 +68,7 @@ class OutputFolder:
     def remove_unfinished(self) -> None:
         """Remove what killed processes have left in a local folder to which no process writes now."""
         if self.local is not None:
-            for path in self.local.glob(f"{BUILDING}*"):
-                path.unlink(missing_ok=True)
+            remove_unfinished(self.local)
 
     def remove(self, name: str) -> None:
         """Remove a file, if it is there."""

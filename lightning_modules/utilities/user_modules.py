@@ -7,7 +7,6 @@ soon as any library looks for the optional package of that name. Here only a nam
 import importlib
 import multiprocessing.util
 import os
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -79,16 +78,6 @@ def user_modules() -> Iterator[None]:
     finally:
         sys.meta_path.remove(finder)
         multiprocessing.util._args_from_interpreter_flags = options  # type: ignore[attr-defined]
-
-
-def hidden_module_hint(message: str) -> str:
-    """Return a line about a file here that has the name of an installed package, if a message misses a class of it."""
-    if (match := re.search(r"class_path '(\w+)\.", message)) is None:
-        return ""
-    installed, own = (PathFinder.find_spec(match[1], path) for path in (None, [str(Path.cwd())]))
-    if installed is None or own is None or own.origin in (None, installed.origin):
-        return ""
-    return f"\n    '{match[1]}' is the installed package of that name, not '{own.origin}': rename the file."
 
 
 def import_object(path: str) -> Any:

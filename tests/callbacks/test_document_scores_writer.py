@@ -384,7 +384,7 @@ def test_shards_behind_an_address(run, tmp_path):
 
 def test_what_killed_runs_have_left_is_removed(run, tmp_path):
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / f"{BUILDING}part-00000").write_bytes(b"half a shard")
+    (tmp_path / "out" / f"{BUILDING}part-00000@here-1").write_bytes(b"half a shard")
     run()
     assert sorted(path.name for path in (tmp_path / "out").iterdir() if not path.name.startswith("part-")) == [
         SUCCESS,

@@ -79,14 +79,14 @@ def test_training_is_the_same_bit_for_bit(setup, tmp_path, monkeypatch):
     plain = fit(setup, tmp_path)
     assert len(plain.losses) == 4
     for tasks in (
-        LongContextTasks(**TASKS, mode="generate", every_n_steps=1, at_start=True),
+        LongContextTasks(**TASKS, mode="generate", every_n_steps=1),
         LongContextTasks(**TASKS, mode="teacher_forced"),
     ):
         watched = fit(setup, tmp_path, tasks)
         assert watched.losses == plain.losses
         assert torch.equal(watched.weights, plain.weights)
         assert watched.module.backbone.training
-    assert seen.count((8, "generate")) == 5
+    assert seen.count((8, "generate")) == 4
     assert seen.count((8, "teacher_forced")) == 2
 
 
@@ -121,10 +121,10 @@ def test_what_is_logged(setup, tmp_path):
 @pytest.mark.slow
 def test_every_so_many_steps_instead_of_at_validation(setup, tmp_path):
     logger = TensorBoardLogger(tmp_path, default_hp_metric=False)
-    fit(setup, tmp_path, LongContextTasks(**TASKS, every_n_steps=3, at_start=True), logger=logger)
+    fit(setup, tmp_path, LongContextTasks(**TASKS, every_n_steps=3), logger=logger)
     events = EventAccumulator(logger.log_dir)
     events.Reload()
-    assert [event.step for event in events.Scalars("tasks/average/64")] == [0, 3]
+    assert [event.step for event in events.Scalars("tasks/average/64")] == [3]
 
 
 def test_validation_by_itself(setup, tmp_path):

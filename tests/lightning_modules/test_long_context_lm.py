@@ -385,11 +385,6 @@ def test_options_of_the_short_pass_without_one_are_pointed_out(folder):
         check_early(LongContextLM(folder, CrossEntropy(), short_dtype="bfloat16"), None)
 
 
-def test_a_short_dtype_of_an_earlier_version_names_the_one_that_is_left(folder):
-    with pytest.raises(ValueError, match="`short_dtype` must be bfloat16 or null, got 'float8'"):
-        LongContextLM(folder, short_dtype="float8")
-
-
 def test_a_device_without_float64_is_refused_before_weights_are_read(folder, monkeypatch):
     module = LongContextLM(folder, context_length=8, stride=4)
     module._trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("mps")), precision="32-true")

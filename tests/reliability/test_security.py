@@ -30,6 +30,7 @@ from lightning_modules.models.loading import load_backbone, load_config
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.scoring.token_scores import TokenScores, read_key_spans
 from lightning_modules.training.checkpoints.io import CheckedCheckpointIO, check_checkpoint
+from lightning_modules.training.checkpoints.sharded import no_code
 from lightning_modules.training.export.card import model_card
 from lightning_modules.training.export.checkpoint import export_checkpoint
 from lightning_modules.training.export.facts import TrainingFacts
@@ -150,15 +151,9 @@ def test_sharded_checkpoints(tmp_path, marker, sharded):
 def test_values_in_sharded_checkpoints(tmp_path, marker, sharded):
     folder = tmp_path / "values"
     sharded(folder, {"w": torch.ones(3), "lr": Payload(marker)})
-    with pytest.raises(ValueError, match="holds more than weights"):
-        check_checkpoint(folder)
+    with pytest.raises(dcp.api.CheckpointException, match="Weights only load failed"), no_code():
+        dcp.load({"w": torch.ones(3), "lr": 0}, checkpoint_id=str(folder))
     works(marker, lambda: _quietly(lambda: dcp.load({"w": torch.ones(3), "lr": 0}, checkpoint_id=str(folder))))
-    content = (folder / ".metadata").read_bytes()
-    name = next(folder.glob("*.distcp")).name
-    shutil.copy(folder / name, tmp_path / "outside")
-    (folder / ".metadata").write_bytes(content.replace(name.encode(), b"../outside".ljust(len(name), b" ")))
-    with pytest.raises(ValueError, match=r"is damaged|outside of it"):
-        check_checkpoint(folder)
 
 
 def _quietly(run):

@@ -17,7 +17,6 @@ from lightning_modules.commands.influence import InfluenceTrainer
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.training.checkpoints.io import CheckedCheckpointIO
 from lightning_modules.training.checkpoints.resume import (
-    SameCheckpoint,
     check_checkpoint_folders,
     find_checkpoint,
     goes_on,
@@ -35,7 +34,6 @@ from lightning_modules.training.run import Run, RunMember
 from lightning_modules.training.sequence_parallel import sequence_parallel_size
 from lightning_modules.utilities.loopback import loopback
 from lightning_modules.utilities.orphans import children_end_with_us
-from lightning_modules.utilities.user_modules import hidden_module_hint
 
 
 class ConciseParser(LightningArgumentParser):
@@ -48,7 +46,7 @@ class ConciseParser(LightningArgumentParser):
         noise += r"|- Expected a <class '(NoneType|bool|.*Iterable)'>"
         lines = [line for line in message.splitlines() if not re.match(rf"\s*({noise})", line)]
         message = "\n".join(lines) if len(lines) > 1 else message
-        super().error(message + hidden_module_hint(message), ex)
+        super().error(message, ex)
 
 
 class LongceCLI(LightningCLI):
@@ -68,12 +66,7 @@ class LongceCLI(LightningCLI):
                 # The data modules share documents and rows out themselves: without repeating any.
                 trainer_defaults={
                     "use_distributed_sampler": False,
-                    "callbacks": [
-                        SameCheckpoint(),
-                        RunMember(self.training_run),
-                        RandomStates(),
-                        self.preemption,
-                    ],
+                    "callbacks": [RunMember(self.training_run), RandomStates(), self.preemption],
                 },
                 parser_class=ConciseParser,
                 parser_kwargs={"prog": "longce"},

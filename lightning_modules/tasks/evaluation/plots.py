@@ -7,9 +7,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from numpy.typing import NDArray
 
 from lightning_modules.tasks.evaluation.summary import RULER_THRESHOLD, Matrix, Score, Summary
 
@@ -38,15 +36,6 @@ def as_svg(figure: Figure) -> str:
     with matplotlib.rc_context(_STYLE):
         figure.savefig(stream, format="svg", bbox_inches="tight", metadata={"Date": None})
     return stream.getvalue()
-
-
-def as_pixels(figure: Figure, dpi: int = 110) -> NDArray[np.uint8]:
-    """Return a figure as ``[height, width, 3]`` red, green and blue."""
-    with matplotlib.rc_context(_STYLE):
-        figure.set_dpi(dpi)
-        canvas = FigureCanvasAgg(figure)
-        canvas.draw()
-    return np.asarray(canvas.buffer_rgba())[..., :3].copy()
 
 
 def score_by_length(scores: Mapping[tuple[str, int], Score], averages: Mapping[int, float]) -> Figure:

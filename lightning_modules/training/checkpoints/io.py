@@ -10,7 +10,6 @@ import logging
 import math
 import pickle
 import re
-import shutil
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +26,7 @@ from lightning_modules.training.checkpoints.sharded import (
     damage_of_folder,
 )
 from lightning_modules.utilities.collectives import gathered, rank_and_size
-from lightning_modules.utilities.files import BUILDING, atomic_file, remove_folder
+from lightning_modules.utilities.files import atomic_file, remove_folder
 from lightning_modules.utilities.pickles import refused_pickle
 
 RUN_ID = "run_id"
@@ -42,7 +41,6 @@ class CheckedCheckpointIO(TorchCheckpointIO):
     """Files as `torch.save` writes them, put in place in one step, and checked whenever they are loaded.
 
     Torch's files are zip archives with a CRC-32 of every tensor, which `torch.load` ignores; here all are compared.
-    Addresses on the web are written to by Lightning and never loaded. Folders of sharded strategies are only removed.
     """
 
     @override
@@ -164,12 +162,6 @@ def damage(path: str | Path) -> str | None:
             return None
     except Exception as error:  # a damaged archive raises anything
         return f"is torn, or not a checkpoint ({str(error) or type(error).__name__})"
-
-
-def remove_unfinished(folder: Path) -> None:
-    """Remove what killed processes have left; no other process may be writing there."""
-    for path in folder.glob(f"{BUILDING}*{SUFFIX}@*"):
-        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def _refusal(path: str | Path, problem: str, option: str = "ckpt_path") -> ValueError:

@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from typing_extensions import override
 
 from lightning_modules.training.checkpoints.io import check_checkpoint, newest_checkpoint
 from lightning_modules.training.checkpoints.sharded import is_sharded
@@ -23,17 +22,14 @@ _log = logging.getLogger(__name__)
 
 
 def find_checkpoint(path: str | None, trainer: Trainer, logger: Any, *, resume: bool = True) -> str | None:
-    """Return the checkpoint that ``--ckpt_path`` asks for.
+    """Return the checkpoint that ``--ckpt_path`` asks for; None to start a new training.
 
     Args:
         path: A complete checkpoint; the folder of a run, or ``last`` for that of this run: the complete checkpoint of
             the largest step there. Other names (``best``) are Lightning's.
-        trainer: Of this run.
+        trainer: Trainer of this run.
         logger: Its configuration, which decides whether the folder of this run is a new one at each start.
         resume: Whether training resumes from it, for which weights alone are not enough.
-
-    Returns:
-        The checkpoint; None to start a new training.
 
     Raises:
         ValueError: If it is missing or incomplete. Its content is compared when it is loaded (`check_integrity`).
@@ -51,31 +47,23 @@ def find_checkpoint(path: str | None, trainer: Trainer, logger: Any, *, resume: 
     return None if found is None else str(found)
 
 
-class SameCheckpoint(Callback):
-    """Refuses to start if the processes of a run do not resume from the same checkpoint.
+def check_same_checkpoint(trainer: Trainer) -> None:
+    """Refuse to start if the processes of a run do not resume from the same checkpoint.
 
     Each looks for it by itself. On a disk of its own node, or on a file server that shows news late, one may find
     another one, or none: it would train from other weights, or wait for the others at another step.
     """
-
-    @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if trainer.world_size > 1:
-            found = gathered(trainer.ckpt_path and os.path.abspath(trainer.ckpt_path))
-            other = next((rank for rank, path in enumerate(found) if path != found[0]), None)
-            if other is not None:
-                raise ValueError(
-                    f"`ckpt_path`: process 0 resumes from {found[0] or 'nothing'}, process {other} from"
-                    f" {found[other] or 'nothing'}. Keep checkpoints on a disk that all nodes see, and name the file."
-                )
+    found = gathered(trainer.ckpt_path and os.path.abspath(trainer.ckpt_path))
+    other = next((rank for rank, path in enumerate(found) if path != found[0]), None)
+    if other is not None:
+        raise ValueError(
+            f"`ckpt_path`: process 0 resumes from {found[0] or 'nothing'}, process {other} from"
+            f" {found[other] or 'nothing'}. Keep checkpoints on a disk that all nodes see, and name the file."
+        )
 
 
 def check_checkpoint_folders(trainer: Trainer) -> None:
-    """Try to write where checkpoints and logs will go: better now than after an hour of training.
-
-    Raises:
-        ValueError: If nothing can be written there.
-    """
+    """Try to write where checkpoints and logs will go: better now than after an hour of training."""
     logs = [Path(logger.save_dir) for logger in trainer.loggers if logger.save_dir]
     for folder in (*_folders(trainer), *logs) if trainer.is_global_zero else ():
         if not is_remote(folder):

@@ -1,6 +1,5 @@
 """Checkpoints that several processes write or check together: folders of their parts, whole or not there."""
 
-import io
 import json
 import os
 import pickle
@@ -17,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from typing_extensions import override
 
 from lightning_modules.utilities.collectives import gathered
@@ -33,8 +32,6 @@ REST = "meta.pt"
 """Lightning's file of all that is not divided."""
 
 _INDEX = ".metadata"  # torch's: what is in which part
-_DEEPSPEED = "latest"  # the file that DeepSpeed writes last
-
 
 _INDEX_NAMES = {
     "torch.distributed.checkpoint.metadata": {
@@ -59,15 +56,15 @@ class _PartError(Exception):
 
 
 def is_sharded(path: Path) -> bool:
-    """Whether a sharded strategy finished writing this folder: FSDP2, or DeepSpeed in an earlier version."""
-    return all((path / name).exists() for name in (_INDEX, REST)) or (path / _DEEPSPEED).is_file()
+    """Whether a sharded strategy finished writing this folder."""
+    return all((path / name).is_file() for name in (_INDEX, REST))
 
 
 def write_together(target: Path, write: Callable[[Path], None]) -> None:
     """Let every process write its part into a folder beside ``target``, which it then replaces in one step.
 
     Args:
-        target: The checkpoint, on a disk that all processes see.
+        target: Path of the checkpoint, on a disk that all processes see.
         write: Writes the files of this process: those named ``__RANK_..``, and in the first process all others.
 
     Raises:
@@ -92,25 +89,25 @@ def write_together(target: Path, write: Callable[[Path], None]) -> None:
 
 
 def damage_of_folder(path: Path) -> str | None:
-    """Return which files of a folder are missing, cut short or hostile, as the end of a sentence; None if none is.
+    """Return why a folder is incomplete or hostile, as the end of a sentence; None if it is not.
 
     Folders without checksums, of Lightning's own strategies, only have to be complete.
     """
     if not is_sharded(path):
         return "is not a complete sharded checkpoint"
-    if (path / _DEEPSPEED).is_file():
-        return (
-            "was written by DeepSpeed ZeRO, which is no longer supported: convert it with `longce export` of the"
-            " version of longce that wrote it"
-        )
     try:
-        entries = _read_manifest(path)
-        wrong = [name for name, (size, _) in entries.items() if (path / name).stat().st_size != size]
+        for name, (size, _) in _read_manifest(path).items():
+            if (path / name).stat().st_size != size:
+                return f"is torn: {name} does not have the size that was written"
+        # `torch.distributed.checkpoint` unpickles the index without restrictions, and other values under `no_code`.
+        with (path / _INDEX).open("rb") as stream:
+            _IndexUnpickler(stream).load()
+        torch.load(path / REST, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
         return f"is incomplete: {Path(error.filename).name} is missing"
-    except ValueError as error:
-        return f"is damaged: {error}"
-    return f"is torn: {wrong[0]} does not have the size that was written" if wrong else _pickle_fault(path)
+    except Exception as error:  # of a damaged pickle anything
+        return f"is damaged, or holds more than weights ({first_cause(error)})"
+    return None
 
 
 def damage_of_content(path: Path, rank: int, processes: int) -> str | None:
@@ -133,11 +130,7 @@ def damage_of_content(path: Path, rank: int, processes: int) -> str | None:
 
 
 def load_whole(path: Path) -> dict[str, Any]:
-    """Load a sharded checkpoint, whose content was checked, into the main memory of one process.
-
-    Returns:
-        The checkpoint as a single process writes it, without the optimizer's state.
-    """
+    """Load a sharded checkpoint, whose content was checked, into main memory, without the optimizer's state."""
     content: dict[str, Any] = torch.load(path / REST, map_location="cpu", weights_only=True)
     reader = dcp.FileSystemReader(path)
     prefix = "state_dict."
@@ -206,14 +199,8 @@ def _read_manifest(path: Path) -> dict[str, tuple[int, int]]:
     """Return size and checksum by the names of files; empty in a folder of Lightning's own strategies."""
     if not (path / MANIFEST).exists():
         return {}
-    try:
-        content = json.loads((path / MANIFEST).read_bytes())
-        entries = {str(name): (int(size), int(crc)) for name, (size, crc) in content.items()}
-    except (ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"{MANIFEST} is not what was written") from error
-    if any(Path(name).name != name for name in entries):
-        raise ValueError(f"{MANIFEST} names files elsewhere")
-    return entries
+    content = json.loads((path / MANIFEST).read_bytes())
+    return {Path(name).name: (int(size), int(crc)) for name, (size, crc) in content.items()}
 
 
 def _checksum(path: Path) -> int:
@@ -224,26 +211,6 @@ def _checksum(path: Path) -> int:
     return crc
 
 
-def _pickle_fault(folder: Path) -> str | None:
-    """Return why a folder of torch's sharded strategies must not be loaded, as the end of a sentence, or None.
-
-    Three parts of it are pickled: the index, which `torch.distributed.checkpoint` unpickles without restrictions;
-    values that are not tensors, which it loads without ``weights_only``; and Lightning's state of the run. Here the
-    index may name the classes of an index only, and the others are read with ``weights_only``: nothing else is run.
-    """
-    try:
-        with (folder / _INDEX).open("rb") as stream:
-            index = _IndexUnpickler(stream).load()
-        for entry, place in (index.storage_data or {}).items():
-            if isinstance(index.state_dict_metadata[entry.fqn], BytesStorageMetadata):
-                torch.load(io.BytesIO(_stored(folder, place)), map_location="cpu", weights_only=True)
-        if (folder / REST).is_file():
-            torch.load(folder / REST, map_location="cpu", weights_only=True)
-    except Exception as error:  # of a damaged pickle anything
-        return f"is damaged, or holds more than weights ({first_cause(error)})"
-    return None
-
-
 class _IndexUnpickler(pickle.Unpickler):
     """Makes objects of the classes of an index, and no others."""
 
@@ -252,12 +219,3 @@ class _IndexUnpickler(pickle.Unpickler):
         if name in _INDEX_NAMES.get(module, ()):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it names {module}.{name}")
-
-
-def _stored(folder: Path, place: Any) -> bytes:
-    path = folder / place.relative_path
-    if path.resolve().parent != folder.resolve():
-        raise ValueError(f"its index points to '{place.relative_path}', outside of it")
-    with path.open("rb") as stream:
-        stream.seek(place.offset)
-        return stream.read(place.length)

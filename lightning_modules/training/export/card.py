@@ -15,14 +15,7 @@ from lightning_modules.training.export.rope import guard_keys, own_type_name
 def model_card(
     facts: TrainingFacts, config: Mapping[str, Any], options: ExportOptions, *, has_tokenizer: bool = True
 ) -> str:
-    """Return the ``README.md`` of an export.
-
-    Args:
-        facts: Facts of the training.
-        config: Content of the ``config.json`` of the model, or of the base of adapters.
-        options: Options of the export.
-        has_tokenizer: Whether the folder holds a tokenizer.
-    """
+    """Return the ``README.md`` of an export, given the ``config.json`` of the model, or of the base of adapters."""
     base = facts.base_model or "random weights"
     revision = f", revision `{facts.revision}`" if facts.revision else ""
     half = config["dtype"] in ("bfloat16", "float16")
@@ -53,34 +46,32 @@ def model_card(
 
 def _loading(facts: TrainingFacts, config: Mapping[str, Any], options: ExportOptions, has_tokenizer: bool) -> list[str]:
     own, parts = own_type_name(config), []
+    lines = ["import transformers"]
     if own is not None:
         parts.append(
             f"The model's RoPE type `{own}` is longce's own: install longce (`pip install -e .` in a checkout of its"
             f" repository). Without the two lines that register it, loading stops with `KeyError: '{own}'`."
         )
-    names = ["AutoModelForCausalLM", *(["AutoTokenizer"] if has_tokenizer else [])]
-    lines, body = [], ['folder = "."  # where this file is']
+        name = register_rope_types.__name__
+        lines += [f"from {register_rope_types.__module__} import {name}  # of the package longce", "", f"{name}()"]
+    lines += ["", 'folder = "."  # where this file is']
     if options.kept:
-        lines.append("from peft import PeftModel")
-        names += ["AutoConfig", *(["BitsAndBytesConfig"] if facts.quantization else [])]
+        lines.insert(0, "from peft import PeftModel")
         more = f", revision={json.dumps(facts.revision)}" if facts.revision else ""
         if facts.quantization:
             settings = ", ".join(f"{name}={value!r}" for name, value in facts.quantization.items())
-            more += f", quantization_config=BitsAndBytesConfig({settings})"
-        body += [
-            'config = AutoConfig.from_pretrained(f"{folder}/base")  # not the base model\'s own',
-            f"base = AutoModelForCausalLM.from_pretrained({json.dumps(facts.base_model)}, config=config{more})",
+            more += f", quantization_config=transformers.BitsAndBytesConfig({settings})"
+        base = f"{json.dumps(facts.base_model)}, config=config{more}"
+        lines += [
+            'config = transformers.AutoConfig.from_pretrained(f"{folder}/base")  # not the base model\'s own',
+            f"base = transformers.AutoModelForCausalLM.from_pretrained({base})",
             "model = PeftModel.from_pretrained(base, folder)",
         ]
     else:
-        body.append("model = AutoModelForCausalLM.from_pretrained(folder)")
-    lines.append(f"from transformers import {', '.join(sorted(names))}")
-    if own is not None:
-        name = register_rope_types.__name__
-        lines += [f"from {register_rope_types.__module__} import {name}  # of the package longce", "", f"{name}()"]
+        lines.append("model = transformers.AutoModelForCausalLM.from_pretrained(folder)")
     if has_tokenizer:
-        body.append("tokenizer = AutoTokenizer.from_pretrained(folder)")
-    parts.append("\n".join(["```python", *lines, "", *body, "```"]))
+        lines.append("tokenizer = transformers.AutoTokenizer.from_pretrained(folder)")
+    parts.append("\n".join(["```python", *lines, "```"]))
     if options.kept and facts.base_is_local:
         parts.append(f"`{facts.base_model}` is a folder of the machine that trained: replace it by yours.")
     return parts

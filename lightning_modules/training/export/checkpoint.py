@@ -6,108 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
-from transformers import (
-    CONFIG_MAPPING,
-    AutoModelForCausalLM,
-    GenerationConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-)
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
-from lightning_modules.models.adapters import (
-    add_adapters,
-    check_same_scaling,
-    frozen_fingerprint,
-    same_frozen,
-    trained_state,
-)
+from lightning_modules.models.adapters import add_adapters, frozen_fingerprint, same_frozen, trained_state
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.context_extension.methods import extend_config
 from lightning_modules.models.loading import load_backbone
-from lightning_modules.models.tokenization.tokenizer import load_tokenizer, tokenizer_from_json, tokenizer_to_json
+from lightning_modules.models.tokenization.tokenizer import load_tokenizer, tokenizer_from_json
+from lightning_modules.training.checkpoint_contents import FINGERPRINT, KEY
 from lightning_modules.training.checkpoints.io import CheckedCheckpointIO, check_checkpoint, check_integrity
-from lightning_modules.training.checkpoints.sharded import is_sharded, load_whole
-from lightning_modules.training.export.facts import TrainingFacts, loading_facts
+from lightning_modules.training.checkpoints.sharded import load_whole
+from lightning_modules.training.export.facts import TrainingFacts
 from lightning_modules.training.export.model import check_export, check_replaceable, export_model
 from lightning_modules.training.export.options import ExportOptions
-
-KEY = "longce_export"
-"""Key in a checkpoint of what `stored` returns."""
-
-FINGERPRINT = "frozen_fingerprint"
-"""Key in a checkpoint of the hash of the frozen weights that it leaves out."""
-
-
-def stored(
-    model: PreTrainedModel, facts: TrainingFacts, tokenizer: PreTrainedTokenizerFast | None = None
-) -> dict[str, str]:
-    """Return what a checkpoint needs for an export in addition to the weights, as JSON.
-
-    The model is without the wrapper of peft; the tokenizer is given if the facts cannot name it.
-    """
-    return {
-        **({} if tokenizer is None else {"tokenizer": tokenizer_to_json(tokenizer)}),
-        "config": model.config.to_json_string(use_diff=False),
-        "generation_config": json.dumps(model.generation_config.to_dict(), default=str),
-        "facts": facts.to_json(),
-    }
-
-
-def check_same_model(saved: Mapping[str, str], model: PreTrainedModel, loading: ModelConfig) -> None:
-    """Check that a checkpoint's weights mean in this run what they meant in the run that wrote it.
-
-    Rotation and windows may differ on purpose, to try an extension on a trained model: that is a warning.
-
-    Raises:
-        ValueError: If the adapters would be scaled otherwise, or lie over weights that are quantized otherwise.
-    """
-    facts, own = TrainingFacts.from_json(saved["facts"]), loading_facts(loading, model.config)
-    if facts.lora is not None and own["lora"] is not None:
-        check_same_scaling(facts.lora, own["lora"])
-    before, now = (
-        {name: value for name, value in (quantization or {}).items() if "dtype" not in name and "storage" not in name}
-        for quantization in (facts.quantization, own["quantization"])
-    )
-    if before and now and before != now:
-        raise ValueError(
-            f"The checkpoint's adapters were trained over weights quantized by {before}, and this run has {now}: give"
-            " the `quantization` of the run that wrote it."
-        )
-    configs = [json.loads(saved["config"]), json.loads(model.config.to_json_string(use_diff=False))]
-    for name in ("rope_parameters", "sliding_window"):
-        before, now = (config.get(name) for config in configs)
-        if before != now:
-            rank_zero_warn(
-                f"The checkpoint was trained with `{name}` = {before}, and this run computes with {now}: without the"
-                " `context_extension` and `model_config` of that run its numbers are others."
-            )
-
-
-def check_resumable(checkpoint: Mapping[str, Any]) -> None:
-    """Raise a ``ValueError`` if a checkpoint file holds too little to resume training."""
-    if "state_dict" in checkpoint:  # Lightning has taken the weights out of a sharded one
-        missing = {"optimizer_states", "lr_schedulers", "loops"}.difference(checkpoint)
-        if missing or "fit_loop" not in checkpoint["loops"]:
-            raise ValueError(
-                f"The checkpoint lacks {', '.join(sorted(missing)) or 'the state of training'}, without which training"
-                " does not resume: it holds weights alone. `longce fit` takes what `longce export` makes of it."
-            )
-
-
-def check_same_weights(stored: Mapping[str, Any] | None, own: Mapping[str, Any]) -> None:
-    """Raise a ``ValueError`` if a checkpoint is that of another model; strategies that divide it have taken it out."""
-    shapes = {name: tuple(value.shape) for name, value in own.items() if isinstance(value, torch.Tensor)}
-    found = {name: tuple(value.shape) for name, value in (stored or {}).items() if isinstance(value, torch.Tensor)}
-    if stored is None or found == shapes:
-        return
-    name = min(name for name in shapes.keys() | found.keys() if shapes.get(name) != found.get(name))
-    raise ValueError(
-        f"The checkpoint is that of another model: '{name}' has the shape {found.get(name, 'of nothing')} there and"
-        f" {shapes.get(name, 'of nothing')} in this run. Give the `model` settings of the run that wrote it."
-    )
 
 
 def export_checkpoint(
@@ -121,15 +34,12 @@ def export_checkpoint(
     """Export the model of a checkpoint of ``longce fit`` to a folder that transformers loads.
 
     Args:
-        checkpoint: What ``longce fit`` wrote: a file, or a folder of FSDP2, whose weights are then gathered in memory.
-        output_dir: Folder to write. An earlier export there is replaced once the new one is complete; a folder of
-            anything else is refused.
+        checkpoint: A file, or a folder of FSDP2, whose weights are then gathered in memory.
+        output_dir: Folder to write, which is returned. An earlier export there is replaced once the new one is
+            complete; a folder of anything else is refused.
         tokenizer: Hub id or local folder; by default that of the training.
         tokenizer_revision: Branch, tag or commit of the tokenizer on the hub.
         options: Fields of `ExportOptions`.
-
-    Returns:
-        The folder.
 
     Raises:
         ValueError: If the checkpoint cannot be read, is not of this package, or does not allow what is asked for.
@@ -168,10 +78,6 @@ def _tokenizer(
 def _read(path: str) -> dict[str, Any]:
     """Load the checkpoint; the weights in a file stay on disk until they are used."""
     file = Path(path).expanduser()
-    if file.is_dir() and not is_sharded(file):
-        raise ValueError(
-            f"`checkpoint` '{path}' is a folder, and no checkpoint of FSDP2: name one of the checkpoints in it."
-        )
     check_checkpoint(path if "://" in path else file, "checkpoint")
     if file.is_dir():
         check_integrity(file, "checkpoint")

@@ -1,4 +1,4 @@
-"""Options of an export, and facts of a training run in plain types for checkpoints and for the model card."""
+"""Facts of a training run in plain types, for checkpoints and for the model card."""
 
 import inspect
 import json
@@ -67,6 +67,12 @@ class TrainingFacts:
 def loading_facts(loading: ModelConfig, config: Any) -> dict[str, Any]:
     """Return the facts of how a model was loaded, by the arguments of `load_backbone` and the loaded config."""
     path = loading.pretrained_model_name_or_path
+    base = None if path is None or path.endswith(".json") else _absolute(path)
+    local = base is not None and Path(base).exists()
+    revision = None if local or base is None else loading.revision
+    if base is not None and not local:
+        with suppress(ValueError):  # a read-only cache remembers none
+            revision = hub_commit(base, revision, fetched=True)
     changes = dict(loading.model_config or {})
     if loading.context_extension is not None:
         changes["context_extension"] = dict(loading.context_extension)
@@ -74,12 +80,6 @@ def loading_facts(loading: ModelConfig, config: Any) -> dict[str, Any]:
     if loading.quantization is not None:
         different = config.quantization_config.to_diff_dict().items()  # from the defaults
         quantization = {name: value for name, value in different if name != "quant_method" and name[0] != "_"}
-    base = None if path is None or path.endswith(".json") else _absolute(path)
-    local = base is not None and Path(base).exists()
-    revision = None if local or base is None else loading.revision
-    if base is not None and not local:
-        with suppress(ValueError):  # a read-only cache remembers none
-            revision = hub_commit(base, revision, fetched=True)
     return {
         "base_model": base,
         "base_is_local": local,
@@ -99,12 +99,8 @@ def _absolute(path_or_id: str) -> str:
 
 def objective_facts(objective: Objective, context_length: int, stride: int) -> dict[str, Any]:
     """Return the facts of the objective."""
-    short = objective.uses_short_context
-    return {
-        "objective": _described(objective),
-        "context_length": context_length if short else None,
-        "stride": stride if short else None,
-    }
+    lengths = {"context_length": context_length, "stride": stride} if objective.uses_short_context else {}
+    return {"objective": _described(objective), **lengths}
 
 
 def _described(objective: Objective) -> dict[str, Any]:
@@ -118,12 +114,11 @@ def _described(objective: Objective) -> dict[str, Any]:
 def run_facts(trainer: Trainer, metrics_step: int | None) -> dict[str, Any]:
     """Return the facts of optimizer, data and results, with the last evaluation after ``metrics_step`` steps."""
     data: Any = getattr(trainer, "datamodule", None)
-    rows, length = getattr(data, "batch_size", None), getattr(data, "sequence_length", None)
-    tokens = None
+    path, length = getattr(data, "path", None), getattr(data, "sequence_length", None)
+    rows, tokens = getattr(data, "batch_size", None), None
     if rows is not None and length is not None:
         readers = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)  # processes may share rows
         tokens = rows * length * trainer.accumulate_grad_batches * readers
-    path = getattr(data, "path", None)
     tokenizer = None if made_tokenizer(data) else getattr(data, "tokenizer_name", None)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
     return {
@@ -158,9 +153,7 @@ def _optimizer_facts(trainer: Trainer) -> dict[str, Any]:
     if not trainer.optimizers:
         return {}
     optimizer = trainer.optimizers[0]
-    group = optimizer.param_groups[0]
-    settings = {name: group[name] for name in OPTIMIZER_SETTINGS if name in group}
-    settings["lr"] = group.get("initial_lr", group["lr"])
+    settings = {name: value for name, value in optimizer.defaults.items() if name in OPTIMIZER_SETTINGS}
     settings = json.loads(json.dumps(settings, default=str))  # plain types, as a checkpoint gives them back
     facts: dict[str, Any] = {"optimizer": {"name": type(optimizer).__name__, **settings}}
     if trainer.lr_scheduler_configs:

@@ -50,7 +50,7 @@ def export_model(
     check_export(model, output_dir, options, facts)
     with _export_folder(output_dir, facts.published().to_json()) as folder:
         base = model.get_base_model() if is_peft_model(model) else model
-        config = _exported_config(base.config, options)
+        config = _export_config(base.config, options)
         if options.kept:
             _write_adapters(model, config, folder, facts)
         else:
@@ -88,7 +88,7 @@ def check_export(
         from lightning_modules.training.export.weights import check_mergeable  # imports peft
 
         check_mergeable(model)
-    config = _exported_config(base.config, options)
+    config = _export_config(base.config, options)
     if options.legacy_rope_keys:
         legacy_rope_keys(config.to_dict())
     writable_folder(output_dir.resolve().parent, remedy="Name another `output_dir`.")
@@ -110,7 +110,7 @@ def _check_kept(model: "PreTrainedModel | PeftModel", facts: TrainingFacts) -> N
         )
 
 
-def _exported_config(config: PreTrainedConfig, options: ExportOptions) -> PreTrainedConfig:
+def _export_config(config: PreTrainedConfig, options: ExportOptions) -> PreTrainedConfig:
     config = copy.deepcopy(config)
     if options.eabf_as_abf:
         config.rope_parameters = as_abf(config.rope_parameters)
@@ -153,25 +153,19 @@ def _write_adapters(model: Any, config: PreTrainedConfig, folder: Path, facts: T
 
 def _generation_config(base: Any) -> GenerationConfig:
     """Return the model's own, unless it contradicts itself, which transformers reads but refuses to save."""
-    own = base.generation_config
     try:
-        own.validate(strict=True)
+        base.generation_config.validate(strict=True)
     except ValueError as error:
         log.warning("The model's generation config is left out, as it is not valid: %s", error)
         return GenerationConfig.from_model_config(base.config)
-    return own
+    return base.generation_config
 
 
 def check_replaceable(folder: Path) -> None:
     """Raise a ``ValueError`` unless a folder is missing, empty, or an earlier export without anything added to it."""
-    if not folder.exists():
-        return
-    if not folder.is_dir() or folder.is_mount():
-        kind = "is a mount point, which cannot be replaced" if folder.is_dir() else "is a file"
-        raise ValueError(f"`output_dir` of the export, '{folder}', {kind}: name a new folder.")
+    if folder.is_file():
+        raise ValueError(f"`output_dir` of the export, '{folder}', is a file: name a new folder.")
     files = {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()}
-    if not files and not any(folder.iterdir()):
-        return
     try:
         written = {MARKER, *json.loads((folder / MARKER).read_text())["files"]}
     except (OSError, ValueError, KeyError):
@@ -185,12 +179,9 @@ def check_replaceable(folder: Path) -> None:
 
 @contextmanager
 def _export_folder(target: Path, facts: str) -> Iterator[Path]:
-    """Yield a folder that replaces an earlier export, or the one that a link leads to, at once as the block ends.
+    """Yield a folder that replaces an earlier export, or the one that a link leads to, as the block ends.
 
     Several processes that export to one folder wait for each other. The marker keeps the facts, a JSON text.
-
-    Raises:
-        ValueError: If the target is something else than an earlier export, or cannot be written, as on a full disk.
     """
     try:
         with exclusive(target.resolve()), atomic_folder(target.resolve(), replace=True) as folder:

@@ -1,5 +1,6 @@
 """The weights of a trained model as a plain model of its class has them, adapters merged."""
 
+import copy
 from collections.abc import Iterator
 
 import torch
@@ -43,21 +44,15 @@ def check_mergeable(model: PreTrainedModel | PeftModel) -> None:
 @torch.no_grad()
 def merged_layer(layer: BaseTunerLayer, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return weight and bias of a layer with its active adapters in them; the layer is left as it is."""
+    layer = copy.deepcopy(layer)
     own = dict(layer.get_base_layer().named_parameters())
-    data = {name: parameter.data for name, parameter in own.items()}
-    merged_before = list(layer.merged_adapters)
+    for parameter in own.values():
+        parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
     try:
-        for name, parameter in own.items():
-            wide = torch.promote_types(data[name].dtype, torch.float32)
-            parameter.data = data[name].to(wide, copy=True)
         layer.merge()
-        return {name: parameter.data.to(dtype) for name, parameter in own.items()}
     except (RuntimeError, NotImplementedError) as error:
         raise ValueError(f"peft cannot merge these adapters: {error} Set `adapters` to 'kept'.") from error
-    finally:
-        for name, parameter in own.items():
-            parameter.data = data[name]
-        layer.merged_adapters = merged_before
+    return {name: parameter.data.to(dtype) for name, parameter in own.items()}
 
 
 def drop_tied(weights: dict[str, Tensor], model: PreTrainedModel) -> bool:

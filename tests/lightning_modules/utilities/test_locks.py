@@ -143,8 +143,6 @@ def test_other_errors_are_not_swallowed(tmp_path):
 def marker(path, *, host, pid=4321, age=0.0):
     """What a process on another machine, or a dead one on this machine, has left."""
     path.write_text(f"filelock/2\npid={pid}\nhost={host}\nmode=lease\ntoken=abc\nduration={locks.LEASE!r}\nstart=5\n")
-    with path.open("a") as file:
-        file.write("since=2026-01-02 03:04:05\n")
     os.utime(path, (time.time() - age,) * 2)
     return path
 
@@ -186,9 +184,7 @@ def test_a_second_run_is_refused_at_once_and_told_who_holds_the_folder(tmp_path,
     process, begin = held(0), time.monotonic()
     if suspended:  # it may wake up any time, and write
         os.kill(process.pid, signal.SIGSTOP)
-    with pytest.raises(
-        ValueError, match=rf"in use by process {process.pid} on .* since 20\d\d-.* delete '.*rank-0.lock'"
-    ):
+    with pytest.raises(ValueError, match=rf"in use by process {process.pid} on .* delete '.*rank-0.lock'"):
         RunLock(tmp_path).begin()
     assert time.monotonic() - begin < 2
 
@@ -266,7 +262,7 @@ def test_a_live_run_on_another_machine_blocks(tmp_path, impatient):
     threading.Thread(target=beat).start()
     begin = time.monotonic()
     try:
-        with pytest.raises(ValueError, match="in use by process 4321 on elsewhere since 2026-01-02 03:04:05"):
+        with pytest.raises(ValueError, match="in use by process 4321 on elsewhere"):
             RunLock(tmp_path).begin(patience=20)
     finally:
         stop.set()
@@ -279,7 +275,7 @@ def test_a_dead_run_on_another_machine_is_waited_out_whatever_its_clock(tmp_path
     lock, begin = RunLock(tmp_path), time.monotonic()
     lock.begin(patience=20)
     assert time.monotonic() - begin > 0.5
-    assert "process 4321 on elsewhere since 2026-01-02 03:04:05 holds" in caplog.text
+    assert "process 4321 on elsewhere holds" in caplog.text
     lock.leave()
 
 
@@ -301,9 +297,8 @@ def test_forked_children_do_not_keep_a_run_that_has_left(tmp_path):
 
 def test_a_run_survives_a_disk_that_does_not_answer(tmp_path, caplog):
     error = OSError("Stale file handle")
-    locks._Watch(tmp_path / ".rank-0.lock")._lost(
-        LeaseCompromise(str(tmp_path / ".rank-0.lock"), "abc", "refresh-failed", error)
-    )
+    lost = locks._run_lease(tmp_path / ".rank-0.lock")._on_compromise
+    lost(LeaseCompromise(str(tmp_path / ".rank-0.lock"), "abc", "refresh-failed", error))
     assert "Cannot touch" in caplog.text
     assert "Stale file handle" in caplog.text
 
@@ -340,7 +335,7 @@ def test_a_deleted_lock_is_taken_again_by_a_run_that_lives(tmp_path, impatient, 
 def test_a_run_that_was_taken_over_ends(tmp_path, impatient, capfd):
     process = FORK.Process(target=taken_over, args=(tmp_path,))
     process.start()
-    until(lambda: "since" in (tmp_path / ".rank-0.lock").read_text() if names(tmp_path) else False)
+    until(lambda: "start=" in (tmp_path / ".rank-0.lock").read_text() if names(tmp_path) else False)
     (tmp_path / ".rank-0.lock").unlink()  # by hand, though the run lives
     lock = RunLock(tmp_path)
     lock.begin()

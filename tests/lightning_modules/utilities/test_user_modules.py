@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lightning_modules.utilities.user_modules import hidden_module_hint, import_object, user_modules
+from lightning_modules.utilities.user_modules import import_object, user_modules
 
 LIBRARY = (
     "def look(name):\n    import importlib\n    return importlib.util.find_spec(name), importlib.import_module(name)\n"
@@ -89,12 +89,3 @@ def test_other_processes_of_a_run_keep_the_safe_path_of_the_first(monkeypatch):
     monkeypatch.setattr(sys, "flags", SimpleNamespace(safe_path=True))  # `python -P`
     with user_modules():
         assert os.environ["PYTHONSAFEPATH"] == "1"
-
-
-def test_a_file_with_the_name_of_an_installed_package_is_named(folder):
-    message = "Problem with given class_path '{}.Foo'"
-    assert hidden_module_hint(message.format("datasets")) == ""
-    (folder / "datasets.py").write_text("class Foo: ...")
-    assert f"not '{folder / 'datasets.py'}': rename the file" in hidden_module_hint(message.format("datasets"))
-    assert hidden_module_hint(message.format("um_sibling")) == ""
-    assert hidden_module_hint("another message") == ""

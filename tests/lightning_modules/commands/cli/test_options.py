@@ -8,7 +8,7 @@ from dataclasses import fields
 import jsonargparse
 import pytest
 
-from callbacks import ExternalEvaluator, HuggingFaceExport, LMEvaluationHarness, LongContextTasks
+from callbacks import ExternalEvaluator, HuggingFaceExport, LongContextTasks
 from lightning_modules.commands.cli.registry import COMMANDS
 from lightning_modules.commands.cli.setting_checks import check_settings
 from lightning_modules.long_context_lm import LongContextLM
@@ -84,7 +84,6 @@ def test_usage_errors_import_no_torch(words, message, tmp_path):
         (LongContextLM, ModelConfig),
         (ExternalEvaluator, EvaluatorConfig),
         (LongContextTasks, TaskConfig),
-        (LMEvaluationHarness, TaskConfig),
         (HuggingFaceExport, ExportOptions),
     ],
 )

@@ -62,7 +62,7 @@ def test_places_that_are_none(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="nosuch"):
         OutputFolder("nosuch://bucket/scores")
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="Name another folder"):
+    with pytest.raises(ValueError, match="Cannot write to"):
         OutputFolder(str(tmp_path / "file")).check_writable()
     monkeypatch.setattr(
         output_folder.fsspec, "url_to_fs", lambda path: (_ for _ in ()).throw(ImportError("Install s3fs"))

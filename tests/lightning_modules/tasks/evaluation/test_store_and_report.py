@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lightning_modules.tasks.evaluation.plots import as_pixels, figures
+from lightning_modules.tasks.evaluation.plots import figures
 from lightning_modules.tasks.evaluation.report import as_text, write_task_report
 from lightning_modules.tasks.evaluation.runs import TaskResult
 from lightning_modules.tasks.evaluation.store import ResultStore
@@ -175,7 +175,3 @@ def test_figures_of_little_or_nothing():
     assert figures(summarize([])) == {}
     few = figures(summarize([result(depth=None)]))
     assert list(few) == ["lengths"]
-    pixels = as_pixels(few["lengths"])
-    assert pixels.dtype == np.uint8
-    assert pixels.shape[2] == 3
-    assert pixels.std() > 0

@@ -14,7 +14,6 @@ import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch.distributed.checkpoint.metadata import Metadata
 
-from lightning_modules.training.checkpoints import io as checkpoint_io
 from lightning_modules.training.checkpoints.io import (
     CheckedCheckpointIO,
     CheckpointError,
@@ -259,7 +258,7 @@ def test_only_unfinished_checkpoints_are_removed(tmp_path):
     sharded(tmp_path / f"{files.BUILDING}b.ckpt@elsewhere-2")
     kept = [tmp_path / f"{files.BUILDING}run.json@here-1", save(tmp_path / "a.ckpt")]
     kept[0].touch()
-    checkpoint_io.remove_unfinished(tmp_path)
+    files.remove_unfinished(tmp_path, "*.ckpt")
     assert sorted(tmp_path.iterdir()) == sorted(kept)
 
 
@@ -322,7 +321,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
         assert loaded["step"] >= 0
         assert torch.equal(loaded["weight"], torch.full((200_000,), float(loaded["step"])))
     assert all(file == path or file.name.startswith(files.BUILDING) for file in tmp_path.iterdir())
-    checkpoint_io.remove_unfinished(tmp_path)
+    files.remove_unfinished(tmp_path, "*.ckpt")
     assert list(tmp_path.iterdir()) == [path]
 
 

@@ -11,13 +11,12 @@ from lightning import Trainer
 from callbacks import StepCheckpoint
 from lightning_modules.training.checkpoints import resume as run_checkpoints
 from lightning_modules.training.checkpoints.resume import (
-    SameCheckpoint,
     check_checkpoint_folders,
+    check_same_checkpoint,
     find_checkpoint,
     goes_on,
     owned_folders,
 )
-from lightning_modules.training.export.checkpoint import export_checkpoint
 
 WEIGHTS = {"state_dict": {}, "pytorch-lightning_version": "2.6.6"}
 WHOLE = {**WEIGHTS, "optimizer_states": []}
@@ -45,20 +44,6 @@ def test_weights_alone_can_be_evaluated_and_not_trained_on(trainer, tmp_path):
     torch.save(WHOLE, path.with_name("whole.ckpt"))
     with pytest.raises(ValueError, match=r"weights alone.*The newest good one beside it is .*whole.ckpt"):
         find_checkpoint(str(path), trainer, False)
-
-
-def test_a_checkpoint_of_deepspeed_is_refused_or_passed_over(trainer, tmp_path):
-    folder = tmp_path / "own" / "step-2.ckpt"
-    folder.mkdir(parents=True)
-    (folder / "latest").write_text("checkpoint")
-    convert = "DeepSpeed ZeRO, which is no longer supported: convert it with `longce export` of the version"
-    for name in (str(folder), str(folder.parent), "last"):
-        with pytest.raises(ValueError, match=rf"step-2.ckpt'? was written by {convert}"):
-            find_checkpoint(name, trainer, False)
-    with pytest.raises(ValueError, match=rf"`checkpoint` '.*step-2.ckpt' was written by {convert}"):
-        export_checkpoint(str(folder), str(tmp_path / "exported"))
-    torch.save(WHOLE, folder.with_name("step-1.ckpt"))
-    assert find_checkpoint("last", trainer, False) == str(folder.with_name("step-1.ckpt"))
 
 
 def test_which_command_goes_on_with_what_it_has_saved(trainer, tmp_path):
@@ -89,9 +74,9 @@ def test_its_content_is_not_read_before_it_is_loaded(trainer, tmp_path, monkeypa
 def test_processes_that_found_different_checkpoints_are_refused(monkeypatch, paths, other):
     monkeypatch.setattr(run_checkpoints, "gathered", lambda _: paths)
     with pytest.raises(ValueError, match=rf"process 0 resumes from .*{other}.* on a disk that all nodes see"):
-        SameCheckpoint().setup(SimpleNamespace(world_size=len(paths), ckpt_path=paths[0]), None, "fit")
+        check_same_checkpoint(SimpleNamespace(ckpt_path=paths[0]))
     paths[:] = ["a"] * len(paths)
-    SameCheckpoint().setup(SimpleNamespace(world_size=len(paths), ckpt_path="a"), None, "fit")
+    check_same_checkpoint(SimpleNamespace(ckpt_path="a"))
 
 
 def test_logs_are_tried_out_as_well(tmp_path):

@@ -9,7 +9,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from lightning_modules.commands.cli.main import main
 from lightning_modules.long_context_lm import LongContextLM
-from lightning_modules.training.export.checkpoint import KEY, export_checkpoint
+from lightning_modules.training.checkpoint_contents import KEY
+from lightning_modules.training.export.checkpoint import export_checkpoint
 from tests.conftest import tiny_model
 from tests.lightning_modules.training.export.test_weights import logits, run_card
 
@@ -202,7 +203,7 @@ def weights_of_another(path):
         (hostile, "must not be loaded"),
         (weights_of_another, "extra' is unknown"),
         (lambda path: path.unlink(), "does not exist"),
-        (lambda path: (path.unlink(), path.mkdir()), "is a folder, and no checkpoint of FSDP2"),
+        (lambda path: (path.unlink(), path.mkdir()), "is not a complete sharded checkpoint"),
         (lambda path: None, "names no tokenizer: give one by `--tokenizer`"),
     ],
 )
