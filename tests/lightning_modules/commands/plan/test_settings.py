@@ -8,7 +8,8 @@ import torch
 import yaml
 from transformers import AutoConfig
 
-from lightning_modules.commands.cli.lightning_cli import PlanCLI
+from lightning_modules.commands.cli.experiment_options import add_plan_options
+from lightning_modules.commands.cli.lightning_cli import PartCLI
 from lightning_modules.commands.plan.settings import read_experiment
 
 
@@ -35,7 +36,7 @@ def read(tmp_path, model_dir, evaluator_dir, monkeypatch):
 
     def run(*options, **settings):
         monkeypatch.setattr(sys, "argv", ["longce", "-c", str(tmp_path / "experiment.yaml"), *options])
-        return read_experiment(PlanCLI().config, **settings)
+        return read_experiment(PartCLI(add_plan_options).config, **settings)
 
     return run
 
