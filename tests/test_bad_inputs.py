@@ -482,7 +482,7 @@ def test_other_commands(run, capsys, monkeypatch, tmp_path):
     assert "is torn" in refused("export", "int.ckpt", "out", capsys=capsys)
     assert "no command 'fiit'" in refused("fiit", capsys=capsys)
     plan = {
-        "1 to 134,217,728 tokens": ["--gpu", "H200", "--data.sequence_length", str(10**30)],
+        "from 1 to 134,217,728": ["--gpu", "H200", "--data.sequence_length", str(10**30)],
         "known cards": ["--gpu", "nosuch"],
         "must be 1 or more": ["--gpu", "H200", "--model.model_config", "{num_hidden_layers: 0}"],
         "v>0": ["--gpu", "H200", "--gpus", "0"],

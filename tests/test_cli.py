@@ -408,7 +408,7 @@ def test_the_curriculum_lengthens_rows_after_its_share_of_the_steps(tmp_path, mo
     longce(*fit, "{sequence_length: 64, share: 0.8}", monkeypatch=monkeypatch, folder=tmp_path)
     assert shapes == 8 * [(2, 64)] + 2 * [(1, 128)]
     for curriculum, message in (
-        ("{sequence_length: 32, share: 0.8}", "begins with rows of 32 tokens, of which none has a longer context"),
+        ("{sequence_length: 32, share: 0.8}", "No token of a sequence of 32 tokens has a longer context"),
         ("{sequence_length: 48, share: 0.8}", "`curriculum.sequence_length` = 48 must divide"),
         ("{sequence_length: 64, share: 2}", "`curriculum.share` is the share of steps with short rows"),
     ):

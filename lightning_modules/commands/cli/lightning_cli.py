@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jsonargparse
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from lightning_modules.commands.cli.experiment_options import accept_saved_config
 from lightning_modules.commands.influence import InfluenceTrainer
+from lightning_modules.functional.windows import check_context
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.training.checkpoints.io import CheckedCheckpointIO
 from lightning_modules.training.checkpoints.resume import (
@@ -140,7 +141,9 @@ class LongceCLI(LightningCLI):
         rows = getattr(self.datamodule, "sequence_length", None) if fits else None
         check_early(self.model, rows, sequence_parallel_size(self.trainer))
         if fits:
-            _check_curriculum(self.model, getattr(self.datamodule, "curriculum", None))
+            curriculum = getattr(self.datamodule, "curriculum", None)
+            if curriculum is not None and self.model.objective.uses_short_context:
+                check_context(self.model.context_length, self.model.stride, curriculum.sequence_length)
             stored = getattr(self.datamodule, "influence", None)
             check_influence(self.model.objective, stored and f"in '{stored}'")
             self._begin_run()
@@ -188,19 +191,6 @@ class LongceCLI(LightningCLI):
             if isinstance(stopped, SIGTERMException) and self.trainer.is_global_zero:
                 self.preemption.requeue(goes_on=goes_on(self._asked, self.trainer))
             raise
-
-
-def _check_curriculum(model: LongContextLM, curriculum: Any) -> None:
-    """Raise a ``ValueError`` if no token of a curriculum's short rows has a context longer than the short one."""
-    if curriculum is None or not model.objective.uses_short_context:
-        return
-    longest = model.context_length + model.stride
-    if longest >= curriculum.sequence_length:
-        raise ValueError(
-            f"`data.curriculum` begins with rows of {curriculum.sequence_length} tokens, of which none has a longer"
-            f" context than the short one: `context_length` + `stride` is {longest}."
-            " Lower these, give the curriculum longer rows, or train with CrossEntropy."
-        )
 
 
 def _check_trainer(options: Any) -> None:
@@ -264,5 +254,10 @@ class PartCLI(LongceCLI):
         """Neither model nor data module nor trainer is made, unless `make` is called."""
 
     def make(self, name: str) -> Any:
-        """Return the ``model`` or ``data`` of the config."""
-        return self.parser.instantiate(jsonargparse.Namespace({name: self.config[name]}))[name]
+        """Return the ``model`` or ``data`` of the config, without the other one."""
+        parser = jsonargparse.ArgumentParser()
+        if name == "model":
+            parser.add_class_arguments(LongContextLM, name)
+        else:
+            parser.add_subclass_arguments(LightningDataModule, name)
+        return parser.instantiate(jsonargparse.Namespace({name: self.config[name]}))[name]

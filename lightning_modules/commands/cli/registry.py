@@ -185,13 +185,14 @@ def plan_command(arguments: Sequence[str]) -> None:
     from lightning_modules.commands.plan.settings import read_experiment
 
     sys.argv[1:] = arguments[1:]
-    options = PartCLI(add_plan_options).config
+    cli = PartCLI(add_plan_options)
+    options = cli.config
     gpu = find_gpu(options.gpu, tflops=options.gpu_tflops, memory=options.gpu_memory)
     if options.output is not None:
         if Path(options.output).is_dir():
             raise ValueError(f"`output` must be a file, and '{options.output}' is a folder.")
         writable_folder(Path(options.output).parent, remedy="Name another file by `--output`.")
-    experiment = read_experiment(options, gpus=options.gpus, evaluator=options.evaluator)
+    experiment = read_experiment(cli.make("model"), options)
     plan = Planner(experiment, gpu, options.price_per_gpu_hour).plan()
     sys.stdout.write(report(plan) + "\n")
     if options.output is not None:
@@ -215,7 +216,9 @@ def data_command(arguments: Sequence[str]) -> None:
     module = cli.make("data")
     if not callable(getattr(module, "inspect", None)):
         raise ValueError(f"`data` has no packed training rows to inspect: {type(module).__name__}.")
-    sys.stdout.write(module.inspect(options.rows, count=options.count, width=options.width, names=options.names))
+    sys.stdout.write(
+        module.inspect(options.rows or None, count=options.count, width=options.width, names=options.names)
+    )
 
 
 def influence_command(arguments: Sequence[str]) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import matplotlib
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from lightning_modules.commands.correlate.correlation import MIN_MODELS, Interval, bootstrap_interval, pearson, spearman
@@ -74,21 +73,13 @@ def correlate(
 
 
 class Pair(NamedTuple):
-    """A perplexity and a score.
-
-    Attributes:
-        metric: Name of the perplexity.
-        score: Name of the score.
-        models: Those that have both, in order of the files.
-        left_out: Why each of the others does not count.
-        undefined: Why the correlation does not exist; empty if it does.
-    """
+    """A perplexity and a score, with the models that have both, and why each of the others does not count."""
 
     metric: str
     score: str
     models: list[str]
     left_out: dict[str, str]
-    undefined: str = ""
+    undefined: str = ""  # why the correlation does not exist
     pearson: float = math.nan
     pearson_interval: Interval | None = None
     spearman: float = math.nan
@@ -99,17 +90,12 @@ def _pair(values: Values, metric: str, score: str) -> Pair:
     problems = {model: [_problem(entry, name) for name in (metric, score)] for model, entry in values.items()}
     left_out = {model: ", ".join(filter(None, found)) for model, found in problems.items() if any(found)}
     kept = [model for model in values if model not in left_out]
-    pair = Pair(metric, score, kept, left_out)
     x, y = ([values[model][name] for model in kept] for name in (metric, score))
     try:
-        return pair._replace(
-            pearson=pearson(x, y),
-            pearson_interval=bootstrap_interval(x, y, "pearson"),
-            spearman=spearman(x, y),
-            spearman_interval=bootstrap_interval(x, y),
-        )
+        linear = pearson(x, y), bootstrap_interval(x, y, "pearson")
+        return Pair(metric, score, kept, left_out, "", *linear, spearman(x, y), bootstrap_interval(x, y))
     except ValueError as error:
-        return pair._replace(undefined=str(error))
+        return Pair(metric, score, kept, left_out, str(error))
 
 
 def _problem(entry: Mapping[str, float], name: str) -> str:
@@ -131,11 +117,11 @@ def _check_enough(pairs: Sequence[Pair]) -> None:
 
 
 def _row(pair: Pair) -> tuple[str, ...]:
-    results = [
-        f"{value:.2f}" + (f" [{interval.low:.2f}, {interval.high:.2f}]" if interval else "")
-        for value, interval in ((pair.pearson, pair.pearson_interval), (pair.spearman, pair.spearman_interval))
-    ]
-    return (pair.score, pair.metric, str(len(pair.models)), *((pair.undefined, "") if pair.undefined else results))
+    first = pair.score, pair.metric, str(len(pair.models))
+    if pair.pearson_interval is None or pair.spearman_interval is None:
+        return (*first, pair.undefined, "")
+    ranges = ["[{:.2f}, {:.2f}]".format(*each) for each in (pair.pearson_interval, pair.spearman_interval)]
+    return (*first, f"{pair.pearson:.2f} {ranges[0]}", f"{pair.spearman:.2f} {ranges[1]}")
 
 
 def _left_out(pairs: Sequence[Pair]) -> list[str]:
@@ -166,15 +152,9 @@ def _scatter(pairs: Sequence[Pair], values: Values, log_axis: bool) -> str:
             for model in pair.models:
                 (color, marker), own = looks[model], values[model]
                 handles[model] = axis.scatter(own[pair.metric], own[pair.score], s=25, color=color, marker=marker)
-            _label_axis(axis, pair, log_axis)
+            title = f"Pearson {pair.pearson:.2f}, Spearman {pair.spearman:.2f}, {len(pair.models)} models"
+            axis.set_title(pair.undefined or title, fontsize=8)
+            axis.set(xlabel=pair.metric, ylabel=pair.score, xscale="log" if log_axis else "linear")
+            axis.margins(0.15)
         figure.legend([handles[model] for model in models], models, loc="outside right upper", fontsize=7)
         return as_svg(figure)
-
-
-def _label_axis(axis: Axes, pair: Pair, log_axis: bool) -> None:
-    axis.set(xlabel=pair.metric, ylabel=pair.score)
-    axis.margins(0.15)
-    if log_axis:
-        axis.set(xscale="log", xlabel=f"{pair.metric} (log scale)")
-    title = pair.undefined or f"Pearson {pair.pearson:.2f}, Spearman {pair.spearman:.2f}, {len(pair.models)} models"
-    axis.set_title(title, fontsize=8)

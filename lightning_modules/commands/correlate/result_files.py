@@ -123,23 +123,23 @@ def _evaluation(file: Path, content: Mapping[str, Any]) -> Measured:
     means = {"average": {int(length): _number("average", value) for length, value in content["average"].items()}}
     if longeval := next((tasks[task] for task in GROUPS["longeval"] if task in tasks), None):
         means = {"LongEval": longeval} | means
-    # Values with the lengths that each is a mean of, as a mean over other lengths is another value.
+    told = {"by": "evaluate"} | {name: value for name, value in content["settings"].items() if name in _QUESTIONS}
+    # A mean over other lengths is another value.
+    lengths = told | {"lengths": sorted({length for scores in tasks.values() for length in scores})}
     values: dict[str, float] = {}
-    lengths_of: dict[str, list[int]] = {}
+    settings: dict[str, dict[str, Any]] = {}
     if set(GROUPS["ruler"]) <= set(tasks):
         values["RULER"] = fmean(fmean(tasks[task].values()) for task in GROUPS["ruler"])
-        lengths_of["RULER"] = sorted({length for task in GROUPS["ruler"] for length in tasks[task]})
+        settings["RULER"] = lengths
     for name, scores in (means | tasks).items():
         values[name] = fmean(scores.values()) if scores else math.nan
-        lengths_of[name] = sorted(scores)
+        settings[name] = told | {"lengths": sorted(scores)}
         for length, score in scores.items():
-            values[f"{name} {short(length) if name == 'LongEval' else length}"] = score
+            at_length = f"{name} {short(length) if name == 'LongEval' else length}"
+            values[at_length], settings[at_length] = score, told
     for name in ("weighted_inc", "weighted_dec", "answer_perplexity", "other_perplexity"):
         if content.get(name) is not None:
-            values[name] = _number(name, content[name])
-            lengths_of[name] = sorted({length for scores in tasks.values() for length in scores})
-    told = {"by": "evaluate"} | {name: value for name, value in content["settings"].items() if name in _QUESTIONS}
-    settings = {name: told | ({"lengths": lengths_of[name]} if name in lengths_of else {}) for name in values}
+            values[name], settings[name] = _number(name, content[name]), lengths
     main = tuple(name for name in ("RULER", "LongEval") if name in values) or ("average",)
     return Measured(str(file), str(content.get("model") or ""), values, main, settings, ours=True)
 
