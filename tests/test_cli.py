@@ -18,7 +18,8 @@ from datamodules.influence.store import InfluenceStore
 from datamodules.influence.writer import InfluenceWriter
 from datamodules.recall import recall_tokenizer
 from lightning_modules import long_context_lm
-from lightning_modules.commands.cli.lightning_cli import DataCLI, LongceCLI
+from lightning_modules.commands.cli.experiment_options import add_data_options
+from lightning_modules.commands.cli.lightning_cli import LongceCLI, PartCLI
 from lightning_modules.commands.cli.main import main
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer, tokenizer_hash
@@ -288,7 +289,7 @@ def test_a_corpus_is_scored_chosen_from_and_weighed(books, model_dir, tmp_path, 
     }
     (tmp_path / "mixture.yaml").write_text(yaml.safe_dump({"data": data}))
     monkeypatch.setattr(sys, "argv", ["longce", "-c", "mixture.yaml", "-c", "weights.yaml"])
-    weights = DataCLI().datamodule.weights
+    weights = PartCLI(add_data_options).make("data").weights
     assert weights == yaml.safe_load((tmp_path / "weights.yaml").read_text())["data"]["init_args"]["weights"]
     assert len(set(weights.values())) == 3
     said = refused(*scoring, "--model.stride", "8", monkeypatch=monkeypatch, folder=tmp_path, capsys=capsys)
@@ -421,7 +422,7 @@ def test_the_curriculum_lengthens_rows_after_its_share_of_the_steps(tmp_path, mo
     longce(*fit, "{sequence_length: 64, share: 0.8}", monkeypatch=monkeypatch, folder=tmp_path)
     assert shapes == 8 * [(2, 64)] + 2 * [(1, 128)]
     for curriculum, message in (
-        ("{sequence_length: 32, share: 0.8}", "begins with rows of 32 tokens, of which none has a longer context"),
+        ("{sequence_length: 32, share: 0.8}", "No token of a sequence of 32 tokens has a longer context"),
         ("{sequence_length: 48, share: 0.8}", "`curriculum.sequence_length` = 48 must divide"),
         ("{sequence_length: 64, share: 2}", "`curriculum.share` is the share of steps with short rows"),
     ):

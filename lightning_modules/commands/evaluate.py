@@ -22,12 +22,7 @@ def evaluate(model: str, output: str, **options: Any) -> str:
 
     Questions that the folder already answers are not asked again: after an interruption, or for more tasks, lengths or
     questions, name the same folder. Several processes (``torchrun``, or RANK and WORLD_SIZE in the environment) share
-    the questions of one folder, each with its own copy of the model.
-
-    Args:
-        model: Hub id or local folder.
-        output: Folder for the results and for the report.
-        options: The other fields of `EvaluationConfig`.
+    the questions of one folder, each with its own copy of the model. Arguments are the fields of `EvaluationConfig`.
 
     Returns:
         The scores as a table.

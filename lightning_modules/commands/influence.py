@@ -106,8 +106,8 @@ class InfluenceTrainer(Trainer):
         Args:
             model: Whose training it is; its weights are not loaded.
             datamodule: Has the training rows.
-            evaluator: Hub id or local folder of the model that weighs the tokens. Each process holds all of it.
-            options: The other fields of `lightning_modules.scoring.config.InfluenceConfig`.
+            evaluator: As the options, a field of `lightning_modules.scoring.config.InfluenceConfig`.
+            options: The other fields.
 
         Raises:
             ValueError: If the evaluator cannot be found, the objective is not LongCE's, no token has a short context,

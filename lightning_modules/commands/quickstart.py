@@ -1,12 +1,12 @@
 """The embedded default: four ordinary runs of the command line that need nothing but this repository."""
 
-import math
 import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import pandas as pd
 import torch
 from lightning.pytorch.cli import LightningCLI
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -54,17 +54,14 @@ def quickstart(run: Callable[[Sequence[str]], LightningCLI], options: Sequence[s
 
 def summary(log_dir: str) -> str:
     """Make a table of LongPPL and perplexity by step, from the events of a run and of its evaluations."""
-    columns: dict[str, dict[int, float]] = {"val/longppl": {}, "val/perplexity": {}}
+    columns: dict[str, dict[int, float]] = {"LongPPL": {}, "perplexity": {}}
     for folder in (Path(log_dir), *Path(log_dir, FOLDER).iterdir()):
         events = EventAccumulator(str(folder))
         events.Reload()
-        for tag, column in columns.items():
-            column |= {event.step: event.value for event in events.Scalars(tag)}
-    lines = [f"{'step':>6} {'LongPPL':>12} {'perplexity':>12}"]
-    for step in sorted(columns["val/longppl"]):
-        values = [column.get(step, math.nan) for column in columns.values()]
-        lines.append(f"{step:>6} {values[0]:>12.2f} {values[1]:>12.2f}")
-    return "\n".join(lines)
+        for name, column in columns.items():
+            column |= {event.step: event.value for event in events.Scalars(f"val/{name.lower()}")}
+    table = pd.DataFrame(columns).sort_index().rename_axis("step").reset_index()
+    return table.to_string(index=False, na_rep="nan", float_format="{:.2f}".format)
 
 
 def _say(text: str) -> None:

@@ -7,17 +7,13 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import reduce
 from itertools import islice
-from operator import and_, eq, ge, gt, le, lt, ne
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
-import numpy as np
 import pandas as pd
 import pyarrow
 import pyarrow.compute as pc
-import pyarrow.dataset
 import pyarrow.parquet
 import yaml
 
@@ -31,12 +27,9 @@ _WRITTEN_TOGETHER = 64  # documents
 _MAX_NAMED, _MAX_EXCERPT = 3, 40  # documents named in a warning, and characters of the key of each
 MEANS = ("key_token_ratio", "benefit_mean", "benefit_positive", "longppl", "perplexity")
 _MAX_SOURCES = 40
-_CONDITION = re.compile(r"""\s*([\w.]+)\s*(>=|<=|==|!=|>|<)\s*("[^"]*"|'[^']*'|[-+.\w]+)\s*(and\b|$)""", re.IGNORECASE)
-_OPERATORS = {">": gt, "<": lt, ">=": ge, "<=": le, "==": eq, "!=": ne}
-_FORM = "Write conditions as COLUMN > NUMBER, COLUMN == 'text' or COLUMN == true, joined by `and`; also <, >=, <=, !=."
 
 
-def select(scores: str, **options: Any) -> str:
+def select(scores: str, **options: object) -> str:
     """Choose documents by the scores that `longce predict` has written, and return tables by source, as text.
 
     Options are the fields of `SelectConfig`. Documents that failed never pass, nor do those without a value that is
@@ -46,79 +39,83 @@ def select(scores: str, **options: Any) -> str:
         ValueError: If there are no scores, a condition or column has no meaning, a file cannot be written, no document
             passes, or the documents no longer exist.
     """
-    config = SelectConfig(**options)
-    output, weights, rank_by, by = config.output, config.weights, config.rank_by, config.by
+    config = SelectConfig(**options)  # type: ignore[arg-type]
     shards = ScoreShards(scores)
     shards.header()  # refuses other parquet files
-    schema = shards.schema()
-    _check_options(schema, rank_by, by, output, weights)
-    ladder = [name for name in schema.names if name.startswith("ladder_") and name.endswith("_mean")]
-    numbers = list(dict.fromkeys([*MEANS, *ladder, rank_by, "tokens"]))
-    with_documents = output is not None and not output.endswith(".txt")
-    table = _read_scores(shards, schema, config.where, None if with_documents else {*numbers, "key", "file", "row", by})
-    documents = _as_frame(table, numbers, by)
+    _check_options(shards, config)
+    table = _read_scores(shards)
+    documents = table.to_pandas()
+    passes = documents["error"].isna() & (config.where is None or meets_conditions(documents, config.where))
+    documents = documents.assign(source=_sources(table, config.by), selected=passes)
     if config.top is not None:
-        documents["selected"] &= _is_in_top(documents, rank_by, config.top)
+        documents["selected"] &= _is_in_top(documents, config.rank_by, config.top)
     if not documents["selected"].any():
         raise ValueError(f"None of the documents in '{scores}' passes. Ask for less.")
 
-    if output is not None:
-        chosen = table.drop(["selected"]).filter(documents["selected"].to_numpy())
-        if with_documents:
-            write_documents(Path(output), chosen, shards, config.files)
+    if config.output is not None:
+        if config.output.endswith(".txt"):
+            write_keys(Path(config.output), documents[documents["selected"]])
         else:
-            write_keys(Path(output), chosen)
-    if weights is not None:
-        write_weights(Path(weights), means_by_source(documents, [rank_by])[rank_by])
-    return _completeness_note(shards) + report(documents, ladder)
+            chosen = table.filter(documents["selected"].to_numpy())
+            write_documents(Path(config.output), chosen, shards, config.files)
+    if config.weights is not None:
+        write_weights(Path(config.weights), means_by_source(documents, [config.rank_by])[config.rank_by])
+    return _completeness_note(shards) + report(documents)
 
 
-def _check_options(schema: pyarrow.Schema, rank_by: str, by: str, output: str | None, weights: str | None) -> None:
+def _check_options(shards: ScoreShards, config: SelectConfig) -> None:
     """Refuse what cannot be done before hours of scores are read."""
-    for name in (rank_by,) if by == FOLDER else (rank_by, by):
-        if name not in schema.names:
-            raise ValueError(f"The scores have no column {name!r}, only {schema.names}.")
-    if by != FOLDER and pyarrow.types.is_nested(schema.field(by).type):
-        raise ValueError(f"`by`: column '{by}' is of type {schema.field(by).type}, which does not name a source.")
-    kind = schema.field(rank_by).type
+    schema = shards.schema([config.rank_by] if config.by == FOLDER else [config.rank_by, config.by])
+    kind = schema.field(config.rank_by).type
     if not (pyarrow.types.is_integer(kind) or pyarrow.types.is_floating(kind)):
-        raise ValueError(f"`rank_by`: column '{rank_by}' is of type {kind}, which is not a number.")
-    if output is not None and Path(output).suffix not in OUTPUTS:
-        raise ValueError(f"`output` = '{output}' must end in one of {', '.join(OUTPUTS)}.")
-    for file in filter(None, (output, weights)):
+        raise ValueError(f"`rank_by`: column '{config.rank_by}' is of type {kind}, which is not a number.")
+    if config.by != FOLDER and pyarrow.types.is_nested(kind := schema.field(config.by).type):
+        raise ValueError(f"`by`: column '{config.by}' is of type {kind}, which does not name a source.")
+    if config.output is not None and Path(config.output).suffix not in OUTPUTS:
+        raise ValueError(f"`output` = '{config.output}' must end in one of {', '.join(OUTPUTS)}.")
+    for file in filter(None, (config.output, config.weights)):
         if Path(file).is_dir():
             raise ValueError(f"'{file}' is a folder: name a file in it.")
         writable_folder(Path(file).absolute().parent, remedy="Name another file.")
 
 
-def _read_scores(
-    shards: ScoreShards, schema: pyarrow.Schema, where: str | None, wanted: set[str] | None
-) -> pyarrow.Table:
-    """Read the wanted columns of all documents, and add ``selected``: whether they meet the conditions."""
-    passes = pc.field("error").is_null()
-    if where is not None:
-        passes = passes & parse_conditions(where, schema)
-    columns = [name for name in schema.names if name not in PER_TOKEN]
-    projection = {name: pc.field(name) for name in columns if wanted is None or name in wanted}
-    # A null compared with anything is null, and does not pass.
-    projection["selected"] = pc.coalesce(passes, pc.scalar(False))
+def _read_scores(shards: ScoreShards) -> pyarrow.Table:
+    """Read all columns but those with a value for each token."""
+    columns = [name for name in shards.schema().names if name not in PER_TOKEN]
     batches = (batch.replace_schema_metadata() for batch in shards.batches(columns))
-    scanner = pyarrow.dataset.Scanner.from_batches(
-        batches, schema=pyarrow.schema([schema.field(name) for name in columns]), columns=projection, use_threads=False
-    )
-    return scanner.to_table()
+    return pyarrow.Table.from_batches(batches, shards.schema(columns).remove_metadata())
 
 
-def _as_frame(table: pyarrow.Table, numbers: Sequence[str], by: str) -> pd.DataFrame:
-    """Return the numbers of documents that are summarized, with ``source`` and ``selected``."""
-    columns = {name: table[name].cast(pyarrow.float64()).to_numpy() for name in numbers}
+def _sources(table: pyarrow.Table, by: str) -> pd.Series:
+    """Return the name of each document's source."""
     if by == FOLDER:
-        folders = pc.replace_substring_regex(table["file"], "/?[^/]*$", "")
-        sources = pc.if_else(pc.equal(folders, ""), ".", folders)
-    else:
-        sources = table[by].cast(pyarrow.string()).fill_null("-")
-    source = sources.combine_chunks().dictionary_encode().to_pandas()
-    return pd.DataFrame(columns | {"source": source, "selected": table["selected"].to_numpy()})
+        return pc.replace_substring_regex(table["file"], "/?[^/]*$", "").to_pandas().replace("", ".")
+    return table[by].cast(pyarrow.string()).fill_null("-").to_pandas()
+
+
+def meets_conditions(documents: pd.DataFrame, where: str) -> pd.Series:
+    """Return which documents meet conditions in the syntax of `pandas.DataFrame.eval`; `true` and `false` are values.
+
+    Raises:
+        ValueError: If the conditions cannot be read, or name an unknown column.
+
+    Example:
+        >>> meets_conditions(pd.DataFrame({"tokens": [9, 99]}), "tokens >= 50 and tokens != 60").tolist()
+        [False, True]
+    """
+    try:
+        met = documents.eval(where, engine="python", resolvers=[{"true": True, "false": False}])
+    except (SyntaxError, NameError, TypeError, ValueError, AttributeError, NotImplementedError, KeyError) as error:
+        met = error
+    if not isinstance(met, pd.Series) or met.dtype != bool:
+        reason = met if isinstance(met, Exception) else "it is not a comparison"
+        raise ValueError(
+            f"`where`: cannot read '{where}' ({reason}). Write comparisons such as `tokens > 99 and key != 'a'` of"
+            f" these columns: {', '.join(documents)}."
+        )
+    # A document without a value does not pass, whatever the comparison.
+    columns = list(set(re.findall(r"\w+", where)) & set(documents))
+    return met & documents[columns].notna().all(axis=1)
 
 
 def _is_in_top(documents: pd.DataFrame, rank_by: str, top: float) -> pd.Series:
@@ -130,21 +127,17 @@ def _is_in_top(documents: pd.DataFrame, rank_by: str, top: float) -> pd.Series:
     return documents.index.isin(ranked.nlargest(count, keep="first").index)
 
 
-def write_keys(path: Path, chosen: pyarrow.Table) -> None:
+def write_keys(path: Path, chosen: pd.DataFrame) -> None:
     """Write one key per line; warn about documents whose key is empty or has several lines."""
-    left_out = []
-    with atomic_file(path) as stream:
-        for row in chosen.select(["key", "file", "row"]).to_pylist():
-            key = row["key"]
-            if key.strip() and len(key.splitlines()) == 1:
-                stream.write(f"{key}\n".encode())
-            else:
-                left_out.append(f"row {row['row']} of '{row['file']}' ({key[:_MAX_EXCERPT]!r})")
-    if left_out:
-        others = " and others" if len(left_out) > _MAX_NAMED else ""
+    fits = chosen["key"].map(lambda key: bool(key.strip()) and len(key.splitlines()) == 1)
+    write_atomically(path, "".join(f"{key}\n" for key in chosen.loc[fits, "key"]).encode())
+    left_out = chosen[~fits]
+    if len(left_out):
+        named = [f"row {each.row} of '{each.file}' ({each.key[:_MAX_EXCERPT]!r})" for each in left_out.itertuples()]
+        others = " and others" if len(named) > _MAX_NAMED else ""
         warnings.warn(
-            f"{len(left_out):,} chosen document(s) are not in '{path}', because a key must be one line that is not"
-            f" empty: {', '.join(left_out[:_MAX_NAMED])}{others}. Write .parquet or .jsonl instead.",
+            f"{len(named):,} chosen document(s) are not in '{path}', because a key must be one line that is not"
+            f" empty: {', '.join(named[:_MAX_NAMED])}{others}. Write .parquet or .jsonl instead.",
             stacklevel=2,
         )
 
@@ -171,11 +164,12 @@ def _read_documents(
     source = shards.header()["source"]
     datamodules = importlib.import_module("datamodules")  # which commands may not know
     corpus = datamodules.DocumentCorpus(**{**source, "files": files or source["files"]})
-    groups = dict(list(chosen.select(["file", "row"]).to_pandas().groupby("file")["row"]))
-    rows = {file: numbers.to_numpy() for file, numbers in groups.items()}
+    documents = chosen.select(["key", "file", "row"]).to_pandas()
+    places = pd.Series(documents.index, index=pd.MultiIndex.from_frame(documents[["file", "row"]]))
+    rows = {file: own.to_numpy() for file, own in documents.groupby("file")["row"]}
     for origin, text in corpus.documents(rows, shards.written().versions):
-        place = int(groups[origin.file].index[0] + np.searchsorted(rows[origin.file], origin.row))
-        if origin.error is not None or origin.key != chosen["key"][place].as_py():
+        place = int(places[origin.file, origin.row])
+        if origin.error is not None or origin.key != documents["key"][place]:
             raise ValueError(f"Row {origin.row} of '{origin.file}' is not the document that was scored any more.")
         yield place, text
 
@@ -213,60 +207,15 @@ def _completeness_note(shards: ScoreShards) -> str:
     return ""
 
 
-def parse_conditions(text: str, schema: pyarrow.Schema) -> pyarrow.compute.Expression:
-    """Parse conditions joined by ``and`` as an expression that is true for rows that meet all, null or false otherwise.
-
-    Raises:
-        ValueError: If the text cannot be read, names an unknown column, or compares one with a value of another type.
-
-    Example:
-        >>> str(parse_conditions("tokens >= 32768", pyarrow.schema({"tokens": pyarrow.int64()})))
-        '(tokens >= 32768)'
-    """
-    conditions = []
-    position, has_next = 0, True
-    while has_next:
-        match = _CONDITION.match(text, position)
-        if match is None:
-            raise ValueError(f"`where`: cannot read '{text[position:].strip()}'. {_FORM}")
-        column, sign, value, conjunction = match.groups()
-        conditions.append(_condition(column, sign, _parse_value(value), schema))
-        position, has_next = match.end(), bool(conjunction)
-    return reduce(and_, conditions)
-
-
-def _condition(column: str, sign: str, value: float | str | bool, schema: pyarrow.Schema) -> pyarrow.compute.Expression:
-    if column not in schema.names:
-        raise ValueError(f"`where`: the scores have no column '{column}', only {schema.names}.")
-    kind = schema.field(column).type
-    name = str(kind.value_type if pyarrow.types.is_dictionary(kind) else kind)
-    is_text = name.endswith(("string", "string_view"))  # Arrow has several types of text
-    is_number = pyarrow.types.is_integer(kind) or pyarrow.types.is_floating(kind)
-    comparable = str if is_text else float if is_number else bool if name == "bool" else None
-    if type(value) is not comparable:
-        raise ValueError(f"`where`: column '{column}' is of type {kind}: it cannot be {sign} {value!r}.")
-    field = pc.field(column).cast(pyarrow.string()) if is_text else pc.field(column)
-    return _OPERATORS[sign](field, pc.scalar(value))
-
-
-def _parse_value(text: str) -> float | str | bool:
-    if text[0] in "\"'":
-        return text[1:-1]
-    if text in ("true", "false"):
-        return text == "true"
-    try:
-        return float(text)
-    except ValueError as error:
-        raise ValueError(f"`where`: '{text}' is not a number. {_FORM}") from error
-
-
 def means_by_source(documents: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
     """Compute means over the selected documents of each source; NaN where no document has a value."""
     return documents[documents["selected"]].groupby("source", observed=True)[list(columns)].mean()
 
 
-def report(documents: pd.DataFrame, ladder: Sequence[str] = ()) -> str:
-    """Format the tables of `longce select`; ``ladder`` are columns of benefits of one context length over another."""
+def report(documents: pd.DataFrame) -> str:
+    """Format the tables of `longce select`."""
+    # Benefits of one context length over another.
+    ladder = [name for name in documents if name.startswith("ladder_") and name.endswith("_mean")]
     passing_tokens = documents["tokens"].where(documents["selected"])
     sources = documents.assign(passing_tokens=passing_tokens).groupby("source", observed=True)
     counts = sources[["selected", "tokens", "passing_tokens"]].sum().astype(int)
@@ -280,8 +229,8 @@ def report(documents: pd.DataFrame, ladder: Sequence[str] = ()) -> str:
     tables = [_format(pd.concat([counts, means[list(MEANS)]], axis=1))]
     if ladder:
         pairs = [" > ".join(name.split("_")[1:3]) for name in ladder]
-        benefits = means[list(ladder)].set_axis(pairs, axis=1)
-        correlations = documents.loc[documents["selected"], list(ladder)].corr()
+        benefits = means[ladder].set_axis(pairs, axis=1)
+        correlations = documents.loc[documents["selected"], ladder].corr()
         tables += [
             "\nMean benefit of a longer context, nats (documents that pass):",
             _format(benefits),

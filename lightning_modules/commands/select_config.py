@@ -8,7 +8,8 @@ class SelectConfig:
     """Settings of `longce select`.
 
     Args:
-        where: Conditions on columns, joined by ``and``: ``key_token_ratio > 0.02 and tokens >= 32768``.
+        where: Comparisons of columns, joined by ``and``, ``or`` and ``not``, with parentheses:
+            ``key_token_ratio > 0.02 and tokens >= 32768``.
         top: Take the documents with the largest `rank_by` of those that meet the conditions: a fraction up to 1 (all of
             them), or a number from 2.
         rank_by: Column that ranks documents, and whose means `weights` are.

@@ -38,7 +38,9 @@ def add_data_options(parser: Any) -> None:
     """Add the options of ``longce data inspect``."""
     parser.prog = "longce data inspect"
     parser.description = "The rows that `longce fit` with these options would train on, as text."
-    parser.add_argument("--rows", type=NonNegativeInt, nargs="+", help="Numbers of the rows to show, from 0.")
+    parser.add_argument(
+        "--rows", type=NonNegativeInt, nargs="+", default=[], help="Numbers of the rows to show, from 0."
+    )
     parser.add_argument("--count", type=NonNegativeInt, default=3, help="First rows to show, if not by `--rows`.")
     parser.add_argument("--width", type=PositiveInt, default=400, help="Characters to show of each text.")
     names = "Name documents; the source is read up to the last one shown."

@@ -1,6 +1,7 @@
 """LightningCLI for ``fit`` and its kin, and for the commands that take its options."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -11,9 +12,9 @@ from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
-from lightning_modules.commands.cli.experiment_options import accept_saved_config, add_data_options, add_plan_options
-from lightning_modules.commands.cli.setting_checks import check_settings, check_trainer
+from lightning_modules.commands.cli.experiment_options import accept_saved_config
 from lightning_modules.commands.influence import InfluenceTrainer
+from lightning_modules.functional.windows import check_context
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.training.checkpoints.io import CheckedCheckpointIO
 from lightning_modules.training.checkpoints.resume import (
@@ -89,20 +90,26 @@ class LongceCLI(LightningCLI):
 
     @override
     def before_instantiate_classes(self) -> None:
-        """Refuse a config without settings of the model, or a value that a class cannot work with."""
+        """Refuse a config without settings of the model, and null where a class needs a value."""
         if not isinstance(self._get(self.config, "model"), jsonargparse.Namespace):
             raise ValueError(
                 "`model` must hold settings of the model, as keys and values: leave it out, or correct it."
             )
-        for name, kind in (("model", LongContextLM), ("data", None), ("trainer", Trainer)):
-            check_settings(self._get(self.config, name), kind, name)
+        # Without this setting jsonargparse takes null for a value that was not given.
+        jsonargparse.set_parsing_settings(unset_sentinel=True)
+        try:
+            self.parser.validate(self.config)
+        except TypeError as error:
+            self.parser.error(str(error), error)
+        finally:
+            jsonargparse.set_parsing_settings(unset_sentinel=False)
         check_strategy(self._get(self.config, "trainer").get("strategy"))
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Write and read checkpoints by our plugin, unless the config names another."""
         options = self._get(self.config_init, "trainer")
-        check_trainer(options)
+        _check_trainer(options)
         plugins = options.get("plugins") or []
         plugins = list(plugins) if isinstance(plugins, list | tuple) else [plugins]
         if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
@@ -127,7 +134,9 @@ class LongceCLI(LightningCLI):
         rows = getattr(self.datamodule, "sequence_length", None) if fits else None
         check_early(self.model, rows, sequence_parallel_size(self.trainer))
         if fits:
-            _check_curriculum(self.model, getattr(self.datamodule, "curriculum", None))
+            curriculum = getattr(self.datamodule, "curriculum", None)
+            if curriculum is not None and self.model.objective.uses_short_context:
+                check_context(self.model.context_length, self.model.stride, curriculum.sequence_length)
             stored = getattr(self.datamodule, "influence", None)
             check_influence(self.model.objective, stored and f"in '{stored}'")
             self._begin_run()
@@ -177,17 +186,12 @@ class LongceCLI(LightningCLI):
             raise
 
 
-def _check_curriculum(model: LongContextLM, curriculum: Any) -> None:
-    """Raise a ``ValueError`` if no token of a curriculum's short rows has a context longer than the short one."""
-    if curriculum is None or not model.objective.uses_short_context:
-        return
-    longest = model.context_length + model.stride
-    if longest >= curriculum.sequence_length:
-        raise ValueError(
-            f"`data.curriculum` begins with rows of {curriculum.sequence_length} tokens, of which none has a longer"
-            f" context than the short one: `context_length` + `stride` is {longest}."
-            " Lower these, give the curriculum longer rows, or train with CrossEntropy."
-        )
+def _check_trainer(options: Any) -> None:
+    """Raise a ``ValueError`` for numbers that Lightning's Trainer accepts, and that make no sense for training."""
+    for name in ("accumulate_grad_batches", "val_check_interval", "gradient_clip_val", "limit_train_batches"):
+        value = options.get(name)
+        if isinstance(value, int | float) and (value < 0 or (value == 0 and name != "gradient_clip_val")):
+            raise ValueError(f"`trainer.{name}` must be above 0, got {value}. Leave it out for Lightning's default.")
 
 
 class InfluenceCLI(LongceCLI):
@@ -218,16 +222,21 @@ class InfluenceCLI(LongceCLI):
         """The model in training is not loaded, and the command checks the rest itself."""
 
 
-class PlanCLI(LongceCLI):
-    """The options of ``longce fit``, read and not acted upon, with those of ``longce plan``."""
+class PartCLI(LongceCLI):
+    """The options of ``longce fit`` and of another command, which are read and not acted upon.
 
-    def __init__(self) -> None:
+    Args:
+        add_options: Adds the options of the command.
+    """
+
+    def __init__(self, add_options: Callable[[Any], None]) -> None:
+        self._add_options = add_options
         super().__init__(run=False)
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         super().add_arguments_to_parser(parser)
-        add_plan_options(parser)
+        self._add_options(parser)
 
     @override
     def _set_seed(self) -> None:
@@ -235,29 +244,13 @@ class PlanCLI(LongceCLI):
 
     @override
     def instantiate_classes(self) -> None:
-        """Neither model nor data module nor trainer is made."""
+        """Neither model nor data module nor trainer is made, unless `make` is called."""
 
-
-class DataCLI(LongceCLI):
-    """The options of ``longce fit``, of which only the data module is made, with those of ``longce data inspect``."""
-
-    def __init__(self) -> None:
-        super().__init__(run=False)
-
-    @override
-    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        super().add_arguments_to_parser(parser)
-        add_data_options(parser)
-
-    @override
-    def _set_seed(self) -> None:
-        """Nothing is random here."""
-
-    @override
-    def instantiate_classes(self) -> None:
-        """Neither model nor trainer is made."""
-        if self.config.get("data") is None:
-            raise ValueError("There are no data to inspect: name a data module by `data`, as for `longce fit`.")
+    def make(self, name: str) -> Any:
+        """Return the ``model`` or ``data`` of the config, without the other one."""
         parser = jsonargparse.ArgumentParser()
-        parser.add_subclass_arguments(LightningDataModule, "data")
-        self.datamodule = parser.instantiate(jsonargparse.Namespace(data=self.config.data)).data
+        if name == "model":
+            parser.add_class_arguments(LongContextLM, name)
+        else:
+            parser.add_subclass_arguments(LightningDataModule, name)
+        return parser.instantiate(jsonargparse.Namespace({name: self.config[name]}))[name]

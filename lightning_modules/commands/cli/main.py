@@ -6,9 +6,8 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from lightning_modules.commands.cli.config_files import check_config_files, use_checked_yaml
+from lightning_modules.commands.cli.config_files import check_config_files, rename_old_paths, use_checked_yaml
 from lightning_modules.commands.cli.errors import stop_with
-from lightning_modules.commands.cli.old_paths import rename_old_paths
 from lightning_modules.commands.cli.registry import COMMANDS, run_experiment
 from lightning_modules.utilities.orphans import end_with_launcher
 from lightning_modules.utilities.user_modules import find_user_modules, user_modules

@@ -178,20 +178,21 @@ def _parse(parser: Any, arguments: Sequence[str]) -> dict[str, Any]:
 def plan_command(arguments: Sequence[str]) -> None:
     """Run ``longce plan`` and print its report."""
     check_options(arguments[1:], add_plan_options)
-    from lightning_modules.commands.cli.lightning_cli import PlanCLI
+    from lightning_modules.commands.cli.lightning_cli import PartCLI
     from lightning_modules.commands.plan.hardware import find_gpu
     from lightning_modules.commands.plan.plan import Planner
     from lightning_modules.commands.plan.report import report
     from lightning_modules.commands.plan.settings import read_experiment
 
     sys.argv[1:] = arguments[1:]
-    options = PlanCLI().config
+    cli = PartCLI(add_plan_options)
+    options = cli.config
     gpu = find_gpu(options.gpu, tflops=options.gpu_tflops, memory=options.gpu_memory)
     if options.output is not None:
         if Path(options.output).is_dir():
             raise ValueError(f"`output` must be a file, and '{options.output}' is a folder.")
         writable_folder(Path(options.output).parent, remedy="Name another file by `--output`.")
-    experiment = read_experiment(options, gpus=options.gpus, evaluator=options.evaluator)
+    experiment = read_experiment(cli.make("model"), options)
     plan = Planner(experiment, gpu, options.price_per_gpu_hour).plan()
     sys.stdout.write(report(plan) + "\n")
     if options.output is not None:
@@ -205,15 +206,18 @@ def data_command(arguments: Sequence[str]) -> None:
     if arguments[1:2] != ["inspect"]:
         raise ValueError("`longce data` has one command: `longce data inspect`, with the options of `longce fit`.")
     check_options(arguments[2:], add_data_options)
-    from lightning_modules.commands.cli.lightning_cli import DataCLI
+    from lightning_modules.commands.cli.lightning_cli import PartCLI
 
     sys.argv[1:] = arguments[2:]
-    cli = DataCLI()
-    if not callable(getattr(cli.datamodule, "inspect", None)):
-        raise ValueError(f"`data` has no packed training rows to inspect: {type(cli.datamodule).__name__}.")
+    cli = PartCLI(add_data_options)
     options = cli.config
+    if options.get("data") is None:
+        raise ValueError("There are no data to inspect: name a data module by `data`, as for `longce fit`.")
+    module = cli.make("data")
+    if not callable(getattr(module, "inspect", None)):
+        raise ValueError(f"`data` has no packed training rows to inspect: {type(module).__name__}.")
     sys.stdout.write(
-        cli.datamodule.inspect(options.rows, count=options.count, width=options.width, names=options.names)
+        module.inspect(options.rows or None, count=options.count, width=options.width, names=options.names)
     )
 
 

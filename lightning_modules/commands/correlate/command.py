@@ -2,16 +2,13 @@
 
 import math
 import re
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import matplotlib
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogFormatter
 
 from lightning_modules.commands.correlate.correlation import MIN_MODELS, Interval, bootstrap_interval, pearson, spearman
 from lightning_modules.commands.correlate.models import choose_names, join
@@ -22,9 +19,8 @@ from lightning_modules.visualization.report import Block, Heading, Picture, Tabl
 
 _HEAD = ("score", "metric", "models", "Pearson [95 %]", "Spearman [95 %]")
 _STYLE: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "longce"}
-_COLUMNS = 3  # of axes in a figure
 _MARKERS = "osD^v<>pP*Xh"
-_COLORS = 10  # of matplotlib's default cycle
+_COLORS = [f"C{number}" for number in range(10)]
 
 Values = Mapping[str, Mapping[str, float]]  # by model and name
 
@@ -77,21 +73,13 @@ def correlate(
 
 
 class Pair(NamedTuple):
-    """A perplexity and a score.
-
-    Attributes:
-        metric: Name of the perplexity.
-        score: Name of the score.
-        models: Those that have both, in order of the files.
-        left_out: Why each of the others does not count.
-        undefined: Why the correlation does not exist; empty if it does.
-    """
+    """A perplexity and a score, with the models that have both, and why each of the others does not count."""
 
     metric: str
     score: str
     models: list[str]
     left_out: dict[str, str]
-    undefined: str = ""
+    undefined: str = ""  # why the correlation does not exist
     pearson: float = math.nan
     pearson_interval: Interval | None = None
     spearman: float = math.nan
@@ -102,25 +90,19 @@ def _pair(values: Values, metric: str, score: str) -> Pair:
     problems = {model: [_problem(entry, name) for name in (metric, score)] for model, entry in values.items()}
     left_out = {model: ", ".join(filter(None, found)) for model, found in problems.items() if any(found)}
     kept = [model for model in values if model not in left_out]
-    if len(kept) < MIN_MODELS:
-        return Pair(metric, score, kept, left_out, f"{len(kept)} models are too few")
     x, y = ([values[model][name] for model in kept] for name in (metric, score))
-    for name, numbers in ((metric, x), (score, y)):
-        if len(set(numbers)) == 1:
-            return Pair(metric, score, kept, left_out, f"{name} is {numbers[0]:g} for all models")
-    linear = pearson(x, y), bootstrap_interval(x, y, "pearson")
-    return Pair(metric, score, kept, left_out, "", *linear, spearman(x, y), bootstrap_interval(x, y))
+    try:
+        linear = pearson(x, y), bootstrap_interval(x, y, "pearson")
+        return Pair(metric, score, kept, left_out, "", *linear, spearman(x, y), bootstrap_interval(x, y))
+    except ValueError as error:
+        return Pair(metric, score, kept, left_out, str(error))
 
 
 def _problem(entry: Mapping[str, float], name: str) -> str:
     """Return why a value cannot be correlated; empty if it can."""
     if name not in entry:
         return f"no {name}"
-    if math.isfinite(entry[name]):
-        return ""
-    if math.isinf(entry[name]):
-        return f"{name} is infinite"
-    return f"{name} is not a number" + (" (no key token)" if name.startswith("longppl") else "")
+    return "" if math.isfinite(entry[name]) else f"{name} is {entry[name]}"
 
 
 def _check_enough(pairs: Sequence[Pair]) -> None:
@@ -129,70 +111,50 @@ def _check_enough(pairs: Sequence[Pair]) -> None:
         reasons = "; ".join(f"{model}: {reason}" for model, reason in best.left_out.items())
         raise ValueError(
             f"A correlation needs at least {MIN_MODELS} models that have both values, and {best.metric} and"
-            f" {best.score} have {len(best.models)} ({', '.join(best.models) or 'none'}). Not among them:"
-            f" {reasons or 'none'}. Give results of more models; NAME=FILE makes names agree."
+            f" {best.score} have {len(best.models)}. Left out: {reasons or 'none'}. Give results of more models;"
+            " NAME=FILE makes names agree."
         )
 
 
 def _row(pair: Pair) -> tuple[str, ...]:
-    results = [
-        f"{value:.2f}" + (f" [{interval.low:.2f}, {interval.high:.2f}]" if interval else "")
-        for value, interval in ((pair.pearson, pair.pearson_interval), (pair.spearman, pair.spearman_interval))
-    ]
-    return (pair.score, pair.metric, str(len(pair.models)), *((pair.undefined, "") if pair.undefined else results))
+    first = pair.score, pair.metric, str(len(pair.models))
+    if pair.pearson_interval is None or pair.spearman_interval is None:
+        return (*first, pair.undefined, "")
+    ranges = ["[{:.2f}, {:.2f}]".format(*each) for each in (pair.pearson_interval, pair.spearman_interval)]
+    return (*first, f"{pair.pearson:.2f} {ranges[0]}", f"{pair.spearman:.2f} {ranges[1]}")
 
 
 def _left_out(pairs: Sequence[Pair]) -> list[str]:
     """Write a sentence for each model that is left out, with all reasons."""
-    reasons: dict[str, dict[str, None]] = defaultdict(dict)
+    reasons: dict[str, dict[str, None]] = {}
     for pair in pairs:
         for model, reason in pair.left_out.items():
-            reasons[model] |= dict.fromkeys(reason.split(", "))
+            reasons.setdefault(model, {}).update(dict.fromkeys(reason.split(", ")))
     return [f"Left out where it lacks a value: {model}: {', '.join(found)}." for model, found in reasons.items()]
 
 
 def _file_names(scores: Sequence[str]) -> dict[str, str]:
     """Name the figure of each score, without characters that file systems refuse."""
-    names: dict[str, str] = {}
-    for score in scores:
-        name = re.sub(r"[^\w.-]+", "_", score)
-        while name in names.values():
-            name = f"{name}-{len(names)}"
-        names[score] = name
-    return names
+    names = [re.sub(r"[^\w.-]+", "_", score) for score in scores]
+    unique = [name if names.index(name) == place else f"{name}-{place}" for place, name in enumerate(names)]
+    return dict(zip(scores, unique, strict=True))
 
 
 def _scatter(pairs: Sequence[Pair], values: Values, log_axis: bool) -> str:
     """Plot a score against each perplexity as SVG, with a legend: names beside the points would cover each other."""
     models = list(dict.fromkeys(model for pair in pairs for model in pair.models))
     # Color and marker change together, so that dozens of models differ.
-    markers = {
-        model: {"color": f"C{number % _COLORS}", "marker": marker}
-        for number, (model, marker) in enumerate(zip(models, cycle(_MARKERS), strict=False))
-    }
+    looks = dict(zip(models, zip(cycle(_COLORS), cycle(_MARKERS), strict=False), strict=False))
     with matplotlib.rc_context(_STYLE):
-        columns = min(_COLUMNS, len(pairs))
-        rows = -(-len(pairs) // columns)
-        figure = Figure(figsize=(4.6 * columns + 1.5, 3.8 * rows), layout="constrained")
-        axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+        figure = Figure(figsize=(4.6 * len(pairs) + 1.5, 3.8), layout="constrained")
         handles: dict[str, Any] = {}
-        for axis, pair in zip(axes, pairs, strict=False):
+        for axis, pair in zip(figure.subplots(1, len(pairs), squeeze=False)[0], pairs, strict=True):
             for model in pair.models:
-                x, y = values[model][pair.metric], values[model][pair.score]
-                (handles[model],) = axis.plot(x, y, linestyle="", markersize=5, **markers[model])
-            _label_axis(axis, pair, log_axis)
-        for axis in axes[len(pairs) :]:
-            axis.set_axis_off()
+                (color, marker), own = looks[model], values[model]
+                handles[model] = axis.scatter(own[pair.metric], own[pair.score], s=25, color=color, marker=marker)
+            title = f"Pearson {pair.pearson:.2f}, Spearman {pair.spearman:.2f}, {len(pair.models)} models"
+            axis.set_title(pair.undefined or title, fontsize=8)
+            axis.set(xlabel=pair.metric, ylabel=pair.score, xscale="log" if log_axis else "linear")
+            axis.margins(0.15)
         figure.legend([handles[model] for model in models], models, loc="outside right upper", fontsize=7)
         return as_svg(figure)
-
-
-def _label_axis(axis: Axes, pair: Pair, log_axis: bool) -> None:
-    axis.set(xlabel=pair.metric, ylabel=pair.score)
-    axis.margins(0.15)
-    if log_axis:
-        axis.set(xscale="log", xlabel=f"{pair.metric} (log scale)")
-        for formatter in (axis.xaxis.set_major_formatter, axis.xaxis.set_minor_formatter):
-            formatter(LogFormatter(minor_thresholds=(2, 0.6)))  # 20 and 100 instead of powers of 10
-    title = pair.undefined or f"Pearson {pair.pearson:.2f}, Spearman {pair.spearman:.2f}, {len(pair.models)} models"
-    axis.set_title(title, fontsize=8)

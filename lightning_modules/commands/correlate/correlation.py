@@ -32,12 +32,7 @@ def pearson(x: ArrayLike, y: ArrayLike) -> float:
 
 
 def spearman(x: ArrayLike, y: ArrayLike) -> float:
-    """Compute Spearman's rank correlation, as `pearson`; equal values share their mean rank.
-
-    Example:
-        >>> round(spearman([1, 2, 9], [3, 2, 2]), 3)
-        -0.866
-    """
+    """Compute Spearman's rank correlation, as `pearson`; equal values share their mean rank."""
     return float(stats.spearmanr(*_checked(x, y)).statistic)
 
 
@@ -55,14 +50,13 @@ def bootstrap_interval(x: ArrayLike, y: ArrayLike, kind: Literal["pearson", "spe
     with warnings.catch_warnings():  # resamples of equal values have no correlation, and do not count
         warnings.simplefilter("ignore", stats.ConstantInputWarning)
         values = stats.pearsonr(xs, ys, axis=1).statistic
-    low, high = np.nanquantile(values, [(1 - _CONFIDENCE) / 2, (1 + _CONFIDENCE) / 2])
-    return Interval(float(low), float(high))
+    return Interval(*np.nanquantile(values, [(1 - _CONFIDENCE) / 2, (1 + _CONFIDENCE) / 2]).tolist())
 
 
 def _checked(x: ArrayLike, y: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     x, y = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
-    if len(x) < MIN_MODELS or not all(np.isfinite(values).all() and np.ptp(values) > 0 for values in (x, y)):
-        raise ValueError(
-            f"A correlation needs {MIN_MODELS} models with finite values that differ, got {x.tolist()}, {y.tolist()}."
-        )
+    if len(x) < MIN_MODELS:
+        raise ValueError(f"{len(x)} models are too few")
+    if not all(np.isfinite(values).all() and np.ptp(values) > 0 for values in (x, y)):
+        raise ValueError("a value is not finite, or equal for all models")
     return x, y

@@ -6,8 +6,10 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
+from lightning_modules.tasks.evaluation.plots import short
 from lightning_modules.tasks.questions.registry import GROUPS
 
 # Settings that values depend on: perplexities (LongPPL depends on all), and questions of our tasks and the harness's.
@@ -64,7 +66,7 @@ def _read_word(word: str) -> list[Measured]:
     files = _find_files(Path(path if renamed else word).expanduser())
     if not files or (renamed and not name):
         raise ValueError(f"No results at '{word}': give .json or .csv files, folders of them, or NAME=FILE.")
-    entries = [entry for file in files for entry in (_csv_entries if file.suffix == ".csv" else _json_entries)(file)]
+    entries = [entry for file in files for entry in _read_file(file)]
     if renamed:
         if (models := len({entry.model for entry in entries})) != 1:
             raise ValueError(f"'{path}' reports {models} models: rename them in the file, not by '{name}='.")
@@ -82,29 +84,28 @@ def _find_files(path: Path) -> list[Path]:
     return [path] if path.is_file() and path.suffix in (".csv", ".json") else []
 
 
-def _json_entries(file: Path) -> list[Measured]:
-    """Read a JSON file; ``model`` is empty if the file does not name it."""
+def _read_file(file: Path) -> list[Measured]:
+    """Read a file; ``model`` is empty where the file does not name it."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"'{file}' is not JSON: {error}.") from error
-    for reader, names in _READERS:
-        if isinstance(content, dict) and names <= set(content):
-            try:
+        text = file.read_text(encoding="utf-8-sig")
+        if file.suffix == ".csv":
+            return _csv_entries(file, text)
+        content = json.loads(text)
+        for reader, names in _READERS:
+            if names <= content.keys():
                 return [reader(file, content)]
-            except (KeyError, TypeError, AttributeError) as error:
-                raise ValueError(f"'{file}' is damaged ({error!r}): run the command again that wrote it.") from error
-    if not isinstance(content, dict) or not all(isinstance(entry, dict) for entry in content.values()):
+        return [_plain(str(file), model, entry) for model, entry in content.items()]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = error if isinstance(error, ValueError) else repr(error)
         raise ValueError(
-            f"'{file}' must be a dictionary of models, each a dictionary of benchmarks and scores, or a result of"
-            " `longce score` or `longce evaluate`."
-        )
-    return [_plain(str(file), name, entry) for name, entry in content.items()]
+            f"'{file}' is not JSON or CSV of results: {reason}. It must be a dictionary of models, each a dictionary of"
+            " benchmarks and scores, a table of models, or a result of `longce score` or `longce evaluate`."
+        ) from error
 
 
 def _score(file: Path, content: Mapping[str, Any]) -> Measured:
     settings = dict(content.get("settings") or {})
-    values = {name: _number(file, name, content[name]) for name in ("longppl", "perplexity")}
+    values = {name: _number(name, content[name]) for name in ("longppl", "perplexity")}
     depends_on = {"longppl": settings, "perplexity": {name: settings[name] for name in _TEXTS if name in settings}}
     return Measured(str(file), str(content.get("model") or ""), values, tuple(values), depends_on)
 
@@ -113,43 +114,42 @@ def _evaluation(file: Path, content: Mapping[str, Any]) -> Measured:
     """Read ``longce evaluate``: each task by length, and means over the lengths of tasks, of RULER and of LongEval."""
     if content.get("missing"):
         raise ValueError(
-            f"'{file}' lacks the results of {content['missing']} questions: the same `longce evaluate` puts them."
+            f"it lacks the results of {content['missing']} questions: the same `longce evaluate` puts them"
         )
     tasks = {
-        task: {int(length): _number(file, task, cell["mean"]) for length, cell in lengths.items()}
+        task: {int(length): _number(task, cell["mean"]) for length, cell in lengths.items()}
         for task, lengths in content["tasks"].items()
     }
-    means = {"average": {int(length): _number(file, "average", value) for length, value in content["average"].items()}}
+    means = {"average": {int(length): _number("average", value) for length, value in content["average"].items()}}
     if longeval := next((tasks[task] for task in GROUPS["longeval"] if task in tasks), None):
         means = {"LongEval": longeval} | means
-    # Values with the lengths that each is a mean of, as a mean over other lengths is another value.
+    told = {"by": "evaluate"} | {name: value for name, value in content["settings"].items() if name in _QUESTIONS}
+    # A mean over other lengths is another value.
+    lengths = told | {"lengths": sorted({length for scores in tasks.values() for length in scores})}
     values: dict[str, float] = {}
-    lengths_of: dict[str, list[int]] = {}
+    settings: dict[str, dict[str, Any]] = {}
     if set(GROUPS["ruler"]) <= set(tasks):
-        values["RULER"] = _mean([_mean(list(tasks[task].values())) for task in GROUPS["ruler"]])
-        lengths_of["RULER"] = sorted({length for task in GROUPS["ruler"] for length in tasks[task]})
+        values["RULER"] = fmean(fmean(tasks[task].values()) for task in GROUPS["ruler"])
+        settings["RULER"] = lengths
     for name, scores in (means | tasks).items():
-        values[name] = _mean(list(scores.values()))
-        lengths_of[name] = sorted(scores)
+        values[name] = fmean(scores.values()) if scores else math.nan
+        settings[name] = told | {"lengths": sorted(scores)}
         for length, score in scores.items():
-            in_thousands = name == "LongEval" and length % 1024 == 0
-            values[f"{name} {length // 1024}k" if in_thousands else f"{name} {length}"] = score
+            at_length = f"{name} {short(length) if name == 'LongEval' else length}"
+            values[at_length], settings[at_length] = score, told
     for name in ("weighted_inc", "weighted_dec", "answer_perplexity", "other_perplexity"):
         if content.get(name) is not None:
-            values[name] = _number(file, name, content[name])
-            lengths_of[name] = sorted({length for scores in tasks.values() for length in scores})
-    told = {"by": "evaluate"} | {name: value for name, value in content["settings"].items() if name in _QUESTIONS}
-    settings = {name: told | ({"lengths": lengths_of[name]} if name in lengths_of else {}) for name in values}
+            values[name], settings[name] = _number(name, content[name]), lengths
     main = tuple(name for name in ("RULER", "LongEval") if name in values) or ("average",)
     return Measured(str(file), str(content.get("model") or ""), values, main, settings, ours=True)
 
 
 def _harness(file: Path, content: Mapping[str, Any]) -> Measured:
     """Read tasks of lm-evaluation-harness: scores of sets in percent, metrics of tasks and groups as they are."""
-    values = {name: _number(file, name, value) for name, value in content["scores"].items()}
+    values = {name: _number(name, value) for name, value in content["scores"].items()}
     metrics = {name: entry["metrics"] for name, entry in content["tasks"].items()} | content["groups"]
     tasks = {
-        f"{task}/{key.removesuffix(',none')}": _number(file, task, value)
+        f"{task}/{key.removesuffix(',none')}": _number(task, value)
         for task, entry in metrics.items()
         for key, value in entry.items()
         if "_stderr," not in key
@@ -172,44 +172,29 @@ _READERS = (
 )
 
 
-def _csv_entries(file: Path) -> list[Measured]:
-    try:
-        text = file.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"'{file}' is not UTF-8 ({error}): save it as CSV in UTF-8.") from None
-    rows = csv.reader(io.StringIO(text, newline=""))
-    lines = [(number, [cell.strip() for cell in line]) for number, line in enumerate(rows, 1) if line]
-    names = lines[0][1] if lines else []
-    if "model" not in names:
-        raise ValueError(f"'{file}' has no column 'model', only {names}: add a first line of names.")
-    if len(set(names)) < len(names):
-        raise ValueError(f"'{file}' names a column twice: {names}. Leave one of them out.")
-    if len(lines) == 1:
-        raise ValueError(f"'{file}' names columns and holds no model: add a line for each.")
+def _csv_entries(file: Path, text: str) -> list[Measured]:
+    rows = csv.DictReader(io.StringIO(text, newline=""))
+    rows.fieldnames = names = [name.strip() for name in rows.fieldnames or ()]
+    if "model" not in names or len(set(names)) < len(names):
+        raise ValueError(f"it has no column 'model', or names a column twice: {names}")
     entries = []
-    for number, cells in lines[1:]:
-        place = f"{file}:{number}"
-        if len(cells) > len(names):
-            raise ValueError(f"{place}: {len(cells)} cells for {len(names)} columns: quote cells that hold a comma.")
-        values: dict[str, Any] = {name: cell or None for name, cell in zip(names, cells, strict=False)}
-        if not (model := values.pop("model", None)):
-            raise ValueError(f"{place}: the column 'model' is empty: name the model.")
-        entries.append(_plain(place, model, values))
+    for row in rows:
+        place = f"{file}:{rows.line_num}"
+        if None in row:
+            raise ValueError(f"{place} has more than {len(names)} cells: quote cells that hold a comma")
+        values = {name: cell.strip() for name, cell in row.items() if cell and cell.strip()}
+        entries.append(_plain(place, values.pop("model", ""), values))
     return entries
 
 
 def _plain(place: str, model: str, entry: Mapping[str, Any]) -> Measured:
-    values = {name: _number(place, name, value) for name, value in entry.items() if value is not None}
+    values = {name: _number(f"{place}: '{name}'", value) for name, value in entry.items() if value is not None}
     return Measured(place, model, values, tuple(values), {})
 
 
-def _number(place: Path | str, name: str, value: Any) -> float:
+def _number(name: str, value: Any) -> float:
     """Read a number; our files write NaN as null."""
     try:
         return math.nan if value is None else float(value)
     except (TypeError, ValueError):
-        raise ValueError(f"{place}: '{name}' must be a number, got {value!r}.") from None
-
-
-def _mean(values: list[float]) -> float:
-    return math.fsum(values) / len(values) if values else math.nan
+        raise ValueError(f"{name} must be a number, got {value!r}") from None

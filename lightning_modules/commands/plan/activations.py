@@ -63,14 +63,13 @@ def activation_bytes(
         ValueError: If the model cannot run without values.
     """
 
-    def build(layers: int) -> Backbone:
-        return meta_backbone(config, dtype=dtype, lora=lora, layers=layers)
+    def train(layers: int, *, checkpointing: bool) -> tuple[float, float, float]:
+        return _train(meta_backbone(config, dtype=dtype, lora=lora, layers=layers), autocast, checkpointing)
 
-    (one, _, hidden), (two, _, _) = (_train(build(layers), autocast, checkpointing=False) for layers in (1, 2))
-    (one_input, peak, _), (two_inputs, _, _) = (
-        _train(build(layers), autocast, checkpointing=True) for layers in (1, 2)
-    )
-    with _fake_tensors(scored := build(1)), TokenMemory(TOKENS) as memory, torch.no_grad():
+    (one, _, hidden), (two, _, _) = (train(layers, checkpointing=False) for layers in (1, 2))
+    (one_input, peak, _), (two_inputs, _, _) = (train(layers, checkpointing=True) for layers in (1, 2))
+    scored = meta_backbone(config, dtype=dtype, lora=lora, layers=1)
+    with _fake_tensors(scored), TokenMemory(TOKENS) as memory, torch.no_grad():
         _forward(scored, autocast)
     text = config.get_text_config(decoder=True)
     head_dim = getattr(text, "v_head_dim", None) or getattr(text, "head_dim", None)
@@ -151,7 +150,7 @@ class TokenMemory(TorchDispatchMode):
         self.alive -= size
 
 
-def _train(backbone: Backbone, autocast: torch.dtype | None, *, checkpointing: bool) -> tuple[float, float, float]:
+def _train(backbone: Backbone, autocast: torch.dtype | None, checkpointing: bool) -> tuple[float, float, float]:
     """Return bytes per token kept by the forward pass, at the peak of both passes, and of the hidden states."""
     if checkpointing:
         settings = {"use_reentrant": False, "preserve_rng_state": False}
@@ -186,11 +185,7 @@ def _fake_tensors(backbone: Backbone) -> Iterator[None]:
             if isinstance(part, PreTrainedModel):
                 part.config._attn_implementation = PLANNED_ATTENTION
                 part.config._experts_implementation = "grouped_mm"  # the others depend on where tokens are routed
-            for name, parameter in part.named_parameters(recurse=False):
-                empty = torch.empty(parameter.shape, dtype=parameter.dtype)
-                part.register_parameter(name, nn.Parameter(empty, requires_grad=parameter.requires_grad))
-            for name, buffer in part.named_buffers(recurse=False):
-                setattr(part, name, torch.empty(buffer.shape, dtype=buffer.dtype))
+        backbone.to_empty(device="cpu")
         yield
 
 

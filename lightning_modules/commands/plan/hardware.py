@@ -38,24 +38,19 @@ EFFICIENCY = {"gemm": 0.65, "attention": 0.38, "attention_backward": 0.30}
 
 
 def find_gpu(name: str | None, *, tflops: float | None = None, memory: float | None = None) -> GPU:
-    """Return the card of that name in any spelling, or one with the caller's rate (TFLOP/s) and memory (GiB).
+    """Return the card of that name, or one with the caller's rate (TFLOP/s) and memory (GiB).
 
     Raises:
         ValueError: If the name is unknown and rate or memory is missing.
     """
-    known = {_letters(key): gpu for key, gpu in GPUS.items()}
-    gpu = known.get(_letters(name or ""), GPU(name or "GPU", 0.0, 0.0))
-    gpu = GPU(gpu.name, tflops or gpu.tflops, memory or gpu.memory)
+    known = GPUS.get(name or "", GPU(name or "GPU", 0.0, 0.0))
+    gpu = GPU(known.name, tflops or known.tflops, memory or known.memory)
     if not (gpu.tflops and gpu.memory):
         raise ValueError(
             f"`gpu` {name!r} is not among the known cards: {', '.join(GPUS)}."
             " For another one give `gpu_tflops` (dense bfloat16 TFLOP/s) and `gpu_memory` (GiB)."
         )
     return gpu
-
-
-def _letters(name: str) -> str:
-    return "".join(letter for letter in name.lower() if letter.isalnum())
 
 
 def seconds(flops: Flops, gpu: GPU) -> float:

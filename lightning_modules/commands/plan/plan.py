@@ -5,6 +5,7 @@ from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 import torch
+from transformers import PreTrainedConfig
 
 from lightning_modules.commands.plan.activations import ActivationBytes, activation_bytes
 from lightning_modules.commands.plan.flops import Flops, ce_step_flops, forward_flops, scoring_flops, short_pass_flops
@@ -20,7 +21,7 @@ from lightning_modules.commands.plan.memory import (
     scoring_memory,
     training_memory,
 )
-from lightning_modules.commands.plan.settings import Evaluator, Experiment, stored_dtype
+from lightning_modules.commands.plan.settings import Experiment, stored_dtype
 from lightning_modules.commands.plan.shapes import ModelShape
 
 # Table 7 of Fang et al. (2025): extra wall-clock time of LongCE over CE; Llama-2-7B, sequences of 32k tokens.
@@ -51,9 +52,8 @@ class Planner:
     def __init__(self, experiment: Experiment, gpu: GPU, price_per_gpu_hour: float | None = None) -> None:
         self.experiment, self.gpu, self.price = experiment, gpu, price_per_gpu_hour
         self.training = training = experiment.training
-        self._activations: dict[str, ActivationBytes] = {}
-        self._shapes: dict[str, ModelShape] = {}
-        self.shape = self._shape(experiment.lora)
+        self._models: dict[str, tuple[ModelShape, ActivationBytes]] = {}
+        self.shape = self._trained_model(training, experiment.lora)[0]
         self.cross_entropy = ce_step_flops(self.shape, training.tokens, training.checkpointing)
         # Sequences of a step; a fraction of one where GPUs share sequences.
         self.rows_per_gpu = experiment.accumulated * training.rows / training.sequence_parallel_size
@@ -102,10 +102,10 @@ class Planner:
 
     def _cost(self) -> dict[str, Any]:
         """Return the bill of cross entropy, and of the configured objective if it is another one."""
-        flops = {"cross entropy": self.cross_entropy}
+        training, flops = self.training, {"cross entropy": self.cross_entropy}
         if self.experiment.objective != "CrossEntropy":
-            short = self._short_pass(self.training.context_length, self.training.stride)
-            flops[self.experiment.objective] = self.cross_entropy + short * float(self.training.short_pass)
+            short = self._short_pass(training.context_length, training.stride) * float(training.short_pass)
+            flops[self.experiment.objective] = self.cross_entropy + short
         return {name: self._bill(self.rows_per_gpu * seconds(step, self.gpu)) for name, step in flops.items()}
 
     def _bill(self, step: float) -> dict[str, Any]:
@@ -125,20 +125,17 @@ class Planner:
 
     def _memory(self) -> dict[str, Any]:
         training, lora = self.training, self.experiment.lora
-        result = self._describe_memory(self._training_memory(training, lora))
+        result = self._describe_memory(training_memory(*self._trained_model(training, lora), training))
         if not result["fits"]:
             # The smallest single change of each kind that makes the run fit.
             fitting: dict[str, dict[str, Any]] = {}
             for change in possible_changes(training, lora, self.gpu):
-                changed = self._training_memory(replace(training, **change.training), change.lora or lora).needed / GIB
-                if changed <= (change.gpu or self.gpu).memory:
-                    fitting.setdefault(change.kind, {"change": change.text, "needed": changed})
+                changed = replace(training, **change.training)
+                needed = training_memory(*self._trained_model(changed, change.lora or lora), changed).needed / GIB
+                if needed <= (change.gpu or self.gpu).memory:
+                    fitting.setdefault(change.kind, {"change": change.text, "needed": needed})
             result["remedies"] = list(fitting.values())
         return result
-
-    def _training_memory(self, training: Training, lora: dict[str, Any] | None) -> Memory:
-        activations = self._activation_bytes(self.experiment.config, training.dtype, training.autocast, lora)
-        return training_memory(self._shape(lora), activations, training)
 
     def _describe_memory(self, memory: Memory) -> dict[str, Any]:
         return {
@@ -151,55 +148,55 @@ class Planner:
             "phases": {phase: _in_gib(parts) for phase, parts in memory.phases.items()},
         }
 
-    def _shape(self, lora: dict[str, Any] | None) -> ModelShape:
-        if repr(lora) not in self._shapes:
-            self._shapes[repr(lora)] = ModelShape.of(self.experiment.config, lora)
-        return self._shapes[repr(lora)]
+    def _trained_model(self, training: Training, lora: dict[str, Any] | None) -> tuple[ModelShape, ActivationBytes]:
+        return self._model(self.experiment.config, training.dtype, training.autocast, lora)
 
-    def _activation_bytes(
-        self, config: Any, dtype: torch.dtype, autocast: torch.dtype | None = None, lora: dict[str, Any] | None = None
-    ) -> ActivationBytes:
+    def _model(
+        self,
+        config: PreTrainedConfig,
+        dtype: torch.dtype,
+        autocast: torch.dtype | None = None,
+        lora: dict[str, Any] | None = None,
+    ) -> tuple[ModelShape, ActivationBytes]:
+        """Return the sizes of a model and its activations, which take a second or two."""
         key = repr((id(config), dtype, autocast, lora))
-        if key not in self._activations:
-            self._activations[key] = activation_bytes(config, dtype=dtype, autocast=autocast, lora=lora)
-        return self._activations[key]
+        if key not in self._models:
+            activations = activation_bytes(config, dtype=dtype, autocast=autocast, lora=lora)
+            self._models[key] = ModelShape.of(config, lora), activations
+        return self._models[key]
 
     # --------------------------------------------------------------------------------------------------------- scoring
 
     def _scoring(self) -> dict[str, Any]:
         """Plan LongPPL of one document as long as a training sequence."""
         evaluator, tokens, config = self.experiment.evaluator, self.training.tokens, self.experiment.config
-        settings, model, dtype = evaluator or self.training, ModelShape.of(config), stored_dtype(config)
+        settings, dtype = evaluator or self.training, stored_dtype(config)
         pair = (settings.context_length, settings.stride)
+        model, activations = self._model(config, dtype)
         shared = scoring_flops(model, model, tokens, *pair, shared_pass=True)
         passes = [
             {**self._pass("perplexity", model, forward_flops(model, tokens, tokens - 1)), "overhead": None},
             self._pass("evaluator == model", model, shared),
         ]
-        memory = {"model": scoring_memory(model, self._activation_bytes(config, dtype), tokens, dtype)}
+        memory = {"model": scoring_memory(model, activations, tokens, dtype)}
         result: dict[str, Any] = {"document_tokens": tokens, "passes": passes}
         result |= {"context_length": pair[0], "stride": pair[1]}
         if evaluator is not None:
-            shape = ModelShape.of(evaluator.config)
+            shape, activations = self._model(evaluator.config, evaluator.dtype)
             passes.append(self._pass("with evaluator", model, scoring_flops(shape, model, tokens, *pair)))
-            memory |= self._evaluator_memory(evaluator, shape)
+            # Alone, and while it scores during a fit, beside what lasts of the training.
+            beside = lasting_memory(self.shape, self.training)
+            beside["evaluator"] = float(shape.parameters * evaluator.dtype.itemsize)
+            for name, lasting in (("evaluator", None), ("evaluator within a fit", beside)):
+                memory[name] = scoring_memory(
+                    shape, activations, tokens, evaluator.dtype, windows=pair, lasting=lasting
+                )
             result["evaluator"] = _describe_model(evaluator.name, shape)
             if documents := self.experiment.validation_documents:
                 rounds = math.ceil(documents / self.training.gpus)
                 first, later = (rounds * each["seconds"] for each in (passes[-1], passes[0]))
                 result["validation"] = {"documents": documents, "first_seconds": first, "later_seconds": later}
         return {**result, "memory": {name: self._describe_memory(each) for name, each in memory.items()}}
-
-    def _evaluator_memory(self, evaluator: Evaluator, shape: ModelShape) -> dict[str, Memory]:
-        """Plan the evaluator alone, and while it scores during a fit, beside what lasts of the training."""
-        beside = lasting_memory(self.shape, self.training)
-        beside["evaluator"] = float(shape.parameters * evaluator.dtype.itemsize)
-        activations = self._activation_bytes(evaluator.config, evaluator.dtype)
-        windows, tokens = (evaluator.context_length, evaluator.stride), self.training.tokens
-        return {
-            name: scoring_memory(shape, activations, tokens, evaluator.dtype, windows=windows, lasting=lasting)
-            for name, lasting in {"evaluator": None, "evaluator within a fit": beside}.items()
-        }
 
     def _pass(self, name: str, model: ModelShape, flops: Flops) -> dict[str, Any]:
         """Describe a way to score a document, beside one pass of the model over all its tokens."""

@@ -8,15 +8,16 @@ from transformers import PreTrainedConfig
 
 from lightning_modules.batch import LONGEST_ROW
 from lightning_modules.commands.plan.memory import QUANTIZED_BYTES, Training
-from lightning_modules.functional.windows import check_context, check_window_share
+from lightning_modules.functional.checks import check_count
+from lightning_modules.functional.windows import check_context
+from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.adapters import quantization_config
-from lightning_modules.models.config import ModelConfig
+from lightning_modules.models.config import DType, ModelConfig
 from lightning_modules.models.context_extension.patterns import PATTERNS
 from lightning_modules.models.loading import load_config
-from lightning_modules.objectives import Objective
+from lightning_modules.objectives import Scheduled
 from lightning_modules.training.preflight import check_influence, check_sequence_parallelism
 from lightning_modules.training.sequence_parallel import check_processes
-from lightning_modules.utilities.user_modules import import_object
 
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "bf16": torch.bfloat16, "16-mixed": torch.float16, "16": torch.float16}
 _CAST = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64, "64": torch.float64}
@@ -54,72 +55,66 @@ class Experiment:
     notes: tuple[str, ...] = ()  # assumptions, and settings that are not planned
 
 
-def read_experiment(options: Any, *, gpus: int | None = None, evaluator: str | None = None) -> Experiment:
-    """Read the options of ``longce fit``.
-
-    Args:
-        options: Parsed namespace with ``model``, ``data`` and ``trainer``.
-        gpus: Number of GPUs; by default ``trainer.devices`` times ``trainer.num_nodes``, where those are numbers.
-        evaluator: Hub id, folder or config file of the evaluator; by default that of the callback ExternalEvaluator.
+def read_experiment(model: LongContextLM, options: Any) -> Experiment:
+    """Read the parsed options of ``longce fit`` and of ``longce plan``, and their model, which is not loaded.
 
     Raises:
         ValueError: If a model cannot be found, a setting is unknown here, or sequences are too short for the short
             context.
     """
     parsed = options.as_dict()
-    model, data, trainer = parsed["model"], _arguments(parsed.get("data")), parsed["trainer"]
-    tokens = data.get("sequence_length")
-    if tokens is None:
-        raise ValueError("The plan needs the length of the rows: give `data` with a `sequence_length`.")
-    if not 1 <= tokens <= LONGEST_ROW:
-        raise ValueError(f"`data.sequence_length` must be 1 to {LONGEST_ROW:,} tokens, got {tokens:,}.")
-    names = ("pretrained_model_name_or_path", "model_config", "context_extension", "revision", "trust_remote_code")
-    config = load_config(ModelConfig(**{name: model.get(name) for name in names}))
-    objective = _objective(model["objective"])
+    data, trainer, objective, loading = (
+        _arguments(parsed.get("data")),
+        parsed["trainer"],
+        model.objective,
+        model.loading,
+    )
+    tokens: Any = data.get("sequence_length")
+    check_count("The length of the rows, `data.sequence_length`,", tokens, most=LONGEST_ROW)
+    config = load_config(loading)
     check_influence(objective, f"in '{data['influence']}'" if data.get("influence") else None)
     if objective.uses_short_context:
-        check_context(model["context_length"], model["stride"], tokens)
-    check_window_share(model["short_window_share"])
+        check_context(model.context_length, model.stride, tokens)
     notes = _not_planned(model, config)
-    optimizer, moments = _optimizer(model.get("optimizer"), notes)
-    settings = _arguments(model.get("optimizer"))
-    checkpointing = model.get("gradient_checkpointing")
+    settings = _arguments(parsed["model"]["optimizer"])
+    optimizer, moments = _optimizer(_class(parsed["model"]["optimizer"]), settings, notes)
+    checkpointing = loading.gradient_checkpointing
+    precision = str(trainer.get("precision") or "32-true")
     training = Training(
         tokens=tokens,
         rows=data.get("batch_size") or 1,
-        context_length=model["context_length"],
-        stride=model["stride"],
+        context_length=model.context_length,
+        stride=model.stride,
         short_pass=objective.uses_short_context,
-        quantized=_quantized(model.get("quantization"), model.get("lora")),
+        quantized=_quantized(loading),
         checkpointing="selective" if checkpointing == "selective" else "full" if checkpointing else "none",
         moments=moments,
         step_copy=moments > 0 and not settings.get("fused") and settings.get("foreach") is not False,
-        **_precision(str(trainer.get("precision") or "32-true"), model.get("dtype"), config),
-        **_distribution(model, trainer, config, gpus, notes),
+        **_precision(precision, loading.dtype, config),
+        **_distribution(loading, trainer, config, parsed.get("gpus"), notes),
     )
     steps = trainer.get("max_steps") or -1
     return Experiment(
-        name=model.get("pretrained_model_name_or_path") or f"new {config.model_type}",
+        name=loading.pretrained_model_name_or_path or f"new {config.model_type}",
         config=config,
-        lora=model.get("lora"),
+        lora=loading.lora,
         objective=type(objective).__name__,
         training=training,
-        window_share=model["short_window_share"],
+        window_share=model.short_window_share,
         stored_influence=bool(data.get("influence")),
         accumulated=trainer.get("accumulate_grad_batches") or 1,
         max_steps=steps if steps > 0 else None,
         optimizer=optimizer,
-        precision=str(trainer.get("precision") or "32-true"),
-        evaluator=_evaluator(evaluator, trainer.get("callbacks"), model),
+        precision=precision,
+        evaluator=_evaluator(parsed.get("evaluator"), trainer.get("callbacks"), model),
         validation_documents=data.get("validation_documents"),
         notes=tuple(notes),
     )
 
 
-def stored_dtype(config: PreTrainedConfig, asked: str | None = None) -> torch.dtype:
+def stored_dtype(config: PreTrainedConfig, asked: DType = "auto") -> torch.dtype:
     """Return the type of a model's weights: as asked for, or as they are stored."""
-    dtype = (config.dtype or torch.float32) if asked in (None, "auto") else asked
-    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    return (config.dtype or torch.float32) if asked == "auto" else getattr(torch, asked)
 
 
 def _arguments(component: Any) -> dict[str, Any]:
@@ -128,27 +123,17 @@ def _arguments(component: Any) -> dict[str, Any]:
 
 
 def _class(component: Any) -> str:
-    return str(component.get("class_path") if isinstance(component, dict) else component)
+    return str(component["class_path"] if isinstance(component, dict) else component).rpartition(".")[2]
 
 
-def _objective(objective: Any) -> Objective:
-    """Make the objective, which holds only a few numbers."""
-    if not isinstance(objective, dict):
-        return objective
-    arguments = _arguments(objective)
-    if "objective" in arguments:  # one that wraps another
-        arguments["objective"] = _objective(arguments["objective"])
-    return import_object(_class(objective))(**arguments)
-
-
-def _not_planned(model: dict[str, Any], config: PreTrainedConfig) -> list[str]:
+def _not_planned(model: LongContextLM, config: PreTrainedConfig) -> list[str]:
     """List what the figures leave out."""
     notes = []
-    if _class(model.get("objective")).endswith(".Scheduled"):
+    if isinstance(model.objective, Scheduled):
         notes.append("every step is planned with a short pass, and a schedule has steps without one")
-    if (short := model.get("short_dtype")) is not None:
-        notes.append(f"`short_dtype: {short}` makes the short pass cheaper than it is planned here")
-    if model.get("quantization") is not None:
+    if model.short_dtype is not None:
+        notes.append(f"`short_dtype: {model.short_dtype}` makes the short pass cheaper than it is planned here")
+    if model.loading.quantization is not None:
         notes.append("the conversion of quantized weights takes time that is not planned here")
     pattern = (getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}).get("rope_type")
     if pattern in PATTERNS:
@@ -156,7 +141,7 @@ def _not_planned(model: dict[str, Any], config: PreTrainedConfig) -> list[str]:
     return notes
 
 
-def _precision(precision: str, dtype: Any, config: PreTrainedConfig) -> dict[str, Any]:
+def _precision(precision: str, dtype: DType, config: PreTrainedConfig) -> dict[str, Any]:
     """Return the types of the weights, and of the matrix products in mixed precision."""
     known = [*_AUTOCAST, *_CAST, "32-true"]
     if precision not in (*known, "32"):
@@ -164,22 +149,22 @@ def _precision(precision: str, dtype: Any, config: PreTrainedConfig) -> dict[str
     return {"dtype": _CAST.get(precision, stored_dtype(config, dtype)), "autocast": _AUTOCAST.get(precision)}
 
 
-def _quantized(arguments: dict[str, Any] | None, lora: dict[str, Any] | None) -> float | None:
+def _quantized(loading: ModelConfig) -> float | None:
     """Return the bytes of a quantized weight."""
-    if arguments is None:
+    if loading.quantization is None:
         return None
-    if lora is None:
+    if loading.lora is None:
         raise ValueError("Quantized weights cannot be trained: set `model.lora`, which trains adapters over them.")
-    quantization_config(arguments, compute_dtype=torch.bfloat16)
-    return QUANTIZED_BYTES[4 if arguments.get("load_in_4bit") else 8]
+    quantization_config(loading.quantization, compute_dtype=torch.bfloat16)
+    return QUANTIZED_BYTES[4 if loading.quantization.get("load_in_4bit") else 8]
 
 
 def _distribution(
-    model: dict[str, Any], trainer: dict[str, Any], config: PreTrainedConfig, gpus: int | None, notes: list[str]
+    loading: ModelConfig, trainer: dict[str, Any], config: PreTrainedConfig, gpus: int | None, notes: list[str]
 ) -> dict[str, Any]:
     """Return what is divided among how many GPUs."""
     strategy = trainer.get("strategy") or "auto"
-    name, arguments = _class(strategy).rpartition(".")[2], _arguments(strategy)
+    name, arguments = _class(strategy), _arguments(strategy)
     sharded = name.startswith("FullySharded")
     if not sharded and not name.lower().startswith(("auto", "ddp", "ulysses", "single")):
         raise ValueError(
@@ -191,12 +176,10 @@ def _distribution(
     known = str(devices).isdecimal() and int(devices) > 0
     if gpus is None and not known:
         notes.append(f"`trainer.devices` is {devices!r}, so one GPU is assumed; set it by --gpus")
-    count = gpus if gpus is not None else int(devices) * (trainer.get("num_nodes") or 1) if known else 1
-    if count < 1:
-        raise ValueError(f"`gpus` must be 1 or more, got {count}.")
+    count = gpus or (int(devices) * (trainer.get("num_nodes") or 1) if known else 1)
     shared = arguments.get("sequence_parallel_size", 1)
     check_processes(shared, count)
-    check_sequence_parallelism(config, shared, model.get("attn_implementation") or "auto")
+    check_sequence_parallelism(config, shared, loading.attn_implementation)
     if shared > 1:
         notes.append("exchange between GPUs that share rows, and its buffers, are not planned")
     return {
@@ -207,27 +190,23 @@ def _distribution(
     }
 
 
-def _optimizer(optimizer: Any, notes: list[str]) -> tuple[str, float]:
+def _optimizer(name: str, settings: dict[str, Any], notes: list[str]) -> tuple[str, float]:
     """Return the class of the optimizer, and how many numbers it keeps per trained weight."""
-    if not isinstance(optimizer, dict):
-        return "AdamW", 2.0
-    name = _class(optimizer).rpartition(".")[2]
-    if name == "SGD" and _arguments(optimizer).get("momentum"):
+    if name == "SGD" and settings.get("momentum"):
         return name, 1.0
     if name not in _MOMENTS and "adam" not in name.lower():
         notes.append(f"the optimizer {name} is unknown here: two numbers per trained weight are assumed, as for AdamW")
     return name, float(_MOMENTS.get(name, 2))
 
 
-def _evaluator(name: str | None, callbacks: Any, model: dict[str, Any]) -> Evaluator | None:
+def _evaluator(name: str | None, callbacks: Any, model: LongContextLM) -> Evaluator | None:
     """Return the evaluator of the command line, else that of the callback."""
-    found = [_arguments(part) for part in callbacks or [] if _class(part).endswith("ExternalEvaluator")]
-    settings = found[0] if found else {}
-    of_callback = {} if name is not None else {key: settings.get(key) for key in ("revision", "dtype")}
-    name = name or settings.get("evaluator")
-    if name is None:
+    settings = next((_arguments(part) for part in callbacks or [] if _class(part) == "ExternalEvaluator"), {})
+    if name is not None:
+        settings = {key: value for key, value in settings.items() if key not in ("revision", "dtype")}
+    elif (name := settings.get("evaluator")) is None:
         return None
     remote = bool(settings.get("trust_remote_code"))
-    config = load_config(ModelConfig(name, revision=of_callback.get("revision"), trust_remote_code=remote))
-    context_length, stride = (settings.get(key) or model[key] for key in ("context_length", "stride"))
-    return Evaluator(name, config, context_length, stride, stored_dtype(config, of_callback.get("dtype")))
+    config = load_config(ModelConfig(name, revision=settings.get("revision"), trust_remote_code=remote))
+    context_length, stride = (settings.get(key) or getattr(model, key) for key in ("context_length", "stride"))
+    return Evaluator(name, config, context_length, stride, stored_dtype(config, settings.get("dtype", "auto")))

@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pandas as pd
 import pyarrow
-import pyarrow.dataset
 import pyarrow.parquet
 import pytest
 import yaml
@@ -14,7 +13,7 @@ from datamodules import DocumentCorpus, MixtureDataModule, TextDataModule
 from datamodules.corpus.files import find_corpus
 from lightning_modules.batch import Origin
 from lightning_modules.commands.cli.main import main
-from lightning_modules.commands.select import MEANS, parse_conditions, report, select, write_weights
+from lightning_modules.commands.select import MEANS, meets_conditions, report, select, write_weights
 from lightning_modules.scoring.corpus.shards import SUCCESS, ScoreShards
 from lightning_modules.scoring.corpus.table import ScoreTable, clashes, counts
 from lightning_modules.scoring.document_scorer import Failed
@@ -69,11 +68,12 @@ def test_conditions(scored):
     for where, wanted in {
         "tokens >= 20": lambda row: row["tokens"] >= 20,
         "benefit_mean>0 and source=='b'": lambda row: row["benefit_mean"] > 0 and row["source"] == "b",
-        'tokens < 3e1 AND tokens != 20 and source != "a"': lambda row: (
+        'tokens < 3e1 and tokens != 20 and source != "a"': lambda row: (
             row["tokens"] < 30 and row["tokens"] != 20 and row["source"] != "a"
         ),
         "truncated == false and tokens > 30": lambda row: row["tokens"] > 30,
         "longppl <= 2.5": lambda row: row["longppl"] is not None and row["longppl"] <= 2.5,
+        "tokens < 16 or tokens > 30": lambda row: not 16 <= row["tokens"] <= 30,
         "ladder_4_8_mean > -1": lambda row: row["ladder_4_8_mean"] is not None and row["ladder_4_8_mean"] > -1,
     }.items():
         expected = {row["key"] for row in rows if wanted(row)}
@@ -131,7 +131,7 @@ def test_correlations_are_those_of_documents_that_have_both():
     documents[list(MEANS)] = np.nan
     both = ~np.isnan(values).any(axis=1)
     expected = np.corrcoef(values[both].T)[0, 1]
-    assert float(report(documents, names).split()[-2]) == pytest.approx(expected, abs=1e-3)
+    assert float(report(documents).split()[-2]) == pytest.approx(expected, abs=1e-3)
 
 
 @pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
@@ -192,28 +192,19 @@ def word_tokenizer_folder(tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("where", "message"),
-    [
-        ("tokens >", "cannot read 'tokens >'"),
-        ("tokens > 3 or tokens < 2", "cannot read 'tokens > 3 or"),
-        ("__import__('os')", "cannot read"),
-        ("tokens > 1.2.3", "'1.2.3' is not a number"),
-        ("token > 3", "no column 'token'"),
-        ("tokens == 'x'", "cannot be == 'x'"),
-        ("key > 3", "of type string"),
-        ("cut == 1", "'cut' is of type bool"),
-        ("cut == 'true'", "'cut' is of type bool"),
-        ("tokens == true", "'tokens' is of type int64"),
-        ("lsd > 1", "'lsd' is of type list"),
-        ("lsd == 'x'", "'lsd' is of type list"),
-        ("", "cannot read"),
-    ],
+    "where",
+    ["tokens >", "tokens > 1.2.3", "token > 3", "key > 3", "__import__('os')", "tokens", "tokens = 3", "@pd", ""],
 )
-def test_conditions_without_a_meaning(where, message):
-    types = {"tokens": pyarrow.int64(), "key": pyarrow.string(), "cut": pyarrow.bool_()}
-    schema = pyarrow.schema({**types, "lsd": pyarrow.list_(pyarrow.float16())})
-    with pytest.raises(ValueError, match=message):
-        parse_conditions(where, schema)
+def test_conditions_without_a_meaning(where):
+    documents = pd.DataFrame({"tokens": [1, 2], "key": ["a", "b"]})
+    with pytest.raises(ValueError, match=r"cannot read '.*of these columns: tokens, key"):
+        meets_conditions(documents, where)
+
+
+def test_a_document_without_a_value_does_not_pass():
+    documents = pd.DataFrame({"source": ["a", "b", None], "tokens": [1, None, 3]})
+    assert meets_conditions(documents, "source != 'b'").tolist() == [True, False, False]
+    assert meets_conditions(documents, "tokens != 9 or source == 'b'").tolist() == [True, False, False]
 
 
 def test_bad_options(scored, tmp_path):
@@ -237,18 +228,6 @@ def test_bad_options(scored, tmp_path):
         select(str(tmp_path / "none"))
     with pytest.raises(ValueError, match=r"a\.parquet' does not hold document scores"):
         select(str(scored / "corpus" / "x"))
-
-
-def test_text_of_any_arrow_type_is_compared():
-    for kind in (
-        pyarrow.string(),
-        pyarrow.large_string(),
-        pyarrow.string_view(),
-        pyarrow.dictionary("int32", "string"),
-    ):
-        table = pyarrow.table({"source": pyarrow.array(["a", "b", None], kind)})
-        met = pyarrow.dataset.dataset(table).to_table(columns={"met": parse_conditions("source != 'b'", table.schema)})
-        assert met["met"].to_pylist() == [True, False, None], kind
 
 
 def test_a_weight_is_never_rounded_to_nothing(tmp_path):

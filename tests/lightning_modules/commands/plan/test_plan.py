@@ -94,7 +94,7 @@ def test_the_papers_run(plan, paper):
     assert plain["tflop"] < shared["tflop"] < external["tflop"]
     assert scoring["validation"]["first_seconds"] == pytest.approx(7 * external["seconds"])  # 50 documents on 8 GPUs
     assert scoring["validation"]["later_seconds"] == pytest.approx(7 * plain["seconds"])
-    assert f"price {bill['price']:.2f}" in text
+    assert f"{bill['price']:.4g} {bill['price_per_step']:.4g}" in text
     assert "GiB, fits" in text
 
 
@@ -142,7 +142,13 @@ def test_bad_input(plan, paper, tmp_path):
         "known cards": paper,
         "price_per_gpu_hour": [*paper, "--gpu", "H200", "--price_per_gpu_hour", "-1"],
         "gpus": [*paper, "--gpu", "H200", "--gpus", "0"],
-        "`sequence_length`": [*LAYERS[:2], "--model.model_config", "{model_type: gpt2}", "--gpu", "H200"],
+        "`data.sequence_length`, must be an integer": [
+            *LAYERS[:2],
+            "--model.model_config",
+            "{model_type: gpt2}",
+            "--gpu",
+            "H200",
+        ],
         "Cannot write": [*paper, "--gpu", "H200", "--output", str(tmp_path / "file" / "plan.json")],
         "is a folder": [*paper, "--gpu", "H200", "--output", str(tmp_path)],
         "would ignore the stored token weights": [*paper, "--gpu", "H200", "--data.influence", "folder"],

@@ -1,12 +1,11 @@
-"""Class paths and configs from before modules moved."""
+"""Class paths from before modules moved."""
 
 import warnings
 
 import pytest
 import yaml
 
-from lightning_modules.commands.cli.config_files import use_checked_yaml
-from lightning_modules.commands.cli.old_paths import _MODULES, find_moved_config, rename_old_paths
+from lightning_modules.commands.cli.config_files import _MOVED, rename_old_paths, use_checked_yaml
 from lightning_modules.utilities.user_modules import import_object
 
 CLASSES = {
@@ -17,15 +16,15 @@ CLASSES = {
 }
 
 
-@pytest.mark.parametrize("module", _MODULES)
+@pytest.mark.parametrize("module", _MOVED)
 def test_an_old_class_path_names_the_same_class_and_warns(module):
-    with pytest.warns(FutureWarning, match=f"`{module}` is now `{_MODULES[module]}`"):
+    with pytest.warns(FutureWarning, match=f"`{module}` is now `{_MOVED[module]}`"):
         renamed = rename_old_paths(f"{module}.{CLASSES[module]}")
     assert import_object(renamed).__name__ == CLASSES[module]
 
 
 def test_new_paths_and_other_text_stay():
-    text = "\n".join(f"{module}.Name my.{old}.Name {old}" for old, module in _MODULES.items())
+    text = "\n".join(f"{module}.Name my.{old}.Name {old}" for old, module in _MOVED.items())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert rename_old_paths(text) == text
@@ -44,14 +43,3 @@ def test_configs_are_renamed_as_they_are_read(tmp_path):
         options = parser.parse_args(["-c", str(tmp_path / "old.yaml")])
     assert options.strategy["class_path"] == "lightning_modules.training.fsdp.FullyShardedStrategy"
     assert len(warned) == 1
-
-
-def test_configs_that_moved_are_found(tmp_path):
-    configs = tmp_path / "configs"
-    (configs / "quickstart").mkdir(parents=True)
-    for name in ("longce.yaml", "other.yaml"):
-        (configs / "quickstart" / name).touch()
-    assert find_moved_config(configs / "other.yaml") == configs / "quickstart" / "other.yaml"
-    assert find_moved_config(configs / "quickstart.yaml") == configs / "quickstart" / "longce.yaml"
-    assert find_moved_config(configs / "none.yaml") is None
-    assert find_moved_config(tmp_path / "other.yaml") is None
