@@ -17,16 +17,14 @@ from lightning_modules.functional import ShortContext, key_token_mask
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.context_extension.rotary_checks import check_static
 from lightning_modules.models.short_context import short_log_likelihood
-from lightning_modules.scoring.config import Rule
 from lightning_modules.scoring.token_scores import TokenScores, text_sha256
-from lightning_modules.visualization.tensorboard import (
+from lightning_modules.visualization.tensorboard.panels import (
     CUSTOM_SCALARS,
     EvaluationPanels,
     InspectedDocument,
-    PositionSums,
-    WeightSample,
     draw_weights,
 )
+from lightning_modules.visualization.tensorboard.sums import PositionSums, WeightSample
 
 
 class KeyTokenInspector(Callback):
@@ -85,18 +83,17 @@ class KeyTokenInspector(Callback):
             raise ValueError(f"`KeyTokenInspector` looks at a `LongContextLM`, not at a `{type(pl_module).__name__}`.")
         check_single(trainer, KeyTokenInspector, lambda callback: callback.documents, "val/power_law_.., documents")
         alpha, beta = self.alpha, self.beta
-        rule: Rule = "paper"
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         self._evaluator = next((other for other in callbacks if isinstance(other, ExternalEvaluator)), None)
         if self._evaluator is not None:
             config = self._evaluator.config
-            alpha, beta, rule = config.alpha, config.beta, config.key_tokens
+            alpha, beta = config.alpha, config.beta
         elif not self.short_context:
             raise ValueError(
                 "Without an `ExternalEvaluator` only the model's own short context tells key tokens: set"
                 " `short_context: true`, or add `callbacks.ExternalEvaluator`."
             )
-        self._panels = EvaluationPanels(alpha=alpha, beta=beta, tokens=self.excerpt_tokens, rule=rule)
+        self._panels = EvaluationPanels(alpha=alpha, beta=beta, tokens=self.excerpt_tokens)
         if not any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers):
             rank_zero_warn(
                 "`KeyTokenInspector` draws for TensorBoard, and there is no `TensorBoardLogger`: it is idle."
@@ -209,7 +206,6 @@ class KeyTokenInspector(Callback):
             ),
             scored=batch["labels"][row, :tokens].ne(IGNORE_INDEX).cpu(),
             key=key,
-            tokens=None if self._evaluator is None else self._evaluator.read(batch, row),
         )
 
     @override
@@ -233,5 +229,5 @@ class KeyTokenInspector(Callback):
                 f"`KeyTokenInspector` found {[document.name for document in self._inspected]} of the documents"
                 f" {self.documents} among those of the first process: the others are missing, or with other processes."
             )
-        judge = None if self._evaluator is None else self._evaluator.scores
-        self._panels.draw(self._writers, self._inspected, self._positions, judge=judge, step=trainer.global_step)
+        judged = {} if self._evaluator is None else self._evaluator.judged
+        self._panels.draw(self._writers, self._inspected, self._positions, judged=judged, step=trainer.global_step)

@@ -21,7 +21,7 @@ from callbacks.same_names import check_single
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.tasks.evaluation.config import Mode, TaskConfig
-from lightning_modules.tasks.evaluation.plots import as_pixels, figures
+from lightning_modules.tasks.evaluation.plots import figures
 from lightning_modules.tasks.evaluation.questions import (
     Question,
     first_of_each,
@@ -40,6 +40,7 @@ from lightning_modules.training.preemption import between_steps
 from lightning_modules.training.sequence_parallel import sequence_group
 from lightning_modules.utilities.files import write_atomically
 from lightning_modules.utilities.plain_json import plain
+from lightning_modules.visualization.images import as_pixels
 from lightning_modules.visualization.report import as_markdown_table
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from lightning_modules.models.short_context import long_and_short
 from lightning_modules.models.tokenization.tokenizer import encode_document
 from lightning_modules.scoring.key_tokens import key_spans
 from lightning_modules.scoring.token_scores import text_sha256, write_key_spans
-from lightning_modules.visualization.tensorboard import PositionSums
 from lightning_modules.visualization.tensorboard.markdown import probability
+from lightning_modules.visualization.tensorboard.sums import PositionSums
 from tests.conftest import make_text
 
 LENGTHS = {"context_length": 48, "stride": 16}
@@ -95,7 +95,7 @@ def test_what_does_not_change_is_drawn_once_and_the_rest_at_each_evaluation(run)
 
 def test_texts_tell_the_evaluators_numbers(run):
     _, _, judge, *_, events = run
-    scores = judge.scores[text_sha256(TEXTS[1])]
+    scores = judge.judged[text_sha256(TEXTS[1])].scores
     text = texts(events, "key_tokens/1_doc1_by_X/evaluator")[2]
     difference = scores.long - scores.short
     key = (difference > 0.5) & (scores.long > -6.0)
@@ -110,7 +110,7 @@ def test_texts_tell_the_evaluators_numbers(run):
 def test_the_table_of_key_tokens_has_the_models_probabilities(run):
     module, _, judge, _, documents, events = run
     document = documents[1]
-    scores = judge.scores[text_sha256(TEXTS[1])]
+    scores = judge.judged[text_sha256(TEXTS[1])].scores
     key = span_token_mask(document["offsets"][0], key_spans(scores, alpha=0.5, beta=-6.0))
     with torch.no_grad():
         now = module.backbone.eval()(document)[0]
@@ -124,7 +124,7 @@ def test_the_table_of_key_tokens_has_the_models_probabilities(run):
     assert found[2] != found[3]
     (histogram,) = events.Histograms("key_tokens/model_log_likelihood_nats")[1:]
     other = span_token_mask(
-        documents[0]["offsets"][0], key_spans(judge.scores[text_sha256(TEXTS[0])], alpha=0.5, beta=-6.0)
+        documents[0]["offsets"][0], key_spans(judge.judged[text_sha256(TEXTS[0])].scores, alpha=0.5, beta=-6.0)
     )
     assert histogram.histogram_value.num == key.sum() + other.sum()
 

@@ -1,52 +1,32 @@
 """Figures of task scores: by length, by depth, and by both."""
 
-import io
 from collections.abc import Mapping
 from typing import Any
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from numpy.typing import NDArray
 
 from lightning_modules.tasks.evaluation.summary import RULER_THRESHOLD, Matrix, Score, Summary
+from lightning_modules.visualization.images import STYLE
 
-_STYLE: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "longce"}
 _COLUMNS = 4
 
 
+@matplotlib.rc_context(STYLE)
 def figures(summary: Summary) -> dict[str, Figure]:
     """Draw the figures that have data, by name: ``lengths``, ``heat_map``, ``heat_maps``, ``depths``."""
     found: dict[str, Figure] = {}
-    with matplotlib.rc_context(_STYLE):
-        if summary.scores:
-            found["lengths"] = score_by_length(summary.scores, summary.averages)
-        if summary.heat_maps:
-            name, matrix = next(iter(summary.heat_maps.items()))
-            found["heat_map"] = heat_map(matrix, "all tasks with a depth" if name == "all" else name)
-            found["depths"] = position_curves(summary.curves)
-        if len(summary.heat_maps) > 1:
-            found["heat_maps"] = heat_maps(dict(list(summary.heat_maps.items())[1:]))
+    if summary.scores:
+        found["lengths"] = score_by_length(summary.scores, summary.averages)
+    if summary.heat_maps:
+        name, matrix = next(iter(summary.heat_maps.items()))
+        found["heat_map"] = heat_map(matrix, "all tasks with a depth" if name == "all" else name)
+        found["depths"] = position_curves(summary.curves)
+    if len(summary.heat_maps) > 1:
+        found["heat_maps"] = heat_maps(dict(list(summary.heat_maps.items())[1:]))
     return found
-
-
-def as_svg(figure: Figure) -> str:
-    """Return a figure as SVG text."""
-    stream = io.StringIO()
-    with matplotlib.rc_context(_STYLE):
-        figure.savefig(stream, format="svg", bbox_inches="tight", metadata={"Date": None})
-    return stream.getvalue()
-
-
-def as_pixels(figure: Figure, dpi: int = 110) -> NDArray[np.uint8]:
-    """Return a figure as ``[height, width, 3]`` red, green and blue."""
-    with matplotlib.rc_context(_STYLE):
-        figure.set_dpi(dpi)
-        canvas = FigureCanvasAgg(figure)
-        canvas.draw()
-    return np.asarray(canvas.buffer_rgba())[..., :3].copy()
 
 
 def score_by_length(scores: Mapping[tuple[str, int], Score], averages: Mapping[int, float]) -> Figure:

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_modules.tasks.evaluation.plots import as_svg, figures, short
+from lightning_modules.tasks.evaluation.plots import figures, short
 from lightning_modules.tasks.evaluation.runs import TaskResult
 from lightning_modules.tasks.evaluation.summary import RULER_THRESHOLD, Summary, summarize
+from lightning_modules.visualization.images import as_svg
 from lightning_modules.visualization.report import Block, Heading, Picture, Table, as_text_table, write_report
 
 _CAPTIONS = {

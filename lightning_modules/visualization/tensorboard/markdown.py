@@ -6,9 +6,9 @@ It removes colors and keeps bold, tables and links with a title: `[token](# "sho
 import math
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
+from lightning_modules.visualization.report import Table, as_markdown_table
 from lightning_modules.visualization.tensorboard.scored_document import ScoredDocument, printable
 
 STEPS = ((4.0, "█"), (2.0, "▆"), (1.0, "▄"), (0.5, "▂"))
@@ -40,7 +40,7 @@ def excerpts_markdown(document: ScoredDocument, *, tokens: int, title: str) -> s
     """Format the parts of a document around its key tokens, with at most ``tokens`` tokens together."""
     parts = document.excerpts(tokens)
     shown = sum(stop - start for start, stop in parts)
-    lines = [f"**{escaped(title)}**", f"{shown:,} of {len(document.long):,} tokens. {HELP}"]
+    lines = [f"**{escaped(title)}**", f"{shown:,} of {len(document.scores.long):,} tokens. {HELP}"]
     for start, stop in parts:
         running = "".join(escaped(gap) + _marked(document, i, piece) for i, gap, piece in document.pieces(start, stop))
         lines.append(f"*tokens {start:,} to {stop - 1:,}:* {running}")
@@ -54,8 +54,8 @@ def helped_markdown(documents: Sequence[ScoredDocument], *, count: int = 20) -> 
     rows = [
         [
             _snippet(document, index),
-            probability(float(document.long[index])),
-            probability(float(document.short[index])),
+            probability(float(document.scores.long[index])),
+            probability(float(document.scores.short[index])),
             f"{lsd:.2f}",
             "yes" if document.key[index] else "",
             f"{distance:,}" if (distance := document.distance(index)) else "never",
@@ -63,50 +63,37 @@ def helped_markdown(documents: Sequence[ScoredDocument], *, count: int = 20) -> 
         ]
         for lsd, document, index in found[:count]
     ]
-    return _table(
-        ["token", "long context", "short context", "LSD (nats)", "key token", "last seen, tokens ago", "where"], rows
-    )
+    head = ["token", "long context", "short context", "LSD (nats)", "key token", "last seen, tokens ago", "where"]
+    return as_markdown_table(Table(head, rows))
 
 
-def learned_markdown(
-    document: ScoredDocument, long_then: Tensor, *, then: int, judge: ScoredDocument | None = None, count: int = 20
-) -> str:
+def learned_markdown(document: ScoredDocument, long_then: Tensor, *, then: int, count: int = 20) -> str:
     """Format a table of how the probabilities of key tokens have changed since the step ``then``.
 
-    At most ``count`` rows: those that the evaluator's (else the model's) long context helps most. ``long_then`` are the
-    ``[N]`` long log-likelihoods at that step, in nats.
+    At most ``count`` rows: those that the long context helps most. ``long_then`` are the ``[N]`` long log-likelihoods
+    at that step, in nats.
     """
-    chosen = _by_judge(document, judge)[:count] if judge else document.key_tokens(count)
-    change = document.long - long_then
+    if not document.key.any():
+        return "This document has no key token."
+    long, short = document.scores.long, document.scores.short
+    change = long - long_then
     rows = [
         [
             _snippet(document, index),
             probability(float(long_then[index])),
-            probability(float(document.long[index])),
+            probability(float(long[index])),
             f"{float(change[index]):+.2f} {_glyph(float(change[index]))}",
-            probability(float(document.short[index])) if document.long[index] != document.short[index] else "",
+            probability(float(short[index])) if long[index] != short[index] else "",
         ]
-        for index in sorted(chosen)
+        for index in sorted(document.most_helped(count, key_only=True))
     ]
-    table = _table(
-        ["key token", f"probability at step {then:,}", "probability now", "change (nats)", "now, in the short context"],
-        rows,
-    )
-    if not document.key.any():
-        return "This document has no key token."
-    mean_then, mean_now = float(long_then[document.key].mean()), float(document.long[document.key].mean())
+    before, now = f"probability at step {then:,}", "probability now"
+    table = Table(["key token", before, now, "change (nats)", "now, in the short context"], rows)
+    mean_then, mean_now = float(long_then[document.key].mean()), float(long[document.key].mean())
     return (
         f"{int(document.key.sum()):,} key tokens; geometric mean of their probabilities at step {then:,}:"
-        f" {probability(mean_then)}, now: {probability(mean_now)}.\n\n{table}"
+        f" {probability(mean_then)}, now: {probability(mean_now)}.\n\n{as_markdown_table(table)}"
     )
-
-
-def _by_judge(document: ScoredDocument, judge: ScoredDocument) -> list[int]:
-    """Sort key tokens of the model by the evaluator's long-short difference at their first character."""
-    starts, reach = document.offsets[:, 0].contiguous(), judge.offsets[:, 1].cummax(0).values
-    owners = torch.searchsorted(reach, starts, right=True).clamp(max=len(reach) - 1)
-    found = [(float(judge.lsd[owners[index]]), index) for index in document.key.nonzero()[:, 0].tolist()]
-    return [index for _, index in sorted(found, key=lambda entry: -entry[0])]
 
 
 def _marked(document: ScoredDocument, index: int, piece: str) -> str:
@@ -116,7 +103,7 @@ def _marked(document: ScoredDocument, index: int, piece: str) -> str:
         return escaped(piece) + _glyph(lsd)
     word = piece.strip()
     before, after = piece.split(word, 1)
-    long, short = probability(float(document.long[index])), probability(float(document.short[index]))
+    long, short = probability(float(document.scores.long[index])), probability(float(document.scores.short[index]))
     tip = f"LSD {lsd:.2f} nats, long {long}, short {short}"
     return f'{escaped(before)}**[{escaped(word)}](# "{tip}")**{_glyph(lsd)}{escaped(after)}'
 
@@ -128,15 +115,10 @@ def _glyph(lsd: float) -> str:
 
 
 def _snippet(document: ScoredDocument, index: int, before: int = 60, after: int = 20) -> str:
-    start, end = document.offsets[index].tolist()
+    start, end = document.scores.offsets[index].tolist()
     token = document.text[start:end]
     word = token.strip() or "\N{OPEN BOX}"
     inner = start + len(token) - len(token.lstrip())
     left = document.text[max(inner - before, 0) : inner]
     right = document.text[start + len(token.rstrip()) : end + after] if token.strip() else document.text[end:][:after]
     return f"{escaped(left)}**{escaped(word)}**{escaped(right)}"
-
-
-def _table(head: list[str], rows: list[list[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -7,11 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lightning_modules.tasks.evaluation.plots import as_pixels, figures
+from lightning_modules.tasks.evaluation.plots import figures
 from lightning_modules.tasks.evaluation.report import as_text, write_task_report
 from lightning_modules.tasks.evaluation.runs import TaskResult
 from lightning_modules.tasks.evaluation.store import ResultStore
 from lightning_modules.tasks.evaluation.summary import summarize
+from lightning_modules.visualization.images import as_pixels
 
 SETTINGS = {"model": "a/b", "seed": 0, "mode": "teacher_forced"}
 

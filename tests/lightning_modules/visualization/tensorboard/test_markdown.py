@@ -98,10 +98,3 @@ def test_what_was_learned_of_key_tokens(make_document):
     assert table[1] == ["a b **c**", "1.8%", "13.5%", "+2.00 ▄", "1.8%"]
     document.key[:] = False
     assert "no key token" in learned_markdown(document, then, then=7)
-
-
-def test_rows_are_those_that_the_evaluator_finds_most_helped(make_document):
-    document = make_document(["ab", "cd", "ef"], key=[0, 1, 2])
-    judge = make_document(["a", "bcd", "ef"], [1.0, 5.0, 3.0])
-    (row,) = rows(learned_markdown(document, document.long, then=0, judge=judge, count=1).partition("\n\n")[2])
-    assert row[0] == "ab**cd**ef"

@@ -2,25 +2,7 @@ import pytest
 import torch
 
 from lightning_modules.batch import IGNORE_INDEX, LONGEST_ROW
-from lightning_modules.visualization.tensorboard import WeightSample
-from lightning_modules.visualization.tensorboard.sums import LCL_EDGES, LSD_EDGES, SAMPLED, BenefitCounts, PositionSums
-
-
-def test_counts_are_those_of_one_token_at_a_time():
-    generator = torch.Generator().manual_seed(0)
-    long = -20 * torch.rand(400, generator=generator)
-    short = torch.where(torch.rand(400, generator=generator) < 0.2, long, -20 * torch.rand(400, generator=generator))
-    benefit = BenefitCounts()
-    benefit.add(long[:100], short[:100])
-    benefit.add(long[100:], short[100:])
-    expected = torch.zeros_like(benefit.counts)
-    for a, b in zip(long, short, strict=True):
-        if a != b:
-            row = max(sum(bool(a >= edge) for edge in LCL_EDGES) - 1, 0)
-            column = min(max(sum(bool(a - b >= edge) for edge in LSD_EDGES) - 1, 0), len(LSD_EDGES) - 2)
-            expected[row, column] += 1
-    assert torch.equal(benefit.counts, expected)
-    assert expected.sum() < 400
+from lightning_modules.visualization.tensorboard.sums import SAMPLED, PositionSums, WeightSample
 
 
 def test_means_by_position():
