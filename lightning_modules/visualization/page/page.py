@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from lightning_modules.functional import long_perplexity
 from lightning_modules.scoring.evaluator import Alternatives
-from lightning_modules.scoring.key_tokens import Tokens, find_key_tokens, same_tokens
+from lightning_modules.scoring.key_tokens import Tokens, evaluator_key_tokens, same_tokens
 from lightning_modules.scoring.token_scores import TokenScores
 from lightning_modules.utilities.files import write_atomically
 from lightning_modules.visualization.page.payload import (
@@ -30,6 +31,8 @@ from lightning_modules.visualization.page.payload import (
     utf8_json,
 )
 
+_MODEL_FIGURES = """<div class="key"><dt>LongPPL of model</dt><dd id="model-longppl">{}</dd></div>
+<div><dt>perplexity of model</dt><dd>{}</dd></div>"""
 _SCRIPTS = ("data.js", "key_tokens.js", "blocks.js", "card.js", "charts.js", "main.js")
 
 
@@ -40,11 +43,17 @@ class EvaluatedModel(NamedTuple):
         name: Of the model.
         tokens: How it reads the document, in ``[M]`` tokens.
         log_likelihood: ``[M]`` float32 given everything before the token, in nats; token 0 is not scored.
+        key: ``[M]`` bool, its key tokens.
     """
 
     name: str
     tokens: Tokens
     log_likelihood: Tensor
+    key: Tensor
+
+    def perplexities(self) -> tuple[float, float]:
+        """Return LongPPL and perplexity."""
+        return perplexities(self.log_likelihood, self.key)
 
 
 @dataclass(repr=False)
@@ -76,12 +85,7 @@ class Inspection:
     model: EvaluatedModel | None = None
 
     def html(self) -> str:
-        """The page.
-
-        Raises:
-            ValueError: If the scores do not know the short log-likelihood of every token, or their offsets are not
-                those of the text.
-        """
+        """The page."""
         script = f"(() => {{\n'use strict';\n{''.join(_read(name) for name in _SCRIPTS)}}})();"
         style = _read("page.css")
         safe = {
@@ -91,7 +95,9 @@ class Inspection:
             "style_hash": _source_hash(style),
             "scores": pack(self._arrays()),
             "alternatives": pack(self._alternative_arrays()),
-            "model_figures": self._model_figures(),
+            "model_figures": ""
+            if self.model is None
+            else _MODEL_FIGURES.format(*map(_perplexity, self.model.perplexities())),
         }
         shown = {name: html.escape(value) for name, value in self._shown().items()}
         # In one pass: what a value holds is never taken for a place to be filled.
@@ -112,8 +118,8 @@ class Inspection:
         parts = [f"{shown['tokens']} tokens", f"{shown['key_tokens']} key tokens ({shown['share']})"]
         parts += [f"LongPPL {shown['longppl']}", f"perplexity {shown['perplexity']}"]
         if self.model is not None:
-            longppl, perplexity = self._model_perplexities
-            parts.append(f"{self.model.name}: LongPPL {_perplexity(longppl)}, perplexity {_perplexity(perplexity)}")
+            longppl, perplexity = map(_perplexity, self.model.perplexities())
+            parts.append(f"{self.model.name}: LongPPL {longppl}, perplexity {perplexity}")
         return f"{self.name}: {', '.join(parts)}"
 
     def _repr_html_(self) -> str:
@@ -128,23 +134,11 @@ class Inspection:
         """The first token that has a short context; those before it see the same in both."""
         return min(self.scores.context_length + self.scores.stride, len(self.scores.long))
 
-    @cached_property
-    def _key(self) -> Tensor:
-        return find_key_tokens(self.scores, alpha=self.alpha, beta=self.beta).mask
-
-    @cached_property
-    def _model_perplexities(self) -> tuple[float, float]:
-        assert self.model is not None
-        log_likelihood = self.model.log_likelihood
-        inside = find_key_tokens(self.scores, self.model.tokens, alpha=self.alpha, beta=self.beta).mask
-        return (
-            float(long_perplexity(log_likelihood[1:], inside[1:])),  # token 0 is not scored
-            float(long_perplexity(log_likelihood[1:], inside[1:].new_ones(len(inside) - 1))),
-        )
-
     def _shown(self) -> dict[str, str]:
         """What stands in the page as text."""
-        scores, key = self.scores, self._key
+        scores = self.scores
+        key = evaluator_key_tokens(scores, alpha=self.alpha, beta=self.beta)
+        longppl, perplexity = map(_perplexity, perplexities(scores.long, key))
         longest_short = scores.context_length + scores.stride - 1
         return {
             "name": self.name,
@@ -158,29 +152,15 @@ class Inspection:
             "tokens": f"{len(key):,}",
             "key_tokens": f"{int(key.sum()):,}",
             "share": f"{100 * float(key.double().mean()):.2f} %",
-            "longppl": _perplexity(float(long_perplexity(scores.long, key))),
-            "perplexity": _perplexity(float(long_perplexity(scores.long[1:], key[1:].new_ones(len(key) - 1)))),
+            "longppl": longppl,
+            "perplexity": perplexity,
             "of_evaluator": "" if self.model is None else " of evaluator",
             "model_sentence": "" if self.model is None else f" They judge {self.model.name}.",
         }
 
-    def _model_figures(self) -> str:
-        if self.model is None:
-            return ""
-        longppl, perplexity = map(_perplexity, self._model_perplexities)
-        return (
-            f'<div class="key"><dt>LongPPL of model</dt><dd id="model-longppl">{longppl}</dd></div>\n'
-            f"<div><dt>perplexity of model</dt><dd>{perplexity}</dd></div>"
-        )
-
     def _arrays(self) -> dict[str, np.ndarray[Any, Any]]:
         """All that the script needs to show the document and to count key tokens."""
         scores, vocabulary = self.scores, self._vocabulary
-        if scores.floor > -math.inf:
-            raise ValueError(
-                f"The short log-likelihoods below a long one of {scores.floor} nats were not computed, and the page"
-                " shows all: score the text without `key_tokens_only`."
-            )
         advance, length = span_arrays(self.text, scores.offsets)
         arrays: dict[str, np.ndarray[Any, Any]] = {
             "facts": utf8_json(self._facts()),
@@ -235,6 +215,13 @@ def _read(name: str) -> str:
 def _source_hash(source: str) -> str:
     """What the page's content security policy says of the one script, or style, that it allows."""
     return f"sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}"
+
+
+def perplexities(log_likelihood: Tensor, key: Tensor) -> tuple[float, float]:
+    """Return LongPPL and perplexity of ``[N]`` tokens without token 0, which is not scored."""
+    longppl = long_perplexity(log_likelihood[1:], key[1:])
+    perplexity = long_perplexity(log_likelihood[1:], torch.ones_like(key[1:]))
+    return float(longppl), float(perplexity)
 
 
 def _perplexity(value: float) -> str:
