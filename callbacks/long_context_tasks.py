@@ -101,7 +101,7 @@ class LongContextTasks(Callback):
         self.keys = question_keys(self.tasks, lengths, samples, config.depths) if ours else []
         self.every_n_steps, self.at_start = every_n_steps, at_start
         self.tokenizer = None if tokenizer is None else load_tokenizer(tokenizer)
-        self._loaded: dict[str, LoadedTasks] = {}
+        self._loaded: LoadedTasks | None = None
         self._prompter: Prompter | None = None
         self._questions: list[Question] = []
         self._began: float | None = None
@@ -113,12 +113,10 @@ class LongContextTasks(Callback):
         """Load the harness's tasks: missing data are reported before the first step."""
         check_single(trainer, LongContextTasks, lambda callback: ", ".join(callback.names), "tasks/seconds, ..")
         if self._theirs and not self._loaded and stage != "predict":
-            from lightning_modules.tasks.harness.tasks import TaskLoader
+            from lightning_modules.tasks.harness.tasks import load_tasks
 
-            loader = TaskLoader(
-                self._theirs, include_path=self.config.include_path, num_fewshot=self.config.num_fewshot
-            )
-            self._loaded = {name: loader.load(name) for name in loader.names}
+            options: Any = {"include_path": self.config.include_path, "num_fewshot": self.config.num_fewshot}
+            self._loaded = load_tasks(self._theirs, **options)
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -230,16 +228,14 @@ class LongContextTasks(Callback):
         from lightning_modules.tasks.harness.model import HarnessModel
 
         assert self._prompter is not None
+        assert self._loaded is not None
         started = time.perf_counter()
         limits = {name: getattr(self.config, name) for name in ("max_length", "truncation", "batch_tokens")}
         asking = {name: getattr(self.config, name) for name in ("limit", "chat_template", "log_samples")}
         model = HarnessModel(pl_module.backbone, self._prompter.tokenizer, **limits)
-        metrics: dict[str, dict[str, float]] = {}
-        for loaded in self._loaded.values():
-            found = {name: evaluate_task(model, name, task, **asking) for name, task in loaded.tasks.items()}
-            self._write_samples(trainer, found)
-            metrics |= {name: result["metrics"] for name, result in found.items()}
-            metrics |= aggregate(loaded.groups, found)
+        found = {name: evaluate_task(model, name, task, **asking) for name, task in self._loaded.tasks.items()}
+        self._write_samples(trainer, found)
+        metrics = {name: result["metrics"] for name, result in found.items()} | aggregate(self._loaded.groups, found)
         if model.truncated:
             rank_zero_info(f"{model.truncated} prompts were longer than {model.max_length} tokens and were cut.")
         logged = {f"harness/{name}": value for name, value in set_scores(self._theirs, metrics).items()}

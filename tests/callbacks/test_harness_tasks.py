@@ -15,7 +15,7 @@ from lightning_modules.models.tokenization.tokenizer import encode_document, loa
 from lightning_modules.objectives import CrossEntropy
 from lightning_modules.tasks.harness.evaluation import evaluate_task
 from lightning_modules.tasks.harness.model import HarnessModel
-from lightning_modules.tasks.harness.tasks import TaskLoader
+from lightning_modules.tasks.harness.tasks import load_tasks
 from tests.conftest import make_text
 from tests.support.harness_tasks import write_tasks
 from tests.support.toy_tasks import GUESS
@@ -57,8 +57,7 @@ def test_logs_what_the_tasks_give(model_dir, task_dir, tmp_path, rows, stage):
     trainer = make_trainer(callback, tmp_path)
     (logged,) = getattr(trainer, stage)(LongContextLM(str(model_dir)), rows, verbose=False)
     model = HarnessModel(load_backbone(ModelConfig(str(model_dir))), load_tokenizer(str(model_dir)))
-    loader = TaskLoader(["both", "rolling"], include_path=str(task_dir))
-    tasks = {**loader.load("both").tasks, **loader.load("rolling").tasks}
+    tasks = load_tasks(["both", "rolling"], include_path=str(task_dir)).tasks
     expected = {name: evaluate_task(model, name, task, limit=4)["metrics"] for name, task in tasks.items()}
     assert logged["harness/choice/acc_norm"] == pytest.approx(expected["choice"]["acc_norm,none"])
     assert logged["harness/rolling/bits_per_byte"] == pytest.approx(expected["rolling"]["bits_per_byte,none"], rel=1e-5)

@@ -40,7 +40,7 @@ class HarnessModel(TemplateLM):
         truncated: Prompts that have lost tokens so far.
 
     Raises:
-        ValueError: If ``max_length`` is below 2, or the tokenizer has neither a first nor a last token.
+        ValueError: If the tokenizer has neither a first nor a last token.
     """
 
     def __init__(
@@ -53,8 +53,6 @@ class HarnessModel(TemplateLM):
         batch_tokens: int = 16_384,
     ) -> None:
         super().__init__()
-        if max_length is not None and max_length < 2:
-            raise ValueError(f"`max_length` must be 2 or more, a token of the prompt and one after it: {max_length}.")
         if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
             raise ValueError(
                 f"The tokenizer '{tokenizer.name_or_path}' names neither a first (`bos_token`) nor a last token"

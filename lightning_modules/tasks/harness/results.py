@@ -1,11 +1,10 @@
 """Results of tasks of lm-evaluation-harness: a file per finished task, and one for all."""
 
-import hashlib
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from lightning_modules.utilities.files import write_atomically
 from lightning_modules.utilities.plain_json import plain
@@ -15,49 +14,42 @@ from lightning_modules.visualization.report import Table, as_text_table
 class Results:
     """The folder of results; those of other settings, or of another task file by its hash, raise a ``ValueError``.
 
-    ``tasks/NAME.json`` is a task's, ``names/NAME.json`` lists the tasks and groups of a name once all of them are done,
-    ``samples/NAME.jsonl`` holds questions and answers, and ``harness.json`` all that is known.
+    ``tasks/NAME.json`` is a task's, ``samples/NAME.jsonl`` holds questions and answers, and ``harness.json`` all that
+    is known.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
         self.folder = folder
         self.settings = dict(settings)
 
-    def write_task(self, name: str, result: Mapping[str, Any], task_file: str | None = None) -> None:
+    def write(self, name: str, result: Mapping[str, Any], task_file: str | None = None) -> None:
         """Write the result of a task; its questions and answers, if there are any, in a separate file."""
         result = dict(result)
         if (samples := result.pop("samples", None)) is not None:
             lines = "".join(json.dumps(plain(sample)) + "\n" for sample in samples)
-            write_atomically(self._path("samples", name, "jsonl"), lines.encode())
-        self.write("tasks", name, result, task_file)
+            write_atomically(self.folder / "samples" / f"{quote(name, safe='')}.jsonl", lines.encode())
+        write_json(self._path(name), {**result, "settings": self._settings(task_file)})
 
-    def _path(self, kind: str, name: str, suffix: str = "json") -> Path:
-        short = re.sub(r"[^\w.-]+", "_", name)
-        if short != name:  # a path: others may look alike then
-            short += f"-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
-        return self.folder / kind / f"{short}.{suffix}"
-
-    def write(self, kind: str, name: str, content: Mapping[str, Any], task_file: str | None = None) -> None:
-        """Write the result of a task (kind ``tasks``), or the tasks and groups of a finished name (``names``)."""
-        write_json(
-            self._path(kind, name),
-            {**content, "settings": self.settings | ({"task_file": task_file} if task_file else {})},
-        )
-
-    def read(self, kind: str, name: str, task_file: str | None = None) -> dict[str, Any] | None:
+    def read(self, name: str, task_file: str | None = None) -> dict[str, Any] | None:
         """Return what `write` has stored, or None."""
-        if not (path := self._path(kind, name)).is_file():
+        if not (path := self._path(name)).is_file():
             return None
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             settings = content.pop("settings")
         except (ValueError, KeyError, AttributeError) as error:
             raise ValueError(f"'{path}' is damaged ({error}): remove it, and the task is asked again.") from error
-        known = self.settings | ({"task_file": task_file} if task_file else {})
+        known = self._settings(task_file)
         if other := [name for name, value in known.items() if settings.get(name) != value]:
             there = ", ".join(f"{name}={settings.get(name)!r} (now {known[name]!r})" for name in other)
             raise ValueError(f"'{path}' is of another run: {there}. Give another `output`, or the same settings.")
         return dict(content)
+
+    def _path(self, name: str) -> Path:
+        return self.folder / "tasks" / f"{quote(name, safe='')}.json"
+
+    def _settings(self, task_file: str | None) -> dict[str, Any]:
+        return self.settings | ({"task_file": task_file} if task_file else {})
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.tasks.harness.evaluation import aggregate, evaluate_task
 from lightning_modules.tasks.harness.model import HarnessModel, cut
-from lightning_modules.tasks.harness.tasks import TaskLoader
+from lightning_modules.tasks.harness.tasks import load_tasks
 from tests.conftest import tiny_model
 
 NAMES = ["both", "answer", "rolling"]
@@ -34,13 +34,8 @@ def pair(request, model_dir):
 
 def test_same_answers_and_metrics(pair, task_dir):
     ours, theirs = pair
-    loader = TaskLoader(NAMES, include_path=str(task_dir))
-    loaded = {name: loader.load(name) for name in NAMES}
-    found = {
-        name: evaluate_task(ours, name, task, log_samples=True, limit=5)
-        for part in loaded.values()
-        for name, task in part.tasks.items()
-    }
+    loaded = load_tasks(NAMES, include_path=str(task_dir))
+    found = {name: evaluate_task(ours, name, task, log_samples=True, limit=5) for name, task in loaded.tasks.items()}
     manager = TaskManager(include_path=str(task_dir), include_defaults=False)
     expected = simple_evaluate(theirs, tasks=NAMES, task_manager=manager, bootstrap_iters=0, limit=5)
     assert set(found) == {"choice", "letter", "answer", "rolling"}
@@ -57,7 +52,7 @@ def test_same_answers_and_metrics(pair, task_dir):
         for key, value in result["metrics"].items():
             assert value == pytest.approx(expected["results"][name][key], rel=1e-6), key
     assert any(answer for sample in found["answer"]["samples"] for answer in sample["resps"][0])
-    both = aggregate(loaded["both"].groups, found)["both"]
+    both = aggregate(loaded.groups, found)["both"]
     assert both["acc,none"] == pytest.approx(expected["results"]["both"]["acc,none"])
 
 
@@ -110,7 +105,7 @@ def test_random_states_and_modes_come_back(model_dir, tokenizer, task_dir):
     network = tiny_model("llama", len(tokenizer)).train()
     model = HarnessModel(Backbone(network), tokenizer)
     before = (random.getstate(), np.random.get_state()[1].copy(), torch.get_rng_state())
-    loaded = TaskLoader(["choice"], include_path=str(task_dir)).load("choice")
+    loaded = load_tasks(["choice"], include_path=str(task_dir))
     first = evaluate_task(model, "choice", loaded.tasks["choice"], log_samples=True)
     assert random.getstate() == before[0]
     np.testing.assert_array_equal(np.random.get_state()[1], before[1])
@@ -124,7 +119,7 @@ def test_chat_template(model_dir, task_dir):
     tokenizer = load_tokenizer(str(model_dir))
     tokenizer.chat_template = "{% for m in messages %}<s>{{ m.content }}</s>{% endfor %}"
     model = HarnessModel(Backbone(tiny_model("llama", len(tokenizer))), tokenizer)
-    task = TaskLoader(["letter"], include_path=str(task_dir)).load("letter").tasks["letter"]
+    task = load_tasks(["letter"], include_path=str(task_dir)).tasks["letter"]
     result = evaluate_task(model, "letter", task, chat_template=True, log_samples=True, limit=1)
     prompt = result["samples"][0]["arguments"][0][0]
     assert prompt.startswith("<s>")
