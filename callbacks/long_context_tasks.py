@@ -21,7 +21,6 @@ from callbacks.same_names import check_single
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.tasks.evaluation.config import Mode, TaskConfig
-from lightning_modules.tasks.evaluation.plots import figures
 from lightning_modules.tasks.evaluation.questions import (
     Question,
     first_of_each,
@@ -29,7 +28,7 @@ from lightning_modules.tasks.evaluation.questions import (
     question_keys,
     warn_of_unknown_tokens,
 )
-from lightning_modules.tasks.evaluation.report import answer_table
+from lightning_modules.tasks.evaluation.report import answer_table, figures
 from lightning_modules.tasks.evaluation.runs import TaskResult, put_questions
 from lightning_modules.tasks.evaluation.summary import summarize
 from lightning_modules.tasks.harness import split_tasks
