@@ -21,13 +21,7 @@ from callbacks.same_names import check_single
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.tasks.evaluation.config import Mode, TaskConfig
-from lightning_modules.tasks.evaluation.questions import (
-    Question,
-    first_of_each,
-    make_questions,
-    question_keys,
-    warn_of_unknown_tokens,
-)
+from lightning_modules.tasks.evaluation.questions import Question, check_questions, make_questions, question_keys
 from lightning_modules.tasks.evaluation.report import answer_table, figures
 from lightning_modules.tasks.evaluation.runs import TaskResult, put_questions
 from lightning_modules.tasks.evaluation.summary import summarize
@@ -170,8 +164,7 @@ class LongContextTasks(Callback):
             return
         pl_module.backbone.check_length(max(key.length for key in self.keys))
         with isolate_rng():  # a user's task may draw from anything
-            first = make_questions(first_of_each(self.keys), self.tasks, self._prompter, config.seed)
-            warn_of_unknown_tokens(first, self._prompter)
+            check_questions(self.keys, self.tasks, self._prompter, config.seed)
             own = self.keys[trainer.global_rank :: trainer.world_size]
             self._questions = make_questions(own, self.tasks, self._prompter, config.seed)
 

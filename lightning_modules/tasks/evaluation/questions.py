@@ -49,12 +49,8 @@ def question_keys(tasks: Sequence[Task], lengths: Sequence[int], samples: int, d
         depths: See `Depths`; tasks whose answer has none ignore them.
 
     Raises:
-        ValueError: If a number makes no sense, something is named twice, or there are depths and no task has any.
+        ValueError: If something is named twice, or there are depths that make no sense or that no task has.
     """
-    if samples < 1:
-        raise ValueError(f"`samples` must be 1 or more, got {samples}.")
-    if not lengths or min(lengths) < 1:
-        raise ValueError(f"`lengths` must be one or more numbers of tokens, got {list(lengths)}.")
     for name, values in (("lengths", list(lengths)), ("tasks", [task.name for task in tasks])):
         if len(set(values)) < len(values):
             raise ValueError(f"`{name}` names something twice: {values}. Leave it out once.")
@@ -80,14 +76,13 @@ def make_questions(keys: Iterable[Key], tasks: Sequence[Task], prompter: Prompte
     ]
 
 
-def first_of_each(keys: Iterable[Key]) -> list[Key]:
-    """Return a name for each task and length: if its question can be made, so can the others."""
-    return [next(cell) for _, cell in groupby(keys, key=lambda key: (key.task, key.length))]
+def check_questions(keys: Iterable[Key], tasks: Sequence[Task], prompter: Prompter, seed: int) -> None:
+    """Make the first question of each task and length: if it can be made, so can the others.
 
-
-def warn_of_unknown_tokens(questions: Iterable[Question], prompter: Prompter) -> None:
-    """Warn if the tokenizer does not know the words of a question: no model could answer it."""
-    for key, example in questions:
+    It warns if the tokenizer does not know the words of a question, as no model could answer it.
+    """
+    first = [next(cell) for _, cell in groupby(keys, key=lambda key: (key.task, key.length))]
+    for key, example in make_questions(first, tasks, prompter, seed):
         tokens = prompter.encode(example.prompt, example.answer_prefix)
         unknown = tokens.count(prompter.tokenizer.unk_token_id) / len(tokens)
         if unknown > MOST_UNKNOWN:

@@ -2,8 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import get_args
+from dataclasses import astuple, dataclass, replace
 
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.tasks.evaluation.config import Mode
@@ -44,11 +43,11 @@ class TaskResult:
     answers: tuple[str, ...]
     prediction: str
     prompt_tokens: int
-    answer_nll: float | None
-    answer_tokens: int
-    other_nll: float | None
-    other_tokens: int
-    seconds: float
+    answer_nll: float | None = None
+    answer_tokens: int = 0
+    other_nll: float | None = None
+    other_tokens: int = 0
+    seconds: float = 0.0
 
     @property
     def key(self) -> Key:
@@ -79,91 +78,68 @@ def put_questions(
         Results in the order of the questions.
 
     Raises:
-        ValueError: If the mode or a token is unknown, or a question is longer than learned positions allow.
+        ValueError: If a token is unknown, or a question is longer than learned positions allow.
     """
-    check_mode(mode)
     results: dict[int, TaskResult] = {}
     last = time.perf_counter()
 
-    def take(answers: dict[int, Answer]) -> None:
+    def take(found: dict[int, TaskResult]) -> None:
         nonlocal last
         now = time.perf_counter()
-        seconds, last = (now - last) / len(answers), now
-        found = {number: _result(questions[number], *answer, seconds) for number, answer in answers.items()}
-        results.update(found)
-        done(list(found.values()))
+        seconds, last = (now - last) / len(found), now
+        timed = {number: replace(result, seconds=seconds) for number, result in found.items()}
+        results.update(timed)
+        done(list(timed.values()))
 
     (_generate if mode == "generate" else _force)(backbone, prompter, questions, take)
     return [results[number] for number in range(len(questions))]
 
 
-def check_mode(mode: str) -> None:
-    """Raise a ``ValueError`` for an unknown mode."""
-    if mode not in get_args(Mode):
-        raise ValueError(f"`mode` must be one of {', '.join(get_args(Mode))}, got '{mode}'.")
-
-
-Answer = tuple[float, str, int, AnswerScores | None]
-"""Score, prediction, tokens of the prompt, and the scores of a forced answer."""
-
-Take = Callable[[dict[int, Answer]], None]
+Take = Callable[[dict[int, TaskResult]], None]
 
 
 def _generate(backbone: Backbone, prompter: Prompter, questions: Sequence[Question], take: Take) -> None:
-    examples = [question.example for question in questions]
-    prompts = [prompter.encode(example.prompt, example.answer_prefix) for example in examples]
+    prompts = [prompter.encode(example.prompt, example.answer_prefix) for _, example in questions]
     end = prompter.tokenizer.eos_token_id  # ends a chat's turn, whatever the model's config specifies
 
     def finish(continuations: Mapping[int, list[int]]) -> None:
-        found: dict[int, Answer] = {}
+        found = {}
         for number, tokens in continuations.items():
             text = str(prompter.tokenizer.decode(tokens, skip_special_tokens=True))
-            found[number] = examples[number].score(text), text, len(prompts[number]), None
+            score = questions[number].example.score(text)
+            found[number] = _result(questions[number], score, text, len(prompts[number]))
         take(found)
 
-    limits = [example.max_new_tokens for example in examples]
+    limits = [example.max_new_tokens for _, example in questions]
     generate(backbone, prompts, limits, done=finish, stopped=lambda _, tokens: tokens[-1] == end)
 
 
 def _force(backbone: Backbone, prompter: Prompter, questions: Sequence[Question], take: Take) -> None:
-    forced = [
-        prompter.force(example.prompt, example.answer_prefix, example.target, example.answers)
-        for _, example in questions
-    ]
-    for (key, example), answer in zip(questions, forced, strict=True):
-        if not answer.spans:
+    forced = []
+    for key, example in questions:
+        forced.append(prompter.force(example.prompt, example.answer_prefix, example.target, example.answers))
+        if not forced[-1].spans:
             raise ValueError(
                 f"The right continuation {example.target!r:.200} of '{key.task}' holds none of its answers: set `mode`"
                 " to 'generate', or correct the task's `target`."
             )
 
     def finish(scores: Mapping[int, AnswerScores]) -> None:
-        found: dict[int, Answer] = {}
+        found = {}
         for number, answer in scores.items():
             text = str(prompter.tokenizer.decode(answer.greedy, skip_special_tokens=True))
-            found[number] = answer.score, text, forced[number].answer_start, answer
+            found[number] = replace(
+                _result(questions[number], answer.score, text, forced[number].answer_start),
+                answer_nll=-answer.answer_log_likelihood,
+                answer_tokens=answer.answer_tokens,
+                other_nll=-answer.other_log_likelihood,
+                other_tokens=answer.other_tokens,
+            )
         take(found)
 
     teacher_forced(backbone, forced, done=finish)
 
 
-def _result(
-    question: Question, score: float, prediction: str, prompt_tokens: int, forced: AnswerScores | None, seconds: float
-) -> TaskResult:
+def _result(question: Question, score: float, prediction: str, prompt_tokens: int) -> TaskResult:
     key, example = question
-    return TaskResult(
-        task=key.task,
-        length=key.length,
-        asked_depth=key.depth,
-        index=key.index,
-        depth=example.depth,
-        score=score,
-        answers=example.answers,
-        prediction=prediction,
-        prompt_tokens=prompt_tokens,
-        answer_nll=None if forced is None else -forced.answer_log_likelihood,
-        answer_tokens=0 if forced is None else forced.answer_tokens,
-        other_nll=None if forced is None else -forced.other_log_likelihood,
-        other_tokens=0 if forced is None else forced.other_tokens,
-        seconds=seconds,
-    )
+    return TaskResult(*astuple(key), example.depth, score, example.answers, prediction, prompt_tokens)
