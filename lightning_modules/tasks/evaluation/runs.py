@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.tasks.evaluation.config import Mode
@@ -142,4 +142,14 @@ def _force(backbone: Backbone, prompter: Prompter, questions: Sequence[Question]
 
 def _result(question: Question, score: float, prediction: str, prompt_tokens: int) -> TaskResult:
     key, example = question
-    return TaskResult(*astuple(key), example.depth, score, example.answers, prediction, prompt_tokens)
+    return TaskResult(
+        task=key.task,
+        length=key.length,
+        asked_depth=key.depth,
+        index=key.index,
+        depth=example.depth,
+        score=score,
+        answers=example.answers,
+        prediction=prediction,
+        prompt_tokens=prompt_tokens,
+    )

@@ -106,6 +106,11 @@ class Request:
     depth: float | None
     rng: random.Random
 
+    def drawn_depth(self) -> float:
+        """Return the depth that is asked for, or a random one."""
+        drawn = self.rng.random()  # in any case, so that what is drawn later does not depend on the depth
+        return drawn if self.depth is None else self.depth
+
 
 class Draft(NamedTuple):
     """A question before its length is known.

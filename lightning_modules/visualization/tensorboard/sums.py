@@ -49,13 +49,9 @@ class PositionSums:
 
 
 class WeightSample:
-    """Weights and long-short differences of tokens of one optimizer step, in main memory.
-
-    The draw has a separate generator: training draws the same random numbers with it and without.
-    """
+    """Weights and long-short differences of tokens of one optimizer step, in main memory."""
 
     def __init__(self) -> None:
-        self._generator = torch.Generator().manual_seed(0)
         self._weights: list[Tensor] = []
         self._differences: list[Tensor] = []
 
@@ -71,17 +67,17 @@ class WeightSample:
         short: Tensor | None = None,
         differs: Tensor | None = None,
     ) -> None:
-        """Draw up to 4096 tokens of a batch of ``[B, T]`` tensors; one copy of them waits for the accelerator.
+        """Take every n-th token of a batch of ``[B, T]`` tensors, up to 4096; one copy waits for the accelerator.
 
         Without short log-likelihoods, in nats, or where they do not differ, only weights are sampled.
         """
-        drawn: Tensor | slice = slice(None)
-        if labels.numel() > SAMPLED:
-            drawn = torch.randint(labels.numel(), (SAMPLED,), generator=self._generator).to(labels.device)
+        every = -(-labels.numel() // SAMPLED)
         if short is None or differs is None:
             short, differs = long, torch.zeros_like(labels, dtype=torch.bool)
         parts = (influence, labels.ne(IGNORE_INDEX), long, short, differs)
-        weight, scored, long, short, differs = torch.stack([p.detach().flatten()[drawn].double() for p in parts]).cpu()
+        weight, scored, long, short, differs = torch.stack(
+            [p.detach().flatten()[::every].double() for p in parts]
+        ).cpu()
         self._weights.append(weight[scored > 0])
         self._differences.append((long - short)[(scored * differs) > 0])
 

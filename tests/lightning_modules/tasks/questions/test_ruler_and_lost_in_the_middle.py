@@ -7,7 +7,7 @@ import re
 import pytest
 
 from lightning_modules.tasks.questions.haystacks import NOISE
-from lightning_modules.tasks.questions.retrieval.multi_document_qa import MultiDocumentQA
+from lightning_modules.tasks.questions.multi_document_qa import MultiDocumentQA
 from lightning_modules.tasks.questions.ruler.common_words import CommonWords
 from lightning_modules.tasks.questions.ruler.frequent_words import FrequentWords
 from lightning_modules.tasks.questions.ruler.question_answering import QuestionAnswering

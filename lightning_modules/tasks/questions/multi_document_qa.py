@@ -4,13 +4,12 @@ import itertools
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import get_args
 
 from typing_extensions import override
 
 from lightning_modules.tasks.questions.example import contains_answer
 from lightning_modules.tasks.questions.question_files import OpenQuestion, Passage, read_nq_open
-from lightning_modules.tasks.questions.retrieval.key_values import Query
+from lightning_modules.tasks.questions.retrieval import Query
 from lightning_modules.tasks.questions.task import Draft, FittedTask, Request, place
 from lightning_modules.tasks.questions.words import ADJECTIVES, NOUNS, made_up_words
 
@@ -44,7 +43,7 @@ class MultiDocumentQA(FittedTask):
         documents: Passages, as 10, 20 or 30 in the paper; by default as many as the length allows.
 
     Raises:
-        ValueError: If the file cannot be used, the query is none of these, or there are fewer than 2 documents.
+        ValueError: If the file cannot be used, or there are fewer than 2 documents.
     """
 
     max_new_tokens = 100
@@ -55,8 +54,6 @@ class MultiDocumentQA(FittedTask):
             raise ValueError(
                 f"`documents` counts the passages, of which one has the answer: 2 or more, not {documents}."
             )
-        if query not in get_args(Query):
-            raise ValueError(f"`query` is where the question stands: before, after or both, got '{query}'.")
         self.query = query
         self.name = "multi_document_qa" if query == "after" else f"multi_document_qa_query_{query}"
         self.documents = documents
