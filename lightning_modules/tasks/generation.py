@@ -50,7 +50,7 @@ def generate(
     Args:
         backbone: The model.
         prompts: Token ids, at least one each.
-        max_new_tokens: Tokens to generate; one number, or one for each prompt.
+        max_new_tokens: One number, or one for each prompt.
         end_tokens: Tokens that end a continuation; by default those of the model's generation config.
         done: Called with the continuations of each group, by number of the prompt.
         stopped: Called with the number of a prompt and its tokens so far, after each; returns whether to stop.

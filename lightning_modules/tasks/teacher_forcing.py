@@ -26,10 +26,8 @@ class AnswerScores(NamedTuple):
     Attributes:
         right: For each answer, whether each of its tokens is the likeliest one.
         greedy: The likeliest token at each position after the question.
-        answer_log_likelihood: Sum over the tokens of all answers, in nats.
-        answer_tokens: Their number.
+        answer_log_likelihood: Sum over the tokens of all answers, in nats; ``answer_tokens`` is their number.
         other_log_likelihood: Sum over all other tokens of question and answer but the first one.
-        other_tokens: Their number.
     """
 
     right: list[bool]

@@ -42,11 +42,7 @@ class Question(NamedTuple):
 def question_keys(tasks: Sequence[Task], lengths: Sequence[int], samples: int, depths: Depths = None) -> list[Key]:
     """Return the names of all questions, in the order in which they are put.
 
-    Args:
-        tasks: The tasks.
-        lengths: Tokens of prompt and answer together.
-        samples: Questions of each task and length, and of each depth if the task's answer has one that can be chosen.
-        depths: See `Depths`; tasks whose answer has none ignore them.
+    There are ``samples`` of each task and length, and of each depth if the place of the task's answer can be chosen.
 
     Raises:
         ValueError: If something is named twice, or there are depths that make no sense or that no task has.

@@ -17,10 +17,7 @@ class TaskResult:
     """A question, the model's answer and its score.
 
     Attributes:
-        task: Name of the task.
-        length: Tokens that prompt and answer may have together.
-        asked_depth: Depth that was asked for; None if it was left to the task.
-        index: Number of the question.
+        task: As in `Key`, like length, asked depth and index.
         depth: Depth of the answer; None if it is in many places.
         score: From 0 to 1: of generated answers by the task, of forced ones the fraction of which each token is the
             likeliest.
@@ -29,8 +26,7 @@ class TaskResult:
         prompt_tokens: Tokens that the model read before its answer.
         answer_nll: Sum over the tokens of the answers of their negative log-likelihoods, in nats; None if generated.
         answer_tokens: Their number; 0 if generated.
-        other_nll: The same over all other tokens that were read.
-        other_tokens: Their number.
+        other_nll: The same over all other tokens that were read, of which there are ``other_tokens``.
         seconds: Time it took; questions that were put together share it equally.
     """
 
@@ -70,12 +66,9 @@ def put_questions(
     Args:
         backbone: The model.
         prompter: Encodes for its tokenizer.
-        questions: The questions.
+        questions: The questions, in any order.
         mode: Whether answers are generated or forced.
         done: Called with the results of questions that were put together, as soon as there are any.
-
-    Returns:
-        Results in the order of the questions.
 
     Raises:
         ValueError: If a token is unknown, or a question is longer than learned positions allow.

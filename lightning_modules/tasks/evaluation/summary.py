@@ -45,8 +45,8 @@ class Matrix(NamedTuple):
 class Perplexities(NamedTuple):
     """Perplexities of the tokens of answers, and of all other tokens, if answers were forced."""
 
-    answer: float
-    other: float
+    answer_perplexity: float
+    other_perplexity: float
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,6 @@ class Summary:
     Attributes:
         scores: Mean score by task and length.
         averages: Average over tasks by length, only for lengths at which all tasks were asked.
-        effective_length: Longest length whose average exceeds RULER's threshold; None if none does.
-        weighted_inc: Average over lengths, with larger weights for longer ones; ``weighted_dec`` reverses the weights.
         perplexities: Perplexities over all questions; None if answers were generated. By length they are those of
             Figure 2 and Table 9 of Fang et al. (2025).
         heat_maps: Scores by length and depth of each task whose answers have one; of several tasks first of ``all``
@@ -150,11 +148,9 @@ def length_averages(table: pd.DataFrame) -> dict[int, float]:
 
 
 def effective_length(averages: Mapping[int, float], *, threshold: float = RULER_THRESHOLD) -> int | None:
-    """Return RULER's effective length: the longest at which the average over tasks exceeds the threshold.
+    """Return RULER's effective length: the longest at which the average over tasks exceeds the threshold, in percent.
 
-    "The maximum length exceeding the threshold" (Section 4); shorter ones need not exceed it, though in the paper they
-    always do. With tasks or models other than RULER's, the threshold, in percent like the averages, is only a
-    convention. None if no length exceeds it.
+    "The maximum length exceeding the threshold" (Section 4); shorter ones need not exceed it. None if none does.
 
     Example:
         >>> effective_length({4096: 95.5, 8192: 93.8, 16384: 91.6, 32768: 87.4, 65536: 84.7, 131072: 77.0})
@@ -166,7 +162,7 @@ def effective_length(averages: Mapping[int, float], *, threshold: float = RULER_
 def weighted_average(averages: Mapping[int, float], *, increasing: bool) -> float:
     """Return RULER's ``wAvg. (inc)`` or ``wAvg. (dec)``: lengths weigh 1, 2, 3 .. in ascending or descending order.
 
-    Only the same lengths make comparable averages, in percent like the scores by length; NaN without any length.
+    Only the same lengths make comparable averages; NaN without any length.
 
     Example:
         >>> scores = {4096: 96.5, 8192: 95.8, 16384: 95.4, 32768: 94.8, 65536: 88.4, 131072: 66.6}
@@ -182,13 +178,8 @@ def weighted_average(averages: Mapping[int, float], *, increasing: bool) -> floa
 def depth_matrix(table: pd.DataFrame, *, bins: int = BINS) -> Matrix:
     """Return the mean score by length and depth: the heat map of Needle-in-a-Haystack.
 
-    Its rows are the U-shaped curves of *Lost in the Middle* (https://arxiv.org/abs/2307.03172).
-
-    Args:
-        table: As in `mean_scores`, with columns ``length`` (tokens) and ``depth`` (from 0 to 1); questions without a
-            depth are left out.
-        bins: Number of evenly spaced depths from 0 to 1; each question counts for the nearest, and of two that are
-            equally near for the deeper. 2 or more.
+    Its rows are the U-shaped curves of *Lost in the Middle* (https://arxiv.org/abs/2307.03172). Each question that has
+    a ``depth`` counts for the nearest of the evenly spaced bins, and of two that are equally near for the deeper.
     """
     table = table[table["depth"].notna()]
     table = table.assign(bin=(table["depth"].astype(float) * (bins - 1) + 0.5).astype(int))
@@ -219,6 +210,4 @@ def _perplexities(table: pd.DataFrame) -> Perplexities:
 
 
 def _named(perplexities: Perplexities | None) -> dict[str, float]:
-    if perplexities is None:
-        return {}
-    return {"answer_perplexity": perplexities.answer, "other_perplexity": perplexities.other}
+    return {} if perplexities is None else perplexities._asdict()

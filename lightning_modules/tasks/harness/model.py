@@ -27,14 +27,7 @@ class HarnessModel(TemplateLM):
 
     The answers are those of its class for Hugging Face models (``HFLM``), but the logits of a whole text never exist,
     texts share passes by their number of tokens, long prompts lose their middle, and processes share the questions: to
-    the harness each of them is the only one, and gets all answers.
-
-    Args:
-        backbone: The model.
-        tokenizer: Its tokenizer.
-        max_length: Tokens that the model may read and generate together; by default those of its config.
-        truncation: Where long prompts lose tokens.
-        batch_tokens: Tokens of a pass that scores, padding included.
+    the harness each of them is the only one, and gets all answers. The arguments are those of `TaskConfig`.
 
     Attributes:
         truncated: Prompts that have lost tokens so far.

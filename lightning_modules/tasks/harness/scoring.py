@@ -40,13 +40,8 @@ def score_continuations(
     Continuations that differ in their last token only (the choices of a question) share a row. Processes share the
     passes, and each returns all scores: all must ask for the same ones.
 
-    Args:
-        backbone: The model.
-        continuations: The continuations, in any order.
-        batch_tokens: Tokens of a pass, padding included; a longer text has a pass to itself.
-
-    Returns:
-        Scores in order. A continuation without tokens has log-likelihood 0 and is greedy.
+    A pass has at most ``batch_tokens`` tokens, padding included; a longer text has one to itself. A continuation
+    without tokens has log-likelihood 0 and is greedy.
 
     Raises:
         ValueError: If a context is empty, or a token is beyond the embedding.

@@ -37,11 +37,9 @@ class Essays:
     """Sentences of prose: of the text files in a folder, or made up without one.
 
     RULER and Needle-in-a-Haystack take Paul Graham's essays, which are not ours to give away: put them, or any other
-    prose, into a folder. White space is normalized as by RULER. The units are whole sentences, which are found by their
-    punctuation; RULER counts words and may end in the middle of a sentence. Where the folder has too little, it is
-    repeated. Files are read one after the other, in the order of their names, and only as far as needed.
-
-    Made-up sentences never contain a digit or a hyphen, hence no key and no answer of a needle.
+    prose, into a folder. White space is normalized as by RULER; the units are whole sentences, where RULER counts
+    words. Where the folder has too little, it is repeated. Made-up sentences never contain a digit or a hyphen, hence
+    no key and no answer of a needle.
 
     Args:
         folder: Folder with ``.txt`` files in UTF-8; made-up sentences by default.

@@ -36,9 +36,8 @@ class MultiDocumentQA(FittedTask):
 
     Args:
         path: A local file of questions, see `read_nq_open`. By default the questions are made up, as their documents:
-            short lives of people who never were (`made_up_lives`). Scores on them are no scores of *Lost in the
-            Middle*.
-        query: Where the question stands: after the passages, or as in the paper's query-aware contextualization in
+            short lives of people who never were. Scores on them are no scores of *Lost in the Middle*.
+        query: Where the question is: after the passages, or as in the paper's query-aware contextualization in
             ``both`` places, or only before them.
         documents: Passages, as 10, 20 or 30 in the paper; by default as many as the length allows.
 

@@ -33,9 +33,6 @@ class Needle(FittedTask):
     language model judges the answer from 1 to 10: the score is the fraction of "eat a sandwich", "sit in Dolores Park"
     and "sunny day" that the answer holds. The needle is between whole sentences, and the haystack begins elsewhere in
     the essays for each example, instead of always at the front.
-
-    Args:
-        essays: Prose of the haystack.
     """
 
     name = "needle"
@@ -114,14 +111,10 @@ class FirstSentence(FittedTask):
     """What is the first sentence of the text?
 
     The probe of the effective context of *Effective Long-Context Scaling* (Xiong et al. 2023, section 4.1,
-    https://arxiv.org/abs/2309.16039), whose words and texts are not published: "we simply prompt the model to return
-    the first sentence of the input". The question here is ours. As there, the score is ROUGE-L: its F1, for as many
-    generated words as the sentence has. The text begins anywhere in the essays with a sentence of 5 words or more and
-    120 characters or fewer. Examples name no depth: it is always the front, and scores by depth of several tasks would
-    compare this one's front with the others' middle.
-
-    Args:
-        essays: Prose whose first sentence is asked for.
+    https://arxiv.org/abs/2309.16039), whose words and texts are not published: the question is ours. As there, the
+    score is ROUGE-L: its F1, for as many generated words as the sentence has. The text begins anywhere in the essays
+    with a sentence of 5 words or more and 120 characters or fewer. Examples name no depth: it is always the front, with
+    which scores by depth would compare the middle of other tasks.
     """
 
     name = "first_sentence"

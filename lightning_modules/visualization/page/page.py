@@ -63,8 +63,7 @@ class Inspection:
     In a notebook it shows itself. Another pair of thresholds needs no new page: they can be moved in it.
 
     Attributes:
-        name: Of the document.
-        text: The document.
+        name: Of the document, which ``text`` holds.
         evaluator: Name of the model that picks the key tokens.
         scores: Its log-likelihoods.
         token_texts: How each token reads that the page names, by its id.
@@ -104,11 +103,7 @@ class Inspection:
         return re.sub(r"\[\[(\w+)\]\]", lambda place: (safe | shown)[place[1]], _read("page.html"))
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the page in one step.
-
-        Raises:
-            OSError: If the folder cannot be written to.
-        """
+        """Write the page in one step."""
         write_atomically(Path(path), self.html().encode("utf-8", errors="replace"))
         return Path(path)
 

@@ -37,15 +37,10 @@ def utf8_json(value: object) -> NDArray[np.uint8]:
 
 
 def span_arrays(text: str, offsets: Tensor) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
-    """Spans of a text as a script counts them, in units of UTF-16.
+    """Return ``[N, 2]`` spans of characters as a script counts them, in units of UTF-16.
 
-    Args:
-        text: The document.
-        offsets: ``[N, 2]`` spans of its characters; the starts of those that are not empty ascend.
-
-    Returns:
-        ``[N]`` distance of each start from the one before, and ``[N]`` length. A token without characters, wherever it
-        says that it stands, stands with the one before it.
+    These are ``[N]`` distance of each start from the one before, and ``[N]`` length. A token without characters,
+    wherever it says that it is, is with the one before it.
     """
     start, stop = offsets.long().unbind(-1)
     empty = start == stop

@@ -41,12 +41,7 @@ CUSTOM_SCALARS = {
 class InspectedDocument:
     """A validation document with its scores by the model in training.
 
-    Attributes:
-        name: Name of the document.
-        text: Text of the document.
-        scores: Scores of the model in training.
-        scored: ``[N]`` bool, the model's tokens that count.
-        key: ``[N]`` bool, its key tokens if they are known beforehand.
+    ``scored`` are the ``[N]`` tokens that count, and ``key`` the key tokens if they are known beforehand.
     """
 
     name: str

@@ -66,11 +66,6 @@ class Needles(FittedTask):
 
     A depth counts pieces: sentences, and with `noise` RULER's line of five short ones. Unless a depth is asked for,
     needles are placed as in RULER: in essays at some of 40 evenly spaced depths, else anywhere.
-
-    Args:
-        name: Name of the task.
-        setting: Needles and haystack.
-        essays: Prose for the haystack `essay`.
     """
 
     max_new_tokens = 128

@@ -25,11 +25,6 @@ class QuestionAnswering(FittedTask):
     https://github.com/NVIDIA/RULER. Unlike there, questions are asked in a random order that depends on the
     seed alone (so that all lengths ask the same ones; the original takes them as they stand in the file, where the
     first dozens are about one article), and the order of documents is drawn for each question.
-
-    Args:
-        name: Name of the task.
-        collection: Documents and questions.
-        source: Name of the collection in error messages.
     """
 
     max_new_tokens = 32

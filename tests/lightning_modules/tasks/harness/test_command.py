@@ -5,7 +5,7 @@ import pytest
 from lightning_modules.commands.cli.main import main
 from lightning_modules.commands.evaluate import evaluate
 from lightning_modules.tasks.harness import evaluation
-from lightning_modules.tasks.harness.results import Results
+from lightning_modules.tasks.harness.evaluation import Results
 from tests.support.toy_tasks import GUESS
 
 

@@ -116,9 +116,3 @@ def test_the_same_arguments_give_the_same_question_whatever_was_asked_before(tas
 def test_too_short_a_length_is_refused(tasks, prompters, name):
     with pytest.raises(ValueError, match=rf"A length of 150 tokens is too short for '{tasks[name].name}', which keeps"):
         tasks[name].example(prompters["bytes"], 150, 0)
-
-
-@pytest.mark.parametrize("name", ["vt", "cwe", "fwe", "qa_1", "qa_2"])
-def test_depth_cannot_be_chosen(tasks, prompters, name):
-    with pytest.raises(ValueError, match="have no depth that could be chosen"):
-        tasks[name].example(prompters["bytes"], LENGTH, 0, depth=0.5)
