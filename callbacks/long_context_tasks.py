@@ -21,9 +21,15 @@ from callbacks.same_names import check_single
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.tasks.evaluation.config import Mode, TaskConfig
-from lightning_modules.tasks.evaluation.questions import Question, check_questions, make_questions, question_keys
+from lightning_modules.tasks.evaluation.questions import (
+    Question,
+    TaskResult,
+    check_questions,
+    make_questions,
+    put_questions,
+    question_keys,
+)
 from lightning_modules.tasks.evaluation.report import answer_table, figures
-from lightning_modules.tasks.evaluation.runs import TaskResult, put_questions
 from lightning_modules.tasks.evaluation.summary import summarize
 from lightning_modules.tasks.harness import split_tasks
 from lightning_modules.tasks.questions.prompter import Prompter

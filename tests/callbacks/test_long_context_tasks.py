@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from callbacks import LongContextTasks, long_context_tasks
 from datamodules import PG19DataModule
 from lightning_modules.long_context_lm import LongContextLM
-from lightning_modules.tasks.evaluation.runs import put_questions
+from lightning_modules.tasks.evaluation.questions import put_questions
 from lightning_modules.tasks.evaluation.summary import summarize
 from tests.conftest import make_text
 from tests.support.toy_tasks import GUESS, SEVERAL

@@ -14,9 +14,15 @@ from transformers import PreTrainedTokenizerFast
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.tokenization.tokenizer import tokenizer_hash
 from lightning_modules.tasks.evaluation.config import EvaluationConfig
-from lightning_modules.tasks.evaluation.questions import Key, check_questions, make_questions, question_keys
+from lightning_modules.tasks.evaluation.questions import (
+    Key,
+    TaskResult,
+    check_questions,
+    make_questions,
+    put_questions,
+    question_keys,
+)
 from lightning_modules.tasks.evaluation.report import as_text, write_task_report
-from lightning_modules.tasks.evaluation.runs import TaskResult, put_questions
 from lightning_modules.tasks.evaluation.summary import summarize
 from lightning_modules.tasks.questions.prompter import Prompter
 from lightning_modules.tasks.questions.registry import find_tasks
@@ -133,17 +139,13 @@ class ResultStore:
         _check_same(folder / SETTINGS, settings)
 
     def read(self) -> list[TaskResult]:
-        """Return all results, each once, in the order of their names; an unfinished line is left out."""
+        """Return all results, each once; an unfinished line is left out."""
         found: dict[Key, TaskResult] = {}
         for path in sorted(self.folder.glob("results-*.jsonl")):
             for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
                 result = _parsed(line, path, number)
                 found.setdefault(result.key, result)
-
-        def order(key: Key) -> tuple[str, int, float, int]:
-            return key.task, key.length, -1.0 if key.depth is None else key.depth, key.index
-
-        return [found[key] for key in sorted(found, key=order)]
+        return list(found.values())
 
     def path(self, rank: int, processes: int) -> Path:
         """Return the file of one of several processes."""

@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from lightning_modules.tasks.evaluation.runs import TaskResult
+from lightning_modules.tasks.evaluation.questions import TaskResult
 from lightning_modules.tasks.evaluation.summary import RULER_THRESHOLD, Matrix, Score, Summary, summarize
 from lightning_modules.visualization.images import STYLE, as_svg
 from lightning_modules.visualization.report import Block, Heading, Picture, Table, as_text_table, write_report

@@ -12,8 +12,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from lightning_modules.tasks.evaluation.questions import even_depths
-from lightning_modules.tasks.evaluation.runs import TaskResult
+from lightning_modules.tasks.evaluation.questions import TaskResult, even_depths
 
 RULER_THRESHOLD = 85.6
 """Score of Llama-2-7B (chat) at 4,096 tokens, averaged over RULER's 13 tasks (https://arxiv.org/abs/2404.06654)."""

@@ -31,7 +31,7 @@ def asked(monkeypatch):
 def results(folder):
     path = folder / "settings.json"
     found = ResultStore(folder, json.loads(path.read_text())).read()
-    return [str({**vars(one), "seconds": 0}) for one in found]
+    return sorted(str({**vars(one), "seconds": 0}) for one in found)
 
 
 def test_the_command_line(guessing_dir, tmp_path, capsys):

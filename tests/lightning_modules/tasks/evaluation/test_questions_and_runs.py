@@ -6,8 +6,13 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from lightning_modules.tasks.evaluation.questions import Key, check_questions, make_questions, question_keys
-from lightning_modules.tasks.evaluation.runs import put_questions
+from lightning_modules.tasks.evaluation.questions import (
+    Key,
+    check_questions,
+    make_questions,
+    put_questions,
+    question_keys,
+)
 from lightning_modules.tasks.evaluation.summary import summarize
 from lightning_modules.tasks.questions.prompter import Prompter
 from lightning_modules.tasks.questions.registry import find_tasks

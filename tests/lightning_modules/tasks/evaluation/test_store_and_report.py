@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from lightning_modules.tasks.evaluation.evaluation import ResultStore
+from lightning_modules.tasks.evaluation.questions import TaskResult
 from lightning_modules.tasks.evaluation.report import as_text, figures, write_task_report
-from lightning_modules.tasks.evaluation.runs import TaskResult
 from lightning_modules.tasks.evaluation.summary import summarize
 from lightning_modules.visualization.images import as_pixels
 
