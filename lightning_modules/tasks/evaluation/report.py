@@ -129,7 +129,7 @@ def figures(summary: Summary) -> dict[str, Figure]:
         found["lengths"] = score_by_length(summary.scores, summary.averages)
     if summary.heat_maps:
         name, matrix = next(iter(summary.heat_maps.items()))
-        found["heat_map"] = heat_map(matrix, "all tasks with a depth" if name == "all" else name)
+        found["heat_map"] = heat_maps({"all tasks with a depth" if name == "all" else name: matrix})
         found["depths"] = position_curves(matrix)
     if len(summary.heat_maps) > 1:
         found["heat_maps"] = heat_maps(dict(list(summary.heat_maps.items())[1:]))
@@ -159,31 +159,23 @@ def score_by_length(scores: Mapping[tuple[str, int], Score], averages: Mapping[i
     return figure
 
 
-def heat_map(matrix: Matrix, title: str) -> Figure:
-    """Draw length by depth, with the score in each cell."""
-    rows, columns = len(matrix.depths), len(matrix.lengths)
-    figure = Figure(figsize=(max(3.4, 1.9 + 0.62 * columns), 1.2 + 0.29 * rows), layout="constrained")
-    axis = figure.subplots()
-    image = _draw_cells(axis, matrix, numbers=True)
-    axis.set(title=title, xlabel="length (tokens)", ylabel="depth of the answer (%)")
-    figure.colorbar(image, ax=axis, label="score (%)", shrink=0.9)
-    return figure
-
-
 def heat_maps(matrices: Mapping[str, Matrix]) -> Figure:
-    """Draw a small heat map for each task."""
+    """Draw length by depth under each title; a single map is larger, with the score in each cell."""
+    single = len(matrices) == 1
     columns = min(_COLUMNS, len(matrices))
     rows = -(-len(matrices) // columns)
-    figure = Figure(figsize=(2.6 * columns + 0.8, 2.4 * rows + 0.2), layout="constrained")
+    size = (2.6 * columns + 0.8, 2.4 * rows + 0.2)
+    if single:
+        (matrix,) = matrices.values()
+        size = (max(3.4, 1.9 + 0.62 * len(matrix.lengths)), 1.2 + 0.29 * len(matrix.depths))
+    figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False)
-    image = None
-    for axis, (task, matrix) in zip(axes.flat, matrices.items(), strict=False):
-        image = _draw_cells(axis, matrix, numbers=False)
-        axis.set_title(task, fontsize=8)
     for axis in axes.flat[len(matrices) :]:
         axis.set_axis_off()
-    if image is not None:
-        figure.colorbar(image, ax=axes, label="score (%)", shrink=0.7)
+    for axis, (title, matrix) in zip(axes.flat, matrices.items(), strict=False):
+        image = _draw_cells(axis, matrix, numbers=single)
+        axis.set_title(title, fontsize=8)
+    figure.colorbar(image, ax=axes, label="score (%)", shrink=0.8)
     figure.supxlabel("length (tokens)", fontsize=8)
     figure.supylabel("depth of the answer (%)", fontsize=8)
     return figure

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
-from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
@@ -162,9 +162,10 @@ class HarnessModel(TemplateLM):
             [arguments[index][0] for index in order],
             stopped=lambda number, continuation: self._has_stopped(continuation, stops[number]),
         )
+        decoded = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
         found = {
-            index: cut(str(self.tokenizer.decode(continuation, skip_special_tokens=True)), arguments[index][1])
-            for index, continuation in zip(order, tokens, strict=True)
+            index: postprocess_generated_text(text, arguments[index][1], None)
+            for index, text in zip(order, decoded, strict=True)
         }
         texts = shared(found)
         return [texts[index] for index in range(len(requests))]
@@ -207,13 +208,6 @@ def _check_same(requests: Sequence[Instance]) -> None:
             "Processes have loaded different questions of the same task: its data differ between machines, or its code"
             " draws them at random without a seed. Give all machines the same data."
         )
-
-
-def cut(text: str, stops: Sequence[str]) -> str:
-    """Return the text up to the first stop sequence in it."""
-    for stop in stops:
-        text = text.partition(stop)[0]
-    return text
 
 
 def _generation(arguments: dict[str, Any]) -> tuple[int, list[str]]:

@@ -23,8 +23,8 @@ from lightning_modules.scoring.token_scores import TokenScores
 from lightning_modules.utilities.files import write_atomically
 from lightning_modules.visualization.page.payload import (
     STEPS_PER_NAT,
-    Vocabulary,
     alternative_arrays,
+    numbered,
     pack,
     span_arrays,
     utf8,
@@ -160,8 +160,8 @@ class Inspection:
         arrays: dict[str, np.ndarray[Any, Any]] = {
             "facts": utf8_json(self._facts()),
             "text": utf8(self.text),
-            "vocabulary": utf8_json([self.token_texts[index] for index in vocabulary.ids.tolist()]),
-            "token": vocabulary.numbers(scores.token_ids),
+            "vocabulary": utf8_json([self.token_texts[index] for index in vocabulary.tolist()]),
+            "token": numbered(vocabulary, scores.token_ids),
             "long": scores.long.numpy(),
             "short": scores.short.numpy(),
             "advance": advance,
@@ -198,9 +198,10 @@ class Inspection:
         return alternative_arrays(self.alternatives, self._vocabulary, self._first_short)
 
     @cached_property
-    def _vocabulary(self) -> Vocabulary:
-        shown = () if self.alternatives is None else tuple(part.token_ids for part in self.alternatives)
-        return Vocabulary(self.scores.token_ids, *shown)
+    def _vocabulary(self) -> Tensor:
+        """``[M]`` ids of the tokens that the page names, ascending."""
+        shown = () if self.alternatives is None else (part.token_ids.flatten() for part in self.alternatives)
+        return torch.cat([self.scores.token_ids, *shown]).unique()
 
 
 def _read(name: str) -> str:

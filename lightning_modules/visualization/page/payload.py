@@ -52,31 +52,19 @@ def span_arrays(text: str, offsets: Tensor) -> tuple[NDArray[np.uint32], NDArray
     return np.diff(starts, prepend=0).astype(np.uint32), (stops - starts).astype(np.uint32)
 
 
-class Vocabulary:
-    """The tokens that a page names, numbered anew: the most frequent first, so that numbers are small.
-
-    Attributes:
-        ids: ``[M]`` their ids, in that order.
-    """
-
-    def __init__(self, *parts: Tensor) -> None:
-        unique, counts = torch.cat([part.flatten() for part in parts]).unique(return_counts=True)
-        self.ids = unique[counts.argsort(descending=True, stable=True)]
-        self._sorted, self._number = self.ids.sort()
-
-    def numbers(self, ids: Tensor) -> NDArray[np.uint32]:
-        """The numbers of ids of any shape."""
-        return self._number[torch.searchsorted(self._sorted, ids.contiguous())].numpy().astype(np.uint32)
+def numbered(vocabulary: Tensor, ids: Tensor) -> NDArray[np.uint32]:
+    """Return the places of ids of any shape in ``[M]`` ascending ones."""
+    return torch.searchsorted(vocabulary, ids.contiguous()).numpy().astype(np.uint32)
 
 
 def alternative_arrays(
-    alternatives: Alternatives, vocabulary: Vocabulary, first_short: int
+    alternatives: Alternatives, vocabulary: Tensor, first_short: int
 ) -> dict[str, NDArray[np.generic]]:
     """The likeliest tokens of both contexts; those of the short one only from the first token that has one."""
     short = LikeliestTokens(*(part[first_short:] for part in alternatives.short))
     arrays: dict[str, NDArray[np.generic]] = {}
     for name, found in (("long", alternatives.long), ("short", short)):
         steps = (found.log_likelihood.double() * -STEPS_PER_NAT).round().nan_to_num(65535.0).clamp(0, 65535)
-        arrays[f"{name}_token"] = vocabulary.numbers(found.token_ids)
+        arrays[f"{name}_token"] = numbered(vocabulary, found.token_ids)
         arrays[f"{name}_steps"] = steps.numpy().astype(np.uint16)
     return arrays

@@ -13,7 +13,7 @@ from lm_eval.tasks import TaskManager
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.tasks.harness.evaluation import aggregate, evaluate_task
-from lightning_modules.tasks.harness.model import Continuation, HarnessModel, cut, score_continuations
+from lightning_modules.tasks.harness.model import Continuation, HarnessModel, score_continuations
 from lightning_modules.tasks.harness.tasks import load_tasks
 from tests.conftest import tiny_model
 
@@ -92,7 +92,6 @@ def test_generation_stops_at_a_sequence_across_tokens(model_dir, tokenizer):
     stopping = Instance("generate_until", {}, ("ba ce di", {"max_gen_toks": 40, "until": [stop, "###"]}), 0)
     assert model.generate_until([stopping]) == [text.partition(stop)[0]]
     assert len(passes) < 30
-    assert cut("ab##cd", ["cd", "##"]) == "ab"
 
 
 def test_random_samples_are_refused(model_dir, tokenizer):
