@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from lightning_modules.tasks.questions.haystacks import Essays
 from lightning_modules.tasks.questions.multi_document_qa import MultiDocumentQA
@@ -38,13 +38,13 @@ class Sources(NamedTuple):
     documents: int | None = None
 
 
-def _question_answering(name: str, option: str, file: str, sources: Sources) -> Task:
+def _question_answering(name: Literal["qa_1", "qa_2"], option: str, file: str, sources: Sources) -> Task:
     if (path := getattr(sources, option)) is None:
         raise ValueError(
             f"The task '{name}' needs a file: set `{option}` to a local copy of {file}. RULER's 11 tasks that need no"
             " file are the group 'ruler_synthetic'."
         )
-    return getattr(QuestionAnswering, option)(path)
+    return QuestionAnswering(name, path)
 
 
 def _needles(name: str, sources: Sources) -> Task:

@@ -11,9 +11,13 @@ from torch import Tensor
 from lightning_modules.scoring.evaluator import Judged
 from lightning_modules.scoring.key_tokens import evaluator_key_tokens
 from lightning_modules.scoring.token_scores import TokenScores
+from lightning_modules.visualization.tensorboard.documents import (
+    ScoredDocument,
+    excerpts_markdown,
+    helped_markdown,
+    learned_markdown,
+)
 from lightning_modules.visualization.tensorboard.figures import benefit_figure, position_figure
-from lightning_modules.visualization.tensorboard.markdown import excerpts_markdown, helped_markdown, learned_markdown
-from lightning_modules.visualization.tensorboard.scored_document import ScoredDocument
 from lightning_modules.visualization.tensorboard.sums import PositionSums
 
 CUSTOM_SCALARS = {

@@ -30,8 +30,8 @@ def tasks(tmp_path_factory):
         "vt": VariableTracking(),
         "cwe": CommonWords(),
         "fwe": FrequentWords(),
-        "qa_1": QuestionAnswering.squad(folder / "squad.json"),
-        "qa_2": QuestionAnswering.hotpot(folder / "hotpot.json"),
+        "qa_1": QuestionAnswering("qa_1", folder / "squad.json"),
+        "qa_2": QuestionAnswering("qa_2", folder / "hotpot.json"),
         "multi_document_qa": MultiDocumentQA(),
         "nq_open": MultiDocumentQA(folder / "nq.jsonl.gz"),
     }
