@@ -21,7 +21,7 @@ from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.loading import load_backbone
 from lightning_modules.tasks.questions.prompter import ForcedAnswer, Prompter
-from lightning_modules.tasks.questions.retrieval.passkey import Passkey
+from lightning_modules.tasks.questions.retrieval import Passkey
 
 TOKENS_PER_STEP = 4096
 

@@ -4,7 +4,7 @@ from callbacks.document_scores_writer import DocumentScoresWriter
 from callbacks.external_evaluator import ExternalEvaluator
 from callbacks.huggingface_export import HuggingFaceExport
 from callbacks.key_token_inspector import KeyTokenInspector
-from callbacks.long_context_tasks import LongContextTasks
+from callbacks.long_context_tasks import LMEvaluationHarness, LongContextTasks
 from callbacks.step_checkpoint import StepCheckpoint
 from callbacks.token_scores_writer import TokenScoresWriter
 
@@ -13,6 +13,7 @@ __all__ = [
     "ExternalEvaluator",
     "HuggingFaceExport",
     "KeyTokenInspector",
+    "LMEvaluationHarness",
     "LongContextTasks",
     "StepCheckpoint",
     "TokenScoresWriter",

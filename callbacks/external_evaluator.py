@@ -18,7 +18,7 @@ from lightning_modules.functional.influence import check_gamma
 from lightning_modules.metrics import LongPerplexity
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.scoring.config import EvaluatorConfig
-from lightning_modules.scoring.evaluator import Evaluator
+from lightning_modules.scoring.evaluator import Evaluator, Judged
 from lightning_modules.scoring.key_tokens import (
     Coverage,
     Tokens,
@@ -26,7 +26,7 @@ from lightning_modules.scoring.key_tokens import (
     measure_coverage,
     move_soft_influence,
 )
-from lightning_modules.scoring.token_scores import TokenScores, read_key_spans, text_sha256
+from lightning_modules.scoring.token_scores import read_key_spans, text_sha256
 
 _COUNTS = 4 + len(Coverage._fields)
 
@@ -80,7 +80,7 @@ class ExternalEvaluator(Callback):
         self.longppl = LongPerplexity()
         self.longppl_soft = LongPerplexity()
         self._counts = torch.zeros(_COUNTS, dtype=torch.float64)
-        self.scores: dict[str, TokenScores] = {}
+        self.judged: dict[str, Judged] = {}
         self._drawn: set[str] = set()
         self._stored_tokenizer: PreTrainedTokenizerFast | None = None
 
@@ -117,7 +117,7 @@ class ExternalEvaluator(Callback):
             hard[:end] = (scan_token_mask if authors else span_token_mask)(tokens.offsets, spans)
             return hard & scored, None, measure_coverage(tokens, None, "authors" if authors else "characters")
         judged = self.evaluator.judge(text, tokens, device=device, name=name)
-        self.scores[judged.scores.text_sha256] = judged.scores
+        self.judged[judged.scores.text_sha256] = judged
         hard[:end] = judged.key
         soft[:end] = move_soft_influence(judged.scores, tokens, gamma=self.gamma)
         return hard & scored, soft * scored, judged.coverage
@@ -136,11 +136,11 @@ class ExternalEvaluator(Callback):
 
     def _draw_histograms(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Of the evaluator's scores on this process, which do not change: once for each set of documents."""
-        if not self.scores or set(self.scores) <= self._drawn or trainer.sanity_checking:
+        if not self.judged or set(self.judged) <= self._drawn or trainer.sanity_checking:
             return
-        self._drawn |= set(self.scores)
-        long = torch.cat([scores.long for scores in self.scores.values()])
-        difference = long - torch.cat([scores.short for scores in self.scores.values()])
+        self._drawn |= set(self.judged)
+        long = torch.cat([judged.scores.long for judged in self.judged.values()])
+        difference = long - torch.cat([judged.scores.short for judged in self.judged.values()])
         compared = difference != 0  # tokens without a short context would be one great bar at 0
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger) and compared.any():
@@ -153,7 +153,7 @@ class ExternalEvaluator(Callback):
         for metric in (self.longppl, self.longppl_soft):
             metric.to(pl_module.device).reset()
         self._counts = torch.zeros(_COUNTS, dtype=torch.float64)
-        self.scores = {}
+        self.judged = {}
 
     @override
     def on_validation_batch_end(

@@ -13,22 +13,18 @@ from typing_extensions import override
 from callbacks.external_evaluator import ExternalEvaluator
 from callbacks.same_names import check_single
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
-from lightning_modules.functional import ShortContext
+from lightning_modules.functional import ShortContext, key_token_mask
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.context_extension.rotary_checks import check_static
 from lightning_modules.models.short_context import short_log_likelihood
-from lightning_modules.scoring.config import EvaluatorConfig
 from lightning_modules.scoring.token_scores import TokenScores, text_sha256
-from lightning_modules.visualization.tensorboard import (
+from lightning_modules.visualization.tensorboard.panels import (
     CUSTOM_SCALARS,
     EvaluationPanels,
     InspectedDocument,
-    PositionSums,
-    WeightSample,
     draw_weights,
 )
-
-_EXCERPT_TOKENS = 600  # shown of each document, those around key tokens
+from lightning_modules.visualization.tensorboard.sums import PositionSums, WeightSample
 
 
 class KeyTokenInspector(Callback):
@@ -41,54 +37,63 @@ class KeyTokenInspector(Callback):
     weights of the objective and the model's long-short differences. The page of custom scalars shows LongPPL beside
     perplexity.
 
-    The evaluator's scores are those of the `ExternalEvaluator` among the callbacks; without one, the model's scores and
-    the paper's thresholds tell key tokens.
+    The evaluator's scores are those of the `ExternalEvaluator` among the callbacks; without one they are the model's.
     An evaluation costs the short passes of the inspected documents and a fraction of a second of drawing for each. With
     several processes, documents and weights are those of the first one; losses by context are those of all.
 
     Args:
         documents: Number of validation documents, the first ones; or names or ids (first words of names).
+        excerpt_tokens: Most tokens shown of each, those around key tokens.
         short_context: Whether the model in training also scores the inspected documents in the short context.
         weights_every_n_steps: Optimizer steps from one histogram of the token weights to the next.
+        alpha: A key token's long-short difference exceeds it, in nats; used without an `ExternalEvaluator` only.
+        beta: A key token's long log-likelihood exceeds it, in nats; used without an `ExternalEvaluator` only.
 
     Raises:
-        ValueError: If ``documents`` names none.
+        ValueError: If a threshold makes no sense, or ``documents`` names none.
     """
 
     def __init__(
         self,
         documents: PositiveInt | list[str] = 2,
+        excerpt_tokens: PositiveInt = 600,
         short_context: bool = True,
         weights_every_n_steps: PositiveInt = 10,
+        alpha: float = 2.0,
+        beta: float = -2.0,
     ) -> None:
         if not documents:
             raise ValueError(f"`documents` must be a number of 1 or more, or a list of names, got {documents!r}.")
+        key_token_mask(torch.zeros(1), torch.zeros(1), alpha=alpha, beta=beta)  # refuses thresholds without a meaning
         self.documents = documents
+        self.excerpt_tokens = excerpt_tokens
         self.short_context = short_context
         self.weights_every_n_steps = weights_every_n_steps
+        self.alpha, self.beta = alpha, beta
         self._evaluator: ExternalEvaluator | None = None
         self._writers: list[Any] = []
         self._inspected: list[InspectedDocument] = []
         self._positions = PositionSums(1)
         self._weights, self._weights_step = WeightSample(), 0
+        self._warned = False
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if not isinstance(pl_module, LongContextLM):
             raise ValueError(f"`KeyTokenInspector` looks at a `LongContextLM`, not at a `{type(pl_module).__name__}`.")
         check_single(trainer, KeyTokenInspector, lambda callback: callback.documents, "val/power_law_.., documents")
-        config = EvaluatorConfig("")
+        alpha, beta = self.alpha, self.beta
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         self._evaluator = next((other for other in callbacks if isinstance(other, ExternalEvaluator)), None)
         if self._evaluator is not None:
             config = self._evaluator.config
+            alpha, beta = config.alpha, config.beta
         elif not self.short_context:
             raise ValueError(
                 "Without an `ExternalEvaluator` only the model's own short context tells key tokens: set"
                 " `short_context: true`, or add `callbacks.ExternalEvaluator`."
             )
-        thresholds = {"alpha": config.alpha, "beta": config.beta}
-        self._panels = EvaluationPanels(**thresholds, tokens=_EXCERPT_TOKENS, rule=config.key_tokens)
+        self._panels = EvaluationPanels(alpha=alpha, beta=beta, tokens=self.excerpt_tokens)
         if not any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers):
             rank_zero_warn(
                 "`KeyTokenInspector` draws for TensorBoard, and there is no `TensorBoardLogger`: it is idle."
@@ -201,7 +206,6 @@ class KeyTokenInspector(Callback):
             ),
             scored=batch["labels"][row, :tokens].ne(IGNORE_INDEX).cpu(),
             key=key,
-            tokens=None if self._evaluator is None else self._evaluator.read(batch, row),
         )
 
     @override
@@ -219,10 +223,11 @@ class KeyTokenInspector(Callback):
         """Draw, as all callbacks have their scores now."""
         if trainer.sanity_checking or not trainer.is_global_zero or not self._writers:
             return
-        if isinstance(self.documents, list) and len(self._inspected) < len(set(self.documents)):
+        if isinstance(self.documents, list) and len(self._inspected) < len(set(self.documents)) and not self._warned:
+            self._warned = True
             rank_zero_warn(
                 f"`KeyTokenInspector` found {[document.name for document in self._inspected]} of the documents"
                 f" {self.documents} among those of the first process: the others are missing, or with other processes."
             )
-        judge = None if self._evaluator is None else self._evaluator.scores
-        self._panels.draw(self._writers, self._inspected, self._positions, judge=judge, step=trainer.global_step)
+        judged = {} if self._evaluator is None else self._evaluator.judged
+        self._panels.draw(self._writers, self._inspected, self._positions, judged=judged, step=trainer.global_step)

@@ -11,7 +11,7 @@ from jsonargparse.typing import PositiveInt
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_deprecation, rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
 from transformers import PreTrainedTokenizerFast
 from typing_extensions import override
@@ -20,16 +20,14 @@ from callbacks.same_names import check_single
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.tasks.evaluation.config import Mode, TaskConfig
-from lightning_modules.tasks.evaluation.plots import figures
 from lightning_modules.tasks.evaluation.questions import (
     Question,
-    first_of_each,
+    check_questions,
     make_questions,
+    put_questions,
     question_keys,
-    warn_of_unknown_tokens,
 )
-from lightning_modules.tasks.evaluation.report import answer_table
-from lightning_modules.tasks.evaluation.runs import put_questions
+from lightning_modules.tasks.evaluation.report import answer_table, figures
 from lightning_modules.tasks.evaluation.summary import summarize
 from lightning_modules.tasks.harness import split_tasks
 from lightning_modules.tasks.questions.prompter import Prompter
@@ -53,7 +51,7 @@ class LongContextTasks(Callback):
     these averages, as RULER defines them, ``tasks/weighted_inc``, ``tasks/weighted_dec`` and ``tasks/effective_length``
     (tokens; 0 if no length reaches the threshold). With ``teacher_forced`` also ``tasks/answer_perplexity`` and
     ``tasks/other_perplexity``, over all questions and by ``/<length>``. TensorBoard also gets scores by length, heat
-    maps by length and depth, curves by depth, and some answers. Tasks of lm-evaluation-harness log
+    maps by length and depth, and some answers. Tasks of lm-evaluation-harness log
     ``harness/<task>/<metric>``, groups and sets alike (``harness/LongBench``, in percent).
 
     The same questions are asked each time, shared among the processes, with any strategy that does not shard
@@ -69,6 +67,7 @@ class LongContextTasks(Callback):
             ``generate``: it writes its answer.
         every_n_steps: Ask after every N optimizer steps instead of at each validation. Such values cannot be monitored
             by ``ModelCheckpoint``.
+        at_start: Ask before the first step as well.
         tokenizer: Hub id or local folder; by default that of the data, or of the model.
         options: The other fields of `lightning_modules.tasks.evaluation.config.TaskConfig`. With `log_samples` the
             callback writes to ``harness/step-<step>/<task>.jsonl`` in the logger's folder.
@@ -85,6 +84,7 @@ class LongContextTasks(Callback):
         samples: PositiveInt = 10,
         mode: Mode = "teacher_forced",
         every_n_steps: PositiveInt | None = None,
+        at_start: bool = False,
         tokenizer: str | None = None,
         **options: Any,
     ) -> None:
@@ -95,9 +95,9 @@ class LongContextTasks(Callback):
         sources = {name: getattr(config, name) for name in ("haystack", "squad", "hotpot", "nq_open", "documents")}
         self.tasks = find_tasks(ours, **sources) if ours else []
         self.keys = question_keys(self.tasks, lengths, samples, config.depths) if ours else []
-        self.every_n_steps = every_n_steps
+        self.every_n_steps, self.at_start = every_n_steps, at_start
         self.tokenizer = None if tokenizer is None else load_tokenizer(tokenizer)
-        self._loaded: dict[str, LoadedTasks] = {}
+        self._loaded: LoadedTasks | None = None
         self._prompter: Prompter | None = None
         self._questions: list[Question] = []
         self._began: float | None = None
@@ -109,12 +109,10 @@ class LongContextTasks(Callback):
         """Load the harness's tasks: missing data are reported before the first step."""
         check_single(trainer, LongContextTasks, lambda callback: ", ".join(callback.names), "tasks/seconds, ..")
         if self._theirs and not self._loaded and stage != "predict":
-            from lightning_modules.tasks.harness.tasks import TaskLoader
+            from lightning_modules.tasks.harness.tasks import load_tasks
 
-            loader = TaskLoader(
-                self._theirs, include_path=self.config.include_path, num_fewshot=self.config.num_fewshot
-            )
-            self._loaded = {name: loader.load(name) for name in loader.names}
+            options: Any = {"include_path": self.config.include_path, "num_fewshot": self.config.num_fewshot}
+            self._loaded = load_tasks(self._theirs, **options)
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -130,6 +128,8 @@ class LongContextTasks(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._began, self._seconds, self._asked_at = time.perf_counter(), 0.0, trainer.global_step
+        if self.at_start:
+            self._log_now(trainer, pl_module)
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
@@ -137,9 +137,7 @@ class LongContextTasks(Callback):
         due = self.every_n_steps is not None and step != self._asked_at and step % self.every_n_steps == 0
         if due and between_steps(trainer):
             self._asked_at = step
-            values = self._ask(trainer, pl_module)
-            for logger in trainer.loggers:  # at this very step, whatever `log_every_n_steps` is
-                logger.log_metrics(values, step=step)
+            self._log_now(trainer, pl_module)
 
     @override
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -169,14 +167,19 @@ class LongContextTasks(Callback):
             return
         pl_module.backbone.check_length(max(key.length for key in self.keys))
         with isolate_rng():  # a user's task may draw from anything
-            first = make_questions(first_of_each(self.keys), self.tasks, self._prompter, config.seed)
-            warn_of_unknown_tokens(first, self._prompter)
+            check_questions(self.keys, self.tasks, self._prompter, config.seed)
             own = self.keys[trainer.global_rank :: trainer.world_size]
             self._questions = make_questions(own, self.tasks, self._prompter, config.seed)
 
     def _find_tokenizer(self, trainer: Trainer, pl_module: LongContextLM) -> PreTrainedTokenizerFast:
         tokenizer = self.tokenizer or loaded_tokenizer(getattr(trainer, "datamodule", None))
         return tokenizer or load_tokenizer(str(pl_module.loading.pretrained_model_name_or_path))
+
+    def _log_now(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Ask, and log at this very step, whatever `log_every_n_steps` is."""
+        values = self._ask(trainer, pl_module)
+        for logger in trainer.loggers:
+            logger.log_metrics(values, step=trainer.global_step)
 
     def _ask(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
         """Ask all questions, draw figures, and return the values to log."""
@@ -216,16 +219,14 @@ class LongContextTasks(Callback):
         from lightning_modules.tasks.harness.model import HarnessModel
 
         assert self._prompter is not None
+        assert self._loaded is not None
         started = time.perf_counter()
         limits = {name: getattr(self.config, name) for name in ("max_length", "truncation", "batch_tokens")}
         asking = {name: getattr(self.config, name) for name in ("limit", "chat_template", "log_samples")}
         model = HarnessModel(pl_module.backbone, self._prompter.tokenizer, **limits)
-        metrics: dict[str, dict[str, float]] = {}
-        for loaded in self._loaded.values():
-            found = {name: evaluate_task(model, name, task, **asking) for name, task in loaded.tasks.items()}
-            self._write_samples(trainer, found)
-            metrics |= {name: result["metrics"] for name, result in found.items()}
-            metrics |= aggregate(loaded.groups, found)
+        found = {name: evaluate_task(model, name, task, **asking) for name, task in self._loaded.tasks.items()}
+        self._write_samples(trainer, found)
+        metrics = {name: result["metrics"] for name, result in found.items()} | aggregate(self._loaded.groups, found)
         if model.truncated:
             rank_zero_info(f"{model.truncated} prompts were longer than {model.max_length} tokens and were cut.")
         logged = {f"harness/{name}": value for name, value in set_scores(self._theirs, metrics).items()}
@@ -242,3 +243,19 @@ class LongContextTasks(Callback):
             for name, result in found.items():
                 lines = [json.dumps(plain(sample)) + "\n" for sample in result["samples"]]
                 write_atomically(folder / f"{name}.jsonl", "".join(lines).encode())
+
+
+class LMEvaluationHarness(LongContextTasks):
+    """Deprecated name of `LongContextTasks`, which takes tasks of lm-evaluation-harness as well.
+
+    Args:
+        tasks: As in `LongContextTasks`.
+        options: Its other arguments.
+    """
+
+    def __init__(self, tasks: Sequence[str], **options: Any) -> None:
+        rank_zero_deprecation(
+            "`callbacks.LMEvaluationHarness` is deprecated: use `callbacks.LongContextTasks`, which takes the same"
+            " arguments. Its task `ruler` is longce's."
+        )
+        super().__init__(tasks, **options)

@@ -26,7 +26,6 @@ class RecallTask(Task):
     def example(
         self, prompter: Prompter, length: int, index: int, *, seed: int = 0, depth: float | None = None
     ) -> Example:
-        self.check_depth(depth)
         rng = self.random(length, index, seed)
         own_seed, drawn_depth = rng.getrandbits(32), rng.random()
         place = drawn_depth if depth is None else depth

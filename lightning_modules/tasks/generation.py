@@ -19,6 +19,7 @@ from lightning_modules.models.attention import borders_given
 from lightning_modules.models.backbone import Backbone, CacheUse
 from lightning_modules.models.lockstep import lockstep
 from lightning_modules.models.optimizations import eval_mode, last_layer_reads_from, no_autocast_cache
+from lightning_modules.tasks.teacher_forcing import padded_rows
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +39,6 @@ def generate(
     max_new_tokens: int | Sequence[int],
     *,
     end_tokens: Collection[int] | None = None,
-    cache_bytes: int | None = None,
     done: Callable[[dict[int, list[int]]], None] | None = None,
     stopped: Callable[[int, list[int]], bool] | None = None,
 ) -> list[list[int]]:
@@ -50,10 +50,8 @@ def generate(
     Args:
         backbone: The model.
         prompts: Token ids, at least one each.
-        max_new_tokens: Tokens to generate; one number, or one for each prompt.
+        max_new_tokens: One number, or one for each prompt.
         end_tokens: Tokens that end a continuation; by default those of the model's generation config.
-        cache_bytes: Memory for the caches of a group of prompts; by default a third of an accelerator's free memory,
-            and 1 GiB on a CPU.
         done: Called with the continuations of each group, by number of the prompt.
         stopped: Called with the number of a prompt and its tokens so far, after each; returns whether to stop.
 
@@ -62,17 +60,19 @@ def generate(
 
     Raises:
         ValueError: If a prompt is empty, has tokens that the model does not know, or is longer than learned positions
-            allow, or ``max_new_tokens`` is below 1.
+            allow.
     """
     limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
-    _check(backbone, prompts, limits)
+    if not all(prompts):
+        raise ValueError("A prompt is empty: there is nothing to continue. Give it at least one token.")
+    backbone.check_length(max((len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True)), default=0))
     results: list[list[int]] = [[] for _ in prompts]
     order = sorted(range(len(prompts)), key=lambda index: (limits[index], len(prompts[index])), reverse=True)
     with torch.no_grad(), no_autocast_cache(), eval_mode(backbone):
         decoder = _Decoder(backbone, _end_tokens(backbone) if end_tokens is None else end_tokens, stopped)
         with lockstep(backbone) as run:
             rows = (_Row(index, prompts[index], limits[index]) for index in order)
-            for group in decoder.go_on(run, rows, cache_bytes or _cache_bytes(backbone.device)):
+            for group in decoder.go_on(run, rows):
                 for number, tokens in group.items():
                     results[number] = tokens
                 if done is not None:
@@ -97,17 +97,18 @@ class _Decoder:
         self.stopped = stopped
         self.use = cache_use(backbone)
 
-    def go_on(self, run: Callable[..., Any], rows: Iterator[_Row], cache_bytes: int) -> Iterator[dict[int, list[int]]]:
+    def go_on(self, run: Callable[..., Any], rows: Iterator[_Row]) -> Iterator[dict[int, list[int]]]:
         """Yield continuations of groups of rows, which come sorted, the longest first."""
         if self.use == "none":
             for row in rows:
                 yield {row.number: self._recompute(run, row)}
             return
+        room = _cache_bytes(self.backbone.device)
         group: list[_Row] = []
         caches: list[Cache] = []
         first: list[Tensor] = []
         for row in rows:
-            if group and self._is_full(group, caches[0], row, cache_bytes):
+            if group and self._is_full(group, caches[0], row, room):
                 yield self._together(run, group, caches, first)
                 group, caches, first = [], [], []
             logits, cache = read_prompt(self.backbone, run, row.prompt)
@@ -117,13 +118,13 @@ class _Decoder:
         if group:
             yield self._together(run, group, caches, first)
 
-    def _is_full(self, group: list[_Row], cache: Cache, row: _Row, cache_bytes: int) -> bool:
+    def _is_full(self, group: list[_Row], cache: Cache, row: _Row, room: int) -> bool:
         """Return whether the padded caches of a group leave no room for another row."""
         if self.use == "alone" or len(group) == LARGEST_GROUP:
             return True
         longest = max(len(one.prompt) for one in (*group, row))
         tokens = longest + max(one.limit for one in (*group, row))
-        return (len(group) + 1) * tokens * _bytes(cache) / len(group[0].prompt) > cache_bytes
+        return (len(group) + 1) * tokens * _bytes(cache) / len(group[0].prompt) > room
 
     def _together(
         self, run: Callable[..., Any], group: list[_Row], caches: list[Cache], first: list[Tensor]
@@ -165,15 +166,15 @@ class _Decoder:
 def read_prompt(backbone: Backbone, run: Callable[..., Any], prompt: Sequence[int]) -> tuple[Tensor, Cache]:
     """Return ``[1, V]`` logits of the token after a prompt, and the cache of the prompt."""
     cache = DynamicCache(config=backbone.base_model.config)
-    tokens = torch.tensor([prompt], device=backbone.device)
-    logits = tokens.new_empty(0)
+    batch = padded_rows([prompt], backbone.device)
+    backbone.check_token_ids(batch)
     windowed = any(cache.is_sliding) and not backbone.attention.startswith("flash_attention")
     chunk = WINDOWED_CHUNK if windowed else len(prompt)
-    for start in range(0, len(prompt), chunk):
-        part = tokens[:, start : start + chunk]
-        positions = torch.arange(start, start + part.shape[1], device=tokens.device).unsqueeze(0)
-        with last_layer_reads_from(backbone.decoder, part.shape[1] - 1 if backbone.trims_last_layer else 0):
-            logits = run(backbone.unsharded, partial(_last_logits, backbone, part, positions, cache))
+    chunks = zip(batch["input_ids"].split(chunk, 1), batch["position_ids"].split(chunk, 1), strict=True)
+    logits = torch.zeros(0)
+    for tokens, positions in chunks:
+        with last_layer_reads_from(backbone.decoder, tokens.shape[1] - 1 if backbone.trims_last_layer else 0):
+            logits = run(backbone.unsharded, partial(_last_logits, backbone, tokens, positions, cache))
     return logits, cache
 
 
@@ -203,6 +204,7 @@ def _last_logits(
 
 
 def _uncached_logits(backbone: Backbone, run: Callable[..., Any], tokens: Tensor) -> Tensor:
+    """Return ``[1, V]`` logits of the token after ``[1, T]`` tokens."""
     positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
     return run(backbone.unsharded, lambda: _last_logits(backbone, tokens, positions, None))
 
@@ -294,19 +296,3 @@ def _end_tokens(backbone: Backbone) -> list[int]:
     ends = backbone.base_model.generation_config.eos_token_id if backbone.base_model.can_generate() else None
     ends = backbone.base_model.config.get_text_config(decoder=True).eos_token_id if ends is None else ends
     return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
-
-
-def _check(backbone: Backbone, prompts: Sequence[Sequence[int]], limits: Sequence[int]) -> None:
-    if len(limits) != len(prompts) or min(limits, default=1) < 1:
-        raise ValueError(
-            f"`max_new_tokens` must be 1 or more for each of the {len(prompts)} prompts, got {list(limits)[:8]}."
-        )
-    for number, prompt in enumerate(prompts):
-        if len(prompt) == 0:
-            raise ValueError(f"Prompt {number} is empty: there is nothing to continue. Give it at least one token.")
-        if max(prompt) >= backbone.vocabulary_size:
-            raise ValueError(
-                f"Prompt {number} has token {max(prompt)}, beyond the embedding of {backbone.vocabulary_size} tokens of"
-                f" `{type(backbone.base_model).__name__}`: the tokenizer is not the one of this model."
-            )
-    backbone.check_length(max((len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True)), default=0))

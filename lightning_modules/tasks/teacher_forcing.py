@@ -26,10 +26,8 @@ class AnswerScores(NamedTuple):
     Attributes:
         right: For each answer, whether each of its tokens is the likeliest one.
         greedy: The likeliest token at each position after the question.
-        answer_log_likelihood: Sum over the tokens of all answers, in nats.
-        answer_tokens: Their number.
+        answer_log_likelihood: Sum over the tokens of all answers, in nats; ``answer_tokens`` is their number.
         other_log_likelihood: Sum over all other tokens of question and answer but the first one.
-        other_tokens: Their number.
     """
 
     right: list[bool]
@@ -64,18 +62,14 @@ def teacher_forced(
         done: Called with the scores of questions that shared a pass, by number.
 
     Raises:
-        ValueError: If a question has no answer, has tokens that the model does not know, or is longer than learned
-            positions allow.
+        ValueError: If a question has tokens that the model does not know, or is longer than learned positions allow.
     """
-    for number, question in enumerate(questions):
-        if not question.spans:
-            raise ValueError(f"Question {number} holds none of its answers, so that there is nothing to score.")
     results: dict[int, AnswerScores] = {}
     most = tokens_per_pass or (TOKENS_PER_PASS_CPU if backbone.device.type == "cpu" else TOKENS_PER_PASS)
     with torch.no_grad(), no_autocast_cache(), eval_mode(backbone), lockstep(backbone) as run:
-        for group in _groups(questions, most):
+        for group in group_rows([len(question.input_ids) for question in questions], most):
             rows = [questions[index] for index in group]
-            batch = _batch(rows, backbone.device)
+            batch = padded_rows([question.input_ids for question in rows], backbone.device)
             backbone.check_token_ids(batch)
             scores = dict(zip(group, run(backbone.unsharded, partial(_score, backbone, batch, rows)), strict=True))
             results |= scores
@@ -84,23 +78,22 @@ def teacher_forced(
     return [results[index] for index in range(len(questions))]
 
 
-def _groups(questions: Sequence[ForcedAnswer], most: int) -> list[list[int]]:
-    """Group questions of similar length, the longest first; rows are padded to the longest of a group."""
+def group_rows(lengths: Sequence[int], most: int) -> list[list[int]]:
+    """Group rows of similar length, the longest first; padded to the longest, a group has at most ``most`` tokens."""
     groups: list[list[int]] = []
-    for index in sorted(range(len(questions)), key=lambda index: -len(questions[index].input_ids)):
-        longest = len(questions[groups[-1][0]].input_ids) if groups else 0
-        if groups and (len(groups[-1]) + 1) * longest <= most:
-            groups[-1].append(index)
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        if groups and (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= most:
+            groups[-1].append(row)
         else:
-            groups.append([index])
+            groups.append([row])
     return groups
 
 
-def _batch(questions: Sequence[ForcedAnswer], device: torch.device) -> PackedBatch:
+def padded_rows(rows: Sequence[Sequence[int]], device: torch.device) -> PackedBatch:
     """Pad rows on the right; no mask is needed, since causal attention never looks there."""
-    rows = [torch.tensor(question.input_ids) for question in questions]
-    tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)
-    labels = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=IGNORE_INDEX).to(device)
+    ids = [torch.tensor(row) for row in rows]
+    tokens = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).to(device)
+    labels = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=IGNORE_INDEX).to(device)
     labels[:, 0] = IGNORE_INDEX
     positions = torch.arange(tokens.shape[1], device=device).expand_as(tokens)
     borders = [[0, len(row)] for row in rows]

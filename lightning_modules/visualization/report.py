@@ -52,15 +52,10 @@ def write_report(
     *,
     name: str,
 ) -> None:
-    """Write the numbers as ``NAME.json``, then ``report.md``, ``report.html`` and ``figures/*.svg``.
+    """Write a report with its pictures, as SVG text, into a folder, and the numbers that it is made of.
 
-    Args:
-        folder: Folder of the report.
-        title: Its title.
-        blocks: Its content.
-        pictures: SVG text of each picture.
-        numbers: What the report is made of; values that JSON does not have become null or text.
-        name: Of the file of numbers.
+    The files are ``report.md``, ``report.html``, ``figures/*.svg`` and ``NAME.json``, in which values that JSON does
+    not have become null or text.
     """
     for picture, svg in pictures.items():
         write_atomically(folder / "figures" / f"{picture}.svg", svg.encode())
@@ -70,12 +65,7 @@ def write_report(
 
 
 def as_text_table(table: Table, *, left: Sequence[int] = (0,)) -> str:
-    """Format a table for a terminal.
-
-    Args:
-        table: The cells.
-        left: Columns aligned to the left; the others are aligned to the right.
-    """
+    """Format a table for a terminal; the columns ``left`` are aligned to the left, the others to the right."""
     rows = [table.head, *table.rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [

@@ -7,7 +7,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
-from callbacks import LongContextTasks
+from callbacks import LMEvaluationHarness, LongContextTasks
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.loading import load_backbone
@@ -15,7 +15,7 @@ from lightning_modules.models.tokenization.tokenizer import encode_document, loa
 from lightning_modules.objectives import CrossEntropy
 from lightning_modules.tasks.harness.evaluation import evaluate_task
 from lightning_modules.tasks.harness.model import HarnessModel
-from lightning_modules.tasks.harness.tasks import TaskLoader
+from lightning_modules.tasks.harness.tasks import load_tasks
 from tests.conftest import make_text
 from tests.support.harness_tasks import write_tasks
 from tests.support.toy_tasks import GUESS
@@ -57,8 +57,7 @@ def test_logs_what_the_tasks_give(model_dir, task_dir, tmp_path, rows, stage):
     trainer = make_trainer(callback, tmp_path)
     (logged,) = getattr(trainer, stage)(LongContextLM(str(model_dir)), rows, verbose=False)
     model = HarnessModel(load_backbone(ModelConfig(str(model_dir))), load_tokenizer(str(model_dir)))
-    loader = TaskLoader(["both", "rolling"], include_path=str(task_dir))
-    tasks = {**loader.load("both").tasks, **loader.load("rolling").tasks}
+    tasks = load_tasks(["both", "rolling"], include_path=str(task_dir)).tasks
     expected = {name: evaluate_task(model, name, task, limit=4)["metrics"] for name, task in tasks.items()}
     assert logged["harness/choice/acc_norm"] == pytest.approx(expected["choice"]["acc_norm,none"])
     assert logged["harness/rolling/bits_per_byte"] == pytest.approx(expected["rolling"]["bits_per_byte,none"], rel=1e-5)
@@ -104,7 +103,7 @@ def test_training_goes_on_as_if_nobody_had_asked(model_dir, task_dir, tmp_path, 
 
 
 def test_bad_arguments_are_refused(model_dir, task_dir, tmp_path, rows, monkeypatch):
-    with pytest.raises(ValueError, match="`tasks` must be a list of names, got 'letter'"):
+    with pytest.raises(ValueError, match="`tasks` must be a list of one or more, got 'letter'"):
         LongContextTasks("letter")
     away = LongContextTasks(["away"], include_path=str(task_dir))
     monkeypatch.setattr(LongContextLM, "configure_model", None)  # no model is loaded by then
@@ -113,3 +112,9 @@ def test_bad_arguments_are_refused(model_dir, task_dir, tmp_path, rows, monkeypa
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"no task 'letter'.* need the extra `eval`"):
         LongContextTasks(["letter"])
+
+
+def test_the_former_name_warns(task_dir):
+    with pytest.warns(DeprecationWarning, match="use `callbacks.LongContextTasks`"):
+        former = LMEvaluationHarness(["letter"], include_path=str(task_dir), limit=2)
+    assert former.names == ["letter"]

@@ -8,17 +8,16 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.custom_scalar import layout_pb2
 from torch.utils.data import DataLoader
 
-from callbacks import ExternalEvaluator, KeyTokenInspector, key_token_inspector
+from callbacks import ExternalEvaluator, KeyTokenInspector
 from lightning_modules.batch import IGNORE_INDEX
 from lightning_modules.functional import fit_power_law, span_token_mask
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.short_context import long_and_short
 from lightning_modules.models.tokenization.tokenizer import encode_document
-from lightning_modules.scoring.config import EvaluatorConfig
 from lightning_modules.scoring.key_tokens import key_spans
 from lightning_modules.scoring.token_scores import text_sha256, write_key_spans
-from lightning_modules.visualization.tensorboard import PositionSums
-from lightning_modules.visualization.tensorboard.markdown import probability
+from lightning_modules.visualization.tensorboard.documents import probability
+from lightning_modules.visualization.tensorboard.sums import PositionSums
 from tests.conftest import make_text
 
 LENGTHS = {"context_length": 48, "stride": 16}
@@ -98,7 +97,7 @@ def test_what_does_not_change_is_drawn_once_and_the_rest_at_each_evaluation(run)
 @pytest.mark.slow
 def test_texts_tell_the_evaluators_numbers(run):
     _, _, judge, *_, events = run
-    scores = judge.scores[text_sha256(TEXTS[1])]
+    scores = judge.judged[text_sha256(TEXTS[1])].scores
     text = texts(events, "key_tokens/1_doc1_by_X/evaluator")[2]
     difference = scores.long - scores.short
     key = (difference > 0.5) & (scores.long > -6.0)
@@ -113,7 +112,7 @@ def test_texts_tell_the_evaluators_numbers(run):
 def test_the_table_of_key_tokens_has_the_models_probabilities(run):
     module, _, judge, _, documents, events = run
     document = documents[1]
-    scores = judge.scores[text_sha256(TEXTS[1])]
+    scores = judge.judged[text_sha256(TEXTS[1])].scores
     key = span_token_mask(document["offsets"][0], key_spans(scores, alpha=0.5, beta=-6.0))
     with torch.no_grad():
         now = module.backbone.eval()(document)[0]
@@ -127,7 +126,7 @@ def test_the_table_of_key_tokens_has_the_models_probabilities(run):
     assert found[2] != found[3]
     (histogram,) = events.Histograms("key_tokens/model_log_likelihood_nats")[1:]
     other = span_token_mask(
-        documents[0]["offsets"][0], key_spans(judge.scores[text_sha256(TEXTS[0])], alpha=0.5, beta=-6.0)
+        documents[0]["offsets"][0], key_spans(judge.judged[text_sha256(TEXTS[0])].scores, alpha=0.5, beta=-6.0)
     )
     assert histogram.histogram_value.num == key.sum() + other.sum()
 
@@ -189,10 +188,8 @@ def test_losses_are_those_without_it_bit_for_bit(model_dir, documents, tmp_path)
     assert histograms[0].histogram_value.num == lengths[0] + lengths[1], "both micro-batches"
 
 
-def test_without_an_evaluator_the_models_own_scores_tell_key_tokens(model_dir, documents, tmp_path, monkeypatch):
-    lower = EvaluatorConfig("", alpha=0.5, beta=-6.0)  # a tiny model has no key tokens by the paper's thresholds
-    monkeypatch.setattr(key_token_inspector, "EvaluatorConfig", lambda _: lower)
-    inspector = KeyTokenInspector(documents=["doc3", "nowhere"])
+def test_without_an_evaluator_the_models_own_scores_tell_key_tokens(model_dir, documents, tmp_path):
+    inspector = KeyTokenInspector(documents=["doc3", "nowhere"], alpha=0.5, beta=-6.0)
     with pytest.warns(UserWarning, match=r"found \['doc3 by X'\] of the documents .*'nowhere'"):
         module, _ = fit(model_dir, [inspector], documents, tmp_path, max_steps=2)
     events = read(tmp_path)
@@ -241,9 +238,12 @@ def test_the_sanity_check_scores_and_draws_nothing(model_dir, evaluator_dir, doc
         assert list(texts(events, f"key_tokens/0_doc0_by_X/{name}")) == [4]
 
 
-def test_no_documents_are_refused_at_once():
-    with pytest.raises(ValueError, match="documents"):
-        KeyTokenInspector(documents=[])
+@pytest.mark.parametrize(
+    ("settings", "match"), [({"documents": []}, "documents"), ({"alpha": -1.0}, "alpha"), ({"beta": 1.0}, "beta")]
+)
+def test_bad_settings_are_refused_at_once(settings, match):
+    with pytest.raises(ValueError, match=match):
+        KeyTokenInspector(**settings)
 
 
 def test_without_any_short_context_it_is_refused(model_dir, documents, tmp_path):

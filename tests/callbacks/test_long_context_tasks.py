@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from callbacks import LongContextTasks, long_context_tasks
 from datamodules import PG19DataModule
 from lightning_modules.long_context_lm import LongContextLM
-from lightning_modules.tasks.evaluation.runs import put_questions
+from lightning_modules.tasks.evaluation.questions import put_questions
 from lightning_modules.tasks.evaluation.summary import summarize
 from tests.conftest import make_text
 from tests.support.toy_tasks import GUESS, SEVERAL
@@ -79,14 +79,14 @@ def test_training_is_the_same_bit_for_bit(setup, tmp_path, monkeypatch):
     plain = fit(setup, tmp_path)
     assert len(plain.losses) == 4
     for tasks in (
-        LongContextTasks(**TASKS, mode="generate", every_n_steps=1),
+        LongContextTasks(**TASKS, mode="generate", every_n_steps=1, at_start=True),
         LongContextTasks(**TASKS, mode="teacher_forced"),
     ):
         watched = fit(setup, tmp_path, tasks)
         assert watched.losses == plain.losses
         assert torch.equal(watched.weights, plain.weights)
         assert watched.module.backbone.training
-    assert seen.count((8, "generate")) == 4
+    assert seen.count((8, "generate")) == 5
     assert seen.count((8, "teacher_forced")) == 2
 
 
@@ -121,10 +121,10 @@ def test_what_is_logged(setup, tmp_path):
 @pytest.mark.slow
 def test_every_so_many_steps_instead_of_at_validation(setup, tmp_path):
     logger = TensorBoardLogger(tmp_path, default_hp_metric=False)
-    fit(setup, tmp_path, LongContextTasks(**TASKS, every_n_steps=3), logger=logger)
+    fit(setup, tmp_path, LongContextTasks(**TASKS, every_n_steps=3, at_start=True), logger=logger)
     events = EventAccumulator(logger.log_dir)
     events.Reload()
-    assert [event.step for event in events.Scalars("tasks/average/64")] == [3]
+    assert [event.step for event in events.Scalars("tasks/average/64")] == [0, 3]
 
 
 def test_validation_by_itself(setup, tmp_path):

@@ -14,7 +14,6 @@ class Guess(Task):
     varies_depth = True
 
     def example(self, prompter, length, index, *, seed=0, depth=None):
-        self.check_depth(depth)
         rng = self.random(length, index, seed)
         word, depth = rng.choice(WORDS), rng.random() if depth is None else depth
 
@@ -46,7 +45,6 @@ class Several(Task):
     max_new_tokens = 8
 
     def example(self, prompter, length, index, *, seed=0, depth=None):
-        self.check_depth(depth)
         words = self.random(length, index, seed).choices(WORDS, k=2)
 
         def wording(count):

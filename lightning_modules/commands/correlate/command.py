@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 from lightning_modules.commands.correlate.correlation import MIN_MODELS, Interval, bootstrap_interval, pearson, spearman
 from lightning_modules.commands.correlate.models import choose_names, join
 from lightning_modules.commands.correlate.result_files import read_results
-from lightning_modules.tasks.evaluation.plots import as_svg
 from lightning_modules.utilities.files import writable_folder
+from lightning_modules.visualization.images import as_svg
 from lightning_modules.visualization.report import Block, Heading, Picture, Table, as_text_table, write_report
 
 _HEAD = ("score", "metric", "models", "Pearson [95 %]", "Spearman [95 %]")

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -57,7 +57,7 @@ class TaskConfig:
         log_samples: Keep questions and answers of the harness.
 
     Raises:
-        ValueError: If a number has no meaning, or there are no tasks.
+        ValueError: If there are no tasks or no lengths, or the mode is unknown.
     """
 
     tasks: Sequence[str] = ("ruler_synthetic",)
@@ -82,10 +82,11 @@ class TaskConfig:
     log_samples: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.tasks, str) or not self.tasks:
-            raise ValueError(f"`tasks` must be a list of names, got {self.tasks!r}.")
-        if self.limit is not None and not self.limit > 0:
-            raise ValueError(f"`limit` must be above 0, got {self.limit}.")
+        for name in ("tasks", "lengths"):
+            if isinstance(value := getattr(self, name), str) or not value:
+                raise ValueError(f"`{name}` must be a list of one or more, got {value!r}.")
+        if self.mode not in get_args(Mode):
+            raise ValueError(f"`mode` must be one of {', '.join(get_args(Mode))}, got '{self.mode}'.")
 
     def check_used(self, ours: Sequence[str], theirs: Sequence[str]) -> None:
         """Refuse options that none of the named tasks reads, ours or those of lm-evaluation-harness."""

@@ -1,6 +1,9 @@
 """Long-context tasks asked of a model: questions, stored results, report."""
 
-from collections.abc import Iterator, Sequence
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, fields
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -13,23 +16,24 @@ from lightning_modules.models.tokenization.tokenizer import tokenizer_hash
 from lightning_modules.tasks.evaluation.config import EvaluationConfig
 from lightning_modules.tasks.evaluation.questions import (
     Key,
-    first_of_each,
+    TaskResult,
+    check_questions,
     make_questions,
+    put_questions,
     question_keys,
-    warn_of_unknown_tokens,
 )
 from lightning_modules.tasks.evaluation.report import as_text, write_task_report
-from lightning_modules.tasks.evaluation.runs import check_mode, put_questions
-from lightning_modules.tasks.evaluation.store import ResultStore
 from lightning_modules.tasks.evaluation.summary import summarize
 from lightning_modules.tasks.questions.prompter import Prompter
 from lightning_modules.tasks.questions.registry import find_tasks
+from lightning_modules.utilities.files import writable_folder, write_atomically
 from lightning_modules.utilities.identity import content_hash
 from lightning_modules.utilities.locks import exclusive
 
 QUESTIONS_AT_ONCE, TOKENS_AT_ONCE = 256, 2**21
 """Most questions in memory, and most of their tokens: the model waits while they are made."""
 
+SETTINGS = "settings.json"
 _SOURCES = ("haystack", "squad", "hotpot", "nq_open")
 
 
@@ -49,15 +53,13 @@ class Evaluation:
     def __init__(
         self, config: EvaluationConfig, tasks: Sequence[str], tokenizer: PreTrainedTokenizerFast, identity: str
     ) -> None:
-        check_mode(config.mode)
         self.config = config
         sources = {name: getattr(config, name) for name in _SOURCES}
         self.tasks = find_tasks(tasks, **sources, documents=config.documents)
         self.keys = question_keys(self.tasks, config.lengths, config.samples, config.depths)
         prompting = {"chat_template": config.chat_template, "add_special_tokens": config.add_special_tokens}
         self.prompter = Prompter(tokenizer, **prompting)
-        first = make_questions(first_of_each(self.keys), self.tasks, self.prompter, config.seed)
-        warn_of_unknown_tokens(first, self.prompter)
+        check_questions(self.keys, self.tasks, self.prompter, config.seed)
         settings = {
             "model": config.model,
             "identity": identity,
@@ -114,3 +116,78 @@ def _content(path: Path) -> str:
     """Return the hash of the texts that questions are made of: other texts make other questions."""
     files = list(path.glob("*.txt")) if path.is_dir() else None
     return f"sha256:{content_hash(path, files)}"
+
+
+class ResultStore:
+    """A folder of results that processes and machines may share: each writes one file and reads all.
+
+    Args:
+        folder: The folder; made if missing.
+        settings: Plain values that all results must agree on. They are stored; until there is a result, others may
+            replace them.
+
+    Raises:
+        ValueError: If the folder cannot be written to, or holds results of other settings.
+    """
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
+        self.folder = writable_folder(folder, remedy="Name another folder by `--output`.")
+        self.settings = settings
+        begun = any(path.stat().st_size for path in self.folder.glob("results-*.jsonl"))
+        if not (begun and (folder / SETTINGS).is_file()):
+            write_atomically(folder / SETTINGS, (json.dumps(settings, indent=1) + "\n").encode())
+        _check_same(folder / SETTINGS, settings)
+
+    def read(self) -> list[TaskResult]:
+        """Return all results, each once; an unfinished line is left out."""
+        found: dict[Key, TaskResult] = {}
+        for path in sorted(self.folder.glob("results-*.jsonl")):
+            for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+                result = _parsed(line, path, number)
+                found.setdefault(result.key, result)
+        return list(found.values())
+
+    def path(self, rank: int, processes: int) -> Path:
+        """Return the file of one of several processes."""
+        return self.folder / f"results-{rank:05d}-of-{processes:05d}.jsonl"
+
+    def append(self, path: Path, results: Iterable[TaskResult]) -> None:
+        """Append results to a file that only this process writes, and wait until they would survive a power cut.
+
+        The part of a line that a killed process has left is removed first. A ``ValueError`` is raised if another
+        process has begun with other settings meanwhile.
+        """
+        _check_same(self.folder / SETTINGS, self.settings)
+        lines = "".join(json.dumps(asdict(result)) + "\n" for result in results)
+        with path.open("ab+") as stream:
+            stream.seek(0)
+            stream.truncate(stream.read().rfind(b"\n") + 1)
+            stream.seek(0, os.SEEK_END)
+            stream.write(lines.encode())
+            stream.flush()
+            os.fsync(stream.fileno())
+
+
+def _parsed(line: bytes, path: Path, number: int) -> TaskResult:
+    try:
+        values = json.loads(line)
+        return TaskResult(**{**values, "answers": tuple(values["answers"])})
+    except (ValueError, TypeError, KeyError) as error:
+        names = ", ".join(field.name for field in fields(TaskResult))
+        raise ValueError(
+            f"'{path}', line {number}, is not a result of an evaluation ({names}): it was changed or damaged. Remove"
+            " the line, and its question is put again."
+        ) from error
+
+
+def _check_same(path: Path, settings: Mapping[str, Any]) -> None:
+    try:
+        stored = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"'{path}' is damaged ({error}): name another folder by `--output`.") from error
+    for name in dict.fromkeys((*stored, *settings)):
+        if stored.get(name) != settings.get(name):
+            raise ValueError(
+                f"The results in '{path.parent}' were made with {name} = {stored.get(name)!r}, and now it is"
+                f" {settings.get(name)!r}: set it back, or name another folder by `--output`."
+            )

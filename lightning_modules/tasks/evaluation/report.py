@@ -6,9 +6,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_modules.tasks.evaluation.plots import as_svg, figures, short
-from lightning_modules.tasks.evaluation.runs import TaskResult
-from lightning_modules.tasks.evaluation.summary import RULER_THRESHOLD, Summary, summarize
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from lightning_modules.tasks.evaluation.questions import TaskResult
+from lightning_modules.tasks.evaluation.summary import RULER_THRESHOLD, Matrix, Score, Summary, summarize
+from lightning_modules.visualization.images import STYLE, as_svg
 from lightning_modules.visualization.report import Block, Heading, Picture, Table, as_text_table, write_report
 
 _CAPTIONS = {
@@ -18,6 +23,7 @@ _CAPTIONS = {
     "depths": "Score by depth of the answer, with standard errors.",
 }
 _EXAMPLES = 8
+_COLUMNS = 4
 
 
 def write_task_report(folder: Path, results: Sequence[TaskResult], settings: Mapping[str, Any], missing: int) -> None:
@@ -113,3 +119,100 @@ def _line(text: str, most: int = 160) -> str:
     """Format a text on one line as code, which Markdown leaves alone."""
     line = " ".join(text.split()).replace("`", "'")
     return f"`{line[:most]}{'..' if len(line) > most else ''}`" if line else ""
+
+
+@matplotlib.rc_context(STYLE)
+def figures(summary: Summary) -> dict[str, Figure]:
+    """Draw the figures that have data, by name: ``lengths``, ``heat_map``, ``heat_maps``, ``depths``."""
+    found: dict[str, Figure] = {}
+    if summary.scores:
+        found["lengths"] = score_by_length(summary.scores, summary.averages)
+    if summary.heat_maps:
+        name, matrix = next(iter(summary.heat_maps.items()))
+        found["heat_map"] = heat_maps({"all tasks with a depth" if name == "all" else name: matrix})
+        found["depths"] = position_curves(matrix)
+    if len(summary.heat_maps) > 1:
+        found["heat_maps"] = heat_maps(dict(list(summary.heat_maps.items())[1:]))
+    return found
+
+
+def score_by_length(scores: Mapping[tuple[str, int], Score], averages: Mapping[int, float]) -> Figure:
+    """Draw a line for each task, a thick one for their average, and RULER's threshold."""
+    tasks = list(dict.fromkeys(task for task, _ in scores))
+    figure = Figure(figsize=(7.2, max(3.6, 1.2 + 0.2 * len(tasks))), layout="constrained")
+    axis = figure.subplots()
+    colours = matplotlib.colormaps["tab20" if len(tasks) > 10 else "tab10"]
+    for number, task in enumerate(tasks):
+        points = sorted((length, score) for (name, length), score in scores.items() if name == task)
+        lengths, means = [length for length, _ in points], [score.mean for _, score in points]
+        errors = np.nan_to_num([score.error for _, score in points])
+        axis.errorbar(lengths, means, errors, fmt=".-", color=colours(number), lw=1, capsize=2, label=task)
+    if len(tasks) > 1:
+        axis.plot(list(averages), list(averages.values()), "ko-", lw=2.5, markersize=5, label="average")
+    axis.axhline(RULER_THRESHOLD, color="grey", ls=":", lw=1, label=f"RULER's threshold, {RULER_THRESHOLD}")
+    ticks = sorted({length for _, length in scores})
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(ticks, [short(length) for length in ticks])
+    axis.set_xticks([], minor=True)
+    axis.set(xlabel="length (tokens)", ylabel="score (%)", ylim=(-3, 103))
+    figure.legend(loc="outside right upper", fontsize=7, frameon=False)
+    return figure
+
+
+def heat_maps(matrices: Mapping[str, Matrix]) -> Figure:
+    """Draw length by depth under each title; a single map is larger, with the score in each cell."""
+    single = len(matrices) == 1
+    columns = min(_COLUMNS, len(matrices))
+    rows = -(-len(matrices) // columns)
+    size = (2.6 * columns + 0.8, 2.4 * rows + 0.2)
+    if single:
+        (matrix,) = matrices.values()
+        size = (max(3.4, 1.9 + 0.62 * len(matrix.lengths)), 1.2 + 0.29 * len(matrix.depths))
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False)
+    for axis in axes.flat[len(matrices) :]:
+        axis.set_axis_off()
+    for axis, (title, matrix) in zip(axes.flat, matrices.items(), strict=False):
+        image = _draw_cells(axis, matrix, numbers=single)
+        axis.set_title(title, fontsize=8)
+    figure.colorbar(image, ax=axes, label="score (%)", shrink=0.8)
+    figure.supxlabel("length (tokens)", fontsize=8)
+    figure.supylabel("depth of the answer (%)", fontsize=8)
+    return figure
+
+
+def position_curves(matrix: Matrix) -> Figure:
+    """Score by depth with its standard error, a line for each length: a U where the middle is lost."""
+    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+    axis = figure.subplots()
+    shades = matplotlib.colormaps["viridis"](np.linspace(0.9, 0, max(2, len(matrix.lengths))))
+    lengths = [short(length) for length in matrix.lengths]
+    for shade, length, scores, errors in zip(shades[-len(lengths) :], lengths, *matrix[2:], strict=True):
+        known = ~np.isnan(scores)
+        depths, means, error = 100 * np.array(matrix.depths)[known], scores[known], np.nan_to_num(errors[known])
+        axis.plot(depths, means, "o-", color=shade, markersize=4, label=length)
+        axis.fill_between(depths, means - error, means + error, color=shade, alpha=0.15, lw=0)
+    axis.set(xlabel="depth of the answer (%): 0 front, 100 end", ylabel="score (%)", ylim=(-3, 103))
+    figure.legend(title="tokens", loc="outside right upper", fontsize=7, frameon=False)
+    return figure
+
+
+def short(length: int) -> str:
+    """Abbreviate a number of tokens: 4k for 4096."""
+    return f"{length // 1024}k" if length >= 1024 and length % 1024 == 0 else str(length)
+
+
+def _draw_cells(axis: Axes, matrix: Matrix, *, numbers: bool) -> Any:
+    cells = matrix.scores.T
+    image = axis.imshow(cells, cmap="viridis", vmin=0, vmax=100, aspect="auto")
+    axis.set_facecolor("#ddd")  # what was not measured
+    every = max(1, len(matrix.depths) // 10) if numbers else max(1, len(matrix.depths) // 5)
+    places = range(0, len(matrix.depths), every)
+    axis.set_yticks(places, [f"{100 * matrix.depths[place]:.0f}" for place in places], fontsize=7)
+    axis.set_xticks(range(len(matrix.lengths)), [short(length) for length in matrix.lengths], fontsize=7)
+    if numbers:
+        for (row, column), score in np.ndenumerate(cells):
+            if not np.isnan(score):
+                colour = "black" if score > 60 else "white"
+                axis.text(column, row, f"{score:.0f}", ha="center", va="center", color=colour, fontsize=7)
+    return image

@@ -12,8 +12,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from lightning_modules.tasks.evaluation.questions import even_depths
-from lightning_modules.tasks.evaluation.runs import TaskResult
+from lightning_modules.tasks.evaluation.questions import TaskResult, even_depths
 
 RULER_THRESHOLD = 85.6
 """Score of Llama-2-7B (chat) at 4,096 tokens, averaged over RULER's 13 tasks (https://arxiv.org/abs/2404.06654)."""
@@ -31,18 +30,22 @@ class Score(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """``[L, D]`` mean scores in percent by length (tokens, ascending) and depth; NaN where nothing was measured."""
+    """``[L, D]`` mean scores in percent, and their standard errors, by length (tokens, ascending) and depth.
+
+    NaN where nothing was measured.
+    """
 
     lengths: list[int]
     depths: list[float]
     scores: NDArray[np.float64]
+    errors: NDArray[np.float64]
 
 
 class Perplexities(NamedTuple):
     """Perplexities of the tokens of answers, and of all other tokens, if answers were forced."""
 
-    answer: float
-    other: float
+    answer_perplexity: float
+    other_perplexity: float
 
 
 @dataclass(frozen=True)
@@ -52,13 +55,10 @@ class Summary:
     Attributes:
         scores: Mean score by task and length.
         averages: Average over tasks by length, only for lengths at which all tasks were asked.
-        effective_length: Longest length whose average exceeds RULER's threshold; None if none does.
-        weighted_inc: Average over lengths, with larger weights for longer ones; ``weighted_dec`` reverses the weights.
         perplexities: Perplexities over all questions; None if answers were generated. By length they are those of
             Figure 2 and Table 9 of Fang et al. (2025).
-        heat_maps: Scores by length and depth of each task whose answers have one, and under ``all`` of these together.
-            If depths were asked for, ``all`` has only tasks that have them: others would make one depth easier.
-        curves: Scores by depth of these together, for each length.
+        heat_maps: Scores by length and depth of each task whose answers have one; of several tasks first of ``all``
+            together. If depths were asked for, these are tasks that have them: others would make one depth easier.
         seconds: Time that the questions took, over all processes.
     """
 
@@ -71,7 +71,6 @@ class Summary:
     perplexities_by_length: dict[int, Perplexities]
     perplexities_by_task: dict[tuple[str, int], Perplexities]
     heat_maps: dict[str, Matrix]
-    curves: dict[int, dict[float, Score]]
     seconds: float
     questions: int
 
@@ -124,7 +123,7 @@ def summarize(results: Sequence[TaskResult]) -> Summary:
     averages = length_averages(table)
     forced = table[table["answer_nll"].notna() | (table["answer_tokens"] > 0)]
     return Summary(
-        scores=mean_scores(table, ["task", "length"]),
+        scores=mean_scores(table),
         averages=averages,
         effective_length=effective_length(averages),
         weighted_inc=weighted_average(averages, increasing=True),
@@ -133,10 +132,6 @@ def summarize(results: Sequence[TaskResult]) -> Summary:
         perplexities_by_length={length: _perplexities(rows) for length, rows in forced.groupby("length", sort=False)},
         perplexities_by_task={key: _perplexities(rows) for key, rows in forced.groupby(["task", "length"], sort=False)},
         heat_maps=heat_maps,
-        curves={
-            length: position_curve(rows, bins=bins)
-            for length, rows in together[together["depth"].notna()].groupby("length")
-        },
         seconds=math.fsum(table["seconds"]),
         questions=len(table),
     )
@@ -152,11 +147,9 @@ def length_averages(table: pd.DataFrame) -> dict[int, float]:
 
 
 def effective_length(averages: Mapping[int, float], *, threshold: float = RULER_THRESHOLD) -> int | None:
-    """Return RULER's effective length: the longest at which the average over tasks exceeds the threshold.
+    """Return RULER's effective length: the longest at which the average over tasks exceeds the threshold, in percent.
 
-    "The maximum length exceeding the threshold" (Section 4); shorter ones need not exceed it, though in the paper they
-    always do. With tasks or models other than RULER's, the threshold, in percent like the averages, is only a
-    convention. None if no length exceeds it.
+    "The maximum length exceeding the threshold" (Section 4); shorter ones need not exceed it. None if none does.
 
     Example:
         >>> effective_length({4096: 95.5, 8192: 93.8, 16384: 91.6, 32768: 87.4, 65536: 84.7, 131072: 77.0})
@@ -168,7 +161,7 @@ def effective_length(averages: Mapping[int, float], *, threshold: float = RULER_
 def weighted_average(averages: Mapping[int, float], *, increasing: bool) -> float:
     """Return RULER's ``wAvg. (inc)`` or ``wAvg. (dec)``: lengths weigh 1, 2, 3 .. in ascending or descending order.
 
-    Only the same lengths make comparable averages, in percent like the scores by length; NaN without any length.
+    Only the same lengths make comparable averages; NaN without any length.
 
     Example:
         >>> scores = {4096: 96.5, 8192: 95.8, 16384: 95.4, 32768: 94.8, 65536: 88.4, 131072: 66.6}
@@ -181,45 +174,25 @@ def weighted_average(averages: Mapping[int, float], *, increasing: bool) -> floa
     return float(np.average(values, weights=range(1, len(values) + 1)))
 
 
-def position_curve(table: pd.DataFrame, *, bins: int = BINS) -> dict[float, Score]:
-    """Return the mean score by depth: the U-shaped curve of *Lost in the Middle* (https://arxiv.org/abs/2307.03172).
-
-    Args:
-        table: As in `mean_scores`; questions without a depth are left out.
-        bins: Number of evenly spaced depths from 0 to 1; each question counts for the nearest. 2 or more.
-
-    Returns:
-        By depth, ascending; depths without a question are left out.
-    """
-    centers = even_depths(bins)
-    scores = mean_scores(_with_bins(table, bins), ["bin"])
-    return {centers[number]: scores[number] for number in sorted(scores)}
-
-
 def depth_matrix(table: pd.DataFrame, *, bins: int = BINS) -> Matrix:
-    """Return the mean score by length and depth, as `position_curve` bins it: the heat map of Needle-in-a-Haystack."""
-    means = _with_bins(table, bins).pivot_table(index="length", columns="bin", values="score", aggfunc="mean")
-    scores = 100 * means.reindex(columns=range(bins)).to_numpy(dtype=np.float64)
-    return Matrix([int(length) for length in means.index], even_depths(bins), scores)
+    """Return the mean score by length and depth: the heat map of Needle-in-a-Haystack.
 
-
-def _with_bins(table: pd.DataFrame, bins: int) -> pd.DataFrame:
-    """Return the questions that have a depth, with the nearest bin; of two that are equally near, the deeper."""
-    table = table[table["depth"].notna()]
-    return table.assign(bin=(table["depth"].astype(float) * (bins - 1) + 0.5).astype(int))
-
-
-def mean_scores(table: pd.DataFrame, by: list[str]) -> dict[Any, Score]:
-    """Return mean scores by columns of a table that has a row for each question.
-
-    Args:
-        table: Columns ``task``, ``length`` (tokens), ``depth`` (from 0 to 1, or NaN) and ``score`` (from 0 to 1).
-        by: Columns.
+    Its rows are the U-shaped curves of *Lost in the Middle* (https://arxiv.org/abs/2307.03172). Each question that has
+    a ``depth`` counts for the nearest of the evenly spaced bins, and of two that are equally near for the deeper.
     """
-    found = table.groupby(by[0] if len(by) == 1 else by, sort=False)["score"].agg(["mean", "sem", "count"])
+    table = table[table["depth"].notna()]
+    table = table.assign(bin=(table["depth"].astype(float) * (bins - 1) + 0.5).astype(int))
+    cells = table.groupby(["length", "bin"])["score"].agg(["mean", "sem"]).unstack()
+    scores, errors = (100 * cells[kind].reindex(columns=range(bins)).to_numpy(np.float64) for kind in ("mean", "sem"))
+    return Matrix([int(length) for length in cells.index], even_depths(bins), scores, errors)
+
+
+def mean_scores(table: pd.DataFrame) -> dict[tuple[str, int], Score]:
+    """Return mean scores by task and length of a table with a ``score`` from 0 to 1 for each question."""
+    found = table.groupby(["task", "length"], sort=False)["score"].agg(["mean", "sem", "count"])
     return {
-        key: Score(100 * float(mean), 100 * float(error), int(count))
-        for key, mean, error, count in zip(found.index, found["mean"], found["sem"], found["count"], strict=True)
+        (task, length): Score(100 * float(mean), 100 * float(error), int(count))
+        for (task, length), mean, error, count in found.itertuples()
     }
 
 
@@ -236,6 +209,4 @@ def _perplexities(table: pd.DataFrame) -> Perplexities:
 
 
 def _named(perplexities: Perplexities | None) -> dict[str, float]:
-    if perplexities is None:
-        return {}
-    return {"answer_perplexity": perplexities.answer, "other_perplexity": perplexities.other}
+    return {} if perplexities is None else perplexities._asdict()

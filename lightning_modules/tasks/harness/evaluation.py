@@ -1,10 +1,13 @@
 """Tasks of lm-evaluation-harness asked of a model: answers, stored results, report."""
 
+import json
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -17,8 +20,10 @@ from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.tokenization.chat_templates import check_chat_template
 from lightning_modules.tasks.evaluation.config import EvaluationConfig
 from lightning_modules.tasks.harness.model import HarnessModel
-from lightning_modules.tasks.harness.results import Results, table, write_json
-from lightning_modules.tasks.harness.tasks import SETS, TaskLoader, quiet, seed
+from lightning_modules.tasks.harness.tasks import SETS, load_tasks, seed
+from lightning_modules.utilities.files import write_atomically
+from lightning_modules.utilities.plain_json import plain
+from lightning_modules.visualization.report import Table, as_text_table
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +34,7 @@ FEWSHOT_SEED = 1234
 class HarnessEvaluation:
     """Asks tasks of lm-evaluation-harness of a model; a task that has a result in the folder is not asked again.
 
-    Results of a changed task file are refused. Data and files that it names are not checked: after they change, name
-    another folder.
+    Results of a changed task file are refused, but not those of changed data or of other files that it names.
 
     Args:
         config: All settings.
@@ -66,18 +70,14 @@ class HarnessEvaluation:
             "lm_eval": version("lm_eval"),
         }
         self.results = Results(config.output_folder, settings)
-        self.loader = TaskLoader(tasks, include_path=config.include_path, num_fewshot=config.num_fewshot)
-        self.files = {name: self.loader.task_file(name) for name in self.loader.names}
-        names = [name for name in self.loader.names if self.results.read("names", name, self.files[name]) is None]
-        self.pending = {name: self.loader.load(name) for name in names}
-        for name, loaded in self.pending.items():
-            for part in loaded.tasks:
-                self.files[part] = self.loader.task_file(part) or self.files[name]
-                self.results.read("tasks", part, self.files[part])  # refuses results of other settings
+        self.loaded = load_tasks(tasks, include_path=config.include_path, num_fewshot=config.num_fewshot)
+
+    def _read(self, name: str) -> dict[str, Any] | None:
+        return self.results.read(name, self.loaded.files[name])
 
     def missing(self, rank: int = 0, processes: int = 1) -> list[str]:
-        """Return this process's names without a result."""
-        return [name for name in self.loader.names[rank::processes] if name in self.pending]
+        """Return this process's tasks without a result."""
+        return [name for name in list(self.loaded.tasks)[rank::processes] if self._read(name) is None]
 
     def ask(self, backbone: Backbone, rank: int = 0, processes: int = 1) -> None:
         """Ask the missing tasks, and store the result of each at once."""
@@ -91,30 +91,21 @@ class HarnessEvaluation:
         )
         for number, name in enumerate(names := self.missing(rank, processes)):
             log.info("Tasks of the harness: %s (%d of %d)", name, number + 1, len(names))
-            loaded = self.pending[name]
-            with torch.no_grad():
-                for part, task in loaded.tasks.items():
-                    if self.results.read("tasks", part, self.files[part]) is None:
-                        result = evaluate_task(
-                            model,
-                            part,
-                            task,
-                            limit=config.limit,
-                            chat_template=config.chat_template,
-                            log_samples=config.log_samples,
-                            bootstrap_iters=1000,
-                        )
-                        self.results.write_task(part, result, self.files[part])
-            known = {part: self.results.read("tasks", part) or {} for part in loaded.tasks}
-            content = {"tasks": list(loaded.tasks), "groups": aggregate(loaded.groups, known)}
-            self.results.write("names", name, content, self.files[name])
+            result = evaluate_task(
+                model,
+                name,
+                self.loaded.tasks[name],
+                limit=config.limit,
+                chat_template=config.chat_template,
+                log_samples=config.log_samples,
+                bootstrap_iters=1000,
+            )
+            self.results.write(name, result, self.loaded.files[name])
 
     def report(self) -> str:
         """Write ``harness.json`` with all results so far, and return their table."""
-        found = [self.results.read("names", name) or {"tasks": [], "groups": {}} for name in self.loader.names]
-        parts = {part: self.results.read("tasks", part) for entry in found for part in entry["tasks"]}
-        tasks = {part: result for part, result in parts.items() if result is not None}
-        groups = {name: metrics for entry in found for name, metrics in entry["groups"].items()}
+        tasks = {name: result for name in self.loaded.tasks if (result := self._read(name)) is not None}
+        groups = aggregate(self.loaded.groups, tasks)
         metrics = {**{name: entry["metrics"] for name, entry in tasks.items()}, **groups}
         result = {
             "model": self.config.model,
@@ -139,21 +130,15 @@ def evaluate_task(
 ) -> dict[str, Any]:
     """Ask a task of a model; random states and the model's mode are restored.
 
-    Args:
-        model: The model.
-        name: Name of the task.
-        task: The task, with its data.
-        limit: Questions to ask, or below 1 their fraction; all by default.
-        chat_template: Whether prompts are turns of the tokenizer's chat template.
-        log_samples: Whether to return each question and answer.
-        bootstrap_iters: Resamples for standard errors of metrics that are not means; 0 for no standard errors.
+    The options are those of `TaskConfig`; ``bootstrap_iters`` are the resamples for standard errors of metrics that are
+    not means, 0 for none.
 
     Returns:
         ``metrics`` of the task, by name and filter, as the harness gives them; the numbers of ``questions`` and of
         ``truncated`` prompts; ``num_fewshot``, ``version``, ``seconds``; and ``samples``.
     """
     before, started = model.truncated, time.perf_counter()
-    with isolate_rng(), quiet():
+    with isolate_rng(), torch.no_grad():
         seed()
         task.set_fewshot_seed(FEWSHOT_SEED)
         found: Any = evaluate(
@@ -176,21 +161,18 @@ def evaluate_task(
     return {**result, "samples": found["samples"][name]} if log_samples else result
 
 
-def aggregate(groups: Sequence[Group], results: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return metrics of groups, the innermost first, from the results of `evaluate_task` by task, as the harness does.
+def aggregate(groups: Mapping[str, Group], results: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """Return metrics of groups from the results of `evaluate_task` by task, as the harness does.
 
-    A group without any metric is left out.
+    A group without any metric is left out, and so is one that lacks the result of a task.
     """
     metrics: dict[str, Any] = {
         name: {**result["metrics"], "name": name, "alias": name, "sample_len": result["questions"]}
         for name, result in results.items()
     }
-    found = {}
-    for group in groups:
-        metrics[group.name] = group.aggregate(metrics)
-        if plain := _plain(metrics[group.name]):
-            found[group.name] = plain
-    return found
+    complete = (group for group in groups.values() if all(task.task_name in results for task in group.get_all_tasks()))
+    found = {group.name: _plain(group.aggregate(metrics)) for group in complete}
+    return {name: values for name, values in found.items() if values}
 
 
 def set_scores(words: Iterable[str], metrics: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
@@ -206,11 +188,74 @@ def set_scores(words: Iterable[str], metrics: Mapping[str, Mapping[str, Any]]) -
 
 
 def _plain(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers among the harness's metrics, without RULER's -1 for a length that was not asked for."""
-    return {
-        key: float(value)
-        for key, value in metrics.items()
-        if "," in key
-        and isinstance(value, int | float)
-        and not (key.partition(",")[0].removesuffix("_stderr").isdigit() and value == -1)
-    }
+    """Return the numbers among the harness's metrics."""
+    return {key: float(value) for key, value in metrics.items() if "," in key and isinstance(value, int | float)}
+
+
+class Results:
+    """The folder of results; those of other settings, or of another task file by its hash, raise a ``ValueError``.
+
+    ``tasks/NAME.json`` is a task's, ``samples/NAME.jsonl`` holds questions and answers, and ``harness.json`` all that
+    is known.
+    """
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
+        self.folder = folder
+        self.settings = dict(settings)
+
+    def write(self, name: str, result: Mapping[str, Any], task_file: str | None = None) -> None:
+        """Write the result of a task; its questions and answers, if there are any, in a separate file."""
+        result = dict(result)
+        if (samples := result.pop("samples", None)) is not None:
+            lines = "".join(json.dumps(plain(sample)) + "\n" for sample in samples)
+            write_atomically(self.folder / "samples" / f"{quote(name, safe='')}.jsonl", lines.encode())
+        write_json(self._path(name), {**result, "settings": self._settings(task_file)})
+
+    def read(self, name: str, task_file: str | None = None) -> dict[str, Any] | None:
+        """Return what `write` has stored, or None."""
+        if not (path := self._path(name)).is_file():
+            return None
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            settings = content.pop("settings")
+        except (ValueError, KeyError, AttributeError) as error:
+            raise ValueError(f"'{path}' is damaged ({error}): remove it, and the task is asked again.") from error
+        known = self._settings(task_file)
+        if other := [name for name, value in known.items() if settings.get(name) != value]:
+            there = ", ".join(f"{name}={settings.get(name)!r} (now {known[name]!r})" for name in other)
+            raise ValueError(f"'{path}' is of another run: {there}. Give another `output`, or the same settings.")
+        return dict(content)
+
+    def _path(self, name: str) -> Path:
+        return self.folder / "tasks" / f"{quote(name, safe='')}.json"
+
+    def _settings(self, task_file: str | None) -> dict[str, Any]:
+        return self.settings | ({"task_file": task_file} if task_file else {})
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON file, with null for numbers that are not finite."""
+    write_atomically(path, (json.dumps(plain(content), indent=1) + "\n").encode())
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """Format results as text: a row per metric, then the scores of sets in percent."""
+    rows = []
+    for kind in ("tasks", "groups"):
+        for name, entry in result[kind].items():
+            metrics = entry["metrics"] if kind == "tasks" else entry
+            about = (str(entry["questions"]), str(entry["num_fewshot"])) if kind == "tasks" else ("", "")
+            for key, value in metrics.items():
+                metric, _, kept = key.partition(",")
+                if metric.endswith("_stderr") or value is None:
+                    continue
+                error = metrics.get(f"{metric}_stderr,{kept}")
+                label = metric if kept == "none" else f"{metric} ({kept})"
+                rows.append((name, *about, label, f"{value:.4f}", "" if error is None else f"{error:.4f}"))
+    rows += [(name, "", "", "score, %", f"{value:.1f}", "") for name, value in result["scores"].items()]
+    head = ("task", "questions", "examples", "metric", "value", "± error")
+    text = as_text_table(Table(head, rows), left=(0, 3))
+    cut = sum(entry["truncated"] for entry in result["tasks"].values())
+    if cut:
+        text += f"\n{cut:,} prompts were too long for `max_length` = {result['settings']['max_length']} and were cut."
+    return text

@@ -1,25 +1,48 @@
 """A model for lm-evaluation-harness."""
 
 import hashlib
+import math
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
+import torch
 import torch.distributed as dist
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
-from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 from typing_extensions import override
 
+from lightning_modules.functional import greedy_targets
 from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.lockstep import lockstep
+from lightning_modules.models.optimizations import eval_mode, last_layer_reads_from, no_autocast_cache
 from lightning_modules.models.tokenization.chat_templates import render_chat
 from lightning_modules.tasks.evaluation.config import Truncation
 from lightning_modules.tasks.generation import generate
-from lightning_modules.tasks.harness.scoring import Continuation, score_continuations, share, shared
+from lightning_modules.tasks.teacher_forcing import group_rows, padded_rows
 
 DEFAULT_MAX_LENGTH = 2048
 """Tokens of a model whose config does not limit them."""
+
+Answer = TypeVar("Answer")
+
+
+class Continuation(NamedTuple):
+    """Token ids to be scored, and the ids that precede them, at least one."""
+
+    context: Sequence[int]
+    tokens: Sequence[int]
+
+
+class Score(NamedTuple):
+    """Log-likelihood of all tokens of a continuation, in nats, and whether each is the likeliest one."""
+
+    log_likelihood: float
+    is_greedy: bool
 
 
 class HarnessModel(TemplateLM):
@@ -27,20 +50,13 @@ class HarnessModel(TemplateLM):
 
     The answers are those of its class for Hugging Face models (``HFLM``), but the logits of a whole text never exist,
     texts share passes by their number of tokens, long prompts lose their middle, and processes share the questions: to
-    the harness each of them is the only one, and gets all answers.
-
-    Args:
-        backbone: The model.
-        tokenizer: Its tokenizer.
-        max_length: Tokens that the model may read and generate together; by default those of its config.
-        truncation: Where long prompts lose tokens.
-        batch_tokens: Tokens of a pass that scores, padding included.
+    the harness each of them is the only one, and gets all answers. The arguments are those of `TaskConfig`.
 
     Attributes:
         truncated: Prompts that have lost tokens so far.
 
     Raises:
-        ValueError: If ``max_length`` is below 2, or the tokenizer has neither a first nor a last token.
+        ValueError: If the tokenizer has neither a first nor a last token.
     """
 
     def __init__(
@@ -53,8 +69,6 @@ class HarnessModel(TemplateLM):
         batch_tokens: int = 16_384,
     ) -> None:
         super().__init__()
-        if max_length is not None and max_length < 2:
-            raise ValueError(f"`max_length` must be 2 or more, a token of the prompt and one after it: {max_length}.")
         if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
             raise ValueError(
                 f"The tokenizer '{tokenizer.name_or_path}' names neither a first (`bos_token`) nor a last token"
@@ -148,9 +162,10 @@ class HarnessModel(TemplateLM):
             [arguments[index][0] for index in order],
             stopped=lambda number, continuation: self._has_stopped(continuation, stops[number]),
         )
+        decoded = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
         found = {
-            index: cut(str(self.tokenizer.decode(continuation, skip_special_tokens=True)), arguments[index][1])
-            for index, continuation in zip(order, tokens, strict=True)
+            index: postprocess_generated_text(text, arguments[index][1], None)
+            for index, text in zip(order, decoded, strict=True)
         }
         texts = shared(found)
         return [texts[index] for index in range(len(requests))]
@@ -195,13 +210,6 @@ def _check_same(requests: Sequence[Instance]) -> None:
         )
 
 
-def cut(text: str, stops: Sequence[str]) -> str:
-    """Return the text up to the first stop sequence in it."""
-    for stop in stops:
-        text = text.partition(stop)[0]
-    return text
-
-
 def _generation(arguments: dict[str, Any]) -> tuple[int, list[str]]:
     """Return how many tokens to generate, and stop sequences; a ``ValueError`` if a task asks for random samples."""
     known = normalize_gen_kwargs(arguments, 256)
@@ -211,3 +219,69 @@ def _generation(arguments: dict[str, Any]) -> tuple[int, list[str]]:
             " in its `generation_kwargs`, in a YAML file that includes the task's."
         )
     return int(known["max_gen_toks"]), [stop for stop in known["until"] if stop]
+
+
+def score_continuations(
+    backbone: Backbone, continuations: Sequence[Continuation], *, batch_tokens: int = 16_384
+) -> list[Score]:
+    """Score continuations; logits exist at the positions that predict them, for a chunk at a time.
+
+    Continuations that differ in their last token only (the choices of a question) share a row. Processes share the
+    passes, and each returns all scores: all must ask for the same ones.
+
+    A pass has at most ``batch_tokens`` tokens, padding included; a longer text has one to itself. A continuation
+    without tokens has log-likelihood 0 and is greedy.
+
+    Raises:
+        ValueError: If a context is empty, or a token is beyond the embedding.
+    """
+    rows: dict[tuple[int, ...], list[int]] = {}
+    for index, (context, tokens) in enumerate(continuations):
+        if len(context) == 0:
+            raise ValueError(f"Continuation {index} has no context to be scored in: give it a token.")
+        if len(tokens):
+            rows.setdefault((*context, *tokens[:-1]), []).append(index)  # the last token is only predicted
+    texts = list(rows)
+    found: dict[int, Score] = {}
+    with torch.no_grad(), no_autocast_cache(), eval_mode(backbone), lockstep(backbone) as run:
+        for group in group_rows(list(map(len, texts)), batch_tokens)[share()]:
+            indices = [index for row in group for index in rows[texts[row]]]
+            asked = [(place, continuations[index]) for place, row in enumerate(group) for index in rows[texts[row]]]
+            scores = run(backbone.unsharded, partial(_pass, backbone, [texts[row] for row in group], asked))
+            parts = zip(*(part.cpu().split([len(one.tokens) for _, one in asked]) for part in scores), strict=True)
+            for index, (log_likelihood, likeliest) in zip(indices, parts, strict=True):
+                found[index] = Score(math.fsum(log_likelihood.tolist()), bool(likeliest.all()))
+    found = shared(found)
+    return [found.get(index, Score(0.0, True)) for index in range(len(continuations))]
+
+
+def shared(found: dict[int, Answer]) -> dict[int, Answer]:
+    """Return what all processes have found; each of them must call it."""
+    if not dist.is_initialized():
+        return found
+    parts: list[dict[int, Answer]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(parts, found)
+    return {index: answer for part in parts for index, answer in part.items()}
+
+
+def share() -> slice:
+    """Return this process's part of work that all processes know."""
+    return slice(dist.get_rank(), None, dist.get_world_size()) if dist.is_initialized() else slice(None)
+
+
+def _pass(
+    backbone: Backbone, texts: Sequence[Sequence[int]], asked: Sequence[tuple[int, Continuation]]
+) -> tuple[Tensor, Tensor]:
+    """Return ``[N]`` log-likelihoods of the tokens of continuations, and whether each is the largest.
+
+    Each continuation comes with the number of its text.
+    """
+    batch = padded_rows(texts, backbone.device)
+    backbone.check_token_ids(batch)
+    # The preceding position predicts a token.
+    start = min(len(continuation.context) for _, continuation in asked) - 1
+    with last_layer_reads_from(backbone.decoder, start if backbone.trims_last_layer else 0):
+        hidden_states = backbone.hidden_states(batch)
+    predictors = [hidden_states[row, len(c.context) - 1 :][: len(c.tokens)] for row, c in asked]
+    targets = torch.tensor([token for _, continuation in asked for token in continuation.tokens])
+    return greedy_targets(torch.cat(predictors), backbone.head, targets.to(backbone.device))

@@ -27,7 +27,7 @@ class Example:
             It ends with the last answer. Where one of the answers will do, it holds the first.
         max_new_tokens: Tokens that the model may generate.
         match: How `answers` are looked for.
-        depth: Where in the long text the answer stands, from 0 (front) to 1 (end); None if in many places.
+        depth: Where in the long text the answer is, from 0 (front) to 1 (end); None if in many places.
     """
 
     task: str
@@ -46,11 +46,10 @@ class Example:
 
         ``all`` is RULER's `string_match_all`, the fraction of the answers that occur, and ``any`` its
         `string_match_part`, whether one of them does; both ignore case. ``last_number`` is LongEval's: the last number
-        in the text is the first answer; ``first_number`` takes the first number, as a base model continues after its
-        answer. ``first_word`` compares what precedes the first white space, punctuation aside. ``rouge_l`` is ROUGE-L
-        (F1) of the first answer and the same number of words of the text, again for models that do not know where to
-        stop. ``subspan`` is the `best_subspan_em` of *Lost in the Middle*: whether the first line holds an answer, see
-        `contains_answer`.
+        in the text is the first answer; ``first_number`` takes the first one, as a base model continues after its
+        answer. ``first_word`` compares the first word, punctuation aside. ``rouge_l`` is ROUGE-L (F1) of the first
+        answer and the same number of words of the text. ``subspan`` is the `best_subspan_em` of *Lost in the Middle*:
+        whether the first line holds an answer, see `contains_answer`.
         """
         if self.match in ("first_number", "last_number"):
             numbers = re.findall(r"\d+", prediction) or ["none"]

@@ -3,7 +3,8 @@
 import random
 import re
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import count, islice
 from pathlib import Path
 
 from lightning_modules.tasks.questions.words import ADJECTIVES, NOUNS
@@ -36,11 +37,9 @@ class Essays:
     """Sentences of prose: of the text files in a folder, or made up without one.
 
     RULER and Needle-in-a-Haystack take Paul Graham's essays, which are not ours to give away: put them, or any other
-    prose, into a folder. White space is normalized as by RULER. The units are whole sentences, which are found by their
-    punctuation; RULER counts words and may end in the middle of a sentence. Where the folder has too little, it is
-    repeated. Files are read one after the other, in the order of their names, and only as far as needed.
-
-    Made-up sentences never contain a digit or a hyphen, hence no key and no answer of a needle.
+    prose, into a folder. White space is normalized as by RULER; the units are whole sentences, where RULER counts
+    words. Where the folder has too little, it is repeated. Made-up sentences never contain a digit or a hyphen, hence
+    no key and no answer of a needle.
 
     Args:
         folder: Folder with ``.txt`` files in UTF-8; made-up sentences by default.
@@ -51,31 +50,31 @@ class Essays:
 
     def __init__(self, folder: str | Path | None = None) -> None:
         self.folder = folder
-        self._files = None if folder is None else _text_files(Path(folder))
+        self._source = _made_up_prose() if folder is None else _prose_of(_text_files(Path(folder)))
         self._sentences: list[str] = []
-        self._parts = 0
 
     def sentences(self, count: int, start: int = 0) -> list[str]:
         """Return ``count`` sentences from the number ``start`` on."""
-        while len(self._sentences) < start + count and (self._files is None or self._parts < len(self._files)):
-            self._read_on()
+        self._sentences += islice(self._source, max(0, start + count - len(self._sentences)))
         size = len(self._sentences)
         if not size:
             raise ValueError(f"The text files in '{self.folder}' are empty: the haystack needs prose.")
         return [self._sentences[number % size] for number in range(start, start + count)]
 
-    def _read_on(self) -> None:
-        if self._files is None:
-            rng = random.Random(f"made-up prose {self._parts}")
-            self._sentences += [_made_up_sentence(rng) for _ in range(1000)]
-        else:
-            file = self._files[self._parts]
-            try:
-                text = file.read_text(encoding="utf-8-sig")
-            except UnicodeDecodeError as error:
-                raise ValueError(f"The haystack file '{file}' is not UTF-8 ({error}): convert it.") from None
-            self._sentences += split_sentences(text)
-        self._parts += 1
+
+def _made_up_prose() -> Iterator[str]:
+    for part in count():
+        rng = random.Random(f"made-up prose {part}")
+        yield from [_made_up_sentence(rng) for _ in range(1000)]
+
+
+def _prose_of(files: list[Path]) -> Iterator[str]:
+    for file in files:
+        try:
+            text = file.read_text(encoding="utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"The haystack file '{file}' is not UTF-8 ({error}): convert it.") from None
+        yield from split_sentences(text)
 
 
 def _text_files(folder: Path) -> list[Path]:

@@ -54,13 +54,10 @@ class Prompter:
         return len(self.encode(prompt, answer_prefix))
 
     def force(self, prompt: str, answer_prefix: str, target: str, answers: Sequence[str]) -> ForcedAnswer:
-        """Return a question and its answer as one text.
+        """Return a question and its answer as one text; see `Example` for the arguments.
 
-        Args:
-            prompt: Long text and question.
-            answer_prefix: How the model's turn begins.
-            target: A right continuation; where it begins a turn of a chat template, its leading space is left out.
-            answers: Parts of the target that are answers, in order; those that are not in it are left out.
+        Where the target begins a turn of a chat template, its leading space is left out, and so are answers that are
+        not in it.
         """
         asked = self.encode(prompt, answer_prefix)
         if self.chat_template and not answer_prefix:

@@ -73,8 +73,7 @@ def read_squad(path: str | Path) -> Collection:
 def read_hotpot(path: str | Path) -> Collection:
     """Read HotpotQA with distractors (https://hotpotqa.github.io), such as ``hotpot_dev_distractor_v1.json``.
 
-    As in RULER, a document is a title, a line break and the sentences, and all ten that the file gives with a question
-    belong to it.
+    As in RULER, a document is a title, a line break and the sentences; all ten of a question belong to it.
 
     Raises:
         ValueError: If the file cannot be read or holds something else.
@@ -102,8 +101,7 @@ def read_nq_open(path: str | Path) -> tuple[OpenQuestion, ...]:
     """Read multi-document questions as *Lost in the Middle* publishes them: a JSON object per line, perhaps gzipped.
 
     Such as ``nq-open-20_total_documents_gold_at_0.jsonl.gz`` of https://github.com/nelson-liu/lost-in-the-middle, or
-    its retrieval results, from which gold passages are taken as its script takes them. The place of the gold passage in
-    the file does not matter.
+    its retrieval results. The place of the gold passage in the file does not matter.
 
     Raises:
         ValueError: If the file cannot be read, or a line holds something else.

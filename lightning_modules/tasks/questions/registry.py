@@ -2,15 +2,12 @@
 
 import difflib
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 from lightning_modules.tasks.questions.haystacks import Essays
-from lightning_modules.tasks.questions.retrieval.first_sentence import FirstSentence
-from lightning_modules.tasks.questions.retrieval.key_values import KeyValues, Query
-from lightning_modules.tasks.questions.retrieval.longeval import LongEvalLines
-from lightning_modules.tasks.questions.retrieval.multi_document_qa import MultiDocumentQA
-from lightning_modules.tasks.questions.retrieval.needle import Needle
-from lightning_modules.tasks.questions.retrieval.passkey import Passkey
+from lightning_modules.tasks.questions.multi_document_qa import MultiDocumentQA
+from lightning_modules.tasks.questions.retrieval import FirstSentence, KeyValues, LongEvalLines, Needle, Passkey, Query
 from lightning_modules.tasks.questions.ruler.common_words import CommonWords
 from lightning_modules.tasks.questions.ruler.frequent_words import FrequentWords
 from lightning_modules.tasks.questions.ruler.needles import RULER_NEEDLES, Needles
@@ -19,9 +16,20 @@ from lightning_modules.tasks.questions.ruler.variable_tracking import VariableTr
 from lightning_modules.tasks.questions.task import Task
 from lightning_modules.utilities.user_modules import import_object
 
+SQUAD = "SQuAD's dev-v2.0.json (https://rajpurkar.github.io/SQuAD-explorer)"
+HOTPOT = "HotpotQA's hotpot_dev_distractor_v1.json (https://hotpotqa.github.io)"
+
 
 class Sources(NamedTuple):
-    """Texts that tasks are made of; see `find_tasks`."""
+    """Texts that tasks are made of.
+
+    Attributes:
+        essays: Prose around the needles.
+        squad: Local file of SQuAD for ``qa_1``, see `read_squad`.
+        hotpot: Local file of HotpotQA for ``qa_2``, see `read_hotpot`.
+        nq_open: Local file for ``multi_document_qa``, see `read_nq_open`; made-up lives by default.
+        documents: Passages of ``multi_document_qa``; by default as many as the length allows.
+    """
 
     essays: Essays
     squad: str | None = None
@@ -30,37 +38,30 @@ class Sources(NamedTuple):
     documents: int | None = None
 
 
-def _question_answering(task: str, title: str, source: str, file: str, address: str) -> Callable[[Sources], Task]:
-    def make(sources: Sources) -> Task:
-        if (path := getattr(sources, source)) is None:
-            raise ValueError(
-                f"The task '{task}' asks questions of {title}: set `{source}` to a local copy of {file} ({address})."
-                " RULER's 11 tasks that need no file are the group 'ruler_synthetic'."
-            )
-        return getattr(QuestionAnswering, source)(path)
-
-    return make
+def _question_answering(name: Literal["qa_1", "qa_2"], option: str, file: str, sources: Sources) -> Task:
+    if (path := getattr(sources, option)) is None:
+        raise ValueError(
+            f"The task '{name}' needs a file: set `{option}` to a local copy of {file}. RULER's 11 tasks that need no"
+            " file are the group 'ruler_synthetic'."
+        )
+    return QuestionAnswering(name, path)
 
 
-def _needles(name: str) -> Callable[[Sources], Task]:
-    return lambda sources: Needles(name, RULER_NEEDLES[name], sources.essays)
+def _needles(name: str, sources: Sources) -> Task:
+    return Needles(name, RULER_NEEDLES[name], sources.essays)
 
 
-def _multi_document_qa(query: Query) -> Callable[[Sources], Task]:
-    return lambda sources: MultiDocumentQA(sources.nq_open, query=query, documents=sources.documents)
+def _multi_document_qa(query: Query, sources: Sources) -> Task:
+    return MultiDocumentQA(sources.nq_open, query=query, documents=sources.documents)
 
 
 TASKS: dict[str, Callable[[Sources], Task]] = {
-    **{name: _needles(name) for name in RULER_NEEDLES},
+    **{name: partial(_needles, name) for name in RULER_NEEDLES},
     "vt": lambda sources: VariableTracking(),
     "cwe": lambda sources: CommonWords(),
     "fwe": lambda sources: FrequentWords(),
-    "qa_1": _question_answering(
-        "qa_1", "SQuAD", "squad", "dev-v2.0.json", "https://rajpurkar.github.io/SQuAD-explorer"
-    ),
-    "qa_2": _question_answering(
-        "qa_2", "HotpotQA", "hotpot", "hotpot_dev_distractor_v1.json", "https://hotpotqa.github.io"
-    ),
+    "qa_1": partial(_question_answering, "qa_1", "squad", SQUAD),
+    "qa_2": partial(_question_answering, "qa_2", "hotpot", HOTPOT),
     "longeval_lines": lambda sources: LongEvalLines(),
     "needle": lambda sources: Needle(sources.essays),
     "passkey": lambda sources: Passkey(),
@@ -68,9 +69,9 @@ TASKS: dict[str, Callable[[Sources], Task]] = {
     "key_values": lambda sources: KeyValues(),
     "key_values_query_before": lambda sources: KeyValues("before"),
     "key_values_query_both": lambda sources: KeyValues("both"),
-    "multi_document_qa": _multi_document_qa("after"),
-    "multi_document_qa_query_before": _multi_document_qa("before"),
-    "multi_document_qa_query_both": _multi_document_qa("both"),
+    "multi_document_qa": partial(_multi_document_qa, "after"),
+    "multi_document_qa_query_before": partial(_multi_document_qa, "before"),
+    "multi_document_qa_query_both": partial(_multi_document_qa, "both"),
 }
 """The constructor of each task."""
 
@@ -88,25 +89,14 @@ GROUPS: dict[str, tuple[str, ...]] = {
 """Names of several tasks together."""
 
 
-def find_tasks(
-    names: Sequence[str],
-    *,
-    haystack: str | None = None,
-    squad: str | None = None,
-    hotpot: str | None = None,
-    nq_open: str | None = None,
-    documents: int | None = None,
-) -> list[Task]:
+def find_tasks(names: Sequence[str], *, haystack: str | None = None, **sources: Any) -> list[Task]:
     """Return tasks by name, each once, in the order in which they are named.
 
     Args:
         names: Names of `TASKS` or `GROUPS`, or import paths such as ``package.module.Class`` of your classes
             that derive from `Task` and take no arguments.
         haystack: Folder with text files around the needles; made-up prose by default, see `Essays`.
-        squad: Local file of SQuAD for ``qa_1``, see `read_squad`.
-        hotpot: Local file of HotpotQA for ``qa_2``, see `read_hotpot`.
-        nq_open: Local file for ``multi_document_qa``, see `read_nq_open`; made-up lives by default.
-        documents: Passages of ``multi_document_qa``; by default as many as the length allows.
+        sources: The other fields of `Sources`.
 
     Raises:
         ValueError: If there are no names, a name is unknown, a file cannot be read, or one is missing that a named task
@@ -114,10 +104,10 @@ def find_tasks(
     """
     if not names:
         raise ValueError(f"No task is named: {_choice()}")
-    sources = Sources(Essays(haystack), squad, hotpot, nq_open, documents)
+    texts = Sources(Essays(haystack), **sources)
     single = dict.fromkeys(name for group in names for name in GROUPS.get(group, (group,)))
     check_names(single)
-    return [TASKS[name](sources) if name in TASKS else _import(name) for name in single]
+    return [TASKS[name](texts) if name in TASKS else _import(name) for name in single]
 
 
 def check_names(names: Iterable[str]) -> None:
@@ -144,7 +134,4 @@ def _import(path: str) -> Task:
         raise ValueError(f"The task '{path}' cannot be imported ({error}): is its folder on PYTHONPATH?") from None
     if not (isinstance(kind, type) and issubclass(kind, Task)):
         raise ValueError(f"'{path}' is no class that derives from lightning_modules.tasks.questions.task.Task.")
-    try:
-        return kind()
-    except TypeError as error:
-        raise ValueError(f"The task '{path}' cannot be made without arguments ({error}): give them defaults.") from None
+    return kind()

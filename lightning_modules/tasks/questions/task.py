@@ -29,10 +29,7 @@ def place(depth: float, others: int) -> int:
 
 
 class Task(ABC):
-    """A kind of question about a long text.
-
-    The same arguments give the same example, on every machine and in any order: randomness comes from `random.Random`
-    seeded by text, never from a global state.
+    """A kind of question about a long text; the same arguments give the same example, on every machine.
 
     Attributes:
         name: Name in results and options.
@@ -56,11 +53,10 @@ class Task(ABC):
                 text (a sentence, a line, a word) allow, and never more.
             index: Number of the question, from 0.
             seed: Seed of all that is random.
-            depth: Place of the answer, from 0 to 1; by default drawn, if the task varies it.
+            depth: Place of the answer, from 0 to 1, if the task varies it; drawn by default.
 
         Raises:
-            ValueError: If ``length`` is too short for the shortest question, or ``depth`` is given to a task that does
-                not vary it.
+            ValueError: If ``length`` is too short for the shortest question.
         """
 
     def random(self, length: int, index: int, seed: int) -> random.Random:
@@ -87,13 +83,6 @@ class Task(ABC):
                 f" answer: {error} Ask for longer texts."
             ) from None
 
-    def check_depth(self, depth: float | None) -> None:
-        """Raise a ``ValueError`` for a depth that is out of range or cannot be chosen."""
-        if depth is not None and not self.varies_depth:
-            raise ValueError(f"The answers of '{self.name}' have no depth that could be chosen: leave `depths` out.")
-        if depth is not None and not 0 <= depth <= 1:
-            raise ValueError(f"A depth is from 0 (front) to 1 (end), got {depth}.")
-
 
 @dataclass(frozen=True)
 class Request:
@@ -106,6 +95,11 @@ class Request:
     depth: float | None
     rng: random.Random
 
+    def drawn_depth(self) -> float:
+        """Return the depth that is asked for, or a random one."""
+        drawn = self.rng.random()  # in any case, so that what is drawn later does not depend on the depth
+        return drawn if self.depth is None else self.depth
+
 
 class Draft(NamedTuple):
     """A question before its length is known.
@@ -113,8 +107,6 @@ class Draft(NamedTuple):
     Attributes:
         wording: Prompt and answer prefix for a number of pieces.
         answers: As in `Example`, like target and match.
-        target: A right continuation.
-        match: How the answers are looked for.
         least: Fewest pieces.
         most: Number of all pieces; None if there is no end to them.
         exhausted: Error if all pieces together leave room for more; None if that is fine.
@@ -142,7 +134,6 @@ class FittedTask(Task):
     def example(
         self, prompter: Prompter, length: int, index: int, *, seed: int = 0, depth: float | None = None
     ) -> Example:
-        self.check_depth(depth)
         draft = self.draft(Request(prompter, length, index, seed, depth, self.random(length, index, seed)))
         count = self.fit(prompter, length, draft.wording, least=draft.least, most=draft.most)
         if draft.exhausted is not None and count == draft.most:
@@ -165,20 +156,10 @@ class FittedTask(Task):
 def most_units(
     tokens: Callable[[int], int], limit: int, *, least: int = 1, most: int | None = None, guess: int | None = None
 ) -> int:
-    """Return the largest number of pieces whose text has at most ``limit`` tokens.
+    """Return the largest number of pieces, from ``least`` to ``most``, whose text has at most ``limit`` tokens.
 
     As tokens grow about linearly with the pieces, interpolation finds the number in a few tries, each of which
-    tokenizes the whole text.
-
-    Args:
-        tokens: Tokens of the text of that many pieces; must not fall when pieces are added.
-        limit: Tokens to fill.
-        least: Fewest pieces.
-        most: Number of all pieces; None if there is no end to them.
-        guess: Estimate of the result.
-
-    Returns:
-        A number ``n >= least`` with ``tokens(n) <= limit < tokens(n + 1)``, or ``most`` if all pieces fit.
+    tokenizes the whole text. A ``guess`` of the result may save some.
 
     Raises:
         ValueError: If not even ``least`` pieces fit, or the text hardly grows with its pieces.

@@ -1,6 +1,7 @@
 """Words, numbers and ids drawn for a question, and words that do not exist."""
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from uuid import UUID
 
@@ -11,6 +12,14 @@ ADJECTIVES, NOUNS = (
 
 _ONSETS = ("b", "br", "c", "d", "dr", "f", "fl", "g", "gr", "h", "k", "l", "m", "n", "p", "pl", "r", "s", "st", "t")
 _RHYMES = ("a", "an", "ar", "e", "el", "en", "i", "in", "ir", "o", "ol", "on", "u", "um", "ux")
+
+
+def distinct(draw: Callable[[], str], size: int) -> list[str]:
+    """Draw that many different words."""
+    words: dict[str, None] = {}  # in the order in which they were drawn
+    while len(words) < size:
+        words[draw()] = None
+    return list(words)
 
 
 def key_word(rng: random.Random) -> str:

@@ -49,7 +49,9 @@ def inspect_document(text: str, evaluator: str, *, name: str = "document", **opt
     evaluated = None
     if model is not None and document is not None:
         log_likelihood = model.log_likelihood(document)[0].float()
-        evaluated = EvaluatedModel(model.name, document_tokens(document), log_likelihood)
+        tokens = document_tokens(document)
+        key = judge.judge(text, tokens, device=device, name=name).key
+        evaluated = EvaluatedModel(model.name, tokens, log_likelihood, key)
     return Inspection(
         name=name,
         text=text,

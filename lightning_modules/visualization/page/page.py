@@ -13,23 +13,26 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from lightning_modules.functional import long_perplexity
 from lightning_modules.scoring.evaluator import Alternatives
-from lightning_modules.scoring.key_tokens import Tokens, find_key_tokens, same_tokens
+from lightning_modules.scoring.key_tokens import Tokens, evaluator_key_tokens, same_tokens
 from lightning_modules.scoring.token_scores import TokenScores
 from lightning_modules.utilities.files import write_atomically
 from lightning_modules.visualization.page.payload import (
     STEPS_PER_NAT,
-    Vocabulary,
     alternative_arrays,
+    numbered,
     pack,
     span_arrays,
     utf8,
     utf8_json,
 )
 
+_MODEL_FIGURES = """<div class="key"><dt>LongPPL of model</dt><dd id="model-longppl">{}</dd></div>
+<div><dt>perplexity of model</dt><dd>{}</dd></div>"""
 _SCRIPTS = ("data.js", "key_tokens.js", "blocks.js", "card.js", "charts.js", "main.js")
 
 
@@ -40,11 +43,17 @@ class EvaluatedModel(NamedTuple):
         name: Of the model.
         tokens: How it reads the document, in ``[M]`` tokens.
         log_likelihood: ``[M]`` float32 given everything before the token, in nats; token 0 is not scored.
+        key: ``[M]`` bool, its key tokens.
     """
 
     name: str
     tokens: Tokens
     log_likelihood: Tensor
+    key: Tensor
+
+    def perplexities(self) -> tuple[float, float]:
+        """Return LongPPL and perplexity."""
+        return perplexities(self.log_likelihood, self.key)
 
 
 @dataclass(repr=False)
@@ -54,8 +63,7 @@ class Inspection:
     In a notebook it shows itself. Another pair of thresholds needs no new page: they can be moved in it.
 
     Attributes:
-        name: Of the document.
-        text: The document.
+        name: Of the document, which ``text`` holds.
         evaluator: Name of the model that picks the key tokens.
         scores: Its log-likelihoods.
         token_texts: How each token reads that the page names, by its id.
@@ -76,12 +84,7 @@ class Inspection:
     model: EvaluatedModel | None = None
 
     def html(self) -> str:
-        """The page.
-
-        Raises:
-            ValueError: If the scores do not know the short log-likelihood of every token, or their offsets are not
-                those of the text.
-        """
+        """The page."""
         script = f"(() => {{\n'use strict';\n{''.join(_read(name) for name in _SCRIPTS)}}})();"
         style = _read("page.css")
         safe = {
@@ -91,18 +94,16 @@ class Inspection:
             "style_hash": _source_hash(style),
             "scores": pack(self._arrays()),
             "alternatives": pack(self._alternative_arrays()),
-            "model_figures": self._model_figures(),
+            "model_figures": ""
+            if self.model is None
+            else _MODEL_FIGURES.format(*map(_perplexity, self.model.perplexities())),
         }
         shown = {name: html.escape(value) for name, value in self._shown().items()}
         # In one pass: what a value holds is never taken for a place to be filled.
         return re.sub(r"\[\[(\w+)\]\]", lambda place: (safe | shown)[place[1]], _read("page.html"))
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the page in one step.
-
-        Raises:
-            OSError: If the folder cannot be written to.
-        """
+        """Write the page in one step."""
         write_atomically(Path(path), self.html().encode("utf-8", errors="replace"))
         return Path(path)
 
@@ -112,8 +113,8 @@ class Inspection:
         parts = [f"{shown['tokens']} tokens", f"{shown['key_tokens']} key tokens ({shown['share']})"]
         parts += [f"LongPPL {shown['longppl']}", f"perplexity {shown['perplexity']}"]
         if self.model is not None:
-            longppl, perplexity = self._model_perplexities
-            parts.append(f"{self.model.name}: LongPPL {_perplexity(longppl)}, perplexity {_perplexity(perplexity)}")
+            longppl, perplexity = map(_perplexity, self.model.perplexities())
+            parts.append(f"{self.model.name}: LongPPL {longppl}, perplexity {perplexity}")
         return f"{self.name}: {', '.join(parts)}"
 
     def _repr_html_(self) -> str:
@@ -128,23 +129,11 @@ class Inspection:
         """The first token that has a short context; those before it see the same in both."""
         return min(self.scores.context_length + self.scores.stride, len(self.scores.long))
 
-    @cached_property
-    def _key(self) -> Tensor:
-        return find_key_tokens(self.scores, alpha=self.alpha, beta=self.beta).mask
-
-    @cached_property
-    def _model_perplexities(self) -> tuple[float, float]:
-        assert self.model is not None
-        log_likelihood = self.model.log_likelihood
-        inside = find_key_tokens(self.scores, self.model.tokens, alpha=self.alpha, beta=self.beta).mask
-        return (
-            float(long_perplexity(log_likelihood[1:], inside[1:])),  # token 0 is not scored
-            float(long_perplexity(log_likelihood[1:], inside[1:].new_ones(len(inside) - 1))),
-        )
-
     def _shown(self) -> dict[str, str]:
         """What stands in the page as text."""
-        scores, key = self.scores, self._key
+        scores = self.scores
+        key = evaluator_key_tokens(scores, alpha=self.alpha, beta=self.beta)
+        longppl, perplexity = map(_perplexity, perplexities(scores.long, key))
         longest_short = scores.context_length + scores.stride - 1
         return {
             "name": self.name,
@@ -158,35 +147,21 @@ class Inspection:
             "tokens": f"{len(key):,}",
             "key_tokens": f"{int(key.sum()):,}",
             "share": f"{100 * float(key.double().mean()):.2f} %",
-            "longppl": _perplexity(float(long_perplexity(scores.long, key))),
-            "perplexity": _perplexity(float(long_perplexity(scores.long[1:], key[1:].new_ones(len(key) - 1)))),
+            "longppl": longppl,
+            "perplexity": perplexity,
             "of_evaluator": "" if self.model is None else " of evaluator",
             "model_sentence": "" if self.model is None else f" They judge {self.model.name}.",
         }
 
-    def _model_figures(self) -> str:
-        if self.model is None:
-            return ""
-        longppl, perplexity = map(_perplexity, self._model_perplexities)
-        return (
-            f'<div class="key"><dt>LongPPL of model</dt><dd id="model-longppl">{longppl}</dd></div>\n'
-            f"<div><dt>perplexity of model</dt><dd>{perplexity}</dd></div>"
-        )
-
     def _arrays(self) -> dict[str, np.ndarray[Any, Any]]:
         """All that the script needs to show the document and to count key tokens."""
         scores, vocabulary = self.scores, self._vocabulary
-        if scores.floor > -math.inf:
-            raise ValueError(
-                f"The short log-likelihoods below a long one of {scores.floor} nats were not computed, and the page"
-                " shows all: score the text without `key_tokens_only`."
-            )
         advance, length = span_arrays(self.text, scores.offsets)
         arrays: dict[str, np.ndarray[Any, Any]] = {
             "facts": utf8_json(self._facts()),
             "text": utf8(self.text),
-            "vocabulary": utf8_json([self.token_texts[index] for index in vocabulary.ids.tolist()]),
-            "token": vocabulary.numbers(scores.token_ids),
+            "vocabulary": utf8_json([self.token_texts[index] for index in vocabulary.tolist()]),
+            "token": numbered(vocabulary, scores.token_ids),
             "long": scores.long.numpy(),
             "short": scores.short.numpy(),
             "advance": advance,
@@ -223,9 +198,10 @@ class Inspection:
         return alternative_arrays(self.alternatives, self._vocabulary, self._first_short)
 
     @cached_property
-    def _vocabulary(self) -> Vocabulary:
-        shown = () if self.alternatives is None else tuple(part.token_ids for part in self.alternatives)
-        return Vocabulary(self.scores.token_ids, *shown)
+    def _vocabulary(self) -> Tensor:
+        """``[M]`` ids of the tokens that the page names, ascending."""
+        shown = () if self.alternatives is None else (part.token_ids.flatten() for part in self.alternatives)
+        return torch.cat([self.scores.token_ids, *shown]).unique()
 
 
 def _read(name: str) -> str:
@@ -235,6 +211,13 @@ def _read(name: str) -> str:
 def _source_hash(source: str) -> str:
     """What the page's content security policy says of the one script, or style, that it allows."""
     return f"sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}"
+
+
+def perplexities(log_likelihood: Tensor, key: Tensor) -> tuple[float, float]:
+    """Return LongPPL and perplexity of ``[N]`` tokens without token 0, which is not scored."""
+    longppl = long_perplexity(log_likelihood[1:], key[1:])
+    perplexity = long_perplexity(log_likelihood[1:], torch.ones_like(key[1:]))
+    return float(longppl), float(perplexity)
 
 
 def _perplexity(value: float) -> str:

@@ -1,4 +1,4 @@
-"""Sums over the tokens of many documents, and samples of training tokens; no document is kept."""
+"""Sums over the tokens of many documents by position, and samples of training tokens."""
 
 import torch
 from torch import Tensor
@@ -6,35 +6,11 @@ from torch import Tensor
 from lightning_modules.batch import IGNORE_INDEX, LONGEST_ROW
 from lightning_modules.functional import PowerLaw, fit_power_law
 
-LSD_EDGES = torch.linspace(-6.0, 10.0, 81)
-LCL_EDGES = torch.linspace(-12.0, 0.0, 61)
 SHORTEST_FITTED = 16
 """Shortest context to which a power law is fitted, in tokens: shorter ones are within a sentence."""
 
 SAMPLED = 4096
 """Most tokens of a batch in a sample."""
-
-
-class BenefitCounts:
-    """``[60, 80]`` float64 counts of tokens by long log-likelihood (LCL) and long-short difference (LSD).
-
-    Bins have 0.2 nats; tokens beyond the edges are in the outer bins.
-    """
-
-    def __init__(self) -> None:
-        self.counts = torch.zeros(len(LCL_EDGES) - 1, len(LSD_EDGES) - 1, dtype=torch.float64)
-
-    def add(self, long: Tensor, short: Tensor) -> None:
-        """Count the tokens whose ``[N]`` long and short log-likelihoods, in nats, are not equal."""
-
-        def bins(values: Tensor, edges: Tensor) -> Tensor:
-            return (torch.bucketize(values.float(), edges, right=True) - 1).clamp(0, len(edges) - 2)
-
-        compared = long != short
-        rows, columns = bins(long[compared], LCL_EDGES), bins((long - short)[compared], LSD_EDGES)
-        width = self.counts.shape[1]
-        found = torch.bincount(rows * width + columns, minlength=self.counts.numel())
-        self.counts += found.reshape(self.counts.shape)
 
 
 class PositionSums:
@@ -73,13 +49,9 @@ class PositionSums:
 
 
 class WeightSample:
-    """Weights and long-short differences of tokens of one optimizer step, in main memory.
-
-    The draw has a separate generator: training draws the same random numbers with it and without.
-    """
+    """Weights and long-short differences of tokens of one optimizer step, in main memory."""
 
     def __init__(self) -> None:
-        self._generator = torch.Generator().manual_seed(0)
         self._weights: list[Tensor] = []
         self._differences: list[Tensor] = []
 
@@ -95,17 +67,17 @@ class WeightSample:
         short: Tensor | None = None,
         differs: Tensor | None = None,
     ) -> None:
-        """Draw up to 4096 tokens of a batch of ``[B, T]`` tensors; one copy of them waits for the accelerator.
+        """Take every n-th token of a batch of ``[B, T]`` tensors, up to 4096; one copy waits for the accelerator.
 
         Without short log-likelihoods, in nats, or where they do not differ, only weights are sampled.
         """
-        drawn: Tensor | slice = slice(None)
-        if labels.numel() > SAMPLED:
-            drawn = torch.randint(labels.numel(), (SAMPLED,), generator=self._generator).to(labels.device)
+        every = -(-labels.numel() // SAMPLED)
         if short is None or differs is None:
             short, differs = long, torch.zeros_like(labels, dtype=torch.bool)
         parts = (influence, labels.ne(IGNORE_INDEX), long, short, differs)
-        weight, scored, long, short, differs = torch.stack([p.detach().flatten()[drawn].double() for p in parts]).cpu()
+        weight, scored, long, short, differs = torch.stack(
+            [p.detach().flatten()[::every].double() for p in parts]
+        ).cpu()
         self._weights.append(weight[scored > 0])
         self._differences.append((long - short)[(scored * differs) > 0])
 

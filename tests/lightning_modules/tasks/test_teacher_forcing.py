@@ -60,8 +60,3 @@ def test_an_answer_counts_if_each_of_its_tokens_is_the_likeliest(backbone):
     (scores,) = teacher_forced(backbone, [ForcedAnswer(ids, 20, spans)])
     assert scores.right == [True, False, True]
     assert scores.score == pytest.approx(2 / 3)
-
-
-def test_a_question_without_its_answer(backbone):
-    with pytest.raises(ValueError, match="Question 1 holds none"):
-        teacher_forced(backbone, [QUESTIONS[0], ForcedAnswer([1, 2], 1, [])])

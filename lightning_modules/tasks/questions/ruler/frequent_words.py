@@ -8,6 +8,7 @@ from scipy.special import zeta
 from typing_extensions import override
 
 from lightning_modules.tasks.questions.task import Draft, FittedTask, Request
+from lightning_modules.tasks.questions.words import distinct
 
 ALPHA = 2.0
 WORD_LETTERS = 6
@@ -50,10 +51,7 @@ class FrequentWords(FittedTask):
 
 def coded_words(rng: random.Random, count: int) -> list[str]:
     """Return distinct words of random letters."""
-    words: dict[str, None] = {}  # in the order in which they were drawn
-    while len(words) < count:
-        words["".join(rng.choices(_LETTERS, k=WORD_LETTERS))] = None
-    return list(words)
+    return distinct(lambda: "".join(rng.choices(_LETTERS, k=WORD_LETTERS)), count)
 
 
 def coded_text(vocabulary: Sequence[str], words: int, rng: random.Random) -> str:

@@ -3,13 +3,14 @@
 import random
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from typing_extensions import override
 
 from lightning_modules.tasks.questions.haystacks import NOISE, Drawn, Essays
 from lightning_modules.tasks.questions.task import Draft, FittedTask, Request, place
-from lightning_modules.tasks.questions.words import key_word, number, uuid
+from lightning_modules.tasks.questions.words import distinct, key_word, number, uuid
 
 Haystack = Literal["noise", "essay", "needles"]
 Kind = Literal["words", "numbers", "uuids"]
@@ -65,11 +66,6 @@ class Needles(FittedTask):
 
     A depth counts pieces: sentences, and with `noise` RULER's line of five short ones. Unless a depth is asked for,
     needles are placed as in RULER: in essays at some of 40 evenly spaced depths, else anywhere.
-
-    Args:
-        name: Name of the task.
-        setting: Needles and haystack.
-        essays: Prose for the haystack `essay`.
     """
 
     max_new_tokens = 128
@@ -83,8 +79,8 @@ class Needles(FittedTask):
     @override
     def draft(self, asked: Request) -> Draft:
         rng, setting = asked.rng, self.setting
-        keys = _distinct(rng, setting.key, setting.keys)
-        values = _distinct(rng, setting.value, setting.keys * setting.values)
+        keys = distinct(partial(DRAW[setting.key], rng), setting.keys)
+        values = distinct(partial(DRAW[setting.value], rng), setting.keys * setting.values)
         values_of = {key: values[i * setting.values : (i + 1) * setting.values] for i, key in enumerate(keys)}
         queries = rng.sample(keys, setting.queries)
         answers = tuple(value for query in queries for value in values_of[query])
@@ -155,13 +151,6 @@ class _Hidden:
         """Return the fraction of the other pieces before the needle that is asked for."""
         pieces = self.among([""] * sentences)
         return pieces.index(self.asked) / (len(pieces) - 1)
-
-
-def _distinct(rng: random.Random, kind: Kind, count: int) -> list[str]:
-    taken: dict[str, None] = {}  # in the order in which they were drawn
-    while len(taken) < count:
-        taken[_other(rng, kind, taken)] = None
-    return list(taken)
 
 
 def _other(rng: random.Random, kind: Kind, taken: Collection[str]) -> str:

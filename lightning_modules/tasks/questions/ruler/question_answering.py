@@ -2,10 +2,11 @@
 
 import random
 from pathlib import Path
+from typing import Literal
 
 from typing_extensions import override
 
-from lightning_modules.tasks.questions.question_files import Collection, Question, read_hotpot, read_squad
+from lightning_modules.tasks.questions.question_files import Question, read_hotpot, read_squad
 from lightning_modules.tasks.questions.task import Draft, FittedTask, Request
 
 _INSTRUCTION = (
@@ -20,34 +21,19 @@ _ANSWER_PREFIX = " Answer:"
 class QuestionAnswering(FittedTask):
     """RULER's ``qa_1`` and ``qa_2`` (https://arxiv.org/abs/2404.06654, Section 3.4): real questions among distractors.
 
-    The documents of a question are among those of other questions, in random order; for SQuAD those of the same
-    article come first. One of the answers has to occur in the model's answer. The wordings are those of
-    https://github.com/NVIDIA/RULER. Unlike there, questions are asked in a random order that depends on the
-    seed alone (so that all lengths ask the same ones; the original takes them as they stand in the file, where the
-    first dozens are about one article), and the order of documents is drawn for each question.
-
-    Args:
-        name: Name of the task.
-        collection: Documents and questions.
-        source: Name of the collection in error messages.
+    They are read from a local file, ``qa_1`` from one of SQuAD and ``qa_2`` from one of HotpotQA. The documents of a
+    question are among those of other questions, in random order; for SQuAD those of the same article come first. One of
+    the answers has to occur in the model's answer. The wordings are those of https://github.com/NVIDIA/RULER. Unlike
+    there, questions are asked in a random order that depends on the seed alone (the original takes them as in the file,
+    where the first dozens are about one article), and the order of documents is drawn for each question.
     """
 
     max_new_tokens = 32
 
-    def __init__(self, name: str, collection: Collection, source: str) -> None:
+    def __init__(self, name: Literal["qa_1", "qa_2"], path: str | Path) -> None:
         self.name = name
-        self.collection = collection
-        self.source = source
-
-    @classmethod
-    def squad(cls, path: str | Path) -> "QuestionAnswering":
-        """Return ``qa_1``: questions of a local file of SQuAD, see `read_squad`."""
-        return cls("qa_1", read_squad(path), str(path))
-
-    @classmethod
-    def hotpot(cls, path: str | Path) -> "QuestionAnswering":
-        """Return ``qa_2``: questions of a local file of HotpotQA, see `read_hotpot`."""
-        return cls("qa_2", read_hotpot(path), str(path))
+        self.path = path
+        self.collection = read_squad(path) if name == "qa_1" else read_hotpot(path)
 
     @override
     def draft(self, asked: Request) -> Draft:
@@ -74,7 +60,7 @@ class QuestionAnswering(FittedTask):
             match="any",
             least=len(question.documents),
             most=len(documents),
-            exhausted=f"The {len(documents)} documents of {self.source} are too few: '{self.name}' cannot be"
+            exhausted=f"The {len(documents)} documents of {self.path} are too few: '{self.name}' cannot be"
             f" {asked.length} tokens long. Ask for shorter texts, or take a larger file.",
             depth=depth,
         )

@@ -8,7 +8,7 @@ from lightning_modules.commands import evaluate as command
 from lightning_modules.commands.cli.main import main
 from lightning_modules.commands.evaluate import evaluate
 from lightning_modules.tasks.evaluation import evaluation
-from lightning_modules.tasks.evaluation.store import ResultStore
+from lightning_modules.tasks.evaluation.evaluation import ResultStore
 from tests.support.toy_tasks import GUESS, SEVERAL
 
 TASKS = {"tasks": [GUESS, SEVERAL], "lengths": [48, 64], "samples": 3, "depths": 3}
@@ -31,7 +31,7 @@ def asked(monkeypatch):
 def results(folder):
     path = folder / "settings.json"
     found = ResultStore(folder, json.loads(path.read_text())).read()
-    return [str({**vars(one), "seconds": 0}) for one in found]
+    return sorted(str({**vars(one), "seconds": 0}) for one in found)
 
 
 @pytest.mark.slow
@@ -104,7 +104,6 @@ def test_a_folder_of_other_settings_is_refused_before_the_model_is_loaded(guessi
     ("settings", "message"),
     [
         ({"lengths": [8]}, "8 tokens is too short for 'guess'"),
-        ({"samples": 0}, "`samples` must be 1 or more"),
         ({"device": "tpu7"}, "not available"),
         ({"chat_template": True}, "has no chat template"),
         ({"haystack": "nowhere"}, "nowhere"),

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -7,12 +8,11 @@ from transformers import PreTrainedTokenizerFast
 
 from lightning_modules.tasks.evaluation.questions import (
     Key,
-    first_of_each,
+    check_questions,
     make_questions,
+    put_questions,
     question_keys,
-    warn_of_unknown_tokens,
 )
-from lightning_modules.tasks.evaluation.runs import put_questions
 from lightning_modules.tasks.evaluation.summary import summarize
 from lightning_modules.tasks.questions.prompter import Prompter
 from lightning_modules.tasks.questions.registry import find_tasks
@@ -31,7 +31,6 @@ def test_each_task_length_depth_and_sample_has_a_name():
     assert keys[:3] == [Key("guess", 48, 0.0, 0), Key("guess", 48, 0.0, 1), Key("guess", 48, 0.5, 0)]
     assert len(keys) == len(set(keys)) == 2 * 3 * 2 + 2 * 2
     assert keys[-1] == Key("several", 64, None, 1)
-    assert first_of_each(keys) == [key for key in keys if key.index == 0 and not key.depth]
 
 
 def test_a_question_is_what_its_name_says(questions, prompter):
@@ -46,8 +45,6 @@ def test_a_question_is_what_its_name_says(questions, prompter):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((TASKS, [64], 0), "`samples` must be 1 or more, got 0"),
-        ((TASKS, [], 1), "`lengths` must be one or more"),
         ((TASKS, [64, 64], 1), "`lengths` names something twice"),
         ((TASKS + TASKS, [64], 1), "`tasks` names something twice"),
         ((TASKS, [64], 1, 1), "2 or more evenly spaced"),
@@ -112,8 +109,8 @@ def test_perplexities_are_over_all_tokens(questions, guessing, prompter):
 
 
 def test_a_target_without_an_answer_is_refused_by_name(questions, guessing, prompter):
-    key, example = questions[0]
-    wrong = [(key, type(example)(**{**vars(example), "target": " fo"}))]
+    example = questions[0].example
+    wrong = [questions[0]._replace(example=replace(example, target=" fo"))]
     with pytest.raises(ValueError, match=r"right continuation ' fo' of 'guess' holds none.* set `mode` to 'generate'"):
         put_questions(guessing, prompter, wrong, "teacher_forced")
 
@@ -123,7 +120,7 @@ def test_words_that_the_tokenizer_does_not_know_are_told(questions, prompter, re
     tokenizer = Tokenizer(models.WordLevel(known, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     stranger = Prompter(PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>"))
-    warn_of_unknown_tokens(questions[:1], prompter)
+    check_questions([questions[0].key], TASKS, prompter, 3)
     assert not recwarn
     with pytest.warns(UserWarning, match="of the tokens of 'guess' are unknown to the tokenizer"):
-        warn_of_unknown_tokens(questions[:1], stranger)
+        check_questions([questions[0].key], TASKS, stranger, 3)

@@ -11,7 +11,6 @@ from lightning_modules.tasks.evaluation.summary import (
     effective_length,
     length_averages,
     mean_scores,
-    position_curve,
     weighted_average,
 )
 
@@ -59,7 +58,7 @@ def test_the_threshold_has_to_be_exceeded_and_only_at_the_longest():
 def test_means_errors_and_counts_by_hand():
     scores = [1.0, 0.5, 0.5, 0.0, 1.0]
     rows = [Row("vt", 4096, None, score) for score in scores] + [Row("cwe", 8192, 0.5, 0.25)]
-    found = mean_scores(table(rows), ["task", "length"])
+    found = mean_scores(table(rows))
     assert found["vt", 4096] == pytest.approx((60, 100 * statistics.stdev(scores) / math.sqrt(5), 5))
     assert found["cwe", 8192].mean == 25
     assert math.isnan(found["cwe", 8192].error)
@@ -79,10 +78,7 @@ def test_positions_count_for_the_nearest_depth_and_missing_ones_stay_missing():
         Row("needle", 4096, depth, score)
         for depth, score in [(0, 1.0), (0.04, 0.0), (0.06, 1.0), (0.5, 0.5), (0.96, 0.0), (1, 0.0), (None, 1.0)]
     ] + [Row("needle", 8192, 0.5, 1.0)]
-    curve = position_curve(table(rows))
-    assert {depth: score.mean for depth, score in curve.items()} == {0: 50, 0.1: 100, 0.5: 75, 1: 0}
-    assert [score.questions for score in curve.values()] == [2, 1, 2, 2]
-    assert list(position_curve(table(rows), bins=2)) == [0, 1]
+    assert depth_matrix(table(rows), bins=2).depths == [0, 1]
     matrix = depth_matrix(table(rows))
     assert matrix.lengths == [4096, 8192]
     assert matrix.depths == pytest.approx(np.linspace(0, 1, 11))
@@ -90,9 +86,11 @@ def test_positions_count_for_the_nearest_depth_and_missing_ones_stay_missing():
     expected[0, [0, 1, 5, 10]] = [50, 100, 50, 0]
     expected[1, 5] = 100
     np.testing.assert_array_equal(matrix.scores, expected)
+    assert matrix.errors[0, [0, 10]].tolist() == [50, 0]
+    assert np.isnan(matrix.errors[:, 5]).all(), "of a single question"
 
 
 def test_a_grid_of_depths_stays_apart():
     for bins in (2, 5, 11, 21, 40):
-        rows = [Row("needle", 4096, number / (bins - 1), 1.0) for number in range(bins)]
-        assert [score.questions for score in position_curve(table(rows), bins=bins).values()] == [1] * bins
+        rows = [Row("needle", 4096, number / (bins - 1), number / 100) for number in range(bins)]
+        assert depth_matrix(table(rows), bins=bins).scores.tolist() == [pytest.approx(list(range(bins)))]

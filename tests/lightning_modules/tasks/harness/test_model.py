@@ -13,8 +13,8 @@ from lm_eval.tasks import TaskManager
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.tasks.harness.evaluation import aggregate, evaluate_task
-from lightning_modules.tasks.harness.model import HarnessModel, cut
-from lightning_modules.tasks.harness.tasks import TaskLoader
+from lightning_modules.tasks.harness.model import Continuation, HarnessModel, score_continuations
+from lightning_modules.tasks.harness.tasks import load_tasks
 from tests.conftest import tiny_model
 
 NAMES = ["both", "answer", "rolling"]
@@ -35,13 +35,8 @@ def pair(request, model_dir):
 @pytest.mark.slow
 def test_same_answers_and_metrics(pair, task_dir):
     ours, theirs = pair
-    loader = TaskLoader(NAMES, include_path=str(task_dir))
-    loaded = {name: loader.load(name) for name in NAMES}
-    found = {
-        name: evaluate_task(ours, name, task, log_samples=True, limit=5)
-        for part in loaded.values()
-        for name, task in part.tasks.items()
-    }
+    loaded = load_tasks(NAMES, include_path=str(task_dir))
+    found = {name: evaluate_task(ours, name, task, log_samples=True, limit=5) for name, task in loaded.tasks.items()}
     manager = TaskManager(include_path=str(task_dir), include_defaults=False)
     expected = simple_evaluate(theirs, tasks=NAMES, task_manager=manager, bootstrap_iters=0, limit=5)
     assert set(found) == {"choice", "letter", "answer", "rolling"}
@@ -58,7 +53,7 @@ def test_same_answers_and_metrics(pair, task_dir):
         for key, value in result["metrics"].items():
             assert value == pytest.approx(expected["results"][name][key], rel=1e-6), key
     assert any(answer for sample in found["answer"]["samples"] for answer in sample["resps"][0])
-    both = aggregate(loaded["both"].groups, found)["both"]
+    both = aggregate(loaded.groups, found)["both"]
     assert both["acc,none"] == pytest.approx(expected["results"]["both"]["acc,none"])
 
 
@@ -98,7 +93,6 @@ def test_generation_stops_at_a_sequence_across_tokens(model_dir, tokenizer):
     stopping = Instance("generate_until", {}, ("ba ce di", {"max_gen_toks": 40, "until": [stop, "###"]}), 0)
     assert model.generate_until([stopping]) == [text.partition(stop)[0]]
     assert len(passes) < 30
-    assert cut("ab##cd", ["cd", "##"]) == "ab"
 
 
 def test_random_samples_are_refused(model_dir, tokenizer):
@@ -111,7 +105,7 @@ def test_random_states_and_modes_come_back(model_dir, tokenizer, task_dir):
     network = tiny_model("llama", len(tokenizer)).train()
     model = HarnessModel(Backbone(network), tokenizer)
     before = (random.getstate(), np.random.get_state()[1].copy(), torch.get_rng_state())
-    loaded = TaskLoader(["choice"], include_path=str(task_dir)).load("choice")
+    loaded = load_tasks(["choice"], include_path=str(task_dir))
     first = evaluate_task(model, "choice", loaded.tasks["choice"], log_samples=True)
     assert random.getstate() == before[0]
     np.testing.assert_array_equal(np.random.get_state()[1], before[1])
@@ -125,8 +119,75 @@ def test_chat_template(model_dir, task_dir):
     tokenizer = load_tokenizer(str(model_dir))
     tokenizer.chat_template = "{% for m in messages %}<s>{{ m.content }}</s>{% endfor %}"
     model = HarnessModel(Backbone(tiny_model("llama", len(tokenizer))), tokenizer)
-    task = TaskLoader(["letter"], include_path=str(task_dir)).load("letter").tasks["letter"]
+    task = load_tasks(["letter"], include_path=str(task_dir)).tasks["letter"]
     result = evaluate_task(model, "letter", task, chat_template=True, log_samples=True, limit=1)
     prompt = result["samples"][0]["arguments"][0][0]
     assert prompt.startswith("<s>")
     assert model.tok_encode(prompt).count(tokenizer.bos_token_id) == 1  # none besides the template's
+
+
+@pytest.fixture(scope="module")
+def small():
+    return tiny_model("llama", 60, seed=3).double()
+
+
+def reference(model, context, tokens):
+    """One token at a time."""
+    ids, total, greedy = list(context), 0.0, True
+    for token in tokens:
+        logits = model(torch.tensor([ids])).logits[0, -1].detach()
+        total += float(logits.log_softmax(0)[token])
+        greedy &= int(logits.argmax()) == token
+        ids.append(token)
+    return total, greedy
+
+
+def questions(model):
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(count):
+        return torch.randint(60, (count,), generator=generator).tolist()
+
+    shared = draw(9)
+    asked = [Continuation(draw(length), draw(count)) for length, count in [(1, 1), (40, 3), (5, 12), (17, 1), (2, 0)]]
+    asked += [Continuation(shared, [token]) for token in range(6)]  # the choices of a question
+    asked += [Continuation(shared[:7], [*shared[7:], 4])]  # the same text, of which more is asked
+    context = draw(11)
+    likely = model.generate(torch.tensor([context]), max_new_tokens=4, min_new_tokens=4, do_sample=False)
+    asked.append(Continuation(context, likely[0, 11:].tolist()))
+    return asked
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 64, 10_000])
+def test_matches_one_token_at_a_time(small, batch_tokens):
+    backbone, asked = Backbone(small), questions(small)
+    passes = []
+    small.get_decoder().register_forward_hook(lambda _, __, output: passes.append(output.last_hidden_state.shape))
+    found = score_continuations(backbone, asked, batch_tokens=batch_tokens)
+    used = list(passes)
+    for score, question in zip(found, asked, strict=True):
+        total, greedy = reference(small, *question)
+        assert score.log_likelihood == pytest.approx(total, abs=1e-9)
+        assert score.is_greedy == greedy
+    assert found[-1].is_greedy
+    assert sum(score.is_greedy for score in found) < len(found)
+    assert all(rows * length <= max(batch_tokens, 42) for rows, length, _ in used)
+    assert sum(rows for rows, _, _ in used) == 6  # the seven about one text share a row; one asks nothing
+
+
+def test_modes_come_back_and_dropout_is_off():
+    model = tiny_model("llama", 60, attention_dropout=0.5).train()
+    model.model.layers[0].mlp.eval()
+    modes = [module.training for module in model.modules()]
+    asked = [Continuation([1, 2, 3], [4, 5])]
+    assert score_continuations(Backbone(model), asked) == score_continuations(Backbone(model), asked)
+    assert [module.training for module in model.modules()] == modes
+
+
+def test_bad_input_is_refused(small):
+    backbone = Backbone(small)
+    with pytest.raises(ValueError, match="Continuation 1 has no context"):
+        score_continuations(backbone, [Continuation([1], [1]), Continuation([], [1])])
+    with pytest.raises(ValueError, match="id 60 is beyond the embedding of 60"):
+        score_continuations(backbone, [Continuation([60], [1])])
+    assert score_continuations(backbone, []) == []

@@ -11,7 +11,7 @@ from lightning_modules.models.loading import load_backbone
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.tasks.harness.evaluation import evaluate_task
 from lightning_modules.tasks.harness.model import HarnessModel
-from lightning_modules.tasks.harness.tasks import TaskLoader
+from lightning_modules.tasks.harness.tasks import load_tasks
 from lightning_modules.training.fsdp import load_sharded_backbone, world_mesh
 from tests.support.distributed import run_distributed
 
@@ -20,10 +20,8 @@ NAMES = ["choice", "answer", "rolling"]
 
 def ask(backbone, model_dir, task_dir):
     model = HarnessModel(backbone, load_tokenizer(model_dir), batch_tokens=300, max_length=200)
-    loader = TaskLoader(NAMES, include_path=task_dir)
     found = {}
-    for name in NAMES:
-        task = loader.load(name).tasks[name]
+    for name, task in load_tasks(NAMES, include_path=task_dir).tasks.items():
         result = evaluate_task(model, name, task, log_samples=True, limit=5)
         found[name] = [result["metrics"], [sample["resps"] for sample in result["samples"]]]
     return json.loads(json.dumps(found))

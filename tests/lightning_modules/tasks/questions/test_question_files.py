@@ -91,9 +91,9 @@ def test_files_without_questions_are_refused_by_name(tmp_path, kind, empty):
 
 
 def test_tasks_that_need_a_file_say_so(tmp_path):
-    with pytest.raises(ValueError, match=r"'qa_1' asks questions of SQuAD: set `squad` to a local copy"):
+    with pytest.raises(ValueError, match=r"'qa_1' needs a file: set `squad` to a local copy of SQuAD"):
         find_tasks(["ruler"])
-    with pytest.raises(ValueError, match=r"'qa_2' asks questions of HotpotQA: set `hotpot` to a local copy"):
+    with pytest.raises(ValueError, match=r"'qa_2' needs a file: set `hotpot` to a local copy of HotpotQA"):
         find_tasks(["qa_2"])
     for kind in READERS:
         (tmp_path / f"{kind}.json").write_text(content(kind))

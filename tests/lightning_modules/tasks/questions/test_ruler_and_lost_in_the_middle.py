@@ -7,7 +7,7 @@ import re
 import pytest
 
 from lightning_modules.tasks.questions.haystacks import NOISE
-from lightning_modules.tasks.questions.retrieval.multi_document_qa import MultiDocumentQA
+from lightning_modules.tasks.questions.multi_document_qa import MultiDocumentQA
 from lightning_modules.tasks.questions.ruler.common_words import CommonWords
 from lightning_modules.tasks.questions.ruler.frequent_words import FrequentWords
 from lightning_modules.tasks.questions.ruler.question_answering import QuestionAnswering
@@ -30,8 +30,8 @@ def tasks(tmp_path_factory):
         "vt": VariableTracking(),
         "cwe": CommonWords(),
         "fwe": FrequentWords(),
-        "qa_1": QuestionAnswering.squad(folder / "squad.json"),
-        "qa_2": QuestionAnswering.hotpot(folder / "hotpot.json"),
+        "qa_1": QuestionAnswering("qa_1", folder / "squad.json"),
+        "qa_2": QuestionAnswering("qa_2", folder / "hotpot.json"),
         "multi_document_qa": MultiDocumentQA(),
         "nq_open": MultiDocumentQA(folder / "nq.jsonl.gz"),
     }
@@ -116,9 +116,3 @@ def test_the_same_arguments_give_the_same_question_whatever_was_asked_before(tas
 def test_too_short_a_length_is_refused(tasks, prompters, name):
     with pytest.raises(ValueError, match=rf"A length of 150 tokens is too short for '{tasks[name].name}', which keeps"):
         tasks[name].example(prompters["bytes"], 150, 0)
-
-
-@pytest.mark.parametrize("name", ["vt", "cwe", "fwe", "qa_1", "qa_2"])
-def test_depth_cannot_be_chosen(tasks, prompters, name):
-    with pytest.raises(ValueError, match="have no depth that could be chosen"):
-        tasks[name].example(prompters["bytes"], LENGTH, 0, depth=0.5)

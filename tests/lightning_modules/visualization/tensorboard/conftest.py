@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from lightning_modules.visualization.tensorboard import ScoredDocument
+from lightning_modules.scoring.token_scores import TokenScores, text_sha256
+from lightning_modules.visualization.tensorboard.documents import ScoredDocument
 
 
 @pytest.fixture
@@ -17,6 +18,8 @@ def make_document():
         short = long - (torch.zeros(count) if lsd is None else torch.tensor(lsd))
         mask = torch.zeros(count, dtype=torch.bool)
         mask[list(key)] = True
-        return ScoredDocument(name, text, torch.tensor(offsets), long, short, mask)
+        ids = torch.tensor([sorted(set(words)).index(word) for word in words])
+        scores = TokenScores(text_sha256(text), "a model", 4, 2, ids, torch.tensor(offsets), long, short)
+        return ScoredDocument(name, text, scores, mask)
 
     return make

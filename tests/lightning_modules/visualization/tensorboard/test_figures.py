@@ -1,18 +1,37 @@
 import torch
 
-from lightning_modules.visualization.tensorboard.figures import benefit_figure, position_figure
-from lightning_modules.visualization.tensorboard.sums import BenefitCounts, PositionSums
+from lightning_modules.visualization.tensorboard.figures import (
+    LCL_EDGES,
+    LSD_EDGES,
+    benefit_counts,
+    benefit_figure,
+    position_figure,
+)
+from lightning_modules.visualization.tensorboard.sums import PositionSums
+
+
+def test_counts_are_those_of_one_token_at_a_time():
+    generator = torch.Generator().manual_seed(0)
+    long = -20 * torch.rand(400, generator=generator)
+    short = torch.where(torch.rand(400, generator=generator) < 0.2, long, -20 * torch.rand(400, generator=generator))
+    counts = benefit_counts(long, short)
+    for a, b in zip(long, short, strict=True):
+        if a != b:
+            row = max(sum(bool(a >= edge) for edge in LCL_EDGES) - 1, 0)
+            column = min(max(sum(bool(a - b >= edge) for edge in LSD_EDGES) - 1, 0), len(LSD_EDGES) - 2)
+            counts[row, column] -= 1
+    assert (counts == 0).all()
 
 
 def test_figures():
-    benefit, positions = BenefitCounts(), PositionSums(3)
     long = -torch.rand(500) * 8
-    benefit.add(long, long - torch.randn(500))
-    at_two, at_three = (benefit_figure(benefit, alpha=alpha, beta=-2.0, title="t") for alpha in (2.0, 3.0))
+    short = long - torch.randn(500)
+    at_two, at_three = (benefit_figure(long, short, alpha=alpha, beta=-2.0, title="t") for alpha in (2.0, 3.0))
     assert at_two.shape == at_three.shape
     assert (at_two != at_three).any(), "thresholds are drawn"
-    positions.add(torch.arange(1, 300), *torch.rand(3, 299))
-    small = position_figure(positions, title="t")
-    large = position_figure(positions, title="t", short=1, key_share=2)
-    assert small.shape[1] == large.shape[1]
-    assert small.shape[0] < large.shape[0]
+    small, large = PositionSums(1), PositionSums(3)
+    small.add(torch.arange(1, 300), torch.rand(299))
+    large.add(torch.arange(1, 300), *torch.rand(3, 299))
+    shapes = [position_figure(positions, title="t").shape for positions in (small, large)]
+    assert shapes[0][1] == shapes[1][1]
+    assert shapes[0][0] < shapes[1][0]

@@ -34,7 +34,7 @@ def documents(prompt):
 
 
 def test_documents_of_the_same_article_come_first(files, prompter):
-    task = QuestionAnswering.squad(files / "squad.json")
+    task = QuestionAnswering("qa_1", files / "squad.json")
     articles = []
     for index in range(6):
         example = task.example(prompter, 500, index)
@@ -52,7 +52,7 @@ def test_documents_of_the_same_article_come_first(files, prompter):
 
 
 def test_every_question_is_asked_once_before_one_comes_again_and_all_lengths_ask_the_same(files, prompter):
-    task = QuestionAnswering.squad(files / "squad.json")
+    task = QuestionAnswering("qa_1", files / "squad.json")
     asked = [documents(task.example(prompter, 400, index).prompt)[1] for index in range(48)]
     assert len(set(asked)) == 48
     assert documents(task.example(prompter, 900, 5).prompt)[1] == asked[5]
@@ -61,7 +61,7 @@ def test_every_question_is_asked_once_before_one_comes_again_and_all_lengths_ask
 
 
 def test_all_ten_documents_of_a_hotpot_question_are_there(files, prompter):
-    task = QuestionAnswering.hotpot(files / "hotpot.json")
+    task = QuestionAnswering("qa_2", files / "hotpot.json")
     made = {asked["question"]: asked for asked in answerers.hotpot_file()}
     example = task.example(prompter, 700, 0)
     found, question = documents(example.prompt)
@@ -72,7 +72,7 @@ def test_all_ten_documents_of_a_hotpot_question_are_there(files, prompter):
 
 
 def test_a_length_that_does_not_hold_all_ten_is_refused(files, prompter):
-    task = QuestionAnswering.hotpot(files / "hotpot.json")
+    task = QuestionAnswering("qa_2", files / "hotpot.json")
     found = []
     for length in range(150, 300, 10):
         try:
@@ -85,7 +85,7 @@ def test_a_length_that_does_not_hold_all_ten_is_refused(files, prompter):
 
 
 def test_places_of_the_gold_document_are_drawn(files, prompter):
-    task = QuestionAnswering.squad(files / "squad.json")
+    task = QuestionAnswering("qa_1", files / "squad.json")
     depths = [task.example(prompter, 500, index).depth for index in range(40)]
     assert min(depths) < 0.2
     assert max(depths) > 0.8
@@ -93,4 +93,4 @@ def test_places_of_the_gold_document_are_drawn(files, prompter):
 
 def test_a_file_that_is_too_small_is_said_to_be(files, prompter):
     with pytest.raises(ValueError, match=r"The 48 documents of .*squad.json are too few: 'qa_1' cannot be 90000 tok"):
-        QuestionAnswering.squad(files / "squad.json").example(prompter, 90_000, 0)
+        QuestionAnswering("qa_1", files / "squad.json").example(prompter, 90_000, 0)

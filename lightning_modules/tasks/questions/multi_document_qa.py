@@ -4,13 +4,12 @@ import itertools
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import get_args
 
 from typing_extensions import override
 
 from lightning_modules.tasks.questions.example import contains_answer
 from lightning_modules.tasks.questions.question_files import OpenQuestion, Passage, read_nq_open
-from lightning_modules.tasks.questions.retrieval.key_values import Query
+from lightning_modules.tasks.questions.retrieval import Query
 from lightning_modules.tasks.questions.task import Draft, FittedTask, Request, place
 from lightning_modules.tasks.questions.words import ADJECTIVES, NOUNS, made_up_words
 
@@ -37,14 +36,13 @@ class MultiDocumentQA(FittedTask):
 
     Args:
         path: A local file of questions, see `read_nq_open`. By default the questions are made up, as their documents:
-            short lives of people who never were (`made_up_lives`). Scores on them are no scores of *Lost in the
-            Middle*.
-        query: Where the question stands: after the passages, or as in the paper's query-aware contextualization in
+            short lives of people who never were. Scores on them are no scores of *Lost in the Middle*.
+        query: Where the question is: after the passages, or as in the paper's query-aware contextualization in
             ``both`` places, or only before them.
         documents: Passages, as 10, 20 or 30 in the paper; by default as many as the length allows.
 
     Raises:
-        ValueError: If the file cannot be used, the query is none of these, or there are fewer than 2 documents.
+        ValueError: If the file cannot be used, or there are fewer than 2 documents.
     """
 
     max_new_tokens = 100
@@ -55,8 +53,6 @@ class MultiDocumentQA(FittedTask):
             raise ValueError(
                 f"`documents` counts the passages, of which one has the answer: 2 or more, not {documents}."
             )
-        if query not in get_args(Query):
-            raise ValueError(f"`query` is where the question stands: before, after or both, got '{query}'.")
         self.query = query
         self.name = "multi_document_qa" if query == "after" else f"multi_document_qa_query_{query}"
         self.documents = documents

@@ -7,11 +7,7 @@ import pytest
 
 from lightning_modules.tasks.questions.haystacks import Essays
 from lightning_modules.tasks.questions.prompter import Prompter
-from lightning_modules.tasks.questions.retrieval.first_sentence import FirstSentence
-from lightning_modules.tasks.questions.retrieval.key_values import KeyValues
-from lightning_modules.tasks.questions.retrieval.longeval import LongEvalLines
-from lightning_modules.tasks.questions.retrieval.needle import Needle
-from lightning_modules.tasks.questions.retrieval.passkey import Passkey
+from lightning_modules.tasks.questions.retrieval import FirstSentence, KeyValues, LongEvalLines, Needle, Passkey
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
 UUID = "[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
@@ -99,7 +95,7 @@ def test_longeval_lines(prompter):
 
 
 def test_longeval_has_no_other_line_with_the_number_asked_for(prompter, monkeypatch):
-    monkeypatch.setattr("lightning_modules.tasks.questions.retrieval.longeval.LARGEST", 3)
+    monkeypatch.setattr("lightning_modules.tasks.questions.retrieval.LONGEVAL_LARGEST", 3)
     for index in range(5):
         example = LongEvalLines().example(prompter, 2000, index)
         assert example.prompt.count(f"<{example.answers[0]}>") == 1
@@ -142,8 +138,3 @@ def test_key_values(query, form, prompter):
     # One pair a line, each but the first indented by one space.
     assert found["data"] == "{" + ",\n ".join(f'"{key}": "{value}"' for key, value in pairs.items()) + "}"
     assert example.score(f'"{example.answers[0].upper()}"') == 1
-
-
-def test_key_values_ask_somewhere():
-    with pytest.raises(ValueError, match="before, after or both, got 'never'"):
-        KeyValues("never")

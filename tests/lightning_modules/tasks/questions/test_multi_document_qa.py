@@ -6,7 +6,7 @@ import re
 import pytest
 
 from lightning_modules.tasks.questions.example import contains_answer
-from lightning_modules.tasks.questions.retrieval.multi_document_qa import MultiDocumentQA, made_up_lives
+from lightning_modules.tasks.questions.multi_document_qa import MultiDocumentQA, made_up_lives
 from tests.support import answerers
 
 INSTRUCTION = (
@@ -106,8 +106,6 @@ def test_drawn_depths_are_everywhere(prompter):
 
 
 def test_bad_settings_are_refused(nq_open, prompter):
-    with pytest.raises(ValueError, match="before, after or both, got 'twice'"):
-        MultiDocumentQA(query="twice")
     with pytest.raises(ValueError, match="2 or more, not 1"):
         MultiDocumentQA(documents=1)
     with pytest.raises(ValueError, match=r"nq\.jsonl holds too few passages .* cannot have 50000 tokens of passages"):

@@ -177,10 +177,3 @@ def test_teacher_forcing_finds_every_answer(name, prompter):
 def test_refuses_what_cannot_be(name, prompter):
     with pytest.raises(ValueError, match=rf"A length of 150 tokens is too short for '{name}'.*Ask for longer texts"):
         make(name, prompter, 150)
-    if name in WITH_DEPTH:
-        for depth in (-0.1, 1.01, float("nan")):
-            with pytest.raises(ValueError, match=r"A depth is from 0 .* to 1"):
-                make(name, prompter, depth=depth)
-    else:
-        with pytest.raises(ValueError, match=f"The answers of '{name}' have no depth"):
-            make(name, prompter, depth=0.5)

@@ -1,0 +1,247 @@
+"""Tasks that ask for a fact hidden in a long text."""
+
+from itertools import cycle, islice
+from typing import Literal
+
+from typing_extensions import override
+
+from lightning_modules.tasks.questions.haystacks import NOISE_SENTENCES, Drawn, Essays
+from lightning_modules.tasks.questions.task import Draft, FittedTask, Request, place
+from lightning_modules.tasks.questions.words import NOUNS, key_word, uuid
+
+Query = Literal["before", "after", "both"]
+"""Where the question stands."""
+
+NEEDLE = "The best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day."
+NEEDLE_ANSWERS = ("eat a sandwich", "sit in Dolores Park", "sunny day")
+NEEDLE_PROMPT = (
+    "You are a helpful AI bot that answers questions for a user. Keep your response short and direct\n\n<context>\n"
+    "{context}\n</context>\n\nWhat is the best thing to do in San Francisco? Don't give information outside the"
+    " document or repeat your findings"
+)
+NEEDLE_ANSWER_PREFIX = " Here is the most relevant sentence in the context:"
+
+STARTS = 10_000
+"""Sentences among which a haystack of essays begins, so that examples of one length and depth differ."""
+
+
+class Needle(FittedTask):
+    """What is the best thing to do in San Francisco?
+
+    Needle-in-a-Haystack (Kamradt 2023, https://github.com/gkamradt/LLMTest_NeedleInAHaystack), for a grid of lengths
+    and depths, with its needle, its question and the words of its prompt for Anthropic's models. Unlike there, no
+    language model judges the answer from 1 to 10: the score is the fraction of "eat a sandwich", "sit in Dolores Park"
+    and "sunny day" that the answer holds. The needle is between whole sentences, and the haystack begins elsewhere in
+    the essays for each example, instead of always at the front.
+    """
+
+    name = "needle"
+    max_new_tokens = 64
+    varies_depth = True
+
+    def __init__(self, essays: Essays) -> None:
+        self.essays = essays
+
+    @override
+    def draft(self, asked: Request) -> Draft:
+        start, depth = asked.rng.randrange(STARTS), asked.drawn_depth()
+
+        def wording(count: int) -> tuple[str, str]:
+            sentences = self.essays.sentences(count, start)
+            before = place(depth, count)
+            # The needle has a line to itself, as there.
+            parts = (" ".join(sentences[:before]), NEEDLE, " ".join(sentences[before:]))
+            return NEEDLE_PROMPT.format(context="\n".join(part for part in parts if part)), NEEDLE_ANSWER_PREFIX
+
+        return Draft(wording, NEEDLE_ANSWERS, f" {NEEDLE.rstrip('.')}", depth=lambda count: place(depth, count) / count)
+
+
+PASSKEY_INSTRUCTION = (
+    "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. I will quiz you"
+    " about the important information there."
+)
+PASSKEY = "The pass key is {key}. Remember it. {key} is the pass key."
+PASSKEY_QUESTION = "What is the pass key?"
+PASSKEY_ANSWER_PREFIX = " The pass key is"
+
+
+class Passkey(FittedTask):
+    """What is the pass key?
+
+    From Landmark Attention (Mohtashami and Jaggi 2023, https://arxiv.org/abs/2305.16300), worded as in the public code
+    of LongLoRA; *Effective Long-Context Scaling* (Xiong et al. 2023, https://arxiv.org/abs/2309.16039) uses it as well.
+    Unlike there, the noise on both sides consists of whole sentences, and the first number that the model generates has
+    to be the key, whatever its tokens are.
+    """
+
+    name = "passkey"
+    max_new_tokens = 16
+    varies_depth = True
+
+    @override
+    def draft(self, asked: Request) -> Draft:
+        key, depth = str(asked.rng.randint(1, 50000)), asked.drawn_depth()
+
+        def wording(count: int) -> tuple[str, str]:
+            before = place(depth, count)
+            lines = (
+                PASSKEY_INSTRUCTION,
+                _noise(before),
+                PASSKEY.format(key=key),
+                _noise(count - before),
+                PASSKEY_QUESTION,
+            )
+            return "\n".join(lines), PASSKEY_ANSWER_PREFIX
+
+        return Draft(wording, (key,), f" {key}", "first_number", depth=lambda count: place(depth, count) / count)
+
+
+def _noise(count: int) -> str:
+    """Return sentences of noise; on both sides of the key the first is the same."""
+    return " ".join(islice(cycle(NOISE_SENTENCES), count))
+
+
+FIRST_SENTENCE_QUESTION = "\n\nWhat is the first sentence of the text above? Repeat it word for word."
+FIRST_SENTENCE_ANSWER_PREFIX = " The first sentence is:"
+FEWEST_WORDS = 5
+MOST_CHARACTERS = 120
+
+
+class FirstSentence(FittedTask):
+    """What is the first sentence of the text?
+
+    The probe of the effective context of *Effective Long-Context Scaling* (Xiong et al. 2023, section 4.1,
+    https://arxiv.org/abs/2309.16039), whose words and texts are not published: the question is ours. As there, the
+    score is ROUGE-L: its F1, for as many generated words as the sentence has. The text begins anywhere in the essays
+    with a sentence of 5 words or more and 120 characters or fewer. Examples name no depth: it is always the front, with
+    which scores by depth would compare the middle of other tasks.
+    """
+
+    name = "first_sentence"
+    max_new_tokens = 128
+
+    def __init__(self, essays: Essays) -> None:
+        self.essays = essays
+
+    @override
+    def draft(self, asked: Request) -> Draft:
+        start = self._start(asked.rng.randrange(STARTS))
+        sentence = self.essays.sentences(1, start)[0]
+
+        def wording(count: int) -> tuple[str, str]:
+            return " ".join(self.essays.sentences(count, start)) + FIRST_SENTENCE_QUESTION, FIRST_SENTENCE_ANSWER_PREFIX
+
+        return Draft(wording, (sentence,), f" {sentence}", "rouge_l", least=2)
+
+    def _start(self, first: int) -> int:
+        """Return the next sentence that is neither a heading nor too long to be repeated."""
+        for start in range(first, first + STARTS):
+            sentence = self.essays.sentences(1, start)[0]
+            if len(sentence) <= MOST_CHARACTERS and len(sentence.split()) >= FEWEST_WORDS:
+                return start
+        raise ValueError(
+            f"The haystack '{self.essays.folder}' has no sentence of {FEWEST_WORDS} words or more and {MOST_CHARACTERS}"
+            " characters or fewer that could be asked for: take other prose."
+        )
+
+
+LONGEVAL_HEADER = (
+    "Below is a record of lines I want you to remember. Each line begins with 'line <line index>' and contains a"
+    " '<REGISTER_CONTENT>' at the end of the line as a numerical value. For each line index, memorize its corresponding"
+    " <REGISTER_CONTENT>. At the end of the record, I will ask you to retrieve the corresponding <REGISTER_CONTENT> of"
+    " a certain line index. Now the record start:\n\n"
+)
+LONGEVAL_LINE = "line {key}: REGISTER_CONTENT is <{value}>\n"
+LONGEVAL_QUESTION = "\nNow the record is over. Tell me what is the <REGISTER_CONTENT> in line {key}? I need the number."
+LONGEVAL_ANSWER_PREFIX = " Line <{key}>: <REGISTER_CONTENT> is"
+
+LONGEVAL_LARGEST = 50000
+"""Numbers are drawn from 1 to this."""
+
+
+class LongEvalLines(FittedTask):
+    """What is the register content in line brave-otter?
+
+    The task `lines` of LongEval (Li et al. 2023, https://lmsys.org/blog/2023-06-29-longchat), with the words and the
+    scoring of its public code. With a chat template the last number of the answer counts, as there. Without one the
+    answer prefix is that with which the original asks a base model (MPT-7B-Storywriter), and the first number counts,
+    since such a model continues with more lines.
+
+    Unlike there, the budget decides the number of lines, instead of 200 to 1350 fixed ones; line indices come from our
+    lists and are distinct; and no other line has the number that is asked for.
+    """
+
+    name = "longeval_lines"
+    max_new_tokens = 100
+    varies_depth = True
+
+    @override
+    def draft(self, asked: Request) -> Draft:
+        rng = asked.rng
+        key, value, depth = key_word(rng), rng.randint(1, LONGEVAL_LARGEST), asked.drawn_depth()
+        prefix = "" if asked.prompter.chat_template else LONGEVAL_ANSWER_PREFIX.format(key=key)
+        taken = {key}
+
+        def draw() -> str:
+            other = key_word(rng)
+            while other in taken:
+                other += f"-{rng.choice(NOUNS)}"  # there is no end to lines
+            taken.add(other)
+            number = rng.randint(1, LONGEVAL_LARGEST - 1)
+            return LONGEVAL_LINE.format(key=other, value=number + (number >= value))
+
+        others = Drawn(draw)
+
+        def wording(count: int) -> tuple[str, str]:
+            lines = others.first(count)
+            lines.insert(place(depth, count), LONGEVAL_LINE.format(key=key, value=value))
+            return LONGEVAL_HEADER + "".join(lines) + LONGEVAL_QUESTION.format(key=key), prefix
+
+        return Draft(
+            wording,
+            answers=(str(value),),
+            target=f" <{value}" if prefix else f"The <REGISTER_CONTENT> in line {key} is <{value}",
+            match="first_number" if prefix else "last_number",
+            depth=lambda count: place(depth, count) / count,
+        )
+
+
+KEY_VALUES_INSTRUCTION = "Extract the value corresponding to the specified key in the JSON object below.\n\n"
+
+
+class KeyValues(FittedTask):
+    """Which value has this key in the JSON object?
+
+    Key-value retrieval of *Lost in the Middle* (Liu et al. 2023, section 3, https://arxiv.org/abs/2307.03172), with the
+    words of its public code: keys and values are UUIDs, and the answer is right if it holds the value, ignoring case.
+    Unlike there, the budget decides the number of pairs, instead of 75, 140 or 300 fixed ones, and the place of the
+    pair is given as a depth.
+
+    Args:
+        query: Where the key is asked for: ``after`` the object, as the paper does by default; ``both`` before and after
+            it, its query-aware contextualization; or only ``before`` it, which is not in the paper.
+    """
+
+    max_new_tokens = 100
+    varies_depth = True
+
+    def __init__(self, query: Query = "after") -> None:
+        self.query = query
+        self.name = "key_values" if query == "after" else f"key_values_query_{query}"
+
+    @override
+    def draft(self, asked: Request) -> Draft:
+        rng = asked.rng
+        key, value, depth = uuid(rng), uuid(rng), asked.drawn_depth()
+        others = Drawn(lambda: f'"{uuid(rng)}": "{uuid(rng)}"')
+        question = f'Key: "{key}"\n'
+        before = "" if self.query == "after" else f"{question}\n"
+        after = "" if self.query == "before" else question
+
+        def wording(count: int) -> tuple[str, str]:
+            pairs = others.first(count)
+            pairs.insert(place(depth, count), f'"{key}": "{value}"')
+            data = "{" + ",\n ".join(pairs) + "}"
+            return f"{KEY_VALUES_INSTRUCTION}{before}JSON data:\n{data}\n\n{after}Corresponding value:", ""
+
+        return Draft(wording, (value,), f' "{value}', "any", depth=lambda count: place(depth, count) / count)
