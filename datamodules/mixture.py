@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from datamodules.packed_text import PackedTextDataModule
 from datamodules.packing.evaluation_documents import DocumentDataset
-from datamodules.packing.mixture_sampler import MixtureSampler
+from datamodules.packing.samplers import MixtureSampler
 from datamodules.packing.sequences import PackedRowDataset, Row
 from datamodules.sources.documents import Source
 from datamodules.sources.splits import Split

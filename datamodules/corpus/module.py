@@ -1,6 +1,5 @@
 """Read a corpus whose documents are scored one by one by `longce predict`."""
 
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import PurePosixPath
@@ -8,7 +7,6 @@ from typing import Any, Literal
 
 import numpy as np
 import pyarrow
-import torch
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeInt, PositiveInt
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
@@ -18,6 +16,7 @@ from typing_extensions import override
 
 from datamodules.corpus.files import CorpusColumns, CorpusFiles, find_corpus, is_text
 from datamodules.corpus.stream import CorpusLoader, CorpusRows, CorpusStream
+from datamodules.packing.loader import check_workers, worker_options
 from lightning_modules.batch import Origin
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer, tokenizer_hash
 from lightning_modules.scoring.corpus.protocols import Delivered, KeepsScores
@@ -75,8 +74,7 @@ class DocumentCorpus(LightningDataModule):
         self.files = [files] if isinstance(files, str) else list(files)
         if not self.files:
             raise ValueError("`files` is empty: name files, folders or patterns of the documents.")
-        if num_workers > (most := max(64, 4 * (os.cpu_count() or 1))):
-            raise ValueError(f"`num_workers={num_workers}` exceeds the limit of {most} for this machine.")
+        check_workers(num_workers)
         self.tokenizer_name = tokenizer
         self.tokenizer_revision = tokenizer_revision
         self.column_names = CorpusColumns(text_column, key_column, tuple(columns or ()))
@@ -127,15 +125,9 @@ class DocumentCorpus(LightningDataModule):
     @override
     def predict_dataloader(self) -> CorpusLoader:
         strategy = self.trainer.strategy if self.trainer else None
-        if self.num_workers:  # forked workers cannot use the tokenizer's threads, and warn of it unless told
-            os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         alone = strategy is None or type(strategy) in (SingleDeviceStrategy, DDPStrategy)
-        self._loader = CorpusLoader(
-            self.stream,
-            num_workers=self.num_workers,
-            pin_memory=torch.cuda.is_available(),
-            in_step=None if alone else strategy,
-        )
+        in_step = None if alone else strategy
+        self._loader = CorpusLoader(self.stream, in_step=in_step, **worker_options(self.num_workers))
         return self._loader
 
     @property

@@ -22,6 +22,7 @@ from lightning_modules.utilities.files import (
     writable_folder,
     write_atomically,
 )
+from lightning_modules.utilities.locks import exclusive
 
 JOURNALS = "rows-*.journal"
 
@@ -61,8 +62,7 @@ class InfluenceWriter:
     def header(self) -> dict[str, Any]:
         """The header as it is on disk now."""
         header = read_header(self.folder)
-        if header is None:
-            raise ValueError(f"'{self.folder / HEADER}' has disappeared. Run `longce influence` again.")
+        assert header is not None
         return header
 
     @property
@@ -89,26 +89,17 @@ class InfluenceWriter:
 
     def finish(self) -> bool:
         """Make the store if all rows are there, in one process when the others are done; return whether it is there."""
-        if self.complete:
-            self._sweep()
+        with exclusive(self.folder / WEIGHTS):  # of two commands on one folder, one merges the rows
+            if not self.complete:
+                if len(self.remaining()):
+                    return False
+                with atomic_file(self.folder / WEIGHTS) as file:
+                    statistics = self._merge(file)
+                self._write_header(complete=True, statistics=statistics)  # before the journals go
+            for pattern in (f"{BUILDING}{WEIGHTS}*", JOURNALS):
+                for path in self.folder.glob(pattern):
+                    path.unlink()
             return True
-        if len(self.remaining()):
-            return False
-        self._sweep(torn_only=True)
-        try:
-            with atomic_file(self.folder / WEIGHTS) as file:
-                statistics = self._merge(file)
-        except _MissingRowError:  # another process has merged them meanwhile
-            return self.complete
-        self._write_header(complete=True, statistics=statistics)  # before the journals go
-        self._sweep()
-        return True
-
-    def _sweep(self, *, torn_only: bool = False) -> None:
-        """Remove what a kill during `finish` has left, and the journals when they are merged."""
-        for pattern in (f"{BUILDING}{WEIGHTS}*", *(() if torn_only else (JOURNALS,))):
-            for path in self.folder.glob(pattern):
-                path.unlink(missing_ok=True)
 
     def _merge(self, file: BinaryIO) -> dict[str, float]:
         """Write every row's weights at the place of its tokens in the stream; return means over the scored tokens."""
@@ -130,8 +121,6 @@ class InfluenceWriter:
             firsts = len(segments) if self.made_from["isolate_documents"] else 1
             wide = weights.astype(np.float64)
             sums += [wide.sum() - firsts, (wide > 1).sum(), (wide >= self.made_from["gamma"]).sum()]
-        if not done.all():
-            raise _MissingRowError
         unscored = len(self.rows.segments) if self.made_from["isolate_documents"] else len(self.rows)
         scored = self.rows.tokens - unscored
         names = ("weight_mean", "weight_above_1", "weight_at_cap")
@@ -175,10 +164,6 @@ class InfluenceWriter:
             "statistics": statistics,
         }
         write_atomically(self.folder / HEADER, (json.dumps(header, indent=2) + "\n").encode())
-
-
-class _MissingRowError(Exception):
-    """A row is not in the journals any more."""
 
 
 def narrow(weights: NDArray[np.float32], cap: float) -> NDArray[np.float16]:

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol
 
 from datamodules.sources.locations import PARQUET, File, file_size, files_fingerprint
 from datamodules.sources.records import decoded, is_packed, nested, read_document, read_records
@@ -42,15 +42,6 @@ class Source(Protocol):
         ...
 
 
-@runtime_checkable
-class SizedSource(Protocol):
-    """A source that may know how much text it has, for progress bars."""
-
-    def text_bytes(self) -> int | None:
-        """Estimate the bytes of all texts in UTF-8 without reading them; None if unknown."""
-        ...
-
-
 @dataclass(frozen=True)
 class TextFiles:
     """Every file is a document, plain or compressed (``.gz``, ``.zst``).
@@ -73,10 +64,6 @@ class TextFiles:
     def fingerprint(self) -> str:
         """Content and order of the files."""
         return f"text {files_fingerprint(self.files)}"
-
-    def text_bytes(self) -> int | None:
-        """Size of the files, if they are plain."""
-        return _plain_bytes(self.files)
 
 
 def text_folder(folder: Path, titles: Mapping[str, str] | None = None) -> TextFiles:
@@ -126,10 +113,6 @@ class RecordFiles:
     def fingerprint(self) -> str:
         """Content and order of the files, and which documents are taken."""
         return f"records {files_fingerprint(self.files)} {self.text_fields} {self.where} {self.prompt_field}"
-
-    def text_bytes(self) -> int | None:
-        """Size of the files, if they are plain and all is wanted: a little too much, JSON has quotes and names."""
-        return None if self.where else _plain_bytes(self.files)
 
     def _document(self, record: dict[str, Any], file: File, number: int) -> Document:
         place = f"{file}:{number}"
@@ -196,7 +179,9 @@ def record_name(record: Mapping[str, Any], fields: tuple[str, ...], place: str) 
     return " ".join(str(record[field]).strip() for field in fields if record.get(field)) or place
 
 
-def _plain_bytes(files: tuple[File, ...]) -> int | None:
-    """Sum the sizes of all files; None if some are compressed or of unknown size."""
-    sizes = [None if is_packed(file) or file.name.endswith(PARQUET) else file_size(file) for file in files]
+def text_bytes(source: Source) -> int | None:
+    """Estimate the bytes of all texts in UTF-8 from the sizes of plain files, for progress bars; None if unknown."""
+    if not isinstance(source, TextFiles | RecordFiles) or (isinstance(source, RecordFiles) and source.where):
+        return None
+    sizes = [None if is_packed(file) or file.name.endswith(PARQUET) else file_size(file) for file in source.files]
     return None if None in sizes else sum(size for size in sizes if size is not None)

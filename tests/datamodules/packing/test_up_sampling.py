@@ -50,7 +50,7 @@ def test_copies_stand_behind_the_whole_corpus_and_are_reported(caplog):
     caplog.set_level("INFO")
     order = LongDocuments(longer_than=3, weight=3).order(borders_of([4, 3, 5, 1]))
     assert order.tolist() == [0, 1, 2, 3, 0, 2, 0, 2]
-    assert "2 of 4 documents are longer than 3 tokens: 69.2 % of the tokens, 87.1 % with" in caplog.text
+    assert "2 of 4 documents are longer than 3 tokens: 69.2% of the tokens, 87.1% with" in caplog.text
 
 
 def test_a_weight_below_one_is_refused():

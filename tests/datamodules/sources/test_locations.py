@@ -7,7 +7,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from datamodules.sources import locations
-from datamodules.sources.documents import RecordFiles
+from datamodules.sources.documents import RecordFiles, text_bytes
 from datamodules.sources.locations import RemoteFile, file_identities, file_size, files_fingerprint, find_files
 
 NAMES = [
@@ -128,7 +128,7 @@ def test_a_server_that_reports_nothing_is_read(monkeypatch):
             found.update(file_identities([pickle.loads(pickle.dumps(file))]))
     assert found == {f"sha256:{hashlib.sha256(text).hexdigest()}" for text in (b"one", b"two")}
     assert file_size(file) is None
-    assert RecordFiles((file,)).text_bytes() is None
+    assert text_bytes(RecordFiles((file,))) is None
 
 
 def test_the_query_of_a_web_address_is_no_part_of_the_name():
