@@ -13,9 +13,8 @@ from safetensors import safe_open
 from tqdm import tqdm
 
 from benchmarks.reproduction.miniature.experiments import run_experiments
-from benchmarks.reproduction.miniature.plan import Plan, make_plan
+from benchmarks.reproduction.miniature.plan import Plan, Results, make_plan
 from benchmarks.reproduction.miniature.report import write_report
-from benchmarks.reproduction.miniature.results import Results
 from benchmarks.reproduction.miniature.settings import read_settings
 from benchmarks.reproduction.miniature.training import Laboratory, Run
 from benchmarks.reproduction.miniature.verdicts import Verdict, verdicts

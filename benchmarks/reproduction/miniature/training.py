@@ -293,22 +293,12 @@ def _warm_up(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_sch
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Dozens of runs in one process would each repeat what Lightning has to say of one."""
-    names = (
-        "lightning.pytorch.utilities.rank_zero",
-        "lightning.pytorch",
-        "lightning.fabric",
-        "datamodules",
-        "lightning_modules",
-    )
-    levels = {name: logging.getLogger(name).level for name in names}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    disabled = logging.root.manager.disable
+    with warnings.catch_warnings(action="ignore"):
         disable_progress_bar()
-        for name in names:
-            logging.getLogger(name).setLevel(logging.ERROR)
+        logging.disable(logging.WARNING)
         try:
             yield
         finally:
             enable_progress_bar()
-            for name, level in levels.items():
-                logging.getLogger(name).setLevel(level)
+            logging.disable(disabled)

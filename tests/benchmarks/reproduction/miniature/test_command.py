@@ -146,7 +146,10 @@ def test_the_shipped_config_declares_what_the_documentation_says():
     [
         ({"corpus": "datamodules.recall.Nothing"}, "`corpus` must name a class"),
         ({"corpus": "benchmarks.reproduction.miniature.haystack.HaystackCorpus"}, "name a folder with train"),
-        ({"corpus_arguments": {"text": "books"}}, "does not take .*text"),
+        (
+            {"corpus_arguments": {"text": "books"}},
+            "takes `text` and .*arguments",
+        ),
         ({"stride": 64}, "longer context than the short one"),
         ({"surprise": 1}, "surprise"),
         ({"evaluation": {"documents": 4, "questions": 5, "depths": 2, "contexts": [64]}}, "below the 64 tokens"),

@@ -5,9 +5,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.reproduction.miniature.haystack import HaystackCorpus
-from benchmarks.reproduction.miniature.measure import Examination, Tokens
+from benchmarks.reproduction.miniature.measure import Examination, Tokens, token_metrics
 from benchmarks.reproduction.miniature.recall_corpus import RecallCorpus
-from benchmarks.reproduction.miniature.results import token_metrics
 from lightning_modules.models.backbone import Backbone
 
 
