@@ -167,11 +167,6 @@ class PackedTextDataModule(LightningDataModule, ABC):
             raise ValueError(f"{name} has no training rows: it only evaluates, or `setup('fit')` was not called.")
         rank, world_size = self._reader()
         sampler = RowSampler(len(self.rows), seed=self.seed, rank=rank, world_size=world_size)
-        if left_out := len(self.rows) % world_size:
-            rank_zero_info(
-                f"Each epoch leaves out {left_out} of {len(self.rows):,} rows, other ones each time:"
-                f" {world_size} processes (or groups of them) cannot share them evenly."
-            )
         return self._training_loader([self.rows], sampler)
 
     @override

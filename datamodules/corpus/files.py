@@ -26,7 +26,6 @@ from datamodules.sources.locations import (
 from datamodules.sources.records import (
     LARGEST_DOCUMENT,
     decoded,
-    is_null,
     is_packed,
     nested,
     opened,
@@ -168,7 +167,7 @@ def find_corpus(paths: Sequence[str], columns: CorpusColumns, *, lenient: bool =
                 )
     names, files = tuple(named), tuple(named.values())
     with ThreadPoolExecutor(_READERS) as pool:
-        found = list(pool.map(partial(_parts, columns=columns, lenient=lenient), range(len(files)), files))
+        found = list(pool.map(partial(_parts, columns=columns), range(len(files)), files))
     types: dict[str, pyarrow.DataType] = {}
     for file, (_, own) in zip(files, found, strict=True):
         for column, kind in own.items():
@@ -198,9 +197,7 @@ def _named(path: str) -> Iterator[tuple[str, File]]:
         yield checked_text(str(name), f"The name of {str(name)!r}"), file
 
 
-def _parts(
-    index: int, file: File, columns: CorpusColumns, lenient: bool
-) -> tuple[list[Part], dict[str, pyarrow.DataType]]:
+def _parts(index: int, file: File, columns: CorpusColumns) -> tuple[list[Part], dict[str, pyarrow.DataType]]:
     """Divide a file into parts; also return the types of the columns that go with the scores, if it has types."""
     if not file.name.endswith(PARQUET):
         size = (file_size(file) or LARGEST_DOCUMENT) * (_UNPACKED if is_packed(file) else 1)
@@ -211,16 +208,9 @@ def _parts(
             given = (columns.text, columns.key, *columns.others)
             types = {name: _type(table.schema_arrow, name, file) for name in given if name}
             _check_text_type(types[columns.text], columns.text, file)
-            metadata = table.metadata
-            if not lenient and is_null(metadata, columns.text):
-                raise ValueError(
-                    f"{file}: column {columns.text!r} holds nulls only; the file also has"
-                    f" {sorted(set(table.schema_arrow.names) - {columns.text})[:_FIELDS]}. Name the text's by"
-                    " `data.text_column`, or leave the file out."
-                )
             parts, first = [], 0
-            for number in range(metadata.num_row_groups):
-                group = metadata.row_group(number)
+            for number in range(table.num_row_groups):
+                group = table.metadata.row_group(number)
                 chunks = [group.column(each) for each in range(group.num_columns)]
                 sizes = [each.total_uncompressed_size for each in chunks if each.path_in_schema == columns.text]
                 size = sum(sizes) or group.total_byte_size

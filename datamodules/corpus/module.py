@@ -132,7 +132,7 @@ class DocumentCorpus(LightningDataModule):
 
     @property
     def stream(self) -> CorpusStream:
-        """Documents of this process."""
+        """Documents of this process, known after `setup`."""
         if self._stream is None:
             raise RuntimeError("DocumentCorpus has not found its files yet: call `setup('predict')` first.")
         return self._stream

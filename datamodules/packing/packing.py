@@ -1,8 +1,4 @@
-"""Pack documents of any length into rows of one length, by arithmetic on token indices.
-
-The strategies differ in what they give up. `concat` cuts documents wherever a row ends and wastes nothing, `best_fit`
-cuts only what is longer than a row and pads a little, `chunk` mixes no documents and drops what fills no row.
-"""
+"""Pack documents of any length into rows of one length, by arithmetic on token indices."""
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass
@@ -10,9 +6,6 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-
-from lightning_modules.batch import LONGEST_ROW
-from lightning_modules.functional.checks import check_count
 
 Packing = Literal["chunk", "concat", "best_fit"]
 """Names of the strategies."""
@@ -73,13 +66,12 @@ def pack_documents(
     Args:
         document_borders: ``[n + 1]`` ascending token indices ``[0, end of document 1, end of document 2, ..]``. A
             document may be empty; it is in no row.
-        sequence_length: Tokens per row, from 1 to `LONGEST_ROW`.
+        sequence_length: Tokens per row.
         packing: `chunk`, `concat` or `best_fit`.
 
     Raises:
-        ValueError: If ``sequence_length`` is out of range, or no row is filled.
+        ValueError: If no row is filled.
     """
-    check_count("`sequence_length`", sequence_length, most=LONGEST_ROW)
     rows = {"chunk": chunk, "concat": concat, "best_fit": best_fit}[packing](document_borders, sequence_length)
     if len(rows) == 0:
         longest = int(np.diff(document_borders).max(initial=0))
@@ -96,10 +88,9 @@ def pack_documents(
 def chunk(document_borders: NDArray[np.int64], sequence_length: int) -> PackedRows:
     """Each row from one document: its first tokens, its next tokens, and so on.
 
-    No row mixes documents and none is padded. The price: what is left of a document when it fills no further row is
-    dropped, and so is every document shorter than a row: half a row per document on average where documents are long,
-    everything where they are short. It is what the authors of LongCE do with long documents (short ones they pad, and
-    train on the padding).
+    No row mixes documents and none is padded. What is left of a document when it fills no further row is dropped, and
+    so is every shorter document. The authors of LongCE do this with long documents; short ones they pad, and train on
+    the padding.
 
     Example:
         >>> rows = chunk(np.array([0, 3, 12]), sequence_length=4)
@@ -114,9 +105,8 @@ def chunk(document_borders: NDArray[np.int64], sequence_length: int) -> PackedRo
 def concat(document_borders: NDArray[np.int64], sequence_length: int) -> PackedRows:
     """Concatenate the documents and cut every ``sequence_length`` tokens.
 
-    No padding, and at most ``sequence_length - 1`` tokens of the whole corpus are dropped (the incomplete last row).
-    The price: a document cut at a row's end continues in the next row as a separate segment, without the preceding
-    context. Books are mostly longer than a row, so that any strategy has to cut.
+    No padding, and only the incomplete last row is dropped. A document cut at a row's end continues in the next row as
+    a separate segment, without the preceding context.
 
     Example:
         >>> rows = concat(np.array([0, 3, 9]), sequence_length=4)
@@ -136,9 +126,8 @@ def best_fit(document_borders: NDArray[np.int64], sequence_length: int) -> Packe
 
     Best-fit-decreasing of Ding et al. (2024), "Fewer Truncations Improve Language Modeling",
     https://arxiv.org/abs/2404.10830: of a document longer than a row whole rows are cut off the front; what remains,
-    and every other document, goes whole, longest first, into the row with the least room that holds it. No token is
-    dropped, and no document that fits a row is cut. The price: rows are padded where nothing fitted any more, and a
-    row's documents come from all over the corpus.
+    and every other document, goes whole, longest first, into the row with the least room that holds it. Rows are padded
+    where nothing fitted any more.
 
     Example:
         >>> rows = best_fit(np.array([0, 3, 8, 9]), sequence_length=4)

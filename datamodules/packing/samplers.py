@@ -56,14 +56,11 @@ class RowSampler(Sampler[int]):
 class MixtureSampler(RowSampler):
     """Sampler of rows of several sources by weight; the order depends on seed, epoch, weights and number of processes.
 
-    An epoch ends before a source would begin again. The rows of a source in an epoch are its share of them, to less
-    than one row. They are spread evenly: of the first ``n`` rows of an epoch, over all processes, source ``i`` of ``m``
-    with share ``s`` has ``n * s`` to within ``1.5 + s * m / 2`` rows.
-
-    Each source passes through all of its rows in random order, then through all of them in another order, and so on,
-    from epoch to epoch.
-
-    Row ``j`` of the second source has the number ``rows of the first + j``, and so on. Only ratios of weights count.
+    An epoch ends before a source would begin again. It has the share of each source to less than one row, evenly
+    spread: of the first ``n`` rows of an epoch, over all processes, source ``i`` of ``m`` with share ``s`` has
+    ``n * s`` to within ``1.5 + s * m / 2`` rows. From epoch to epoch, a source passes through all of its rows in random
+    order, then in another one. Rows of the second source are numbered after those of the first. Only ratios of weights
+    count.
 
     Attributes:
         counts: Rows of each source in an epoch, over all processes.

@@ -1,8 +1,8 @@
 """Make rows while the corpus is read, and resume at the very token where a run stopped."""
 
-import logging
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from itertools import count
@@ -20,8 +20,6 @@ from datamodules.sources.locations import file_identities, file_size
 from datamodules.sources.splits import HashSplit
 from datamodules.token_store.tokenize import Encoder
 from lightning_modules.batch import PackedBatch
-
-_log = logging.getLogger(__name__)
 
 
 class Cursor(NamedTuple):
@@ -76,7 +74,6 @@ class StreamedRows(IterableDataset[tuple[Row, Cursor]]):
         self.world_size = world_size
         self.cursors: list[Cursor] = []  # of the stream of each worker
         self.first = 0  # worker whose stream is next
-        self._warned = False
 
     @override
     def __iter__(self) -> Iterator[tuple[Row, Cursor]]:
@@ -136,15 +133,10 @@ class StreamedRows(IterableDataset[tuple[Row, Cursor]]):
 
     def _read(self, file: int) -> Iterator[tuple[int, Document]]:
         """Yield each document of a file with its number; a file without any is not an error here."""
-        try:
-            for number, document in enumerate(self.files[file]):  # empty ones are counted
+        with suppress(NoDocumentError):
+            for number, document in enumerate(self.files[file]):  # empty ones are counted, and left out
                 if not is_empty(document.text):
                     yield number, document
-                elif not self._warned:  # once: there may be many, and they come again in each pass
-                    _log.warning("Leaving out empty documents, such as '%s'.", document.name)
-                    self._warned = True
-        except NoDocumentError:
-            return
 
 
 class StreamingLoader:

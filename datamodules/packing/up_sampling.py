@@ -9,6 +9,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from numpy.typing import NDArray
 
 from datamodules.packing.packing import PackedRows
+from lightning_modules.functional.checks import check_count
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class LongDocuments:
     weight: PositiveFloat
 
     def __post_init__(self) -> None:
+        check_count("`long_documents.longer_than`", self.longer_than)
         if not 1 <= self.weight <= 1000:
             raise ValueError(f"`long_documents.weight` repeats documents: set it to 1 to 1000, got {self.weight}.")
 

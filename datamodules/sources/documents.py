@@ -9,8 +9,6 @@ from typing import Any, NamedTuple, Protocol
 from datamodules.sources.locations import PARQUET, File, file_size, files_fingerprint
 from datamodules.sources.records import decoded, is_packed, nested, read_document, read_records
 
-_NAMED = 3  # of the documents that a message is about
-
 _log = logging.getLogger(__name__)
 
 
@@ -122,17 +120,14 @@ class RecordFiles:
                 f"{place}: no field {' or '.join(map(repr, self.text_fields))} for the text, only {sorted(record)}."
                 " Rename the field that holds it."
             )
-        text, prompt = checked_text(record[present[0]], place), self._prompt(record, place)
+        text, prompt = checked_text(record[present[0]], place), ""
+        if self.prompt_field is not None:
+            if self.prompt_field not in record:
+                raise ValueError(f"{place}: no field {self.prompt_field!r} for the prompt, only {sorted(record)}.")
+            prompt = checked_text(record[self.prompt_field], f"{place}, {self.prompt_field!r}")
         if is_empty(text):
             prompt = ""
         return Document(record_name(record, self.name_fields, f"{file.name}:{number}"), prompt + text, len(prompt))
-
-    def _prompt(self, record: dict[str, Any], place: str) -> str:
-        if self.prompt_field is None:
-            return ""
-        if self.prompt_field not in record:
-            raise ValueError(f"{place}: no field {self.prompt_field!r} for the prompt, only {sorted(record)}.")
-        return checked_text(record[self.prompt_field], f"{place}, {self.prompt_field!r}")
 
 
 def checked_text(text: object, place: str) -> str:
@@ -157,21 +152,18 @@ def with_text(documents: Iterable[Document]) -> Iterator[Document]:
     Raises:
         NoDocumentError: If all are empty.
     """
-    empty: list[str] = []
-    taken = count = 0
+    first_empty = ""
+    taken = empty = 0
     for document in documents:
-        if not is_empty(document.text):
+        if is_empty(document.text):
+            empty, first_empty = empty + 1, first_empty or document.name
+        else:
             taken += 1
             yield document
-            continue
-        count += 1
-        if count <= _NAMED:
-            empty.append(document.name)
-    if count:
-        names = ", ".join(map(repr, empty)) + (" and others" if count > _NAMED else "")
-        if taken == 0:
-            raise NoDocumentError(f"All of the {count:,} documents are empty ({names}). Name other files.")
-        _log.warning("Left out %s empty documents of %s: %s.", f"{count:,}", f"{taken + count:,}", names)
+    if empty and not taken:
+        raise NoDocumentError(f"All of the {empty:,} documents are empty, such as '{first_empty}'. Name other files.")
+    if empty:
+        _log.warning("Left out %d empty documents of %d, such as '%s'.", empty, taken + empty, first_empty)
 
 
 def record_name(record: Mapping[str, Any], fields: tuple[str, ...], place: str) -> str:

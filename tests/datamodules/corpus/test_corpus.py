@@ -166,14 +166,6 @@ def test_one_file_of_many_in_which_all_documents_would_fail_is_refused_at_once(t
     (tmp_path / "c" / "07.jsonl").write_text("")  # nothing fails in an empty file
     (tmp_path / "c" / "09.jsonl").unlink()
     find_corpus([str(tmp_path)], COLUMNS)
-    write_parquet(tmp_path / "c" / "p.parquet", pyarrow.array([None] * 4, pyarrow.string()), content=["x"] * 4)
-    with pytest.raises(
-        ValueError, match=r"p\.parquet: column 'text' holds nulls only; the file also has \['content'\]"
-    ):
-        find_corpus([str(tmp_path)], COLUMNS)
-    write_parquet(tmp_path / "c" / "p.parquet", [None, None, None, "x"], content=["x"] * 4)
-    write_parquet(tmp_path / "c" / "q.parquet", pyarrow.array([], pyarrow.string()))
-    find_corpus([str(tmp_path)], COLUMNS)
 
 
 def test_one_broken_document_of_any_length_does_not_speak_for_its_file(tmp_path):

@@ -187,16 +187,12 @@ def test_what_is_said_of_the_rows():
 
 @pytest.mark.parametrize("packing", STRATEGIES)
 @pytest.mark.parametrize(
-    ("lengths", "size", "message"),
-    [
-        ([4, 6], 0, "an integer from 1 to 134,217,728, got 0"),
-        ([0, 0], 5, "0 tokens do not fill one row of `sequence_length` = 5"),
-        ([], 5, "0 tokens do not fill"),
-    ],
+    ("lengths", "message"),
+    [([0, 0], "0 tokens do not fill one row of `sequence_length` = 5"), ([], "0 tokens do not fill")],
 )
-def test_refuses_what_has_no_rows(packing, lengths, size, message):
+def test_refuses_what_has_no_rows(packing, lengths, message):
     with pytest.raises(ValueError, match=message):
-        pack_documents(borders_of(lengths), size, packing)
+        pack_documents(borders_of(lengths), 5, packing)
 
 
 def test_refuses_documents_too_short():
