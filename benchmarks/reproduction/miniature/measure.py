@@ -61,7 +61,6 @@ class Masks:
         covered: Those that have a short context beside the long one.
         far: Answers that were last said farther back than any short context reaches.
         near: Other answers.
-        about: Words of the genre.
         local: Local words.
         recurring: Words of N-grams (N > 2) that stood in the document before.
     """
@@ -70,7 +69,6 @@ class Masks:
     covered: Tensor
     far: Tensor
     near: Tensor
-    about: Tensor
     local: Tensor
     recurring: Tensor
 
@@ -178,7 +176,6 @@ class Examination:
             covered=scored & (positions >= self.reach),  # the first window sees all that the long pass sees
             far=far,
             near=answers & ~far,
-            about=mask([record.spans("about") for record in records]),
             local=mask([record.spans("local") for record in records]),
             recurring=token_mask([repeated_ngram_spans(text) for text in self.texts]) & scored,
         )

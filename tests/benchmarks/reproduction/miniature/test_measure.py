@@ -112,11 +112,10 @@ def test_masks_divide_the_scored_tokens_by_what_they_are(examination):
             said = [s for s in range(1, t) if words[s] == words[t]]
             assert bool(masks.far[row, t]) == (answer and t - said[-1] > 24)
             assert bool(masks.near[row, t]) == (answer and t - said[-1] <= 24)
-            assert bool(masks.about[row, t]) == (words[t - 1] == "about")
             assert bool(masks.covered[row, t]) == (t >= 24)
     assert masks.far.any()
     assert masks.near.any()
-    assert not (masks.local & (masks.far | masks.near | masks.about)).any()
+    assert not (masks.local & (masks.far | masks.near)).any()
 
 
 def test_metrics_are_means_over_the_tokens_that_count(examination, settings):
