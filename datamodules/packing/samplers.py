@@ -100,10 +100,6 @@ class MixtureSampler(RowSampler):
         rows = np.concatenate([self._rows(index, epoch) for index in range(len(self.counts))])
         return rows[np.argsort(due, kind="stable")]
 
-    def passes_per_epoch(self) -> dict[str, float]:
-        """Return how often each source is read in an epoch: the one that ends it about once, the others less."""
-        return {name: count / self.rows_of[name] for name, count in self.counts.items()}
-
     def _rows(self, source: int, epoch: int) -> NDArray[np.int64]:
         """Return the rows of a source in an epoch: the next ones of its passes, which continue from epoch to epoch."""
         sizes, counts = list(self.rows_of.values()), list(self.counts.values())

@@ -91,7 +91,6 @@ def test_the_smallest_example_by_hand():
     sampler = MixtureSampler({"a": 4, "b": 2}, {"a": 3, "b": 1})
     assert sampler.counts == {"a": 4, "b": 1}  # 5 rows: 3.75 and 1.25
     assert source_of(sampler.rows_of, sampler.epoch_order(0)).tolist() == [0, 0, 1, 0, 0]
-    assert sampler.passes_per_epoch() == {"a": 1.0, "b": 0.5}
 
 
 def test_a_source_without_a_row_is_refused():
