@@ -9,7 +9,6 @@ from itertools import count
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch.distributed
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from typing_extensions import override
@@ -20,6 +19,7 @@ from datamodules.sources.locations import file_identities, file_size
 from datamodules.sources.splits import HashSplit
 from datamodules.token_store.tokenize import Encoder
 from lightning_modules.batch import PackedBatch
+from lightning_modules.utilities.collectives import gathered
 
 
 class Cursor(NamedTuple):
@@ -182,12 +182,8 @@ class StreamingLoader:
         All processes must call it.
         """
         own = [[*map(int, cursor[:4]), cursor.content] for cursor in self._cursors]
-        cursors: list[Any] = [own] * self.rows.world_size
-        if self.rows.world_size > 1:  # the checkpoint is written by the first process
-            processes = torch.distributed.get_world_size()
-            cursors = [own] * processes
-            torch.distributed.all_gather_object(cursors, own)
-            cursors = cursors[:: processes // self.rows.world_size]  # of neighbors that read the same, the first
+        cursors = gathered(own) if self.rows.world_size > 1 else [own]  # the checkpoint is written by the first process
+        cursors = cursors[:: len(cursors) // self.rows.world_size]  # of neighbors that read the same, the first
         return {"batches": self._done, "cursors": cursors, **self._order}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@
 import json
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ MEASURED = ("correlation", "perplexity", "time")
 
 def reproduce_table(
     table: str,
-    data: Callable[[], Any],
+    data: Any,
     *,
     output: str = "runs/reproduce",
     models: list[str] | None = None,
@@ -48,7 +48,7 @@ def reproduce_table(
 
     Args:
         table: Its name: ``table1`` to ``table12``, or ``table5-package``.
-        data: Makes the data module whose test documents are measured on; counts tokens as it does.
+        data: Data module whose test documents are measured on; counts tokens as it does.
         output: Folder of results; what is there is not measured again, what failed is tried again.
         models: Names, hub ids, folders or NAME=PATH; by default the models of the table.
         evaluators: Likewise; by default those of the table. Tables 1, 2 and 11 are of the first one.
@@ -79,7 +79,7 @@ def reproduce_table(
         raise ValueError(f"{table} has no models to train: leave out `run` and `fit_options`.")
     wanted, judges = _wanted(chosen, models, evaluators)
     if merge is None and chosen.kind in MEASURED:
-        _measure(data(), folders[0], options, wanted, judges)
+        _measure(data, folders[0], options, wanted, judges)
     results = read_results(folders)
     if models is not None or merge is None:
         names = {model.name for model in wanted}
@@ -121,8 +121,11 @@ def _measure(
     """Measure what is missing or has failed.
 
     Raises:
-        ValueError: If a result there is of another model by the same name, or of other settings.
+        ValueError: If there are no documents, or a result there is of another model by the same name, or of other
+            settings.
     """
+    if not callable(getattr(data, "source", None)):
+        raise ValueError(f"There are no documents to measure on in `--data`: {type(data).__name__}.")
     texts = select_documents(
         data.source("test"),
         data.tokenizer,
@@ -201,22 +204,10 @@ def reproduce_table_command(arguments: Sequence[str]) -> None:
     add_table_options(parser)
     parser.add_subclass_arguments(LightningDataModule, "data", help="Its test documents are measured on.")
     options = parser.parse_args(list(arguments[1:]))
-    data = options.pop("data")
-    values = options.as_dict()
+    values = options.as_dict() | {"data": parser.instantiate(options).data}
     for name in ("config", "__default_config__"):
         values.pop(name, None)
     names = {item.name for item in fields(MeasureOptions)} & set(values)
     measured = MeasureOptions(**{name: values.pop(name) for name in names})
-    if reproduce_table(**values, data=lambda: _data_module(data), options=measured):
+    if reproduce_table(**values, options=measured):
         sys.exit(1)
-
-
-def _data_module(settings: Any) -> Any:
-    if settings is None:
-        raise ValueError("There are no documents to measure on: name a data module by `--data`.")
-    parser = jsonargparse.ArgumentParser()
-    parser.add_subclass_arguments(LightningDataModule, "data")
-    module = parser.instantiate(jsonargparse.Namespace(data=settings)).data
-    if not callable(getattr(module, "source", None)):
-        raise ValueError(f"`data` has no documents to measure on: {type(module).__name__}.")
-    return module

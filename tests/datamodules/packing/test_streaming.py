@@ -159,8 +159,7 @@ def test_each_process_goes_on_with_its_own_streams(corpus_folder, wide_tokenizer
     loaders = [made(rank=rank).train_dataloader() for rank in range(2)]
     rows = [rows_of(first_of(loader, 3 + rank)) for rank, loader in enumerate(loaders)]
     own = [[list(cursor) for cursor in loader._cursors] for loader in loaders]
-    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
-    monkeypatch.setattr("torch.distributed.all_gather_object", lambda into, _: into.__setitem__(slice(None), own))
+    monkeypatch.setattr("datamodules.packing.streaming.gathered", lambda _: own)
     for rank, loader in enumerate(loaders):
         resumed = made(rank=rank).train_dataloader()
         resumed.load_state_dict({**loaders[0].state_dict(), "batches": loader.state_dict()["batches"]})
@@ -169,9 +168,8 @@ def test_each_process_goes_on_with_its_own_streams(corpus_folder, wide_tokenizer
 
 def test_neighbours_that_read_the_same_save_their_place_once(corpus_folder, wide_tokenizer, monkeypatch):
     loader = module(corpus_folder, wide_tokenizer, world_size=2).train_dataloader()
-    gathered = ["first", "first", "second", "second"]
-    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 4)
-    monkeypatch.setattr("torch.distributed.all_gather_object", lambda into, _: into.__setitem__(slice(None), gathered))
+    cursors = ["first", "first", "second", "second"]
+    monkeypatch.setattr("datamodules.packing.streaming.gathered", lambda _: cursors)
     assert loader.state_dict()["cursors"] == ["first", "second"]
 
 
