@@ -15,16 +15,15 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset
 from transformers import PreTrainedTokenizerFast
 from typing_extensions import override
 
-from datamodules.influence.rows import InfluenceRows
 from datamodules.influence.store import InfluenceStore
+from datamodules.influence.writer import InfluenceRows
 from datamodules.packing.curriculum import LengthCurriculum, cut_rows
 from datamodules.packing.evaluation_documents import DocumentDataset
 from datamodules.packing.loader import ResumableLoader, check_workers, worker_options
-from datamodules.packing.packing import Packing, pack_documents
+from datamodules.packing.packing import LongDocuments, Packing, pack_documents, pack_in_order
 from datamodules.packing.preview import preview
 from datamodules.packing.samplers import RowSampler
 from datamodules.packing.sequences import PackedRowDataset, Row, collate_rows
-from datamodules.packing.up_sampling import LongDocuments, pack_in_order
 from datamodules.sources.documents import Source
 from datamodules.sources.splits import Split
 from datamodules.token_store.store import TokenStore, build_token_store
