@@ -59,10 +59,6 @@ class MadeUp:
         """Enough to tell two sizes apart."""
         return f"made up {self.total}"
 
-    def text_bytes(self) -> int:
-        """What was asked for."""
-        return int(self.total)
-
 
 def ours(texts: Path, tokenizer: PreTrainedTokenizerFast, folder: Path, length: int) -> TokenStore:
     store = build_token_store(text_folder(texts), tokenizer, cache_dir=folder)

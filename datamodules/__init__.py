@@ -1,11 +1,9 @@
 """Data modules that turn text into packed rows."""
 
+from datamodules.corpora import GovReportDataModule, PG19DataModule, PileArxivDataModule
 from datamodules.corpus.module import DocumentCorpus
-from datamodules.gov_report import GovReportDataModule
 from datamodules.mixture import MixtureDataModule
 from datamodules.packed_text import PackedTextDataModule
-from datamodules.pg19 import PG19DataModule
-from datamodules.pile_arxiv import PileArxivDataModule
 from datamodules.recall import RecallDataModule
 from datamodules.text import StreamingTextDataModule, TextDataModule
 

@@ -1,6 +1,5 @@
 """Train on several corpora, each with its share of the rows."""
 
-import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
@@ -8,13 +7,13 @@ from itertools import chain
 from typing import Any, NotRequired, TypedDict
 
 import jsonargparse
-from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from datamodules.packed_text import PackedTextDataModule
 from datamodules.packing.evaluation_documents import DocumentDataset
-from datamodules.packing.mixture_sampler import MixtureSampler
+from datamodules.packing.samplers import MixtureSampler
 from datamodules.packing.sequences import PackedRowDataset, Row
 from datamodules.sources.documents import Source
 from datamodules.sources.splits import Split
@@ -23,8 +22,6 @@ from lightning_modules.models.tokenization.tokenizer import tokenizer_hash
 # Settings of the training as a whole, which a source cannot change.
 _COMMON = ("tokenizer", "tokenizer_revision", "sequence_length")
 _NOT_PASSED_ON = ("batch_size", "validation_batch_size", "num_workers", "seed", "influence", "curriculum")
-
-_log = logging.getLogger(__name__)
 
 
 class MixtureSource(TypedDict):
@@ -136,7 +133,10 @@ class MixtureDataModule(PackedTextDataModule):
             rank=rank,
             world_size=world_size,
         )
-        self._report(sampler)
+        for name, count in sampler.counts.items():
+            rank_zero_info(
+                f"{name}: {count} of its {sampler.rows_of[name]} rows in each epoch of {len(sampler) * world_size}."
+            )
         return self._training_loader(list(self.mixed_rows.values()), sampler)
 
     def _chained(self, split: Split) -> DocumentDataset:
@@ -148,18 +148,6 @@ class MixtureDataModule(PackedTextDataModule):
             length=datasets[0].length,
             add_special_tokens=self.add_special_tokens,
         )
-
-    @rank_zero_only
-    def _report(self, sampler: MixtureSampler) -> None:
-        """Log how often the rows of each source are seen, in an epoch and in the whole run."""
-        steps = self.trainer.max_steps if self.trainer else -1
-        seen = steps * self.trainer.accumulate_grad_batches * self.batch_size * sampler.world_size if steps > 0 else 0  # type: ignore[union-attr]
-        for name, passes in sampler.passes_per_epoch().items():
-            count, rows = sampler.counts[name], sampler.rows_of[name]
-            run = f"; {passes * seen / sum(sampler.counts.values()):.2f} times in {steps} steps" if seen else ""
-            _log.info(
-                "%s: %d of its %d rows in each epoch of %d%s.", name, count, rows, sum(sampler.counts.values()), run
-            )
 
 
 def _module(source: MixtureSource, settings: Mapping[str, Any]) -> PackedTextDataModule:

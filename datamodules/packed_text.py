@@ -1,6 +1,5 @@
 """Turn documents into packed training rows and whole evaluation documents."""
 
-import os
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -9,23 +8,22 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from jsonargparse.typing import NonNegativeInt, PositiveInt
+from lightning import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import ConcatDataset, DataLoader, Dataset
 from transformers import PreTrainedTokenizerFast
 from typing_extensions import override
 
-from datamodules.influence.rows import InfluenceRows
 from datamodules.influence.store import InfluenceStore
-from datamodules.packing.curriculum import CurriculumDataModule, LengthCurriculum
+from datamodules.influence.writer import InfluenceRows
+from datamodules.packing.curriculum import LengthCurriculum, cut_rows
 from datamodules.packing.evaluation_documents import DocumentDataset
-from datamodules.packing.loader import ResumableLoader
-from datamodules.packing.packing import Packing, pack_documents
+from datamodules.packing.loader import ResumableLoader, check_workers, worker_options
+from datamodules.packing.packing import LongDocuments, Packing, pack_documents, pack_in_order
 from datamodules.packing.preview import preview
 from datamodules.packing.samplers import RowSampler
 from datamodules.packing.sequences import PackedRowDataset, Row, collate_rows
-from datamodules.packing.up_sampling import LongDocuments, pack_in_order
 from datamodules.sources.documents import Source
 from datamodules.sources.splits import Split
 from datamodules.token_store.store import TokenStore, build_token_store
@@ -34,7 +32,7 @@ from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.utilities.files import default_cache_dir
 
 
-class PackedTextDataModule(CurriculumDataModule, ABC):
+class PackedTextDataModule(LightningDataModule, ABC):
     """Packed rows of text for training, whole documents for evaluation.
 
     The training text is tokenized once, into a cache that later runs share; evaluation documents are tokenized as they
@@ -89,7 +87,7 @@ class PackedTextDataModule(CurriculumDataModule, ABC):
         long_documents: LongDocuments | None = None,
         curriculum: LengthCurriculum | None = None,
     ) -> None:
-        super().__init__(curriculum)
+        super().__init__()
         if influence and (long_documents or curriculum):
             raise ValueError(
                 "Stored token weights (`influence`) are of rows that hold each token once and are not cut: leave out"
@@ -97,8 +95,7 @@ class PackedTextDataModule(CurriculumDataModule, ABC):
             )
         if sequence_length > LONGEST_ROW:
             raise ValueError(f"`sequence_length` must be at most {LONGEST_ROW:,} tokens, got {sequence_length:,}.")
-        if num_workers > (most := max(64, 4 * (os.cpu_count() or 1))):
-            raise ValueError(f"`num_workers={num_workers}` exceeds the limit of {most} for this machine.")
+        check_workers(num_workers)
         if curriculum:
             curriculum.check(sequence_length)
         self.tokenizer_name = tokenizer
@@ -118,6 +115,7 @@ class PackedTextDataModule(CurriculumDataModule, ABC):
         self.seed = seed
         self.influence = influence
         self.long_documents = long_documents
+        self.curriculum = curriculum
         self.rows: PackedRowDataset | None = None
         self.validation: DocumentDataset | None = None
         self.test: DocumentDataset | None = None
@@ -156,17 +154,18 @@ class PackedTextDataModule(CurriculumDataModule, ABC):
             self.test = self._documents("test")
 
     @override
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        if self.curriculum and self.trainer and self.trainer.training and self.curriculum.is_short(self.trainer):
+            return cut_rows(batch, self.curriculum.sequence_length)
+        return batch
+
+    @override
     def train_dataloader(self) -> DataLoader[Row]:
         if self.rows is None:
             name = type(self).__name__
             raise ValueError(f"{name} has no training rows: it only evaluates, or `setup('fit')` was not called.")
         rank, world_size = self._reader()
         sampler = RowSampler(len(self.rows), seed=self.seed, rank=rank, world_size=world_size)
-        if left_out := len(self.rows) % world_size:
-            rank_zero_info(
-                f"Each epoch leaves out {left_out} of {len(self.rows):,} rows, other ones each time:"
-                f" {world_size} processes (or groups of them) cannot share them evenly."
-            )
         return self._training_loader([self.rows], sampler)
 
     @override
@@ -230,6 +229,11 @@ class PackedTextDataModule(CurriculumDataModule, ABC):
         stored = None if self.rows is None else self.rows.influence
         return None if stored is None else float(stored.header["made_from"]["gamma"])
 
+    def check_trainer(self) -> None:
+        """Raise a ``ValueError`` if the curriculum needs the number of steps and the trainer has no last one."""
+        if self.curriculum and self.trainer and self.trainer.max_steps < 0 and (self.trainer.max_epochs or -1) < 0:
+            raise ValueError("`curriculum.share` is a share of all steps: give `trainer.max_steps` or `max_epochs`.")
+
     def _training_loader(self, parts: Sequence[PackedRowDataset], sampler: RowSampler) -> ResumableLoader:
         rows: Dataset[Row] = parts[0] if len(parts) == 1 else ConcatDataset(parts)
         loader = ResumableLoader(rows, batch_size=self.batch_size, sampler=sampler, **self.loader_options())
@@ -278,13 +282,10 @@ class PackedTextDataModule(CurriculumDataModule, ABC):
 
     def loader_options(self) -> dict[str, Any]:
         """Return options that all loaders share."""
-        if self.num_workers:  # forked workers cannot use the tokenizer's threads, and warn of it unless told
-            os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         return {
             "collate_fn": collate_rows,
-            "num_workers": self.num_workers,
             "persistent_workers": self.num_workers > 0,
-            "pin_memory": torch.cuda.is_available(),
+            **worker_options(self.num_workers),
         }
 
     def _reader(self) -> tuple[int, int]:

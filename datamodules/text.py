@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from datamodules.packed_text import PackedTextDataModule
+from datamodules.packing.loader import worker_options
 from datamodules.packing.sequences import PackedRowDataset, Row
 from datamodules.packing.streaming import StreamedRows, StreamingLoader, file_sources
 from datamodules.sources.documents import RecordFiles, Source, TextFiles
@@ -65,8 +66,6 @@ class TextDataModule(PackedTextDataModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(tokenizer, **kwargs)
-        if holdout is not None and holdout < 3:
-            raise ValueError(f"`holdout` = {holdout} leaves no document to train on. Set it to 3 or more.")
         if holdout is not None and (train is None or validation is not None or test is not None):
             raise ValueError(
                 "`holdout` takes validation and test documents from `train`: give `train`, and not the others."
@@ -168,11 +167,9 @@ class StreamingTextDataModule(TextDataModule):
             rank=rank,
             world_size=world_size,
         )
-        options = self.loader_options()
         return StreamingLoader(  # type: ignore[return-value]  # Lightning takes any iterable
             rows,
             batch_size=self.batch_size,
             batches=self.trainer.max_steps * self.trainer.accumulate_grad_batches,
-            num_workers=options["num_workers"],
-            pin_memory=options["pin_memory"],
+            **worker_options(self.num_workers),
         )

@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 
 from datamodules.packing.curriculum import LengthCurriculum
-from datamodules.packing.up_sampling import LongDocuments
+from datamodules.packing.packing import LongDocuments
 from lightning_modules.batch import IGNORE_INDEX
 from lightning_modules.functional import (
     key_token_mask,

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial, reduce
 from pathlib import Path, PurePosixPath
@@ -11,7 +12,6 @@ from typing import Any, NamedTuple
 import pyarrow
 from fsspec.core import url_to_fs
 
-from datamodules.corpus.sample import bytes_per_line
 from datamodules.sources.documents import checked_text
 from datamodules.sources.locations import (
     JSON_LINES,
@@ -26,19 +26,22 @@ from datamodules.sources.locations import (
 from datamodules.sources.records import (
     LARGEST_DOCUMENT,
     decoded,
-    is_null,
     is_packed,
+    lines_of,
     nested,
     opened,
     opened_table,
+    parsed_line,
     read_document,
     read_records,
 )
 from lightning_modules.batch import Origin
 
-_READERS = 16  # threads that read the footers of parquet files, mostly waiting
+_READERS = 32  # threads that read the footers of parquet files and the first lines of others, mostly waiting
 _FIELDS = 20  # named in an error
 _UNPACKED = 4  # bytes of text per byte of a compressed file
+_LINES, _BYTES = 64, 1 << 18  # of each JSON-lines file that are sampled, about
+_TRIED = 8  # lines, however long, before a file counts as one without documents
 
 
 class Part(NamedTuple):
@@ -168,7 +171,7 @@ def find_corpus(paths: Sequence[str], columns: CorpusColumns, *, lenient: bool =
                 )
     names, files = tuple(named), tuple(named.values())
     with ThreadPoolExecutor(_READERS) as pool:
-        found = list(pool.map(partial(_parts, columns=columns, lenient=lenient), range(len(files)), files))
+        found = list(pool.map(partial(_parts, columns=columns), range(len(files)), files))
     types: dict[str, pyarrow.DataType] = {}
     for file, (_, own) in zip(files, found, strict=True):
         for column, kind in own.items():
@@ -178,7 +181,7 @@ def find_corpus(paths: Sequence[str], columns: CorpusColumns, *, lenient: bool =
                     " `data.columns`, or give it one type in all files."
                 )
     lines = [file for file in files if file.name.endswith(JSON_LINES)]
-    line_size = bytes_per_line(lines, [columns.text, *([columns.key] if columns.key else [])], lenient=lenient)
+    line_size = _bytes_per_line(lines, [columns.text, *([columns.key] if columns.key else [])], lenient=lenient)
     parts = (part for parts, _ in found for part in parts)
     if line_size is not None:
         parts = (part._replace(about=part.size / line_size) if part.about is None else part for part in parts)
@@ -198,9 +201,7 @@ def _named(path: str) -> Iterator[tuple[str, File]]:
         yield checked_text(str(name), f"The name of {str(name)!r}"), file
 
 
-def _parts(
-    index: int, file: File, columns: CorpusColumns, lenient: bool
-) -> tuple[list[Part], dict[str, pyarrow.DataType]]:
+def _parts(index: int, file: File, columns: CorpusColumns) -> tuple[list[Part], dict[str, pyarrow.DataType]]:
     """Divide a file into parts; also return the types of the columns that go with the scores, if it has types."""
     if not file.name.endswith(PARQUET):
         size = (file_size(file) or LARGEST_DOCUMENT) * (_UNPACKED if is_packed(file) else 1)
@@ -211,16 +212,9 @@ def _parts(
             given = (columns.text, columns.key, *columns.others)
             types = {name: _type(table.schema_arrow, name, file) for name in given if name}
             _check_text_type(types[columns.text], columns.text, file)
-            metadata = table.metadata
-            if not lenient and is_null(metadata, columns.text):
-                raise ValueError(
-                    f"{file}: column {columns.text!r} holds nulls only; the file also has"
-                    f" {sorted(set(table.schema_arrow.names) - {columns.text})[:_FIELDS]}. Name the text's by"
-                    " `data.text_column`, or leave the file out."
-                )
             parts, first = [], 0
-            for number in range(metadata.num_row_groups):
-                group = metadata.row_group(number)
+            for number in range(table.num_row_groups):
+                group = table.metadata.row_group(number)
                 chunks = [group.column(each) for each in range(group.num_columns)]
                 sizes = [each.total_uncompressed_size for each in chunks if each.path_in_schema == columns.text]
                 size = sum(sizes) or group.total_byte_size
@@ -253,3 +247,56 @@ def _check_text_type(kind: pyarrow.DataType, column: str, file: File) -> None:
 def is_text(name: str) -> bool:
     """Return whether a file is one document as it is."""
     return not name.endswith((*PARQUET, *JSON_LINES))
+
+
+class _Sample(NamedTuple):
+    """The first lines of a file: their number and bytes, the fields they have, and those with a value."""
+
+    lines: int
+    size: int
+    fields: set[str]
+    present: set[str]
+
+
+def _bytes_per_line(files: Sequence[File], required: Sequence[str], *, lenient: bool = False) -> float | None:
+    """Estimate the mean bytes per line of JSON-lines files, unpacked, from their first lines; None if none can be read.
+
+    Raises:
+        ValueError: If none of the first lines of a file has one of the required fields, into which dots reach: all its
+            documents would fail. ``lenient`` accepts such files as long as there are others.
+    """
+    with ThreadPoolExecutor(_READERS) as pool:
+        samples = list(pool.map(lambda file: _sample(file, required), files))
+    seen = [(file, sample) for file, sample in zip(files, samples, strict=True) if sample.lines]
+    wrong = [(file, sample) for file, sample in seen if not sample.present.issuperset(required)]
+    if wrong and (not lenient or len(wrong) == len(seen)):
+        file, sample = wrong[0]
+        others = f" (and of {len(wrong) - 1:,} other files)" if len(wrong) > 1 else ""
+        raise ValueError(
+            f"None of the first {sample.lines} lines of {file}{others} is a JSON object with a field"
+            f" {min(set(required) - sample.present)!r}, only {sorted(sample.fields)[:_FIELDS]}: name the text's by"
+            " `data.text_column`, that of the key by `data.key_column`, or leave such files out."
+        )
+    lines = sum(sample.lines for sample in samples)
+    return sum(sample.size for sample in samples) / lines if lines else None
+
+
+def _sample(file: File, required: Sequence[str]) -> _Sample:
+    """Read the first lines; more of them if they are long and none has shown all required fields."""
+    lines = size = 0
+    fields: set[str] = set()
+    present: set[str] = set()
+    # A file that cannot be read is reported when its documents are read, after all others.
+    with suppress(ValueError, OSError), opened(file) as stream:
+        for line in lines_of(stream):
+            size += len(line)
+            if line.isspace():
+                continue
+            lines += 1
+            with suppress(ValueError):  # a line may be broken
+                record = parsed_line(line, "")
+                fields |= set(record)
+                present |= {field for field in required if nested(record, field) is not None}
+            if lines == _LINES or (size > _BYTES and (present.issuperset(required) or lines >= _TRIED)):
+                break
+    return _Sample(lines, size, fields, present)

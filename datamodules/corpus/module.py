@@ -1,6 +1,5 @@
 """Read a corpus whose documents are scored one by one by `longce predict`."""
 
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import PurePosixPath
@@ -8,7 +7,6 @@ from typing import Any, Literal
 
 import numpy as np
 import pyarrow
-import torch
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeInt, PositiveInt
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
@@ -18,6 +16,7 @@ from typing_extensions import override
 
 from datamodules.corpus.files import CorpusColumns, CorpusFiles, find_corpus, is_text
 from datamodules.corpus.stream import CorpusLoader, CorpusRows, CorpusStream
+from datamodules.packing.loader import check_workers, worker_options
 from lightning_modules.batch import Origin
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer, tokenizer_hash
 from lightning_modules.scoring.corpus.protocols import Delivered, KeepsScores
@@ -27,7 +26,7 @@ _NAMED = 3  # files in a message
 
 
 class DocumentCorpus(LightningDataModule):
-    """Any number of documents to predict for: they are read as they are scored, and never all in memory.
+    """Any number of documents to predict for: they are read and scored one by one, and never all in memory.
 
     A document is a row of a ``.parquet`` file, a line of a ``.jsonl`` or ``.json`` file or a ``.txt`` file (those also
     as ``.gz`` and ``.zst``). File and row number identify it, so that keys may repeat. Documents are divided among
@@ -44,8 +43,6 @@ class DocumentCorpus(LightningDataModule):
         columns: Others to go with the scores. Of JSON lines they become text: strings as they are, all else as JSON.
         max_tokens: Most tokens of a document.
         overlong: ``cut`` scores the first tokens of a document with more, ``skip`` leaves it out with the reason.
-        batch_tokens: Score several short documents together, in batches of that many tokens with padding. By default
-            each is scored alone, and its scores are then bit-identical for any number of processes.
         num_workers: Processes that read and tokenize ahead for each that scores; 0 does so in the scoring process.
         add_special_tokens: Whether the tokenizer puts its special tokens around each document.
         tokenizer_revision: Branch, tag or commit of a tokenizer on the hub.
@@ -65,7 +62,6 @@ class DocumentCorpus(LightningDataModule):
         columns: list[str] | None = None,
         max_tokens: PositiveInt | None = None,
         overlong: Literal["cut", "skip"] = "cut",
-        batch_tokens: PositiveInt | None = None,
         num_workers: NonNegativeInt = 2,
         add_special_tokens: bool = False,
         tokenizer_revision: str | None = None,
@@ -75,14 +71,12 @@ class DocumentCorpus(LightningDataModule):
         self.files = [files] if isinstance(files, str) else list(files)
         if not self.files:
             raise ValueError("`files` is empty: name files, folders or patterns of the documents.")
-        if num_workers > (most := max(64, 4 * (os.cpu_count() or 1))):
-            raise ValueError(f"`num_workers={num_workers}` exceeds the limit of {most} for this machine.")
+        check_workers(num_workers)
         self.tokenizer_name = tokenizer
         self.tokenizer_revision = tokenizer_revision
         self.column_names = CorpusColumns(text_column, key_column, tuple(columns or ()))
         self.max_tokens = max_tokens
         self.overlong: Literal["cut", "skip"] = overlong
-        self.batch_tokens = batch_tokens
         self.num_workers = num_workers
         self.add_special_tokens = add_special_tokens
         self.allowed_failures = float(allowed_failures)
@@ -120,27 +114,19 @@ class DocumentCorpus(LightningDataModule):
             raise found
         corpus, self._versions, done = found
         make_row = CorpusRows(self.tokenizer, self.add_special_tokens, self.max_tokens, self.overlong)
-        self._stream = CorpusStream(
-            corpus, done, make_row, batch_tokens=self.batch_tokens, rank=rank, world_size=world_size
-        )
+        self._stream = CorpusStream(corpus, done, make_row, rank=rank, world_size=world_size)
 
     @override
     def predict_dataloader(self) -> CorpusLoader:
         strategy = self.trainer.strategy if self.trainer else None
-        if self.num_workers:  # forked workers cannot use the tokenizer's threads, and warn of it unless told
-            os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         alone = strategy is None or type(strategy) in (SingleDeviceStrategy, DDPStrategy)
-        self._loader = CorpusLoader(
-            self.stream,
-            num_workers=self.num_workers,
-            pin_memory=torch.cuda.is_available(),
-            in_step=None if alone else strategy,
-        )
+        in_step = None if alone else strategy
+        self._loader = CorpusLoader(self.stream, in_step=in_step, **worker_options(self.num_workers))
         return self._loader
 
     @property
     def stream(self) -> CorpusStream:
-        """Documents of this process."""
+        """Documents of this process, known after `setup`."""
         if self._stream is None:
             raise RuntimeError("DocumentCorpus has not found its files yet: call `setup('predict')` first.")
         return self._stream

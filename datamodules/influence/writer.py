@@ -1,4 +1,7 @@
-"""Write token weights as several processes compute them, each of which may be killed at any moment."""
+"""Hand out training rows without token weights, and write the weights as several processes compute them.
+
+Each process may be killed at any moment.
+"""
 
 import hashlib
 import json
@@ -10,10 +13,16 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+from lightning import LightningDataModule
 from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, StackDataset, Subset
+from typing_extensions import override
 
 from datamodules.influence.store import DTYPE, FORMAT, HEADER, WEIGHTS, check_identity, read_header
 from datamodules.packing.packing import PackedRows
+from datamodules.packing.sequences import Row, collate_rows
+from lightning_modules.batch import PackedBatch
 from lightning_modules.utilities.files import (
     BUILDING,
     atomic_file,
@@ -22,6 +31,7 @@ from lightning_modules.utilities.files import (
     writable_folder,
     write_atomically,
 )
+from lightning_modules.utilities.locks import exclusive
 
 JOURNALS = "rows-*.journal"
 
@@ -61,8 +71,7 @@ class InfluenceWriter:
     def header(self) -> dict[str, Any]:
         """The header as it is on disk now."""
         header = read_header(self.folder)
-        if header is None:
-            raise ValueError(f"'{self.folder / HEADER}' has disappeared. Run `longce influence` again.")
+        assert header is not None
         return header
 
     @property
@@ -89,26 +98,17 @@ class InfluenceWriter:
 
     def finish(self) -> bool:
         """Make the store if all rows are there, in one process when the others are done; return whether it is there."""
-        if self.complete:
-            self._sweep()
+        with exclusive(self.folder / WEIGHTS):  # of two commands on one folder, one merges the rows
+            if not self.complete:
+                if len(self.remaining()):
+                    return False
+                with atomic_file(self.folder / WEIGHTS) as file:
+                    statistics = self._merge(file)
+                self._write_header(complete=True, statistics=statistics)  # before the journals go
+            for pattern in (f"{BUILDING}{WEIGHTS}*", JOURNALS):
+                for path in self.folder.glob(pattern):
+                    path.unlink()
             return True
-        if len(self.remaining()):
-            return False
-        self._sweep(torn_only=True)
-        try:
-            with atomic_file(self.folder / WEIGHTS) as file:
-                statistics = self._merge(file)
-        except _MissingRowError:  # another process has merged them meanwhile
-            return self.complete
-        self._write_header(complete=True, statistics=statistics)  # before the journals go
-        self._sweep()
-        return True
-
-    def _sweep(self, *, torn_only: bool = False) -> None:
-        """Remove what a kill during `finish` has left, and the journals when they are merged."""
-        for pattern in (f"{BUILDING}{WEIGHTS}*", *(() if torn_only else (JOURNALS,))):
-            for path in self.folder.glob(pattern):
-                path.unlink(missing_ok=True)
 
     def _merge(self, file: BinaryIO) -> dict[str, float]:
         """Write every row's weights at the place of its tokens in the stream; return means over the scored tokens."""
@@ -130,8 +130,6 @@ class InfluenceWriter:
             firsts = len(segments) if self.made_from["isolate_documents"] else 1
             wide = weights.astype(np.float64)
             sums += [wide.sum() - firsts, (wide > 1).sum(), (wide >= self.made_from["gamma"]).sum()]
-        if not done.all():
-            raise _MissingRowError
         unscored = len(self.rows.segments) if self.made_from["isolate_documents"] else len(self.rows)
         scored = self.rows.tokens - unscored
         names = ("weight_mean", "weight_above_1", "weight_at_cap")
@@ -177,8 +175,60 @@ class InfluenceWriter:
         write_atomically(self.folder / HEADER, (json.dumps(header, indent=2) + "\n").encode())
 
 
-class _MissingRowError(Exception):
-    """A row is not in the journals any more."""
+def collate_numbered(items: list[tuple[int, Row]]) -> tuple[list[int], PackedBatch]:
+    """Collate rows, and keep their numbers."""
+    return [number for number, _ in items], collate_rows([row for _, row in items])
+
+
+class InfluenceRows(LightningDataModule):
+    """Data module of the rows without weights, each for one process.
+
+    ``data`` is the `PackedTextDataModule` whose rows they are; its module imports this one.
+
+    Attributes:
+        folder: Where to keep the weights; by default in the cache of ``data``, named by all they depend on.
+        remaining: Rows without weights when the run began, of all processes.
+    """
+
+    def __init__(self, data: Any, made_from: dict[str, Any], folder: Path | None = None) -> None:
+        super().__init__()
+        self.allow_zero_length_dataloader_with_multiple_devices = True  # the last rows need not suffice for all
+        self.data = data
+        self.made_from = made_from
+        self.folder = folder
+        self.remaining = 0
+        self.writer: InfluenceWriter
+        self._missing: Dataset[tuple[int, Row]]
+
+    @override
+    def prepare_data(self) -> None:
+        self.data.training_rows()  # tokenizes if needed
+
+    @override
+    def setup(self, stage: str) -> None:
+        rows = self.data.training_rows()
+        if rows is None:
+            raise ValueError(f"{type(self.data).__name__} has no training rows: there is nothing to weigh.")
+        rows.loss_on_prompt = True  # every token gets its weight, whether or not it is trained on later
+        made_from = rows.identity() | self.made_from
+        self.folder = self.folder or influence_folder(self.data.cache_dir, made_from)
+        self.writer = InfluenceWriter(self.folder, made_from, rows.rows, len(rows.store.tokens))
+        missing = self.writer.remaining()
+        self.remaining = len(missing)
+        rank, world_size = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
+        if self.trainer:  # no process may add rows before all have seen the same ones missing
+            self.trainer.strategy.barrier("influence")
+        numbered: Any = StackDataset(range(len(rows)), rows)  # type: ignore[arg-type]  # any sequence will do
+        self._missing = Subset(numbered, missing[rank::world_size].tolist())
+
+    @override
+    def predict_dataloader(self) -> DataLoader[tuple[int, Row]]:
+        options = {**self.data.loader_options(), "collate_fn": collate_numbered}
+        return DataLoader(self._missing, batch_size=self.data.batch_size, **options)
+
+    def write(self, numbers: list[int], weights: Tensor) -> None:
+        """Keep ``[B, T]`` weights of the rows with these numbers."""
+        self.writer.write(numbers, weights.float().cpu().numpy())
 
 
 def narrow(weights: NDArray[np.float32], cap: float) -> NDArray[np.float16]:

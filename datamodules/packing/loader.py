@@ -1,9 +1,11 @@
 """Resume training at the batch where an interrupted epoch stopped."""
 
 import logging
+import os
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
@@ -60,3 +62,16 @@ class ResumableLoader(DataLoader[Row]):
 
     def _order(self) -> dict[str, Any]:
         return {**self.sampler.order(), "batch_size": int(self.batch_size), "content": self.content}
+
+
+def check_workers(num_workers: int) -> None:
+    """Raise a ``ValueError`` for more worker processes than the machine bears."""
+    if num_workers > (most := max(64, 4 * (os.cpu_count() or 1))):
+        raise ValueError(f"`num_workers={num_workers}` exceeds the limit of {most} for this machine.")
+
+
+def worker_options(num_workers: int) -> dict[str, Any]:
+    """Return options of a loader whose worker processes may tokenize."""
+    if num_workers:  # forked workers cannot use the tokenizer's threads, and warn of it unless told
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    return {"num_workers": num_workers, "pin_memory": torch.cuda.is_available()}

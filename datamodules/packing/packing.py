@@ -1,17 +1,15 @@
-"""Pack documents of any length into rows of one length, by arithmetic on token indices.
-
-The strategies differ in what they give up. `concat` cuts documents wherever a row ends and wastes nothing, `best_fit`
-cuts only what is longer than a row and pads a little, `chunk` mixes no documents and drops what fills no row.
-"""
+"""Pack documents of any length into rows of one length, by arithmetic on token indices."""
 
 from bisect import bisect_left, insort
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
+from jsonargparse.typing import PositiveFloat, PositiveInt
+from lightning.pytorch.utilities import rank_zero_info
 from numpy.typing import NDArray
 
-from lightning_modules.batch import LONGEST_ROW
 from lightning_modules.functional.checks import check_count
 
 Packing = Literal["chunk", "concat", "best_fit"]
@@ -73,13 +71,12 @@ def pack_documents(
     Args:
         document_borders: ``[n + 1]`` ascending token indices ``[0, end of document 1, end of document 2, ..]``. A
             document may be empty; it is in no row.
-        sequence_length: Tokens per row, from 1 to `LONGEST_ROW`.
+        sequence_length: Tokens per row.
         packing: `chunk`, `concat` or `best_fit`.
 
     Raises:
-        ValueError: If ``sequence_length`` is out of range, or no row is filled.
+        ValueError: If no row is filled.
     """
-    check_count("`sequence_length`", sequence_length, most=LONGEST_ROW)
     rows = {"chunk": chunk, "concat": concat, "best_fit": best_fit}[packing](document_borders, sequence_length)
     if len(rows) == 0:
         longest = int(np.diff(document_borders).max(initial=0))
@@ -93,13 +90,74 @@ def pack_documents(
     return rows
 
 
+@dataclass(frozen=True)
+class LongDocuments:
+    """How often long documents are trained on.
+
+    After Xiong et al. (2023), https://arxiv.org/abs/2309.16039, whose ablation (Section 4.2) tempers it: "the quality
+    of the data plays a more critical role than the length of texts".
+
+    Args:
+        longer_than: Documents of more tokens than this are long.
+        weight: How often each is seen per pass over the short ones; with 1.5, every other one is seen twice.
+    """
+
+    longer_than: PositiveInt
+    weight: PositiveFloat
+
+    def __post_init__(self) -> None:
+        check_count("`long_documents.longer_than`", self.longer_than)
+        if not 1 <= self.weight <= 1000:
+            raise ValueError(f"`long_documents.weight` repeats documents: set it to 1 to 1000, got {self.weight}.")
+
+    def order(self, document_borders: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return documents in the order in which they are packed: all of them, then the long ones again, and so on.
+
+        A copy is never next to its original, where a model without isolated documents would copy it.
+
+        Example:
+            >>> LongDocuments(longer_than=2, weight=2.5).order(np.array([0, 3, 5, 9])).tolist()
+            [0, 1, 2, 0, 2, 2]
+        """
+        lengths = np.diff(document_borders)
+        long = np.flatnonzero(lengths > self.longer_than)
+        whole = int(self.weight)
+        turns = np.floor(np.arange(len(long) + 1) * (self.weight - whole))
+        order = np.concatenate([np.arange(len(lengths)), np.tile(long, whole - 1), long[np.diff(turns) > 0]])
+        tokens, total, repeated = (int(lengths[part].sum()) for part in (long, slice(None), order))
+        rank_zero_info(
+            f"{len(long)} of {len(lengths)} documents are longer than {self.longer_than} tokens:"
+            f" {tokens / max(total, 1):.1%} of the tokens, {(tokens + repeated - total) / max(repeated, 1):.1%} with"
+            " their repetitions."
+        )
+        return order
+
+
+def pack_in_order(
+    document_borders: NDArray[np.int64], order: NDArray[np.int64], pack: Callable[[NDArray[np.int64]], PackedRows]
+) -> PackedRows:
+    """Pack the documents as if the stream had them in another order, some of them more than once.
+
+    Example:
+        >>> rows = pack_in_order(np.array([0, 3, 5]), np.array([1, 0, 0]), lambda borders: pack_documents(borders, 4))
+        >>> [rows.row(index).tolist() for index in range(len(rows))]
+        [[[3, 5], [0, 2]], [[2, 3], [0, 3]]]
+    """
+    lengths = np.diff(document_borders)[order]
+    borders = np.concatenate([[0], np.cumsum(lengths)])
+    rows = pack(borders)
+    # Empty documents share their border with the next one, which the segment's tokens belong to.
+    place = np.searchsorted(borders, rows.segments[:, 0], side="right") - 1
+    shift = document_borders[order[place]] - borders[place]
+    return replace(rows, segments=rows.segments + shift[:, None])
+
+
 def chunk(document_borders: NDArray[np.int64], sequence_length: int) -> PackedRows:
     """Each row from one document: its first tokens, its next tokens, and so on.
 
-    No row mixes documents and none is padded. The price: what is left of a document when it fills no further row is
-    dropped, and so is every document shorter than a row: half a row per document on average where documents are long,
-    everything where they are short. It is what the authors of LongCE do with long documents (short ones they pad, and
-    train on the padding).
+    No row mixes documents and none is padded. What is left of a document when it fills no further row is dropped, and
+    so is every shorter document. The authors of LongCE do this with long documents; short ones they pad, and train on
+    the padding.
 
     Example:
         >>> rows = chunk(np.array([0, 3, 12]), sequence_length=4)
@@ -114,9 +172,8 @@ def chunk(document_borders: NDArray[np.int64], sequence_length: int) -> PackedRo
 def concat(document_borders: NDArray[np.int64], sequence_length: int) -> PackedRows:
     """Concatenate the documents and cut every ``sequence_length`` tokens.
 
-    No padding, and at most ``sequence_length - 1`` tokens of the whole corpus are dropped (the incomplete last row).
-    The price: a document cut at a row's end continues in the next row as a separate segment, without the preceding
-    context. Books are mostly longer than a row, so that any strategy has to cut.
+    No padding, and only the incomplete last row is dropped. A document cut at a row's end continues in the next row as
+    a separate segment, without the preceding context.
 
     Example:
         >>> rows = concat(np.array([0, 3, 9]), sequence_length=4)
@@ -136,9 +193,8 @@ def best_fit(document_borders: NDArray[np.int64], sequence_length: int) -> Packe
 
     Best-fit-decreasing of Ding et al. (2024), "Fewer Truncations Improve Language Modeling",
     https://arxiv.org/abs/2404.10830: of a document longer than a row whole rows are cut off the front; what remains,
-    and every other document, goes whole, longest first, into the row with the least room that holds it. No token is
-    dropped, and no document that fits a row is cut. The price: rows are padded where nothing fitted any more, and a
-    row's documents come from all over the corpus.
+    and every other document, goes whole, longest first, into the row with the least room that holds it. Rows are padded
+    where nothing fitted any more.
 
     Example:
         >>> rows = best_fit(np.array([0, 3, 8, 9]), sequence_length=4)
@@ -166,8 +222,7 @@ def best_fit(document_borders: NDArray[np.int64], sequence_length: int) -> Packe
 def best_fit_decreasing(lengths: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
     """Assign items to bins: longest first, each to the fullest bin that holds it.
 
-    Items of one length and bins of one free space are handled together: about one step per length, each a binary
-    search, for any number of items.
+    Items of one length are handled together, with a binary search for each: fast for any number of items.
 
     Args:
         lengths: ``[n]`` item sizes, from 1 to ``capacity``.

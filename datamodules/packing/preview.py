@@ -4,14 +4,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
 import numpy as np
-from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerFast
 
 from datamodules.packing.packing import document_of
 from datamodules.packing.sequences import PackedRowDataset
 from datamodules.sources.documents import Document, with_text
-
-MAX_COUNTED = 4  # rows of up to 4 documents are counted by that number, others together
 
 
 def preview(
@@ -50,25 +47,16 @@ def _summary(rows: PackedRowDataset, packing: str) -> Iterator[str]:
         f" longest {lengths.max():,}, {np.count_nonzero(lengths == 0):,} empty"
     )
     yield f"rows         {packed}"
-    yield f"             documents in a row: {_documents_per_row(np.diff(packed.row_borders))}"
     scored, places = _scored_tokens(rows), len(packed) * packed.sequence_length
     prompts = "" if rows.store.prompt_lengths is None or rows.loss_on_prompt else ", prompts are not"
     yield f"scored       {scored:,} tokens ({scored / places:.2%} of the rows){prompts}"
 
 
-def _documents_per_row(counts: NDArray[np.int64]) -> str:
-    shares = [(str(number), np.mean(counts == number)) for number in range(1, MAX_COUNTED + 1)]
-    shares.append((f"{MAX_COUNTED + 1} or more", np.mean(counts > MAX_COUNTED)))
-    return ", ".join(f"{name} in {share:.1%}" for name, share in shares if share)
-
-
 def _scored_tokens(rows: PackedRowDataset) -> int:
     """Count the labels of all rows that are not ignored, without making any."""
     segments = rows.rows.segments
-    first = np.ones(len(segments), dtype=np.int64)  # which has no context
-    if not rows.isolate_documents:
-        first[:] = 0
-        first[rows.rows.row_borders[:-1]] = 1
+    first = np.full(len(segments), int(rows.isolate_documents))  # a first token has no context
+    first[rows.rows.row_borders[:-1]] = 1
     unscored = first if rows.loss_on_prompt else np.maximum(first, rows.prompt_lengths(segments))
     return rows.rows.tokens - int(unscored.sum())
 

@@ -1,10 +1,13 @@
-"""Choose which rows each process sees, and in which order."""
+"""Choose which rows of which source each process sees, and in which order."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch.utils.data import Sampler
+from typing_extensions import override
 
 
 class RowSampler(Sampler[int]):
@@ -48,3 +51,85 @@ class RowSampler(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         order = np.random.default_rng([self.seed, self.epoch]).permutation(self.rows)
         return iter(order[self.rank :: self.world_size][self.skip : len(self)].tolist())
+
+
+class MixtureSampler(RowSampler):
+    """Sampler of rows of several sources by weight; the order depends on seed, epoch, weights and number of processes.
+
+    An epoch ends before a source would begin again. It has the share of each source to less than one row, evenly
+    spread: of the first ``n`` rows of an epoch, over all processes, source ``i`` of ``m`` with share ``s`` has
+    ``n * s`` to within ``1.5 + s * m / 2`` rows. From epoch to epoch, a source passes through all of its rows in random
+    order, then in another one. Rows of the second source are numbered after those of the first. Only ratios of weights
+    count.
+
+    Attributes:
+        counts: Rows of each source in an epoch, over all processes.
+
+    Raises:
+        ValueError: If an epoch would have no row of a source, or fewer rows than processes.
+    """
+
+    def __init__(
+        self,
+        rows: Mapping[str, int],
+        weights: Mapping[str, float],
+        *,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        super().__init__(sum(rows.values()), seed=seed, rank=rank, world_size=world_size)
+        self.rows_of = dict(rows)
+        self.counts = epoch_counts(rows, weights, world_size)
+
+    @override
+    def __len__(self) -> int:
+        return sum(self.counts.values()) // self.world_size
+
+    @override
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.epoch_order(self.epoch)[self.rank :: self.world_size][self.skip :].tolist())
+
+    @override
+    def order(self) -> dict[str, Any]:
+        return {**super().order(), "rows": list(self.rows_of.values()), "counts": list(self.counts.values())}
+
+    def epoch_order(self, epoch: int) -> NDArray[np.int64]:
+        """Return ``[sum of counts]`` rows of an epoch; process ``r`` has every ``world_size``-th from the ``r``-th."""
+        due = np.concatenate([(np.arange(count) + 0.5) / count for count in self.counts.values()])
+        rows = np.concatenate([self._rows(index, epoch) for index in range(len(self.counts))])
+        return rows[np.argsort(due, kind="stable")]
+
+    def _rows(self, source: int, epoch: int) -> NDArray[np.int64]:
+        """Return the rows of a source in an epoch: the next ones of its passes, which continue from epoch to epoch."""
+        sizes, counts = list(self.rows_of.values()), list(self.counts.values())
+        rows, first, last = sizes[source], epoch * counts[source], (epoch + 1) * counts[source]
+        passes = range(first // rows, (last - 1) // rows + 1)
+        order = np.concatenate([np.random.default_rng([self.seed, source, each]).permutation(rows) for each in passes])
+        return order[first - passes[0] * rows : last - passes[0] * rows] + sum(sizes[:source])
+
+
+def epoch_counts(rows: Mapping[str, int], weights: Mapping[str, float], world_size: int) -> dict[str, int]:
+    """Compute the rows of each source in an epoch: no more than it has, and their shares to less than one row.
+
+    The sum is a multiple of ``world_size``.
+
+    Example:
+        >>> epoch_counts({"books": 100, "code": 90}, {"books": 2, "code": 1}, world_size=4)
+        {'books': 99, 'code': 49}
+    """
+    exact = {name: Fraction(str(float(weights[name]))) for name in rows}  # 0.1 is a tenth, not the nearest float
+    total = sum(exact.values())
+    length = int(min(rows[name] * total / exact[name] for name in rows)) // world_size * world_size
+    due = {name: length * exact[name] / total for name in rows}
+    counts = {name: int(each) for name, each in due.items()}
+    left = length - sum(counts.values())
+    for name in sorted(rows, key=lambda name: counts[name] - due[name])[:left]:
+        counts[name] += 1
+    for name, count in counts.items():
+        if count == 0:
+            raise ValueError(
+                f"Source {name!r} has no row in an epoch of {length} ({', '.join(f'{n}: {r}' for n, r in rows.items())}"
+                " rows). Give it more weight, or all sources more text; with several processes, use fewer."
+            )
+    return counts

@@ -1,15 +1,14 @@
 """Make rows while the corpus is read, and resume at the very token where a run stopped."""
 
-import logging
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from itertools import count
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch.distributed
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from typing_extensions import override
@@ -20,8 +19,7 @@ from datamodules.sources.locations import file_identities, file_size
 from datamodules.sources.splits import HashSplit
 from datamodules.token_store.tokenize import Encoder
 from lightning_modules.batch import PackedBatch
-
-_log = logging.getLogger(__name__)
+from lightning_modules.utilities.collectives import gathered
 
 
 class Cursor(NamedTuple):
@@ -76,7 +74,6 @@ class StreamedRows(IterableDataset[tuple[Row, Cursor]]):
         self.world_size = world_size
         self.cursors: list[Cursor] = []  # of the stream of each worker
         self.first = 0  # worker whose stream is next
-        self._warned = False
 
     @override
     def __iter__(self) -> Iterator[tuple[Row, Cursor]]:
@@ -136,15 +133,10 @@ class StreamedRows(IterableDataset[tuple[Row, Cursor]]):
 
     def _read(self, file: int) -> Iterator[tuple[int, Document]]:
         """Yield each document of a file with its number; a file without any is not an error here."""
-        try:
-            for number, document in enumerate(self.files[file]):  # empty ones are counted
+        with suppress(NoDocumentError):
+            for number, document in enumerate(self.files[file]):  # empty ones are counted, and left out
                 if not is_empty(document.text):
                     yield number, document
-                elif not self._warned:  # once: there may be many, and they come again in each pass
-                    _log.warning("Leaving out empty documents, such as '%s'.", document.name)
-                    self._warned = True
-        except NoDocumentError:
-            return
 
 
 class StreamingLoader:
@@ -190,12 +182,8 @@ class StreamingLoader:
         All processes must call it.
         """
         own = [[*map(int, cursor[:4]), cursor.content] for cursor in self._cursors]
-        cursors: list[Any] = [own] * self.rows.world_size
-        if self.rows.world_size > 1:  # the checkpoint is written by the first process
-            processes = torch.distributed.get_world_size()
-            cursors = [own] * processes
-            torch.distributed.all_gather_object(cursors, own)
-            cursors = cursors[:: processes // self.rows.world_size]  # of neighbors that read the same, the first
+        cursors = gathered(own) if self.rows.world_size > 1 else [own]  # the checkpoint is written by the first process
+        cursors = cursors[:: len(cursors) // self.rows.world_size]  # of neighbors that read the same, the first
         return {"batches": self._done, "cursors": cursors, **self._order}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

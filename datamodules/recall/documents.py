@@ -98,20 +98,17 @@ def recall_records(
       (LSD 2.8) and yet leaves it low (LCL -2.5): it is why key tokens need a threshold on the LCL as well.
 
     This models one property of text, that a few of its tokens depend on the far past, and nothing else: a value is
-    looked up by its field, never inferred, and it is one token. A recipe that works here is shown to work as
-    machinery; how much it helps on natural language is not shown.
+    looked up by its field, never inferred, and it is one token.
 
     A short window begins in the middle of a document, so an evaluator should be trained on rows some of which do,
-    for instance on documents twice as long as its rows. One that has seen beginnings only is confidently wrong in short
-    windows, and takes local words for key tokens.
+    for instance on documents twice as long as its rows.
 
     Args:
         count: How many documents.
         length: Words in each document; the tokenizer makes one token of each and puts ``<bos>`` before them.
         slot: Words from one event to the next, on average. Fewer make a dense document, which is quicker to learn from.
         seed: Document ``i`` depends on it, ``i`` and the other arguments only; the language is always the same.
-        second_dialect: Fraction of the documents whose local words follow a second grammar. A model that is trained on
-            one dialect predicts the local words of the other badly, whatever it recalls.
+        second_dialect: Fraction of the documents whose local words follow a second grammar.
 
     Yields:
         Documents of exactly ``length`` words; the end may cut an event short.

@@ -4,12 +4,10 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol
 
 from datamodules.sources.locations import PARQUET, File, file_size, files_fingerprint
 from datamodules.sources.records import decoded, is_packed, nested, read_document, read_records
-
-_NAMED = 3  # of the documents that a message is about
 
 _log = logging.getLogger(__name__)
 
@@ -42,15 +40,6 @@ class Source(Protocol):
         ...
 
 
-@runtime_checkable
-class SizedSource(Protocol):
-    """A source that may know how much text it has, for progress bars."""
-
-    def text_bytes(self) -> int | None:
-        """Estimate the bytes of all texts in UTF-8 without reading them; None if unknown."""
-        ...
-
-
 @dataclass(frozen=True)
 class TextFiles:
     """Every file is a document, plain or compressed (``.gz``, ``.zst``).
@@ -73,10 +62,6 @@ class TextFiles:
     def fingerprint(self) -> str:
         """Content and order of the files."""
         return f"text {files_fingerprint(self.files)}"
-
-    def text_bytes(self) -> int | None:
-        """Size of the files, if they are plain."""
-        return _plain_bytes(self.files)
 
 
 def text_folder(folder: Path, titles: Mapping[str, str] | None = None) -> TextFiles:
@@ -127,10 +112,6 @@ class RecordFiles:
         """Content and order of the files, and which documents are taken."""
         return f"records {files_fingerprint(self.files)} {self.text_fields} {self.where} {self.prompt_field}"
 
-    def text_bytes(self) -> int | None:
-        """Size of the files, if they are plain and all is wanted: a little too much, JSON has quotes and names."""
-        return None if self.where else _plain_bytes(self.files)
-
     def _document(self, record: dict[str, Any], file: File, number: int) -> Document:
         place = f"{file}:{number}"
         present = [name for name in self.text_fields if name in record]
@@ -139,17 +120,14 @@ class RecordFiles:
                 f"{place}: no field {' or '.join(map(repr, self.text_fields))} for the text, only {sorted(record)}."
                 " Rename the field that holds it."
             )
-        text, prompt = checked_text(record[present[0]], place), self._prompt(record, place)
+        text, prompt = checked_text(record[present[0]], place), ""
+        if self.prompt_field is not None:
+            if self.prompt_field not in record:
+                raise ValueError(f"{place}: no field {self.prompt_field!r} for the prompt, only {sorted(record)}.")
+            prompt = checked_text(record[self.prompt_field], f"{place}, {self.prompt_field!r}")
         if is_empty(text):
             prompt = ""
         return Document(record_name(record, self.name_fields, f"{file.name}:{number}"), prompt + text, len(prompt))
-
-    def _prompt(self, record: dict[str, Any], place: str) -> str:
-        if self.prompt_field is None:
-            return ""
-        if self.prompt_field not in record:
-            raise ValueError(f"{place}: no field {self.prompt_field!r} for the prompt, only {sorted(record)}.")
-        return checked_text(record[self.prompt_field], f"{place}, {self.prompt_field!r}")
 
 
 def checked_text(text: object, place: str) -> str:
@@ -174,21 +152,18 @@ def with_text(documents: Iterable[Document]) -> Iterator[Document]:
     Raises:
         NoDocumentError: If all are empty.
     """
-    empty: list[str] = []
-    taken = count = 0
+    first_empty = ""
+    taken = empty = 0
     for document in documents:
-        if not is_empty(document.text):
+        if is_empty(document.text):
+            empty, first_empty = empty + 1, first_empty or document.name
+        else:
             taken += 1
             yield document
-            continue
-        count += 1
-        if count <= _NAMED:
-            empty.append(document.name)
-    if count:
-        names = ", ".join(map(repr, empty)) + (" and others" if count > _NAMED else "")
-        if taken == 0:
-            raise NoDocumentError(f"All of the {count:,} documents are empty ({names}). Name other files.")
-        _log.warning("Left out %s empty documents of %s: %s.", f"{count:,}", f"{taken + count:,}", names)
+    if empty and not taken:
+        raise NoDocumentError(f"All of the {empty:,} documents are empty, such as '{first_empty}'. Name other files.")
+    if empty:
+        _log.warning("Left out %d empty documents of %d, such as '%s'.", empty, taken + empty, first_empty)
 
 
 def record_name(record: Mapping[str, Any], fields: tuple[str, ...], place: str) -> str:
@@ -196,7 +171,9 @@ def record_name(record: Mapping[str, Any], fields: tuple[str, ...], place: str) 
     return " ".join(str(record[field]).strip() for field in fields if record.get(field)) or place
 
 
-def _plain_bytes(files: tuple[File, ...]) -> int | None:
-    """Sum the sizes of all files; None if some are compressed or of unknown size."""
-    sizes = [None if is_packed(file) or file.name.endswith(PARQUET) else file_size(file) for file in files]
+def text_bytes(source: Source) -> int | None:
+    """Estimate the bytes of all texts in UTF-8 from the sizes of plain files, for progress bars; None if unknown."""
+    if not isinstance(source, TextFiles | RecordFiles) or (isinstance(source, RecordFiles) and source.where):
+        return None
+    sizes = [None if is_packed(file) or file.name.endswith(PARQUET) else file_size(file) for file in source.files]
     return None if None in sizes else sum(size for size in sizes if size is not None)

@@ -10,6 +10,7 @@ from typing import Any
 import datasets
 
 from datamodules.sources.documents import Document, checked_text, record_name
+from datamodules.sources.locations import JSON_LINES, PARQUET, TEXT
 from datamodules.sources.records import nested
 from lightning_modules.utilities.identity import content_hash
 
@@ -80,7 +81,7 @@ def _load(path: str, split: str, revision: str | None) -> Any:
             f"`path` = {path!r} is here, but neither in a layout that this data module knows nor a folder of parquet"
             " files. See the module's description for the layouts."
         )
-    looks_like_a_file = path.endswith((".jsonl", ".json", ".zst", ".gz", ".txt", ".parquet"))
+    looks_like_a_file = path.endswith((*TEXT, *JSON_LINES, *PARQUET))
     if not local.exists() and (looks_like_a_file or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", path)):
         raise FileNotFoundError(
             f"`path` = {path!r} is no local file or folder, and not of the form `owner/name` of a hub dataset."

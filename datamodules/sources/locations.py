@@ -4,9 +4,9 @@ import functools
 import glob
 import hashlib
 import io
-import logging
 import pickle
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -30,8 +30,6 @@ _TAGS = ("etag", "ETag", "generation")
 _TIMES = ("mtime", "LastModified", "last_modified", "Last-Modified", "updated", "modified", "created")
 _MD5 = re.compile(r'"?[0-9a-fA-F]{32,}(-\d+)?"?')  # as object stores make tags; web servers make them of size and time
 _READ_AHEAD = 1 << 20
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,11 @@ class RemoteFile:
             with self.open("rb") as stream:
                 return f"sha256:{hashlib.file_digest(stream, 'sha256').hexdigest()}"  # type: ignore[arg-type]
         if tag is None:
-            _warn_of_times(str(self.system.protocol))
+            warnings.warn(
+                f"Files of {self.system.protocol} report neither checksum nor entity tag here, so that an edit that"
+                " keeps size and time is not noticed. Download them, or clear the cache after such an edit.",
+                stacklevel=2,
+            )
         return combined_hash([str(self), file_size(self), tag or time])
 
     def _connected(self) -> fsspec.AbstractFileSystem:
@@ -139,16 +141,6 @@ def file_identities(files: Iterable[File]) -> list[str]:
 def file_size(file: File) -> int | None:
     """Return the bytes of the file as it is stored; None if the server does not report it."""
     return file.stat().st_size if isinstance(file, Path) else file.info.get("size")
-
-
-@functools.cache
-def _warn_of_times(protocol: str) -> None:
-    """Warn once for each kind of server."""
-    _log.warning(
-        "Files of %s report neither checksum nor entity tag here, so that an edit that keeps size and time is not"
-        " noticed. Download them, or clear the cache after such an edit.",
-        protocol,
-    )
 
 
 def _local_files(path: str) -> list[Path]:

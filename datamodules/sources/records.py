@@ -124,14 +124,6 @@ def opened_table(stream: BinaryIO, file: File) -> pyarrow.parquet.ParquetFile:
         ) from error
 
 
-def is_null(metadata: pyarrow.parquet.FileMetaData, column: str) -> bool:
-    """Return whether the statistics of a file show that a column has no value in any row."""
-    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-    chunks = [group.column(each) for group in groups for each in range(group.num_columns)]
-    statistics = [chunk.statistics for chunk in chunks if chunk.path_in_schema == column]
-    return metadata.num_rows > 0 and sum(each.null_count or 0 for each in statistics if each) == metadata.num_rows
-
-
 def lines_of(stream: BinaryIO) -> Iterator[bytes]:
     """Yield the lines; of one that is too long only the beginning."""
     while line := stream.readline(LARGEST_DOCUMENT + 1):

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerFast
 
-from datamodules.sources.documents import SizedSource, Source, with_text
+from datamodules.sources.documents import Source, text_bytes, with_text
 from datamodules.token_store.tokenize import Encoder, tokenized
 from lightning_modules.models.tokenization.tokenizer import tokenizer_hash, vocabulary_size
 from lightning_modules.utilities.files import atomic_folder, remove_folder, writable_folder
@@ -178,11 +178,10 @@ def _write(folder: Path, source: Source, tokenizer: PreTrainedTokenizerFast, rec
     encoder = Encoder(tokenizer, add_special_tokens=recipe["add_special_tokens"])
     documents = tokens = checksum = 0
     prompts: list[NDArray[np.int64]] = []
-    total = source.text_bytes() if isinstance(source, SizedSource) else None
     with (
         (folder / TOKENS).open("wb") as token_file,
         (folder / DOCUMENT_BORDERS).open("wb") as borders_file,
-        progress_bar("Tokenizing", unit="B", total=total) as bar,
+        progress_bar("Tokenizing", unit="B", total=text_bytes(source)) as bar,
         closing(tokenized(with_text(source), encoder)) as batches,
     ):
         borders_file.write(bytes(8))

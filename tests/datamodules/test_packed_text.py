@@ -157,15 +157,6 @@ def test_test_split_needs_no_training_text(word_tokenizer, root, stage):
     assert not (root / "cache").exists()
 
 
-def test_rows_that_processes_cannot_share_are_reported(word_tokenizer, root, caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("lightning.pytorch"), "handlers", [caplog.handler])
-    caplog.set_level(logging.INFO, "lightning.pytorch")
-    for world_size, report in ((1, False), (2, True), (3, False)):
-        caplog.clear()
-        assert len(ready(word_tokenizer, root, world_size=world_size).train_dataloader()) == 3 // world_size
-        assert ("Each epoch leaves out 1 of 3 rows" in caplog.text) == report
-
-
 def test_processes_that_share_a_row_read_the_same_and_have_documents_of_their_own(word_tokenizer, root):
     modules = [ready(word_tokenizer, root, rank=rank, world_size=2) for rank in range(2)]
     for module in modules:

@@ -118,8 +118,10 @@ def test_hub_datasets_and_what_is_asked_of_them(word_tokenizer):
 
 def test_what_makes_no_sense_is_refused(tmp_path, word_tokenizer):
     module = functools.partial(TextDataModule, word_tokenizer)
+    (tmp_path / "x.jsonl").touch()
     with pytest.raises(ValueError, match="Set it to 3 or more"):
-        module(train="x", holdout=2)
+        module(train=str(tmp_path / "x.jsonl"), holdout=2).source("train")
+    (tmp_path / "x.jsonl").unlink()
     for more in ({"validation": "y"}, {"test": "y"}, {"train": None}):
         with pytest.raises(ValueError, match="give `train`, and not the others"):
             module(**{"train": "x", "holdout": 5, **more})

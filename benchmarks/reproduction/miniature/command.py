@@ -13,11 +13,10 @@ from safetensors import safe_open
 from tqdm import tqdm
 
 from benchmarks.reproduction.miniature.experiments import run_experiments
-from benchmarks.reproduction.miniature.plan import Plan, make_plan
+from benchmarks.reproduction.miniature.plan import Plan, Results, make_plan
 from benchmarks.reproduction.miniature.report import write_report
-from benchmarks.reproduction.miniature.results import Results
 from benchmarks.reproduction.miniature.settings import read_settings
-from benchmarks.reproduction.miniature.training import Laboratory, Run
+from benchmarks.reproduction.miniature.training import Laboratory
 from benchmarks.reproduction.miniature.verdicts import Verdict, verdicts
 from lightning_modules.utilities.files import writable_folder
 from lightning_modules.utilities.locks import exclusive
@@ -66,24 +65,13 @@ def table(found: list[Verdict]) -> str:
 
 
 def _make(laboratory: Laboratory, plan: Plan) -> None:
-    runs = plan.runs
-    with tqdm(total=sum(run.steps for run in runs), unit="step", smoothing=0.05, disable=None) as bar:
-        laboratory.advance = bar.update
-        done = [run for run in runs if laboratory.is_done(run)]
-        bar.update(sum(run.steps for run in done))
-        bar.unpause()  # what was there took no time
-        bar.initial = bar.n
-        for run in runs:
-            if run not in done:
-                bar.set_description(f"{runs.index(run) + 1}/{len(runs)} {run.name}")
-                _interruptible(laboratory, run)
-
-
-def _interruptible(laboratory: Laboratory, run: Run) -> None:
-    try:
-        laboratory.make(run)
-    except SystemExit as error:  # what Lightning makes of Ctrl-C
-        raise KeyboardInterrupt from error
+    bar = tqdm([run for run in plan.runs if not laboratory.is_done(run)], unit="run", disable=None)
+    for run in bar:
+        bar.set_description(run.name)
+        try:
+            laboratory.make(run)
+        except SystemExit as error:  # what Lightning makes of Ctrl-C
+            raise KeyboardInterrupt from error
 
 
 def _facts(laboratory: Laboratory, plan: Plan, seeds: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,8 @@ from torchmetrics.functional.classification import (
     binary_specificity,
 )
 
-from benchmarks.reproduction.miniature.plan import SeedPlan
-from benchmarks.reproduction.miniature.results import METRICS, Results
+from benchmarks.reproduction.miniature.measure import METRICS
+from benchmarks.reproduction.miniature.plan import Results, SeedPlan
 from benchmarks.reproduction.miniature.settings import Miniature, Windows
 from benchmarks.reproduction.miniature.training import Measurement, ObjectiveName, Run
 from lightning_modules.commands.correlate.correlation import bootstrap_interval, pearson, spearman
@@ -116,12 +117,9 @@ def _pair(results: Results, seed: SeedPlan, rows: int) -> dict[str, Any]:
 
 
 def _short(results: Results, run: Run, step: int | None = None) -> dict[str, float]:
-    found = [m for m in results.laboratory.measurements(run) if step is None or m.step == step][-1]
-    assert found.report is not None
-    return {
-        "accuracy": _mean(found.report["short_right"]),
-        "perplexity": found.report["short_perplexity"],
-    }
+    report = _at(results.laboratory.measurements(run), step).report
+    assert report is not None
+    return {"accuracy": fmean(report["short_right"]), "perplexity": report["short_perplexity"]}
 
 
 def equal_compute(
@@ -147,8 +145,7 @@ def equal_compute(
         "cpu_seconds": (_column(cross_entropy, "cpu_seconds"), _column(longce, "cpu_seconds")),
         "flops": (_column(cross_entropy, "step"), flops_ratio * _column(longce, "step")),
     }
-    at = int(np.flatnonzero(_column(longce, "step") == step)[0])
-    of_ce = int(np.flatnonzero(_column(cross_entropy, "step") == step)[0])
+    at, of_ce = (int(np.flatnonzero(steps == step)[0]) for steps in reversed(costs["steps"]))
     gains = {}
     for name, (ce_cost, longce_cost) in costs.items():
         budget = min(longce_cost[at], ce_cost[-1])
@@ -247,7 +244,7 @@ def _seed_windows(results: Results, seed: SeedPlan) -> list[dict[str, Any]]:
     settings, rows = results.settings, results.settings.objectives.seeds[0]
     default = Windows(settings.context_length, settings.stride)
     step = max(settings.objectives.steps)
-    of_ce = next(m for m in results.laboratory.measurements(seed.objectives["CE", rows]) if m.step == step)
+    of_ce = _at(results.laboratory.measurements(seed.objectives["CE", rows]), step)
     entries = [{"base": seed.base.name, "objective": "CE", "accuracy": of_ce.accuracy, "overhead": 0.0}]
     for windows, run in {default: seed.objectives["LongCE", rows], **seed.windows}.items():
         found = results.last(run)
@@ -317,10 +314,6 @@ def _longest(seed: SeedPlan) -> Any:
     return max(trained, key=lambda training: (training.sequence_length, -training.second_dialect))
 
 
-def _at(measurements: list[Measurement], step: int) -> Measurement:
+def _at(measurements: list[Measurement], step: int | None) -> Measurement:
     """The measurement at a step, or the last one."""
     return next((m for m in measurements if m.step == step), measurements[-1])
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

@@ -1,5 +1,6 @@
 """What every model is asked: two likelihoods of every token of the documents, and questions about them."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +13,18 @@ from transformers import PreTrainedTokenizerFast
 
 from benchmarks.reproduction.miniature.settings import Miniature
 from benchmarks.reproduction.ngrams import repeated_ngram_spans
+from datamodules.packing.evaluation_documents import document_row
+from datamodules.packing.sequences import collate_rows
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
-from lightning_modules.functional import long_perplexity, merge_spans, span_token_mask
+from lightning_modules.functional import (
+    key_token_mask,
+    long_perplexity,
+    merge_spans,
+    soft_influence,
+    span_token_mask,
+)
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.optimizations import eval_mode
-from lightning_modules.models.tokenization.tokenizer import encode_document
 from lightning_modules.scoring.evaluator import score_text
 
 _TOKENS_PER_PASS = 8192
@@ -53,7 +61,6 @@ class Masks:
         covered: Those that have a short context beside the long one.
         far: Answers that were last said farther back than any short context reaches.
         near: Other answers.
-        about: Words of the genre.
         local: Local words.
         recurring: Words of N-grams (N > 2) that stood in the document before.
     """
@@ -62,9 +69,21 @@ class Masks:
     covered: Tensor
     far: Tensor
     near: Tensor
-    about: Tensor
     local: Tensor
     recurring: Tensor
+
+
+METRICS = {
+    "longppl": "LongPPL",
+    "perplexity": "PPL",
+    "longppl_soft": "LongPPL, soft influence",
+    "longppl_without_lcl": "LongPPL without LCL",
+    "longppl_self": "LongPPL, evaluated by itself",
+    "perplexity_ngrams": "PPL of recurring N-grams",
+    "perplexity_answers": "PPL of far answers",
+    "perplexity_others": "PPL of all other tokens",
+}
+"""Metrics of experiment A and their names in the report."""
 
 
 class Examination:
@@ -140,16 +159,15 @@ class Examination:
             ]
         return self._questions[length]
 
-    def _token_mask(self, spans: Sequence[Tensor]) -> Tensor:
-        rows = zip(self.documents["offsets"], spans, strict=True)
-        return torch.stack([span_token_mask(offsets, row) for offsets, row in rows])
-
     def _masks(self, records: Sequence[Any]) -> Masks:
-        scored = self.documents["labels"].ne(IGNORE_INDEX)
-        positions = self.documents["position_ids"]
+        scored, positions = self.documents["labels"].ne(IGNORE_INDEX), self.documents["position_ids"]
+
+        def token_mask(spans: Sequence[Tensor]) -> Tensor:
+            rows = zip(self.documents["offsets"], spans, strict=True)
+            return torch.stack([span_token_mask(offsets, row) for offsets, row in rows])
 
         def mask(spans: list[list[tuple[int, int]]]) -> Tensor:
-            return self._token_mask([_spans(row) for row in spans]) & scored
+            return token_mask([merge_spans(torch.tensor(row).reshape(-1, 2).long()) for row in spans]) & scored
 
         answers = mask([record.spans("answer") for record in records])
         far = mask([record.spans("answer", farther_than=self.reach) for record in records])
@@ -158,10 +176,37 @@ class Examination:
             covered=scored & (positions >= self.reach),  # the first window sees all that the long pass sees
             far=far,
             near=answers & ~far,
-            about=mask([record.spans("about") for record in records]),
             local=mask([record.spans("local") for record in records]),
-            recurring=self._token_mask([repeated_ngram_spans(text) for text in self.texts]) & scored,
+            recurring=token_mask([repeated_ngram_spans(text) for text in self.texts]) & scored,
         )
+
+
+def token_metrics(model: Tokens, judge: Tokens, masks: Masks, settings: Miniature) -> dict[str, float]:
+    """Every metric of experiment A for one model.
+
+    Args:
+        model: Its likelihoods of the documents.
+        judge: Those of the evaluator.
+        masks: What each token is.
+        settings: Thresholds.
+
+    Returns:
+        By name; NaN where there is no token to average over.
+    """
+    thresholds = {"alpha": settings.alpha, "beta": settings.beta}
+    influences = {
+        "longppl": masks.scored & key_token_mask(judge.long, judge.short, **thresholds),
+        "perplexity": masks.scored,
+        "longppl_soft": masks.scored * soft_influence(judge.long, judge.short, gamma=settings.gamma),
+        "longppl_without_lcl": masks.scored
+        & key_token_mask(judge.long, judge.short, alpha=settings.alpha, beta=-math.inf),
+        "longppl_self": masks.scored & key_token_mask(model.long, model.short, **thresholds),
+        "perplexity_ngrams": masks.recurring,
+        "perplexity_answers": masks.far,
+        "perplexity_others": masks.scored & ~masks.far,
+        "perplexity_local": masks.local,
+    }
+    return {name: float(long_perplexity(model.long, influence)) for name, influence in influences.items()}
 
 
 def _share_right(backbone: Backbone, batch: PackedBatch, answers: Tensor) -> float:
@@ -185,16 +230,10 @@ def _last_words(batch: PackedBatch, records: Sequence[Any]) -> Tensor:
 
 def _stacked(texts: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> PackedBatch:
     """Documents of equal length as one batch."""
-    rows = [encode_document(text, tokenizer, add_special_tokens=True) for text in texts]
-    if len({row["input_ids"].shape[1] for row in rows}) != 1:
+    rows = [document_row(text, tokenizer, name="document", add_special_tokens=True) for text in texts]
+    if len({len(row["input_ids"]) for row in rows}) != 1:
         raise ValueError("The corpus must give documents of as many tokens as asked for, all of them equally many.")
-    return PackedBatch(
-        input_ids=torch.cat([row["input_ids"] for row in rows]),
-        labels=torch.cat([row["labels"] for row in rows]),
-        position_ids=torch.cat([row["position_ids"] for row in rows]),
-        document_borders=[row["document_borders"][0] for row in rows],
-        offsets=torch.cat([row["offsets"] for row in rows]),
-    )
+    return collate_rows(rows)
 
 
 def _tail(batch: PackedBatch, length: int) -> PackedBatch:
@@ -208,7 +247,3 @@ def _tail(batch: PackedBatch, length: int) -> PackedBatch:
         position_ids=torch.arange(length).expand(rows, -1),
         document_borders=[[0, length]] * rows,
     )
-
-
-def _spans(spans: list[tuple[int, int]]) -> Tensor:
-    return merge_spans(torch.tensor(spans, dtype=torch.int64).reshape(-1, 2))

@@ -1,9 +1,10 @@
-"""All runs of a reproduction, in the order in which they can be made."""
+"""All runs of a reproduction, in the order in which they can be made, and what was measured of them."""
 
 from dataclasses import dataclass, replace
 
+from benchmarks.reproduction.miniature.measure import Masks, Tokens, token_metrics
 from benchmarks.reproduction.miniature.settings import Length, Miniature, Windows
-from benchmarks.reproduction.miniature.training import ObjectiveName, Run
+from benchmarks.reproduction.miniature.training import Laboratory, Measurement, ObjectiveName, Run
 
 _EVALUATOR_SEED = 900
 
@@ -52,6 +53,42 @@ class Plan:
         """All, parents first."""
         assert self.evaluator.parent is not None
         return [self.evaluator.parent, self.evaluator, *(run for seed in self.seeds for run in seed.runs)]
+
+
+@dataclass(frozen=True)
+class Results:
+    """Everything measured, as the experiments look it up.
+
+    Attributes:
+        laboratory: Where the runs are.
+        plan: Which there are.
+    """
+
+    laboratory: Laboratory
+    plan: Plan
+
+    @property
+    def settings(self) -> Miniature:
+        """The declared experiments."""
+        return self.laboratory.settings
+
+    @property
+    def masks(self) -> Masks:
+        """What each token of the documents is."""
+        return self.laboratory.examination.masks
+
+    @property
+    def judge(self) -> Tokens:
+        """The evaluator's likelihoods."""
+        return self.laboratory.tokens(self.plan.evaluator)
+
+    def last(self, run: Run) -> Measurement:
+        """What was found of the finished model."""
+        return self.laboratory.measurements(run)[-1]
+
+    def metrics(self, run: Run, step: int | None = None) -> dict[str, float]:
+        """`token_metrics` of a model."""
+        return token_metrics(self.laboratory.tokens(run, step), self.judge, self.masks, self.settings)
 
 
 def make_plan(settings: Miniature, seeds: int) -> Plan:

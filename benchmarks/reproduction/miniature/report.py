@@ -5,8 +5,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.reproduction.miniature.measure import METRICS
 from benchmarks.reproduction.miniature.plots import figures
-from benchmarks.reproduction.miniature.results import METRICS
 from benchmarks.reproduction.miniature.verdicts import Verdict
 from lightning_modules.visualization import report
 from lightning_modules.visualization.report import Block, Heading, Picture, Table

@@ -1,7 +1,6 @@
 """What ``longce reproduce miniature`` trains and asks, as declared in its config before anything is trained."""
 
 import itertools
-import warnings
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -15,10 +14,6 @@ from lightning_modules.functional.windows import check_context
 from lightning_modules.utilities.user_modules import import_object
 
 CONFIG = Path(__file__).parents[3] / "configs" / "reproduce" / "miniature.yaml"
-_MOVED = {
-    "datamodules.recall.RecallCorpus": "benchmarks.reproduction.miniature.recall_corpus.RecallCorpus",
-    "datamodules.recall.HaystackCorpus": "benchmarks.reproduction.miniature.haystack.HaystackCorpus",
-}
 
 
 @dataclass(frozen=True)
@@ -187,19 +182,12 @@ class Miniature:
         Raises:
             ValueError: If there is no such class, or it cannot be made of the arguments.
         """
-        path = _MOVED.get(self.corpus, self.corpus)
-        if path != self.corpus:
-            warnings.warn(f"`corpus: {self.corpus}` is now {path}.", FutureWarning, stacklevel=2)
         try:
-            made_by = import_object(path)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ValueError(f"`corpus` must name a class as `module.Class`, got '{self.corpus}': {error}.") from error
-        try:
-            return made_by(**self.corpus_arguments)
-        except TypeError as error:
+            return import_object(self.corpus)(**self.corpus_arguments)
+        except (ImportError, AttributeError, TypeError) as error:
             raise ValueError(
-                f"`{self.corpus}` does not take `text` or `corpus_arguments` as they are"
-                f" ({', '.join(self.corpus_arguments) or 'none'}): {error}."
+                f"`corpus` must name a class that takes `text` and `corpus_arguments`, got '{self.corpus}' and"
+                f" {self.corpus_arguments}: {error}."
             ) from error
 
 

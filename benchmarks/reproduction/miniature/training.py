@@ -5,9 +5,9 @@ import json
 import logging
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, TypedDict
@@ -58,11 +58,6 @@ class Run:
     reported_at: int | None = None
     rows: int | None = None
 
-    @property
-    def steps(self) -> int:
-        """Optimizer steps at most."""
-        return 0 if self.training is None else self.training.steps
-
 
 class Report(TypedDict):
     """What is asked of a model besides.
@@ -107,12 +102,10 @@ class Laboratory:
     Attributes:
         settings: The declared experiments.
         folder: Where runs are kept.
-        advance: Called with the number of optimizer steps made.
     """
 
     settings: Miniature
     folder: Path
-    advance: Callable[[int], object] = field(default=lambda steps: None)
 
     @cached_property
     def corpus(self) -> Any:
@@ -149,10 +142,7 @@ class Laboratory:
         return Tokens.load(self.path(run) / _tokens_file(self.measurements(run)[-1].step if step is None else step))
 
     def make(self, run: Run) -> None:
-        """Train and measure, unless that is done; an interrupted run begins again."""
-        if self.is_done(run):
-            self.advance(run.steps)
-            return
+        """Train and measure; an interrupted run begins again."""
         self.folder.mkdir(parents=True, exist_ok=True)
         started = time.process_time()
         with atomic_folder(self.path(run)) as folder, _quiet():
@@ -217,7 +207,7 @@ class Laboratory:
             gradient_clip_val=1.0,
             use_distributed_sampler=False,
             default_root_dir=self.folder,
-            callbacks=[_Watch(run, training, found, self.advance)],
+            callbacks=[_Watch(run, training, found)],
         ).fit(module, data)
 
 
@@ -252,8 +242,8 @@ def _tokens_file(step: int) -> str:
 class _Watch(Callback):
     """Measures when it is time, stops when enough is recalled, and counts the CPU seconds of training alone."""
 
-    def __init__(self, run: Run, training: Training, found: _Found, advance: Callable[[int], object]) -> None:
-        self.run, self.training, self.found, self.advance = run, training, found, advance
+    def __init__(self, run: Run, training: Training, found: _Found) -> None:
+        self.run, self.training, self.found = run, training, found
         self.cpu_seconds = 0.0
         self._started = 0.0
 
@@ -264,12 +254,10 @@ class _Watch(Callback):
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         self.cpu_seconds += time.process_time() - self._started
-        self.advance(1)
         step = trainer.global_step
         backbone: Any = pl_module.backbone
         if self._recalls_enough(step, backbone):
             trainer.should_stop = True
-            self.advance(self.training.steps - step)
         last = step == self.training.steps or trainer.should_stop
         reports = last or step == self.run.reported_at
         if reports or step in self.run.measured_at:
@@ -293,22 +281,12 @@ def _warm_up(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_sch
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Dozens of runs in one process would each repeat what Lightning has to say of one."""
-    names = (
-        "lightning.pytorch.utilities.rank_zero",
-        "lightning.pytorch",
-        "lightning.fabric",
-        "datamodules",
-        "lightning_modules",
-    )
-    levels = {name: logging.getLogger(name).level for name in names}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    disabled = logging.root.manager.disable
+    with warnings.catch_warnings(action="ignore"):
         disable_progress_bar()
-        for name in names:
-            logging.getLogger(name).setLevel(logging.ERROR)
+        logging.disable(logging.WARNING)
         try:
             yield
         finally:
             enable_progress_bar()
-            for name, level in levels.items():
-                logging.getLogger(name).setLevel(level)
+            logging.disable(disabled)

@@ -6,7 +6,7 @@ of single ones were seen to contradict each other.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -59,13 +59,30 @@ class Verdict:
     numbers: str
 
 
+@dataclass(frozen=True)
+class _Finding:
+    """A claim, its rule and numbers, and whether it holds."""
+
+    claim: str
+    rule: str
+    holds: bool
+    numbers: str
+    testable: bool = True
+
+    @property
+    def outcome(self) -> Outcome:
+        if not self.testable:
+            return "not testable at this size"
+        return "reproduced" if self.holds else "not reproduced"
+
+
 def verdicts(experiments: dict[str, Any]) -> list[Verdict]:
     """The verdict on each claim, in the order of the experiments.
 
     Args:
         experiments: What `benchmarks.reproduction.miniature.experiments.run_experiments` gives.
     """
-    rules: dict[str, Callable[[Any], list[Verdict]]] = {
+    rules: dict[str, Callable[[Any], Iterator[_Finding]]] = {
         "A": _correlations,
         "B": _objectives,
         "C": _classification,
@@ -73,196 +90,169 @@ def verdicts(experiments: dict[str, Any]) -> list[Verdict]:
         "E": _loss_by_context,
         "F": _accuracy_by_depth,
     }
-    return [verdict for letter, rule in rules.items() if letter in experiments for verdict in rule(experiments[letter])]
+    return [
+        Verdict(letter, found.claim, found.rule, found.outcome, found.numbers)
+        for letter, rule in rules.items()
+        if letter in experiments
+        for found in rule(experiments[letter])
+    ]
 
 
-def _outcome(holds: bool, *, testable: bool = True) -> Outcome:
-    if not testable:
-        return "not testable at this size"
-    return "reproduced" if holds else "not reproduced"
-
-
-def mean_spearman(experiment: dict[str, Any], metric: str, group: str = "trained") -> float:
+def mean_spearman(experiment: dict[str, Any], metric: str) -> float:
     """Mean over base seeds of a metric's Spearman correlation; NaN if one of them has none."""
-    values = [seed["correlations"][group][metric].get("spearman", math.nan) for seed in experiment["seeds"]]
-    return sum(values) / len(values)
+    return _mean([seed["correlations"]["trained"][metric].get("spearman", math.nan) for seed in experiment["seeds"]])
 
 
-def _correlations(experiment: dict[str, Any]) -> list[Verdict]:
+def _correlations(experiment: dict[str, Any]) -> Iterator[_Finding]:
     accuracies = [
         [model["accuracy"] for model in seed["models"] if model["group"] == "trained"] for seed in experiment["seeds"]
     ]
     testable = all(max(seed) - min(seed) >= LEAST_RANGE for seed in accuracies)
-    longppl = mean_spearman(experiment, "longppl")
 
-    def verdict(claim: str, metric: str, margin: float, *, against: str = "longppl", strong: bool = False) -> Verdict:
-        best, other = mean_spearman(experiment, against), mean_spearman(experiment, metric)
+    def weaker(claim: str, metric: str, margin: float, *, than: str = "longppl", strong: bool = False) -> _Finding:
+        best, other = mean_spearman(experiment, than), mean_spearman(experiment, metric)
         holds = abs(best) - abs(other) >= margin and (not strong or best <= STRONG)
         rule = f"|Spearman| lower by {margin} or more" + (f", and the former at most {STRONG}" if strong else "")
         known = not math.isnan(best + other)
-        return Verdict(
-            "A", claim, rule, _outcome(holds, testable=testable and known), f"Spearman {best:.2f} and {other:.2f}"
-        )
+        return _Finding(claim, rule, holds, f"Spearman {best:.2f} and {other:.2f}", testable and known)
 
-    return [
-        Verdict(
-            "A",
-            "LongPPL correlates strongly with long-context ability (Fig. 1, 5)",
-            f"Spearman at most {STRONG}",
-            _outcome(longppl <= STRONG, testable=testable and not math.isnan(longppl)),
-            f"Spearman {longppl:.2f}",
-        ),
-        verdict("PPL does not correlate where LongPPL does (Table 1)", "perplexity", CLEARLY_WEAKER, strong=True),
-        verdict(
-            "PPL of answers correlates, PPL of other tokens does not (Fig. 2, Table 9)",
-            "perplexity_others",
-            CLEARLY_WEAKER,
-            against="perplexity_answers",
-            strong=True,
-        ),
-        verdict("Soft influence makes a weaker metric (Table 1)", "longppl_soft", WEAKER),
-        verdict("Without the LCL condition it is weaker", "longppl_without_lcl", WEAKER),
-        verdict("A model that evaluates itself says less (Table 6)", "longppl_self", WEAKER),
-        verdict("Recurring N-grams do not explain it (Table 11)", "perplexity_ngrams", CLEARLY_WEAKER),
-    ]
+    longppl = mean_spearman(experiment, "longppl")
+    yield _Finding(
+        "LongPPL correlates strongly with long-context ability (Fig. 1, 5)",
+        f"Spearman at most {STRONG}",
+        longppl <= STRONG,
+        f"Spearman {longppl:.2f}",
+        testable and not math.isnan(longppl),
+    )
+    yield weaker("PPL does not correlate where LongPPL does (Table 1)", "perplexity", CLEARLY_WEAKER, strong=True)
+    yield weaker(
+        "PPL of answers correlates, PPL of other tokens does not (Fig. 2, Table 9)",
+        "perplexity_others",
+        CLEARLY_WEAKER,
+        than="perplexity_answers",
+        strong=True,
+    )
+    yield weaker("Soft influence makes a weaker metric (Table 1)", "longppl_soft", WEAKER)
+    yield weaker("Without the LCL condition it is weaker", "longppl_without_lcl", WEAKER)
+    yield weaker("A model that evaluates itself says less (Table 6)", "longppl_self", WEAKER)
+    yield weaker("Recurring N-grams do not explain it (Table 11)", "perplexity_ngrams", CLEARLY_WEAKER)
 
 
-def _objectives(experiment: dict[str, Any]) -> list[Verdict]:
+def _objectives(experiment: dict[str, Any]) -> Iterator[_Finding]:
     pairs = experiment["pairs"]
     testable = len({pair["base"] for pair in pairs}) >= LEAST_BASES
-
-    def gain(claim: str, key: str) -> Verdict:
+    budgets = {
+        "steps": "equal steps (Table 3)",
+        "cpu_seconds": "equal training time (Fig. 7)",
+        "flops": "equal FLOPs",
+    }
+    for key, budget in budgets.items():
         gains = [pair["gain_at_equal"][key] for pair in pairs]
-        mean = _mean(gains)
-        holds = mean >= LEAST_GAIN and sum(value > 0 for value in gains) >= 0.8 * len(gains)
-        numbers = f"{100 * mean:+.1f} points ({100 * min(gains):+.1f} to {100 * max(gains):+.1f}, {len(gains)} pairs)"
-        rule = (
+        yield _Finding(
+            f"LongCE is ahead of CE at {budget}",
             f"mean gain of {100 * LEAST_GAIN:.0f} points or more, and above 0 in 80 % of the pairs;"
-            f" testable with {LEAST_BASES} base seeds"
+            f" testable with {LEAST_BASES} base seeds",
+            _mean(gains) >= LEAST_GAIN and sum(value > 0 for value in gains) >= 0.8 * len(gains),
+            f"{100 * _mean(gains):+.1f} points ({100 * min(gains):+.1f} to {100 * max(gains):+.1f},"
+            f" {len(gains)} pairs)",
+            testable,
         )
-        return Verdict("B", claim, rule, _outcome(holds, testable=testable), numbers)
-
     accuracy = _mean([pair["short"]["LongCE"]["accuracy"] - pair["short"]["CE"]["accuracy"] for pair in pairs])
     ratio = _mean([pair["short"]["LongCE"]["perplexity"] / pair["short"]["CE"]["perplexity"] for pair in pairs])
-    return [
-        gain("LongCE is ahead of CE at equal steps (Table 3)", "steps"),
-        gain("LongCE is ahead of CE at equal training time (Fig. 7)", "cpu_seconds"),
-        gain("LongCE is ahead of CE at equal FLOPs", "flops"),
-        Verdict(
-            "B",
-            "LongCE costs nothing in short contexts (Table 10)",
-            f"accuracy within {100 * LEAST_GAIN:.0f} points of CE's, or above, and perplexity at most"
-            f" {SAME_PERPLEXITY} times CE's",
-            _outcome(accuracy >= -LEAST_GAIN and ratio <= SAME_PERPLEXITY, testable=testable),
-            f"{100 * accuracy:+.1f} points, {ratio:.3f} times",
-        ),
-    ]
+    yield _Finding(
+        "LongCE costs nothing in short contexts (Table 10)",
+        f"accuracy within {100 * LEAST_GAIN:.0f} points of CE's, or above, and perplexity at most"
+        f" {SAME_PERPLEXITY} times CE's",
+        accuracy >= -LEAST_GAIN and ratio <= SAME_PERPLEXITY,
+        f"{100 * accuracy:+.1f} points, {ratio:.3f} times",
+        testable,
+    )
 
 
-def _classification(experiment: dict[str, Any]) -> list[Verdict]:
+def _classification(experiment: dict[str, Any]) -> Iterator[_Finding]:
     lsd, both = experiment["rules"]["LSD"], experiment["rules"]["LSD and LCL"]
     testable = experiment["answers"] >= 30
-    precise = both["precision"] >= LEAST_PRECISION and both["precision"] - lsd["precision"] >= LEAST_PRECISION_GAIN
-    return [
-        Verdict(
-            "C",
-            "LSD tells answers from other tokens (Fig. 3, 4b)",
-            "balanced accuracy of 0.8 or more (a guess has 0.5)",
-            _outcome(lsd["balanced_accuracy"] >= 0.8, testable=testable),
-            f"balanced accuracy {lsd['balanced_accuracy']:.3f}",
-        ),
-        Verdict(
-            "C",
-            "The LCL condition sorts out what is hard in any context (Fig. 4b)",
-            f"precision of {LEAST_PRECISION} or more, and {LEAST_PRECISION_GAIN} above that of LSD alone",
-            _outcome(precise, testable=testable),
-            f"precision {both['precision']:.3f} and {lsd['precision']:.3f}, recall {both['recall']:.3f}",
-        ),
-    ]
+    yield _Finding(
+        "LSD tells answers from other tokens (Fig. 3, 4b)",
+        "balanced accuracy of 0.8 or more (a guess has 0.5)",
+        lsd["balanced_accuracy"] >= 0.8,
+        f"balanced accuracy {lsd['balanced_accuracy']:.3f}",
+        testable,
+    )
+    yield _Finding(
+        "The LCL condition sorts out what is hard in any context (Fig. 4b)",
+        f"precision of {LEAST_PRECISION} or more, and {LEAST_PRECISION_GAIN} above that of LSD alone",
+        both["precision"] >= LEAST_PRECISION and both["precision"] - lsd["precision"] >= LEAST_PRECISION_GAIN,
+        f"precision {both['precision']:.3f} and {lsd['precision']:.3f}, recall {both['recall']:.3f}",
+        testable,
+    )
 
 
-def _hyperparameters(experiment: dict[str, Any]) -> list[Verdict]:
+def _hyperparameters(experiment: dict[str, Any]) -> Iterator[_Finding]:
     cells = [cell.get("spearman", math.nan) for grid in experiment["thresholds"] for cell in grid]
     share = sum(value <= STRONG for value in cells) / len(cells)
-    found = [
-        Verdict(
-            "D",
-            "LongPPL hardly depends on alpha and beta (Table 2)",
-            f"Spearman at most {STRONG} in 75 % of the grid",
-            _outcome(share >= 0.75, testable=not all(math.isnan(value) for value in cells)),
-            f"{100 * share:.0f} % of {len(cells)} cells",
-        )
-    ]
-    longce = [entry for entry in experiment["windows"] if entry["objective"] == "LongCE"]
-    others = {(e["context_length"], e["stride"]) for e in longce if not e["default"]}
+    yield _Finding(
+        "LongPPL hardly depends on alpha and beta (Table 2)",
+        f"Spearman at most {STRONG} in 75 % of the grid",
+        share >= 0.75,
+        f"{100 * share:.0f} % of {len(cells)} cells",
+        not all(math.isnan(value) for value in cells),
+    )
+    default: list[dict[str, Any]] = []
+    others: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for entry in (entry for entry in experiment["windows"] if entry["objective"] == "LongCE"):
+        sizes = entry["context_length"], entry["stride"]
+        (default if entry["default"] else others.setdefault(sizes, [])).append(entry)
     if not others:
-        return found
+        return
 
-    def mean(key: str, sizes: tuple[int, int] | None) -> float:
-        chosen = [
-            e[key] for e in longce if (e["default"] if sizes is None else (e["context_length"], e["stride"]) == sizes)
-        ]
-        return _mean(chosen)
+    def mean(entries: list[dict[str, Any]], key: str) -> float:
+        return _mean([entry[key] for entry in entries])
 
-    cheapest = min(others, key=lambda sizes: mean("flops_overhead", sizes))
-    saved = mean("overhead", None) - mean("overhead", cheapest)
-    lost = mean("accuracy", None) - mean("accuracy", cheapest)
-    return [
-        *found,
-        Verdict(
-            "D",
-            "Other K and d make LongCE cheaper at almost no loss (Table 7)",
-            "the cheapest by FLOPs takes less CPU time than the default and loses"
-            f" {100 * LEAST_GAIN:.0f} points at most",
-            _outcome(saved > 0 and lost <= LEAST_GAIN),
-            f"K={cheapest[0]}, d={cheapest[1]}: overhead {100 * mean('overhead', cheapest):.0f} % instead of"
-            f" {100 * mean('overhead', None):.0f} %, {-100 * lost:+.1f} points",
-        ),
-    ]
+    sizes, cheapest = min(others.items(), key=lambda item: mean(item[1], "flops_overhead"))
+    lost = mean(default, "accuracy") - mean(cheapest, "accuracy")
+    yield _Finding(
+        "Other K and d make LongCE cheaper at almost no loss (Table 7)",
+        f"the cheapest by FLOPs takes less CPU time than the default and loses {100 * LEAST_GAIN:.0f} points at most",
+        mean(cheapest, "overhead") < mean(default, "overhead") and lost <= LEAST_GAIN,
+        f"K={sizes[0]}, d={sizes[1]}: overhead {100 * mean(cheapest, 'overhead'):.0f} % instead of"
+        f" {100 * mean(default, 'overhead'):.0f} %, {-100 * lost:+.1f} points",
+    )
 
 
-def _loss_by_context(experiment: dict[str, Any]) -> list[Verdict]:
+def _loss_by_context(experiment: dict[str, Any]) -> Iterator[_Finding]:
     models = [model for model in experiment["models"] if model["name"] != "evaluator"]
-    longest = max(model["rows"] for model in models)
-    shortest = min(model["rows"] for model in models)
+    longest, shortest = (find(model["rows"] for model in models) for find in (max, min))
     of_long = [model for model in models if model["rows"] == longest]
     fitted = [model["fit"]["r_squared"] for model in of_long if model["fit"] is not None]
     gain = _mean([model["gain"] for model in of_long])
     gain_of_short = _mean([model["gain"] for model in models if model["rows"] == shortest])
-    return [
-        Verdict(
-            "E",
-            "Loss falls with context by a power law (Xiong et al., 2023, Fig. 1)",
-            f"R² of {LEAST_R_SQUARED} or more for each model of the longest rows; testable if context gains them"
-            f" {LEAST_LOSS_GAIN} nats",
-            _outcome(
-                bool(fitted) and min(fitted) >= LEAST_R_SQUARED, testable=bool(fitted) and gain >= LEAST_LOSS_GAIN
-            ),
-            f"R² from {min(fitted, default=math.nan):.3f} to {max(fitted, default=math.nan):.3f}, {gain:.3f} nats",
-        ),
-        Verdict(
-            "E",
-            "Who was trained on longer rows gains more from context (Xiong et al., 2023)",
-            f"{LEAST_LOSS_GAIN} nats more, on average",
-            _outcome(gain - gain_of_short >= LEAST_LOSS_GAIN, testable=longest > shortest),
-            f"{gain:.3f} nats after rows of {longest}, {gain_of_short:.3f} after rows of {shortest}",
-        ),
-    ]
+    yield _Finding(
+        "Loss falls with context by a power law (Xiong et al., 2023, Fig. 1)",
+        f"R² of {LEAST_R_SQUARED} or more for each model of the longest rows; testable if context gains them"
+        f" {LEAST_LOSS_GAIN} nats",
+        bool(fitted) and min(fitted) >= LEAST_R_SQUARED,
+        f"R² from {min(fitted, default=math.nan):.3f} to {max(fitted, default=math.nan):.3f}, {gain:.3f} nats",
+        bool(fitted) and gain >= LEAST_LOSS_GAIN,
+    )
+    yield _Finding(
+        "Who was trained on longer rows gains more from context (Xiong et al., 2023)",
+        f"{LEAST_LOSS_GAIN} nats more, on average",
+        gain - gain_of_short >= LEAST_LOSS_GAIN,
+        f"{gain:.3f} nats after rows of {longest}, {gain_of_short:.3f} after rows of {shortest}",
+        longest > shortest,
+    )
 
 
-def _accuracy_by_depth(experiment: dict[str, Any]) -> list[Verdict]:
+def _accuracy_by_depth(experiment: dict[str, Any]) -> Iterator[_Finding]:
     shares = experiment["models"]["CE"]
-    middle = len(shares) // 2
-    loss = min(shares[0], shares[-1]) - shares[middle]
-    return [
-        Verdict(
-            "F",
-            "What stands in the middle is found less often than at either end (Liu et al., 2023)",
-            f"{100 * MIDDLE_LOSS:.0f} points less than at the worse end, after CE",
-            _outcome(loss >= MIDDLE_LOSS, testable=len(shares) >= 3 and experiment["questions_per_depth"] >= 30),
-            ", ".join(f"{100 * share:.0f}" for share in shares) + " % from the front to the end of what is far",
-        )
-    ]
+    yield _Finding(
+        "What stands in the middle is found less often than at either end (Liu et al., 2023)",
+        f"{100 * MIDDLE_LOSS:.0f} points less than at the worse end, after CE",
+        min(shares[0], shares[-1]) - shares[len(shares) // 2] >= MIDDLE_LOSS,
+        ", ".join(f"{100 * share:.0f}" for share in shares) + " % from the front to the end of what is far",
+        len(shares) >= 3 and experiment["questions_per_depth"] >= 30,
+    )
 
 
 def _mean(values: Sequence[float]) -> float:

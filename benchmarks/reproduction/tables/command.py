@@ -3,7 +3,7 @@
 import json
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ MEASURED = ("correlation", "perplexity", "time")
 
 def reproduce_table(
     table: str,
-    data: Callable[[], Any],
+    data: Any,
     *,
     output: str = "runs/reproduce",
     models: list[str] | None = None,
@@ -42,13 +42,13 @@ def reproduce_table(
     scores: list[str] | None = None,
     run: bool = False,
     fit_options: str = "",
-    options: MeasureOptions = MeasureOptions(),  # noqa: B008, it is frozen
+    options: MeasureOptions,
 ) -> list[str]:
     """Measure what a table of the paper reports, and print ours beside it.
 
     Args:
         table: Its name: ``table1`` to ``table12``, or ``table5-package``.
-        data: Makes the data module whose test documents are measured on; counts tokens as it does.
+        data: Data module whose test documents are measured on; counts tokens as it does.
         output: Folder of results; what is there is not measured again, what failed is tried again.
         models: Names, hub ids, folders or NAME=PATH; by default the models of the table.
         evaluators: Likewise; by default those of the table. Tables 1, 2 and 11 are of the first one.
@@ -67,31 +67,27 @@ def reproduce_table(
     """
     chosen = find_table(table)
     known = read_scores(scores or [])
-    folder = Path(output).expanduser()
-    others = [_existing(name) for name in merge or []]
-    writable_folder(folder, remedy="Name another one by `--output`.")
+    folders = [Path(output).expanduser(), *map(_existing, merge or [])]
+    writable_folder(folders[0], remedy="Name another one by `--output`.")
     if chosen.kind == "training":
-        runs = table_runs(chosen, folder.absolute(), shlex.split(fit_options))
+        runs = table_runs(chosen, folders[0].absolute(), shlex.split(fit_options))
         if not run and scores is None:
             sys.stdout.write(script(runs, chosen))
             return []
-        return [*(carry_out(runs) if run else []), *_report(chosen, {}, known, [folder])]
+        return [*(carry_out(runs) if run else []), *_report(chosen, {}, known, folders)]
     if run or fit_options:
         raise ValueError(f"{table} has no models to train: leave out `run` and `fit_options`.")
     wanted, judges = _wanted(chosen, models, evaluators)
     if merge is None and chosen.kind in MEASURED:
-        module, lengths = data(), {"min_tokens": options.min_tokens, "max_tokens": options.max_tokens}
-        texts = select_documents(module.source("test"), module.tokenizer, count=options.documents, **lengths)
-        measuring = Measuring(texts, folder, options)
-        measuring.measure(_pending(folder, measuring.settings, wanted, judges), judges)
-    results = read_results([folder, *others])
+        _measure(data, folders[0], options, wanted, judges)
+    results = read_results(folders)
     if models is not None or merge is None:
         names = {model.name for model in wanted}
         results = {key: result for key, result in results.items() if key[0] in names}
-    concerned = set(judges) or {ITSELF}
+    concerned = list(judges) or [ITSELF]
     if merge is not None and evaluators is None and chosen.kind == "perplexity" and judges:
-        concerned = {evaluator for _, evaluator in results} - {ITSELF}
-    return _report(chosen, results, known, [folder, *others], [*judges, *sorted(concerned - set(judges))])
+        concerned += sorted({evaluator for _, evaluator in results} - {ITSELF, *judges})
+    return _report(chosen, results, known, folders, concerned)
 
 
 def _existing(name: str) -> Path:
@@ -112,22 +108,33 @@ def _wanted(
     defaults = table.evaluators or tuple(column for column in table.columns if column in published()["models"])
     if not defaults and evaluators:
         raise ValueError(f"In {table.name} each model is its own evaluator: leave `evaluators` out.")
-    judges = {judge.name: judge for judge in map(find_model, evaluators or defaults)}
-    for kind, named in (("models", wanted), ("evaluators", list(judges.values()))):
-        if len({model.name for model in named}) < max(len(named), 1 if kind == "models" else 0):
+    judges = [find_model(word) for word in evaluators or defaults]
+    for kind, named in (("models", wanted), ("evaluators", judges)):
+        if len({model.name for model in named}) < len(named):
             raise ValueError(f"`{kind}` must be different names, got {[model.name for model in named]}.")
-    return wanted, judges
+    return wanted, {judge.name: judge for judge in judges}
 
 
-def _pending(
-    folder: Path, settings: dict[str, Any], models: Sequence[NamedModel], judges: dict[str, NamedModel]
-) -> list[tuple[NamedModel, list[str]]]:
-    """Models with the evaluators whose results are missing or failed.
+def _measure(
+    data: Any, folder: Path, options: MeasureOptions, models: Sequence[NamedModel], judges: dict[str, NamedModel]
+) -> None:
+    """Measure what is missing or has failed.
 
     Raises:
-        ValueError: If a result there is of another model by the same name, or of other settings.
+        ValueError: If there are no documents, or a result there is of another model by the same name, or of other
+            settings.
     """
-    there = read_results([folder], settings)
+    if not callable(getattr(data, "source", None)):
+        raise ValueError(f"There are no documents to measure on in `--data`: {type(data).__name__}.")
+    texts = select_documents(
+        data.source("test"),
+        data.tokenizer,
+        count=options.documents,
+        min_tokens=options.min_tokens,
+        max_tokens=options.max_tokens,
+    )
+    measuring = Measuring(texts, folder, options)
+    there = read_results([folder], measuring.settings)
     pending = []
     for model in models:
         missing = []
@@ -136,17 +143,15 @@ def _pending(
             if result is None or result.failure is not None:
                 missing.append(name)
                 continue
-            paths = {"model_path": model.path, "evaluator_path": judges[name].path if judges else model.path}
-            for key, path in paths.items():
-                if result.made_by[key] != path:
+            for role, path in (("model", model.path), ("evaluator", judges.get(name, model).path)):
+                if (before := result.made_by[f"{role}_path"]) != path:
                     raise ValueError(
-                        f"In '{folder}' the {key.removesuffix('_path')} of '{model.name}' by '{name}' is"
-                        f" '{result.made_by[key]}', and now '{path}'. Give it another name (NAME=PATH), or another"
-                        " `output`."
+                        f"In '{folder}' the {role} of '{model.name}' by '{name}' is '{before}', and now '{path}'. Give"
+                        " it another name (NAME=PATH), or another `output`."
                     )
         if missing:
             pending.append((model, missing))
-    return pending
+    measuring.measure(pending, judges)
 
 
 def _report(
@@ -199,21 +204,10 @@ def reproduce_table_command(arguments: Sequence[str]) -> None:
     add_table_options(parser)
     parser.add_subclass_arguments(LightningDataModule, "data", help="Its test documents are measured on.")
     options = parser.parse_args(list(arguments[1:]))
-    data = options.pop("data")
-    values = options.as_dict()
+    values = options.as_dict() | {"data": parser.instantiate(options).data}
     for name in ("config", "__default_config__"):
         values.pop(name, None)
-    measured = MeasureOptions(**{item.name: values.pop(item.name) for item in fields(MeasureOptions)})
-    if reproduce_table(**values, data=lambda: _data_module(data), options=measured):
+    names = {item.name for item in fields(MeasureOptions)} & set(values)
+    measured = MeasureOptions(**{name: values.pop(name) for name in names})
+    if reproduce_table(**values, options=measured):
         sys.exit(1)
-
-
-def _data_module(settings: Any) -> Any:
-    if settings is None:
-        raise ValueError("There are no documents to measure on: name a data module by `--data`.")
-    parser = jsonargparse.ArgumentParser()
-    parser.add_subclass_arguments(LightningDataModule, "data")
-    module = parser.instantiate(jsonargparse.Namespace(data=settings)).data
-    if not callable(getattr(module, "source", None)):
-        raise ValueError(f"`data` has no documents to measure on: {type(module).__name__}.")
-    return module

@@ -6,8 +6,8 @@ import math
 import platform
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, Protocol
 
 import torch
 import transformers
@@ -19,6 +19,7 @@ from benchmarks.reproduction.ngrams import repeated_ngram_spans
 from benchmarks.reproduction.tables.options import MeasureOptions
 from benchmarks.reproduction.tables.published import NamedModel
 from benchmarks.reproduction.tables.results import ITSELF, DocumentResult, Result, reason, save_times
+from datamodules.sources.documents import Document
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional import span_token_mask
 from lightning_modules.models.identity import model_identity
@@ -34,27 +35,13 @@ THRESHOLDS = ((2.0, -2.0), (2.0, -1.0), (1.0, -2.0), (1.0, -1.0), (2.0, -math.in
 log = logging.getLogger(__name__)
 
 
-class Text(NamedTuple):
-    """A document to measure on."""
-
-    name: str
-    text: str
-
-
-class _Document(Protocol):
-    @property
-    def name(self) -> str: ...
-    @property
-    def text(self) -> str: ...
-
-
 def select_documents(
-    source: Iterable[_Document], tokenizer: PreTrainedTokenizerFast, *, count: int, min_tokens: int, max_tokens: int
-) -> list[Text]:
+    source: Iterable[Document], tokenizer: PreTrainedTokenizerFast, *, count: int, min_tokens: int, max_tokens: int
+) -> list[Document]:
     """The first documents of a source that are long enough, cut where they are too long.
 
     Args:
-        source: Documents with ``name`` and ``text``.
+        source: Documents.
         tokenizer: In whose tokens lengths are counted, without special tokens.
         count: Documents to take.
         min_tokens: Shorter documents are passed over.
@@ -65,12 +52,12 @@ def select_documents(
     """
     if not 1 <= min_tokens <= max_tokens:
         raise ValueError(f"`min_tokens` must be from 1 to `max_tokens`, got {min_tokens} and {max_tokens}.")
-    texts: list[Text] = []
+    texts: list[Document] = []
     for document in source:
         offsets = tokenizer.backend_tokenizer.encode(document.text, add_special_tokens=False).offsets
         if len(offsets) >= min_tokens:
             end = len(document.text) if len(offsets) <= max_tokens else offsets[max_tokens - 1][1]
-            texts.append(Text(document.name, document.text[:end]))
+            texts.append(document._replace(text=document.text[:end]))
         if len(texts) == count:
             return texts
     raise ValueError(
@@ -122,10 +109,10 @@ class Measuring:
         options: How they are measured.
     """
 
-    def __init__(self, texts: Sequence[Text], output: Path, options: MeasureOptions) -> None:
+    def __init__(self, texts: Sequence[Document], output: Path, options: MeasureOptions) -> None:
         self.texts, self.output, self.options = texts, output, options
         self.device = find_device(options.device)
-        hashes = "".join(text_sha256(text) for _, text in texts)
+        hashes = "".join(text_sha256(document.text) for document in texts)
         self.settings = {
             "documents": len(texts),
             "documents_sha256": hashlib.sha256(hashes.encode()).hexdigest(),
@@ -134,7 +121,7 @@ class Measuring:
 
     def measure(
         self, pending: Sequence[tuple[NamedModel, Sequence[str]]], evaluators: Mapping[str, NamedModel]
-    ) -> list[Result]:
+    ) -> None:
         """Measure what is pending and write a file for each as soon as it is done.
 
         Evaluators go first, one at a time; what they say is kept on disk and serves all models. Whoever fails is
@@ -143,27 +130,22 @@ class Measuring:
         Args:
             pending: Models, each with the names of the evaluators whose results are missing.
             evaluators: By name, those that are not the model itself.
-
-        Returns:
-            The results that failed.
         """
         wanted = dict.fromkeys(name for _, names in pending for name in names if name != ITSELF)
         judges = {name: self._judge(evaluators[name]) for name in wanted}
-        failed = []
         for model, names in pending:
-            for result in self._measure_model(model, names, judges):
+            own = {ITSELF: self._judge(model)} if ITSELF in names else {}
+            for result in self._measure_model(model, {name: (judges | own)[name] for name in names}):
                 result.save(self.output)
                 if result.failure is not None:
                     log.error("%s by %s: %s", result.model, result.evaluator, result.failure)
-                    failed.append(result)
-        return failed
 
     def _judge(self, named: NamedModel) -> Evaluator | str:
         """An evaluator that has scored all documents, or why it could not."""
         try:
-            judge = Evaluator(self.options.evaluator_config(named.path))
+            judge = Evaluator(replace(self.options, evaluator=named.path).evaluator_config())
             times: list[float | None] = []
-            for name, text in tqdm(self.texts, desc=f"evaluator {named.name}", unit="document", disable=None):
+            for name, text, _ in tqdm(self.texts, desc=f"evaluator {named.name}", unit="document", disable=None):
                 stored = judge.path(text_sha256(text)).is_file()
                 started = time.perf_counter()
                 judge.scores(text, device=self.device, name=name)
@@ -174,45 +156,40 @@ class Measuring:
         save_times(self.output, named.name, self.settings, times)
         return judge
 
-    def _measure_model(
-        self, model: NamedModel, names: Sequence[str], judges: Mapping[str, Evaluator | str]
-    ) -> list[Result]:
-        found = {name: self._judge(model) if name == ITSELF else judges[name] for name in names}
-        results = [Result(model.name, name, self.settings) for name in names]
+    def _measure_model(self, model: NamedModel, judges: Mapping[str, Evaluator | str]) -> list[Result]:
+        """Measure a model by the key tokens of several evaluators, or record why one of them could not be used."""
+        working = {name: judge for name, judge in judges.items() if isinstance(judge, Evaluator)}
         try:
-            identity = model_identity(self.options.evaluator_config(model.path).loading(model.path))
-            working = [result for result in results if isinstance(found[result.evaluator], Evaluator)]
-            self._score(model, working, {name: judge for name, judge in found.items() if isinstance(judge, Evaluator)})
+            identity = model_identity(self.options.loading(model.path))
+            documents = self._score(model, working) if working else {}
         except Exception as error:
-            for result in results:
-                result.failure, result.documents = reason(error), []
-            return results
-        for result in results:
-            judge = found[result.evaluator]
-            result.made_by = {"model_path": model.path, "model": identity, **_machine(self.device)}
+            return [Result(model.name, name, self.settings, failure=reason(error)) for name in judges]
+        made_by = {"model_path": model.path, "model": identity, **_machine(self.device)}
+        results = []
+        for name, judge in judges.items():
+            result = Result(model.name, name, self.settings, made_by, documents.get(name, []))
             if isinstance(judge, Evaluator):
-                result.made_by |= {"evaluator_path": judge.name, "evaluator": judge.identity}
+                result.made_by = made_by | {"evaluator_path": judge.name, "evaluator": judge.identity}
             else:
                 result.failure = f"evaluator: {judge}"
+            results.append(result)
         return results
 
-    def _score(self, model: NamedModel, results: Sequence[Result], judges: Mapping[str, Evaluator]) -> None:
+    def _score(self, model: NamedModel, judges: Mapping[str, Evaluator]) -> dict[str, list[DocumentResult]]:
         """One pass of the model over each document serves all evaluators."""
-        if not results:
-            return
+        scored = ScoredModel(self.options.loading(model.path), self.device)
         tokenizer = load_tokenizer(model.path, trust_remote_code=self.options.trust_remote_code)
-        scored = ScoredModel(self.options.evaluator_config(model.path).loading(model.path), self.device)
-        for name, text in tqdm(self.texts, desc=model.name, unit="document", disable=None):
+        found: dict[str, list[DocumentResult]] = {name: [] for name in judges}
+        for name, text, _ in tqdm(self.texts, desc=model.name, unit="document", disable=None):
             document = encode_document(text, tokenizer, name=name)
             started = time.perf_counter()
             log_likelihood = scored.log_likelihood(document)
             seconds = time.perf_counter() - started
-            for result in results:
-                weights = influences(
-                    document, judges[result.evaluator].scores(text, name=name), gamma=self.options.gamma
-                )
+            for evaluator, judge in judges.items():
+                weights = influences(document, judge.scores(text, name=name), gamma=self.options.gamma)
                 sums = weighted_sums(log_likelihood, weights)
-                result.documents.append(DocumentResult(name, document["labels"].numel(), seconds, sums))
+                found[evaluator].append(DocumentResult(name, document["labels"].numel(), seconds, sums))
+        return found
 
 
 def _machine(device: torch.device) -> dict[str, str]:

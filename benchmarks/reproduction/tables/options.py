@@ -6,7 +6,10 @@ from typing import Any
 from jsonargparse.typing import PositiveInt
 
 from lightning_modules.models.config import DType
-from lightning_modules.scoring.config import EvaluatorConfig
+from lightning_modules.scoring.config import CommandConfig
+
+FIXED = {"evaluator", "alpha", "beta", "add_special_tokens", "evaluator_add_special_tokens"}
+"""Settings of other commands that the tables set themselves."""
 
 LISTS = {
     "models": ("+", "Names, hub ids, folders or NAME=PATH; by default the models of the table."),
@@ -17,47 +20,24 @@ LISTS = {
 """Options that take several words."""
 
 
-@dataclass(frozen=True)
-class MeasureOptions:
+@dataclass(frozen=True, kw_only=True)
+class MeasureOptions(CommandConfig):
     """How models are measured.
 
     Args:
         documents: Documents to measure on.
         min_tokens: Shorter documents are passed over.
         max_tokens: Tokens kept of each document.
-        context_length: Length K of the shortest short context, in the evaluator's tokens.
-        stride: Number d of tokens that share one short window.
         gamma: Largest soft influence.
-        dtype: Type of the weights of all models; ``auto`` keeps the stored one.
-        attn_implementation: Attention of all models, as in transformers; ``auto`` is flash attention where installed.
-        device: Such as ``cuda:0`` or ``cpu``; ``auto`` is the first GPU, if there is one.
-        cache_dir: Folder of the evaluators' stored scores; by default in ``$LONGCE_CACHE`` or ``~/.cache/longce``.
-        trust_remote_code: Run code from the models' repositories; off unless you trust it.
+        dtype: Of the weights of all models; ``auto`` keeps the stored one.
     """
 
+    evaluator: str = ""
     documents: PositiveInt = 50
     min_tokens: PositiveInt = 16384
     max_tokens: PositiveInt = 32767
-    context_length: PositiveInt = 4096
-    stride: PositiveInt = 1024
     gamma: float = 5.0
     dtype: DType = "bfloat16"
-    attn_implementation: str = "auto"
-    device: str = "auto"
-    cache_dir: str | None = None
-    trust_remote_code: bool = False
-
-    def evaluator_config(self, path: str) -> EvaluatorConfig:
-        """Return the settings of an evaluator."""
-        return EvaluatorConfig(
-            path,
-            self.context_length,
-            self.stride,
-            dtype=self.dtype,
-            attn_implementation=self.attn_implementation,
-            cache_dir=self.cache_dir,
-            trust_remote_code=self.trust_remote_code,
-        )
 
 
 def add_table_options(parser: Any) -> None:
@@ -76,4 +56,4 @@ def add_table_options(parser: Any) -> None:
     parser.add_argument("--run", action="store_true", help=run)
     options = 'Further options of longce fit for each training, such as "-c configs/strategies/fsdp.yaml".'
     parser.add_argument("--fit_options", type=str, default="", help=options)
-    parser.add_class_arguments(MeasureOptions)
+    parser.add_class_arguments(MeasureOptions, skip=FIXED)

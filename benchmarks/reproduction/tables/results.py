@@ -88,9 +88,10 @@ def result_path(folder: Path, model: str, evaluator: str) -> Path:
 
 def file_name(name: str) -> str:
     """A name as part of a path; other names give other parts."""
-    plain = re.sub(r"[^\w.+-]+", "-", name)
-    safe = plain == name and not name.startswith(".")
-    return name if safe else f"{plain.strip('-.')}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    if re.fullmatch(r"[\w+-][\w.+-]*", name):
+        return name
+    plain = re.sub(r"[^\w.+-]+", "-", name).strip("-.")
+    return f"{plain}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
 def read_result(path: Path) -> Result:
@@ -130,7 +131,13 @@ def read_results(folders: Iterable[Path], settings: dict[str, Any] | None = None
             result = read_result(path)
             if settings is None:
                 settings, origin = result.settings, f"'{path}'"
-            _check_settings(result.settings, settings, path, origin)
+            names = sorted({*result.settings, *settings})
+            if other := [name for name in names if result.settings.get(name) != settings.get(name)]:
+                raise ValueError(
+                    f"'{path}' was measured with `{other[0]}` = {result.settings.get(other[0])!r}, and {origin} has"
+                    f" {settings.get(other[0])!r}: these numbers do not belong in one table. Give another `output`, or"
+                    " the same settings."
+                )
             key = (result.model, result.evaluator)
             if key not in found or (found[key].failure is not None and result.failure is None):
                 found[key] = result
@@ -142,24 +149,10 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
 
 
-def _check_settings(ours: dict[str, Any], expected: dict[str, Any], path: Path, origin: str) -> None:
-    for name in sorted({*ours, *expected}):
-        if ours.get(name) != expected.get(name):
-            raise ValueError(
-                f"'{path}' was measured with `{name}` = {ours.get(name)!r}, and {origin} has"
-                f" {expected.get(name)!r}: these numbers do not belong in one table. Give another `output`, or the same"
-                " settings."
-            )
-
-
 def save_times(folder: Path, evaluator: str, settings: dict[str, Any], seconds: Sequence[float | None]) -> None:
-    """Write the seconds that an evaluator took for each document, unless nothing was measured.
+    """Write the seconds that an evaluator took for each document, None where scores were on disk.
 
-    Args:
-        folder: Folder of results.
-        evaluator: Its name in tables.
-        settings: Settings of the measurement.
-        seconds: None for documents whose scores were on disk.
+    Nothing is written if nothing was measured.
     """
     if not math.isnan(mean_seconds(seconds)):
         content = {"evaluator": evaluator, "settings": settings, "seconds": seconds}

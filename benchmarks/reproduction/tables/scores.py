@@ -33,7 +33,7 @@ def read_scores(paths: Sequence[str]) -> Scores:
         for benchmark, value in entry.values.items():
             # Results of this project hold much that no table has; a file written by hand may have a mistyped name.
             if not is_perplexity(benchmark) and (not entry.ours or benchmark in benchmarks()):
-                _add(scores, entry.place, _last_part(entry.model), benchmark, value)
+                _add(scores, entry.place, _table_name(entry.model), benchmark, value)
     return scores
 
 
@@ -52,17 +52,12 @@ def without_steps(column: str) -> tuple[str, int | None]:
     return (name, int(steps)) if name and steps.isdigit() and int(steps) in STEPS else (column, None)
 
 
-def _last_part(model: str) -> str:
-    """Of a folder, which is named after its run; hub ids stay."""
-    return Path(model).name if Path(model).expanduser().is_dir() else model
-
-
 def _add(scores: Scores, place: str, name: str, benchmark: str, score: float) -> None:
     if benchmark not in benchmarks():
         raise ValueError(f"{place}: '{benchmark}' is in no table. There are: {', '.join(sorted(benchmarks()))}.")
     if not math.isfinite(score):
         raise ValueError(f"{place}: the score of '{name}' in {benchmark} must be a finite number, got {score}.")
-    entries = scores.setdefault(_row(name), {})
+    entries = scores.setdefault(name, {})
     if entries.setdefault(benchmark, score) != score:
         raise ValueError(
             f"{place}: '{name}' has {score} in {benchmark}, and {entries[benchmark]} in another file or line."
@@ -70,8 +65,9 @@ def _add(scores: Scores, place: str, name: str, benchmark: str, score: float) ->
         )
 
 
-def _row(name: str) -> str:
-    """Under which name tables have the model; names of runs, and of models of the user's own, stay."""
+def _table_name(model: str) -> str:
+    """Under which name tables have a model; names of runs' folders, and of models of the user's own, stay."""
+    name = Path(model).name if Path(model).expanduser().is_dir() else model
     try:
         return find_model(name).name
     except ValueError:

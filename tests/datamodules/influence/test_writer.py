@@ -119,17 +119,6 @@ def test_other_weights_are_not_mixed_in(tmp_path, rows):
         writer(tmp_path / "v", rows, gamma=1e6)
 
 
-def test_two_processes_that_finish_at_the_same_time(tmp_path, rows):
-    """The slower one finds the rows gone that it is about to merge."""
-    slow, fast = writer(tmp_path / "w", rows), writer(tmp_path / "w", rows)
-    slow.write(range(4), np.concatenate([weights(number) for number in range(4)]))
-    merge = slow._merge
-    slow._merge = lambda file: fast.finish() and merge(file)
-    assert slow.finish()
-    assert InfluenceStore(tmp_path / "w").values[4] == weights(1)[0, 0]
-    assert len(list((tmp_path / "w").iterdir())) == 2
-
-
 def test_another_process_may_make_the_folder_at_the_same_moment(tmp_path, rows, monkeypatch):
     real, others = influence_writer.read_header, []
 

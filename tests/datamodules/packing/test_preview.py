@@ -33,7 +33,6 @@ def test_a_report_written_out(module):
 packing      best_fit, documents isolated
 documents    3 of 15 tokens: median 5, longest 8, 0 empty
 rows         3 rows of 5 tokens; documents cut: 1, tokens dropped: 0 (0.00%), padding: 0 (0.00%)
-             documents in a row: 1 in 66.7%, 2 in 33.3%
 scored       7 tokens (46.67% of the rows), prompts are not
 
 row 2      tokens 5, documents 1, padding 0

@@ -1,6 +1,103 @@
-import pytest
+from fractions import Fraction
 
-from datamodules.packing.samplers import RowSampler
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from datamodules.packing.samplers import MixtureSampler, RowSampler, epoch_counts
+
+
+@st.composite
+def mixtures(draw):
+    """Rows, weights and number of processes of a mixture that has at least one row of each source."""
+    count = draw(st.integers(1, 5))
+    weights = {f"s{i}": draw(st.sampled_from([0.1, 0.3, 0.5, 1.0, 2.0, 7.0])) for i in range(count)}
+    rows = {name: draw(st.integers(150 * count, 250 * count)) for name in weights}
+    return rows, weights, draw(st.integers(1, 4))
+
+
+def samplers(rows, weights, world_size, seed=0):
+    return [MixtureSampler(rows, weights, seed=seed, rank=rank, world_size=world_size) for rank in range(world_size)]
+
+
+def source_of(rows, row):
+    """Number of the source that a row belongs to."""
+    return np.searchsorted(np.cumsum(list(rows.values())), row, side="right")
+
+
+@given(mixtures())
+@settings(max_examples=60)
+def test_shares_are_exact_at_every_row_of_an_epoch(mixture):
+    rows, weights, world_size = mixture
+    shares = [
+        Fraction(str(weight)) / sum(Fraction(str(each)) for each in weights.values()) for weight in weights.values()
+    ]
+    (sampler, *_) = samplers(*mixture)
+    order = sampler.epoch_order(0)
+    assert len(order) % world_size == 0
+    for index, share in enumerate(shares):
+        seen = np.cumsum(source_of(rows, order) == index)
+        assert abs(seen[-1] - len(order) * share) < 1
+        worst = max(abs(count - (n + 1) * float(share)) for n, count in enumerate(seen.tolist()))
+        assert worst <= 1.5 + float(share) * len(shares) / 2
+    longest = min(rows[name] / share for name, share in zip(rows, shares, strict=True))
+    assert longest - world_size - 1 < len(order) <= longest
+
+
+@given(mixtures(), st.integers(0, 3))
+@settings(max_examples=40)
+def test_processes_share_the_rows_of_an_epoch(mixture, epoch):
+    rows, _, world_size = mixture
+    each = samplers(*mixture)
+    for sampler in each:
+        sampler.set_epoch(epoch)
+    parts = [list(sampler) for sampler in each]
+    assert [len(part) for part in parts] == [len(sampler) for sampler in each] == [len(parts[0])] * world_size
+    together = np.stack(parts, axis=1).flatten()
+    assert together.tolist() == each[0].epoch_order(epoch).tolist()
+    if epoch == 0:
+        assert len(set(together.tolist())) == len(together)
+    assert together.min() >= 0
+    assert together.max() < sum(rows.values())
+
+
+@given(mixtures())
+@settings(max_examples=30)
+def test_no_row_comes_again_before_all_of_its_source_were_seen(mixture):
+    rows, _, _ = mixture
+    (sampler, *_) = samplers(*mixture)
+    seen = np.concatenate([sampler.epoch_order(epoch) for epoch in range(5)])
+    for index, count in enumerate(rows.values()):
+        own = seen[source_of(rows, seen) == index] - sum(list(rows.values())[:index])
+        for start in range(0, len(own), count):
+            one_pass = own[start : start + count]
+            assert len(set(one_pass.tolist())) == len(one_pass)
+            assert len(one_pass) < count or set(one_pass.tolist()) == set(range(count))
+
+
+def test_order_is_a_function_of_seed_and_epoch_and_weights():
+    rows, weights = {"a": 40, "b": 30}, {"a": 2, "b": 1}
+
+    def order(epoch=1, seed=3, weights=weights):
+        return MixtureSampler(rows, weights, seed=seed).epoch_order(epoch).tolist()
+
+    assert order() == order()
+    assert all(order() != other for other in (order(epoch=2), order(seed=4), order(weights={"a": 1, "b": 1})))
+    assert sorted(order()) != sorted(order(epoch=2))
+
+
+def test_the_smallest_example_by_hand():
+    sampler = MixtureSampler({"a": 4, "b": 2}, {"a": 3, "b": 1})
+    assert sampler.counts == {"a": 4, "b": 1}  # 5 rows: 3.75 and 1.25
+    assert source_of(sampler.rows_of, sampler.epoch_order(0)).tolist() == [0, 0, 1, 0, 0]
+
+
+def test_a_source_without_a_row_is_refused():
+    with pytest.raises(ValueError, match=r"Source 'b' has no row in an epoch of 10 \(a: 10, b: 5 rows\)"):
+        epoch_counts({"a": 10, "b": 5}, {"a": 100, "b": 1}, world_size=1)
+    with pytest.raises(ValueError, match="2 row\\(s\\) are not enough for 3 processes"):
+        MixtureSampler({"a": 1, "b": 1}, {"a": 1, "b": 1}, world_size=3)
 
 
 def test_order_depends_on_seed_and_epoch_only():

@@ -163,8 +163,7 @@ def test_each_process_goes_on_with_its_own_streams(corpus_folder, wide_tokenizer
     loaders = [made(rank=rank).train_dataloader() for rank in range(2)]
     rows = [rows_of(first_of(loader, 3 + rank)) for rank, loader in enumerate(loaders)]
     own = [[list(cursor) for cursor in loader._cursors] for loader in loaders]
-    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
-    monkeypatch.setattr("torch.distributed.all_gather_object", lambda into, _: into.__setitem__(slice(None), own))
+    monkeypatch.setattr("datamodules.packing.streaming.gathered", lambda _: own)
     for rank, loader in enumerate(loaders):
         resumed = made(rank=rank).train_dataloader()
         resumed.load_state_dict({**loaders[0].state_dict(), "batches": loader.state_dict()["batches"]})
@@ -173,9 +172,8 @@ def test_each_process_goes_on_with_its_own_streams(corpus_folder, wide_tokenizer
 
 def test_neighbours_that_read_the_same_save_their_place_once(corpus_folder, wide_tokenizer, monkeypatch):
     loader = module(corpus_folder, wide_tokenizer, world_size=2).train_dataloader()
-    gathered = ["first", "first", "second", "second"]
-    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 4)
-    monkeypatch.setattr("torch.distributed.all_gather_object", lambda into, _: into.__setitem__(slice(None), gathered))
+    cursors = ["first", "first", "second", "second"]
+    monkeypatch.setattr("datamodules.packing.streaming.gathered", lambda _: cursors)
     assert loader.state_dict()["cursors"] == ["first", "second"]
 
 
@@ -310,7 +308,7 @@ def test_spawned_workers_can_have_the_stream(corpus_folder, wide_tokenizer):
     assert rows_of(copy) == rows_of(loader)
 
 
-def test_empty_documents_are_left_out_and_counted_in_the_cursor(tmp_path, wide_tokenizer, caplog):
+def test_empty_documents_are_left_out_and_counted_in_the_cursor(tmp_path, wide_tokenizer):
     for name, hole in (("a", ["", " "]), ("b", [])):
         lines = ["w1 w2 w3", *hole, "w4 w5 w6 w7", *hole, "w8 w9"] * 4
         (tmp_path / name).mkdir()
@@ -318,4 +316,3 @@ def test_empty_documents_are_left_out_and_counted_in_the_cursor(tmp_path, wide_t
     paths = [str(tmp_path / name / "x.jsonl") for name in "ab"]
     rows = [rows_of(module(tmp_path, wide_tokenizer, train=path, validation=path).train_dataloader()) for path in paths]
     assert rows[0] == rows[1]
-    assert caplog.text.count("Leaving out empty documents, such as 'x.jsonl:2'") == 1

@@ -12,8 +12,8 @@ from datamodules.sources.documents import (
     Document,
     NoDocumentError,
     RecordFiles,
-    SizedSource,
     TextFiles,
+    text_bytes,
     text_folder,
     with_text,
 )
@@ -44,12 +44,12 @@ def test_folder_without_text_files_is_named(tmp_path):
 def test_empty_documents_are_left_out_and_named(tmp_path, content, caplog):
     for name in ("c", "e", "f", "g"):
         (tmp_path / f"{name}.txt").write_bytes(content)
-    with pytest.raises(NoDocumentError, match=r"All of the 4 documents are empty \('c', 'e', 'f' and others\)"):
+    with pytest.raises(NoDocumentError, match=r"All of the 4 documents are empty, such as 'c'"):
         list(with_text(text_folder(tmp_path)))
     for name in ("b", "d"):
         (tmp_path / f"{name}.txt").write_text(name)
     assert [document.text for document in with_text(text_folder(tmp_path))] == ["b", "d"]
-    assert caplog.messages == ["Left out 4 empty documents of 6: 'c', 'e', 'f' and others."]
+    assert caplog.messages == ["Left out 4 empty documents of 6, such as 'c'."]
 
 
 def test_a_document_too_large_to_hold_is_refused_before_it_is_unpacked(tmp_path, monkeypatch):
@@ -171,12 +171,11 @@ def test_fingerprint_sees_what_is_taken(tmp_path):
 def test_size_of_the_texts_is_told_where_it_is_known(tmp_path):
     (tmp_path / "a.txt").write_text("naïve")
     (tmp_path / "b.txt").write_text("two")
-    assert isinstance(text_folder(tmp_path), SizedSource)
-    assert text_folder(tmp_path).text_bytes() == 6 + 3
+    assert text_bytes(text_folder(tmp_path)) == 6 + 3
     plain = write_lines(tmp_path / "a.jsonl", {"text": "one"})
-    assert plain.text_bytes() == len('{"text": "one"}\n')
-    assert RecordFiles(plain.files, where=ARXIV).text_bytes() is None
-    assert RecordFiles((tmp_path / "a.jsonl.zst",)).text_bytes() is None
+    assert text_bytes(plain) == len('{"text": "one"}\n')
+    assert text_bytes(RecordFiles(plain.files, where=ARXIV)) is None
+    assert text_bytes(RecordFiles((tmp_path / "a.jsonl.zst",))) is None
 
 
 def test_prompt_and_response_are_joined_as_they_are(tmp_path):

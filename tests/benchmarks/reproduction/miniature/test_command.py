@@ -5,7 +5,6 @@ from html.parser import HTMLParser
 import pytest
 import yaml
 
-from benchmarks.reproduction.miniature import command
 from benchmarks.reproduction.miniature.command import reproduce_miniature
 from benchmarks.reproduction.miniature.plan import make_plan
 from benchmarks.reproduction.miniature.settings import CONFIG, read_settings
@@ -149,7 +148,10 @@ def test_the_shipped_config_declares_what_the_documentation_says():
     [
         ({"corpus": "datamodules.recall.Nothing"}, "`corpus` must name a class"),
         ({"corpus": "benchmarks.reproduction.miniature.haystack.HaystackCorpus"}, "name a folder with train"),
-        ({"corpus_arguments": {"text": "books"}}, "does not take .*text"),
+        (
+            {"corpus_arguments": {"text": "books"}},
+            "takes `text` and .*arguments",
+        ),
         ({"stride": 64}, "longer context than the short one"),
         ({"surprise": 1}, "surprise"),
         ({"evaluation": {"documents": 4, "questions": 5, "depths": 2, "contexts": [64]}}, "below the 64 tokens"),
@@ -165,7 +167,7 @@ def test_the_shipped_config_declares_what_the_documentation_says():
 def test_what_cannot_be_run_is_refused_before_anything_is_trained(config, change, message, tmp_path, monkeypatch):
     seeds = change.pop("seeds", 1)
     config.write_text(json.dumps({**json.loads(config.read_text()), **change}))
-    monkeypatch.setattr(command, "_interruptible", lambda *_: pytest.fail("something was trained"))
+    monkeypatch.setattr(Laboratory, "make", lambda *_: pytest.fail("something was trained"))
     with pytest.raises(ValueError, match=message):
         reproduce_miniature(str(tmp_path / "out"), seeds, str(config))
 

@@ -1,15 +1,4 @@
-import pytest
-
 from benchmarks.reproduction.miniature.recall_corpus import RecallCorpus
-from benchmarks.reproduction.miniature.settings import CONFIG, read_settings
-
-
-def test_the_name_of_earlier_configs_is_read_with_a_warning(tmp_path):
-    path = tmp_path / "config.yaml"
-    new = "benchmarks.reproduction.miniature.recall_corpus.RecallCorpus"
-    path.write_text(CONFIG.read_text().replace(new, "datamodules.recall.RecallCorpus"))
-    with pytest.warns(FutureWarning, match=f"is now {new}"):
-        assert isinstance(read_settings(path).load_corpus(), RecallCorpus)
 
 
 def test_the_corpus_of_experiments(tmp_path):

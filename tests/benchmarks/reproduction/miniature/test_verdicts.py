@@ -2,7 +2,7 @@ import copy
 
 import pytest
 
-from benchmarks.reproduction.miniature.results import METRICS
+from benchmarks.reproduction.miniature.measure import METRICS
 from benchmarks.reproduction.miniature.verdicts import verdicts
 
 

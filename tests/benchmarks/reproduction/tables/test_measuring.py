@@ -20,9 +20,9 @@ def test_the_first_documents_that_are_long_enough_are_cut(tokenizer):
     source = [Document(str(number), make_text(words, seed=number)) for number, words in enumerate((10, 90, 20, 60, 70))]
     chosen = select_documents(iter(source), tokenizer, count=2, min_tokens=100, max_tokens=150)
     assert [text.name for text in chosen] == ["1", "3"]
-    assert all(source[int(name)].text.startswith(text) for name, text in chosen)
+    assert all(source[int(document.name)].text.startswith(document.text) for document in chosen)
     assert lengths([chosen[0].text], tokenizer) == [150]
-    assert all(100 <= length <= 150 for length in lengths([text for _, text in chosen], tokenizer))
+    assert all(100 <= length <= 150 for length in lengths([document.text for document in chosen], tokenizer))
 
 
 def test_too_few_long_documents_are_refused(tokenizer):
