@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from lightning_modules.tasks.evaluation.plots import short
+from lightning_modules.tasks.evaluation.report import short
 from lightning_modules.tasks.questions.registry import GROUPS
 
 # Settings that values depend on: perplexities (LongPPL depends on all), and questions of our tasks and the harness's.
