@@ -8,11 +8,10 @@ from typing import Any, Literal, NamedTuple
 from lightning_modules.tasks.questions.haystacks import Essays
 from lightning_modules.tasks.questions.multi_document_qa import MultiDocumentQA
 from lightning_modules.tasks.questions.retrieval import FirstSentence, KeyValues, LongEvalLines, Needle, Passkey, Query
-from lightning_modules.tasks.questions.ruler.common_words import CommonWords
-from lightning_modules.tasks.questions.ruler.frequent_words import FrequentWords
 from lightning_modules.tasks.questions.ruler.needles import RULER_NEEDLES, Needles
 from lightning_modules.tasks.questions.ruler.question_answering import QuestionAnswering
 from lightning_modules.tasks.questions.ruler.variable_tracking import VariableTracking
+from lightning_modules.tasks.questions.ruler.word_lists import CommonWords, FrequentWords
 from lightning_modules.tasks.questions.task import Task
 from lightning_modules.utilities.user_modules import import_object
 
