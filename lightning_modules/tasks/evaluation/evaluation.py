@@ -121,13 +121,8 @@ def _content(path: Path) -> str:
 class ResultStore:
     """A folder of results that processes and machines may share: each writes one file and reads all.
 
-    Args:
-        folder: The folder; made if missing.
-        settings: Plain values that all results must agree on. They are stored; until there is a result, others may
-            replace them.
-
-    Raises:
-        ValueError: If the folder cannot be written to, or holds results of other settings.
+    All results must agree on the settings, plain values that are stored; until there is a result, others may replace
+    them. A ``ValueError`` is raised if the folder cannot be written to, or holds results of other settings.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:

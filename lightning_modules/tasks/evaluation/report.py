@@ -22,7 +22,6 @@ _CAPTIONS = {
     "heat_maps": "The same for each task.",
     "depths": "Score by depth of the answer, with standard errors.",
 }
-_EXAMPLES = 8
 _COLUMNS = 4
 
 
@@ -95,7 +94,7 @@ def _sentences(summary: Summary, missing: int) -> list[str]:
     return [*sentences, f"{summary.questions:,} questions in {summary.seconds:,.0f} s of all processes together."]
 
 
-def answer_table(results: Sequence[TaskResult], count: int = _EXAMPLES) -> Table:
+def answer_table(results: Sequence[TaskResult], count: int = 8) -> Table:
     """Return some of the model's answers, wrong ones first."""
     ordered = sorted(results, key=lambda result: result.score)
     chosen = ordered[:: max(1, len(ordered) // count)][:count]

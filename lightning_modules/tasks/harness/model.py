@@ -227,10 +227,9 @@ def score_continuations(
     """Score continuations; logits exist at the positions that predict them, for a chunk at a time.
 
     Continuations that differ in their last token only (the choices of a question) share a row. Processes share the
-    passes, and each returns all scores: all must ask for the same ones.
-
-    A pass has at most ``batch_tokens`` tokens, padding included; a longer text has one to itself. A continuation
-    without tokens has log-likelihood 0 and is greedy.
+    passes, and each returns all scores: all must ask for the same ones. A pass has at most ``batch_tokens``
+    tokens, padding included; a longer text has one to itself. A continuation without tokens has log-likelihood 0 and is
+    greedy.
 
     Raises:
         ValueError: If a context is empty, or a token is beyond the embedding.
@@ -245,11 +244,13 @@ def score_continuations(
     found: dict[int, Score] = {}
     with torch.no_grad(), no_autocast_cache(), eval_mode(backbone), lockstep(backbone) as run:
         for group in group_rows(list(map(len, texts)), batch_tokens)[share()]:
-            indices = [index for row in group for index in rows[texts[row]]]
-            asked = [(place, continuations[index]) for place, row in enumerate(group) for index in rows[texts[row]]]
-            scores = run(backbone.unsharded, partial(_pass, backbone, [texts[row] for row in group], asked))
-            parts = zip(*(part.cpu().split([len(one.tokens) for _, one in asked]) for part in scores), strict=True)
-            for index, (log_likelihood, likeliest) in zip(indices, parts, strict=True):
+            batch = [texts[row] for row in group]
+            members = [(row, index) for row, text in enumerate(batch) for index in rows[text]]
+            asked = [(row, continuations[index]) for row, index in members]
+            scores = run(backbone.unsharded, partial(_pass, backbone, batch, asked))
+            sizes = [len(continuation.tokens) for _, continuation in asked]
+            parts = zip(*(part.cpu().split(sizes) for part in scores), strict=True)
+            for (_, index), (log_likelihood, likeliest) in zip(members, parts, strict=True):
                 found[index] = Score(math.fsum(log_likelihood.tolist()), bool(likeliest.all()))
     found = shared(found)
     return [found.get(index, Score(0.0, True)) for index in range(len(continuations))]

@@ -89,12 +89,7 @@ class LoadedTasks(NamedTuple):
 
 
 def load_tasks(words: Sequence[str], *, include_path: str | None = None, num_fewshot: int | None = None) -> LoadedTasks:
-    """Load tasks with their data, those of groups included.
-
-    Args:
-        words: Tasks, groups, YAML files and sets.
-        include_path: Folder of further task files, which win over those of the harness.
-        num_fewshot: Examples in each prompt, for tasks that have any; by default as each task specifies.
+    """Load tasks with their data, those of groups included; the arguments are those of `TaskConfig`.
 
     Raises:
         ValueError: If a task or the folder is unknown, data are missing, or a file is not a task.

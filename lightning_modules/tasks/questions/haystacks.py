@@ -78,11 +78,9 @@ def _prose_of(files: list[Path]) -> Iterator[str]:
 
 
 def _text_files(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        raise ValueError(f"The haystack '{folder}' is not a folder: name one that holds .txt files.")
     files = sorted(folder.glob("*.txt"))
     if not files:
-        raise ValueError(f"The haystack folder '{folder}' holds no .txt file: put prose into it.")
+        raise ValueError(f"The haystack '{folder}' must be a folder with .txt files: put prose into it.")
     return files
 
 

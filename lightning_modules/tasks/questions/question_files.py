@@ -139,24 +139,18 @@ def _collection(path: str | Path, name: str, fields: str, build: Callable[[Any],
 
 def _parsed(content: bytes, place: str, name: str, fields: str, build: Callable[[Any], T]) -> T:
     try:
-        data = json.loads(content)
-    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, or thousands of digits or brackets
-        raise ValueError(f"{place}: not JSON ({error}). Fetch the file of {name} again.") from error
-    try:
-        return build(data)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        return build(json.loads(content))
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-        raise ValueError(f"{place}: not in the format of {name} ({reason}). It has {fields}.") from error
+        raise ValueError(f"{place}: not in the format of {name} ({reason}): JSON with {fields}.") from error
 
 
 def _lines(path: str | Path) -> list[bytes]:
     try:
         with gzip.open(path) if Path(path).suffix == ".gz" else open(path, "rb") as stream:
             return stream.readlines()
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise ValueError(f"{path}: the compressed file is damaged ({error}). Fetch it again.") from error
-    except OSError as error:
-        raise ValueError(f"Cannot read {path} ({error.strerror or error}). Give the path of a local file.") from error
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"Cannot read {path} ({error}): give the path of a local file that is whole.") from error
 
 
 def _distinct(documents: Iterable[str]) -> list[str]:

@@ -8,11 +8,10 @@ from typing import Any, Literal, NamedTuple
 from lightning_modules.tasks.questions.haystacks import Essays
 from lightning_modules.tasks.questions.multi_document_qa import MultiDocumentQA
 from lightning_modules.tasks.questions.retrieval import FirstSentence, KeyValues, LongEvalLines, Needle, Passkey, Query
-from lightning_modules.tasks.questions.ruler.common_words import CommonWords
-from lightning_modules.tasks.questions.ruler.frequent_words import FrequentWords
 from lightning_modules.tasks.questions.ruler.needles import RULER_NEEDLES, Needles
 from lightning_modules.tasks.questions.ruler.question_answering import QuestionAnswering
 from lightning_modules.tasks.questions.ruler.variable_tracking import VariableTracking
+from lightning_modules.tasks.questions.ruler.word_lists import CommonWords, FrequentWords
 from lightning_modules.tasks.questions.task import Task
 from lightning_modules.utilities.user_modules import import_object
 
@@ -21,15 +20,7 @@ HOTPOT = "HotpotQA's hotpot_dev_distractor_v1.json (https://hotpotqa.github.io)"
 
 
 class Sources(NamedTuple):
-    """Texts that tasks are made of.
-
-    Attributes:
-        essays: Prose around the needles.
-        squad: Local file of SQuAD for ``qa_1``, see `read_squad`.
-        hotpot: Local file of HotpotQA for ``qa_2``, see `read_hotpot`.
-        nq_open: Local file for ``multi_document_qa``, see `read_nq_open`; made-up lives by default.
-        documents: Passages of ``multi_document_qa``; by default as many as the length allows.
-    """
+    """Prose around needles, local files of questions, and the number of passages of ``multi_document_qa``."""
 
     essays: Essays
     squad: str | None = None
@@ -96,11 +87,10 @@ def find_tasks(names: Sequence[str], *, haystack: str | None = None, **sources: 
         names: Names of `TASKS` or `GROUPS`, or import paths such as ``package.module.Class`` of your classes
             that derive from `Task` and take no arguments.
         haystack: Folder with text files around the needles; made-up prose by default, see `Essays`.
-        sources: The other fields of `Sources`.
+        sources: The other fields of `Sources`, by default None.
 
     Raises:
-        ValueError: If there are no names, a name is unknown, a file cannot be read, or one is missing that a named task
-            needs.
+        ValueError: If a name is unknown, or a file cannot be read or is missing.
     """
     if not names:
         raise ValueError(f"No task is named: {_choice()}")

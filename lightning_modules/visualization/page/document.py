@@ -16,8 +16,7 @@ from lightning_modules.visualization.page.page import EvaluatedModel, Inspection
 def inspect_document(text: str, evaluator: str, *, name: str = "document", **options: Any) -> Inspection:
     """Show a document as a page: its key tokens, and what the long and the short context say of each token.
 
-    The evaluator's scores are kept as those of `score` are, and are shared with it; the alternatives, which are not
-    kept, take another pass of it over the text.
+    The evaluator's scores are stored and shared with `score`; the alternatives take another pass over the text.
 
     Args:
         text: The document.
@@ -29,8 +28,7 @@ def inspect_document(text: str, evaluator: str, *, name: str = "document", **opt
         The page to be: it shows itself in a notebook, and `Inspection.save` writes it.
 
     Raises:
-        ValueError: If the text, a model or a number cannot be used; before any model is loaded, where that can be
-            known.
+        ValueError: If the text, a model or a number cannot be used.
     """
     config = InspectConfig(evaluator=evaluator, **options)
     device = find_device(config.device)

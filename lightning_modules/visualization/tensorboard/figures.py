@@ -19,29 +19,22 @@ LCL_EDGES = np.linspace(-12.0, 0.0, 61)
 
 @matplotlib.rc_context(STYLE)
 def benefit_figure(long: Tensor, short: Tensor, *, alpha: float, beta: float, title: str) -> NDArray[np.uint8]:
-    """Draw the density of tokens by LSD and LCL, with histograms and thresholds, as ``[height, width, 3]``.
+    """Draw the density of tokens by LSD and LCL, with the thresholds, as ``[height, width, 3]``.
 
     Tokens with equal ``[N]`` long and short log-likelihoods, in nats, are left out.
     """
     counts = benefit_counts(long, short)
-    figure = Figure(figsize=(6.4, 5.2))
-    figure.subplots_adjust(left=0.1, right=0.98, bottom=0.1, top=0.94, wspace=0.05, hspace=0.08)
-    axes = figure.subplots(2, 2, sharex="col", sharey="row", width_ratios=(4, 1), height_ratios=(1, 3), squeeze=False)
-    axes[0, 1].axis("off")
-    above, main, beside = axes[0, 0], axes[1, 0], axes[1, 1]
+    figure = Figure(figsize=(6.4, 4.4))
+    axis = figure.subplots()
     norm = LogNorm(vmin=1, vmax=max(counts.max(), 2))
-    main.pcolormesh(LSD_EDGES, LCL_EDGES, np.ma.masked_equal(counts, 0), norm=norm, cmap="viridis_r", rasterized=True)
-    above.stairs(counts.sum(0), LSD_EDGES, fill=True, color="0.7")
-    beside.stairs(counts.sum(1), LCL_EDGES, fill=True, color="0.7", orientation="horizontal")
-    above.set(yscale="log", ylabel="tokens", title=title)
-    beside.set(xscale="log", xlabel="tokens")
-    for axis in (above, main):
-        axis.axvline(alpha, color="C3", lw=1, ls="--")
-    for axis in (main, beside):
-        axis.axhline(beta, color="C3", lw=1, ls="--")
-    main.text(LSD_EDGES[-1], 0.3, f"key tokens: LSD > {alpha:g}, LCL > {beta:g} ", ha="right", va="bottom", color="C3")
-    main.set(xlabel="LSD: long minus short log-likelihood (nats)", ylabel="LCL: long log-likelihood (nats)")
-    main.set_ylim(LCL_EDGES[0], 0.25)
+    image = axis.pcolormesh(LSD_EDGES, LCL_EDGES, np.ma.masked_equal(counts, 0), norm=norm, cmap="viridis_r")
+    figure.colorbar(image, ax=axis, label="tokens")
+    axis.axvline(alpha, color="C3", lw=1, ls="--")
+    axis.axhline(beta, color="C3", lw=1, ls="--")
+    axis.text(LSD_EDGES[-1], 0.3, f"key tokens: LSD > {alpha:g}, LCL > {beta:g} ", ha="right", va="bottom", color="C3")
+    axis.set(xlabel="LSD: long minus short log-likelihood (nats)", ylabel="LCL: long log-likelihood (nats)")
+    axis.set_ylim(LCL_EDGES[0], 0.25)
+    axis.set_title(title, loc="left")
     return as_pixels(figure)
 
 

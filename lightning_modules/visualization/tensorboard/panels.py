@@ -77,14 +77,10 @@ class EvaluationPanels:
         judged: Mapping[str, Judged],
         step: int,
     ) -> None:
-        """Write all panels of an evaluation.
+        """Write all panels of an evaluation after ``step`` optimizer steps to each ``SummaryWriter``.
 
-        Args:
-            writers: ``SummaryWriter`` of each folder of events.
-            documents: The inspected documents.
-            positions: The model's losses by context length, over all documents.
-            judged: What an evaluator says of these and other documents, by the SHA-256 of their text.
-            step: Optimizer steps so far.
+        The positions are the model's losses by context length over all documents. An evaluator has judged these and
+        other documents, by the SHA-256 of their text.
         """
         by_evaluator = [self._by_evaluator(document, judged) for document in documents]
         by_model = [self._by_model(document, judged) for document in documents]

@@ -39,13 +39,13 @@ class PositionSums:
         count, *totals = self.sums[:, self.sums[0] > 0]
         return torch.stack([total / count for total in totals])
 
-    def fit(self, value: int = 0) -> PowerLaw | None:
-        """Fit a power law of a value, a loss in nats, to contexts of 16 tokens or more; None below three bins."""
+    def fit(self) -> PowerLaw | None:
+        """Fit a power law of the loss, the first value, to contexts of 16 tokens or more; None below three bins."""
         means = self.means()
         fitted = means[:, means[0] >= SHORTEST_FITTED]
-        if fitted.shape[1] < 3 or not fitted[1 + value].isfinite().all():
+        if fitted.shape[1] < 3 or not fitted[1].isfinite().all():
             return None
-        return fit_power_law(fitted[0], fitted[1 + value])
+        return fit_power_law(fitted[0], fitted[1])
 
 
 class WeightSample:

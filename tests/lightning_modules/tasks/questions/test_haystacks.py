@@ -48,9 +48,9 @@ def test_essays_are_read_as_far_as_needed(tmp_path):
 
 
 def test_unusable_folders_are_refused_by_name(tmp_path):
-    with pytest.raises(ValueError, match=r"The haystack '.*nowhere' is not a folder"):
+    with pytest.raises(ValueError, match=r"The haystack '.*nowhere' must be a folder"):
         Essays(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match=r"holds no \.txt file"):
+    with pytest.raises(ValueError, match=r"must be a folder with \.txt files"):
         Essays(tmp_path)
     (tmp_path / "a.txt").write_text("\n")
     with pytest.raises(ValueError, match=f"The text files in '{tmp_path}' are empty"):

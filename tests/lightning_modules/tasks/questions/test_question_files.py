@@ -49,9 +49,9 @@ def test_the_gold_passage_is_found_wherever_it_is(tmp_path):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda text: text[:-3], "not JSON"),
-        (lambda text: b"\xff" + text, "not JSON"),
-        (lambda text: b"[" * 100_000, "not JSON"),
+        (lambda text: text[:-3], "not in the format of"),
+        (lambda text: b"\xff" + text, "not in the format of"),
+        (lambda text: b"[" * 100_000, "not in the format of"),
         (lambda text: b"3", "not in the format of"),
         (lambda text: b'{"version": 1}', "not in the format of"),
         (lambda text: text.replace(b"question", b"query"), "'question' is missing"),
@@ -70,16 +70,16 @@ def test_damaged_files_are_refused_by_name(tmp_path, kind, damage, message):
 
 @pytest.mark.parametrize("kind", READERS)
 def test_files_that_cannot_be_read_are_refused_by_name(tmp_path, kind):
-    with pytest.raises(ValueError, match=r"Cannot read .*missing\.json \(No such file"):
+    with pytest.raises(ValueError, match=r"Cannot read .*missing\.json .*No such file"):
         READERS[kind](tmp_path / "missing.json")
-    with pytest.raises(ValueError, match=rf"Cannot read {tmp_path} \(Is a directory"):
+    with pytest.raises(ValueError, match=rf"Cannot read {tmp_path} .*Is a directory"):
         READERS[kind](tmp_path)
     torn = tmp_path / "torn.json.gz"
     torn.write_bytes(gzip.compress(content(kind).encode())[:-9])
-    with pytest.raises(ValueError, match=r"torn\.json\.gz: the compressed file is damaged"):
+    with pytest.raises(ValueError, match=r"Cannot read .*torn\.json\.gz"):
         READERS[kind](torn)
     torn.write_bytes(content(kind).encode())
-    with pytest.raises(ValueError, match=r"torn\.json\.gz: the compressed file is damaged"):
+    with pytest.raises(ValueError, match=r"Cannot read .*torn\.json\.gz"):
         READERS[kind](torn)
 
 

@@ -53,5 +53,5 @@ def test_other_names_are_refused(names, message, importable):
 
 
 def test_a_haystack_reaches_the_tasks(tmp_path):
-    with pytest.raises(ValueError, match=r"holds no \.txt file"):
+    with pytest.raises(ValueError, match=r"must be a folder with \.txt files"):
         find_tasks(["needle"], haystack=str(tmp_path))

@@ -8,10 +8,9 @@ import pytest
 
 from lightning_modules.tasks.questions.haystacks import NOISE
 from lightning_modules.tasks.questions.multi_document_qa import MultiDocumentQA
-from lightning_modules.tasks.questions.ruler.common_words import CommonWords
-from lightning_modules.tasks.questions.ruler.frequent_words import FrequentWords
 from lightning_modules.tasks.questions.ruler.question_answering import QuestionAnswering
 from lightning_modules.tasks.questions.ruler.variable_tracking import VariableTracking
+from lightning_modules.tasks.questions.ruler.word_lists import CommonWords, FrequentWords
 from tests.support import answerers
 
 LENGTH = 9000

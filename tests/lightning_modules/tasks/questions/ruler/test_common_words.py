@@ -3,7 +3,7 @@ from collections import Counter
 
 import pytest
 
-from lightning_modules.tasks.questions.ruler.common_words import WORDS, CommonWords
+from lightning_modules.tasks.questions.ruler.word_lists import WORDS, CommonWords
 from tests.support import answerers
 
 TEXT = (

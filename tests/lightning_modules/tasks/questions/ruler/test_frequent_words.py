@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from lightning_modules.tasks.questions.ruler.frequent_words import LEAST_WORDS, FrequentWords, coded_text, coded_words
+from lightning_modules.tasks.questions.ruler.word_lists import LEAST_WORDS, FrequentWords, coded_text, coded_words
 from tests.support import answerers
 
 

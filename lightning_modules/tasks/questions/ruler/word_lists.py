@@ -1,13 +1,15 @@
-"""RULER's common words extraction: which words of a long list come oftener than the others."""
+"""RULER's aggregation: which words of a long list, or of a coded text, come oftener than the others."""
 
 import random
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+from scipy.special import zeta
 from typing_extensions import override
 
 from lightning_modules.tasks.questions.task import Draft, FittedTask, Request
-from lightning_modules.tasks.questions.words import ADJECTIVES, NOUNS, made_up_words
+from lightning_modules.tasks.questions.words import ADJECTIVES, NOUNS, distinct, made_up_words
 
 COMMON = 10
 SHORT = 4096
@@ -18,11 +20,24 @@ LEAST_OTHERS = 10
 
 WORDS = tuple(sorted({*ADJECTIVES, *NOUNS}))
 
-_TEMPLATE = (
+_COMMON_TEMPLATE = (
     "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that"
     " appear most often.\n{context}\nQuestion: What are the 10 most common words in the above list?"
 )
-_ANSWER_PREFIX = " Answer: The top 10 words that appear most often in the list are:"
+_COMMON_PREFIX = " Answer: The top 10 words that appear most often in the list are:"
+
+ALPHA = 2.0
+WORD_LETTERS = 6
+LEAST_WORDS = 53
+"""From here on the fourth most frequent word, the last that is asked for, is always ahead of the fifth."""
+
+_FREQUENT_TEMPLATE = (
+    "Read the following coded text and track the frequency of each coded word. Find the three most frequently appeared"
+    " coded words. {context}\nQuestion: Do not provide any explanation. Please ignore the dots '....'. What are the"
+    " three most frequently appeared words in the above coded text?"
+)
+_FREQUENT_PREFIX = " Answer: According to the coded text above, the three most frequently appeared words are:"
+_LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 class Repeats(NamedTuple):
@@ -73,7 +88,7 @@ class _Lists:
         self.seed = seed
         repeats = Repeats(3, 1) if length < SHORT else Repeats(10, 3)
         example = word_list(words[:COMMON], words[COMMON : self.shown], repeats, random.Random(seed))
-        self.example = f"{_TEMPLATE.format(context=example)}{_ANSWER_PREFIX} {numbered(words[:COMMON])}"
+        self.example = f"{_COMMON_TEMPLATE.format(context=example)}{_COMMON_PREFIX} {numbered(words[:COMMON])}"
 
     def wording(self, others: int) -> tuple[str, str]:
         """Return the question with that many words that are not common."""
@@ -81,7 +96,7 @@ class _Lists:
         listed = word_list(
             self.common, self.words[first : first + others], self.repeats, random.Random(f"{self.seed} {others}")
         )
-        return f"{self.example}\n{_TEMPLATE.format(context=listed)}", _ANSWER_PREFIX
+        return f"{self.example}\n{_COMMON_TEMPLATE.format(context=listed)}", _COMMON_PREFIX
 
 
 def word_list(common: Sequence[str], others: Sequence[str], repeats: Repeats, rng: random.Random) -> str:
@@ -94,3 +109,42 @@ def word_list(common: Sequence[str], others: Sequence[str], repeats: Repeats, rn
 def numbered(words: Sequence[str]) -> str:
     """Number words as RULER does: ``1. one 2. two``."""
     return " ".join(f"{number}. {word}" for number, word in enumerate(words, 1))
+
+
+class FrequentWords(FittedTask):
+    """RULER's ``fwe`` (https://arxiv.org/abs/2404.06654, Section 3.3): frequencies fall as in a zeta distribution.
+
+    Of ``n`` words the one of rank ``k`` is there ``n k^-2 / zeta(2)`` times, rounded down; the first is the noise
+    ``...``, and the next three are asked for. There are as many coded words as 1/50 of the length, all of six letters.
+    The wordings are those of https://github.com/NVIDIA/RULER. Unlike there, prompt *and* answer stay within the
+    length (the original's prompt alone fills it), and the order of each text is drawn separately.
+    """
+
+    name = "fwe"
+    max_new_tokens = 50
+
+    @override
+    def draft(self, asked: Request) -> Draft:
+        vocabulary = ["...", *coded_words(asked.rng, max(5, asked.length // 50) - 1)]
+        shuffles = asked.rng.getrandbits(64)
+
+        def wording(words: int) -> tuple[str, str]:
+            text = coded_text(vocabulary, words, random.Random(f"{shuffles} {words}"))
+            return _FREQUENT_TEMPLATE.format(context=text), _FREQUENT_PREFIX
+
+        first, second, third = vocabulary[1:4]
+        return Draft(wording, (first, second, third), f" {first}, {second}, and {third}", least=LEAST_WORDS)
+
+
+def coded_words(rng: random.Random, count: int) -> list[str]:
+    """Return distinct words of random letters."""
+    return distinct(lambda: "".join(rng.choices(_LETTERS, k=WORD_LETTERS)), count)
+
+
+def coded_text(vocabulary: Sequence[str], words: int, rng: random.Random) -> str:
+    """Return about ``words`` words, each as often as its rank requires, shuffled."""
+    ranks = np.arange(1, len(vocabulary) + 1)
+    counts = (words * ranks**-ALPHA / zeta(ALPHA)).astype(int)
+    text = [word for word, count in zip(vocabulary, counts, strict=True) for _ in range(count)]
+    rng.shuffle(text)
+    return " ".join(text)
