@@ -91,7 +91,7 @@ def _check_file(name: str) -> None:
             raise ValueError(f"There is no config '{name}'.")
         return  # a pipe, or YAML instead of a file
     try:
-        yaml.load(Path(name).read_text(encoding="utf-8-sig"), get_yaml_default_loader())
+        yaml.load(Path(name).read_text(encoding="utf-8-sig"), Loader=get_yaml_default_loader())
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"The config '{name}' cannot be read: {error}. Save it as UTF-8 text.") from error
     except (ValueError, yaml.YAMLError) as error:
@@ -101,7 +101,7 @@ def _check_file(name: str) -> None:
 def _check_collection(option: str, value: str) -> None:
     """Check the value of an option: jsonargparse would drop the message, and only report the wrong type."""
     try:
-        yaml.load(value, get_yaml_default_loader())
+        yaml.load(value, Loader=get_yaml_default_loader())
     except yaml.MarkedYAMLError:  # text that is not YAML
         return
     except yaml.YAMLError as error:
