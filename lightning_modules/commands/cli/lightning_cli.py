@@ -69,12 +69,7 @@ class LongceCLI(LightningCLI):
                 # The data modules share documents and rows out themselves: without repeating any.
                 trainer_defaults={
                     "use_distributed_sampler": False,
-                    "callbacks": [
-                        SameCheckpoint(),
-                        RunMember(self.training_run),
-                        RandomStates(),
-                        self.preemption,
-                    ],
+                    "callbacks": [SameCheckpoint(), RunMember(self.training_run), RandomStates(), self.preemption],
                 },
                 parser_class=ConciseParser,
                 parser_kwargs={"prog": "longce"},
