@@ -1,7 +1,6 @@
 """Run ``longce influence``: an evaluator goes once through the training rows, on any number of devices."""
 
 import sys
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -36,9 +35,6 @@ class InfluenceScorer(LightningModule):
         settings: Context length, stride and gamma.
         transfer: For an evaluator with another tokenizer than the rows'.
         identity: The evaluator's `model_identity` when the run began.
-
-    Attributes:
-        seconds: What this process took for its rows, without loading.
     """
 
     def __init__(
@@ -47,8 +43,6 @@ class InfluenceScorer(LightningModule):
         super().__init__()
         self._loading, self._settings = loading, settings
         self._transfer, self._identity = transfer, identity
-        self._started = 0.0
-        self.seconds = 0.0
 
     @override
     def configure_model(self) -> None:
@@ -66,7 +60,6 @@ class InfluenceScorer(LightningModule):
         self.backbone.check_rotary_dtype()
         with self.trainer.precision_plugin.forward_context():
             check_scoring(self.backbone)
-        self._started = time.perf_counter()
 
     @override
     def predict_step(self, batch: tuple[list[int], PackedBatch], batch_idx: int) -> Tensor:
@@ -86,7 +79,6 @@ class InfluenceScorer(LightningModule):
         self, outputs: Any, batch: tuple[list[int], PackedBatch], batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         self._rows.write(batch[0], outputs)
-        self.seconds = time.perf_counter() - self._started
 
     @property
     def _rows(self) -> Any:
@@ -143,7 +135,7 @@ class InfluenceTrainer(Trainer):
         gathered(None, patient_group())  # the shares of a long run may differ by more than half an hour
         if self.is_global_zero:
             rows.writer.finish()
-            sys.stdout.write(report(rows, scorer.seconds))
+            sys.stdout.write(report(rows))
 
     def _check(self, model: LongContextLM, datamodule: LightningDataModule) -> dict[str, Any]:
         """Return the settings of the weights, after the checks that need nothing to be loaded."""
@@ -168,19 +160,17 @@ class InfluenceTrainer(Trainer):
         }
 
 
-def report(rows: Any, seconds: float) -> str:
-    """Describe what was done in these seconds, and how to train with it, as text for a terminal."""
-    writer, folder = rows.writer, Path(rows.folder)
-    header = writer.header
+def report(rows: Any) -> str:
+    """Describe what was done, and how to train with it, as text for a terminal."""
+    writer, folder, header = rows.writer, Path(rows.folder), rows.writer.header
     made_from, total = header["made_from"], len(writer.rows)
-    length = made_from["sequence_length"]
     if not header["complete"]:
         missing = len(writer.remaining())
         return f"{total - missing:,} of {total:,} rows are weighed in {folder}\nRun the same command again to resume.\n"
-    speed = f"{rows.remaining * length / max(seconds, 1e-9):,.0f} tokens/s" if rows.remaining else "complete already"
     values = header["statistics"]
     return (
-        f"Weights of {total:,} rows of {length:,} tokens in {folder} ({speed})\n"
+        f"Weights of {total:,} rows of {made_from['sequence_length']:,} tokens in {folder}"
+        f"{'' if rows.remaining else ' (complete already)'}\n"
         f"mean {values['weight_mean']:.4f}, above 1: {values['weight_above_1']:.1%},"
         f" at the cap of {made_from['gamma']:g}: {values['weight_at_cap']:.1%}\n"
         f"Train with: --data.influence {folder} --model.objective StoredInfluence"

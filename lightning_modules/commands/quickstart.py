@@ -28,14 +28,7 @@ def quickstart(run: Callable[[Sequence[str]], LightningCLI], options: Sequence[s
     Args:
         run: Runs ``longce`` with the words given.
         options: Further options for each of the runs.
-
-    Raises:
-        FileNotFoundError: If the configs are not where a checkout has them.
     """
-    if not CONFIGS.is_dir():
-        raise FileNotFoundError(
-            f"No folder '{CONFIGS}': run `longce` from a checkout, installed with `pip install -e .`."
-        )
     # These matrices are tiny. A second thread saves seconds on an idle machine, and where another process runs too the
     # threads wait for each other for minutes.
     torch.set_num_threads(1)

@@ -1,9 +1,9 @@
 """``longce select``: choose documents of a corpus by their scores, and compute weights of their sources."""
 
+import ast
 import importlib
 import json
 import math
-import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,14 +19,14 @@ import yaml
 
 from lightning_modules.commands.select_config import SelectConfig
 from lightning_modules.scoring.corpus.shards import PER_TOKEN, SUCCESS, ScoreShards
-from lightning_modules.utilities.files import atomic_file, writable_folder, write_atomically
+from lightning_modules.utilities.files import atomic_file, write_atomically
 
 FOLDER = "folder"  # a source that is not a column: the folder of a document's file
 OUTPUTS = (".txt", ".parquet", ".jsonl")
 _WRITTEN_TOGETHER = 64  # documents
 _MAX_NAMED, _MAX_EXCERPT = 3, 40  # documents named in a warning, and characters of the key of each
 MEANS = ("key_token_ratio", "benefit_mean", "benefit_positive", "longppl", "perplexity")
-_MAX_SOURCES = 40
+_MAX_ROWS = 40  # of a table
 
 
 def select(scores: str, **options: object) -> str:
@@ -64,7 +64,7 @@ def select(scores: str, **options: object) -> str:
 
 
 def _check_options(shards: ScoreShards, config: SelectConfig) -> None:
-    """Refuse what cannot be done before hours of scores are read."""
+    """Refuse what cannot be done before any scores are read."""
     schema = shards.schema([config.rank_by] if config.by == FOLDER else [config.rank_by, config.by])
     kind = schema.field(config.rank_by).type
     if not (pyarrow.types.is_integer(kind) or pyarrow.types.is_floating(kind)):
@@ -73,10 +73,6 @@ def _check_options(shards: ScoreShards, config: SelectConfig) -> None:
         raise ValueError(f"`by`: column '{config.by}' is of type {kind}, which does not name a source.")
     if config.output is not None and Path(config.output).suffix not in OUTPUTS:
         raise ValueError(f"`output` = '{config.output}' must end in one of {', '.join(OUTPUTS)}.")
-    for file in filter(None, (config.output, config.weights)):
-        if Path(file).is_dir():
-            raise ValueError(f"'{file}' is a folder: name a file in it.")
-        writable_folder(Path(file).absolute().parent, remedy="Name another file.")
 
 
 def _read_scores(shards: ScoreShards) -> pyarrow.Table:
@@ -103,7 +99,13 @@ def meets_conditions(documents: pd.DataFrame, where: str) -> pd.Series:
         >>> meets_conditions(pd.DataFrame({"tokens": [9, 99]}), "tokens >= 50 and tokens != 60").tolist()
         [False, True]
     """
+    columns: list[str] = []
     try:
+        for node in ast.walk(ast.parse(where.strip(), mode="eval")):
+            if isinstance(node, ast.Call | ast.Attribute):
+                raise ValueError("functions are not called here")
+            if isinstance(node, ast.Name) and node.id in documents:
+                columns.append(node.id)
         met = documents.eval(where, engine="python", resolvers=[{"true": True, "false": False}])
     except (SyntaxError, NameError, TypeError, ValueError, AttributeError, NotImplementedError, KeyError) as error:
         met = error
@@ -114,7 +116,6 @@ def meets_conditions(documents: pd.DataFrame, where: str) -> pd.Series:
             f" these columns: {', '.join(documents)}."
         )
     # A document without a value does not pass, whatever the comparison.
-    columns = list(set(re.findall(r"\w+", where)) & set(documents))
     return met & documents[columns].notna().all(axis=1)
 
 
@@ -241,9 +242,6 @@ def report(documents: pd.DataFrame) -> str:
 
 
 def _format(table: pd.DataFrame, corner: str = "source") -> str:
-    """Align a table as text, without the sources after the first 40."""
-    others = len(table) - 1 - _MAX_SOURCES
-    if others > 0:
-        table = pd.concat([table.iloc[:_MAX_SOURCES], table.iloc[-1:]])
-    lines = table.rename_axis(index=None, columns=corner).to_string(na_rep="-", float_format="{:.4g}".format)
-    return lines + (f"\n({others} other sources)" if others > 0 else "")
+    """Align a table as text, without the sources in the middle if there are many."""
+    table = table.rename_axis(index=None, columns=corner)
+    return table.to_string(na_rep="-", float_format="{:.4g}".format, max_rows=_MAX_ROWS)

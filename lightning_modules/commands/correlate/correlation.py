@@ -57,6 +57,9 @@ def _checked(x: ArrayLike, y: ArrayLike) -> tuple[NDArray[np.float64], NDArray[n
     x, y = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
     if len(x) < MIN_MODELS:
         raise ValueError(f"{len(x)} models are too few")
-    if not all(np.isfinite(values).all() and np.ptp(values) > 0 for values in (x, y)):
-        raise ValueError("a value is not finite, or equal for all models")
+    for values in (x, y):
+        if not np.isfinite(values).all():
+            raise ValueError(f"not all values are finite: {values.tolist()}")
+        if np.ptp(values) == 0:
+            raise ValueError(f"all models have the value {values[0]:g}")
     return x, y

@@ -63,12 +63,8 @@ def read_experiment(model: LongContextLM, options: Any) -> Experiment:
             context.
     """
     parsed = options.as_dict()
-    data, trainer, objective, loading = (
-        _arguments(parsed.get("data")),
-        parsed["trainer"],
-        model.objective,
-        model.loading,
-    )
+    data, trainer = _arguments(parsed.get("data")), parsed["trainer"]
+    objective, loading = model.objective, model.loading
     tokens: Any = data.get("sequence_length")
     check_count("The length of the rows, `data.sequence_length`,", tokens, most=LONGEST_ROW)
     config = load_config(loading)

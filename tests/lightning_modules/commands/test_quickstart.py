@@ -1,10 +1,8 @@
 import re
-import shutil
 import sys
 
 import pytest
 
-from lightning_modules.commands import quickstart
 from lightning_modules.commands.cli.main import main
 
 
@@ -42,9 +40,3 @@ def test_longppl_falls(tmp_path, monkeypatch, capsys):
     assert first[1] > 15
     assert last[1] < 6
     assert [longppl for _, longppl, _ in table] == sorted((longppl for _, longppl, _ in table), reverse=True)
-
-
-def test_without_configs(tmp_path, monkeypatch):
-    monkeypatch.setattr(quickstart, "CONFIGS", tmp_path / "none")
-    with pytest.raises(FileNotFoundError, match="checkout"):
-        quickstart.quickstart(lambda words: shutil.rmtree("/nonexistent"))

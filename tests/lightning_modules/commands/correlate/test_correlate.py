@@ -103,7 +103,7 @@ def test_other_settings_make_another_metric():
 def test_equal_scores_have_no_correlation_and_the_others_do(tmp_path):
     (tmp_path / "a.csv").write_text("model,longppl,x,y\nA,1,3,5\nB,2,2,5\nC,3,1,5\n")
     said = correlate([str(tmp_path / "a.csv")], str(tmp_path / "out"))
-    assert "equal for all models" in said
+    assert "all models have the value 5" in said
     assert "-1.00 [-1.00, -1.00]" in said
 
 

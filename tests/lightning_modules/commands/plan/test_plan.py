@@ -149,8 +149,7 @@ def test_bad_input(plan, paper, tmp_path):
             "--gpu",
             "H200",
         ],
-        "Cannot write": [*paper, "--gpu", "H200", "--output", str(tmp_path / "file" / "plan.json")],
-        "is a folder": [*paper, "--gpu", "H200", "--output", str(tmp_path)],
+        "file": [*paper, "--gpu", "H200", "--output", str(tmp_path / "file" / "plan.json")],
         "would ignore the stored token weights": [*paper, "--gpu", "H200", "--data.influence", "folder"],
         "has no 'rank'": [*paper, "--gpu", "H200", "--model.lora", "{rank: 8}"],
     }
