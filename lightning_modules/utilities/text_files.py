@@ -15,7 +15,10 @@ def read_text(file: str) -> str:
             f"'{file}' holds records, not one text: write each document to a text file, or score the file as a corpus"
             " with `longce predict -c configs/score_corpus.yaml`."
         )
-    content = Path(file).read_bytes()
+    try:
+        content = Path(file).read_bytes()
+    except OSError as error:
+        raise ValueError(f"'{file}' cannot be read ({error.strerror}). Check your rights to it.") from error
     try:
         text = content.decode("utf-8").removeprefix("\ufeff")  # which some editors put in front
     except UnicodeDecodeError as error:
