@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_modules.training.checkpoints.io import CheckpointError
+from lightning_modules.training.checkpoints.sharded import CheckpointError
 from lightning_modules.training.preemption import between_steps
 
 

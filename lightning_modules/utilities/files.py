@@ -4,7 +4,6 @@ import ctypes
 import errno
 import logging
 import os
-import platform
 import secrets
 import shutil
 import tempfile
@@ -21,9 +20,6 @@ def default_cache_dir() -> Path:
 
 BUILDING = ".building-"
 """Prefix of the names of all unfinished files and folders, which are never read."""
-
-HOST = platform.node().replace(os.sep, "_")
-"""Name of this machine, as unfinished files and folders carry it."""
 
 CACHE_REMEDY = "Set `cache_dir`, or $LONGCE_CACHE, to a folder that you can write to."
 
@@ -119,8 +115,8 @@ def publish_folder(temporary: Path, target: Path, *, replace: bool) -> None:
 
 
 def building_prefix(target: Path) -> str:
-    """Return the prefix of the names of this machine's unfinished folders for ``target``."""
-    return f"{BUILDING}{target.name}@{HOST}-"
+    """Return the prefix of the names of unfinished files and folders for ``target``."""
+    return f"{BUILDING}{target.name}@"
 
 
 def remove_folder(target: Path) -> None:

@@ -18,7 +18,7 @@ def read_text(file: str) -> str:
     try:
         content = Path(file).read_bytes()
     except OSError as error:
-        raise ValueError(f"'{file}' cannot be read ({error.strerror}).") from error
+        raise ValueError(f"'{file}' cannot be read ({error.strerror}). Check your rights to it.") from error
     try:
         text = content.decode("utf-8").removeprefix("\ufeff")  # which some editors put in front
     except UnicodeDecodeError as error:

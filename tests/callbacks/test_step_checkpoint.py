@@ -7,7 +7,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from callbacks import StepCheckpoint
-from lightning_modules.training.checkpoints.io import CheckpointError
+from lightning_modules.training.checkpoints.sharded import CheckpointError
 
 BATCHES, ACCUMULATE = 7, 3  # the last step of an epoch has one batch
 

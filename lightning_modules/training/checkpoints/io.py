@@ -19,12 +19,7 @@ import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from typing_extensions import override
 
-from lightning_modules.training.checkpoints.sharded import (
-    REST,
-    CheckpointError,
-    damage_of_content,
-    damage_of_folder,
-)
+from lightning_modules.training.checkpoints.sharded import REST, damage_of_content, damage_of_folder, not_written
 from lightning_modules.utilities.collectives import gathered, rank_and_size
 from lightning_modules.utilities.files import atomic_file, remove_folder
 from lightning_modules.utilities.pickles import refused_pickle
@@ -61,12 +56,7 @@ class CheckedCheckpointIO(TorchCheckpointIO):
             reason = error if isinstance(error, OSError) else error.__context__  # torch hides that of the file
             if not isinstance(reason, OSError):
                 raise
-            raise CheckpointError(
-                reason.errno,
-                f"The checkpoint {path} could not be written ({reason.strerror}). Earlier ones are untouched: free"
-                " some room, or set the `dirpath` of the checkpoint callback to another disk, and resume with"
-                f" `--ckpt_path {Path(path).parent}`",
-            ) from error
+            raise not_written(Path(path), reason.strerror) from error
 
     @override
     def load_checkpoint(

@@ -51,6 +51,15 @@ class CheckpointError(OSError):
     """A checkpoint that could not be written; the older ones are as they were."""
 
 
+def not_written(target: Path, reason: object) -> CheckpointError:
+    """Return an error that reports why a checkpoint could not be written, and what to do."""
+    return CheckpointError(
+        f"The checkpoint {target} could not be written ({reason}). Earlier ones are untouched: free some room, or set"
+        " the `dirpath` of the checkpoint callback to another disk that all processes see, and resume with"
+        f" `--ckpt_path {target.parent}`"
+    )
+
+
 class _PartError(Exception):
     """Something failed in one of the processes; raised in all of them."""
 
@@ -78,11 +87,7 @@ def write_together(target: Path, write: Callable[[Path], None]) -> None:
         entries = {name: entry for part in parts for name, entry in part.items()}
         _in_all(lambda: _publish(folder, target, entries) if rank == 0 else None)
     except _PartError as error:
-        raise CheckpointError(
-            f"The checkpoint {target} could not be written ({error}). Earlier ones are untouched: free some room, or"
-            " set the `dirpath` of the checkpoint callback to another disk that all processes see, and resume with"
-            f" `--ckpt_path {target.parent}`"
-        ) from error
+        raise not_written(target, error) from error
     finally:
         if folder is not None and rank == 0:
             shutil.rmtree(folder, ignore_errors=True)

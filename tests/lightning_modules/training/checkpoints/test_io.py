@@ -16,12 +16,12 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from lightning_modules.training.checkpoints.io import (
     CheckedCheckpointIO,
-    CheckpointError,
     check_checkpoint,
     check_integrity,
     damage,
     newest_checkpoint,
 )
+from lightning_modules.training.checkpoints.sharded import CheckpointError
 from lightning_modules.utilities import files
 from tests.support.distributed import run_distributed
 from tests.support.faults import Evil, same
