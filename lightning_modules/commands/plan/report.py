@@ -1,73 +1,132 @@
 """A plan as text for a terminal."""
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-import pandas as pd
+from lightning_modules.visualization.report import Table, as_text_table
 
 WIDTH = 118
-_FORMATS: Any = {
-    "GiB": "{:.2f}".format,
-    "overhead": "{:+.0%}".format,
-    "paper_overhead": "{:+.0%}".format,
-    "configured": {True: "*", False: ""}.get,
-}
 
 
-def report(plan: Mapping[str, Any]) -> str:
-    """Format a plan section by section: tables of the numbers by the names that they have in JSON."""
-    run, memory, scoring = plan["run"], plan["memory"], plan["scoring"]
-    costs = [{"": name, **bill} for name, bill in plan["cost"].items()]
-    parts = [
-        {"phase": phase, "GiB": size, "part": part}
-        for phase, found in {"all": memory["lasting"], **memory["phases"]}.items()
-        for part, size in found.items()
+def report(plan: dict[str, Any]) -> str:
+    """Format a plan section by section, with units."""
+    sections = [_header(plan), _training(plan), _memory(plan["memory"]), _scoring(plan["scoring"]), _basis(plan)]
+    return "\n\n".join("\n".join(section) for section in sections)
+
+
+def _header(plan: dict[str, Any]) -> Iterator[str]:
+    model, gpu, run = plan["model"], plan["gpu"], plan["run"]
+    steps = "" if run["max_steps"] is None else f", {run['max_steps']:,} steps"
+    yield f"PLAN for {model['name']} ({model['model_type']})"
+    yield f"  model  {_size(model['parameters'])}, {model['layers']} layers, vocabulary {model['vocabulary']:,}"
+    if model["trained_parameters"] < model["parameters"]:
+        yield f"         {_size(model['trained_parameters'])} trained"
+    yield (
+        f"  run    {run['objective']} (K={run['context_length']}, d={run['stride']}), sequences of {run['tokens']:,}"
+        f" tokens, {run['rows_per_step']} per step{steps}"
+    )
+    sharding = "weights, gradients and optimizer sharded (FSDP2)" if run["sharded"] else "everything on each GPU"
+    yield (
+        f"         {run['precision']}, {str(run['dtype']).removeprefix('torch.')} weights, gradient checkpointing"
+        f" {run['checkpointing']}, {run['optimizer']}, {sharding}"
+    )
+    yield f"  GPU    {gpu['count']} x {gpu['name']}: {gpu['tflops']:g} TFLOP/s at peak, {gpu['memory']:g} GiB"
+    for note in plan["notes"]:
+        yield _wrap(f"note: {note}")
+
+
+def _training(plan: dict[str, Any]) -> Iterator[str]:
+    yield "TRAINING: TFLOP of a sequence, LongCE over cross entropy (CE), and time of an optimizer step"
+    head = ("K / d", "CE TFLOP", "short pass TFLOP", "LongCE over CE", "paper, measured", "CE step", "LongCE step")
+    rows = [
+        (
+            f"{row['context_length']} / {row['stride']}{' *' if row['configured'] else ''}",
+            f"{row['ce_tflop']:,.4g}",
+            f"{row['short_pass_tflop']:,.4g}",
+            f"{row['overhead']:+.0%}",
+            "" if row["paper_overhead"] is None else f"{row['paper_overhead']:+.0%}",
+            _duration(row["ce_step_seconds"]),
+            _duration(row["longce_step_seconds"]),
+        )
+        for row in plan["training"]
     ]
-    lines = [
-        f"PLAN for {plan['model']['name']} on {plan['gpu']['count']} x {plan['gpu']['name']}",
-        *(_list(plan[name]) for name in ("model", "gpu", "run")),
-        *(_wrap(f"note: {note}") for note in plan["notes"]),
-        "\nTRAINING: TFLOP of a sequence, LongCE over cross entropy (CE), and time of a step (* as configured)",
-        _table(plan["training"]),
-        f"\nCOST of {run['max_steps'] or 'unlimited'} steps",
-        _table(costs),
-        f"\nMEMORY OF TRAINING on each GPU: {_fit(memory)}",
-        _table(parts),
-        _wrap(
-            f"peak {memory['peak']:.2f} GiB: phases follow one another, and only the largest counts"
-            f" ('{memory['largest_phase']}')"
-        ),
-        *(_wrap(f"would fit with {each['change']}: {each['needed']:.1f} GiB") for each in memory.get("remedies", ())),
-        f"\nSCORING a document of {scoring['document_tokens']:,} tokens on one GPU (LongPPL,"
-        f" K={scoring['context_length']}, d={scoring['stride']})",
-        _table(scoring["passes"]),
-        *(_list(scoring[name]) for name in ("evaluator", "validation") if name in scoring),
-        *(f"  memory of the {name}: {_fit(needed)}" for name, needed in scoring["memory"].items()),
-        "\nWHAT THIS RESTS ON",
-        _list(plan["assumed"]),
-        *map(_wrap, plan["basis"]),
+    if rows:
+        yield textwrap.indent(as_text_table(Table(head, rows)), "  ")
+        yield "  * as configured"
+    for name, bill in plan["cost"].items():
+        parts = [f"{_duration(bill['step_seconds'])} per step", f"{bill['tokens_per_second']:,.0f} tokens/s"]
+        if bill["hours"] is not None:
+            parts.append(
+                f"{plan['run']['max_steps']:,} steps: {bill['hours']:.2f} h, {bill['gpu_hours']:.1f} GPU-hours"
+            )
+        if bill["price_per_step"] is not None:
+            total = "" if bill["price"] is None else f"price {bill['price']:.2f}, "
+            parts.append(f"{total}{bill['price_per_step']:.4f} per step")
+        yield f"  {name}: {', '.join(parts)}"
+
+
+def _memory(memory: dict[str, Any]) -> Iterator[str]:
+    yield f"MEMORY OF TRAINING on each GPU: {_fit(memory)}"
+    for name, size in memory["lasting"].items():
+        yield f"  {size:8.2f} GiB  {name}"
+    for phase, parts in memory["phases"].items():
+        listed = ", ".join(f"{size:.2f} {name}" for name, size in parts.items())
+        largest = "+" if phase == memory["largest_phase"] else " "
+        yield _wrap(f"{largest} {sum(parts.values()):6.2f} GiB  in phase '{phase}': {listed}", hanging=16)
+    yield f"  {memory['peak']:8.2f} GiB  peak: phases follow one another, and only the largest (+) counts"
+    for remedy in memory.get("remedies", ()):
+        yield _wrap(f"would fit with {remedy['change']}: {remedy['needed']:.1f} GiB")
+
+
+def _scoring(scoring: dict[str, Any]) -> Iterator[str]:
+    yield (
+        f"SCORING a document of {scoring['document_tokens']:,} tokens on one GPU (LongPPL,"
+        f" K={scoring['context_length']}, d={scoring['stride']})"
+    )
+    rows = [
+        (
+            row["pass"],
+            f"{row['tflop']:,.4g}",
+            _duration(row["seconds"]),
+            "" if row["overhead"] is None else f"{row['overhead']:+.0%}",
+        )
+        for row in scoring["passes"]
     ]
-    return "\n".join(lines)
+    yield textwrap.indent(as_text_table(Table(("", "TFLOP", "time", "over one pass"), rows)), "  ")
+    if (evaluator := scoring.get("evaluator")) is not None:
+        yield f"  evaluator: {evaluator['name']}, {_size(evaluator['parameters'])}"
+    if (validation := scoring.get("validation")) is not None:
+        first, later = (_duration(validation[name]) for name in ("first_seconds", "later_seconds"))
+        yield f"  a validation of {validation['documents']} such documents: {first} the first time, {later} later"
+    for name, memory in scoring["memory"].items():
+        yield f"  memory of the {name}: {_fit(memory)}"
 
 
-def _table(rows: Sequence[Mapping[str, Any]]) -> str:
-    if not rows:
-        return "  none"
-    table = pd.DataFrame(rows).dropna(axis="columns", how="all")
-    text = table.to_string(index=False, na_rep="", float_format="{:,.4g}".format, formatters=_FORMATS)
-    return textwrap.indent(text, "  ")
+def _basis(plan: dict[str, Any]) -> Iterator[str]:
+    rates = plan["assumed"]
+    yield "WHAT THIS RESTS ON"
+    yield _wrap(
+        f"Rates: {rates['gemm']:.0%} of the peak in matrix products, {rates['attention']:.0%} in attention,"
+        f" {rates['attention_backward']:.0%} in its backward pass. Memory: {rates['context_gib']:g} GiB for the CUDA"
+        f" context and {rates['fragmentation']:.0%} of the peak for fragmentation are included."
+    )
+    for line in plan["basis"]:
+        yield _wrap(line)
 
 
-def _list(values: Mapping[str, Any]) -> str:
-    forms = {int: "{:,}", float: "{:,.4g}"}
-    return _wrap(", ".join(f"{name} {forms.get(type(value), '{}').format(value)}" for name, value in values.items()))
-
-
-def _fit(memory: Mapping[str, Any]) -> str:
+def _fit(memory: dict[str, Any]) -> str:
     fits = "fits" if memory["fits"] else "DOES NOT FIT"
     return f"{memory['needed']:.1f} of {memory['available']:g} GiB, {fits}"
 
 
-def _wrap(text: str) -> str:
-    return textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent="    ")
+def _size(parameters: int) -> str:
+    return f"{parameters / 1e9:.2f}B parameters" if parameters >= 1e9 else f"{parameters / 1e6:.2f}M parameters"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds / 3600:.3g} h" if seconds >= 3600 else f"{seconds:.3g} s"
+
+
+def _wrap(text: str, hanging: int = 4) -> str:
+    return textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent=" " * hanging)
