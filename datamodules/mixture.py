@@ -1,5 +1,6 @@
 """Train on several corpora, each with its share of the rows."""
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
@@ -7,7 +8,7 @@ from itertools import chain
 from typing import Any, NotRequired, TypedDict
 
 import jsonargparse
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_only
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
@@ -22,6 +23,8 @@ from lightning_modules.models.tokenization.tokenizer import tokenizer_hash
 # Settings of the training as a whole, which a source cannot change.
 _COMMON = ("tokenizer", "tokenizer_revision", "sequence_length")
 _NOT_PASSED_ON = ("batch_size", "validation_batch_size", "num_workers", "seed", "influence", "curriculum")
+
+_log = logging.getLogger(__name__)
 
 
 class MixtureSource(TypedDict):
@@ -134,7 +137,7 @@ class MixtureDataModule(PackedTextDataModule):
             world_size=world_size,
         )
         for name, count in sampler.counts.items():
-            rank_zero_info(
+            rank_zero_only(_log.info)(
                 f"{name}: {count} of its {sampler.rows_of[name]} rows in each epoch of {len(sampler) * world_size}."
             )
         return self._training_loader(list(self.mixed_rows.values()), sampler)

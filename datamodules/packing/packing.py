@@ -1,5 +1,6 @@
 """Pack documents of any length into rows of one length, by arithmetic on token indices."""
 
+import logging
 from bisect import bisect_left, insort
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -7,10 +8,12 @@ from typing import Literal
 
 import numpy as np
 from jsonargparse.typing import PositiveFloat, PositiveInt
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_only
 from numpy.typing import NDArray
 
 from lightning_modules.functional.checks import check_count
+
+_log = logging.getLogger(__name__)
 
 Packing = Literal["chunk", "concat", "best_fit"]
 """Names of the strategies."""
@@ -125,7 +128,7 @@ class LongDocuments:
         turns = np.floor(np.arange(len(long) + 1) * (self.weight - whole))
         order = np.concatenate([np.arange(len(lengths)), np.tile(long, whole - 1), long[np.diff(turns) > 0]])
         tokens, total, repeated = (int(lengths[part].sum()) for part in (long, slice(None), order))
-        rank_zero_info(
+        rank_zero_only(_log.info)(
             f"{len(long)} of {len(lengths)} documents are longer than {self.longer_than} tokens:"
             f" {tokens / max(total, 1):.1%} of the tokens, {(tokens + repeated - total) / max(repeated, 1):.1%} with"
             " their repetitions."
