@@ -74,10 +74,12 @@ def theirs(folder: Path, context_length: int, stride: int) -> dict[int, tuple[fl
     return found
 
 
-def ours(folder: Path, context_length: int, stride: int) -> dict[int, tuple[float | None, float, int]]:
+def ours(
+    folder: Path, context_length: int, stride: int, batch_tokens: int | None = None
+) -> dict[int, tuple[float | None, float, int]]:
     """The same from the shards that the run has written."""
     module = LongContextLM(str(folder / "model"), context_length=context_length, stride=stride)
-    corpus = DocumentCorpus(str(folder / "corpus.parquet"), num_workers=0)
+    corpus = DocumentCorpus(str(folder / "corpus.parquet"), num_workers=0, batch_tokens=batch_tokens)
     with tempfile.TemporaryDirectory() as output:
         trainer = Trainer(
             accelerator="cpu",
@@ -123,6 +125,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--context_length", type=int, default=512)
     parser.add_argument("--stride", type=int, default=128)
+    parser.add_argument("--batch_tokens", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
@@ -135,6 +138,9 @@ def main() -> None:
         ways = {
             "authors' loop": partial(theirs, folder, *sizes),
             "longce predict": partial(ours, folder, *sizes),
+            f"longce predict, batches of {options.batch_tokens} tokens": partial(
+                ours, folder, *sizes, options.batch_tokens
+            ),
         }
         runs = {name: [measure(way) for _ in range(options.rounds)] for name, way in ways.items()}
     seconds = {name: statistics.median(each[0] for each in rounds) for name, rounds in runs.items()}

@@ -26,7 +26,7 @@ _NAMED = 3  # files in a message
 
 
 class DocumentCorpus(LightningDataModule):
-    """Any number of documents to predict for: they are read and scored one by one, and never all in memory.
+    """Any number of documents to predict for: they are read as they are scored, and never all in memory.
 
     A document is a row of a ``.parquet`` file, a line of a ``.jsonl`` or ``.json`` file or a ``.txt`` file (those also
     as ``.gz`` and ``.zst``). File and row number identify it, so that keys may repeat. Documents are divided among
@@ -43,6 +43,8 @@ class DocumentCorpus(LightningDataModule):
         columns: Others to go with the scores. Of JSON lines they become text: strings as they are, all else as JSON.
         max_tokens: Most tokens of a document.
         overlong: ``cut`` scores the first tokens of a document with more, ``skip`` leaves it out with the reason.
+        batch_tokens: Score several short documents together, in batches of that many tokens with padding. By default
+            each is scored alone, and its scores are then bit-identical for any number of processes.
         num_workers: Processes that read and tokenize ahead for each that scores; 0 does so in the scoring process.
         add_special_tokens: Whether the tokenizer puts its special tokens around each document.
         tokenizer_revision: Branch, tag or commit of a tokenizer on the hub.
@@ -62,6 +64,7 @@ class DocumentCorpus(LightningDataModule):
         columns: list[str] | None = None,
         max_tokens: PositiveInt | None = None,
         overlong: Literal["cut", "skip"] = "cut",
+        batch_tokens: PositiveInt | None = None,
         num_workers: NonNegativeInt = 2,
         add_special_tokens: bool = False,
         tokenizer_revision: str | None = None,
@@ -77,6 +80,7 @@ class DocumentCorpus(LightningDataModule):
         self.column_names = CorpusColumns(text_column, key_column, tuple(columns or ()))
         self.max_tokens = max_tokens
         self.overlong: Literal["cut", "skip"] = overlong
+        self.batch_tokens = batch_tokens
         self.num_workers = num_workers
         self.add_special_tokens = add_special_tokens
         self.allowed_failures = float(allowed_failures)
@@ -114,7 +118,9 @@ class DocumentCorpus(LightningDataModule):
             raise found
         corpus, self._versions, done = found
         make_row = CorpusRows(self.tokenizer, self.add_special_tokens, self.max_tokens, self.overlong)
-        self._stream = CorpusStream(corpus, done, make_row, rank=rank, world_size=world_size)
+        self._stream = CorpusStream(
+            corpus, done, make_row, batch_tokens=self.batch_tokens, rank=rank, world_size=world_size
+        )
 
     @override
     def predict_dataloader(self) -> CorpusLoader:

@@ -1,4 +1,4 @@
-"""Hand out whole documents as they are read, each once, for any number of processes and workers."""
+"""Batch whole documents as they are read, each once, for any number of processes and workers."""
 
 import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +20,7 @@ from lightning_modules.scoring.corpus.failures import LEFT_OUT
 from lightning_modules.scoring.corpus.protocols import Delivered
 
 PARTS_PER_STREAM = 4  # with fewer parts, rows are divided instead of parts
+POOL_DOCUMENTS, POOL_BATCHES = 256, 32  # at most, among which documents of similar length are batched
 _FAILED = 256  # documents without a batch, at most
 
 
@@ -58,9 +59,10 @@ class Reading(NamedTuple):
 
 
 class CorpusStream(IterableDataset[Reading]):
-    """Dataset of the documents of a corpus that are not done, each a batch.
+    """Dataset of the documents of a corpus that are not done, in batches.
 
-    Each worker of each process is a stream, and each document belongs to one of them. See `shares`.
+    Each worker of each process is a stream, and each document belongs to one of them. See `shares`. A batch has one
+    document, or several of similar length in ``batch_tokens`` tokens, padding included.
     """
 
     def __init__(
@@ -69,11 +71,13 @@ class CorpusStream(IterableDataset[Reading]):
         done: Mapping[str, NDArray[np.int64]],
         make_row: Callable[[Origin, str], tuple[Origin, Row | None]],
         *,
+        batch_tokens: int | None = None,
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
         self.corpus = corpus
         self.make_row = make_row
+        self.batch_tokens = batch_tokens
         self.rank = rank
         self.world_size = world_size
         self.parts: list[Part] = []
@@ -107,20 +111,20 @@ class CorpusStream(IterableDataset[Reading]):
         return shares(left, stream, streams)
 
     def _batches(self, stream: int, streams: int) -> Iterator[Reading]:
+        pool: list[tuple[Origin, Row]] = []
         failed: list[Origin] = []
         unreadable: list[str] = []
         for item in self._documents(stream, streams):
             if isinstance(item, str):
                 unreadable.append(item)
-                continue
-            origin, row = item
-            if row is None:
-                failed.append(origin)
-            if row is not None or len(failed) >= _FAILED:
-                yield Reading(document_batch(origin, row, failed), unreadable)
-                failed, unreadable = [], []
-        if failed or unreadable:
-            yield Reading(document_batch(failed=failed), unreadable)
+            elif item[1] is None:
+                failed.append(item[0])
+            else:
+                pool.append((item[0], item[1]))
+            if self._is_full(pool) or len(failed) >= _FAILED:
+                yield from self._readings(pool, failed, unreadable)
+                pool, failed, unreadable = [], [], []
+        yield from self._readings(pool, failed, unreadable)
 
     def _documents(self, stream: int, streams: int) -> Iterator[tuple[Origin, Row | None] | str]:
         """Yield origin and row of each document of a stream, or why the rest of a part cannot be read."""
@@ -136,6 +140,25 @@ class CorpusStream(IterableDataset[Reading]):
                     yield self.make_row(origin, text)
             except (ValueError, OSError) as error:
                 yield f"{self.corpus.names[part.file]}: {' '.join(str(error).split())}"
+
+    def _is_full(self, pool: Sequence[tuple[Origin, Row]]) -> bool:
+        if self.batch_tokens is None:
+            return len(pool) > 0
+        tokens = sum(len(row["input_ids"]) for _, row in pool)
+        return len(pool) >= POOL_DOCUMENTS or tokens >= POOL_BATCHES * self.batch_tokens
+
+    def _readings(
+        self, pool: list[tuple[Origin, Row]], failed: list[Origin], unreadable: list[str]
+    ) -> Iterator[Reading]:
+        for group in _groups(pool, self.batch_tokens or 0):
+            batch = collate_rows([row for _, row in group])
+            batch["origins"], batch["failed"] = [origin for origin, _ in group], failed
+            yield Reading(batch, unreadable)
+            failed, unreadable = [], []
+        if failed or unreadable:
+            batch = idle_batch()
+            batch["failed"] = failed
+            yield Reading(batch, unreadable)
 
 
 class Share(NamedTuple):
@@ -169,11 +192,22 @@ def shares(sizes: Sequence[float], stream: int, streams: int) -> list[Share]:
     return own
 
 
-def document_batch(origin: Origin | None = None, row: Row | None = None, failed: Sequence[Origin] = ()) -> PackedBatch:
-    """Return a batch of one document; without a row, of one unscored token of no document."""
-    batch = collate_rows([empty_row() if row is None else row])
-    batch["origins"] = [] if origin is None or row is None else [origin]
-    batch["failed"] = list(failed)
+def _groups(pool: list[tuple[Origin, Row]], batch_tokens: int) -> Iterator[list[tuple[Origin, Row]]]:
+    """Group documents of similar length up to ``batch_tokens`` tokens with padding, or one longer document."""
+    group: list[tuple[Origin, Row]] = []
+    for item in sorted(pool, key=lambda item: len(item[1]["input_ids"])):
+        if group and len(item[1]["input_ids"]) * (len(group) + 1) > batch_tokens:
+            yield group
+            group = []
+        group.append(item)
+    if group:
+        yield group
+
+
+def idle_batch() -> PackedBatch:
+    """Return one unscored token of no document, for a process without documents while others have some."""
+    batch = collate_rows([empty_row()])
+    batch["origins"], batch["failed"] = [], []
     return batch
 
 
@@ -185,7 +219,7 @@ class CorpusLoader:
     """Loader of the batches of a process.
 
     With the strategy ``in_step``, processes make the same number of steps: each waits for all in each step, and gets
-    one unscored token when it has no documents left.
+    an `idle_batch` when it has no documents left.
     """
 
     def __init__(
@@ -206,7 +240,7 @@ class CorpusLoader:
             if done if self.in_step is None else self.in_step.reduce_boolean_decision(done, all=True):
                 break
             if reading is None:
-                yield document_batch()
+                yield idle_batch()
                 continue
             batch, unreadable = reading
             self._unreadable += unreadable

@@ -169,7 +169,7 @@ def test_scores_of_other_settings_are_not_mixed(run, tmp_path):
     ):
         with pytest.raises(ValueError, match=name):
             run(**settings)
-    run(data={"num_workers": 1})  # which changes nothing but the order
+    run(data={"batch_tokens": 100, "num_workers": 1})  # which change nothing but the order
 
 
 def test_documents_that_fail_do_not_stop_the_others(run, documents, tmp_path, monkeypatch):
@@ -475,6 +475,7 @@ def check_outcome(found, kills):
     assert found["documents"] == 61
     assert len(found["errors"]) == 3
     assert found["two processes"] == found["fsdp"] == found["killed"] == 0.0
+    assert 0 < found["batches"] < 1e-4
     assert len(found["killed at"]) == kills
     assert 0 < found["killed at"][-1] < 61
     assert (found["success"]["documents"], found["success"]["failed"]) == (61, 3)

@@ -153,6 +153,8 @@ def main(kills):
         finish(start(folder, folder / "two", 2, num_workers=2, allowed_failures=0.01), status=1)
         assert not (folder / "two" / SUCCESS).exists(), "more failed than are allowed, and both processes say so"
         found["two processes"] = largest_difference(expected, rows(folder / "two"))
+        finish(start(folder, folder / "batches", 1, batch_tokens=512, num_workers=0))
+        found["batches"] = largest_difference(expected, rows(folder / "batches"))
         finish(start(folder, folder / "fsdp", 2, "fsdp"))
         found["fsdp"] = largest_difference(expected, rows(folder / "fsdp"))
         killed, partly = folder / "killed", []

@@ -297,12 +297,14 @@ def test_settings_of_the_data_module(folder, word_tokenizer):
     assert second["origins"][0].truncated is False
     assert corpus.delivered() == (2, True, [])
     assert corpus.expected() == 2
-    skipping = DocumentCorpus([str(folder)], tokenizer=word_tokenizer, num_workers=0, max_tokens=2, overlong="skip")
+    skipping = DocumentCorpus(
+        [str(folder)], tokenizer=word_tokenizer, num_workers=0, max_tokens=2, overlong="skip", batch_tokens=100
+    )
     skipping.setup("predict")
-    batches = list(skipping.predict_dataloader())
-    errors = {origin.file: origin.error for batch in batches for origin in batch["failed"]}
+    (batch,) = list(skipping.predict_dataloader())
+    errors = {origin.file: origin.error for origin in batch["failed"]}
     assert errors["t.txt"] == "left out: 3 tokens are more than `max_tokens` = 2"
-    assert {origin.key for batch in batches for origin in batch["origins"]} == {"b.jsonl:2", "z.json.gz:0"}
+    assert {origin.key for origin in batch["origins"]} == {"b.jsonl:2", "z.json.gz:0"}
     assert skipping.scoring_settings()["max_tokens"] == 2
     assert skipping.scoring_settings()["tokenizer"] == corpus.scoring_settings()["tokenizer"]
 
@@ -380,6 +382,20 @@ def test_a_file_that_cannot_be_read_further_is_told_and_the_others_are_read(fold
     assert seen >= {"web/a.parquet", "b.jsonl", "t.txt"}
     (unreadable,) = corpus.delivered().unreadable
     assert "z.json.gz: the compressed file is damaged" in unreadable
+
+
+def test_batches_of_several_documents_waste_little(tmp_path, word_tokenizer):
+    lengths = [1, 9, 2, 2, 8, 30, 1, 2]
+    write_parquet(tmp_path / "a.parquet", [" ".join("a" * length) for length in lengths])
+    for tokens, expected in ((9, [(4, 2), (1, 2), (1, 8), (1, 9), (1, 30)]), (18, [(5, 2), (2, 9), (1, 30)])):
+        corpus = DocumentCorpus(str(tmp_path), tokenizer=word_tokenizer, num_workers=0, batch_tokens=tokens)
+        corpus.setup("predict")
+        batches = list(corpus.predict_dataloader())
+        assert [tuple(batch["input_ids"].shape) for batch in batches] == expected
+    for batch in batches:
+        for origin, borders, text in zip(batch["origins"], batch["document_borders"], batch["text"], strict=True):
+            assert borders == [0, lengths[origin.row]]
+            assert len(text.split()) == lengths[origin.row]
 
 
 def test_processes_in_step_get_an_idle_row_until_all_are_done(folder, word_tokenizer):
