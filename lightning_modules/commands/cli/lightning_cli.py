@@ -1,5 +1,6 @@
 """LightningCLI for ``fit`` and its kin, and for the commands that take its options."""
 
+import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -54,6 +55,7 @@ class LongceCLI(LightningCLI):
     """LightningCLI in which the command line has the last word, also over a checkpoint."""
 
     def __init__(self, args: ArgsType = None, run: bool = True, **settings: Any) -> None:
+        logging.getLogger("lightning").handlers.clear()  # the root logger prints its messages already
         self.preemption = Preemption()
         self.training_run = Run()
         self._asked: str | None = None  # --ckpt_path, as it was given
