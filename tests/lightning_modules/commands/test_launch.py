@@ -63,7 +63,7 @@ def test_a_killed_rank_is_restarted_with_equal_losses_and_a_signal_stops_all(fol
     config = yaml.safe_load((folder / "config.yaml").read_text())
     runs = [new_run(folder / name, config, ranks=2, workers=1) for name in ("undisturbed", "killed")]
     assert start(runs[0].folder, *FIT).wait(300) == 0
-    assert runs[0].log().count("Seed set to") == 1, "Lightning's messages appear once"
+    assert runs[0].log().count("[rank: 0] Seed set to") == 1, "Lightning's messages appear once"
 
     launcher = start(runs[1].folder, *FIT, restarts=1)
     wait_for(lambda: len(runs[1].records()) >= 6, launcher)
