@@ -212,11 +212,9 @@ class PackedTextDataModule(LightningDataModule, ABC):
         )
 
     def influence_rows(self, made_from: dict[str, Any], folder: str | None = None) -> InfluenceRows:
-        """Return the training rows as ``longce influence`` reads them.
+        """Return the training rows as ``longce influence`` reads them, to keep weights in `folder` or `influence`.
 
-        Args:
-            made_from: What the weights depend on in addition to the rows: their cap ``gamma``, the evaluator, ..
-            folder: Where to keep the weights; by default `influence`, or a folder in the cache.
+        ``made_from`` is what the weights depend on in addition to the rows: their cap ``gamma``, the evaluator, ..
         """
         if self.long_documents:
             raise ValueError("Token weights are stored once for each token: leave `long_documents` out.")

@@ -16,26 +16,20 @@ from lightning_modules.functional.checks import check_count
 _log = logging.getLogger(__name__)
 
 Packing = Literal["chunk", "concat", "best_fit"]
-"""Names of the strategies."""
 
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Segments of the token stream that make up each row; the result of every packing strategy.
+    """Segments of the token stream that make up each row, which is padded after them to ``sequence_length`` tokens.
 
-    Attributes:
-        segments: ``[s, 2]`` int64 start and stop of each segment in the token stream; a segment lies in one document.
-        row_borders: ``[r + 1]`` int64; row ``r`` is made of ``segments[row_borders[r] : row_borders[r + 1]]``.
-        sequence_length: Tokens per row; a row whose segments have fewer is padded after them.
-        dropped_tokens: Tokens of the stream that are in no row.
-        truncated_documents: Documents of which some tokens are in a row, but not all in the same one.
+    Row ``r`` is ``segments[row_borders[r] : row_borders[r + 1]]``, and a segment lies in one document.
     """
 
-    segments: NDArray[np.int64]
-    row_borders: NDArray[np.int64]
+    segments: NDArray[np.int64]  # [s, 2] start and stop in the token stream
+    row_borders: NDArray[np.int64]  # [r + 1]
     sequence_length: int
     dropped_tokens: int
-    truncated_documents: int
+    truncated_documents: int  # of which some tokens are in a row, but not all in the same one
 
     def __len__(self) -> int:
         """Number of rows."""
@@ -67,18 +61,10 @@ class PackedRows:
 def pack_documents(
     document_borders: NDArray[np.int64], sequence_length: int, packing: Packing = "concat"
 ) -> PackedRows:
-    """Make rows of documents by one of the strategies.
+    """Pack documents into rows, which are in the order of their first tokens, as are the segments of each row.
 
-    The rows are in the order of their first tokens, and so are the segments of each row.
-
-    Args:
-        document_borders: ``[n + 1]`` ascending token indices ``[0, end of document 1, end of document 2, ..]``. A
-            document may be empty; it is in no row.
-        sequence_length: Tokens per row.
-        packing: `chunk`, `concat` or `best_fit`.
-
-    Raises:
-        ValueError: If no row is filled.
+    ``document_borders`` are ``[n + 1]`` ascending token indices ``[0, end of document 1, end of document 2, ..]``. A
+    document may be empty; it is in no row.
     """
     rows = {"chunk": chunk, "concat": concat, "best_fit": best_fit}[packing](document_borders, sequence_length)
     if len(rows) == 0:
@@ -195,9 +181,9 @@ def best_fit(document_borders: NDArray[np.int64], sequence_length: int) -> Packe
     """Put whole documents into rows, each where it leaves the least room, with as few cuts as possible.
 
     Best-fit-decreasing of Ding et al. (2024), "Fewer Truncations Improve Language Modeling",
-    https://arxiv.org/abs/2404.10830: of a document longer than a row whole rows are cut off the front; what remains,
-    and every other document, goes whole, longest first, into the row with the least room that holds it. Rows are padded
-    where nothing fitted any more.
+    https://arxiv.org/abs/2404.10830: whole rows are cut off the front of a document longer than a row; what remains,
+    and every other document, goes whole, longest first, into the row with the least room that holds it. The rest of a
+    row is padded.
 
     Example:
         >>> rows = best_fit(np.array([0, 3, 8, 9]), sequence_length=4)
@@ -223,16 +209,9 @@ def best_fit(document_borders: NDArray[np.int64], sequence_length: int) -> Packe
 
 
 def best_fit_decreasing(lengths: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
-    """Assign items to bins: longest first, each to the fullest bin that holds it.
+    """Assign ``[n]`` items to bins, which are numbered from 0: longest first, each to the fullest bin that holds it.
 
     Items of one length are handled together, with a binary search for each: fast for any number of items.
-
-    Args:
-        lengths: ``[n]`` item sizes, from 1 to ``capacity``.
-        capacity: Size of a bin.
-
-    Returns:
-        ``[n]`` int64 bin numbers from 0.
 
     Example:
         >>> best_fit_decreasing(np.array([3, 5, 2, 4]), capacity=7).tolist()

@@ -36,8 +36,7 @@ class PackedRowDataset(Dataset[Row]):
     """Training rows, read from the token store when they are asked for.
 
     All have ``rows.sequence_length`` tokens, of which the last may be padding after the last border: every step takes
-    the same memory, and no process waits for another with longer rows. With ``influence``, rows come with the weights
-    of their tokens.
+    the same memory, and no process waits for another with longer rows.
     """
 
     def __init__(

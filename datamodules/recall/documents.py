@@ -32,23 +32,19 @@ _SHORTEST_SLOT = 4  # an event of 3 words and a local one
 class Word(NamedTuple):
     """An annotated word.
 
-    Attributes:
-        text: The word.
-        kind: Its kind.
-        distance: Words since the same answer for the same field, or tokens where a word can have several; 0 for other
-            kinds.
-        decisive: Number of an answer's characters that must be recalled, as they determine the rest; None for all.
+    The ``distance`` of an answer is the number of words, or of tokens where a word can have several, since the same
+    answer for the same field. Its first ``decisive`` characters must be recalled, as they determine the rest.
     """
 
     text: str
     kind: Kind = "local"
     distance: int = 0
-    decisive: int | None = None
+    decisive: int | None = None  # None for all characters
 
 
 @dataclass(frozen=True)
 class RecallRecord:
-    """An annotated document: its words in order."""
+    """An annotated document."""
 
     words: tuple[Word, ...]
 
