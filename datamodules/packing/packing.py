@@ -144,9 +144,9 @@ def pack_in_order(
 def chunk(document_borders: NDArray[np.int64], sequence_length: int) -> PackedRows:
     """Each row from one document: its first tokens, its next tokens, and so on.
 
-    No row mixes documents and none is padded. What is left of a document when it fills no further row is dropped, and
-    so is every shorter document. The authors of LongCE do this with long documents; short ones they pad, and train on
-    the padding.
+    No row mixes documents and none is padded. The end of a document that does not fill a row is dropped, and so is
+    every shorter document. The authors of LongCE do this with long documents; short ones they pad, and train on the
+    padding.
 
     Example:
         >>> rows = chunk(np.array([0, 3, 12]), sequence_length=4)

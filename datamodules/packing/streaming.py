@@ -3,7 +3,7 @@
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count
 from typing import Any, NamedTuple
@@ -43,6 +43,7 @@ def file_sources(source: Source) -> list[Source]:
     )
 
 
+@dataclass(eq=False)
 class StreamedRows(IterableDataset[tuple[Row, Cursor]]):
     """Yield endless rows of documents as they are read, each with the cursor of the row that follows it.
 
@@ -51,26 +52,15 @@ class StreamedRows(IterableDataset[tuple[Row, Cursor]]):
     other. Nothing is dropped: tokens that do not fill a row begin the next one, in the next file or pass.
     """
 
-    def __init__(
-        self,
-        files: Sequence[Source],
-        encoder: Encoder,
-        *,
-        sequence_length: int,
-        isolate_documents: bool = True,
-        seed: int = 0,
-        rank: int = 0,
-        world_size: int = 1,
-    ) -> None:
-        self.files = list(files)
-        self.encoder = encoder
-        self.sequence_length = sequence_length
-        self.isolate_documents = isolate_documents
-        self.seed = seed
-        self.rank = rank
-        self.world_size = world_size
-        self.cursors: list[Cursor] = []  # of the stream of each worker
-        self.first = 0  # worker whose stream is next
+    files: Sequence[Source]
+    encoder: Encoder
+    sequence_length: int
+    isolate_documents: bool = True
+    seed: int = 0
+    rank: int = 0
+    world_size: int = 1
+    cursors: Sequence[Cursor] = ()  # of the stream of each worker
+    first: int = 0  # worker whose stream is next
 
     @override
     def __iter__(self) -> Iterator[tuple[Row, Cursor]]:
