@@ -2,7 +2,6 @@
 
 import logging
 from bisect import bisect_left, insort
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -123,20 +122,19 @@ class LongDocuments:
 
 
 def pack_in_order(
-    document_borders: NDArray[np.int64], order: NDArray[np.int64], pack: Callable[[NDArray[np.int64]], PackedRows]
+    document_borders: NDArray[np.int64], order: NDArray[np.int64], sequence_length: int, packing: Packing = "concat"
 ) -> PackedRows:
     """Pack the documents as if the stream had them in another order, some of them more than once.
 
     Example:
-        >>> rows = pack_in_order(np.array([0, 3, 5]), np.array([1, 0, 0]), lambda borders: pack_documents(borders, 4))
+        >>> rows = pack_in_order(np.array([0, 3, 5]), order=np.array([1, 0, 0]), sequence_length=4)
         >>> [rows.row(index).tolist() for index in range(len(rows))]
         [[[3, 5], [0, 2]], [[2, 3], [0, 3]]]
     """
     lengths = np.diff(document_borders)[order]
     borders = np.concatenate([[0], np.cumsum(lengths)])
-    rows = pack(borders)
-    # Empty documents share their border with the next one, which the segment's tokens belong to.
-    place = np.searchsorted(borders, rows.segments[:, 0], side="right") - 1
+    rows = pack_documents(borders, sequence_length, packing)
+    place = document_of(rows.segments[:, 0], borders)
     shift = document_borders[order[place]] - borders[place]
     return replace(rows, segments=rows.segments + shift[:, None])
 
@@ -296,4 +294,5 @@ def _rows(
 
 def document_of(tokens: NDArray[np.int64], document_borders: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the index of the document of each token of the stream."""
+    # An empty document shares its border with the next one, which the tokens belong to.
     return np.searchsorted(document_borders, tokens, side="right") - 1

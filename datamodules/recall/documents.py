@@ -100,14 +100,12 @@ def recall_records(
     for instance on documents twice as long as its rows.
 
     Args:
-        count: How many documents.
-        length: Words in each document; the tokenizer makes one token of each and puts ``<bos>`` before them.
+        count: Number of documents.
+        length: Words in each document; the tokenizer makes one token of each and puts ``<bos>`` before them. The last
+            event may be cut short.
         slot: Words from one event to the next, on average. Fewer make a dense document, which is quicker to learn from.
         seed: Document ``i`` depends on it, ``i`` and the other arguments only; the language is always the same.
         second_dialect: Fraction of the documents whose local words follow a second grammar.
-
-    Yields:
-        Documents of exactly ``length`` words; the end may cut an event short.
     """
     _check_slot(slot)
     if not 0 <= second_dialect <= 1:
