@@ -28,17 +28,11 @@ _log = logging.getLogger(__name__)
 
 
 class MixtureSource(TypedDict):
-    """One source of a mixture.
+    """One source of a mixture."""
 
-    Attributes:
-        class_path: A data module such as ``datamodules.TextDataModule``.
-        init_args: Its arguments; those of `PackedTextDataModule` that are missing are the mixture's.
-        weight: Its part of the rows is this divided by the sum of all weights; 1 if not given.
-    """
-
-    class_path: str
-    init_args: NotRequired[dict[str, Any]]
-    weight: NotRequired[float]
+    class_path: str  # of a data module such as `datamodules.TextDataModule`
+    init_args: NotRequired[dict[str, Any]]  # missing ones of `PackedTextDataModule` are the mixture's
+    weight: NotRequired[float]  # 1 if not given
 
 
 class MixtureDataModule(PackedTextDataModule):

@@ -3,7 +3,7 @@
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -188,9 +188,11 @@ class PackedTextDataModule(LightningDataModule, ABC):
         if not self.loss_on_prompt and store.prompt_lengths is None:
             raise ValueError("`loss_on_prompt: false`, and no training document has a prompt. Leave it out.")
         borders = store.document_borders
-        pack = partial(pack_documents, sequence_length=self.sequence_length, packing=self.packing)
-        order = self.long_documents.order(borders) if self.long_documents else None
-        rows = pack(borders) if order is None else pack_in_order(borders, order, pack)
+        if self.long_documents:
+            order = self.long_documents.order(borders)
+            rows = pack_in_order(borders, order, self.sequence_length, self.packing)
+        else:
+            rows = pack_documents(borders, self.sequence_length, self.packing)
         return PackedRowDataset(
             store, rows, isolate_documents=self.isolate_documents, loss_on_prompt=self.loss_on_prompt
         )
@@ -212,11 +214,9 @@ class PackedTextDataModule(LightningDataModule, ABC):
         )
 
     def influence_rows(self, made_from: dict[str, Any], folder: str | None = None) -> InfluenceRows:
-        """Return the training rows as ``longce influence`` reads them.
+        """Return the training rows as ``longce influence`` reads them, to keep weights in `folder` or `influence`.
 
-        Args:
-            made_from: What the weights depend on in addition to the rows: their cap ``gamma``, the evaluator, ..
-            folder: Where to keep the weights; by default `influence`, or a folder in the cache.
+        ``made_from`` is what the weights depend on in addition to the rows: their cap ``gamma``, the evaluator, ..
         """
         if self.long_documents:
             raise ValueError("Token weights are stored once for each token: leave `long_documents` out.")

@@ -44,7 +44,7 @@ class TextDataModule(PackedTextDataModule):
             joined as they are, so that separators and chat templates belong into them.
         name_field: Field or column by which messages and results cite a document; by default its file and line or row.
         where: ``[field, value]``: only the documents whose field holds that value; dots reach into nested fields.
-        holdout: Hold out of the training documents one in so many for validation, and one for test; a hash of the text
+        holdout: Hold out one in this many training documents for validation, and one for test; a hash of the text
             decides.
         revision: Branch, tag or commit of a hub dataset.
         **kwargs: See :class:`PackedTextDataModule`.

@@ -45,23 +45,14 @@ _TRIED = 8  # lines, however long, before a file counts as one without documents
 
 
 class Part(NamedTuple):
-    """A unit of reading: a file, or a row group of a parquet file.
+    """A unit of reading: a file, or a row group of a parquet file."""
 
-    Attributes:
-        file: Index of the file.
-        row_group: Number of the row group in a parquet file.
-        first: Number of its first row.
-        rows: Number of rows; None if unknown without reading them.
-        size: Estimated bytes of text.
-        about: Estimated number of rows; None if unknown.
-    """
-
-    file: int
+    file: int  # its index
     row_group: int | None
-    first: int
-    rows: int | None
-    size: int
-    about: float | None
+    first: int  # number of its first row
+    rows: int | None  # None if unknown without reading them
+    size: int  # estimated bytes of text
+    about: float | None  # estimated number of rows
 
 
 class CorpusColumns(NamedTuple):
@@ -74,21 +65,13 @@ class CorpusColumns(NamedTuple):
 
 @dataclass(frozen=True)
 class CorpusFiles:
-    """Files of documents: rows of parquet, lines of JSON, and text files.
-
-    Attributes:
-        files: The files.
-        names: Name of each in results: its path relative to the folder or pattern by which it was found.
-        parts: Their units of reading, in order.
-        columns: Which columns are read.
-        column_types: Types of `CorpusColumns.others`; of JSON lines, text as it is and all else as JSON.
-    """
+    """Files of documents: rows of parquet, lines of JSON, and text files."""
 
     files: tuple[File, ...]
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # in results: paths relative to the folder or pattern by which files were found
     parts: tuple[Part, ...]
     columns: CorpusColumns
-    column_types: dict[str, pyarrow.DataType]
+    column_types: dict[str, pyarrow.DataType]  # of `CorpusColumns.others`; values of JSON lines become strings
 
     def versions(self, names: Iterable[str] | None = None) -> dict[str, str]:
         """Identify the content of some files, by default of all; local ones are hashed (`file_identities`)."""
@@ -97,12 +80,9 @@ class CorpusFiles:
         return dict(zip(chosen, file_identities(files[name] for name in chosen), strict=True))
 
     def read(self, part: Part, wanted: Callable[[int], bool]) -> Iterator[tuple[Origin, str]]:
-        """Yield origin and text of the wanted rows of a part; others are not parsed.
+        """Yield origin and text of the wanted rows of a part; a broken document has an ``error`` and no text.
 
-        The origin of a broken document has the ``error``, and its text is empty.
-
-        Raises:
-            ValueError: If the rest of the file cannot be read.
+        A ``ValueError`` means that the rest of the file cannot be read.
         """
         file, name = self.files[part.file], self.names[part.file]
         for row, record in self._records(file, part, wanted):
@@ -155,11 +135,6 @@ def find_corpus(paths: Sequence[str], columns: CorpusColumns, *, lenient: bool =
 
     Paths are those of `find_files`, to files of any kinds together. ``lenient`` accepts files without any text as long
     as there are others.
-
-    Raises:
-        FileNotFoundError: If there is nothing at one of the paths.
-        ValueError: If two files would have one name, a file is damaged, has no text or key, lacks a column or has one
-            of another type than the others.
     """
     named: dict[str, File] = {}
     for path in paths:
@@ -261,9 +236,7 @@ class _Sample(NamedTuple):
 def _bytes_per_line(files: Sequence[File], required: Sequence[str], *, lenient: bool = False) -> float | None:
     """Estimate the mean bytes per line of JSON-lines files, unpacked, from their first lines; None if none can be read.
 
-    Raises:
-        ValueError: If none of the first lines of a file has one of the required fields, into which dots reach: all its
-            documents would fail. ``lenient`` accepts such files as long as there are others.
+    Files without any of the required fields are refused, as all their documents would fail.
     """
     with ThreadPoolExecutor(_READERS) as pool:
         samples = list(pool.map(lambda file: _sample(file, required), files))

@@ -101,7 +101,6 @@ class DocumentCorpus(LightningDataModule):
 
     @override
     def setup(self, stage: str) -> None:
-        """Find the files and what is done, once for all processes."""
         if stage != "predict":
             raise ValueError(f"DocumentCorpus is for `longce predict`, not for {stage}: name another data module.")
         found: Any = None
@@ -183,11 +182,9 @@ class DocumentCorpus(LightningDataModule):
     def documents(
         self, rows: Mapping[str, NDArray[np.int64]], versions: Mapping[str, str]
     ) -> Iterator[tuple[Origin, str]]:
-        """Read the origin and whole text of some documents, file after file, as `longce select` does.
+        """Read the origin and whole text of the documents with these row numbers, file after file.
 
-        Args:
-            rows: Ascending row numbers by the name of the file.
-            versions: Identities of the files' content when the documents were scored, by name.
+        ``versions`` identify the content of the files when the documents were scored.
         """
         corpus = find_corpus(self.files, self.column_names, lenient=True)
         if missing := sorted(set(rows) - set(corpus.names)):

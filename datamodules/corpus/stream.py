@@ -59,10 +59,9 @@ class Reading(NamedTuple):
 
 
 class CorpusStream(IterableDataset[Reading]):
-    """Dataset of the documents of a corpus that are not done, in batches.
+    """Documents of a corpus that are not done, in batches; each worker of each process reads its `shares`.
 
-    Each worker of each process is a stream, and each document belongs to one of them. See `shares`. A batch has one
-    document, or several of similar length in ``batch_tokens`` tokens, padding included.
+    A batch has one document, or several of similar length in ``batch_tokens`` tokens, padding included.
     """
 
     def __init__(
@@ -97,7 +96,7 @@ class CorpusStream(IterableDataset[Reading]):
         return self._batches(self.rank * workers + worker, self.world_size * workers)
 
     def expected(self, workers: int) -> int | None:
-        """Estimate how many documents this process gets; None if unknown."""
+        """Estimate how many documents this process gets."""
         if any(part.about is None for part in self.parts):
             return None
         rows = [max((part.about or 0) - len(done), 0) for part, done in zip(self.parts, self.done, strict=True)]
@@ -170,14 +169,11 @@ class Share(NamedTuple):
 
 
 def shares(sizes: Sequence[float], stream: int, streams: int) -> list[Share]:
-    """Choose what one of several streams reads: together they read every row once.
+    """Choose what one of several streams reads, the largest parts first: together they read every row once.
 
-    With enough parts, each goes to one stream, the largest first and always to the one with the least so far, so that
-    each file is read once and all streams have similar numbers of bytes. Otherwise each stream reads all parts and
-    takes every ``streams``-th row: reading is cheap compared to scoring.
-
-    Returns:
-        Shares of parts, the largest first.
+    With enough parts, each goes to one stream, always to the one with the least so far, so that all have similar
+    numbers of bytes. Otherwise each stream reads all parts and takes every ``streams``-th row: reading is cheap
+    compared to scoring.
     """
     order = sorted(range(len(sizes)), key=lambda part: (-sizes[part], part))
     if len(sizes) < PARTS_PER_STREAM * streams:

@@ -48,9 +48,6 @@ class InfluenceStore:
     """The weights of a token store, memory-mapped: one value for each token of its stream.
 
     It pickles as its path, so loader workers may be forked or spawned.
-
-    Raises:
-        ValueError: If the folder does not exist, is incomplete or damaged.
     """
 
     folder: Path

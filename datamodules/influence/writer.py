@@ -1,7 +1,4 @@
-"""Hand out training rows without token weights, and write the weights as several processes compute them.
-
-Each process may be killed at any moment.
-"""
+"""Write the token weights of training rows as several processes compute them; each may be killed at any moment."""
 
 import hashlib
 import json
@@ -46,13 +43,9 @@ class InfluenceWriter:
 
     Each process appends its rows to its own file, row number and checksum with the weights, and waits for the disk: a
     torn row counts as never computed, a complete one is never computed again. `finish` puts the rows in the order of
-    the tokens. No two processes ever write to the same file.
+    the ``tokens`` tokens of the stream. All machines must share the folder.
 
-    Args:
-        folder: Made if needed; it must be shared by all machines.
-        made_from: All that the weights depend on, with the rows' `PackedRowDataset.identity` and ``gamma``, their cap.
-        rows: The rows, all of ``made_from["sequence_length"]`` tokens with their padding.
-        tokens: Length of the token stream.
+    ``made_from`` is all that the weights depend on: the rows' `PackedRowDataset.identity`, the cap ``gamma``, ..
     """
 
     def __init__(self, folder: Path, made_from: dict[str, Any], rows: PackedRows, tokens: int) -> None:
@@ -183,11 +176,8 @@ def collate_numbered(items: list[tuple[int, Row]]) -> tuple[list[int], PackedBat
 class InfluenceRows(LightningDataModule):
     """Data module of the rows without weights, each for one process.
 
-    ``data`` is the `PackedTextDataModule` whose rows they are; its module imports this one.
-
-    Attributes:
-        folder: Where to keep the weights; by default in the cache of ``data``, named by all they depend on.
-        remaining: Rows without weights when the run began, of all processes.
+    ``data`` is the `PackedTextDataModule` whose rows they are; its module imports this one. The default folder is in
+    its cache, named by all the weights depend on.
     """
 
     def __init__(self, data: Any, made_from: dict[str, Any], folder: Path | None = None) -> None:
@@ -196,7 +186,7 @@ class InfluenceRows(LightningDataModule):
         self.data = data
         self.made_from = made_from
         self.folder = folder
-        self.remaining = 0
+        self.remaining = 0  # rows of all processes without weights when the run began
         self.writer: InfluenceWriter
         self._missing: Dataset[tuple[int, Row]]
 

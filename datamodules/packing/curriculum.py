@@ -39,7 +39,7 @@ class LengthCurriculum:
             )
 
     def is_short(self, trainer: Trainer) -> bool:
-        """Return whether the trainer is at a step with short rows."""
+        """Whether the trainer is at a step with short rows."""
         return trainer.global_step < round(self.share * trainer.estimated_stepping_batches)
 
     def check(self, sequence_length: int) -> None:
@@ -52,14 +52,10 @@ class LengthCurriculum:
 
 
 def cut_rows(batch: PackedBatch, length: int) -> PackedBatch:
-    """Cut each row into rows of ``length`` tokens, whose contexts do not reach back into the preceding piece.
+    """Cut ``[B, T]`` rows into up to ``[B * ceil(T / length), length]``, in the order of the text.
 
-    Args:
-        batch: ``[B, T]`` training rows.
-        length: Tokens per piece; the last piece of a row is padded if it has fewer, and padding alone is left out.
-
-    Returns:
-        Up to ``[B * ceil(T / length), length]`` rows in the order of the text. The first token of each is not scored.
+    Contexts do not reach back into the preceding piece, so the first token of each is not scored. The last piece of a
+    row is padded if needed, and padding alone is left out.
     """
     pieces = []
     for index, borders in enumerate(batch["document_borders"]):

@@ -17,8 +17,7 @@ class DocumentDataset(Dataset[Row]):
     """Row ``i`` is the first ``length`` tokens of document ``i``, or all of them.
 
     An index past the last document gives an empty row, which scores nothing: with it every process makes the same
-    number of forward passes. The documents that are not empty are held in memory as text, and tokenized when they are
-    asked for, so each process tokenizes only its own.
+    number of forward passes. Documents are held in memory as text, and each process tokenizes only its own.
     """
 
     def __init__(

@@ -20,14 +20,11 @@ class ResumableLoader(DataLoader[Row]):
 
     A plain loader would begin a resumed epoch with the batches that were already trained on. The state is the epoch and
     the number of its batches that are done: the order is a function of the seed and the epoch.
-
-    Attributes:
-        content: Checksum of the rows: another text may have the same number of them.
     """
 
     sampler: RowSampler  # or Lightning's own, for `overfit_batches`: the first rows, again and again
     batch_size: int
-    content = 0
+    content = 0  # checksum of the rows: another text may have the same number of them
     _batches = 0
     _resume: dict[str, Any] | None = None
 
@@ -65,7 +62,7 @@ class ResumableLoader(DataLoader[Row]):
 
 
 def check_workers(num_workers: int) -> None:
-    """Raise a ``ValueError`` for more worker processes than the machine bears."""
+    """Refuse more worker processes than the machine supports."""
     if num_workers > (most := max(64, 4 * (os.cpu_count() or 1))):
         raise ValueError(f"`num_workers={num_workers}` exceeds the limit of {most} for this machine.")
 

@@ -2,7 +2,6 @@
 
 import logging
 from bisect import bisect_left, insort
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -16,26 +15,20 @@ from lightning_modules.functional.checks import check_count
 _log = logging.getLogger(__name__)
 
 Packing = Literal["chunk", "concat", "best_fit"]
-"""Names of the strategies."""
 
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Segments of the token stream that make up each row; the result of every packing strategy.
+    """Segments of the token stream that make up each row, which is padded after them to ``sequence_length`` tokens.
 
-    Attributes:
-        segments: ``[s, 2]`` int64 start and stop of each segment in the token stream; a segment lies in one document.
-        row_borders: ``[r + 1]`` int64; row ``r`` is made of ``segments[row_borders[r] : row_borders[r + 1]]``.
-        sequence_length: Tokens per row; a row whose segments have fewer is padded after them.
-        dropped_tokens: Tokens of the stream that are in no row.
-        truncated_documents: Documents of which some tokens are in a row, but not all in the same one.
+    Row ``r`` is ``segments[row_borders[r] : row_borders[r + 1]]``, and a segment lies in one document.
     """
 
-    segments: NDArray[np.int64]
-    row_borders: NDArray[np.int64]
+    segments: NDArray[np.int64]  # [s, 2] start and stop in the token stream
+    row_borders: NDArray[np.int64]  # [r + 1]
     sequence_length: int
     dropped_tokens: int
-    truncated_documents: int
+    truncated_documents: int  # of which some tokens are in a row, but not all in the same one
 
     def __len__(self) -> int:
         """Number of rows."""
@@ -67,18 +60,10 @@ class PackedRows:
 def pack_documents(
     document_borders: NDArray[np.int64], sequence_length: int, packing: Packing = "concat"
 ) -> PackedRows:
-    """Make rows of documents by one of the strategies.
+    """Pack documents into rows, which are in the order of their first tokens, as are the segments of each row.
 
-    The rows are in the order of their first tokens, and so are the segments of each row.
-
-    Args:
-        document_borders: ``[n + 1]`` ascending token indices ``[0, end of document 1, end of document 2, ..]``. A
-            document may be empty; it is in no row.
-        sequence_length: Tokens per row.
-        packing: `chunk`, `concat` or `best_fit`.
-
-    Raises:
-        ValueError: If no row is filled.
+    ``document_borders`` are ``[n + 1]`` ascending token indices ``[0, end of document 1, end of document 2, ..]``. A
+    document may be empty; it is in no row.
     """
     rows = {"chunk": chunk, "concat": concat, "best_fit": best_fit}[packing](document_borders, sequence_length)
     if len(rows) == 0:
@@ -137,20 +122,19 @@ class LongDocuments:
 
 
 def pack_in_order(
-    document_borders: NDArray[np.int64], order: NDArray[np.int64], pack: Callable[[NDArray[np.int64]], PackedRows]
+    document_borders: NDArray[np.int64], order: NDArray[np.int64], sequence_length: int, packing: Packing = "concat"
 ) -> PackedRows:
     """Pack the documents as if the stream had them in another order, some of them more than once.
 
     Example:
-        >>> rows = pack_in_order(np.array([0, 3, 5]), np.array([1, 0, 0]), lambda borders: pack_documents(borders, 4))
+        >>> rows = pack_in_order(np.array([0, 3, 5]), order=np.array([1, 0, 0]), sequence_length=4)
         >>> [rows.row(index).tolist() for index in range(len(rows))]
         [[[3, 5], [0, 2]], [[2, 3], [0, 3]]]
     """
     lengths = np.diff(document_borders)[order]
     borders = np.concatenate([[0], np.cumsum(lengths)])
-    rows = pack(borders)
-    # Empty documents share their border with the next one, which the segment's tokens belong to.
-    place = np.searchsorted(borders, rows.segments[:, 0], side="right") - 1
+    rows = pack_documents(borders, sequence_length, packing)
+    place = document_of(rows.segments[:, 0], borders)
     shift = document_borders[order[place]] - borders[place]
     return replace(rows, segments=rows.segments + shift[:, None])
 
@@ -158,9 +142,9 @@ def pack_in_order(
 def chunk(document_borders: NDArray[np.int64], sequence_length: int) -> PackedRows:
     """Each row from one document: its first tokens, its next tokens, and so on.
 
-    No row mixes documents and none is padded. What is left of a document when it fills no further row is dropped, and
-    so is every shorter document. The authors of LongCE do this with long documents; short ones they pad, and train on
-    the padding.
+    No row mixes documents and none is padded. The end of a document that does not fill a row is dropped, and so is
+    every shorter document. The authors of LongCE do this with long documents; short ones they pad, and train on the
+    padding.
 
     Example:
         >>> rows = chunk(np.array([0, 3, 12]), sequence_length=4)
@@ -195,9 +179,9 @@ def best_fit(document_borders: NDArray[np.int64], sequence_length: int) -> Packe
     """Put whole documents into rows, each where it leaves the least room, with as few cuts as possible.
 
     Best-fit-decreasing of Ding et al. (2024), "Fewer Truncations Improve Language Modeling",
-    https://arxiv.org/abs/2404.10830: of a document longer than a row whole rows are cut off the front; what remains,
-    and every other document, goes whole, longest first, into the row with the least room that holds it. Rows are padded
-    where nothing fitted any more.
+    https://arxiv.org/abs/2404.10830: whole rows are cut off the front of a document longer than a row; what remains,
+    and every other document, goes whole, longest first, into the row with the least room that holds it. The rest of a
+    row is padded.
 
     Example:
         >>> rows = best_fit(np.array([0, 3, 8, 9]), sequence_length=4)
@@ -223,16 +207,9 @@ def best_fit(document_borders: NDArray[np.int64], sequence_length: int) -> Packe
 
 
 def best_fit_decreasing(lengths: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
-    """Assign items to bins: longest first, each to the fullest bin that holds it.
+    """Assign ``[n]`` items to bins, which are numbered from 0: longest first, each to the fullest bin that holds it.
 
     Items of one length are handled together, with a binary search for each: fast for any number of items.
-
-    Args:
-        lengths: ``[n]`` item sizes, from 1 to ``capacity``.
-        capacity: Size of a bin.
-
-    Returns:
-        ``[n]`` int64 bin numbers from 0.
 
     Example:
         >>> best_fit_decreasing(np.array([3, 5, 2, 4]), capacity=7).tolist()
@@ -317,4 +294,5 @@ def _rows(
 
 def document_of(tokens: NDArray[np.int64], document_borders: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the index of the document of each token of the stream."""
+    # An empty document shares its border with the next one, which the tokens belong to.
     return np.searchsorted(document_borders, tokens, side="right") - 1

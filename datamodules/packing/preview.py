@@ -20,13 +20,10 @@ def preview(
     width: int,
     documents: Iterable[Document] | None = None,
 ) -> str:
-    """Summarize training rows, and show some of them in full.
+    """Summarize training rows, and show those with the given numbers.
 
-    Texts of more than `width` characters are shown without their middles. The names of the training
-    `documents`, if given, are shown; they are read up to the last one shown.
-
-    Raises:
-        ValueError: If one of the `numbers` is of a row that does not exist.
+    Texts of more than `width` characters are shown without their middles. The names of the training `documents` are
+    shown if these are given; they are read up to the last one shown.
     """
     if any(not 0 <= number < len(rows) for number in numbers):
         raise ValueError(f"`rows` {list(numbers)}: there are rows 0 to {len(rows) - 1:,}.")

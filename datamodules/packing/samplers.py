@@ -15,12 +15,6 @@ class RowSampler(Sampler[int]):
 
     All processes see the same number of rows and no row twice; up to ``world_size - 1`` rows are left out, not the same
     ones in each epoch.
-
-    Attributes:
-        skip: Rows of this process to skip at the start, because an interrupted epoch had them already.
-
-    Raises:
-        ValueError: If there is not a row for each process.
     """
 
     def __init__(self, rows: int, *, seed: int = 0, rank: int = 0, world_size: int = 1) -> None:
@@ -34,7 +28,7 @@ class RowSampler(Sampler[int]):
         self.rank = rank
         self.world_size = world_size
         self.epoch = 0
-        self.skip = 0
+        self.skip = 0  # rows of this process that an interrupted epoch had already
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order; Lightning calls this at the start of each epoch."""
@@ -59,14 +53,7 @@ class MixtureSampler(RowSampler):
     An epoch ends before a source would begin again. It has the share of each source to less than one row, evenly
     spread: of the first ``n`` rows of an epoch, over all processes, source ``i`` of ``m`` with share ``s`` has
     ``n * s`` to within ``1.5 + s * m / 2`` rows. From epoch to epoch, a source passes through all of its rows in random
-    order, then in another one. Rows of the second source are numbered after those of the first. Only ratios of weights
-    count.
-
-    Attributes:
-        counts: Rows of each source in an epoch, over all processes.
-
-    Raises:
-        ValueError: If an epoch would have no row of a source, or fewer rows than processes.
+    order, then in another one. Rows of the second source are numbered after those of the first.
     """
 
     def __init__(
@@ -110,9 +97,7 @@ class MixtureSampler(RowSampler):
 
 
 def epoch_counts(rows: Mapping[str, int], weights: Mapping[str, float], world_size: int) -> dict[str, int]:
-    """Compute the rows of each source in an epoch: no more than it has, and their shares to less than one row.
-
-    The sum is a multiple of ``world_size``.
+    """Compute the rows of each source in an epoch: no more than it has, and its share to less than one row.
 
     Example:
         >>> epoch_counts({"books": 100, "code": 90}, {"books": 2, "code": 1}, world_size=4)

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import zlib
+from dataclasses import dataclass
 from typing import Any, NotRequired, TypedDict
 
 import numpy as np
@@ -32,28 +33,19 @@ class Row(TypedDict):
     influence: NotRequired[Tensor]
 
 
+@dataclass(eq=False)
 class PackedRowDataset(Dataset[Row]):
     """Training rows, read from the token store when they are asked for.
 
     All have ``rows.sequence_length`` tokens, of which the last may be padding after the last border: every step takes
-    the same memory, and no process waits for another with longer rows. With ``influence``, rows come with the weights
-    of their tokens.
+    the same memory, and no process waits for another with longer rows.
     """
 
-    def __init__(
-        self,
-        store: TokenStore,
-        rows: PackedRows,
-        *,
-        isolate_documents: bool = True,
-        loss_on_prompt: bool = True,
-        influence: InfluenceStore | None = None,
-    ) -> None:
-        self.store = store
-        self.rows = rows
-        self.isolate_documents = isolate_documents
-        self.loss_on_prompt = loss_on_prompt
-        self.influence = influence
+    store: TokenStore
+    rows: PackedRows
+    isolate_documents: bool = True
+    loss_on_prompt: bool = True
+    influence: InfluenceStore | None = None
 
     def __len__(self) -> int:
         return len(self.rows)

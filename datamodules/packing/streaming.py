@@ -3,7 +3,7 @@
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count
 from typing import Any, NamedTuple
@@ -23,16 +23,13 @@ from lightning_modules.utilities.collectives import gathered
 
 
 class Cursor(NamedTuple):
-    """Position of a stream: its pass over its files, the file in that, the document, and its next token.
-
-    `content` identifies the file's content; older checkpoints do not have it.
-    """
+    """Position of a stream: its pass over its files, the file in that, the document, and its next token."""
 
     round: int = 0
     file: int = 0
     document: int = 0
     token: int = 0
-    content: str = ""
+    content: str = ""  # identity of the file's content; older checkpoints do not have it
 
 
 def file_sources(source: Source) -> list[Source]:
@@ -46,6 +43,7 @@ def file_sources(source: Source) -> list[Source]:
     )
 
 
+@dataclass(eq=False)
 class StreamedRows(IterableDataset[tuple[Row, Cursor]]):
     """Yield endless rows of documents as they are read, each with the cursor of the row that follows it.
 
@@ -54,26 +52,15 @@ class StreamedRows(IterableDataset[tuple[Row, Cursor]]):
     other. Nothing is dropped: tokens that do not fill a row begin the next one, in the next file or pass.
     """
 
-    def __init__(
-        self,
-        files: Sequence[Source],
-        encoder: Encoder,
-        *,
-        sequence_length: int,
-        isolate_documents: bool = True,
-        seed: int = 0,
-        rank: int = 0,
-        world_size: int = 1,
-    ) -> None:
-        self.files = list(files)
-        self.encoder = encoder
-        self.sequence_length = sequence_length
-        self.isolate_documents = isolate_documents
-        self.seed = seed
-        self.rank = rank
-        self.world_size = world_size
-        self.cursors: list[Cursor] = []  # of the stream of each worker
-        self.first = 0  # worker whose stream is next
+    files: Sequence[Source]
+    encoder: Encoder
+    sequence_length: int
+    isolate_documents: bool = True
+    seed: int = 0
+    rank: int = 0
+    world_size: int = 1
+    cursors: Sequence[Cursor] = ()  # of the stream of each worker
+    first: int = 0  # worker whose stream is next
 
     @override
     def __iter__(self) -> Iterator[tuple[Row, Cursor]]:
@@ -144,9 +131,6 @@ class StreamingLoader:
 
     Its length is the run's: with a known length Lightning does not read ahead of the training, which would put a batch
     into a checkpoint that was not trained on. All rows of a batch are of one stream; those of the workers take turns.
-
-    Raises:
-        ValueError: If there are fewer files than streams.
     """
 
     def __init__(
@@ -177,17 +161,14 @@ class StreamingLoader:
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of batches handed out, each stream's cursor, and what the streams depend on.
-
-        All processes must call it.
-        """
+        """Return the number of batches, each stream's cursor, and the settings; all processes must call it."""
         own = [[*map(int, cursor[:4]), cursor.content] for cursor in self._cursors]
         cursors = gathered(own) if self.rows.world_size > 1 else [own]  # the checkpoint is written by the first process
         cursors = cursors[:: len(cursors) // self.rows.world_size]  # of neighbors that read the same, the first
         return {"batches": self._done, "cursors": cursors, **self._order}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume after those batches; a ``ValueError`` if the streams differ."""
+        """Resume after those batches, with the same streams only."""
         order = self._order
         changed = {name: (state.get(name), value) for name, value in order.items() if state.get(name) != value}
         if changed:

@@ -32,23 +32,19 @@ _SHORTEST_SLOT = 4  # an event of 3 words and a local one
 class Word(NamedTuple):
     """An annotated word.
 
-    Attributes:
-        text: The word.
-        kind: Its kind.
-        distance: Words since the same answer for the same field, or tokens where a word can have several; 0 for other
-            kinds.
-        decisive: Number of an answer's characters that must be recalled, as they determine the rest; None for all.
+    The ``distance`` of an answer is the number of words, or of tokens where a word can have several, since the same
+    answer for the same field. Its first ``decisive`` characters must be recalled, as they determine the rest.
     """
 
     text: str
     kind: Kind = "local"
     distance: int = 0
-    decisive: int | None = None
+    decisive: int | None = None  # None for all characters
 
 
 @dataclass(frozen=True)
 class RecallRecord:
-    """An annotated document: its words in order."""
+    """An annotated document."""
 
     words: tuple[Word, ...]
 
@@ -104,14 +100,12 @@ def recall_records(
     for instance on documents twice as long as its rows.
 
     Args:
-        count: How many documents.
-        length: Words in each document; the tokenizer makes one token of each and puts ``<bos>`` before them.
+        count: Number of documents.
+        length: Words in each document; the tokenizer makes one token of each and puts ``<bos>`` before them. The last
+            event may be cut short.
         slot: Words from one event to the next, on average. Fewer make a dense document, which is quicker to learn from.
         seed: Document ``i`` depends on it, ``i`` and the other arguments only; the language is always the same.
         second_dialect: Fraction of the documents whose local words follow a second grammar.
-
-    Yields:
-        Documents of exactly ``length`` words; the end may cut an event short.
     """
     _check_slot(slot)
     if not 0 <= second_dialect <= 1:

@@ -27,7 +27,6 @@ class RecallSource:
     second_dialect: float = 0.0
 
     def __iter__(self) -> Iterator[Document]:
-        """Stream the documents."""
         for index, text in enumerate(recall_documents(**asdict(self))):
             yield Document(f"recall-{self.seed}-{index}", text)
 
@@ -82,12 +81,9 @@ class RecallDataModule(PackedTextDataModule):
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerFast:
-        """The tokenizer of the language, without an end-of-text token.
-
-        All documents have one length: a model would learn at which position the end comes, and expect it there in
-        longer documents.
-        """
+        """The tokenizer of the language, without an end-of-text token."""
         tokenizer = recall_tokenizer()
+        # All documents have one length: a model would expect the end at the same position in longer ones.
         tokenizer.eos_token = None
         return tokenizer
 

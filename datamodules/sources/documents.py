@@ -13,15 +13,11 @@ _log = logging.getLogger(__name__)
 
 
 class Document(NamedTuple):
-    """A text and the name by which messages and result files cite it.
-
-    Attributes:
-        prompt_end: Number of characters at its front that are the prompt; the rest is the response.
-    """
+    """A text and the name by which messages and result files cite it."""
 
     name: str
     text: str
-    prompt_end: int = 0
+    prompt_end: int = 0  # characters at its front that are the prompt; the rest is the response
 
 
 class NoDocumentError(ValueError):
@@ -31,29 +27,20 @@ class NoDocumentError(ValueError):
 class Source(Protocol):
     """An iterable of documents, always in the same order, never in memory as a whole."""
 
-    def __iter__(self) -> Iterator[Document]:
-        """Stream the documents."""
-        ...
+    def __iter__(self) -> Iterator[Document]: ...
 
     def fingerprint(self) -> str:
         """Return a text that changes whenever the documents may have changed, and not with their place or time."""
-        ...
 
 
 @dataclass(frozen=True)
 class TextFiles:
-    """Every file is a document, plain or compressed (``.gz``, ``.zst``).
-
-    Args:
-        files: The files, read in this order.
-        titles: Title of each document by file stem; its name is then ``"<stem> <title>"``.
-    """
+    """Every file is a document, plain or compressed (``.gz``, ``.zst``)."""
 
     files: tuple[File, ...]
-    titles: Mapping[str, str] = field(default_factory=dict)
+    titles: Mapping[str, str] = field(default_factory=dict)  # by file stem: a document is named "<stem> <title>"
 
     def __iter__(self) -> Iterator[Document]:
-        """Stream the documents."""
         for file in self.files:
             stem = file.name.removesuffix(file.suffix if is_packed(file) else "").removesuffix(".txt")
             name = f"{stem} {self.titles.get(stem, '')}".rstrip()
@@ -74,16 +61,11 @@ def text_folder(folder: Path, titles: Mapping[str, str] | None = None) -> TextFi
 
 @dataclass(frozen=True)
 class RecordFiles:
-    """Documents in JSON-lines files, plain or compressed (``.gz``, ``.zst``), or in parquet files.
+    """Documents in lines of JSON-lines files, plain or compressed (``.gz``, ``.zst``), or in rows of parquet files.
 
-    Each line or row is a document. Only the needed columns of parquet files are read, a page of each at a time.
-
-    Args:
-        files: The files, read in this order.
-        text_fields: Names the text may go by; the first one present is used.
-        name_fields: Fields that make up the document's name; without any of them it is ``"<file>:<number>"``.
-        where: ``(field, value)``: only documents whose field holds that value; dots reach into nested objects.
-        prompt_field: Field of a prompt. The document is prompt and text, joined as they are.
+    The text is in the first of ``text_fields`` that a record has, after the prompt in ``prompt_field``. ``name_fields``
+    make up the document's name, or ``"<file>:<number>"``. With ``where = (field, value)``, only documents whose field
+    holds that value are read; dots reach into nested objects.
     """
 
     files: tuple[File, ...]
@@ -93,7 +75,6 @@ class RecordFiles:
     prompt_field: str | None = None
 
     def __iter__(self) -> Iterator[Document]:
-        """Stream the documents."""
         columns = [*self.text_fields, *self.name_fields, *([self.prompt_field] if self.prompt_field else [])]
         columns += [self.where[0].partition(".")[0]] if self.where else []
         found = False
@@ -147,11 +128,7 @@ def is_empty(text: str) -> bool:
 
 
 def with_text(documents: Iterable[Document]) -> Iterator[Document]:
-    """Yield the documents that are not empty; the log reports how many were, and names the first.
-
-    Raises:
-        NoDocumentError: If all are empty.
-    """
+    """Yield the documents that are not empty; warn of the others, or refuse them if all are empty."""
     first_empty = ""
     taken = empty = 0
     for document in documents:

@@ -19,8 +19,7 @@ from lightning_modules.utilities.identity import content_hash
 class HubDataset:
     """One split of a dataset that ``datasets.load_dataset`` can load without running code of the repository.
 
-    The split is memory-mapped, so it may be larger than memory. `path` is a hub id or a local folder of parquet files;
-    `name_columns` and `where` are as in `RecordFiles`.
+    It is memory-mapped, so it may be larger than memory. `path` is a hub id or a local folder of parquet files.
     """
 
     path: str
@@ -31,7 +30,6 @@ class HubDataset:
     revision: str | None = None
 
     def __iter__(self) -> Iterator[Document]:
-        """Stream the documents."""
         found = False
         for number, record in enumerate(self._dataset):
             if self.where and nested(record, self.where[0]) != self.where[1]:

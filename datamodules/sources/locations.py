@@ -100,15 +100,10 @@ def is_url(path: str) -> bool:
 
 
 def find_files(path: str) -> tuple[File, ...]:
-    """Find the files at a path, in the order of their paths.
+    """Find the files of known kinds at a path, in the order of their paths.
 
-    Args:
-        path: A file, a folder (searched to any depth; names with a dot or underscore in front are passed over) or a
-            pattern with ``*`` or ``**``; local or an fsspec URL.
-
-    Raises:
-        FileNotFoundError: If no file of a known kind is found.
-        ValueError: If the file system is unknown, needs a package that is missing, or cannot be reached.
+    It is a file, a folder (searched to any depth, except names that begin with a dot or underscore) or a pattern with
+    ``*`` or ``**``; local or an fsspec URL.
     """
     found = _remote_files(path) if is_url(path) else _local_files(path)
     files = tuple(file for file in found if file.name.endswith((*TEXT, *JSON_LINES, *PARQUET)))

@@ -16,8 +16,7 @@ from datamodules.sources.locations import PARQUET, File
 ENCODING = "utf-8-sig"
 
 LARGEST_DOCUMENT = 1 << 28
-"""Bytes of a document as it is stored, unpacked: a hundred times a long book. A few kilobytes can unpack to more than
-all memory."""
+"""Bytes of a document, unpacked: a hundred long books. A few kilobytes can unpack to more than all memory."""
 
 BATCH_ROWS = 16  # of parquet files, whose rows may be whole books
 
@@ -36,10 +35,7 @@ def read_records(
     """Yield the number of each wanted record, and a function that parses it or raises a ``ValueError``.
 
     Only these columns of parquet files are read, and only one row group if it is given. `first` is the number of the
-    first record.
-
-    Raises:
-        ValueError: If the file is damaged, or is a parquet file with none of the text columns.
+    first record. A parquet file needs one of the text columns.
     """
     with opened(file) as stream:
         if file.name.endswith(PARQUET):

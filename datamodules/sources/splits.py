@@ -33,9 +33,6 @@ class HashSplit:
 
     About one of ``share`` documents is for validation and one for test; the others are for training. The same
     text is in the same split whatever its place in the file, so a copy never leaks from one split to another.
-
-    Raises:
-        ValueError: If ``share`` leaves nothing to train on.
     """
 
     source: Source
@@ -47,7 +44,6 @@ class HashSplit:
             raise ValueError(f"`holdout` = {self.share} leaves no document to train on. Set it to 3 or more.")
 
     def __iter__(self) -> Iterator[Document]:
-        """Stream the documents."""
         empty = True
         for document in self.source:
             if self._split_of(document.text) == self.split:

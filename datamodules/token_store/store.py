@@ -39,9 +39,6 @@ class TokenStore:
 
     Opening it checks all but the tokens, which may be hundreds of gigabytes: `verify` checks those. It pickles as its
     path, so loader workers may be forked or spawned.
-
-    Raises:
-        ValueError: If the folder is not a complete, undamaged store.
     """
 
     folder: Path
@@ -88,13 +85,7 @@ class TokenStore:
         return np.memmap(self.folder / PROMPT_LENGTHS, dtype="<i8", mode="r").view(np.ndarray)
 
     def verify(self) -> None:
-        """Read all tokens and compare them with their checksum, unless the files are those last found undamaged.
-
-        Files are recognized by size, inode and times of modification and change.
-
-        Raises:
-            ValueError: If the tokens are damaged.
-        """
+        """Compare the tokens with their checksum, unless inodes, sizes and times are those last found undamaged."""
         try:
             state = {name: file_state(self.folder / name) for name in _CONTENT}
             with suppress(OSError, ValueError):  # without the note, or with a torn one
@@ -122,10 +113,6 @@ def build_token_store(
     A document is the tokens of its text and, if the tokenizer has one, the end-of-text token. The store's folder is
     named by a hash of all that decides its content, and appears in one step when it is complete. If several processes
     need the same store, one tokenizes while the others wait.
-
-    Raises:
-        ValueError: If ``cache_dir`` cannot be written, a document cannot be tokenized (the message names it), or the
-            text changes meanwhile.
     """
     recipe = _recipe(source, tokenizer, add_special_tokens)
     folder = cache_dir / sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
@@ -150,7 +137,6 @@ def build_token_store(
 
 
 def _verified(folder: Path) -> TokenStore:
-    """Open the store in a folder, if it is undamaged."""
     store = TokenStore(folder)
     store.verify()
     return store
@@ -174,7 +160,6 @@ def _recipe(source: Source, tokenizer: PreTrainedTokenizerFast, add_special_toke
 
 
 def _write(folder: Path, source: Source, tokenizer: PreTrainedTokenizerFast, recipe: dict[str, Any]) -> None:
-    """Write the files of a store."""
     encoder = Encoder(tokenizer, add_special_tokens=recipe["add_special_tokens"])
     documents = tokens = checksum = 0
     prompts: list[NDArray[np.int64]] = []
@@ -216,7 +201,6 @@ def _manifest_text(manifest: dict[str, Any]) -> bytes:
 
 
 def _checksum(path: Path) -> int:
-    """Compute the CRC-32 of a file."""
     checksum = 0
     with path.open("rb") as file:
         while content := file.read(1 << 20):

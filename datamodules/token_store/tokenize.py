@@ -26,28 +26,18 @@ is finished, nor while Python makes arrays of its tokens."""
 
 @dataclass(frozen=True)
 class TokenizedBatch:
-    """Some documents.
-
-    Attributes:
-        tokens: ``[t]`` int64, of all documents one after the other.
-        lengths: ``[n]`` int64, tokens of each document.
-        prompt_lengths: ``[n]`` int64, how many of them are its prompt.
-        text_bytes: Size of their texts in UTF-8.
-    """
+    """The tokens of some documents, one after the other."""
 
     tokens: NDArray[np.int64]
-    lengths: NDArray[np.int64]
-    prompt_lengths: NDArray[np.int64]
-    text_bytes: int
+    lengths: NDArray[np.int64]  # of each document, in tokens
+    prompt_lengths: NDArray[np.int64]  # how many of them are its prompt
+    text_bytes: int  # in UTF-8
 
 
 class Encoder:
     """Tokenizer of batches of documents, each of which ends with the end-of-text token if the tokenizer has one.
 
     Prompt and response are tokenized as one text. A token that holds characters of both belongs to the response.
-
-    Attributes:
-        checksum: CRC-32 of all that decides which tokens a text becomes.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, *, add_special_tokens: bool) -> None:
@@ -57,14 +47,11 @@ class Encoder:
         self._end_of_text: int | None = tokenizer.eos_token_id
         self._vocabulary_size = vocabulary_size(tokenizer)
         settings = f"{tokenizer_hash(tokenizer)} {self._end_of_text} {add_special_tokens}"
+        # Of all that decides which tokens a text becomes.
         self.checksum = zlib.crc32(settings.encode())
 
     def __call__(self, documents: list[Document]) -> TokenizedBatch:
-        """Tokenize one or more documents.
-
-        Raises:
-            ValueError: If a token is beyond the tokenizer's vocabulary.
-        """
+        """Tokenize one or more documents."""
         texts, prompt_ends = [document.text for document in documents], [each.prompt_end for each in documents]
         # Character offsets cost time, and are needed only for prompts.
         encode = self._backend.encode_batch if any(prompt_ends) else self._backend.encode_batch_fast

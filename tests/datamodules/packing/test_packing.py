@@ -281,7 +281,7 @@ def test_rows_hold_the_tokens_of_the_documents_in_that_order(lengths, data):
     expected = np.concatenate([tokens[borders[each] : borders[each + 1]] for each in order])
     if len(expected) < 4:
         return
-    rows = pack_in_order(borders, order, lambda borders: pack_documents(borders, 4))
+    rows = pack_in_order(borders, order, 4)
     packed = [[tokens[start:stop] for start, stop in rows.row(index)] for index in range(len(rows))]
     assert np.concatenate([part for row in packed for part in row]).tolist() == expected[: 4 * len(rows)].tolist()
     for start, stop in rows.segments:  # each in one document
@@ -293,7 +293,7 @@ def test_rows_hold_the_tokens_of_the_documents_in_that_order(lengths, data):
 def test_the_order_of_the_corpus_changes_nothing(lengths):
     borders = borders_of(lengths)
     plain = pack_documents(borders, 4)
-    ordered = pack_in_order(borders, np.arange(len(lengths)), lambda borders: pack_documents(borders, 4))
+    ordered = pack_in_order(borders, np.arange(len(lengths)), 4)
     assert np.array_equal(plain.segments, ordered.segments)
     assert np.array_equal(plain.row_borders, ordered.row_borders)
 
