@@ -78,7 +78,6 @@ def _read_scores(shards: ScoreShards) -> pyarrow.Table:
 
 
 def _sources(table: pyarrow.Table, by: str) -> pd.Series:
-    """Return the name of each document's source."""
     if by == FOLDER:
         return pc.replace_substring_regex(table["file"], "/?[^/]*$", "").to_pandas().replace("", ".")
     return table[by].cast(pyarrow.string()).fill_null("-").to_pandas()

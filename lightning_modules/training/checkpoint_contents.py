@@ -48,7 +48,7 @@ def add_contents(checkpoint: dict[str, Any], module: Any, facts: TrainingFacts, 
 
 
 def check_contents(checkpoint: Mapping[str, Any], module: Any, fingerprint: str | None) -> None:
-    """Check the weights of a checkpoint before a `LongContextLM` loads them; all are there without a fingerprint."""
+    """Check the weights of a checkpoint before a `LongContextLM` loads them; without a fingerprint, it has them all."""
     if KEY in checkpoint:
         _check_same_model(checkpoint[KEY], module.backbone.base_model, module.loading)
     if fingerprint is None:

@@ -12,7 +12,7 @@ from lightning_modules.utilities.files import BUILDING, remove_unfinished, write
 
 
 class OutputFolder:
-    """Files of one folder, without subfolders: a local one (then also ``local``) or an fsspec URL, even if missing."""
+    """Files of one folder, without subfolders: local (then also ``local``) or at an fsspec URL; it need not exist."""
 
     def __init__(self, path: str) -> None:
         self.path = path

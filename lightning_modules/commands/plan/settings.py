@@ -109,7 +109,6 @@ def stored_dtype(config: PreTrainedConfig, asked: DType = "auto") -> torch.dtype
 
 
 def _arguments(component: Any) -> dict[str, Any]:
-    """Return the constructor arguments of a class named in a config."""
     return dict(component.get("init_args") or {}) if isinstance(component, dict) else {}
 
 

@@ -196,7 +196,7 @@ def describe(path: Path) -> Candidate:
 
 
 def contents(path: Path) -> dict[str, Any]:
-    """Load a checkpoint without its tensors or running code in it; torch raises any error if it is something else."""
+    """Load a checkpoint without its tensors and without running code in it; torch raises anything for other files."""
     file = path / REST if path.is_dir() else path
     loaded = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     return loaded if isinstance(loaded, dict) else {}

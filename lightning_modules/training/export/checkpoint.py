@@ -85,7 +85,7 @@ def _read(path: str) -> dict[str, Any]:
 
 
 def _build(saved: Mapping[str, str], facts: TrainingFacts) -> nn.ModuleDict:
-    """Return the model without memory for its weights."""
+    """Build the model without memory for its weights."""
     content = json.loads(saved["config"])
     model_type = content.get("model_type")
     if model_type not in CONFIG_MAPPING:
