@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch, batch_to
 from lightning_modules.commands.plan.activations import activation_bytes
-from lightning_modules.commands.plan.flops import Flops, ce_step_flops, forward_flops, longce_step_flops, scoring_flops
+from lightning_modules.commands.plan.flops import Flops, ce_step_flops, forward_flops, scoring_flops, short_pass_flops
 from lightning_modules.commands.plan.memory import GIB, Training, scoring_memory, training_memory
 from lightning_modules.commands.plan.shapes import ModelShape
 from lightning_modules.functional import long_cross_entropy
@@ -128,8 +128,9 @@ def cases(
             step_copy=False,
         )
         planned = training_memory(shape, bytes_, plan).peak
-        yield Case(f"CE step, {name}", training(kind, short_pass=False), ce_step_flops(shape, length, name), planned)
-        flops = longce_step_flops(shape, length, *pair, name)
+        flops = ce_step_flops(shape, length, name)
+        yield Case(f"CE step, {name}", training(kind, short_pass=False), flops, planned)
+        flops += short_pass_flops(shape, length, *pair)
         yield Case(f"LongCE step, {name}", training(kind, short_pass=True), flops, planned)
 
 

@@ -18,18 +18,11 @@ from lightning_modules.utilities.files import writable_folder
 
 
 def evaluate(model: str, output: str, **options: Any) -> str:
-    """Score a model on tasks and write a report.
+    """Score a model on tasks, write a report, and return its tables.
 
     Questions that the folder already answers are not asked again: after an interruption, or for more tasks, lengths or
     questions, name the same folder. Several processes (``torchrun``, or RANK and WORLD_SIZE in the environment) share
     the questions of one folder, each with its own copy of the model. Arguments are the fields of `EvaluationConfig`.
-
-    Returns:
-        The scores as a table.
-
-    Raises:
-        ValueError: If a task, a file, a model or a number cannot be used, or the folder holds results of other
-            settings; before the model is loaded, where that can be known.
     """
     config = EvaluationConfig(model, output, **options)
     rank, processes = _process()

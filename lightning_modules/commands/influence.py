@@ -30,11 +30,7 @@ from lightning_modules.utilities.collectives import gathered, patient_group
 class InfluenceScorer(LightningModule):
     """Runs an evaluator over numbered training rows and hands their weights to the data module that gave them.
 
-    Args:
-        loading: How the evaluator is loaded.
-        settings: Context length, stride and gamma.
-        transfer: For an evaluator with another tokenizer than the rows'.
-        identity: The evaluator's `model_identity` when the run began.
+    The settings are context length, stride and gamma; a transfer is for an evaluator with its own tokenizer.
     """
 
     def __init__(
@@ -93,17 +89,8 @@ class InfluenceTrainer(Trainer):
         """Store LongCE weights of the training rows by an evaluator, so that training makes no short pass.
 
         Takes the configs of ``longce fit``: the rows are those of ``data``, context length, stride and gamma those of
-        ``model``, devices and precision those of ``trainer``. A killed run resumes where it stopped.
-
-        Args:
-            model: Whose training it is; its weights are not loaded.
-            datamodule: Has the training rows.
-            evaluator: As the options, a field of `lightning_modules.scoring.config.InfluenceConfig`.
-            options: The other fields.
-
-        Raises:
-            ValueError: If the evaluator cannot be found, the objective is not LongCE's, no token has a short context,
-                the trainer would split the evaluator, or the folder holds other weights.
+        ``model`` (whose weights are not loaded), devices and precision those of ``trainer``. Evaluator and options are
+        the fields of `InfluenceConfig`. A killed run resumes where it stopped.
         """
         config = InfluenceConfig(evaluator, **options)
         settings = self._check(model, datamodule)
@@ -123,14 +110,9 @@ class InfluenceTrainer(Trainer):
             "precision": str(self.precision),
         }
         scorer = InfluenceScorer(loading, settings, transfer, made_from["evaluator"])
-        self._run_influence(datamodule, made_from, config.output, scorer)
-
-    def _run_influence(
-        self, datamodule: LightningDataModule, made_from: dict[str, Any], output: str | None, scorer: InfluenceScorer
-    ) -> None:
         # When the weights are complete already, nothing is left to do: do not warn.
         warnings.filterwarnings("ignore", message="Total length of .* across ranks is zero")
-        rows = datamodule.influence_rows(made_from, output)  # type: ignore[attr-defined]
+        rows = datamodule.influence_rows(made_from, config.output)  # type: ignore[attr-defined]
         self.predict(scorer, datamodule=rows, return_predictions=False)
         gathered(None, patient_group())  # the shares of a long run may differ by more than half an hour
         if self.is_global_zero:

@@ -64,14 +64,9 @@ class Agent(LocalElasticAgent):
 
 
 def launch(words: Sequence[str], options: Namespace) -> int:
-    """Run a command of ``longce`` in several processes.
+    """Run a command of ``longce``, given by its words, in several processes.
 
-    Args:
-        words: The command and its options.
-        options: Options of ``longce launch``.
-
-    Returns:
-        Exit status: 0 after success or a clean stop, 2 for what the user can fix, above 128 for a signal, 1 otherwise.
+    The exit status is 0 after success or a clean stop, 2 for a user error, above 128 for a signal, and 1 otherwise.
     """
     # Torch 2.13: without this variable, restarted processes read the addresses of their predecessors in the store.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"

@@ -23,12 +23,7 @@ RUNS = (
 
 
 def quickstart(run: Callable[[Sequence[str]], LightningCLI], options: Sequence[str] = ()) -> None:
-    """Make a corpus, train a tiny evaluator and fine-tune a tiny model with LongCE, all offline.
-
-    Args:
-        run: Runs ``longce`` with the words given.
-        options: Further options for each of the runs.
-    """
+    """Make a corpus, train a tiny evaluator and fine-tune a tiny model; the options go to each of these runs."""
     # These matrices are tiny. A second thread saves seconds on an idle machine, and where another process runs too the
     # threads wait for each other for minutes.
     torch.set_num_threads(1)

@@ -32,12 +32,7 @@ _MAX_ROWS = 40  # of a table
 def select(scores: str, **options: object) -> str:
     """Choose documents by the scores that `longce predict` has written, and return tables by source, as text.
 
-    Options are the fields of `SelectConfig`. Documents that failed never pass, nor do those without a value that is
-    asked for.
-
-    Raises:
-        ValueError: If there are no scores, a condition or column has no meaning, a file cannot be written, no document
-            passes, or the documents no longer exist.
+    Options are the fields of `SelectConfig`. Documents that failed never pass, nor do those without a value.
     """
     config = SelectConfig(**options)  # type: ignore[arg-type]
     shards = ScoreShards(scores)
@@ -83,7 +78,6 @@ def _read_scores(shards: ScoreShards) -> pyarrow.Table:
 
 
 def _sources(table: pyarrow.Table, by: str) -> pd.Series:
-    """Return the name of each document's source."""
     if by == FOLDER:
         return pc.replace_substring_regex(table["file"], "/?[^/]*$", "").to_pandas().replace("", ".")
     return table[by].cast(pyarrow.string()).fill_null("-").to_pandas()
@@ -91,9 +85,6 @@ def _sources(table: pyarrow.Table, by: str) -> pd.Series:
 
 def meets_conditions(documents: pd.DataFrame, where: str) -> pd.Series:
     """Return which documents meet conditions in the syntax of `pandas.DataFrame.eval`; `true` and `false` are values.
-
-    Raises:
-        ValueError: If the conditions cannot be read, or name an unknown column.
 
     Example:
         >>> meets_conditions(pd.DataFrame({"tokens": [9, 99]}), "tokens >= 50 and tokens != 60").tolist()

@@ -48,13 +48,7 @@ def add_contents(checkpoint: dict[str, Any], module: Any, facts: TrainingFacts, 
 
 
 def check_contents(checkpoint: Mapping[str, Any], module: Any, fingerprint: str | None) -> None:
-    """Check that a checkpoint's weights are those of a `LongContextLM`, before they are loaded.
-
-    The fingerprint is None if checkpoints hold all weights.
-
-    Raises:
-        ValueError: If weights are missing or of another shape, or frozen weights are others.
-    """
+    """Check the weights of a checkpoint before a `LongContextLM` loads them; without a fingerprint, it has them all."""
     if KEY in checkpoint:
         _check_same_model(checkpoint[KEY], module.backbone.base_model, module.loading)
     if fingerprint is None:

@@ -69,7 +69,6 @@ def _run_of(checkpoint: Path) -> Path | None:
 
 
 def _new_folder(parent: Path, name: str) -> Path:
-    """Make a folder that no other evaluation has."""
     folder, number = parent / name, 1
     while True:
         try:

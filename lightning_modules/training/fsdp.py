@@ -68,12 +68,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
 
 
 def data_parallel_mesh(trainer: Trainer) -> DeviceMesh | None:
-    """Return the processes among which a trainer's strategy shards the weights; None if each holds all of them.
-
-    Raises:
-        ValueError: If the strategy is DeepSpeed's or FSDP1, shards single tensors, or evaluates in inference mode, in
-            which weights cannot be gathered and trained afterwards.
-    """
+    """Return the processes that a trainer's strategy shards weights among, None without any; refuse other sharding."""
     strategy = trainer.strategy
     check_strategy(strategy)
     if isinstance(strategy, FSDPStrategy):
@@ -142,8 +137,7 @@ def load_sharded_backbone(
 
     The first one loads it into main memory and sends it piece by piece; on the device a process holds its part and one
     decoder layer at a time, and embedding and head in the end. All processes must make the same number of passes
-    through it (`lockstep`). In the trainer's precision ``bf16-mixed`` weights are gathered in bfloat16, and gradients
-    summed in float32. Quantized weights raise a ``ValueError``.
+    through it (`lockstep`). In ``bf16-mixed``, weights are gathered in bfloat16 and gradients summed in float32.
     """
     if config.quantization is not None:
         raise ValueError("Quantised weights cannot be divided among processes: leave `quantization` out, or use DDP.")

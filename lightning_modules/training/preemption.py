@@ -26,10 +26,9 @@ class Preemption(Callback):
 
     All processes agree at every optimizer step whether one of them was asked to stop, and raise `SIGTERMException`
     together: a checkpoint callback with ``save_on_exception`` then saves, and the process exits with 0. A second signal
-    ends it at once. During an evaluation a single process stops at its next batch, several go on to the next step.
+    ends it at once. During an evaluation a single process stops at its next batch, several at the next step.
 
-    Lightning's own handlers, which this replaces, save or talk to the other processes in the middle of whatever was
-    interrupted, and these may be in the middle of something else.
+    Lightning's own handlers, which this replaces, save or talk to other processes in the middle of anything.
     """
 
     def __init__(self) -> None:
@@ -57,10 +56,7 @@ class Preemption(Callback):
             raise SIGTERMException
 
     def requeue(self, *, goes_on: bool) -> None:
-        """Ask SLURM to start the job again, if it announced the end of the job's time.
-
-        It does not unless the same command resumes from what was saved: one that begins again would never end.
-        """
+        """Ask SLURM to start a job again whose time ends, if it would resume: one that begins again would never end."""
         job = _slurm_job()
         if self.received != signal.SIGUSR1 or job is None or shutil.which("scontrol") is None:
             return

@@ -48,14 +48,7 @@ def check_settings(module: Trainee, head_kernel: str | None) -> None:
 
 
 def check_early(module: Trainee, sequence_length: int | None, sequence_parallel_size: int = 1) -> None:
-    """Refuse what can be known to fail before any text is tokenized or any weight is loaded.
-
-    The sequence length is in tokens, and None without training.
-
-    Raises:
-        ValueError: If the model cannot be found, built or extended, its positions depend on the length of the text, or
-            no token of a sequence would have a short context.
-    """
+    """Refuse what must fail, before text is tokenized or weights are loaded; without training no length is given."""
     objective, loading = module.objective, module.loading
     if not objective.uses_short_context and (module.short_dtype is not None or module.short_window_share < 1):
         rank_zero_warn(
@@ -164,11 +157,7 @@ def check_cap(objective: Objective, stored: float | None) -> None:
 
 
 def check_sequence_parallelism(config: PreTrainedConfig, size: int, attn_implementation: str = "auto") -> None:
-    """Refuse a model whose sequences ``size`` processes cannot share.
-
-    Raises:
-        ValueError: If the heads cannot be shared out, or attention is not plain causal attention by torch's ``sdpa``.
-    """
+    """Refuse a model whose heads ``size`` processes cannot share, or whose attention is not plain causal `sdpa`."""
     if size == 1:
         return
     text: Any = config.get_text_config(decoder=True)

@@ -65,10 +65,7 @@ class RandomStates(Callback):
 
 
 def random_states() -> dict[str, Any]:
-    """States of the generators of torch (CPU, and all CUDA devices in use), numpy and Python.
-
-    They are tensors, numbers, strings, lists and tuples, which `torch.load` reads with ``weights_only``.
-    """
+    """Return the states of the generators of torch (CPU and CUDA), numpy and Python, as ``weights_only`` loads them."""
     name, key, *rest = np.random.get_state()
     return {
         "torch": torch.get_rng_state(),

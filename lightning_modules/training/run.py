@@ -73,12 +73,9 @@ class Run:
                 folder.rmdir()
 
     def record(self, checkpoint: Path | None, config: str, seed: int | None, *, named: bool = False) -> None:
-        """Write id and config (YAML), in the first process, once it is known from which checkpoint training resumes.
+        """Write id and config (YAML), in the first process, unless the folders hold checkpoints of another training.
 
-        The checkpoint is the newest one unless the user ``named`` it.
-
-        Raises:
-            ValueError: If the folders hold checkpoints that this training does not continue.
+        Training resumes from the checkpoint: the newest one, unless the user ``named`` it.
         """
         start = None if checkpoint is None else describe(checkpoint.resolve())
         continued = self._check_continues(start, named)

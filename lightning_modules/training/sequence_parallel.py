@@ -29,13 +29,7 @@ from lightning_modules.training.fsdp import FullyShardedStrategy
 
 
 class SequenceGroup:
-    """The processes (``size``, P) that hold one row together, each an equal share of its tokens, by their ``rank``.
-
-    All of them must do the same things in the same order.
-
-    Args:
-        processes: Those of this process's group.
-    """
+    """The ``size`` (P) processes that share each row, by ``rank``; all must do the same things in the same order."""
 
     def __init__(self, processes: dist.ProcessGroup) -> None:
         import deepspeed.comm  # an optional package, and a slow one to import
@@ -82,9 +76,8 @@ class SequenceGroup:
     def part(self, batch: PackedBatch) -> PackedBatch:
         """Return this process's share of ``[B, T]`` rows that all processes of the group hold.
 
-        It is ``ceil(T / P)`` tokens of each row, padded on the right, and one label more: the last token predicts the
-        first one of the next share, which does not count it. Document borders are those of the whole rows, with padding
-        as a document.
+        It is ``ceil(T / P)`` tokens of each row, padded on the right as a document, and one label more: the last token
+        predicts the first one of the next share, which does not count it. Document borders are those of whole rows.
         """
         share = -(-batch["input_ids"].shape[1] // self.size)
         end = self.size * share
@@ -106,10 +99,7 @@ class SequenceGroup:
         return padded[:, self.rank * share : (self.rank + 1) * share + 1]
 
     def check_same(self, batch: PackedBatch) -> None:
-        """Raise a ``ValueError`` unless all processes of the group hold the same rows.
-
-        With others, a sequence would be made of unrelated parts, and its loss would look like any other.
-        """
+        """Raise a ``ValueError`` unless all processes hold the same rows: the loss would not show it."""
         content = batch["input_ids"].cpu().numpy().tobytes() + repr(batch["document_borders"]).encode()
         checksum = zlib.crc32(content)
         extremes = torch.tensor([checksum, -checksum], device=batch["input_ids"].device)
@@ -153,11 +143,7 @@ class SequenceGroup:
         return torch.where((column > before) & (column <= before + share), own, whole)[:, : batch["labels"].shape[1]]
 
     def check(self, backbone: Backbone) -> None:
-        """Compare scores of a few tokens by all processes together with those of each by itself.
-
-        Raises:
-            ValueError: If they disagree: the model is not known to do something with tokens beside attention.
-        """
+        """Raise a ``ValueError`` if the processes together score a few tokens unlike each by itself."""
         name = type(backbone.base_model).__name__
         if backbone.attention != DOCUMENT_SDPA:
             raise ValueError(

@@ -15,13 +15,9 @@ from lightning_modules.training.sequence_parallel import sequence_group
 class TrainingStatistics:
     """Means over all tokens of one optimizer step: of all its micro-batches and of all processes.
 
-    Args:
-        objective: Decides which statistics of the weights exist.
-        drawn: Whether only some windows are scored, so that single weights mean nothing, but their mean does.
-
-    Attributes:
-        step_divisor: Divisor of the loss of the step that `compute` was last called for: its scored tokens, or the sum
-            of their weights for an objective that is normalized.
+    If windows are ``drawn``, only some are scored: single weights mean nothing then, but their mean does. `compute`
+    sets ``step_divisor``, the divisor of the step's loss: its scored tokens, or the sum of their weights for an
+    objective that is normalized.
     """
 
     step_divisor: Tensor
@@ -47,12 +43,8 @@ class TrainingStatistics:
     def update(self, loss: Tensor, long: Tensor, token_weights: Tensor, labels: Tensor, *, cap: float | None) -> None:
         """Add a batch, without waiting for the accelerator.
 
-        Args:
-            loss: The loss of the batch as a sum over its tokens, in nats.
-            long: ``[B, T]`` log-likelihoods in nats.
-            token_weights: ``[B, T]`` weights.
-            labels: ``[B, T]``, ``IGNORE_INDEX`` where a token is not scored.
-            cap: Largest weight at this step; None without one.
+        The loss is a sum over tokens, in nats, as the ``long`` log-likelihoods are; ``cap`` is the largest weight at
+        this step. All but the loss are ``[B, T]``.
         """
         scored = labels.ne(IGNORE_INDEX)
         weight = token_weights.double() * scored

@@ -7,11 +7,9 @@ import torch.distributed as dist
 
 
 def patient_group() -> dist.ProcessGroup | None:
-    """Connect all processes by a group that waits for days; return None if there is one process.
+    """Connect all processes by a group that waits for days; return None for a single process.
 
-    Ordinary communication gives up after half an hour, which is less than the work of one process may take. Call this
-    while all processes are alive and do the same: if one ends later, the others notice at once, but one that has ended
-    before would be waited for.
+    Ordinary communication gives up after half an hour. Call it while all processes live: only later ends are noticed.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return None

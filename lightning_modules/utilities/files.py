@@ -27,11 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 def writable_folder(folder: Path, *, remedy: str = CACHE_REMEDY) -> Path:
-    """Make a folder if needed and try it out: better now than after an hour of tokenization.
-
-    Raises:
-        ValueError: If nothing can be written there; the message ends with ``remedy``.
-    """
+    """Make a folder if needed and write to it once; a ``ValueError`` that ends with ``remedy`` reports a failure."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
@@ -83,9 +79,9 @@ def create_folder(target: Path) -> Path:
 def atomic_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
     """Yield a temporary folder beside ``target``, which takes its name when the block ends.
 
-    A failure leaves nothing; a killed process leaves a folder ``.building-*`` that is never read, and is removed when
-    the next process holds the lock of ``target`` (see `locks.exclusive`). A folder that is there already is exchanged
-    with ``replace``; without, it stays: equal names promise equal content.
+    A failure leaves nothing. A killed process leaves a folder ``.building-*``, which is never read and which the next
+    holder of the lock of ``target`` removes (see `locks.exclusive`). A folder that exists already is kept, as equal
+    names promise equal content, or exchanged with ``replace``.
     """
     temporary = create_folder(target)
     try:

@@ -1,9 +1,8 @@
 """Identity by content: the SHA-256 of all bytes, computed once per file and remembered on disk.
 
-A cached or resumed result is identified by the content that it was computed from. Paths, sizes, times and inodes are
-never the identity; they only tell whether a file is the one whose hash is remembered. It cannot notice a
-change that leaves path, size, inode, modification time and change time (ctime) as they were. No program can set the
-change time on Linux file systems and NFS; a few others (FUSE mounts of object stores) do not keep one.
+Paths, sizes, times and inodes are never the identity; they only tell whether a file is the one whose hash is
+remembered. A change that leaves all of them as they were is missed: no program can set the change time (ctime) on Linux
+file systems and NFS, but a few others (FUSE mounts of object stores) do not keep one.
 """
 
 import hashlib
@@ -36,11 +35,8 @@ _log = logging.getLogger(__name__)
 def file_hashes(files: Iterable[Path]) -> list[str]:
     """Return the SHA-256 of each file's bytes in the order of the files, as ``sha256sum`` prints it.
 
-    Files are hashed in parallel, one thread each. Of several processes that need the same hashes one computes them and
-    the others read them from its memo, in ``$LONGCE_CACHE/identity`` or ``~/.cache/longce/identity``.
-
-    Raises:
-        ValueError: If a file is missing, unreadable, not a regular file, or changes while it is hashed.
+    Files are hashed in parallel, one thread each. If several processes need the same hashes, one computes them and the
+    others read them from its memo, in ``$LONGCE_CACHE/identity`` or ``~/.cache/longce/identity``.
     """
     paths = [os.path.realpath(file) for file in files]
     if not paths:
@@ -60,10 +56,7 @@ def file_hashes(files: Iterable[Path]) -> list[str]:
 
 
 def content_hash(path: Path, files: Iterable[Path] | None = None) -> str:
-    """Return the SHA-256 of a file; of a folder, one hash of its files' bytes and their names inside the folder.
-
-    The files of a folder that count are given in any order; by default all count, at any depth.
-    """
+    """Return the SHA-256 of a file; of a folder, one hash of the names and bytes of these files in it, or of all."""
     if not path.is_dir():
         return file_hashes([path])[0]
     chosen = [file for file in (path.rglob("*") if files is None else files) if not file.is_dir()]
@@ -77,10 +70,9 @@ def combined_hash(values: Any) -> str:
 
 
 def file_state(path: str | Path) -> list[int]:
-    """Look up size, inode, modification time and change time of a file, which a change of its content changes.
+    """Return size, inode, modification time and change time of a file, which tell whether to read it again.
 
-    Use it to decide whether a file must be read again, never as an identity: it misses a second change within one tick
-    of the file system's clock, see `SETTLING_TIME`.
+    They are no identity: a second change within one tick of the file system's clock is missed, see `SETTLING_TIME`.
     """
     try:
         status = os.stat(path)

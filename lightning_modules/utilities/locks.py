@@ -34,7 +34,7 @@ def exclusive(target: Path) -> Iterator[None]:
     """Wait until no other process works on a file or folder, and keep others waiting meanwhile.
 
     What dead processes have left beside the target is removed first. A holder that was suspended for minutes may find
-    that another process has done its work; publishing in one step makes that harmless.
+    its work done by another process, which is harmless as both publish in one step.
     """
     path = target.parent / f".{target.name}{_SUFFIX}"
     lease = _lease(path)
@@ -52,11 +52,8 @@ def exclusive(target: Path) -> Iterator[None]:
 class RunLock:
     """Folders that the processes of one run write to; the next run begins when the last of them has ended.
 
-    The first process keeps other runs out. Every other process holds a lock of its own: after a kill of the first one
-    the others live for some seconds, and may still write.
-
-    Args:
-        folders: Local folders that exist and are writable.
+    The folders exist and are local. The first process keeps other runs out. Every other process holds a lock of its
+    own: after a kill of the first one the others live for some seconds, and may still write.
     """
 
     def __init__(self, *folders: Path) -> None:
@@ -66,11 +63,8 @@ class RunLock:
     def begin(self, patience: float = LEASE + 30) -> None:
         """Take the folders, in the first process of a run.
 
-        A live holder is refused within seconds. For ``patience`` seconds it waits for what may have died elsewhere, and
-        for the other processes of a run whose first one died.
-
-        Raises:
-            ValueError: If another run is using a folder; the message names its process.
+        A live holder is refused within seconds, by a ``ValueError`` that names it. For ``patience`` seconds it waits
+        for what may have died elsewhere, and for the other processes of a run whose first one died.
         """
         leftovers = RunLock()
         try:

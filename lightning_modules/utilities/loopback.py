@@ -22,9 +22,6 @@ def loopback(trainer: Trainer) -> Iterator[None]:
     Torch's store listens on all interfaces without authentication. Here it gets a socket that is already bound, and the
     processes connect to it as they do to the store of torchrun. A ``MASTER_ADDR`` is ignored. If something else starts
     the processes (torchrun, SLURM), that also decides where the store is.
-
-    Raises:
-        ValueError: If ``MASTER_PORT`` is not a port, or it is in use.
     """
     names = [f"{backend}_SOCKET_IFNAME" for backend in ("GLOO", "NCCL")]
     names += ["MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"]

@@ -24,10 +24,7 @@ def children_end_with_us() -> Iterator[None]:
 
 
 def end_with_launcher() -> None:
-    """Let Linux kill this process when the launcher that started it dies, even by a signal it cannot handle.
-
-    Otherwise a rank that computes alone would keep its GPU until its next collective.
-    """
+    """Let Linux kill this process when its launcher dies, or it would keep its GPU until its next collective."""
     launcher = int(os.environ.pop(LAUNCHER, "0"))  # not for the processes that this one starts
     if not launcher or sys.platform != "linux":
         return

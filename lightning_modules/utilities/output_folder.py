@@ -12,14 +12,7 @@ from lightning_modules.utilities.files import BUILDING, remove_unfinished, write
 
 
 class OutputFolder:
-    """Files of one folder, without its subfolders.
-
-    Args:
-        path: A local folder (then also ``local``), or the fsspec URL of one, ``s3://bucket/scores``; it need not exist.
-
-    Raises:
-        ValueError: If the file system of a URL is not known or needs a package that is missing.
-    """
+    """Files of one folder, without subfolders: local (then also ``local``) or at an fsspec URL; it need not exist."""
 
     def __init__(self, path: str) -> None:
         self.path = path

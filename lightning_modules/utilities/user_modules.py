@@ -64,9 +64,9 @@ def find_user_modules() -> UserModules:
 def user_modules() -> Iterator[None]:
     """Let the user name classes of modules in the working directory, within the block, and keep it off the path.
 
-    Python puts the working directory first on the path of a process that it starts by ``-c``, as multiprocessing starts
-    its processes. They get the option ``-P``, which prevents that; other processes, such as scripts that a callback
-    starts, stay as they are. If the folder is on the path of this process (``python -m``), it stays on theirs.
+    Python puts the working directory first on the path of processes that it starts by ``-c``, as multiprocessing does.
+    Those get the option ``-P``, which prevents that; other processes, such as scripts of a callback, stay as they are.
+    If the folder is on the path of this process (``python -m``), it stays on theirs.
     """
     finder, options = find_user_modules(), multiprocessing.util._args_from_interpreter_flags  # type: ignore[attr-defined]
     if not {"", os.getcwd()} & set(sys.path):

@@ -76,8 +76,8 @@ def correlation(values: Sequence[float], accuracies: Sequence[float]) -> dict[st
         return {
             "pearson": pearson(values, accuracies),
             "spearman": spearman(values, accuracies),
-            "pearson_interval": list(bootstrap_interval(values, accuracies, "pearson")[:2]),
-            "spearman_interval": list(bootstrap_interval(values, accuracies)[:2]),
+            "pearson_interval": list(bootstrap_interval(values, accuracies, "pearson")),
+            "spearman_interval": list(bootstrap_interval(values, accuracies)),
         }
     except ValueError as error:
         return {"undefined": str(error)}

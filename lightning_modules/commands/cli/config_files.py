@@ -32,14 +32,7 @@ def use_checked_yaml() -> None:
 
 
 def check_config_files(arguments: Sequence[str]) -> None:
-    """Check the configs, mappings and lists in a command line, so that a message can name the file or the option.
-
-    Args:
-        arguments: Words of the command line, in which ``-c`` and ``--config`` precede files.
-
-    Raises:
-        ValueError: If a file is missing or not UTF-8, or if YAML has a key twice or a number to base 8.
-    """
+    """Check the configs, mappings and lists in a command line, so that a message can name the file or the option."""
     for index, word in enumerate(arguments):
         option, _, value = word.partition("=")
         value = value or (arguments[index + 1] if index + 1 < len(arguments) else "")

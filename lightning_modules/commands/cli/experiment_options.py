@@ -62,14 +62,9 @@ def accept_saved_config(parser: Any) -> None:
 
 
 def check_options(words: Sequence[str], add_options: Callable[[Any], None] | None = None) -> None:
-    """Print the help of a command, or refuse an option that it does not have.
+    """Print the help of a command, or refuse an option that it does not have and name the one that may be meant.
 
-    Args:
-        words: Words after the command.
-        add_options: Adds the command's own options; None for the commands of LightningCLI, which print their own help.
-
-    Raises:
-        ValueError: Naming an unknown option, and the one that may be meant.
+    The commands of LightningCLI print their own help, and have no ``add_options``.
     """
     parser = jsonargparse.ArgumentParser(
         epilog="It takes the configs and options of `longce fit` as well: see `longce fit --help`."

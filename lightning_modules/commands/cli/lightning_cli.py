@@ -85,10 +85,7 @@ class LongceCLI(LightningCLI):
 
     @override
     def _parse_ckpt_path(self) -> None:
-        """Leave the configuration as it was given.
-
-        Lightning lets the hyper-parameters in a checkpoint override the command line in silence.
-        """
+        """Leave the configuration as given: Lightning lets a checkpoint override the command line in silence."""
 
     @override
     def before_instantiate_classes(self) -> None:
@@ -141,7 +138,9 @@ class LongceCLI(LightningCLI):
                 check_context(self.model.context_length, self.model.stride, curriculum.sequence_length)
             stored = getattr(self.datamodule, "influence", None)
             check_influence(self.model.objective, stored and f"in '{stored}'")
-            self._begin_run()
+            check_checkpoint_folders(self.trainer)
+            if self.trainer.is_global_zero and not self._tries_out:
+                self.training_run.begin(owned_folders(self.trainer))
         self._asked = options.ckpt_path
         if self.subcommand == "predict":
             options.return_predictions = False  # callbacks write them, and memory would not hold those of a corpus
@@ -153,12 +152,6 @@ class LongceCLI(LightningCLI):
     def _tries_out(self) -> bool:
         """Whether nothing is logged or saved."""
         return bool(self._get(self.config, "trainer").fast_dev_run)
-
-    def _begin_run(self) -> None:
-        """Keep other runs out of the folders of this one."""
-        check_checkpoint_folders(self.trainer)
-        if self.trainer.is_global_zero and not self._tries_out:
-            self.training_run.begin(owned_folders(self.trainer))
 
     def _record(self, checkpoint: Path | None, logger: Any) -> None:
         """Save the config where this command writes its logs, and name the run."""
@@ -225,11 +218,7 @@ class InfluenceCLI(LongceCLI):
 
 
 class PartCLI(LongceCLI):
-    """The options of ``longce fit`` and of another command, which are read and not acted upon.
-
-    Args:
-        add_options: Adds the options of the command.
-    """
+    """The options of ``longce fit`` and of another command, which are read and not acted upon."""
 
     def __init__(self, add_options: Callable[[Any], None]) -> None:
         self._add_options = add_options

@@ -43,11 +43,7 @@ if getattr(multiprocessing.current_process(), "_inheriting", False):
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point of the console script; exits with 0 after success, 2 for what the user can fix, 1 for the rest.
-
-    Args:
-        arguments: Words after ``longce``; by default those of the command line.
-    """
+    """Run the console script; it exits with 0 after success, 2 for what the user can fix, 1 for the rest."""
     end_with_launcher()
     arguments = [rename_old_paths(word) for word in (sys.argv[1:] if arguments is None else arguments)]
     _set_up_messages()

@@ -153,14 +153,7 @@ def reproduce_command(arguments: Sequence[str]) -> None:
 
 
 def _make_parser(command: str, description: str, settings: type | None = None, *, skip: Sequence[str] = ()) -> Any:
-    """Return the parser of a command.
-
-    Args:
-        command: Its name.
-        description: What it does, in a sentence.
-        settings: Class of its settings, whose fields become options; they can stand in a YAML file, too.
-        skip: Fields that the command adds itself.
-    """
+    """Return the parser of a command, with an option for each field of its settings but those to ``skip``."""
     parser = jsonargparse.ArgumentParser(prog=f"longce {command}", description=description)
     if settings is not None:
         parser.add_argument("-c", "--config", action="config", help="YAML file with options of this command.")

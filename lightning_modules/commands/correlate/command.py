@@ -34,12 +34,7 @@ def correlate(
 ) -> str:
     """Correlate LongPPL and perplexity of many models with their benchmark scores; options of ``longce correlate``.
 
-    Returns:
-        A table of the correlations with 95 % bootstrap intervals over models, and which models are left out, and why.
-
-    Raises:
-        ValueError: If a file cannot be read, a name is unknown, two files contradict each other, or no pair of
-            perplexity and score has at least three models.
+    Returns a table of the correlations with 95 % bootstrap intervals over models, and why models are left out.
     """
     models = join(read_results(files))
     values = models.values

@@ -1,7 +1,7 @@
 """Correlate a metric with a benchmark over models, with bootstrap intervals."""
 
 import warnings
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -10,19 +10,11 @@ from scipy import stats
 MIN_MODELS = 3
 _CONFIDENCE, _DRAWS, _SEED = 0.95, 10_000, 0
 
-
-class Interval(NamedTuple):
-    """A percentile interval."""
-
-    low: float
-    high: float
+Interval = tuple[float, float]  # lower and upper percentile
 
 
 def pearson(x: ArrayLike, y: ArrayLike) -> float:
-    """Compute Pearson's correlation of ``[N]`` values, one per model, in float64.
-
-    Raises:
-        ValueError: If there are fewer than 3 models, a value is NaN or infinite, or all are equal.
+    """Compute Pearson's correlation of ``[N]`` values, one per model, in float64; refuse values without one.
 
     Example:
         >>> round(pearson([1, 2, 3], [3, 2, 2]), 3)
@@ -37,10 +29,9 @@ def spearman(x: ArrayLike, y: ArrayLike) -> float:
 
 
 def bootstrap_interval(x: ArrayLike, y: ArrayLike, kind: Literal["pearson", "spearman"] = "spearman") -> Interval:
-    """Compute the 95 % percentile interval of a correlation over 10,000 resamples of the models, as `pearson`.
+    """Compute the 95 % percentile interval of a correlation over 10,000 resamples of the models.
 
-    It shows how far the result depends on the choice of models. Models of one family are not independent draws, so the
-    true uncertainty is larger.
+    Models of one family are not independent draws, so the true uncertainty is larger.
     """
     x, y = _checked(x, y)
     drawn = np.random.default_rng(_SEED).integers(len(x), size=(_DRAWS, len(x)))
@@ -50,7 +41,8 @@ def bootstrap_interval(x: ArrayLike, y: ArrayLike, kind: Literal["pearson", "spe
     with warnings.catch_warnings():  # resamples of equal values have no correlation, and do not count
         warnings.simplefilter("ignore", stats.ConstantInputWarning)
         values = stats.pearsonr(xs, ys, axis=1).statistic
-    return Interval(*np.nanquantile(values, [(1 - _CONFIDENCE) / 2, (1 + _CONFIDENCE) / 2]).tolist())
+    low, high = np.nanquantile(values, [(1 - _CONFIDENCE) / 2, (1 + _CONFIDENCE) / 2]).tolist()
+    return low, high
 
 
 def _checked(x: ArrayLike, y: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

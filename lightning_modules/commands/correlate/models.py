@@ -14,15 +14,10 @@ _ALIASES = {"ppl": "perplexity", "longppl": "longppl", "perplexity": "perplexity
 
 
 class Models(NamedTuple):
-    """Measured values of models.
+    """Measured values of models."""
 
-    Attributes:
-        values: By model, and by name of the value; NaN for what was measured and is not a number.
-        main: Names of the values that summarize others, such as an average over tasks.
-    """
-
-    values: dict[str, dict[str, float]]
-    main: set[str]
+    values: dict[str, dict[str, float]]  # by model and by name; NaN for what was measured and is not a number
+    main: set[str]  # names of the values that summarize others, such as an average over tasks
 
     def names(self, kind: str) -> list[str]:
         """Return the names of perplexities, the ``metrics``, or of all other values, the ``scores``."""
@@ -36,9 +31,6 @@ def join(entries: Sequence[Measured]) -> Models:
     Models are the same if their names are, or if one is the last part of the other (``Qwen2-7B`` and
     ``/models/Qwen2-7B``) and of no third one. Values measured with different settings get different names: LongPPL by
     two evaluators is two metrics, and the names contain what differs.
-
-    Raises:
-        ValueError: If two places give different values for the same name.
     """
     models = _model_names([entry.model for entry in entries])
     names = _value_names(entries)
@@ -64,9 +56,6 @@ def choose_names(wanted: Sequence[str] | None, models: Models, kind: str) -> lis
     """Return names of values: those wanted, or else the main ``metrics`` or ``scores``.
 
     Settings in brackets may be left out of the wanted names, and a perplexity may be given among scores.
-
-    Raises:
-        ValueError: If a kind has no values, or a wanted one does not exist.
     """
     known = models.names(kind)
     if wanted is None:

@@ -19,38 +19,23 @@ _PROMPTS = ("num_fewshot", "limit", "truncation")
 
 
 class Measured(NamedTuple):
-    """Values of a model that a file reports.
+    """Values of a model that a file reports."""
 
-    Attributes:
-        place: File, with the line if it has several.
-        model: Name, hub id or folder.
-        values: By name; NaN for what was measured and is not a number.
-        main: Names of the values that summarize the others, such as an average over tasks.
-        settings: For each value what it depends on, if the file has it: values of other settings are not comparable.
-        ours: Whether the file is a result of ``longce evaluate``.
-    """
-
-    place: str
-    model: str
-    values: dict[str, float]
-    main: tuple[str, ...]
-    settings: dict[str, dict[str, Any]]
-    ours: bool = False
+    place: str  # file, with the line if it has several
+    model: str  # name, hub id or folder
+    values: dict[str, float]  # by name; NaN for what was measured and is not a number
+    main: tuple[str, ...]  # names of the values that summarize the others, such as an average over tasks
+    settings: dict[str, dict[str, Any]]  # for each value what it depends on: those of other settings are not comparable
+    ours: bool = False  # whether the file is a result of ``longce evaluate``
 
 
 def read_results(words: Sequence[str]) -> list[Measured]:
     """Read what files report, one entry per file and model.
 
-    The files are JSON of ``longce score --output``, ``results.json`` and ``harness.json`` of ``longce evaluate``, a
-    dictionary ``{"Qwen2-7B": {"LongBench": 42.0}}``, or CSV with a line for each model: its name in the column
-    ``model``, and values in the others, where a cell may be blank.
-
-    Args:
-        words: Files; folders of ``longce evaluate``, or of other ``.csv`` and ``.json`` files; and ``NAME=FILE`` for
-            results of a single model, which gets this name.
-
-    Raises:
-        ValueError: If a file is missing or has another format, or ``NAME=`` is given to several models.
+    Each word is a file, a folder of ``longce evaluate`` or of other ``.csv`` and ``.json`` files, or ``NAME=FILE`` for
+    results of a single model, which gets this name. The files are JSON of ``longce score --output``, ``results.json``
+    and ``harness.json`` of ``longce evaluate``, a dictionary ``{"Qwen2-7B": {"LongBench": 42.0}}``, or CSV with a line
+    for each model: its name in the column ``model``, and values in the others, where a cell may be blank.
     """
     return [entry for word in words for entry in _read_word(word)]
 

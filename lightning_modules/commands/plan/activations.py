@@ -51,16 +51,9 @@ def activation_bytes(
     autocast: torch.dtype | None = None,
     lora: dict[str, Any] | None = None,
 ) -> ActivationBytes:
-    """Run the last one and two layers of a model without computing anything, and count.
+    """Run the last one and two layers of a causal LM without computing anything, and count.
 
-    Args:
-        config: Config of a causal LM.
-        dtype: Type of the weights.
-        autocast: Type of the matrix products in mixed precision; None without.
-        lora: Arguments of ``peft.LoraConfig``.
-
-    Raises:
-        ValueError: If the model cannot run without values.
+    Weights are in ``dtype``, matrix products in ``autocast``; ``lora`` holds arguments of ``peft.LoraConfig``.
     """
 
     def train(layers: int, *, checkpointing: bool) -> tuple[float, float, float]:
@@ -118,8 +111,7 @@ def decoder_layers(backbone: Backbone) -> tuple[nn.Module, str, nn.ModuleList]:
 class TokenMemory(TorchDispatchMode):
     """Record the peak of the bytes that are alive at the same time and grow with the number of tokens.
 
-    Args:
-        tokens: A large prime: it divides the sizes that grow with the tokens, and not those of weights.
+    That number is a large prime, which divides the sizes that grow with it and not those of weights.
     """
 
     def __init__(self, tokens: int) -> None:

@@ -84,14 +84,6 @@ def ce_step_flops(shape: ModelShape, tokens: int, checkpointing: Checkpointing) 
     return Flops(gemm, attention * kept, attention * ATTENTION_BACKWARD)
 
 
-def longce_step_flops(
-    shape: ModelShape, tokens: int, context_length: int, stride: int, checkpointing: Checkpointing
-) -> Flops:
-    """Count LongCE of one document: cross entropy and the short contexts."""
-    short = short_pass_flops(shape, tokens, context_length, stride)
-    return ce_step_flops(shape, tokens, checkpointing) + short
-
-
 def scoring_flops(
     evaluator: ModelShape,
     model: ModelShape,

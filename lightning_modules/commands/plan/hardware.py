@@ -38,11 +38,7 @@ EFFICIENCY = {"gemm": 0.65, "attention": 0.38, "attention_backward": 0.30}
 
 
 def find_gpu(name: str | None, *, tflops: float | None = None, memory: float | None = None) -> GPU:
-    """Return the card of that name, or one with the caller's rate (TFLOP/s) and memory (GiB).
-
-    Raises:
-        ValueError: If the name is unknown and rate or memory is missing.
-    """
+    """Return the card of that name, or one with the caller's rate (dense bfloat16 TFLOP/s) and memory (GiB)."""
     known = GPUS.get(name or "", GPU(name or "GPU", 0.0, 0.0))
     gpu = GPU(known.name, tflops or known.tflops, memory or known.memory)
     if not (gpu.tflops and gpu.memory):

@@ -82,10 +82,7 @@ class Memory:
 
 
 def training_memory(shape: ModelShape, activations: ActivationBytes, training: Training) -> Memory:
-    """Return the peak of a training step.
-
-    Gradients count as a whole: with accumulation they exist from the second micro-batch on.
-    """
+    """Return the peak of a training step with all gradients, which accumulation keeps from its second batch on."""
     tokens = training.rows * training.tokens / training.sequence_parallel_size
     whole = training.checkpointing == "none"
     layer = activations.layer if whole else activations.layer_input
@@ -144,15 +141,9 @@ def scoring_memory(
     windows: tuple[int, int] | None = None,
     lasting: dict[str, float] | None = None,
 ) -> Memory:
-    """Return the peak of scoring one document without gradients.
+    """Return the peak of scoring one document without gradients, and its short contexts if ``windows`` is ``(K, d)``.
 
-    Args:
-        shape: The model.
-        activations: Activations of this model in this precision.
-        tokens: Length of the document.
-        dtype: Type of the weights.
-        windows: ``(K, d)`` of short contexts, if they are scored.
-        lasting: What lasts on the GPU, in bytes; by default the weights.
+    ``lasting`` is what lasts on the GPU, in bytes; by default the weights.
     """
     weights = {"weights": float(shape.parameters * dtype.itemsize)} if lasting is None else lasting
     chunk = min(HEAD_ROWS, tokens) * shape.vocabulary * _logit_bytes(dtype.itemsize, backward=False)

@@ -41,13 +41,7 @@ BASIS = (
 
 
 class Planner:
-    """Computes the plan of one experiment.
-
-    Args:
-        experiment: The run.
-        gpu: The card.
-        price_per_gpu_hour: In any currency; None if unknown.
-    """
+    """Computes the plan of one experiment on one kind of card; its price per hour is in any currency."""
 
     def __init__(self, experiment: Experiment, gpu: GPU, price_per_gpu_hour: float | None = None) -> None:
         self.experiment, self.gpu, self.price = experiment, gpu, price_per_gpu_hour

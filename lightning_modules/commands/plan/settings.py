@@ -56,12 +56,7 @@ class Experiment:
 
 
 def read_experiment(model: LongContextLM, options: Any) -> Experiment:
-    """Read the parsed options of ``longce fit`` and of ``longce plan``, and their model, which is not loaded.
-
-    Raises:
-        ValueError: If a model cannot be found, a setting is unknown here, or sequences are too short for the short
-            context.
-    """
+    """Read the parsed options of ``longce fit`` and of ``longce plan``, and their model, which is not loaded."""
     parsed = options.as_dict()
     data, trainer = _arguments(parsed.get("data")), parsed["trainer"]
     objective, loading = model.objective, model.loading
@@ -114,7 +109,6 @@ def stored_dtype(config: PreTrainedConfig, asked: DType = "auto") -> torch.dtype
 
 
 def _arguments(component: Any) -> dict[str, Any]:
-    """Return the constructor arguments of a class named in a config."""
     return dict(component.get("init_args") or {}) if isinstance(component, dict) else {}
 
 
@@ -123,7 +117,6 @@ def _class(component: Any) -> str:
 
 
 def _not_planned(model: LongContextLM, config: PreTrainedConfig) -> list[str]:
-    """List what the figures leave out."""
     notes = []
     if isinstance(model.objective, Scheduled):
         notes.append("every step is planned with a short pass, and a schedule has steps without one")
@@ -146,7 +139,7 @@ def _precision(precision: str, dtype: DType, config: PreTrainedConfig) -> dict[s
 
 
 def _quantized(loading: ModelConfig) -> float | None:
-    """Return the bytes of a quantized weight."""
+    """Return the bytes of a quantized weight, None without quantization."""
     if loading.quantization is None:
         return None
     if loading.lora is None:

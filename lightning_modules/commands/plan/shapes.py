@@ -41,11 +41,7 @@ class ModelShape:
 
     @classmethod
     def of(cls, config: PreTrainedConfig, lora: dict[str, Any] | None = None) -> "ModelShape":
-        """Return the sizes of the model that a config describes, with only ``lora`` trained; nothing is loaded.
-
-        Raises:
-            ValueError: If the model is not a causal LM, or has layers or experts of a kind that cannot be counted.
-        """
+        """Return the sizes of the model that a config describes, with only ``lora`` trained; nothing is loaded."""
         text = config.get_text_config(decoder=True)
         windows = _windows(text)
         backbone = meta_backbone(config, lora=lora)

@@ -40,11 +40,7 @@ class CheckedCheckpointIO(TorchCheckpointIO):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Write the file beside its target, flush it to disk and give it its name.
-
-        Raises:
-            CheckpointError: If it cannot be written, as on a full disk. What was there is as it was.
-        """
+        """Write the file beside its target, flush it to disk and rename it; a full disk is a `CheckpointError`."""
         if "://" in str(path) or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
             return
@@ -65,11 +61,7 @@ class CheckedCheckpointIO(TorchCheckpointIO):
         map_location: Callable[..., Any] | None = lambda storage, _: storage,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Check the file and load it, without running any code in it unless that is asked for explicitly.
-
-        Raises:
-            ValueError: If it is missing, torn or damaged.
-        """
+        """Check the file and load it, without running any code in it unless that is asked for explicitly."""
         check_integrity(path)
         if Path(path).is_dir():
             raise ValueError(
@@ -94,22 +86,16 @@ class CheckedCheckpointIO(TorchCheckpointIO):
 
 
 def check_checkpoint(path: str | Path, option: str = "ckpt_path", *, resume: bool = False) -> None:
-    """Check that a checkpoint is complete and written by ``longce fit``; its tensors are not read.
+    """Check that a checkpoint is complete and written by ``longce fit``, without reading its tensors.
 
-    Raises:
-        ValueError: If it is missing, torn, on the web, or to be resumed from and holds weights alone; the message names
-            the newest good one beside it.
+    The ``ValueError`` names the newest good one beside it. To ``resume``, weights alone are not enough.
     """
     if (problem := _fault(path, resume)) is not None:
         raise _refusal(path, problem, option)
 
 
 def check_integrity(path: str | Path, option: str = "ckpt_path") -> None:
-    """Compare a checkpoint with its checksums; the processes of a group share the files of a folder, and all must ask.
-
-    Raises:
-        ValueError: In all of them, if it is missing, torn, damaged or on the web.
-    """
+    """Compare a checkpoint with its checksums. All processes must ask: they share a folder's files and the outcome."""
     own = damage(path) or damage_of_content(Path(path), *rank_and_size())
     problem = next((problem for problem in gathered(own) if problem is not None), None)
     if problem is not None:
@@ -120,9 +106,6 @@ def newest_checkpoint(folder: Path, *, resume: bool = True) -> Path | None:
     """Return the complete checkpoint of the largest step in the folder of a run, or None if it has no checkpoints.
 
     The log names damaged ones that are passed over. Files with weights alone do not count if training resumes.
-
-    Raises:
-        ValueError: If none can be used, or they come from different runs.
     """
     candidates = find_checkpoints(folder)
     check_one_run(folder, candidates)
@@ -213,10 +196,7 @@ def describe(path: Path) -> Candidate:
 
 
 def contents(path: Path) -> dict[str, Any]:
-    """Load a checkpoint without its tensors, which stay on disk, and without running any code in it.
-
-    Of a file that is not a checkpoint, torch raises anything.
-    """
+    """Load a checkpoint without its tensors and without running code in it; torch raises anything for other files."""
     file = path / REST if path.is_dir() else path
     loaded = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     return loaded if isinstance(loaded, dict) else {}

@@ -24,15 +24,9 @@ _log = logging.getLogger(__name__)
 def find_checkpoint(path: str | None, trainer: Trainer, logger: Any, *, resume: bool = True) -> str | None:
     """Return the checkpoint that ``--ckpt_path`` asks for; None to start a new training.
 
-    Args:
-        path: A complete checkpoint; the folder of a run, or ``last`` for that of this run: the complete checkpoint of
-            the largest step there. Other names (``best``) are Lightning's.
-        trainer: Trainer of this run.
-        logger: Its configuration, which decides whether the folder of this run is a new one at each start.
-        resume: Whether training resumes from it, for which weights alone are not enough.
-
-    Raises:
-        ValueError: If it is missing or incomplete. Its content is compared when it is loaded (`check_integrity`).
+    The path is a complete checkpoint, or the folder of a run (``last`` for that of this run), in which the complete one
+    of the largest step is chosen; other names (``best``) are Lightning's. The logger's configuration decides whether
+    each start has a new folder. To ``resume``, weights alone are not enough. Content is compared when loaded.
     """
     if path is None or path in ("best", "hpc"):
         return path
@@ -50,8 +44,7 @@ def find_checkpoint(path: str | None, trainer: Trainer, logger: Any, *, resume: 
 def check_same_checkpoint(trainer: Trainer) -> None:
     """Refuse to start if the processes of a run do not resume from the same checkpoint.
 
-    Each looks for it by itself. On a disk of its own node, or on a file server that shows news late, one may find
-    another one, or none: it would train from other weights, or wait for the others at another step.
+    Each looks for it by itself, and may find another one on a disk of its own node, or on a file server that lags.
     """
     found = gathered(trainer.ckpt_path and os.path.abspath(trainer.ckpt_path))
     other = next((rank for rank, path in enumerate(found) if path != found[0]), None)

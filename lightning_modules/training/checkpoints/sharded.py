@@ -72,12 +72,8 @@ def is_sharded(path: Path) -> bool:
 def write_together(target: Path, write: Callable[[Path], None]) -> None:
     """Let every process write its part into a folder beside ``target``, which it then replaces in one step.
 
-    Args:
-        target: Path of the checkpoint, on a disk that all processes see.
-        write: Writes the files of this process: those named ``__RANK_..``, and in the first process all others.
-
-    Raises:
-        CheckpointError: In every process, if one could not write. What was there is as it was.
+    ``write`` writes the files of this process: those named ``__RANK_..``, and in the first process all others. If one
+    cannot write, all raise a `CheckpointError`, and what was there is as it was.
     """
     rank, folder = dist.get_rank(), None
     try:
@@ -116,10 +112,7 @@ def damage_of_folder(path: Path) -> str | None:
 
 
 def damage_of_content(path: Path, rank: int, processes: int) -> str | None:
-    """Return what in a complete checkpoint differs from its checksums, as the end of a sentence.
-
-    Each process reads a share of a folder's files; the first process reads a single file.
-    """
+    """Return what in a complete checkpoint, of which each process reads a share, differs from its checksums."""
     damaged = None
     try:
         if path.is_dir():

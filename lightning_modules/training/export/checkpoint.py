@@ -31,18 +31,10 @@ def export_checkpoint(
     tokenizer_revision: str | None = None,
     **options: Any,
 ) -> Path:
-    """Export the model of a checkpoint of ``longce fit`` to a folder that transformers loads.
+    """Export the model of a checkpoint of ``longce fit`` to a folder that transformers loads, and return the folder.
 
-    Args:
-        checkpoint: A file, or a folder of FSDP2, whose weights are then gathered in memory.
-        output_dir: Folder to write, which is returned. An earlier export there is replaced once the new one is
-            complete; a folder of anything else is refused.
-        tokenizer: Hub id or local folder; by default that of the training.
-        tokenizer_revision: Branch, tag or commit of the tokenizer on the hub.
-        options: Fields of `ExportOptions`.
-
-    Raises:
-        ValueError: If the checkpoint cannot be read, is not of this package, or does not allow what is asked for.
+    An earlier export there is replaced once the new one is complete; a folder of anything else is refused. The weights
+    in a folder of FSDP2 are gathered in memory. By default the tokenizer is that of the training.
     """
     asked = ExportOptions(**options)
     folder = Path(output_dir).expanduser()
@@ -93,7 +85,7 @@ def _read(path: str) -> dict[str, Any]:
 
 
 def _build(saved: Mapping[str, str], facts: TrainingFacts) -> nn.ModuleDict:
-    """Return the model without memory for its weights."""
+    """Build the model without memory for its weights."""
     content = json.loads(saved["config"])
     model_type = content.get("model_type")
     if model_type not in CONFIG_MAPPING:

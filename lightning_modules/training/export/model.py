@@ -43,9 +43,6 @@ def export_model(
     """Write model, tokenizer and model card; the folder appears whole or not at all, and the model is not changed.
 
     The weights must all be in this process, and main memory is needed for another copy of them.
-
-    Raises:
-        ValueError: As `check_export` does, or if the folder cannot be written.
     """
     check_export(model, output_dir, options, facts)
     with _export_folder(output_dir, facts.published().to_json()) as folder:

@@ -16,9 +16,6 @@ class ExportOptions:
             refused where they would not make it right.
         eabf_as_abf: Export a model trained with EABF as plain ABF, which every reader computes: logits then differ
             beyond the original length.
-
-    Raises:
-        ValueError: If adapters would be converted to another type.
     """
 
     adapters: Literal["merged", "kept"] = "merged"

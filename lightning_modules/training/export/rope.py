@@ -35,11 +35,7 @@ def own_type_name(config: Mapping[str, Any]) -> str | None:
 
 
 def legacy_rope_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of a ``config.json`` (``rope_theta``, ``rope_scaling``) for transformers 4 to rotate as 5 does.
-
-    Raises:
-        ValueError: If no such keys would make transformers 4 right.
-    """
+    """Return ``rope_theta`` and ``rope_scaling`` for transformers 4; refuse a RoPE type that it computes wrongly."""
     rope = dict(config.get("rope_parameters") or {})
     model_type, rope_type = config["model_type"], rope.get("rope_type", "")
     if own_type_name(config) is not None:

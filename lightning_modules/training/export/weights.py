@@ -16,9 +16,6 @@ def merged_weights(model: PreTrainedModel | PeftModel, dtype: torch.dtype) -> di
 
     The model itself is left as it is, bit for bit: each layer is merged in a copy of its weight. That is done in
     float32 or wider, and rounded once to ``dtype``.
-
-    Raises:
-        ValueError: If peft cannot merge an adapter.
     """
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     adapted = dict(_adapted_modules(base))

@@ -46,8 +46,8 @@ def test_the_interval_narrows_with_more_models_and_is_the_same_again():
     x = rng.normal(size=200)
     y = x + rng.normal(size=200)
     few, many = bootstrap_interval(x[:10], y[:10], "pearson"), bootstrap_interval(x, y, "pearson")
-    assert many.high - many.low < 0.5 * (few.high - few.low)
-    assert many.low < pearson(x, y) < many.high
+    assert many[1] - many[0] < 0.5 * (few[1] - few[0])
+    assert many[0] < pearson(x, y) < many[1]
     assert bootstrap_interval(x, y, "pearson") == many
 
 
