@@ -52,10 +52,6 @@ class ExternalEvaluator(Callback):
         gamma: Largest weight of soft LongPPL.
         options: The other fields of `lightning_modules.scoring.config.EvaluatorConfig`.
 
-    Attributes:
-        scores: The evaluator's scores of the documents of the last evaluation, those of this process, by the SHA-256 of
-            their text; empty with ``key_spans``.
-
     Raises:
         ValueError: If not exactly one of ``evaluator`` and ``key_spans`` is given, one cannot be found, or a threshold
             makes no sense; at setup, if there are several: their values would be averaged under one name.
@@ -80,7 +76,7 @@ class ExternalEvaluator(Callback):
         self.longppl = LongPerplexity()
         self.longppl_soft = LongPerplexity()
         self._counts = torch.zeros(_COUNTS, dtype=torch.float64)
-        self.judged: dict[str, Judged] = {}
+        self.judged: dict[str, Judged] = {}  # by the SHA-256 of texts: the last evaluation's on this process
         self._drawn: set[str] = set()
         self._stored_tokenizer: PreTrainedTokenizerFast | None = None
 
@@ -123,7 +119,7 @@ class ExternalEvaluator(Callback):
         return hard & scored, soft * scored, judged.coverage
 
     def _precomputed_spans(self, text: str, name: str) -> Tensor:
-        """By the document's name, its id (the first word of the name), or the hash of its text."""
+        """Read the spans of a document, by its name, its id (the first word of the name) or the hash of its text."""
         stems = [name.replace("/", "_"), *name.replace("/", "_").split()[:1], text_sha256(text)]
         paths = [Path(str(self.key_spans)) / f"{stem}.txt" for stem in stems if len(stem) < 200]
         found = next((path for path in paths if path.is_file()), None)
@@ -135,7 +131,7 @@ class ExternalEvaluator(Callback):
         return read_key_spans(found, merge=self.config.key_tokens == "paper")
 
     def _draw_histograms(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Of the evaluator's scores on this process, which do not change: once for each set of documents."""
+        """Draw the evaluator's scores on this process, which do not change: once for each set of documents."""
         if not self.judged or set(self.judged) <= self._drawn or trainer.sanity_checking:
             return
         self._drawn |= set(self.judged)
@@ -212,11 +208,7 @@ class ExternalEvaluator(Callback):
 
 
 def stored_offsets(text: str, tokens: Tokens, tokenizer: PreTrainedTokenizerFast) -> Tensor:
-    """Return the ``[N, 2]`` offsets of a document's tokens as its tokenizer is stored, perhaps without spaces.
-
-    Raises:
-        ValueError: If these are not its tokens.
-    """
+    """Return the ``[N, 2]`` offsets of a document's tokens as its tokenizer is stored, perhaps without spaces."""
     for special in (False, True):
         encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=special)
         if encoding.ids[: len(tokens.ids)] == tokens.ids.tolist():

@@ -23,14 +23,9 @@ from lightning_modules.tasks.teacher_forcing import padded_rows
 
 log = logging.getLogger(__name__)
 
-CACHE_BYTES = 2**30
-"""Memory for the caches of a group on a CPU."""
-
-LARGEST_GROUP = 64
-"""Most rows of a group, whose logits exist at the same time."""
-
-WINDOWED_CHUNK = 2048
-"""Tokens of a prompt that a model with sliding windows reads in one pass: its mask has that many rows."""
+CACHE_BYTES = 2**30  # memory for the caches of a group on a CPU
+LARGEST_GROUP = 64  # most rows of a group, whose logits exist at the same time
+WINDOWED_CHUNK = 2048  # tokens that a model with sliding windows reads in one pass: its mask has that many rows
 
 
 def generate(
@@ -44,23 +39,10 @@ def generate(
 ) -> list[list[int]]:
     """Continue each prompt with the likeliest tokens, as ``transformers.generate(do_sample=False)`` does.
 
-    Without gradient, in eval mode, without random numbers. Where weights are sharded, all processes must call it, each
-    with any number of prompts.
-
-    Args:
-        backbone: The model.
-        prompts: Token ids, at least one each.
-        max_new_tokens: One number, or one for each prompt.
-        end_tokens: Tokens that end a continuation; by default those of the model's generation config.
-        done: Called with the continuations of each group, by number of the prompt.
-        stopped: Called with the number of a prompt and its tokens so far, after each; returns whether to stop.
-
-    Returns:
-        New token ids of each prompt, without the end token.
-
-    Raises:
-        ValueError: If a prompt is empty, has tokens that the model does not know, or is longer than learned positions
-            allow.
+    There are no gradients and no random numbers, and the model is in eval mode. Where weights are sharded, all
+    processes must call this, each with any number of prompts. The end tokens, by default those of the model's
+    generation config, are not part of the results. ``done`` gets the continuations of each group, by number of the
+    prompt; ``stopped`` gets the number of a prompt and its new tokens after each one, and returns whether to stop.
     """
     limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
     if not all(prompts):

@@ -17,8 +17,7 @@ from lightning_modules.tasks.evaluation.questions import TaskResult, even_depths
 RULER_THRESHOLD = 85.6
 """Score of Llama-2-7B (chat) at 4,096 tokens, averaged over RULER's 13 tasks (https://arxiv.org/abs/2404.06654)."""
 
-BINS = 11
-"""Depths of heat maps and curves if none were asked for."""
+BINS = 11  # depths of heat maps and curves if none were asked for
 
 
 class Score(NamedTuple):
@@ -30,10 +29,7 @@ class Score(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """``[L, D]`` mean scores in percent, and their standard errors, by length (tokens, ascending) and depth.
-
-    NaN where nothing was measured.
-    """
+    """``[L, D]`` mean scores in percent and standard errors, by length and depth; NaN where nothing was measured."""
 
     lengths: list[int]
     depths: list[float]
@@ -50,16 +46,11 @@ class Perplexities(NamedTuple):
 
 @dataclass(frozen=True)
 class Summary:
-    """Scores in percent, and perplexities if answers were forced.
+    """Scores in percent by task and length, and perplexities if answers were forced.
 
-    Attributes:
-        scores: Mean score by task and length.
-        averages: Average over tasks by length, only for lengths at which all tasks were asked.
-        perplexities: Perplexities over all questions; None if answers were generated. By length they are those of
-            Figure 2 and Table 9 of Fang et al. (2025).
-        heat_maps: Scores by length and depth of each task whose answers have one; of several tasks first of ``all``
-            together. If depths were asked for, these are tasks that have them: others would make one depth easier.
-        seconds: Time that the questions took, over all processes.
+    A length has an average only if all tasks were asked at it. Perplexities by length are those of Figure 2 and Table 9
+    of Fang et al. (2025). Heat maps are by task, ``all`` tasks together first; if depths were asked for, ``all`` leaves
+    out tasks without them, which would make one depth easier. ``seconds`` are summed over all processes.
     """
 
     scores: dict[tuple[str, int], Score]
@@ -138,10 +129,7 @@ def summarize(results: Sequence[TaskResult]) -> Summary:
 
 
 def length_averages(table: pd.DataFrame) -> dict[int, float]:
-    """Return the average over tasks at each length, in percent; all tasks count the same.
-
-    A length is left out unless every task has been measured at it: other tasks make another average.
-    """
+    """Return the average over tasks, in percent, at each length at which every task was measured."""
     means = table.pivot_table(index="length", columns="task", values="score", aggfunc="mean").dropna()
     return {int(length): 100 * float(mean) for length, mean in means.mean(axis=1).items()}
 
@@ -177,8 +165,8 @@ def weighted_average(averages: Mapping[int, float], *, increasing: bool) -> floa
 def depth_matrix(table: pd.DataFrame, *, bins: int = BINS) -> Matrix:
     """Return the mean score by length and depth: the heat map of Needle-in-a-Haystack.
 
-    Its rows are the U-shaped curves of *Lost in the Middle* (https://arxiv.org/abs/2307.03172). Each question that has
-    a ``depth`` counts for the nearest of the evenly spaced bins, and of two that are equally near for the deeper.
+    Each question with a ``depth`` counts for the nearest of the evenly spaced bins, the deeper one if two are equally
+    near. The rows are the U-shaped curves of *Lost in the Middle* (https://arxiv.org/abs/2307.03172).
     """
     table = table[table["depth"].notna()]
     table = table.assign(bin=(table["depth"].astype(float) * (bins - 1) + 0.5).astype(int))

@@ -20,13 +20,8 @@ class ForcedAnswer(NamedTuple):
 class Prompter:
     """Turns questions into tokens, and counts them.
 
-    Args:
-        tokenizer: A fast tokenizer.
-        chat_template: Whether the prompt is the user's turn of the tokenizer's chat template.
-        add_special_tokens: Whether the tokenizer adds its own, such as ``<s>``; a chat template has them already.
-
-    Raises:
-        ValueError: If a chat template is asked for, and the tokenizer has none that can be used.
+    With ``chat_template`` the prompt is the user's turn of the tokenizer's chat template, which has its special tokens
+    already: ``add_special_tokens`` has no effect.
     """
 
     def __init__(

@@ -10,7 +10,7 @@ from lightning_modules.tasks.questions.task import Draft, FittedTask, Request, p
 from lightning_modules.tasks.questions.words import NOUNS, key_word, uuid
 
 Query = Literal["before", "after", "both"]
-"""Where the question stands."""
+"""Where the question is."""
 
 NEEDLE = "The best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day."
 NEEDLE_ANSWERS = ("eat a sandwich", "sit in Dolores Park", "sunny day")
@@ -28,11 +28,10 @@ STARTS = 10_000
 class Needle(FittedTask):
     """What is the best thing to do in San Francisco?
 
-    Needle-in-a-Haystack (Kamradt 2023, https://github.com/gkamradt/LLMTest_NeedleInAHaystack), for a grid of lengths
-    and depths, with its needle, its question and the words of its prompt for Anthropic's models. Unlike there, no
-    language model judges the answer from 1 to 10: the score is the fraction of "eat a sandwich", "sit in Dolores Park"
-    and "sunny day" that the answer holds. The needle is between whole sentences, and the haystack begins elsewhere in
-    the essays for each example, instead of always at the front.
+    Needle-in-a-Haystack (Kamradt 2023, https://github.com/gkamradt/LLMTest_NeedleInAHaystack), with its needle, its
+    question and the words of its prompt for Anthropic's models. Unlike there, no language model judges the answer from
+    1 to 10: the score is the fraction of "eat a sandwich", "sit in Dolores Park" and "sunny day" that the answer holds.
+    The needle is between whole sentences, and each example begins elsewhere in the essays, not always at the front.
     """
 
     name = "needle"
@@ -154,9 +153,7 @@ LONGEVAL_HEADER = (
 LONGEVAL_LINE = "line {key}: REGISTER_CONTENT is <{value}>\n"
 LONGEVAL_QUESTION = "\nNow the record is over. Tell me what is the <REGISTER_CONTENT> in line {key}? I need the number."
 LONGEVAL_ANSWER_PREFIX = " Line <{key}>: <REGISTER_CONTENT> is"
-
-LONGEVAL_LARGEST = 50000
-"""Numbers are drawn from 1 to this."""
+LONGEVAL_LARGEST = 50000  # numbers are drawn from 1 to this
 
 
 class LongEvalLines(FittedTask):
@@ -215,11 +212,8 @@ class KeyValues(FittedTask):
     Key-value retrieval of *Lost in the Middle* (Liu et al. 2023, section 3, https://arxiv.org/abs/2307.03172), with the
     words of its public code: keys and values are UUIDs, and the answer is right if it holds the value, ignoring case.
     Unlike there, the budget decides the number of pairs, instead of 75, 140 or 300 fixed ones, and the place of the
-    pair is given as a depth.
-
-    Args:
-        query: Where the key is asked for: ``after`` the object, as the paper does by default; ``both`` before and after
-            it, its query-aware contextualization; or only ``before`` it, which is not in the paper.
+    pair is given as a depth. The key is asked for ``after`` the object, as the paper does by default, in ``both``
+    places (its query-aware contextualization), or only ``before`` it, which is not in the paper.
     """
 
     max_new_tokens = 100

@@ -14,8 +14,7 @@ from lightning_modules.tasks.questions.prompter import Prompter
 Wording = Callable[[int], tuple[str, str]]
 """Prompt and answer prefix for a number of pieces of text."""
 
-SPARE = 1000
-"""Pieces beyond one per token after which a text that hardly grows is given up."""
+SPARE = 1000  # pieces beyond one per token after which a text that hardly grows is given up
 
 
 def place(depth: float, others: int) -> int:
@@ -160,9 +159,6 @@ def most_units(
 
     As tokens grow about linearly with the pieces, interpolation finds the number in a few tries, each of which
     tokenizes the whole text. A ``guess`` of the result may save some.
-
-    Raises:
-        ValueError: If not even ``least`` pieces fit, or the text hardly grows with its pieces.
 
     Example:
         >>> most_units(lambda n: 10 + 7 * n, 100)

@@ -15,13 +15,11 @@ from torch import Tensor
 from lightning_modules.scoring.token_scores import TokenScores
 from lightning_modules.visualization.report import Table, as_markdown_table
 
-STEPS = ((4.0, "█"), (2.0, "▆"), (1.0, "▄"), (0.5, "▂"))
-"""Symbols of long-short differences above these nats."""
+STEPS = ((4.0, "█"), (2.0, "▆"), (1.0, "▄"), (0.5, "▂"))  # nats of long-short difference above which a symbol is shown
 
 HELP = "**Key tokens** are bold, with numbers under the mouse. LSD above 0.5, 1, 2, 4 nats: ▂ ▄ ▆ █; below -0.5: ▿."
 
-BEFORE, AFTER = 24, 8
-"""Tokens shown before and after a key token."""
+BEFORE, AFTER = 24, 8  # tokens shown around a key token
 
 
 @dataclass

@@ -43,9 +43,9 @@ CUSTOM_SCALARS = {
 
 @dataclass
 class InspectedDocument:
-    """A validation document with its scores by the model in training.
+    """A validation document with the scores of the model in training.
 
-    ``scored`` are the ``[N]`` tokens that count, and ``key`` the key tokens if they are known beforehand.
+    ``scored`` marks the ``[N]`` tokens that count, ``key`` the key tokens if they are known beforehand.
     """
 
     name: str

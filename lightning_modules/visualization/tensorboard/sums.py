@@ -6,21 +6,14 @@ from torch import Tensor
 from lightning_modules.batch import IGNORE_INDEX, LONGEST_ROW
 from lightning_modules.functional import PowerLaw, fit_power_law
 
-SHORTEST_FITTED = 16
-"""Shortest context to which a power law is fitted, in tokens: shorter ones are within a sentence."""
-
-SAMPLED = 4096
-"""Most tokens of a batch in a sample."""
+SHORTEST_FITTED = 16  # tokens of context to which a power law is fitted: shorter ones are within a sentence
+SAMPLED = 4096  # most tokens of a batch in a sample
 
 
 class PositionSums:
     """Means of per-token values by the position of the token in its document, in bins of half an octave.
 
-    Args:
-        values: How many values each token has.
-
-    Attributes:
-        sums: ``[2 + values, bins]`` float64: tokens, their positions, and their values, summed up.
+    ``sums`` is ``[2 + values, bins]`` float64: numbers of tokens, and sums of their positions and values.
     """
 
     def __init__(self, values: int) -> None:

@@ -24,8 +24,7 @@ QUESTION = (
 ANSWER_PREFIX = " The special magic {kind} for {query} mentioned in the provided text are"
 
 DRAW: dict[Kind, Callable[[random.Random], str]] = {"words": key_word, "numbers": number, "uuids": uuid}
-DEPTHS = [round(100 * step / 39) for step in range(40)]
-"""Percent: where needles stand in essays unless a depth is asked for."""
+DEPTHS = [round(100 * step / 39) for step in range(40)]  # of needles in essays, in percent
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from lightning_modules.tasks.questions.task import Draft, FittedTask, Request, m
 
 HOPS = 4
 EXAMPLE_TOKENS = 500
-LEAST_LINES = 5
-"""As many as there are assignments: each stands before a line of its own."""
+LEAST_LINES = 5  # one for each assignment, which precedes it
 
 _TEMPLATE = (
     "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\n"

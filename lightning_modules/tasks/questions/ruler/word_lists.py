@@ -12,12 +12,8 @@ from lightning_modules.tasks.questions.task import Draft, FittedTask, Request
 from lightning_modules.tasks.questions.words import ADJECTIVES, NOUNS, distinct, made_up_words
 
 COMMON = 10
-SHORT = 4096
-"""Tokens below which words are repeated less."""
-
-LEAST_OTHERS = 10
-"""With fewer words that are not common, the list would name nearly the common ones alone."""
-
+SHORT = 4096  # tokens below which words are repeated less
+LEAST_OTHERS = 10  # with fewer words that are not common, the list would name nearly the common ones alone
 WORDS = tuple(sorted({*ADJECTIVES, *NOUNS}))
 
 _COMMON_TEMPLATE = (
