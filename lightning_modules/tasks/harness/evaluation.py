@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.tokenization.chat_templates import check_chat_template
-from lightning_modules.tasks.evaluation.config import EvaluationConfig
+from lightning_modules.tasks.evaluation.config import EvaluationConfig, TaskConfig
 from lightning_modules.tasks.harness.model import HarnessModel
 from lightning_modules.tasks.harness.tasks import SETS, load_tasks, seed
 from lightning_modules.utilities.files import write_atomically
@@ -79,15 +79,7 @@ class HarnessEvaluation:
         )
         for number, name in enumerate(names := self.missing(rank, processes)):
             log.info("Tasks of the harness: %s (%d of %d)", name, number + 1, len(names))
-            result = evaluate_task(
-                model,
-                name,
-                self.loaded.tasks[name],
-                limit=config.limit,
-                chat_template=config.chat_template,
-                log_samples=config.log_samples,
-                bootstrap_iters=1000,
-            )
+            result = evaluate_task(model, name, self.loaded.tasks[name], config, bootstrap_iters=1000)
             self.results.write(name, result, self.loaded.files[name])
 
     def report(self) -> str:
@@ -107,14 +99,7 @@ class HarnessEvaluation:
 
 
 def evaluate_task(
-    model: HarnessModel,
-    name: str,
-    task: Task,
-    *,
-    limit: float | None = None,
-    chat_template: bool = False,
-    log_samples: bool = False,
-    bootstrap_iters: int = 0,
+    model: HarnessModel, name: str, task: Task, config: TaskConfig, *, bootstrap_iters: int = 0
 ) -> dict[str, Any]:
     """Ask a task of a model; random states and the model's mode are restored.
 
@@ -128,11 +113,11 @@ def evaluate_task(
         found: Any = evaluate(
             model,
             {"tasks": {name: task}},
-            limit=limit,
+            limit=config.limit,
             bootstrap_iters=bootstrap_iters,
-            log_samples=log_samples,
-            apply_chat_template=chat_template,
-            fewshot_as_multiturn=chat_template,
+            log_samples=config.log_samples,
+            apply_chat_template=config.chat_template,
+            fewshot_as_multiturn=config.chat_template,
         )
     result = {
         "metrics": _plain(found["results"][name]),
@@ -142,7 +127,7 @@ def evaluate_task(
         "version": found["versions"][name],
         "seconds": time.perf_counter() - started,
     }
-    return {**result, "samples": found["samples"][name]} if log_samples else result
+    return {**result, "samples": found["samples"][name]} if config.log_samples else result
 
 
 def aggregate(groups: Mapping[str, Group], results: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float]]:

@@ -161,7 +161,7 @@ class HarnessModel(TemplateLM):
             index: postprocess_generated_text(text, arguments[index][1], None)
             for index, text in zip(order, decoded, strict=True)
         }
-        texts = shared(found)
+        texts = merged(found)
         return [texts[index] for index in range(len(requests))]
 
     def _score(self, continuations: Sequence[Continuation]) -> list[Any]:
@@ -238,12 +238,12 @@ def score_continuations(
             parts = zip(*(part.cpu().split(sizes) for part in scores), strict=True)
             for (_, index), (log_likelihood, likeliest) in zip(members, parts, strict=True):
                 found[index] = Score(math.fsum(log_likelihood.tolist()), bool(likeliest.all()))
-    found = shared(found)
+    found = merged(found)
     return [found.get(index, Score(0.0, True)) for index in range(len(continuations))]
 
 
-def shared(found: dict[int, Answer]) -> dict[int, Answer]:
-    """Return what all processes have found; each of them must call it."""
+def merged(found: dict[int, Answer]) -> dict[int, Answer]:
+    """Return the answers of all processes; each of them must call it."""
     return {index: answer for part in gathered(found) for index, answer in part.items()}
 
 

@@ -51,8 +51,7 @@ class Prompter:
     def force(self, prompt: str, answer_prefix: str, target: str, answers: Sequence[str]) -> ForcedAnswer:
         """Return a question and its answer as one text; see `Example` for the arguments.
 
-        Where the target begins a turn of a chat template, its leading space is left out, and so are answers that are
-        not in it.
+        A target that begins a turn of a chat template loses its leading space; answers that are not in it have no span.
         """
         asked = self.encode(prompt, answer_prefix)
         if self.chat_template and not answer_prefix:

@@ -107,7 +107,7 @@ def _choice() -> str:
 
 
 def _import(path: str) -> Task:
-    """Make a task of the user."""
+    """Make a task from the user's class."""
     try:
         kind = import_object(path)
     except (ImportError, AttributeError) as error:

@@ -44,18 +44,11 @@ class Task(ABC):
     def example(
         self, prompter: Prompter, length: int, index: int, *, seed: int = 0, depth: float | None = None
     ) -> Example:
-        """Make one question.
+        """Make one question; a ``ValueError`` is raised if ``length`` is too short for the shortest one.
 
-        Args:
-            prompter: Counts tokens.
-            length: Tokens of prompt, answer prefix and `max_new_tokens` together: as many as whole pieces of the long
-                text (a sentence, a line, a word) allow, and never more.
-            index: Number of the question, from 0.
-            seed: Seed of all that is random.
-            depth: Place of the answer, from 0 to 1, if the task varies it; drawn by default.
-
-        Raises:
-            ValueError: If ``length`` is too short for the shortest question.
+        ``length`` counts the tokens of prompt, answer prefix and `max_new_tokens`: as many as whole pieces of the long
+        text (a sentence, a line, a word) allow, and never more. ``depth`` is the place of the answer, from 0 to 1, if
+        the task varies it; drawn by default.
         """
 
     def random(self, length: int, index: int, seed: int) -> random.Random:

@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import html
+import json
 import math
 import os
 import re
@@ -28,7 +29,6 @@ from lightning_modules.visualization.page.payload import (
     pack,
     span_arrays,
     utf8,
-    utf8_json,
 )
 
 _MODEL_FIGURES = """<div class="key"><dt>LongPPL of model</dt><dd id="model-longppl">{}</dd></div>
@@ -75,20 +75,22 @@ class Inspection:
         """Return the page."""
         script = f"(() => {{\n'use strict';\n{''.join(_read(name) for name in _SCRIPTS)}}})();"
         style = _read("page.css")
+        found = self.alternatives
+        alternatives = {} if found is None else alternative_arrays(found, self._vocabulary, self._first_short)
         safe = {
             "script": script,
             "style": style,
             "script_hash": _source_hash(script),
             "style_hash": _source_hash(style),
             "scores": pack(self._arrays()),
-            "alternatives": pack(self._alternative_arrays()),
+            "alternatives": pack(alternatives),
             "model_figures": ""
             if self.model is None
             else _MODEL_FIGURES.format(*map(_perplexity, self.model.perplexities())),
         }
-        shown = {name: html.escape(value) for name, value in self._shown().items()}
-        # In one pass: what a value holds is never taken for a place to be filled.
-        return re.sub(r"\[\[(\w+)\]\]", lambda place: (safe | shown)[place[1]], _read("page.html"))
+        escaped = {name: html.escape(value) for name, value in self._shown().items()}
+        # In one pass: the content of a value is never taken for a place to be filled.
+        return re.sub(r"\[\[(\w+)\]\]", lambda place: (safe | escaped)[place[1]], _read("page.html"))
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the page in one step."""
@@ -146,9 +148,9 @@ class Inspection:
         scores, vocabulary = self.scores, self._vocabulary
         advance, length = span_arrays(self.text, scores.offsets)
         arrays: dict[str, np.ndarray[Any, Any]] = {
-            "facts": utf8_json(self._facts()),
+            "facts": utf8(json.dumps(self._facts())),
             "text": utf8(self.text),
-            "vocabulary": utf8_json([self.token_texts[index] for index in vocabulary.tolist()]),
+            "vocabulary": utf8(json.dumps([self.token_texts[index] for index in vocabulary.tolist()])),
             "token": numbered(vocabulary, scores.token_ids),
             "long": scores.long.numpy(),
             "short": scores.short.numpy(),
@@ -179,11 +181,6 @@ class Inspection:
         if self.model is None or (same := same_tokens(own, self.model.tokens)) is None:
             return None
         return [same[0].start, same[0].stop, same[1].start]
-
-    def _alternative_arrays(self) -> dict[str, np.ndarray[Any, Any]]:
-        if self.alternatives is None:
-            return {}
-        return alternative_arrays(self.alternatives, self._vocabulary, self._first_short)
 
     @cached_property
     def _vocabulary(self) -> Tensor:

@@ -1,7 +1,6 @@
 """Arrays of a document for the page's script."""
 
 import base64
-import json
 import re
 import zlib
 from collections.abc import Mapping
@@ -29,11 +28,6 @@ def pack(arrays: Mapping[str, NDArray[np.generic]]) -> str:
 def utf8(text: str) -> NDArray[np.uint8]:
     """Encode a text as UTF-8; a lone surrogate, which cannot be encoded, becomes the replacement character."""
     return np.frombuffer(_SURROGATE.sub("\ufffd", text).encode("utf-8"), dtype=np.uint8)
-
-
-def utf8_json(value: object) -> NDArray[np.uint8]:
-    """UTF-8 of a value as JSON."""
-    return utf8(json.dumps(value))
 
 
 def span_arrays(text: str, offsets: Tensor) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:

@@ -142,10 +142,9 @@ def helped_markdown(documents: Sequence[ScoredDocument], *, count: int = 20) -> 
 
 
 def learned_markdown(document: ScoredDocument, long_then: Tensor, *, then: int, count: int = 20) -> str:
-    """Format a table of how the probabilities of key tokens have changed since the step ``then``.
+    """Format a table of how the probabilities of ``count`` key tokens at most have changed since the step ``then``.
 
-    At most ``count`` rows: those that the long context helps most. ``long_then`` are the ``[N]`` long log-likelihoods
-    at that step, in nats.
+    ``long_then`` are the ``[N]`` long log-likelihoods at that step, in nats; the most helped tokens are shown.
     """
     if not document.key.any():
         return "This document has no key token."

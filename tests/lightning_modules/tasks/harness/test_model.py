@@ -12,6 +12,7 @@ from lm_eval.tasks import TaskManager
 
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
+from lightning_modules.tasks.evaluation.config import TaskConfig
 from lightning_modules.tasks.harness.evaluation import aggregate, evaluate_task
 from lightning_modules.tasks.harness.model import Continuation, HarnessModel, score_continuations
 from lightning_modules.tasks.harness.tasks import load_tasks
@@ -36,7 +37,8 @@ def pair(request, model_dir):
 def test_same_answers_and_metrics(pair, task_dir):
     ours, theirs = pair
     loaded = load_tasks(NAMES, include_path=str(task_dir))
-    found = {name: evaluate_task(ours, name, task, log_samples=True, limit=5) for name, task in loaded.tasks.items()}
+    config = TaskConfig(log_samples=True, limit=5)
+    found = {name: evaluate_task(ours, name, task, config) for name, task in loaded.tasks.items()}
     manager = TaskManager(include_path=str(task_dir), include_defaults=False)
     expected = simple_evaluate(theirs, tasks=NAMES, task_manager=manager, bootstrap_iters=0, limit=5)
     assert set(found) == {"choice", "letter", "answer", "rolling"}
@@ -106,12 +108,12 @@ def test_random_states_and_modes_come_back(model_dir, tokenizer, task_dir):
     model = HarnessModel(Backbone(network), tokenizer)
     before = (random.getstate(), np.random.get_state()[1].copy(), torch.get_rng_state())
     loaded = load_tasks(["choice"], include_path=str(task_dir))
-    first = evaluate_task(model, "choice", loaded.tasks["choice"], log_samples=True)
+    first = evaluate_task(model, "choice", loaded.tasks["choice"], TaskConfig(log_samples=True))
     assert random.getstate() == before[0]
     np.testing.assert_array_equal(np.random.get_state()[1], before[1])
     torch.testing.assert_close(torch.get_rng_state(), before[2])
     assert network.training
-    again = evaluate_task(model, "choice", loaded.tasks["choice"], log_samples=True)
+    again = evaluate_task(model, "choice", loaded.tasks["choice"], TaskConfig(log_samples=True))
     assert [sample["arguments"] for sample in again["samples"]] == [sample["arguments"] for sample in first["samples"]]
 
 
@@ -120,7 +122,7 @@ def test_chat_template(model_dir, task_dir):
     tokenizer.chat_template = "{% for m in messages %}<s>{{ m.content }}</s>{% endfor %}"
     model = HarnessModel(Backbone(tiny_model("llama", len(tokenizer))), tokenizer)
     task = load_tasks(["letter"], include_path=str(task_dir)).tasks["letter"]
-    result = evaluate_task(model, "letter", task, chat_template=True, log_samples=True, limit=1)
+    result = evaluate_task(model, "letter", task, TaskConfig(chat_template=True, log_samples=True, limit=1))
     prompt = result["samples"][0]["arguments"][0][0]
     assert prompt.startswith("<s>")
     assert model.tok_encode(prompt).count(tokenizer.bos_token_id) == 1  # none besides the template's

@@ -9,6 +9,7 @@ from lm_eval.api.instance import Instance
 from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.loading import load_backbone
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
+from lightning_modules.tasks.evaluation.config import TaskConfig
 from lightning_modules.tasks.harness.evaluation import evaluate_task
 from lightning_modules.tasks.harness.model import HarnessModel
 from lightning_modules.tasks.harness.tasks import load_tasks
@@ -22,7 +23,7 @@ def ask(backbone, model_dir, task_dir):
     model = HarnessModel(backbone, load_tokenizer(model_dir), batch_tokens=300, max_length=200)
     found = {}
     for name, task in load_tasks(NAMES, include_path=task_dir).tasks.items():
-        result = evaluate_task(model, name, task, log_samples=True, limit=5)
+        result = evaluate_task(model, name, task, TaskConfig(log_samples=True, limit=5))
         found[name] = [result["metrics"], [sample["resps"] for sample in result["samples"]]]
     return json.loads(json.dumps(found))
 
