@@ -40,8 +40,7 @@ class ExternalEvaluator(Callback):
     way of characters; ``val/tokens_sharing_characters`` and ``val/tokens_without_characters`` are shares of the model's
     tokens, ``val/evaluator_tokens_..`` of the evaluator's. The evaluator scores each document once; its scores are
     stored, so that other thresholds, later epochs and other models need no second pass, and its memory is given back
-    after the evaluation.
-    It lives here and not in the module: it is neither optimised nor checkpointed nor cast.
+    after the evaluation. It is not part of the module: it is neither optimized nor checkpointed nor cast.
 
     Args:
         evaluator: Hub id or local folder of a model with a long context; its tokenizer may be another one than that

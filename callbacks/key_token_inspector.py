@@ -48,9 +48,6 @@ class KeyTokenInspector(Callback):
         weights_every_n_steps: Optimizer steps from one histogram of the token weights to the next.
         alpha: A key token's long-short difference exceeds it, in nats; used without an `ExternalEvaluator` only.
         beta: A key token's long log-likelihood exceeds it, in nats; used without an `ExternalEvaluator` only.
-
-    Raises:
-        ValueError: If a threshold makes no sense, or ``documents`` names none.
     """
 
     def __init__(

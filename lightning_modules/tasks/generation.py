@@ -1,8 +1,7 @@
 """Greedy continuations of many prompts, with a key-value cache.
 
-Each prompt is read alone, without padding and so without a mask of all its tokens; then the caches of a group are
-padded on the left to one length, and the group continues together, a token per pass. Logits exist for one position of
-each row. A trial finds models that do not support this, which are served in a slower way.
+Each prompt is read alone, without padding or a mask; then the caches of a group are padded on the left to one length,
+and the group continues together, a token per pass. A trial finds models that do not support this; they are slower.
 """
 
 import logging

@@ -138,10 +138,6 @@ def effective_length(averages: Mapping[int, float], *, threshold: float = RULER_
     """Return RULER's effective length: the longest at which the average over tasks exceeds the threshold, in percent.
 
     "The maximum length exceeding the threshold" (Section 4); shorter ones need not exceed it. None if none does.
-
-    Example:
-        >>> effective_length({4096: 95.5, 8192: 93.8, 16384: 91.6, 32768: 87.4, 65536: 84.7, 131072: 77.0})
-        32768
     """
     return max((length for length, average in averages.items() if average > threshold), default=None)
 
@@ -150,11 +146,6 @@ def weighted_average(averages: Mapping[int, float], *, increasing: bool) -> floa
     """Return RULER's ``wAvg. (inc)`` or ``wAvg. (dec)``: lengths weigh 1, 2, 3 .. in ascending or descending order.
 
     Only the same lengths make comparable averages; NaN without any length.
-
-    Example:
-        >>> scores = {4096: 96.5, 8192: 95.8, 16384: 95.4, 32768: 94.8, 65536: 88.4, 131072: 66.6}
-        >>> round(weighted_average(scores, increasing=True), 1), round(weighted_average(scores, increasing=False), 1)
-        (85.5, 93.7)
     """
     if not averages:
         return math.nan

@@ -90,7 +90,7 @@ def read_hotpot(path: str | Path) -> Collection:
     return _collection(path, "HotpotQA", "`question`, `answer`, `context`", collection)
 
 
-@lru_cache(maxsize=1)  # tasks that differ in where the question stands share the passages
+@lru_cache(maxsize=1)  # tasks that differ in the place of the question share the passages
 def read_nq_open(path: str | Path) -> tuple[OpenQuestion, ...]:
     """Read multi-document questions as *Lost in the Middle* publishes them: a JSON object per line, perhaps gzipped.
 

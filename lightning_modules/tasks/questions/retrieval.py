@@ -68,9 +68,8 @@ class Passkey(FittedTask):
     """What is the pass key?
 
     From Landmark Attention (Mohtashami and Jaggi 2023, https://arxiv.org/abs/2305.16300), worded as in the public code
-    of LongLoRA; *Effective Long-Context Scaling* (Xiong et al. 2023, https://arxiv.org/abs/2309.16039) uses it as well.
-    Unlike there, the noise on both sides consists of whole sentences, and the first number that the model generates has
-    to be the key, whatever its tokens are.
+    of LongLoRA; also used by *Effective Long-Context Scaling* (Xiong et al. 2023, https://arxiv.org/abs/2309.16039).
+    Unlike there, the noise consists of whole sentences, and the first generated number has to be the key.
     """
 
     name = "passkey"
@@ -109,11 +108,11 @@ MOST_CHARACTERS = 120
 class FirstSentence(FittedTask):
     """What is the first sentence of the text?
 
-    The probe of the effective context of *Effective Long-Context Scaling* (Xiong et al. 2023, section 4.1,
-    https://arxiv.org/abs/2309.16039), whose words and texts are not published: the question is ours. As there, the
-    score is ROUGE-L: its F1, for as many generated words as the sentence has. The text begins anywhere in the essays
-    with a sentence of 5 words or more and 120 characters or fewer. Examples name no depth: it is always the front, with
-    which scores by depth would compare the middle of other tasks.
+    The probe of *Effective Long-Context Scaling* (Xiong et al. 2023, section 4.1, https://arxiv.org/abs/2309.16039),
+    whose words and texts are not published: the question is ours. As there, the score is ROUGE-L: its F1, for as many
+    generated words as the sentence has. The text begins anywhere in the essays with a sentence of 5 words or more and
+    120 characters or fewer. Examples name no depth: it is always the front, whereas scores by depth are about the
+    middle.
     """
 
     name = "first_sentence"
@@ -162,10 +161,9 @@ class LongEvalLines(FittedTask):
     The task `lines` of LongEval (Li et al. 2023, https://lmsys.org/blog/2023-06-29-longchat), with the words and the
     scoring of its public code. With a chat template the last number of the answer counts, as there. Without one the
     answer prefix is that with which the original asks a base model (MPT-7B-Storywriter), and the first number counts,
-    since such a model continues with more lines.
-
-    Unlike there, the budget decides the number of lines, instead of 200 to 1350 fixed ones; line indices come from our
-    lists and are distinct; and no other line has the number that is asked for.
+    since such a model continues with more lines. Unlike there, the budget decides the number of lines, instead of 200
+    to 1350 fixed ones; line indices come from our lists and are distinct; and no other line has the number that is
+    asked for.
     """
 
     name = "longeval_lines"
@@ -182,7 +180,7 @@ class LongEvalLines(FittedTask):
         def draw() -> str:
             other = key_word(rng)
             while other in taken:
-                other += f"-{rng.choice(NOUNS)}"  # there is no end to lines
+                other += f"-{rng.choice(NOUNS)}"  # lines never run out
             taken.add(other)
             number = rng.randint(1, LONGEVAL_LARGEST - 1)
             return LONGEVAL_LINE.format(key=other, value=number + (number >= value))

@@ -18,12 +18,7 @@ SPARE = 1000  # pieces beyond one per token after which a text that hardly grows
 
 
 def place(depth: float, others: int) -> int:
-    """Return how many of the other pieces precede the one at a depth from 0 (front) to 1 (end).
-
-    Example:
-        >>> place(0.0, 10), place(0.25, 10), place(1.0, 10)
-        (0, 2, 10)
-    """
+    """Return how many of the other pieces precede the one at a depth from 0 (front) to 1 (end)."""
     return round(depth * others)
 
 
@@ -100,7 +95,7 @@ class Draft(NamedTuple):
         wording: Prompt and answer prefix for a number of pieces.
         answers: As in `Example`, like target and match.
         least: Fewest pieces.
-        most: Number of all pieces; None if there is no end to them.
+        most: Number of all pieces; None without a limit.
         exhausted: Error if all pieces together leave room for more; None if that is fine.
         depth: Depth of the answer among a number of pieces.
     """
@@ -116,7 +111,7 @@ class Draft(NamedTuple):
 
 
 class FittedTask(Task):
-    """A task that fills a draft with as many pieces of text as fit."""
+    """A task that fills a draft with all pieces of text that fit."""
 
     @abstractmethod
     def draft(self, asked: Request) -> Draft:
@@ -151,11 +146,8 @@ def most_units(
     """Return the largest number of pieces, from ``least`` to ``most``, whose text has at most ``limit`` tokens.
 
     As tokens grow about linearly with the pieces, interpolation finds the number in a few tries, each of which
-    tokenizes the whole text. A ``guess`` of the result may save some.
-
-    Example:
-        >>> most_units(lambda n: 10 + 7 * n, 100)
-        12
+    tokenizes the whole text. A ``guess`` of the result may save some. A ``ValueError`` is raised if not even ``least``
+    pieces fit, or if the text hardly grows with its pieces.
     """
     low, low_tokens = least, tokens(least)
     if low_tokens > limit:

@@ -1,6 +1,6 @@
-"""Documents with one model's scores, as Markdown that passes TensorBoard's sanitizer, for any text.
+"""Documents with one model's scores, as Markdown.
 
-It removes colors and keeps bold, tables and links with a title: `[token](# "shown under the mouse")`.
+TensorBoard removes colors and keeps bold, tables and links with a title: `[token](# "shown under the mouse")`.
 """
 
 import math
@@ -75,7 +75,7 @@ class ScoredDocument:
         return list(zip(starts, stops, strict=True))
 
     def distance(self, index: int) -> int | None:
-        """Return the distance in tokens to the same token before it; None if there is none."""
+        """Return the distance in tokens to the same token before it, or None."""
         earlier = (self.scores.token_ids[:index] == self.scores.token_ids[index]).nonzero()
         return index - int(earlier[-1]) if len(earlier) else None
 
@@ -100,12 +100,7 @@ def escaped(text: str) -> str:
 
 
 def probability(log_likelihood: float) -> str:
-    """Format a probability as ``12.3%``, and rare ones as powers of ten.
-
-    Example:
-        >>> probability(-1.0), probability(-10.0)
-        ('36.8%', '5e-05')
-    """
+    """Format the probability of a log-likelihood as ``12.3%``, or as ``5e-05`` if it is below 0.1%."""
     value = math.exp(log_likelihood)
     return f"{value:.1%}" if value >= 0.001 else f"{value:.0e}"
 
