@@ -124,8 +124,7 @@ class KeyTokenInspector(Callback):
             step = trainer.global_step + 1  # the one that this batch is a part of
             if step == 1 or step % self.weights_every_n_steps == 0:
                 self._weights_step = step
-                context = (None, None) if short is None else (short.log_likelihood, short.has_short_context)
-                self._weights.add(long, token_weights, labels, *context)
+                self._weights.add(long, token_weights, short, labels)
 
         pl_module.token_observer = observe
 

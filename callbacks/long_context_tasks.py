@@ -217,9 +217,8 @@ class LongContextTasks(Callback):
         assert self._prompter is not None
         assert self._loaded is not None
         started = time.perf_counter()
-        limits = {name: getattr(self.config, name) for name in ("max_length", "truncation", "batch_tokens")}
-        model = HarnessModel(pl_module.backbone, self._prompter.tokenizer, **limits)
-        found = {name: evaluate_task(model, name, task, self.config) for name, task in self._loaded.tasks.items()}
+        model = HarnessModel(pl_module.backbone, self._prompter.tokenizer, self.config)
+        found = {name: evaluate_task(model, name, task) for name, task in self._loaded.tasks.items()}
         self._write_samples(trainer, found)
         metrics = {name: result["metrics"] for name, result in found.items()} | aggregate(self._loaded.groups, found)
         if model.truncated:

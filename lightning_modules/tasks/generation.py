@@ -128,12 +128,11 @@ class _Decoder:
     def _recompute(self, run: Callable[..., Any], row: _Row) -> list[int]:
         tokens = torch.tensor([row.prompt], device=self.backbone.device)
         continuation: list[int] = []
-        goes_on = True
-        while goes_on:
+        while True:
             token = _uncached_logits(self.backbone, run, tokens).argmax(-1)
-            goes_on = self._goes_on(row, continuation, int(token))
+            if not self._goes_on(row, continuation, int(token)):
+                return continuation
             tokens = torch.cat([tokens, token[None]], dim=1)
-        return continuation
 
     def _goes_on(self, row: _Row, continuation: list[int], token: int) -> bool:
         """Add a token to a continuation, unless it ends it; return whether another one is wanted."""

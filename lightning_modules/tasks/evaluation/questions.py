@@ -69,7 +69,7 @@ def make_questions(keys: Iterable[Key], tasks: Sequence[Task], prompter: Prompte
 def check_questions(keys: Iterable[Key], tasks: Sequence[Task], prompter: Prompter, seed: int) -> None:
     """Make the first question of each task and length: if it can be made, so can the others.
 
-    It warns if the tokenizer does not know the words of a question, as no model could answer it.
+    Warn if the tokenizer does not know the words of a question, as no model could answer it.
     """
     first = [next(cell) for _, cell in groupby(keys, key=lambda key: (key.task, key.length))]
     for key, example in make_questions(first, tasks, prompter, seed):

@@ -1,7 +1,4 @@
-"""Scores of an evaluation, from those of single questions.
-
-Questions score from 0 to 1; everything here is in percent, as RULER reports it. Missing results are left out, never 0.
-"""
+"""Scores of an evaluation in percent, from those of questions (0 to 1). Missing results are left out, never 0."""
 
 import math
 from collections.abc import Mapping, Sequence

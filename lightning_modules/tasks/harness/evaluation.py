@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.tokenization.chat_templates import check_chat_template
-from lightning_modules.tasks.evaluation.config import EvaluationConfig, TaskConfig
+from lightning_modules.tasks.evaluation.config import EvaluationConfig
 from lightning_modules.tasks.harness.model import HarnessModel
 from lightning_modules.tasks.harness.tasks import SETS, load_tasks, seed
 from lightning_modules.utilities.files import write_atomically
@@ -69,17 +69,10 @@ class HarnessEvaluation:
 
     def ask(self, backbone: Backbone, rank: int = 0, processes: int = 1) -> None:
         """Ask the missing tasks, and store the result of each at once."""
-        config = self.config
-        model = HarnessModel(
-            backbone,
-            self.tokenizer,
-            max_length=config.max_length,
-            truncation=config.truncation,
-            batch_tokens=config.batch_tokens,
-        )
+        model = HarnessModel(backbone, self.tokenizer, self.config)
         for number, name in enumerate(names := self.missing(rank, processes)):
             log.info("Tasks of the harness: %s (%d of %d)", name, number + 1, len(names))
-            result = evaluate_task(model, name, self.loaded.tasks[name], config, bootstrap_iters=1000)
+            result = evaluate_task(model, name, self.loaded.tasks[name], bootstrap_iters=1000)
             self.results.write(name, result, self.loaded.files[name])
 
     def report(self) -> str:
@@ -98,15 +91,13 @@ class HarnessEvaluation:
         return table(result)
 
 
-def evaluate_task(
-    model: HarnessModel, name: str, task: Task, config: TaskConfig, *, bootstrap_iters: int = 0
-) -> dict[str, Any]:
+def evaluate_task(model: HarnessModel, name: str, task: Task, *, bootstrap_iters: int = 0) -> dict[str, Any]:
     """Ask a task of a model; random states and the model's mode are restored.
 
     ``bootstrap_iters`` are the resamples for standard errors of metrics that are not means. The result has the task's
     ``metrics`` as the harness gives them, by name and filter, and ``samples`` if they are logged.
     """
-    before, started = model.truncated, time.perf_counter()
+    config, before, started = model.task_config, model.truncated, time.perf_counter()
     with isolate_rng(), torch.no_grad():
         seed()
         task.set_fewshot_seed(1234)  # as the harness does

@@ -20,7 +20,7 @@ from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.lockstep import lockstep
 from lightning_modules.models.optimizations import eval_mode, last_layer_reads_from, no_autocast_cache
 from lightning_modules.models.tokenization.chat_templates import render_chat
-from lightning_modules.tasks.evaluation.config import Truncation
+from lightning_modules.tasks.evaluation.config import TaskConfig
 from lightning_modules.tasks.generation import generate
 from lightning_modules.tasks.teacher_forcing import group_rows, padded_rows
 from lightning_modules.utilities.collectives import gathered, rank_and_size
@@ -53,15 +53,7 @@ class HarnessModel(TemplateLM):
     have lost tokens.
     """
 
-    def __init__(
-        self,
-        backbone: Backbone,
-        tokenizer: PreTrainedTokenizerFast,
-        *,
-        max_length: int | None = None,
-        truncation: Truncation = "middle",
-        batch_tokens: int = 16_384,
-    ) -> None:
+    def __init__(self, backbone: Backbone, tokenizer: PreTrainedTokenizerFast, config: TaskConfig) -> None:
         super().__init__()
         if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
             raise ValueError(
@@ -70,11 +62,10 @@ class HarnessModel(TemplateLM):
             )
         self.backbone = backbone
         self.tokenizer = tokenizer
-        self.truncation = truncation
-        self.batch_tokens = batch_tokens
+        self.task_config = config
         self.truncated = 0
-        config = backbone.base_model.config.get_text_config(decoder=True)
-        self.max_length = max_length or getattr(config, "max_position_embeddings", None) or DEFAULT_MAX_LENGTH
+        trained = backbone.base_model.config.get_text_config(decoder=True)
+        self.max_length = config.max_length or getattr(trained, "max_position_embeddings", None) or DEFAULT_MAX_LENGTH
 
     @property
     @override
@@ -165,7 +156,7 @@ class HarnessModel(TemplateLM):
         return [texts[index] for index in range(len(requests))]
 
     def _score(self, continuations: Sequence[Continuation]) -> list[Any]:
-        return score_continuations(self.backbone, continuations, batch_tokens=self.batch_tokens)
+        return score_continuations(self.backbone, continuations, batch_tokens=self.task_config.batch_tokens)
 
     def _has_stopped(self, tokens: list[int], stops: Sequence[str]) -> bool:
         """Return whether the newest token is the last one, or ends a stop sequence."""
@@ -186,7 +177,7 @@ class HarnessModel(TemplateLM):
         if len(prompt) <= length:
             return prompt
         self.truncated += 1
-        front = length // 2 if self.truncation == "middle" else 0
+        front = length // 2 if self.task_config.truncation == "middle" else 0
         return prompt[:front] + prompt[len(prompt) - (length - front) :]
 
 

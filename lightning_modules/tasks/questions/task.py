@@ -25,10 +25,7 @@ def place(depth: float, others: int) -> int:
 class Task(ABC):
     """A kind of question about a long text; the same arguments give the same example, on every machine.
 
-    Attributes:
-        name: Name in results and options.
-        max_new_tokens: Tokens that the model may generate.
-        varies_depth: Whether the place of the answer can be chosen.
+    ``max_new_tokens`` limits the answer; ``varies_depth`` is whether its place in the text can be chosen.
     """
 
     name: str
