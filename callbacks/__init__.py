@@ -1,4 +1,4 @@
-"""What is watched while a model is trained, validated or used."""
+"""Callbacks that watch a model while it is trained, validated or used."""
 
 from callbacks.document_scores_writer import DocumentScoresWriter
 from callbacks.external_evaluator import ExternalEvaluator

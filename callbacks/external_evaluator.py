@@ -40,8 +40,7 @@ class ExternalEvaluator(Callback):
     way of characters; ``val/tokens_sharing_characters`` and ``val/tokens_without_characters`` are shares of the model's
     tokens, ``val/evaluator_tokens_..`` of the evaluator's. The evaluator scores each document once; its scores are
     stored, so that other thresholds, later epochs and other models need no second pass, and its memory is given back
-    after the evaluation.
-    It lives here and not in the module: it is neither optimised nor checkpointed nor cast.
+    after the evaluation. It is not part of the module: it is neither optimized nor checkpointed nor cast.
 
     Args:
         evaluator: Hub id or local folder of a model with a long context; its tokenizer may be another one than that
@@ -51,10 +50,6 @@ class ExternalEvaluator(Callback):
             its id (the first word of the name) or by the SHA-256 of its text, and ends in ``.txt``.
         gamma: Largest weight of soft LongPPL.
         options: The other fields of `lightning_modules.scoring.config.EvaluatorConfig`.
-
-    Attributes:
-        scores: The evaluator's scores of the documents of the last evaluation, those of this process, by the SHA-256 of
-            their text; empty with ``key_spans``.
 
     Raises:
         ValueError: If not exactly one of ``evaluator`` and ``key_spans`` is given, one cannot be found, or a threshold
@@ -80,7 +75,7 @@ class ExternalEvaluator(Callback):
         self.longppl = LongPerplexity()
         self.longppl_soft = LongPerplexity()
         self._counts = torch.zeros(_COUNTS, dtype=torch.float64)
-        self.judged: dict[str, Judged] = {}
+        self.judged: dict[str, Judged] = {}  # by the SHA-256 of texts: the last evaluation's on this process
         self._drawn: set[str] = set()
         self._stored_tokenizer: PreTrainedTokenizerFast | None = None
 
@@ -123,7 +118,7 @@ class ExternalEvaluator(Callback):
         return hard & scored, soft * scored, judged.coverage
 
     def _precomputed_spans(self, text: str, name: str) -> Tensor:
-        """By the document's name, its id (the first word of the name), or the hash of its text."""
+        """Read the spans of a document, by its name, its id (the first word of the name) or the hash of its text."""
         stems = [name.replace("/", "_"), *name.replace("/", "_").split()[:1], text_sha256(text)]
         paths = [Path(str(self.key_spans)) / f"{stem}.txt" for stem in stems if len(stem) < 200]
         found = next((path for path in paths if path.is_file()), None)
@@ -135,7 +130,7 @@ class ExternalEvaluator(Callback):
         return read_key_spans(found, merge=self.config.key_tokens == "paper")
 
     def _draw_histograms(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Of the evaluator's scores on this process, which do not change: once for each set of documents."""
+        """Draw the evaluator's scores on this process, which do not change: once for each set of documents."""
         if not self.judged or set(self.judged) <= self._drawn or trainer.sanity_checking:
             return
         self._drawn |= set(self.judged)
@@ -212,11 +207,7 @@ class ExternalEvaluator(Callback):
 
 
 def stored_offsets(text: str, tokens: Tokens, tokenizer: PreTrainedTokenizerFast) -> Tensor:
-    """Return the ``[N, 2]`` offsets of a document's tokens as its tokenizer is stored, perhaps without spaces.
-
-    Raises:
-        ValueError: If these are not its tokens.
-    """
+    """Return the ``[N, 2]`` offsets of a document's tokens as its tokenizer is stored, perhaps without spaces."""
     for special in (False, True):
         encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=special)
         if encoding.ids[: len(tokens.ids)] == tokens.ids.tolist():

@@ -22,10 +22,6 @@ class HuggingFaceExport(Callback):
         output_dir: Folder to write. An earlier export there is replaced once the new one is complete; a folder of
             anything else is refused.
         options: Fields of `lightning_modules.training.export.options.ExportOptions`.
-
-    Raises:
-        ValueError: If the folder holds something other than an export, or, before training, if the model does not
-            allow what is asked for.
     """
 
     def __init__(self, output_dir: str, **options: Any) -> None:

@@ -48,9 +48,6 @@ class KeyTokenInspector(Callback):
         weights_every_n_steps: Optimizer steps from one histogram of the token weights to the next.
         alpha: A key token's long-short difference exceeds it, in nats; used without an `ExternalEvaluator` only.
         beta: A key token's long log-likelihood exceeds it, in nats; used without an `ExternalEvaluator` only.
-
-    Raises:
-        ValueError: If a threshold makes no sense, or ``documents`` names none.
     """
 
     def __init__(
@@ -82,18 +79,15 @@ class KeyTokenInspector(Callback):
         if not isinstance(pl_module, LongContextLM):
             raise ValueError(f"`KeyTokenInspector` looks at a `LongContextLM`, not at a `{type(pl_module).__name__}`.")
         check_single(trainer, KeyTokenInspector, lambda callback: callback.documents, "val/power_law_.., documents")
-        alpha, beta = self.alpha, self.beta
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         self._evaluator = next((other for other in callbacks if isinstance(other, ExternalEvaluator)), None)
-        if self._evaluator is not None:
-            config = self._evaluator.config
-            alpha, beta = config.alpha, config.beta
-        elif not self.short_context:
+        if self._evaluator is None and not self.short_context:
             raise ValueError(
                 "Without an `ExternalEvaluator` only the model's own short context tells key tokens: set"
                 " `short_context: true`, or add `callbacks.ExternalEvaluator`."
             )
-        self._panels = EvaluationPanels(alpha=alpha, beta=beta, tokens=self.excerpt_tokens)
+        thresholds: Any = self if self._evaluator is None else self._evaluator.config
+        self._panels = EvaluationPanels(alpha=thresholds.alpha, beta=thresholds.beta, tokens=self.excerpt_tokens)
         if not any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers):
             rank_zero_warn(
                 "`KeyTokenInspector` draws for TensorBoard, and there is no `TensorBoardLogger`: it is idle."
@@ -130,8 +124,7 @@ class KeyTokenInspector(Callback):
             step = trainer.global_step + 1  # the one that this batch is a part of
             if step == 1 or step % self.weights_every_n_steps == 0:
                 self._weights_step = step
-                context = (None, None) if short is None else (short.log_likelihood, short.has_short_context)
-                self._weights.add(long, token_weights, labels, *context)
+                self._weights.add(long, token_weights, short, labels)
 
         pl_module.token_observer = observe
 

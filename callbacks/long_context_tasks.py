@@ -13,7 +13,6 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_deprecation, rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
-from transformers import PreTrainedTokenizerFast
 from typing_extensions import override
 
 from callbacks.same_names import check_single
@@ -157,9 +156,10 @@ class LongContextTasks(Callback):
                 "LongContextTasks asks whole questions of each process, and here several share the tokens of a"
                 " sequence: remove the callback, and run `longce evaluate` on the exported model."
             )
-        config = self.config
+        config, data = self.config, getattr(trainer, "datamodule", None)
+        model = str(pl_module.loading.pretrained_model_name_or_path)
         self._prompter = Prompter(
-            self._find_tokenizer(trainer, pl_module),
+            self.tokenizer or loaded_tokenizer(data) or load_tokenizer(model),
             chat_template=config.chat_template,
             add_special_tokens=config.add_special_tokens,
         )
@@ -170,10 +170,6 @@ class LongContextTasks(Callback):
             check_questions(self.keys, self.tasks, self._prompter, config.seed)
             own = self.keys[trainer.global_rank :: trainer.world_size]
             self._questions = make_questions(own, self.tasks, self._prompter, config.seed)
-
-    def _find_tokenizer(self, trainer: Trainer, pl_module: LongContextLM) -> PreTrainedTokenizerFast:
-        tokenizer = self.tokenizer or loaded_tokenizer(getattr(trainer, "datamodule", None))
-        return tokenizer or load_tokenizer(str(pl_module.loading.pretrained_model_name_or_path))
 
     def _log_now(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Ask, and log at this very step, whatever `log_every_n_steps` is."""
@@ -221,10 +217,8 @@ class LongContextTasks(Callback):
         assert self._prompter is not None
         assert self._loaded is not None
         started = time.perf_counter()
-        limits = {name: getattr(self.config, name) for name in ("max_length", "truncation", "batch_tokens")}
-        asking = {name: getattr(self.config, name) for name in ("limit", "chat_template", "log_samples")}
-        model = HarnessModel(pl_module.backbone, self._prompter.tokenizer, **limits)
-        found = {name: evaluate_task(model, name, task, **asking) for name, task in self._loaded.tasks.items()}
+        model = HarnessModel(pl_module.backbone, self._prompter.tokenizer, self.config)
+        found = {name: evaluate_task(model, name, task) for name, task in self._loaded.tasks.items()}
         self._write_samples(trainer, found)
         metrics = {name: result["metrics"] for name, result in found.items()} | aggregate(self._loaded.groups, found)
         if model.truncated:

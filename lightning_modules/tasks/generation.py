@@ -1,8 +1,7 @@
 """Greedy continuations of many prompts, with a key-value cache.
 
-Each prompt is read alone, without padding and so without a mask of all its tokens; then the caches of a group are
-padded on the left to one length, and the group continues together, a token per pass. Logits exist for one position of
-each row. A trial finds models that do not support this, which are served in a slower way.
+Each prompt is read alone, without padding or a mask; then the caches of a group are padded on the left to one length,
+and the group continues together, a token per pass. A trial finds models that do not support this; they are slower.
 """
 
 import logging
@@ -23,14 +22,9 @@ from lightning_modules.tasks.teacher_forcing import padded_rows
 
 log = logging.getLogger(__name__)
 
-CACHE_BYTES = 2**30
-"""Memory for the caches of a group on a CPU."""
-
-LARGEST_GROUP = 64
-"""Most rows of a group, whose logits exist at the same time."""
-
-WINDOWED_CHUNK = 2048
-"""Tokens of a prompt that a model with sliding windows reads in one pass: its mask has that many rows."""
+CACHE_BYTES = 2**30  # memory for the caches of a group on a CPU
+LARGEST_GROUP = 64  # most rows of a group, whose logits exist at the same time
+WINDOWED_CHUNK = 2048  # tokens that a model with sliding windows reads in one pass: its mask has that many rows
 
 
 def generate(
@@ -44,23 +38,10 @@ def generate(
 ) -> list[list[int]]:
     """Continue each prompt with the likeliest tokens, as ``transformers.generate(do_sample=False)`` does.
 
-    Without gradient, in eval mode, without random numbers. Where weights are sharded, all processes must call it, each
-    with any number of prompts.
-
-    Args:
-        backbone: The model.
-        prompts: Token ids, at least one each.
-        max_new_tokens: One number, or one for each prompt.
-        end_tokens: Tokens that end a continuation; by default those of the model's generation config.
-        done: Called with the continuations of each group, by number of the prompt.
-        stopped: Called with the number of a prompt and its tokens so far, after each; returns whether to stop.
-
-    Returns:
-        New token ids of each prompt, without the end token.
-
-    Raises:
-        ValueError: If a prompt is empty, has tokens that the model does not know, or is longer than learned positions
-            allow.
+    There are no gradients and no random numbers, and the model is in eval mode. Where weights are sharded, all
+    processes must call this, each with any number of prompts. The end tokens, by default those of the model's
+    generation config, are not part of the results. ``done`` gets the continuations of each group, by number of the
+    prompt; ``stopped`` gets the number of a prompt and its new tokens after each one, and returns whether to stop.
     """
     limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
     if not all(prompts):
@@ -147,12 +128,11 @@ class _Decoder:
     def _recompute(self, run: Callable[..., Any], row: _Row) -> list[int]:
         tokens = torch.tensor([row.prompt], device=self.backbone.device)
         continuation: list[int] = []
-        goes_on = True
-        while goes_on:
+        while True:
             token = _uncached_logits(self.backbone, run, tokens).argmax(-1)
-            goes_on = self._goes_on(row, continuation, int(token))
+            if not self._goes_on(row, continuation, int(token)):
+                return continuation
             tokens = torch.cat([tokens, token[None]], dim=1)
-        return continuation
 
     def _goes_on(self, row: _Row, continuation: list[int], token: int) -> bool:
         """Add a token to a continuation, unless it ends it; return whether another one is wanted."""

@@ -21,13 +21,10 @@ TOKENS_PER_PASS_CPU = 4096
 
 
 class AnswerScores(NamedTuple):
-    """How likely a right answer is, and the likeliest tokens in its place.
+    """Whether each answer is the likeliest one, token by token, and its log-likelihood.
 
-    Attributes:
-        right: For each answer, whether each of its tokens is the likeliest one.
-        greedy: The likeliest token at each position after the question.
-        answer_log_likelihood: Sum over the tokens of all answers, in nats; ``answer_tokens`` is their number.
-        other_log_likelihood: Sum over all other tokens of question and answer but the first one.
+    ``greedy`` holds the likeliest token at each position after the question. Log-likelihoods are sums in nats, over the
+    tokens of all answers, and over all other tokens of question and answer but the first one.
     """
 
     right: list[bool]
@@ -50,19 +47,12 @@ def teacher_forced(
     tokens_per_pass: int | None = None,
     done: Callable[[dict[int, AnswerScores]], None] | None = None,
 ) -> list[AnswerScores]:
-    """Score the answers of questions, each given all tokens before it.
+    """Score the answers of questions (`Prompter.force`), each given all tokens before it.
 
-    Without gradient, in eval mode, without random numbers. Logits exist for the tokens of answers and for a chunk of
-    the others. Where weights are sharded, all processes must call it, each with any number of questions.
-
-    Args:
-        backbone: The model.
-        questions: Questions from `Prompter.force`.
-        tokens_per_pass: Tokens that share a pass, padding included; by default 32,768, and 4096 on a CPU.
-        done: Called with the scores of questions that shared a pass, by number.
-
-    Raises:
-        ValueError: If a question has tokens that the model does not know, or is longer than learned positions allow.
+    There are no gradients and no random numbers, and the model is in eval mode. Logits exist for the tokens of answers
+    and for a chunk of the others. Where weights are sharded, all processes must call this, each with any number of
+    questions. A pass has at most ``tokens_per_pass`` tokens, padding included. ``done`` gets the scores of questions
+    that shared a pass, by number.
     """
     results: dict[int, AnswerScores] = {}
     most = tokens_per_pass or (TOKENS_PER_PASS_CPU if backbone.device.type == "cpu" else TOKENS_PER_PASS)

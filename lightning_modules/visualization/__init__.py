@@ -1,1 +1,1 @@
-"""What people look at: the HTML page, TensorBoard, and reports."""
+"""The HTML page, TensorBoard, and reports."""

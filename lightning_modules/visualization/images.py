@@ -22,9 +22,9 @@ def as_svg(figure: Figure) -> str:
 
 
 @matplotlib.rc_context(STYLE)
-def as_pixels(figure: Figure, dpi: int = 110) -> NDArray[np.uint8]:
+def as_pixels(figure: Figure) -> NDArray[np.uint8]:
     """Return a figure as ``[height, width, 3]`` red, green and blue."""
-    figure.set_dpi(dpi)
+    figure.set_dpi(110)
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     return np.asarray(canvas.buffer_rgba())[..., :3].copy()

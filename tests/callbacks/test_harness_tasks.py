@@ -13,6 +13,7 @@ from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.loading import load_backbone
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
 from lightning_modules.objectives import CrossEntropy
+from lightning_modules.tasks.evaluation.config import TaskConfig
 from lightning_modules.tasks.harness.evaluation import evaluate_task
 from lightning_modules.tasks.harness.model import HarnessModel
 from lightning_modules.tasks.harness.tasks import load_tasks
@@ -56,9 +57,11 @@ def test_logs_what_the_tasks_give(model_dir, task_dir, tmp_path, rows, stage):
     callback = LongContextTasks(tasks, [48], include_path=str(task_dir), limit=4, log_samples=True)
     trainer = make_trainer(callback, tmp_path)
     (logged,) = getattr(trainer, stage)(LongContextLM(str(model_dir)), rows, verbose=False)
-    model = HarnessModel(load_backbone(ModelConfig(str(model_dir))), load_tokenizer(str(model_dir)))
+    model = HarnessModel(
+        load_backbone(ModelConfig(str(model_dir))), load_tokenizer(str(model_dir)), TaskConfig(limit=4)
+    )
     tasks = load_tasks(["both", "rolling"], include_path=str(task_dir)).tasks
-    expected = {name: evaluate_task(model, name, task, limit=4)["metrics"] for name, task in tasks.items()}
+    expected = {name: evaluate_task(model, name, task)["metrics"] for name, task in tasks.items()}
     assert logged["harness/choice/acc_norm"] == pytest.approx(expected["choice"]["acc_norm,none"])
     assert logged["harness/rolling/bits_per_byte"] == pytest.approx(expected["rolling"]["bits_per_byte,none"], rel=1e-5)
     mean = (expected["choice"]["acc,none"] + expected["letter"]["acc,none"]) / 2

@@ -40,14 +40,8 @@ _SOURCES = ("haystack", "squad", "hotpot", "nq_open")
 class Evaluation:
     """Asks long-context tasks of a model; each question has one result in the folder, whichever process asked it.
 
-    Args:
-        config: All settings.
-        tasks: Names of our tasks and groups, and import paths.
-        tokenizer: The model's tokenizer.
-        identity: Content of the model.
-
-    Raises:
-        ValueError: If a task, a file or a number cannot be used, or the folder holds results of other settings.
+    ``tasks`` are names of our tasks and groups, and import paths; ``identity`` is the content of the model. A
+    ``ValueError`` is raised if the folder holds results of other settings.
     """
 
     def __init__(
@@ -121,8 +115,7 @@ def _content(path: Path) -> str:
 class ResultStore:
     """A folder of results that processes and machines may share: each writes one file and reads all.
 
-    All results must agree on the settings, plain values that are stored; until there is a result, others may replace
-    them. A ``ValueError`` is raised if the folder cannot be written to, or holds results of other settings.
+    All results have the same settings. Until there is a result, other settings may replace them.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
@@ -147,10 +140,9 @@ class ResultStore:
         return self.folder / f"results-{rank:05d}-of-{processes:05d}.jsonl"
 
     def append(self, path: Path, results: Iterable[TaskResult]) -> None:
-        """Append results to a file that only this process writes, and wait until they would survive a power cut.
+        """Append results to a file that only this process writes, flushed to disk.
 
-        The part of a line that a killed process has left is removed first. A ``ValueError`` is raised if another
-        process has begun with other settings meanwhile.
+        An unfinished line that a killed process has left is removed first.
         """
         _check_same(self.folder / SETTINGS, self.settings)
         lines = "".join(json.dumps(asdict(result)) + "\n" for result in results)

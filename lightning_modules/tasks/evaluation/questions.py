@@ -15,19 +15,15 @@ from lightning_modules.tasks.questions.prompter import Prompter
 from lightning_modules.tasks.questions.task import Task
 from lightning_modules.tasks.teacher_forcing import AnswerScores, teacher_forced
 
-MOST_UNKNOWN = 0.1
-"""Share of tokens that a tokenizer may not know."""
+MOST_UNKNOWN = 0.1  # fraction of the tokens
 
 
 @dataclass(frozen=True)
 class Key:
-    """Name of a question, which with the seed and the tokenizer decides all of it.
+    """Identity of a question, which with the seed and the tokenizer decides all of it.
 
-    Attributes:
-        task: Name of the task.
-        length: Tokens that prompt and answer may have together.
-        depth: Depth that was asked for, from 0 (front) to 1 (end); None if it was left to the task.
-        index: Number of the question, from 0.
+    ``length`` counts the tokens of prompt and answer together. ``depth`` is the one that was asked for, from 0 (front)
+    to 1 (end); None if it was left to the task.
     """
 
     task: str
@@ -37,20 +33,14 @@ class Key:
 
 
 class Question(NamedTuple):
-    """A question and its name."""
+    """A question and its identity."""
 
     key: Key
     example: Example
 
 
 def question_keys(tasks: Sequence[Task], lengths: Sequence[int], samples: int, depths: Depths = None) -> list[Key]:
-    """Return the names of all questions, in the order in which they are put.
-
-    There are ``samples`` of each task and length, and of each depth if the place of the task's answer can be chosen.
-
-    Raises:
-        ValueError: If something is named twice, or there are depths that make no sense or that no task has.
-    """
+    """Return all questions in order: ``samples`` of each task and length, and of each depth if the task varies it."""
     for name, values in (("lengths", list(lengths)), ("tasks", [task.name for task in tasks])):
         if len(set(values)) < len(values):
             raise ValueError(f"`{name}` names something twice: {values}. Leave it out once.")
@@ -79,7 +69,7 @@ def make_questions(keys: Iterable[Key], tasks: Sequence[Task], prompter: Prompte
 def check_questions(keys: Iterable[Key], tasks: Sequence[Task], prompter: Prompter, seed: int) -> None:
     """Make the first question of each task and length: if it can be made, so can the others.
 
-    It warns if the tokenizer does not know the words of a question, as no model could answer it.
+    Warn if the tokenizer does not know the words of a question, as no model could answer it.
     """
     first = [next(cell) for _, cell in groupby(keys, key=lambda key: (key.task, key.length))]
     for key, example in make_questions(first, tasks, prompter, seed):
@@ -112,20 +102,13 @@ def _spaced(depths: Depths) -> list[float | None]:
 
 @dataclass(frozen=True)
 class TaskResult:
-    """A question, the model's answer and its score.
+    """A question, the model's answer and its score from 0 to 1.
 
-    Attributes:
-        task: As in `Key`, like length, asked depth and index.
-        depth: Depth of the answer; None if it is in many places.
-        score: From 0 to 1: of generated answers by the task, of forced ones the fraction of which each token is the
-            likeliest.
-        answers: The right answers.
-        prediction: The model's answer, or the likeliest token at each token of the right answer.
-        prompt_tokens: Tokens that the model read before its answer.
-        answer_nll: Sum over the tokens of the answers of their negative log-likelihoods, in nats; None if generated.
-        answer_tokens: Their number; 0 if generated.
-        other_nll: The same over all other tokens that were read, of which there are ``other_tokens``.
-        seconds: Time it took; questions that were put together share it equally.
+    Generated answers are scored by the task, forced ones by the fraction in which each token is the likeliest.
+    ``depth`` is None if the answer is in many places. ``prediction`` is what the model wrote, or the likeliest token at
+    each token of the right answer. ``answer_nll`` and ``other_nll`` sum the negative log-likelihoods, in nats, of the
+    answers' tokens and of all others that were read; None if generated. Questions that are asked together share their
+    ``seconds`` equally.
     """
 
     task: str
@@ -157,19 +140,10 @@ def put_questions(
     *,
     done: Callable[[list[TaskResult]], None] = lambda _: None,
 ) -> list[TaskResult]:
-    """Put questions to a model, many at a time, most quickly if their lengths are alike.
+    """Ask a model questions, many at a time; questions of similar length are the fastest.
 
-    Where weights are sharded, all processes must call it, each with any number of questions.
-
-    Args:
-        backbone: The model.
-        prompter: Encodes for its tokenizer.
-        questions: The questions, in any order.
-        mode: Whether answers are generated or forced.
-        done: Called with the results of questions that were put together, as soon as there are any.
-
-    Raises:
-        ValueError: If a token is unknown, or a question is longer than learned positions allow.
+    ``done`` gets the results of questions that were asked together, as soon as there are any. Where weights are
+    sharded, all processes must call this, each with any number of questions.
     """
     results: dict[int, TaskResult] = {}
     last = time.perf_counter()

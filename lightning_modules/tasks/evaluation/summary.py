@@ -1,7 +1,4 @@
-"""Scores of an evaluation, from those of single questions.
-
-Questions score from 0 to 1; everything here is in percent, as RULER reports it. Missing results are left out, never 0.
-"""
+"""Scores of an evaluation in percent, from those of questions (0 to 1). Missing results are left out, never 0."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,8 +14,7 @@ from lightning_modules.tasks.evaluation.questions import TaskResult, even_depths
 RULER_THRESHOLD = 85.6
 """Score of Llama-2-7B (chat) at 4,096 tokens, averaged over RULER's 13 tasks (https://arxiv.org/abs/2404.06654)."""
 
-BINS = 11
-"""Depths of heat maps and curves if none were asked for."""
+BINS = 11  # depths of heat maps and curves if none were asked for
 
 
 class Score(NamedTuple):
@@ -30,10 +26,7 @@ class Score(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """``[L, D]`` mean scores in percent, and their standard errors, by length (tokens, ascending) and depth.
-
-    NaN where nothing was measured.
-    """
+    """``[L, D]`` mean scores in percent and standard errors, by length and depth; NaN where nothing was measured."""
 
     lengths: list[int]
     depths: list[float]
@@ -50,16 +43,11 @@ class Perplexities(NamedTuple):
 
 @dataclass(frozen=True)
 class Summary:
-    """Scores in percent, and perplexities if answers were forced.
+    """Scores in percent by task and length, and perplexities if answers were forced.
 
-    Attributes:
-        scores: Mean score by task and length.
-        averages: Average over tasks by length, only for lengths at which all tasks were asked.
-        perplexities: Perplexities over all questions; None if answers were generated. By length they are those of
-            Figure 2 and Table 9 of Fang et al. (2025).
-        heat_maps: Scores by length and depth of each task whose answers have one; of several tasks first of ``all``
-            together. If depths were asked for, these are tasks that have them: others would make one depth easier.
-        seconds: Time that the questions took, over all processes.
+    A length has an average only if all tasks were asked at it. Perplexities by length are those of Figure 2 and Table 9
+    of Fang et al. (2025). Heat maps are by task, ``all`` tasks together first; if depths were asked for, ``all`` leaves
+    out tasks without them, which would make one depth easier. ``seconds`` are summed over all processes.
     """
 
     scores: dict[tuple[str, int], Score]
@@ -138,10 +126,7 @@ def summarize(results: Sequence[TaskResult]) -> Summary:
 
 
 def length_averages(table: pd.DataFrame) -> dict[int, float]:
-    """Return the average over tasks at each length, in percent; all tasks count the same.
-
-    A length is left out unless every task has been measured at it: other tasks make another average.
-    """
+    """Return the average over tasks, in percent, at each length at which every task was measured."""
     means = table.pivot_table(index="length", columns="task", values="score", aggfunc="mean").dropna()
     return {int(length): 100 * float(mean) for length, mean in means.mean(axis=1).items()}
 
@@ -150,10 +135,6 @@ def effective_length(averages: Mapping[int, float], *, threshold: float = RULER_
     """Return RULER's effective length: the longest at which the average over tasks exceeds the threshold, in percent.
 
     "The maximum length exceeding the threshold" (Section 4); shorter ones need not exceed it. None if none does.
-
-    Example:
-        >>> effective_length({4096: 95.5, 8192: 93.8, 16384: 91.6, 32768: 87.4, 65536: 84.7, 131072: 77.0})
-        32768
     """
     return max((length for length, average in averages.items() if average > threshold), default=None)
 
@@ -162,11 +143,6 @@ def weighted_average(averages: Mapping[int, float], *, increasing: bool) -> floa
     """Return RULER's ``wAvg. (inc)`` or ``wAvg. (dec)``: lengths weigh 1, 2, 3 .. in ascending or descending order.
 
     Only the same lengths make comparable averages; NaN without any length.
-
-    Example:
-        >>> scores = {4096: 96.5, 8192: 95.8, 16384: 95.4, 32768: 94.8, 65536: 88.4, 131072: 66.6}
-        >>> round(weighted_average(scores, increasing=True), 1), round(weighted_average(scores, increasing=False), 1)
-        (85.5, 93.7)
     """
     if not averages:
         return math.nan
@@ -177,8 +153,8 @@ def weighted_average(averages: Mapping[int, float], *, increasing: bool) -> floa
 def depth_matrix(table: pd.DataFrame, *, bins: int = BINS) -> Matrix:
     """Return the mean score by length and depth: the heat map of Needle-in-a-Haystack.
 
-    Its rows are the U-shaped curves of *Lost in the Middle* (https://arxiv.org/abs/2307.03172). Each question that has
-    a ``depth`` counts for the nearest of the evenly spaced bins, and of two that are equally near for the deeper.
+    Each question with a ``depth`` counts for the nearest of the evenly spaced bins, the deeper one if two are equally
+    near. The rows are the U-shaped curves of *Lost in the Middle* (https://arxiv.org/abs/2307.03172).
     """
     table = table[table["depth"].notna()]
     table = table.assign(bin=(table["depth"].astype(float) * (bins - 1) + 0.5).astype(int))

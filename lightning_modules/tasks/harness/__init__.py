@@ -10,9 +10,6 @@ def split_tasks(names: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split names into our tasks, groups and import paths, and those of lm-evaluation-harness.
 
     A name that both have, such as RULER's, is ours: it works at any length, and while training.
-
-    Raises:
-        ValueError: If a name is not ours and lm-evaluation-harness is not installed.
     """
     paths = {name for name in names if "." in name and not name.endswith((".yaml", ".yml"))}
     theirs = [name for name in names if name not in TASKS and name not in GROUPS and name not in paths]

@@ -31,17 +31,8 @@ log = logging.getLogger(__name__)
 class HarnessEvaluation:
     """Asks tasks of lm-evaluation-harness of a model; a task that has a result in the folder is not asked again.
 
-    Results of a changed task file are refused, but not those of changed data or of other files that it names.
-
-    Args:
-        config: All settings.
-        tasks: Names of tasks and groups of the harness, task files and sets.
-        tokenizer: The model's tokenizer.
-        identity: Content of the model.
-        max_length: Tokens that the model may read and generate together; None if its config has no limit.
-
-    Raises:
-        ValueError: If a task is unknown or lacks its data, or the folder holds results of other settings.
+    Results of other settings or of a changed task file are refused; changed data, and other files that a task file
+    names, go unnoticed. ``identity`` is the content of the model; ``max_length`` is None if its config has no limit.
     """
 
     def __init__(
@@ -78,25 +69,10 @@ class HarnessEvaluation:
 
     def ask(self, backbone: Backbone, rank: int = 0, processes: int = 1) -> None:
         """Ask the missing tasks, and store the result of each at once."""
-        config = self.config
-        model = HarnessModel(
-            backbone,
-            self.tokenizer,
-            max_length=config.max_length,
-            truncation=config.truncation,
-            batch_tokens=config.batch_tokens,
-        )
+        model = HarnessModel(backbone, self.tokenizer, self.config)
         for number, name in enumerate(names := self.missing(rank, processes)):
             log.info("Tasks of the harness: %s (%d of %d)", name, number + 1, len(names))
-            result = evaluate_task(
-                model,
-                name,
-                self.loaded.tasks[name],
-                limit=config.limit,
-                chat_template=config.chat_template,
-                log_samples=config.log_samples,
-                bootstrap_iters=1000,
-            )
+            result = evaluate_task(model, name, self.loaded.tasks[name], bootstrap_iters=1000)
             self.results.write(name, result, self.loaded.files[name])
 
     def report(self) -> str:
@@ -115,37 +91,24 @@ class HarnessEvaluation:
         return table(result)
 
 
-def evaluate_task(
-    model: HarnessModel,
-    name: str,
-    task: Task,
-    *,
-    limit: float | None = None,
-    chat_template: bool = False,
-    log_samples: bool = False,
-    bootstrap_iters: int = 0,
-) -> dict[str, Any]:
+def evaluate_task(model: HarnessModel, name: str, task: Task, *, bootstrap_iters: int = 0) -> dict[str, Any]:
     """Ask a task of a model; random states and the model's mode are restored.
 
-    The options are those of `TaskConfig`; ``bootstrap_iters`` are the resamples for standard errors of metrics that are
-    not means, 0 for none.
-
-    Returns:
-        ``metrics`` of the task, by name and filter, as the harness gives them; the numbers of ``questions`` and of
-        ``truncated`` prompts; ``num_fewshot``, ``version``, ``seconds``; and ``samples``.
+    ``bootstrap_iters`` are the resamples for standard errors of metrics that are not means. The result has the task's
+    ``metrics`` as the harness gives them, by name and filter, and ``samples`` if they are logged.
     """
-    before, started = model.truncated, time.perf_counter()
+    config, before, started = model.task_config, model.truncated, time.perf_counter()
     with isolate_rng(), torch.no_grad():
         seed()
         task.set_fewshot_seed(1234)  # as the harness does
         found: Any = evaluate(
             model,
             {"tasks": {name: task}},
-            limit=limit,
+            limit=config.limit,
             bootstrap_iters=bootstrap_iters,
-            log_samples=log_samples,
-            apply_chat_template=chat_template,
-            fewshot_as_multiturn=chat_template,
+            log_samples=config.log_samples,
+            apply_chat_template=config.chat_template,
+            fewshot_as_multiturn=config.chat_template,
         )
     result = {
         "metrics": _plain(found["results"][name]),
@@ -155,14 +118,11 @@ def evaluate_task(
         "version": found["versions"][name],
         "seconds": time.perf_counter() - started,
     }
-    return {**result, "samples": found["samples"][name]} if log_samples else result
+    return {**result, "samples": found["samples"][name]} if config.log_samples else result
 
 
 def aggregate(groups: Mapping[str, Group], results: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """Return metrics of groups from the results of `evaluate_task` by task, as the harness does.
-
-    A group without any metric is left out, and so is one that lacks the result of a task.
-    """
+    """Return the harness's metrics of groups, from the results of `evaluate_task`; incomplete groups are left out."""
     metrics: dict[str, Any] = {
         name: {**result["metrics"], "name": name, "alias": name, "sample_len": result["questions"]}
         for name, result in results.items()
@@ -190,10 +150,9 @@ def _plain(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 class Results:
-    """The folder of results; those of other settings, or of another task file by its hash, raise a ``ValueError``.
+    """The folder of results: ``tasks/NAME.json``, and ``samples/NAME.jsonl`` with questions and answers.
 
-    ``tasks/NAME.json`` is a task's, ``samples/NAME.jsonl`` holds questions and answers, and ``harness.json`` all that
-    is known.
+    Reading a result of other settings, or of another version of the user's task file, raises a ``ValueError``.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-import torch.distributed as dist
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
@@ -21,12 +20,12 @@ from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.lockstep import lockstep
 from lightning_modules.models.optimizations import eval_mode, last_layer_reads_from, no_autocast_cache
 from lightning_modules.models.tokenization.chat_templates import render_chat
-from lightning_modules.tasks.evaluation.config import Truncation
+from lightning_modules.tasks.evaluation.config import TaskConfig
 from lightning_modules.tasks.generation import generate
 from lightning_modules.tasks.teacher_forcing import group_rows, padded_rows
+from lightning_modules.utilities.collectives import gathered, rank_and_size
 
-DEFAULT_MAX_LENGTH = 2048
-"""Tokens of a model whose config does not limit them."""
+DEFAULT_MAX_LENGTH = 2048  # tokens of a model whose config does not limit them
 
 Answer = TypeVar("Answer")
 
@@ -48,26 +47,13 @@ class Score(NamedTuple):
 class HarnessModel(TemplateLM):
     """Answers the three kinds of requests of lm-evaluation-harness with a backbone and its tokenizer.
 
-    The answers are those of its class for Hugging Face models (``HFLM``), but the logits of a whole text never exist,
-    texts share passes by their number of tokens, long prompts lose their middle, and processes share the questions: to
-    the harness each of them is the only one, and gets all answers. The arguments are those of `TaskConfig`.
-
-    Attributes:
-        truncated: Prompts that have lost tokens so far.
-
-    Raises:
-        ValueError: If the tokenizer has neither a first nor a last token.
+    The answers are those of the harness's class for Hugging Face models (``HFLM``), but the logits of a whole text
+    never exist, texts share passes by their number of tokens, long prompts lose their middle, and processes share the
+    questions: each process is the only one to the harness, and gets all answers. ``truncated`` counts the prompts that
+    have lost tokens.
     """
 
-    def __init__(
-        self,
-        backbone: Backbone,
-        tokenizer: PreTrainedTokenizerFast,
-        *,
-        max_length: int | None = None,
-        truncation: Truncation = "middle",
-        batch_tokens: int = 16_384,
-    ) -> None:
+    def __init__(self, backbone: Backbone, tokenizer: PreTrainedTokenizerFast, config: TaskConfig) -> None:
         super().__init__()
         if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
             raise ValueError(
@@ -76,11 +62,10 @@ class HarnessModel(TemplateLM):
             )
         self.backbone = backbone
         self.tokenizer = tokenizer
-        self.truncation = truncation
-        self.batch_tokens = batch_tokens
+        self.task_config = config
         self.truncated = 0
-        config = backbone.base_model.config.get_text_config(decoder=True)
-        self.max_length = max_length or getattr(config, "max_position_embeddings", None) or DEFAULT_MAX_LENGTH
+        trained = backbone.base_model.config.get_text_config(decoder=True)
+        self.max_length = config.max_length or getattr(trained, "max_position_embeddings", None) or DEFAULT_MAX_LENGTH
 
     @property
     @override
@@ -167,11 +152,11 @@ class HarnessModel(TemplateLM):
             index: postprocess_generated_text(text, arguments[index][1], None)
             for index, text in zip(order, decoded, strict=True)
         }
-        texts = shared(found)
+        texts = merged(found)
         return [texts[index] for index in range(len(requests))]
 
     def _score(self, continuations: Sequence[Continuation]) -> list[Any]:
-        return score_continuations(self.backbone, continuations, batch_tokens=self.batch_tokens)
+        return score_continuations(self.backbone, continuations, batch_tokens=self.task_config.batch_tokens)
 
     def _has_stopped(self, tokens: list[int], stops: Sequence[str]) -> bool:
         """Return whether the newest token is the last one, or ends a stop sequence."""
@@ -192,18 +177,14 @@ class HarnessModel(TemplateLM):
         if len(prompt) <= length:
             return prompt
         self.truncated += 1
-        front = length // 2 if self.truncation == "middle" else 0
+        front = length // 2 if self.task_config.truncation == "middle" else 0
         return prompt[:front] + prompt[len(prompt) - (length - front) :]
 
 
 def _check_same(requests: Sequence[Instance]) -> None:
     """Raise a ``ValueError`` if processes that share questions do not have the same ones."""
-    if not dist.is_initialized():
-        return
     digest = hashlib.sha256("\0".join(repr(request.args) for request in requests).encode()).hexdigest()
-    digests: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(digests, digest)
-    if len(set(digests)) > 1:
+    if len(set(gathered(digest))) > 1:
         raise ValueError(
             "Processes have loaded different questions of the same task: its data differ between machines, or its code"
             " draws them at random without a seed. Give all machines the same data."
@@ -227,12 +208,8 @@ def score_continuations(
     """Score continuations; logits exist at the positions that predict them, for a chunk at a time.
 
     Continuations that differ in their last token only (the choices of a question) share a row. Processes share the
-    passes, and each returns all scores: all must ask for the same ones. A pass has at most ``batch_tokens``
-    tokens, padding included; a longer text has one to itself. A continuation without tokens has log-likelihood 0 and is
-    greedy.
-
-    Raises:
-        ValueError: If a context is empty, or a token is beyond the embedding.
+    passes, and each returns all scores, so all must ask for the same ones. A pass has at most ``batch_tokens`` tokens,
+    padding included; a longer text has one to itself. An empty continuation has log-likelihood 0 and is greedy.
     """
     rows: dict[tuple[int, ...], list[int]] = {}
     for index, (context, tokens) in enumerate(continuations):
@@ -252,31 +229,25 @@ def score_continuations(
             parts = zip(*(part.cpu().split(sizes) for part in scores), strict=True)
             for (_, index), (log_likelihood, likeliest) in zip(members, parts, strict=True):
                 found[index] = Score(math.fsum(log_likelihood.tolist()), bool(likeliest.all()))
-    found = shared(found)
+    found = merged(found)
     return [found.get(index, Score(0.0, True)) for index in range(len(continuations))]
 
 
-def shared(found: dict[int, Answer]) -> dict[int, Answer]:
-    """Return what all processes have found; each of them must call it."""
-    if not dist.is_initialized():
-        return found
-    parts: list[dict[int, Answer]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(parts, found)
-    return {index: answer for part in parts for index, answer in part.items()}
+def merged(found: dict[int, Answer]) -> dict[int, Answer]:
+    """Return the answers of all processes; each of them must call it."""
+    return {index: answer for part in gathered(found) for index, answer in part.items()}
 
 
 def share() -> slice:
     """Return this process's part of work that all processes know."""
-    return slice(dist.get_rank(), None, dist.get_world_size()) if dist.is_initialized() else slice(None)
+    rank, processes = rank_and_size()
+    return slice(rank, None, processes)
 
 
 def _pass(
     backbone: Backbone, texts: Sequence[Sequence[int]], asked: Sequence[tuple[int, Continuation]]
 ) -> tuple[Tensor, Tensor]:
-    """Return ``[N]`` log-likelihoods of the tokens of continuations, and whether each is the largest.
-
-    Each continuation comes with the number of its text.
-    """
+    """Return ``[N]`` log-likelihoods of the continuations' tokens, and whether each is the largest."""
     batch = padded_rows(texts, backbone.device)
     backbone.check_token_ids(batch)
     # The preceding position predicts a token.

@@ -25,12 +25,9 @@ Metric = tuple[str, str]
 
 
 class TaskSet(NamedTuple):
-    """Tasks that are reported together.
+    """Tasks that are reported together; a score is the mean of metrics, or of other scores by name.
 
-    Attributes:
-        tasks: Names of tasks and groups.
-        folders: Their folders below ``lm_eval/tasks``: indexing all of them takes 15 s.
-        scores: For each score the metrics that it is the mean of; a mean of scores lists their names.
+    ``folders`` are those of the tasks below ``lm_eval/tasks``: indexing all folders takes 15 s.
     """
 
     tasks: tuple[str, ...]
@@ -89,11 +86,7 @@ class LoadedTasks(NamedTuple):
 
 
 def load_tasks(words: Sequence[str], *, include_path: str | None = None, num_fewshot: int | None = None) -> LoadedTasks:
-    """Load tasks with their data, those of groups included; the arguments are those of `TaskConfig`.
-
-    Raises:
-        ValueError: If a task or the folder is unknown, data are missing, or a file is not a task.
-    """
+    """Load tasks with their data, those of groups included; the arguments are those of `TaskConfig`."""
     manager, names = find_names(words, include_path)
     loaded = LoadedTasks({}, {}, {})
     for name in names:

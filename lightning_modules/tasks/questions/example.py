@@ -17,16 +17,14 @@ class Example:
     """One question: text in, text out.
 
     Attributes:
-        task: Name of its task, such as ``niah_single_1``.
         length: Tokens that prompt and answer may have together.
         index: Number of the example in its task and length; with the seed it decides all that is random.
-        prompt: Long text and question: what a chat template puts into the user's turn.
+        prompt: Long text and question: the user's turn of a chat template.
         answer_prefix: How the model's turn begins, such as " The special magic number is"; may be empty.
-        answers: What is looked for in the model's answer.
+        answers: What is looked for in the model's answer, in the way of ``match``.
         target: A right continuation of prompt and answer prefix that holds every answer in order, for teacher forcing.
             It ends with the last answer. Where one of the answers will do, it holds the first.
         max_new_tokens: Tokens that the model may generate.
-        match: How `answers` are looked for.
         depth: Where in the long text the answer is, from 0 (front) to 1 (end); None if in many places.
     """
 
@@ -69,7 +67,7 @@ class Example:
 
 
 def contains_answer(text: str, answers: Iterable[str]) -> bool:
-    """Whether one of the answers occurs in a text once both are in lower case, without punctuation and articles.
+    """Return whether an answer occurs in a text once both are in lower case, without punctuation and articles.
 
     The `best_subspan_em` of *Lost in the Middle* (https://github.com/nelson-liu/lost-in-the-middle), with the
     normalization of SQuAD's evaluation. Unlike there, an answer of which nothing is left, such as "A", is found

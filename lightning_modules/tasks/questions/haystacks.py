@@ -13,10 +13,8 @@ NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. The
 """The line that RULER's `noise` haystack repeats (there called `repeat`), first used by Mohtashami and Jaggi (2023)."""
 
 NOISE_SENTENCES: tuple[str, ...] = tuple(f"{sentence}." for sentence in NOISE[:-1].split(". "))
-"""Its five sentences."""
 
-LONGEST_SENTENCE = 1000
-"""Characters; text without full stops is cut, or a single piece could exceed the budget."""
+LONGEST_SENTENCE = 1000  # characters; text without full stops is cut, or a single piece could exceed the budget
 
 
 class Drawn:
@@ -34,18 +32,12 @@ class Drawn:
 
 
 class Essays:
-    """Sentences of prose: of the text files in a folder, or made up without one.
+    """Sentences of prose: of the ``.txt`` files in a folder, or made up without one.
 
     RULER and Needle-in-a-Haystack take Paul Graham's essays, which are not ours to give away: put them, or any other
     prose, into a folder. White space is normalized as by RULER; the units are whole sentences, where RULER counts
-    words. Where the folder has too little, it is repeated. Made-up sentences never contain a digit or a hyphen, hence
-    no key and no answer of a needle.
-
-    Args:
-        folder: Folder with ``.txt`` files in UTF-8; made-up sentences by default.
-
-    Raises:
-        ValueError: If it is not a folder, or has no such file with text.
+    words. A text that is too short is repeated. Made-up sentences never contain a digit or a hyphen, hence no key and
+    no answer of a needle.
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:

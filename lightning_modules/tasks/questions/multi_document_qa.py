@@ -34,15 +34,10 @@ class MultiDocumentQA(FittedTask):
     questions that do not hold the answer, and then all are shuffled; questions are asked in a random order that
     depends on the seed alone; and ``query: before`` is a variant of ours.
 
-    Args:
-        path: A local file of questions, see `read_nq_open`. By default the questions are made up, as their documents:
-            short lives of people who never were. Scores on them are no scores of *Lost in the Middle*.
-        query: Where the question is: after the passages, or as in the paper's query-aware contextualization in
-            ``both`` places, or only before them.
-        documents: Passages, as 10, 20 or 30 in the paper; by default as many as the length allows.
-
-    Raises:
-        ValueError: If the file cannot be used, or there are fewer than 2 documents.
+    Without a file (see `read_nq_open`), the questions are made up, and so are their documents: short lives of people
+    who never were. Scores on them are not comparable to *Lost in the Middle*. The question is ``after`` the passages,
+    ``before`` them, or in ``both`` places (the paper's query-aware contextualization). The paper has 10, 20 or 30
+    ``documents``; by default the length decides.
     """
 
     max_new_tokens = 100
@@ -98,7 +93,7 @@ class MultiDocumentQA(FittedTask):
 
 
 class _Shelf:
-    """The passages of a question: first those found for it, then as many others as needed."""
+    """The passages of a question: first those found for it, then others as needed."""
 
     def __init__(self, asked: OpenQuestion, others: Iterator[Passage], seed: int) -> None:
         self.asked = asked

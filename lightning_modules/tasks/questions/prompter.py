@@ -20,13 +20,8 @@ class ForcedAnswer(NamedTuple):
 class Prompter:
     """Turns questions into tokens, and counts them.
 
-    Args:
-        tokenizer: A fast tokenizer.
-        chat_template: Whether the prompt is the user's turn of the tokenizer's chat template.
-        add_special_tokens: Whether the tokenizer adds its own, such as ``<s>``; a chat template has them already.
-
-    Raises:
-        ValueError: If a chat template is asked for, and the tokenizer has none that can be used.
+    With ``chat_template`` the prompt is the user's turn of the tokenizer's chat template, which has its special tokens
+    already: ``add_special_tokens`` has no effect.
     """
 
     def __init__(
@@ -56,8 +51,7 @@ class Prompter:
     def force(self, prompt: str, answer_prefix: str, target: str, answers: Sequence[str]) -> ForcedAnswer:
         """Return a question and its answer as one text; see `Example` for the arguments.
 
-        Where the target begins a turn of a chat template, its leading space is left out, and so are answers that are
-        not in it.
+        A target that begins a turn of a chat template loses its leading space; answers that are not in it have no span.
         """
         asked = self.encode(prompt, answer_prefix)
         if self.chat_template and not answer_prefix:

@@ -46,10 +46,7 @@ class OpenQuestion(NamedTuple):
 def read_squad(path: str | Path) -> Collection:
     """Read SQuAD 1.1 or 2.0 (https://rajpurkar.github.io/SQuAD-explorer), such as ``dev-v2.0.json``, perhaps gzipped.
 
-    As in RULER, questions that have no answer (2.0) are left out, and related are the other paragraphs of the article.
-
-    Raises:
-        ValueError: If the file cannot be read or holds something else.
+    As in RULER, questions without an answer (2.0) are left out, and related are the other paragraphs of the article.
     """
 
     def collection(data: Any) -> Collection:
@@ -74,9 +71,6 @@ def read_hotpot(path: str | Path) -> Collection:
     """Read HotpotQA with distractors (https://hotpotqa.github.io), such as ``hotpot_dev_distractor_v1.json``.
 
     As in RULER, a document is a title, a line break and the sentences; all ten of a question belong to it.
-
-    Raises:
-        ValueError: If the file cannot be read or holds something else.
     """
 
     def collection(data: Any) -> Collection:
@@ -96,15 +90,12 @@ def read_hotpot(path: str | Path) -> Collection:
     return _collection(path, "HotpotQA", "`question`, `answer`, `context`", collection)
 
 
-@lru_cache(maxsize=1)  # tasks that differ in where the question stands share the passages
+@lru_cache(maxsize=1)  # tasks that differ in the place of the question share the passages
 def read_nq_open(path: str | Path) -> tuple[OpenQuestion, ...]:
     """Read multi-document questions as *Lost in the Middle* publishes them: a JSON object per line, perhaps gzipped.
 
     Such as ``nq-open-20_total_documents_gold_at_0.jsonl.gz`` of https://github.com/nelson-liu/lost-in-the-middle, or
     its retrieval results. The place of the gold passage in the file does not matter.
-
-    Raises:
-        ValueError: If the file cannot be read, or a line holds something else.
     """
     questions = []
     for number, line in enumerate(_lines(path), 1):

@@ -83,14 +83,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
 def find_tasks(names: Sequence[str], *, haystack: str | None = None, **sources: Any) -> list[Task]:
     """Return tasks by name, each once, in the order in which they are named.
 
-    Args:
-        names: Names of `TASKS` or `GROUPS`, or import paths such as ``package.module.Class`` of your classes
-            that derive from `Task` and take no arguments.
-        haystack: Folder with text files around the needles; made-up prose by default, see `Essays`.
-        sources: The other fields of `Sources`, by default None.
-
-    Raises:
-        ValueError: If a name is unknown, or a file cannot be read or is missing.
+    Names are those of `TASKS` and `GROUPS`, and import paths such as ``package.module.Class`` of classes that derive
+    from `Task` and take no arguments. ``haystack`` is the folder of `Essays`; ``sources`` are the other `Sources`.
     """
     if not names:
         raise ValueError(f"No task is named: {_choice()}")
@@ -101,11 +95,7 @@ def find_tasks(names: Sequence[str], *, haystack: str | None = None, **sources: 
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Refuse names that are not in `TASKS`, not in `GROUPS`, and not import paths.
-
-    Raises:
-        ValueError: With the closest known name.
-    """
+    """Refuse names that are not in `TASKS`, not in `GROUPS`, and not import paths; suggest the closest known name."""
     for name in names:
         if name not in TASKS and name not in GROUPS and "." not in name:
             near = difflib.get_close_matches(name, [*TASKS, *GROUPS], n=1)
@@ -117,7 +107,7 @@ def _choice() -> str:
 
 
 def _import(path: str) -> Task:
-    """Make a task of the user."""
+    """Make a task from the user's class."""
     try:
         kind = import_object(path)
     except (ImportError, AttributeError) as error:

@@ -10,7 +10,7 @@ from lightning_modules.tasks.questions.task import Draft, FittedTask, Request, p
 from lightning_modules.tasks.questions.words import NOUNS, key_word, uuid
 
 Query = Literal["before", "after", "both"]
-"""Where the question stands."""
+"""Where the question is."""
 
 NEEDLE = "The best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day."
 NEEDLE_ANSWERS = ("eat a sandwich", "sit in Dolores Park", "sunny day")
@@ -28,11 +28,10 @@ STARTS = 10_000
 class Needle(FittedTask):
     """What is the best thing to do in San Francisco?
 
-    Needle-in-a-Haystack (Kamradt 2023, https://github.com/gkamradt/LLMTest_NeedleInAHaystack), for a grid of lengths
-    and depths, with its needle, its question and the words of its prompt for Anthropic's models. Unlike there, no
-    language model judges the answer from 1 to 10: the score is the fraction of "eat a sandwich", "sit in Dolores Park"
-    and "sunny day" that the answer holds. The needle is between whole sentences, and the haystack begins elsewhere in
-    the essays for each example, instead of always at the front.
+    Needle-in-a-Haystack (Kamradt 2023, https://github.com/gkamradt/LLMTest_NeedleInAHaystack), with its needle, its
+    question and the words of its prompt for Anthropic's models. Unlike there, no language model judges the answer from
+    1 to 10: the score is the fraction of "eat a sandwich", "sit in Dolores Park" and "sunny day" that the answer holds.
+    The needle is between whole sentences, and each example begins elsewhere in the essays, not always at the front.
     """
 
     name = "needle"
@@ -69,9 +68,8 @@ class Passkey(FittedTask):
     """What is the pass key?
 
     From Landmark Attention (Mohtashami and Jaggi 2023, https://arxiv.org/abs/2305.16300), worded as in the public code
-    of LongLoRA; *Effective Long-Context Scaling* (Xiong et al. 2023, https://arxiv.org/abs/2309.16039) uses it as well.
-    Unlike there, the noise on both sides consists of whole sentences, and the first number that the model generates has
-    to be the key, whatever its tokens are.
+    of LongLoRA; also used by *Effective Long-Context Scaling* (Xiong et al. 2023, https://arxiv.org/abs/2309.16039).
+    Unlike there, the noise consists of whole sentences, and the first generated number has to be the key.
     """
 
     name = "passkey"
@@ -110,11 +108,11 @@ MOST_CHARACTERS = 120
 class FirstSentence(FittedTask):
     """What is the first sentence of the text?
 
-    The probe of the effective context of *Effective Long-Context Scaling* (Xiong et al. 2023, section 4.1,
-    https://arxiv.org/abs/2309.16039), whose words and texts are not published: the question is ours. As there, the
-    score is ROUGE-L: its F1, for as many generated words as the sentence has. The text begins anywhere in the essays
-    with a sentence of 5 words or more and 120 characters or fewer. Examples name no depth: it is always the front, with
-    which scores by depth would compare the middle of other tasks.
+    The probe of *Effective Long-Context Scaling* (Xiong et al. 2023, section 4.1, https://arxiv.org/abs/2309.16039),
+    whose words and texts are not published: the question is ours. As there, the score is ROUGE-L: its F1, for as many
+    generated words as the sentence has. The text begins anywhere in the essays with a sentence of 5 words or more and
+    120 characters or fewer. Examples name no depth: it is always the front, whereas scores by depth are about the
+    middle.
     """
 
     name = "first_sentence"
@@ -154,9 +152,7 @@ LONGEVAL_HEADER = (
 LONGEVAL_LINE = "line {key}: REGISTER_CONTENT is <{value}>\n"
 LONGEVAL_QUESTION = "\nNow the record is over. Tell me what is the <REGISTER_CONTENT> in line {key}? I need the number."
 LONGEVAL_ANSWER_PREFIX = " Line <{key}>: <REGISTER_CONTENT> is"
-
-LONGEVAL_LARGEST = 50000
-"""Numbers are drawn from 1 to this."""
+LONGEVAL_LARGEST = 50000  # numbers are drawn from 1 to this
 
 
 class LongEvalLines(FittedTask):
@@ -165,10 +161,9 @@ class LongEvalLines(FittedTask):
     The task `lines` of LongEval (Li et al. 2023, https://lmsys.org/blog/2023-06-29-longchat), with the words and the
     scoring of its public code. With a chat template the last number of the answer counts, as there. Without one the
     answer prefix is that with which the original asks a base model (MPT-7B-Storywriter), and the first number counts,
-    since such a model continues with more lines.
-
-    Unlike there, the budget decides the number of lines, instead of 200 to 1350 fixed ones; line indices come from our
-    lists and are distinct; and no other line has the number that is asked for.
+    since such a model continues with more lines. Unlike there, the budget decides the number of lines, instead of 200
+    to 1350 fixed ones; line indices come from our lists and are distinct; and no other line has the number that is
+    asked for.
     """
 
     name = "longeval_lines"
@@ -185,7 +180,7 @@ class LongEvalLines(FittedTask):
         def draw() -> str:
             other = key_word(rng)
             while other in taken:
-                other += f"-{rng.choice(NOUNS)}"  # there is no end to lines
+                other += f"-{rng.choice(NOUNS)}"  # lines never run out
             taken.add(other)
             number = rng.randint(1, LONGEVAL_LARGEST - 1)
             return LONGEVAL_LINE.format(key=other, value=number + (number >= value))
@@ -215,11 +210,8 @@ class KeyValues(FittedTask):
     Key-value retrieval of *Lost in the Middle* (Liu et al. 2023, section 3, https://arxiv.org/abs/2307.03172), with the
     words of its public code: keys and values are UUIDs, and the answer is right if it holds the value, ignoring case.
     Unlike there, the budget decides the number of pairs, instead of 75, 140 or 300 fixed ones, and the place of the
-    pair is given as a depth.
-
-    Args:
-        query: Where the key is asked for: ``after`` the object, as the paper does by default; ``both`` before and after
-            it, its query-aware contextualization; or only ``before`` it, which is not in the paper.
+    pair is given as a depth. The key is asked for ``after`` the object, as the paper does by default, in ``both``
+    places (its query-aware contextualization), or only ``before`` it, which is not in the paper.
     """
 
     max_new_tokens = 100

@@ -14,27 +14,18 @@ from lightning_modules.tasks.questions.prompter import Prompter
 Wording = Callable[[int], tuple[str, str]]
 """Prompt and answer prefix for a number of pieces of text."""
 
-SPARE = 1000
-"""Pieces beyond one per token after which a text that hardly grows is given up."""
+SPARE = 1000  # pieces beyond one per token after which a text that hardly grows is given up
 
 
 def place(depth: float, others: int) -> int:
-    """Return how many of the other pieces precede the one at a depth from 0 (front) to 1 (end).
-
-    Example:
-        >>> place(0.0, 10), place(0.25, 10), place(1.0, 10)
-        (0, 2, 10)
-    """
+    """Return how many of the other pieces precede the one at a depth from 0 (front) to 1 (end)."""
     return round(depth * others)
 
 
 class Task(ABC):
     """A kind of question about a long text; the same arguments give the same example, on every machine.
 
-    Attributes:
-        name: Name in results and options.
-        max_new_tokens: Tokens that the model may generate.
-        varies_depth: Whether the place of the answer can be chosen.
+    ``max_new_tokens`` limits the answer; ``varies_depth`` is whether its place in the text can be chosen.
     """
 
     name: str
@@ -45,18 +36,11 @@ class Task(ABC):
     def example(
         self, prompter: Prompter, length: int, index: int, *, seed: int = 0, depth: float | None = None
     ) -> Example:
-        """Make one question.
+        """Make one question; a ``ValueError`` is raised if ``length`` is too short for the shortest one.
 
-        Args:
-            prompter: Counts tokens.
-            length: Tokens of prompt, answer prefix and `max_new_tokens` together: as many as whole pieces of the long
-                text (a sentence, a line, a word) allow, and never more.
-            index: Number of the question, from 0.
-            seed: Seed of all that is random.
-            depth: Place of the answer, from 0 to 1, if the task varies it; drawn by default.
-
-        Raises:
-            ValueError: If ``length`` is too short for the shortest question.
+        ``length`` counts the tokens of prompt, answer prefix and `max_new_tokens`: as many as whole pieces of the long
+        text (a sentence, a line, a word) allow, and never more. ``depth`` is the place of the answer, from 0 to 1, if
+        the task varies it; drawn by default.
         """
 
     def random(self, length: int, index: int, seed: int) -> random.Random:
@@ -108,7 +92,7 @@ class Draft(NamedTuple):
         wording: Prompt and answer prefix for a number of pieces.
         answers: As in `Example`, like target and match.
         least: Fewest pieces.
-        most: Number of all pieces; None if there is no end to them.
+        most: Number of all pieces; None without a limit.
         exhausted: Error if all pieces together leave room for more; None if that is fine.
         depth: Depth of the answer among a number of pieces.
     """
@@ -124,7 +108,7 @@ class Draft(NamedTuple):
 
 
 class FittedTask(Task):
-    """A task that fills a draft with as many pieces of text as fit."""
+    """A task that fills a draft with all pieces of text that fit."""
 
     @abstractmethod
     def draft(self, asked: Request) -> Draft:
@@ -159,14 +143,8 @@ def most_units(
     """Return the largest number of pieces, from ``least`` to ``most``, whose text has at most ``limit`` tokens.
 
     As tokens grow about linearly with the pieces, interpolation finds the number in a few tries, each of which
-    tokenizes the whole text. A ``guess`` of the result may save some.
-
-    Raises:
-        ValueError: If not even ``least`` pieces fit, or the text hardly grows with its pieces.
-
-    Example:
-        >>> most_units(lambda n: 10 + 7 * n, 100)
-        12
+    tokenizes the whole text. A ``guess`` of the result may save some. A ``ValueError`` is raised if not even ``least``
+    pieces fit, or if the text hardly grows with its pieces.
     """
     low, low_tokens = least, tokens(least)
     if low_tokens > limit:

@@ -23,10 +23,7 @@ def distinct(draw: Callable[[], str], size: int) -> list[str]:
 
 
 def key_word(rng: random.Random) -> str:
-    """Draw an adjective and a noun, such as ``brave-otter``: the keys of RULER's needles and of LongEval's lines.
-
-    The originals draw from the lists of the package `wonderwords`; these lists are our own.
-    """
+    """Draw an adjective and a noun, such as ``brave-otter``, from our own lists (the originals use `wonderwords`)."""
     return f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}"
 
 
@@ -41,10 +38,7 @@ def uuid(rng: random.Random) -> str:
 
 
 def made_up_words(rng: random.Random, count: int) -> list[str]:
-    """Draw distinct words of two syllables or more that mean nothing, such as ``flumaren``.
-
-    With one seed, a longer list begins with a shorter one.
-    """
+    """Draw distinct words of two syllables or more, such as ``flumaren``; a longer list begins with a shorter one."""
     words: dict[str, None] = {}  # in the order in which they were drawn
     while len(words) < count:
         word = "".join(_syllable(rng) for _ in range(rng.choice((2, 2, 3))))

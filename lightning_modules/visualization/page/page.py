@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import html
+import json
 import math
 import os
 import re
@@ -28,7 +29,6 @@ from lightning_modules.visualization.page.payload import (
     pack,
     span_arrays,
     utf8,
-    utf8_json,
 )
 
 _MODEL_FIGURES = """<div class="key"><dt>LongPPL of model</dt><dd id="model-longppl">{}</dd></div>
@@ -37,13 +37,9 @@ _SCRIPTS = ("data.js", "key_tokens.js", "blocks.js", "card.js", "charts.js", "ma
 
 
 class EvaluatedModel(NamedTuple):
-    """What a model that is judged by the key tokens says of a document, in its own tokens.
+    """A model that is evaluated on the key tokens, with its ``[M]`` tokens of the document.
 
-    Attributes:
-        name: Of the model.
-        tokens: How it reads the document, in ``[M]`` tokens.
-        log_likelihood: ``[M]`` float32 given everything before the token, in nats; token 0 is not scored.
-        key: ``[M]`` bool, its key tokens.
+    Log-likelihoods are float32 nats given all preceding tokens; token 0 is not scored. ``key`` marks its key tokens.
     """
 
     name: str
@@ -58,19 +54,11 @@ class EvaluatedModel(NamedTuple):
 
 @dataclass(repr=False)
 class Inspection:
-    """A document with what an evaluator says of each token, as a page for people.
+    """A document with an evaluator's scores of each token, as a page for people.
 
-    In a notebook it shows itself. Another pair of thresholds needs no new page: they can be moved in it.
-
-    Attributes:
-        name: Of the document, which ``text`` holds.
-        evaluator: Name of the model that picks the key tokens.
-        scores: Its log-likelihoods.
-        token_texts: How each token reads that the page names, by its id.
-        alpha: Long-short difference that a key token exceeds, in nats.
-        beta: Long log-likelihood that a key token exceeds, in nats.
-        alternatives: The likeliest tokens at each position, if they are to be shown.
-        model: A model judged by the key tokens, if there is one.
+    In a notebook it shows itself. Other thresholds need no new page: they can be moved in it. A key token's long-short
+    difference exceeds ``alpha`` and its long log-likelihood ``beta``, in nats. ``token_texts`` has the text of each
+    token that the page names, by id; ``model`` is evaluated on the key tokens.
     """
 
     name: str
@@ -84,23 +72,25 @@ class Inspection:
     model: EvaluatedModel | None = None
 
     def html(self) -> str:
-        """The page."""
+        """Return the page."""
         script = f"(() => {{\n'use strict';\n{''.join(_read(name) for name in _SCRIPTS)}}})();"
         style = _read("page.css")
+        found = self.alternatives
+        alternatives = {} if found is None else alternative_arrays(found, self._vocabulary, self._first_short)
         safe = {
             "script": script,
             "style": style,
             "script_hash": _source_hash(script),
             "style_hash": _source_hash(style),
             "scores": pack(self._arrays()),
-            "alternatives": pack(self._alternative_arrays()),
+            "alternatives": pack(alternatives),
             "model_figures": ""
             if self.model is None
             else _MODEL_FIGURES.format(*map(_perplexity, self.model.perplexities())),
         }
-        shown = {name: html.escape(value) for name, value in self._shown().items()}
-        # In one pass: what a value holds is never taken for a place to be filled.
-        return re.sub(r"\[\[(\w+)\]\]", lambda place: (safe | shown)[place[1]], _read("page.html"))
+        escaped = {name: html.escape(value) for name, value in self._shown().items()}
+        # In one pass: the content of a value is never taken for a place to be filled.
+        return re.sub(r"\[\[(\w+)\]\]", lambda place: (safe | escaped)[place[1]], _read("page.html"))
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the page in one step."""
@@ -108,7 +98,7 @@ class Inspection:
         return Path(path)
 
     def summary(self) -> str:
-        """What the page says of the whole document, in a line."""
+        """Summarize the page in a line."""
         shown = self._shown()
         parts = [f"{shown['tokens']} tokens", f"{shown['key_tokens']} key tokens ({shown['share']})"]
         parts += [f"LongPPL {shown['longppl']}", f"perplexity {shown['perplexity']}"]
@@ -118,7 +108,7 @@ class Inspection:
         return f"{self.name}: {', '.join(parts)}"
 
     def _repr_html_(self) -> str:
-        """In a frame of its own, which may run its script and do nothing else."""
+        """Return a frame that may run its script and do nothing else."""
         return (
             '<iframe sandbox="allow-scripts" width="100%" height="760" style="border: 1px solid #8884; border-radius:'
             f' 8px" srcdoc="{html.escape(self.html())}"></iframe>'
@@ -130,7 +120,7 @@ class Inspection:
         return min(self.scores.context_length + self.scores.stride, len(self.scores.long))
 
     def _shown(self) -> dict[str, str]:
-        """What stands in the page as text."""
+        """Return the texts of the page."""
         scores = self.scores
         key = evaluator_key_tokens(scores, alpha=self.alpha, beta=self.beta)
         longppl, perplexity = map(_perplexity, perplexities(scores.long, key))
@@ -158,9 +148,9 @@ class Inspection:
         scores, vocabulary = self.scores, self._vocabulary
         advance, length = span_arrays(self.text, scores.offsets)
         arrays: dict[str, np.ndarray[Any, Any]] = {
-            "facts": utf8_json(self._facts()),
+            "facts": utf8(json.dumps(self._facts())),
             "text": utf8(self.text),
-            "vocabulary": utf8_json([self.token_texts[index] for index in vocabulary.tolist()]),
+            "vocabulary": utf8(json.dumps([self.token_texts[index] for index in vocabulary.tolist()])),
             "token": numbered(vocabulary, scores.token_ids),
             "long": scores.long.numpy(),
             "short": scores.short.numpy(),
@@ -192,11 +182,6 @@ class Inspection:
             return None
         return [same[0].start, same[0].stop, same[1].start]
 
-    def _alternative_arrays(self) -> dict[str, np.ndarray[Any, Any]]:
-        if self.alternatives is None:
-            return {}
-        return alternative_arrays(self.alternatives, self._vocabulary, self._first_short)
-
     @cached_property
     def _vocabulary(self) -> Tensor:
         """``[M]`` ids of the tokens that the page names, ascending."""
@@ -209,7 +194,7 @@ def _read(name: str) -> str:
 
 
 def _source_hash(source: str) -> str:
-    """What the page's content security policy says of the one script, or style, that it allows."""
+    """Return the hash by which the page's content security policy allows its script or style."""
     return f"sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}"
 
 

@@ -1,7 +1,6 @@
-"""What the page knows of a document, as the arrays that its script reads."""
+"""Arrays of a document for the page's script."""
 
 import base64
-import json
 import re
 import zlib
 from collections.abc import Mapping
@@ -22,25 +21,19 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def pack(arrays: Mapping[str, NDArray[np.generic]]) -> str:
-    """Named arrays as text that stands in HTML as it is: base64 of a deflated file in the format of safetensors."""
+    """Pack named arrays as text that HTML need not escape: base64 of a deflated file in the format of safetensors."""
     return base64.b64encode(zlib.compress(save(dict(arrays)))).decode("ascii")
 
 
 def utf8(text: str) -> NDArray[np.uint8]:
-    """UTF-8 of a text; a lone surrogate, which has none, becomes the replacement character."""
+    """Encode a text as UTF-8; a lone surrogate, which cannot be encoded, becomes the replacement character."""
     return np.frombuffer(_SURROGATE.sub("\ufffd", text).encode("utf-8"), dtype=np.uint8)
 
 
-def utf8_json(value: object) -> NDArray[np.uint8]:
-    """UTF-8 of a value as JSON."""
-    return utf8(json.dumps(value))
-
-
 def span_arrays(text: str, offsets: Tensor) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
-    """Return ``[N, 2]`` spans of characters as a script counts them, in units of UTF-16.
+    """Return ``[N, 2]`` spans of characters as distances of each start from the one before, and lengths.
 
-    These are ``[N]`` distance of each start from the one before, and ``[N]`` length. A token without characters,
-    wherever it says that it is, is with the one before it.
+    Both count units of UTF-16, as a script does. A token without characters begins where the one before it does.
     """
     start, stop = offsets.long().unbind(-1)
     empty = start == stop

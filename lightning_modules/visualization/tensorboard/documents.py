@@ -1,6 +1,6 @@
-"""Documents with one model's scores, as Markdown that passes TensorBoard's sanitizer, for any text.
+"""Documents with one model's scores, as Markdown.
 
-It removes colors and keeps bold, tables and links with a title: `[token](# "shown under the mouse")`.
+TensorBoard removes colors and keeps bold, tables and links with a title: `[token](# "shown under the mouse")`.
 """
 
 import math
@@ -15,13 +15,11 @@ from torch import Tensor
 from lightning_modules.scoring.token_scores import TokenScores
 from lightning_modules.visualization.report import Table, as_markdown_table
 
-STEPS = ((4.0, "█"), (2.0, "▆"), (1.0, "▄"), (0.5, "▂"))
-"""Symbols of long-short differences above these nats."""
+STEPS = ((4.0, "█"), (2.0, "▆"), (1.0, "▄"), (0.5, "▂"))  # nats of long-short difference above which a symbol is shown
 
 HELP = "**Key tokens** are bold, with numbers under the mouse. LSD above 0.5, 1, 2, 4 nats: ▂ ▄ ▆ █; below -0.5: ▿."
 
-BEFORE, AFTER = 24, 8
-"""Tokens shown before and after a key token."""
+BEFORE, AFTER = 24, 8  # tokens shown around a key token
 
 
 @dataclass
@@ -77,7 +75,7 @@ class ScoredDocument:
         return list(zip(starts, stops, strict=True))
 
     def distance(self, index: int) -> int | None:
-        """Return the distance in tokens to the same token before it; None if there is none."""
+        """Return the distance in tokens to the same token before it, or None."""
         earlier = (self.scores.token_ids[:index] == self.scores.token_ids[index]).nonzero()
         return index - int(earlier[-1]) if len(earlier) else None
 
@@ -102,12 +100,7 @@ def escaped(text: str) -> str:
 
 
 def probability(log_likelihood: float) -> str:
-    """Format a probability as ``12.3%``, and rare ones as powers of ten.
-
-    Example:
-        >>> probability(-1.0), probability(-10.0)
-        ('36.8%', '5e-05')
-    """
+    """Format the probability of a log-likelihood as ``12.3%``, or as ``5e-05`` if it is below 0.1%."""
     value = math.exp(log_likelihood)
     return f"{value:.1%}" if value >= 0.001 else f"{value:.0e}"
 
@@ -144,10 +137,9 @@ def helped_markdown(documents: Sequence[ScoredDocument], *, count: int = 20) -> 
 
 
 def learned_markdown(document: ScoredDocument, long_then: Tensor, *, then: int, count: int = 20) -> str:
-    """Format a table of how the probabilities of key tokens have changed since the step ``then``.
+    """Format a table of how the probabilities of ``count`` key tokens at most have changed since the step ``then``.
 
-    At most ``count`` rows: those that the long context helps most. ``long_then`` are the ``[N]`` long log-likelihoods
-    at that step, in nats.
+    ``long_then`` are the ``[N]`` long log-likelihoods at that step, in nats; the most helped tokens are shown.
     """
     if not document.key.any():
         return "This document has no key token."

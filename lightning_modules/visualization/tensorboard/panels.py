@@ -43,9 +43,9 @@ CUSTOM_SCALARS = {
 
 @dataclass
 class InspectedDocument:
-    """A validation document with its scores by the model in training.
+    """A validation document with the scores of the model in training.
 
-    ``scored`` are the ``[N]`` tokens that count, and ``key`` the key tokens if they are known beforehand.
+    ``scored`` marks the ``[N]`` tokens that count, ``key`` the key tokens if they are known beforehand.
     """
 
     name: str
@@ -56,10 +56,9 @@ class InspectedDocument:
 
 
 class EvaluationPanels:
-    """Writes the panels of one evaluation after another.
+    """Writes the panels of one evaluation after another, with at most ``tokens`` tokens of each document.
 
-    Key tokens of the model itself exceed ``alpha`` (LSD) and ``beta`` (LCL), in nats; at most ``tokens`` tokens of each
-    document are shown.
+    Key tokens of the model itself exceed ``alpha`` (LSD) and ``beta`` (LCL), in nats.
     """
 
     def __init__(self, *, alpha: float, beta: float, tokens: int) -> None:
@@ -79,8 +78,7 @@ class EvaluationPanels:
     ) -> None:
         """Write all panels of an evaluation after ``step`` optimizer steps to each ``SummaryWriter``.
 
-        The positions are the model's losses by context length over all documents. An evaluator has judged these and
-        other documents, by the SHA-256 of their text.
+        ``positions`` has the model's losses over all documents, ``judged`` an evaluator's scores by SHA-256 of texts.
         """
         by_evaluator = [self._by_evaluator(document, judged) for document in documents]
         by_model = [self._by_model(document, judged) for document in documents]

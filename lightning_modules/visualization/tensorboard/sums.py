@@ -4,23 +4,16 @@ import torch
 from torch import Tensor
 
 from lightning_modules.batch import IGNORE_INDEX, LONGEST_ROW
-from lightning_modules.functional import PowerLaw, fit_power_law
+from lightning_modules.functional import PowerLaw, ShortContext, fit_power_law
 
-SHORTEST_FITTED = 16
-"""Shortest context to which a power law is fitted, in tokens: shorter ones are within a sentence."""
-
-SAMPLED = 4096
-"""Most tokens of a batch in a sample."""
+SHORTEST_FITTED = 16  # tokens of context to which a power law is fitted: shorter ones are within a sentence
+SAMPLED = 4096  # most tokens of a batch in a sample
 
 
 class PositionSums:
     """Means of per-token values by the position of the token in its document, in bins of half an octave.
 
-    Args:
-        values: How many values each token has.
-
-    Attributes:
-        sums: ``[2 + values, bins]`` float64: tokens, their positions, and their values, summed up.
+    ``sums`` is ``[2 + values, bins]`` float64: numbers of tokens, and sums of their positions and values.
     """
 
     def __init__(self, values: int) -> None:
@@ -59,27 +52,19 @@ class WeightSample:
         """Return the number of batches since the last `take`."""
         return len(self._weights)
 
-    def add(
-        self,
-        long: Tensor,
-        influence: Tensor,
-        labels: Tensor,
-        short: Tensor | None = None,
-        differs: Tensor | None = None,
-    ) -> None:
+    def add(self, long: Tensor, token_weights: Tensor, short: ShortContext | None, labels: Tensor) -> None:
         """Take every n-th token of a batch of ``[B, T]`` tensors, up to 4096; one copy waits for the accelerator.
 
-        Without short log-likelihoods, in nats, or where they do not differ, only weights are sampled.
+        Tokens without a short context have weights only.
         """
+        if short is None:
+            short = ShortContext(long, torch.zeros_like(labels, dtype=torch.bool))
         every = -(-labels.numel() // SAMPLED)
-        if short is None or differs is None:
-            short, differs = long, torch.zeros_like(labels, dtype=torch.bool)
-        parts = (influence, labels.ne(IGNORE_INDEX), long, short, differs)
-        weight, scored, long, short, differs = torch.stack(
-            [p.detach().flatten()[::every].double() for p in parts]
-        ).cpu()
+        parts = (token_weights, labels.ne(IGNORE_INDEX), long, short.log_likelihood, short.has_short_context)
+        sampled = torch.stack([part.detach().flatten()[::every].double() for part in parts]).cpu()
+        weight, scored, long_sampled, short_sampled, compared = sampled
         self._weights.append(weight[scored > 0])
-        self._differences.append((long - short)[(scored * differs) > 0])
+        self._differences.append((long_sampled - short_sampled)[(scored * compared) > 0])
 
     def take(self) -> tuple[Tensor, Tensor]:
         """Return ``[N]`` weights and ``[M]`` long-short differences in nats since the last call."""

@@ -24,8 +24,7 @@ QUESTION = (
 ANSWER_PREFIX = " The special magic {kind} for {query} mentioned in the provided text are"
 
 DRAW: dict[Kind, Callable[[random.Random], str]] = {"words": key_word, "numbers": number, "uuids": uuid}
-DEPTHS = [round(100 * step / 39) for step in range(40)]
-"""Percent: where needles stand in essays unless a depth is asked for."""
+DEPTHS = [round(100 * step / 39) for step in range(40)]  # of needles in essays, in percent
 
 
 @dataclass(frozen=True)
@@ -56,13 +55,11 @@ RULER_NEEDLES: dict[str, Setting] = {
 class Needles(FittedTask):
     """Sentences "One of the special magic numbers for brave-otter is: 1234567." in a haystack.
 
-    The tasks `niah` of RULER (Hsieh et al. 2024, https://arxiv.org/abs/2404.06654), worded as its public code words
-    them. Answers count as in its `string_match_all`.
-
-    Unlike there, words come from our own lists; keys and values are distinct, and no sentence of a `needles` haystack
-    repeats a key or a value of the needles; essays are filled by whole sentences (see `Essays`); as many pieces are
-    taken as fit, rather than a multiple of 5, 25 or 500; and no stray space is at the ends of the essays or between
-    needles that meet.
+    The tasks `niah` of RULER (Hsieh et al. 2024, https://arxiv.org/abs/2404.06654), worded and scored
+    (`string_match_all`) as in its public code. Unlike there, words come from our own lists; keys and values are
+    distinct, and no sentence of a `needles` haystack repeats a key or a value of the needles; essays are filled by
+    whole sentences (see `Essays`); pieces are not taken in multiples of 5, 25 or 500; and no stray space is at the ends
+    of the essays or between needles that meet.
 
     A depth counts pieces: sentences, and with `noise` RULER's line of five short ones. Unless a depth is asked for,
     needles are placed as in RULER: in essays at some of 40 evenly spaced depths, else anywhere.

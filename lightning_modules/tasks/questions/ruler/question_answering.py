@@ -1,4 +1,4 @@
-"""RULER's question answering: which of many documents answers a question, and what does it say."""
+"""RULER's question answering: many documents, one of which answers a question."""
 
 import random
 from pathlib import Path
@@ -47,7 +47,9 @@ class QuestionAnswering(FittedTask):
             return chosen
 
         def wording(count: int) -> tuple[str, str]:
-            return question_prompt([self.collection.documents[n] for n in order(count)], question.text), _ANSWER_PREFIX
+            documents = (self.collection.documents[index] for index in order(count))
+            context = "\n\n".join(f"Document {number}:\n{document}" for number, document in enumerate(documents, 1))
+            return _TEMPLATE.format(context=context, question=question.text), _ANSWER_PREFIX
 
         def depth(count: int) -> float | None:
             one = len(question.documents) == 1 and count > 1
@@ -77,9 +79,3 @@ class QuestionAnswering(FittedTask):
         drawn = rng.sample(range(count), min(count, most + len(known)))
         related = rng.sample(asked.related, len(asked.related))
         return [*related, *(number for number in drawn if number not in known)]
-
-
-def question_prompt(documents: list[str], question: str) -> str:
-    """Return numbered documents and a question about them."""
-    context = "\n\n".join(f"Document {number}:\n{document}" for number, document in enumerate(documents, 1))
-    return _TEMPLATE.format(context=context, question=question)

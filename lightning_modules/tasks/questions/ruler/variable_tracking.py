@@ -11,8 +11,7 @@ from lightning_modules.tasks.questions.task import Draft, FittedTask, Request, m
 
 HOPS = 4
 EXAMPLE_TOKENS = 500
-LEAST_LINES = 5
-"""As many as there are assignments: each stands before a line of its own."""
+LEAST_LINES = 5  # one for each assignment, which precedes it
 
 _TEMPLATE = (
     "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\n"
@@ -36,10 +35,10 @@ class Chain(NamedTuple):
 class VariableTracking(FittedTask):
     """RULER's ``vt`` (https://arxiv.org/abs/2404.06654, Section 3.3): one chain of 4 hops in repeated noise.
 
-    An example with its answer stands before the question: names of three letters in a text of 500 tokens, or of 5
-    lines if those take more. The wordings are those of https://github.com/NVIDIA/RULER, whose answer prefix ends with a
-    space. Unlike there, the example is drawn again for each question, the names of a question and the two
-    values always differ, and a length that is too short is refused (the original tries for ever).
+    An example with its answer precedes the question: names of three letters in a text of 500 tokens, or of 5 lines if
+    those take more. The wordings are those of https://github.com/NVIDIA/RULER, whose answer prefix ends with a space.
+    Unlike there, the example is drawn again for each question, the names of a question and the two values always
+    differ, and a length that is too short is refused (the original never returns).
     """
 
     name = "vt"

@@ -12,12 +12,8 @@ from lightning_modules.tasks.questions.task import Draft, FittedTask, Request
 from lightning_modules.tasks.questions.words import ADJECTIVES, NOUNS, distinct, made_up_words
 
 COMMON = 10
-SHORT = 4096
-"""Tokens below which words are repeated less."""
-
-LEAST_OTHERS = 10
-"""With fewer words that are not common, the list would name nearly the common ones alone."""
-
+SHORT = 4096  # tokens below which words are repeated less
+LEAST_OTHERS = 10  # with fewer words that are not common, the list would name nearly the common ones alone
 WORDS = tuple(sorted({*ADJECTIVES, *NOUNS}))
 
 _COMMON_TEMPLATE = (
@@ -50,14 +46,13 @@ class Repeats(NamedTuple):
 class CommonWords(FittedTask):
     """RULER's ``cwe`` (https://arxiv.org/abs/2404.06654, Section 3.3): 10 words are in a list 30 times, others 3 times.
 
-    An example with its answer stands before the question: 40 other words, 10 of them 10 times and 30 of them 3 times.
-    The wordings are those of https://github.com/NVIDIA/RULER. As there, lengths below 4,096 tokens repeat less: 6 times
-    and once, and 3 times and once in an example of 20 words.
+    An example with its answer precedes the question: 40 other words, 10 of them 10 times and 30 of them 3 times. The
+    wordings are those of https://github.com/NVIDIA/RULER. As there, lengths below 4,096 tokens repeat less: 6 times and
+    once, and 3 times and once in an example of 20 words.
 
-    Unlike there, the words are those of `words` (of which there are 1,236, enough for about 16,000 tokens), and
-    all are made up in lists that take more; the example's words are not in the question's list; the order
-    of each list is drawn separately; and a list has at least 10 words that are not common, or the length is refused as
-    too short.
+    Unlike there, the words are those of `words` (1,236, enough for about 16,000 tokens), and all are made up in lists
+    that take more; the example's words are not in the question's list; the order of each list is drawn separately; and
+    a list has at least 10 words that are not common, or the length is refused as too short.
     """
 
     name = "cwe"

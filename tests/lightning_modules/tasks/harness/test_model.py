@@ -12,6 +12,7 @@ from lm_eval.tasks import TaskManager
 
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
+from lightning_modules.tasks.evaluation.config import TaskConfig
 from lightning_modules.tasks.harness.evaluation import aggregate, evaluate_task
 from lightning_modules.tasks.harness.model import Continuation, HarnessModel, score_continuations
 from lightning_modules.tasks.harness.tasks import load_tasks
@@ -28,7 +29,8 @@ def pair(request, model_dir):
     length = 4096 if request.param == "float32" else 64
     # Not rounded: of the same argument each of both would else have another token now and then.
     model = tiny_model("llama", len(tokenizer), seed=1).double()
-    ours = HarnessModel(Backbone(model), tokenizer, max_length=length, truncation="left", batch_tokens=300)
+    config = TaskConfig(max_length=length, truncation="left", batch_tokens=300, log_samples=True, limit=5)
+    ours = HarnessModel(Backbone(model), tokenizer, config)
     return ours, HFLM(pretrained=model, tokenizer=tokenizer, max_length=length, batch_size=1)
 
 
@@ -36,7 +38,7 @@ def pair(request, model_dir):
 def test_same_answers_and_metrics(pair, task_dir):
     ours, theirs = pair
     loaded = load_tasks(NAMES, include_path=str(task_dir))
-    found = {name: evaluate_task(ours, name, task, log_samples=True, limit=5) for name, task in loaded.tasks.items()}
+    found = {name: evaluate_task(ours, name, task) for name, task in loaded.tasks.items()}
     manager = TaskManager(include_path=str(task_dir), include_defaults=False)
     expected = simple_evaluate(theirs, tasks=NAMES, task_manager=manager, bootstrap_iters=0, limit=5)
     assert set(found) == {"choice", "letter", "answer", "rolling"}
@@ -65,7 +67,7 @@ def test_whole_prompts_are_read_unless_they_are_too_long(pair):
 
 
 def test_what_is_too_long_loses_its_middle(model_dir, tokenizer, monkeypatch):
-    model = HarnessModel(Backbone(tiny_model("llama", len(tokenizer))), tokenizer, max_length=20)
+    model = HarnessModel(Backbone(tiny_model("llama", len(tokenizer))), tokenizer, TaskConfig(max_length=20))
     read = []
     monkeypatch.setattr(
         "lightning_modules.tasks.harness.model.generate", lambda _, prompts, *__, **___: [read.extend(prompts)] and [[]]
@@ -84,7 +86,7 @@ def test_what_is_too_long_loses_its_middle(model_dir, tokenizer, monkeypatch):
 
 
 def test_generation_stops_at_a_sequence_across_tokens(model_dir, tokenizer):
-    model = HarnessModel(Backbone(tiny_model("llama", len(tokenizer), seed=1)), tokenizer)
+    model = HarnessModel(Backbone(tiny_model("llama", len(tokenizer), seed=1)), tokenizer, TaskConfig())
     whole = Instance("generate_until", {}, ("ba ce di", {"max_gen_toks": 40, "until": []}), 0)
     (text,) = model.generate_until([whole])
     stop = text[10:14]
@@ -96,31 +98,32 @@ def test_generation_stops_at_a_sequence_across_tokens(model_dir, tokenizer):
 
 
 def test_random_samples_are_refused(model_dir, tokenizer):
-    model = HarnessModel(Backbone(tiny_model("llama", len(tokenizer))), tokenizer)
+    model = HarnessModel(Backbone(tiny_model("llama", len(tokenizer))), tokenizer, TaskConfig())
     with pytest.raises(ValueError, match="asks for random samples"):
         model.generate_until([Instance("generate_until", {}, ("ba", {"do_sample": True, "temperature": 1.0}), 0)])
 
 
 def test_random_states_and_modes_come_back(model_dir, tokenizer, task_dir):
     network = tiny_model("llama", len(tokenizer)).train()
-    model = HarnessModel(Backbone(network), tokenizer)
+    model = HarnessModel(Backbone(network), tokenizer, TaskConfig(log_samples=True))
     before = (random.getstate(), np.random.get_state()[1].copy(), torch.get_rng_state())
     loaded = load_tasks(["choice"], include_path=str(task_dir))
-    first = evaluate_task(model, "choice", loaded.tasks["choice"], log_samples=True)
+    first = evaluate_task(model, "choice", loaded.tasks["choice"])
     assert random.getstate() == before[0]
     np.testing.assert_array_equal(np.random.get_state()[1], before[1])
     torch.testing.assert_close(torch.get_rng_state(), before[2])
     assert network.training
-    again = evaluate_task(model, "choice", loaded.tasks["choice"], log_samples=True)
+    again = evaluate_task(model, "choice", loaded.tasks["choice"])
     assert [sample["arguments"] for sample in again["samples"]] == [sample["arguments"] for sample in first["samples"]]
 
 
 def test_chat_template(model_dir, task_dir):
     tokenizer = load_tokenizer(str(model_dir))
     tokenizer.chat_template = "{% for m in messages %}<s>{{ m.content }}</s>{% endfor %}"
-    model = HarnessModel(Backbone(tiny_model("llama", len(tokenizer))), tokenizer)
+    config = TaskConfig(chat_template=True, log_samples=True, limit=1)
+    model = HarnessModel(Backbone(tiny_model("llama", len(tokenizer))), tokenizer, config)
     task = load_tasks(["letter"], include_path=str(task_dir)).tasks["letter"]
-    result = evaluate_task(model, "letter", task, chat_template=True, log_samples=True, limit=1)
+    result = evaluate_task(model, "letter", task)
     prompt = result["samples"][0]["arguments"][0][0]
     assert prompt.startswith("<s>")
     assert model.tok_encode(prompt).count(tokenizer.bos_token_id) == 1  # none besides the template's

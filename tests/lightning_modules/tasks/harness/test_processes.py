@@ -9,6 +9,7 @@ from lm_eval.api.instance import Instance
 from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.loading import load_backbone
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
+from lightning_modules.tasks.evaluation.config import TaskConfig
 from lightning_modules.tasks.harness.evaluation import evaluate_task
 from lightning_modules.tasks.harness.model import HarnessModel
 from lightning_modules.tasks.harness.tasks import load_tasks
@@ -19,10 +20,11 @@ NAMES = ["choice", "answer", "rolling"]
 
 
 def ask(backbone, model_dir, task_dir):
-    model = HarnessModel(backbone, load_tokenizer(model_dir), batch_tokens=300, max_length=200)
+    config = TaskConfig(batch_tokens=300, max_length=200, log_samples=True, limit=5)
+    model = HarnessModel(backbone, load_tokenizer(model_dir), config)
     found = {}
     for name, task in load_tasks(NAMES, include_path=task_dir).tasks.items():
-        result = evaluate_task(model, name, task, log_samples=True, limit=5)
+        result = evaluate_task(model, name, task)
         found[name] = [result["metrics"], [sample["resps"] for sample in result["samples"]]]
     return json.loads(json.dumps(found))
 
@@ -50,7 +52,7 @@ def in_each_process(rank, world_size, model_dir, task_dir, expected):
     config = ModelConfig(model_dir, dtype="float64")
     divided = load_sharded_backbone(config, world_mesh("cpu"), device="cpu").eval().requires_grad_(False)
     same(ask(divided, model_dir, task_dir), expected["found"])
-    model = HarnessModel(backbone, load_tokenizer(model_dir))
+    model = HarnessModel(backbone, load_tokenizer(model_dir), TaskConfig())
     other = Instance("loglikelihood", {}, ("ba", f" {rank}"), 0)
     with pytest.raises(ValueError, match="Processes have loaded different questions"):
         model.loglikelihood([other])

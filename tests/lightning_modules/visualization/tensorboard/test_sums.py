@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from lightning_modules.batch import IGNORE_INDEX, LONGEST_ROW
+from lightning_modules.functional import ShortContext
 from lightning_modules.visualization.tensorboard.sums import SAMPLED, PositionSums, WeightSample
 
 
@@ -39,8 +40,8 @@ def batch(tokens):
 
 def test_a_small_batch_is_looked_at_whole():
     sample, (long, weight, labels, short, differs) = WeightSample(), batch(40)
-    sample.add(long, weight, labels, short, differs)
-    sample.add(long, weight, labels)  # weights that do not follow from a short context
+    sample.add(long, weight, ShortContext(short, differs), labels)
+    sample.add(long, weight, None, labels)  # weights that do not follow from a short context
     assert len(sample) == 2
     weights, differences = sample.take()
     scored = labels.ne(IGNORE_INDEX)
@@ -52,7 +53,7 @@ def test_a_small_batch_is_looked_at_whole():
 
 def test_of_a_large_one_a_bounded_part():
     sample, (long, weight, labels, short, differs) = WeightSample(), batch(50_000)
-    sample.add(long, weight, labels, short, differs)
+    sample.add(long, weight, ShortContext(short, differs), labels)
     weights, differences = sample.take()
     assert 0.4 * SAMPLED < len(weights) < 0.6 * SAMPLED
     assert set(weights.tolist()) <= set(weight[:, 25_000:].double().flatten().tolist())
