@@ -50,13 +50,7 @@ class ContextLadder:
             raise ValueError(f"`ladder.contexts` must be ascending lengths, or 'auto', got {list(self.contexts)}.")
 
     def rungs(self, *, context_length: int, stride: int, longest: int | None) -> "Rungs":
-        """The rungs for a model.
-
-        Args:
-            context_length: Context length of the model, for ``auto``.
-            stride: Stride of the model.
-            longest: Positions that the model was made for, for ``auto``; None if unknown.
-        """
+        """Return the rungs for a model with this K and d that was made for the ``longest`` text, if that is known."""
         window = self.window or stride
         if self.contexts != "auto":
             return Rungs(tuple(self.contexts), window)
@@ -81,13 +75,8 @@ class Rungs:
     def log_likelihood(self, backbone: Backbone, batch: PackedBatch, long: Tensor) -> list[dict[int, Tensor]]:
         """Score the last tokens of each document on each rung that it has.
 
-        Args:
-            backbone: The model.
-            batch: ``[B, T]`` rows of one document each.
-            long: ``[B, T]`` log-likelihoods of their tokens given everything before, in nats.
-
-        Returns:
-            For each row ``[w]`` log-likelihoods in nats by context length.
+        From ``[B, T]`` rows of one document each and their ``[B, T]`` long log-likelihoods follow for each row ``[w]``
+        log-likelihoods in nats by context length.
         """
         found: list[dict[int, Tensor]] = [{} for _ in batch["document_borders"]]
         windows: dict[int, list[tuple[int, Window]]] = {context: [] for context in self.contexts}

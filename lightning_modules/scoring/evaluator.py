@@ -22,9 +22,10 @@ from lightning_modules.models.identity import check_same_model, model_identity
 from lightning_modules.models.loading import load_config, load_frozen
 from lightning_modules.models.lockstep import any_rank, lockstep
 from lightning_modules.models.optimizations import eval_mode
-from lightning_modules.models.short_context import long_and_short, score_windows
+from lightning_modules.models.short_context import score_windows
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer, tokenizer_hash
 from lightning_modules.scoring.config import EvaluatorConfig
+from lightning_modules.scoring.document_scorer import DocumentScorer
 from lightning_modules.scoring.key_tokens import Alignment, Coverage, Tokens, find_key_tokens, measure_coverage
 from lightning_modules.scoring.token_scores import FORMAT, TokenScores, text_sha256
 from lightning_modules.utilities.files import default_cache_dir, writable_folder
@@ -65,21 +66,8 @@ def score_text(
     """
     batch = encode_document(text, tokenizer, name=name, add_special_tokens=add_special_tokens)
     backbone.check_token_ids(batch)
-    on_device = batch_to(batch, backbone.device)
-    with torch.inference_mode(mode=not backbone.is_sharded):  # in which weights cannot be gathered
-        long, short = long_and_short(backbone, on_device, context_length=context_length, stride=stride, beta=beta)
-    return TokenScores(
-        text_sha256=text_sha256(text),
-        evaluator=evaluator,
-        context_length=context_length,
-        stride=stride,
-        token_ids=batch["input_ids"][0],
-        offsets=batch["offsets"][0],
-        # Copies: a tensor of inference mode cannot be changed outside of it.
-        long=long[0].float().cpu().clone(),
-        short=short[0].float().cpu().clone(),
-        floor=-math.inf if beta is None else beta,
-    )
+    scorer = DocumentScorer(backbone, evaluator, context_length, stride)
+    return scorer.score(batch_to(batch, backbone.device), beta=beta)[0]
 
 
 class Judged(NamedTuple):
