@@ -4,7 +4,6 @@ import itertools
 import json
 import logging
 import math
-import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,8 @@ from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.models.attention import DOCUMENT_SDPA
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.context_extension.rope_types import ROPE_TYPES
+from lightning_modules.models.context_extension.rotary_checks import rope_parts
 from lightning_modules.models.optimizations import eval_mode
-from lightning_modules.utilities.pickles import refused_pickle
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +45,7 @@ def check_config(config: PreTrainedConfig, *, trust_remote_code: bool = False) -
     text = config.get_text_config(decoder=True)
     check_sizes({name: getattr(text, name, None) for name in LARGEST})
     _check_quantization(getattr(config, "quantization_config", None))
-    for part in _rope_parts(text):
+    for part in rope_parts(config):
         _check_rope(part)
 
 
@@ -79,15 +78,13 @@ def check_weight_files(folder: str) -> None:
 
     Raises:
         ValueError: If the folder has no weights, a file of the index is missing, a safetensors file is shorter than its
-            header specifies, or a pickled file holds more than weights.
+            header specifies.
     """
     path = Path(folder).expanduser()
     if not path.is_dir():
         return  # a hub id, unknown until it is fetched
-    files, pickled = sorted(path.glob("*.safetensors")), sorted(path.glob("pytorch_model*.bin"))
-    if not files:
-        _check_pickles(pickled)
-    if not files and not pickled and not (path / "pytorch_model.bin.index.json").is_file():
+    files = sorted(path.glob("*.safetensors"))
+    if not files and not any(path.glob("pytorch_model*.bin*")):
         raise ValueError(
             f"'{folder}' has no weights, neither a .safetensors file nor a pytorch_model.bin. Fetch the model again."
         )
@@ -102,34 +99,12 @@ def check_weight_files(folder: str) -> None:
             raise ValueError(f"The weights '{file}' are torn or damaged ({error}). Fetch the file again.") from error
 
 
-def _check_pickles(files: list[Path]) -> None:
-    for file in files:
-        try:
-            torch.load(file, map_location="meta", mmap=True, weights_only=True)
-        except pickle.UnpicklingError as error:
-            raise ValueError(
-                f"The weights '{file}' cannot be used: the file {refused_pickle(error)}. Name a model with .safetensors"
-                " files."
-            ) from error
-        except RuntimeError:  # an old format, which cannot be mapped: it is checked as it is loaded
-            continue
-
-
 def _indexed(index: Path) -> set[str]:
     """Names of the files that an index names."""
     try:
         return set(json.loads(index.read_bytes())["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"The index of weights '{index}' cannot be read ({error!r}). Fetch it again.") from error
-
-
-def _rope_parts(config: PreTrainedConfig) -> list[dict[str, Any]]:
-    """The RoPE parameters, of which some models have several, for layers of different kinds."""
-    parameters = getattr(config, "rope_parameters", None)
-    if not isinstance(parameters, dict):
-        return []
-    nested = [part for part in parameters.values() if isinstance(part, dict)]
-    return nested or [parameters]
 
 
 def _check_rope(parameters: dict[str, Any]) -> None:

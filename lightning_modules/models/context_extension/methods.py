@@ -3,7 +3,6 @@
 The config changes before the weights are loaded; a later change would be saved without effect.
 """
 
-import difflib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -27,6 +26,7 @@ from lightning_modules.models.context_extension.rope_types import (
     rotary_width,
 )
 from lightning_modules.models.context_extension.rotary_checks import ARCHITECTURES
+from lightning_modules.utilities.errors import did_you_mean
 
 ANY_ROPE_TYPE = tuple(name for name in ARCHITECTURES if name != "phi3")  # only `default` and `longrope` there
 
@@ -158,9 +158,7 @@ class ContextExtension:
         known = [field.name for field in fields(cls)]
         for name in settings:
             if name not in known:
-                near = difflib.get_close_matches(str(name), known, n=1)
-                hint = f"Did you mean '{near[0]}'?" if near else f"It takes {', '.join(known)}."
-                raise ValueError(f"`context_extension` has no key '{name}'. {hint}")
+                raise ValueError(f"`context_extension` has no key '{name}'. {did_you_mean(name, known)}")
         for name in ("method", "original_length", "target_length"):
             if settings.get(name) is None:
                 raise ValueError(f"`context_extension` lacks `{name}`, which is never guessed: set it.")

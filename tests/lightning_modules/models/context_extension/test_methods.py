@@ -190,7 +190,7 @@ REFUSED = {
     "lacks `target_length`": {"method": "pi", "original_length": 64},
     "is 'pose': choose one of none, pi": extension("pose"),
     "no key 'bas'. Did you mean 'base'": extension("abf", bas=2.0),
-    "no key 'zzz'. It takes method, original_length": extension("abf", zzz=2.0),
+    "no key 'zzz'. Known: method, original_length": extension("abf", zzz=2.0),
     "`context_extension.base` is nothing that the method 'pi' uses: remove it.": extension("pi", base=5e5),
     "it takes `low_freq_factor` and `high_freq_factor`": extension("llama3", beta_fast=3.0),
     "got '5e5'": extension("abf", base="5e5"),
