@@ -1,6 +1,5 @@
 """Checks of a model: its config and files before weights are read, and its scores before any number is trusted."""
 
-import itertools
 import json
 import logging
 import math
@@ -15,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
-from lightning_modules.batch import IGNORE_INDEX, PackedBatch
+from lightning_modules.batch import IGNORE_INDEX, packed_row
 from lightning_modules.models.attention import DOCUMENT_SDPA
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.context_extension.rope_types import ROPE_TYPES
@@ -212,13 +211,3 @@ def _trims(backbone: Backbone, document: Tensor, tolerance: float) -> bool:
         return False
     backbone.trims_last_layer = False
     return bool((trimmed - backbone(row))[:, start:].abs().max() <= tolerance)
-
-
-def packed_row(documents: Sequence[Tensor]) -> PackedBatch:
-    """Pack ``[n]`` token ids of documents into one row."""
-    tokens = torch.cat(list(documents)).unsqueeze(0)
-    borders = [0, *itertools.accumulate(map(len, documents))]
-    labels = tokens.clone()
-    labels[:, borders[:-1]] = IGNORE_INDEX
-    positions = torch.cat([torch.arange(len(document)) for document in documents]).unsqueeze(0).to(tokens.device)
-    return PackedBatch(input_ids=tokens, labels=labels, position_ids=positions, document_borders=[borders])

@@ -45,21 +45,11 @@ def score_text(
     evaluator: str = "",
     beta: float | None = None,
 ) -> TokenScores:
-    """Compute long and short log-likelihoods of every token of a text.
+    """Compute long and short log-likelihoods of every token of a text, in main memory.
 
-    Args:
-        text: The document.
-        backbone: The model, on its device.
-        tokenizer: Its tokenizer.
-        context_length: Length K of the shortest short context, in tokens.
-        stride: Number d of tokens that share one window.
-        add_special_tokens: Whether the tokenizer adds its own, as the authors of the paper do for evaluators.
-        name: Name of the document in messages.
-        evaluator: Name of the model in the scores.
-        beta: Leave out the short log-likelihoods that key tokens at this threshold or above do not need.
-
-    Returns:
-        The pair, in main memory. Tokens without a short context have equal likelihoods.
+    The authors of the paper add special tokens for evaluators. ``name`` is that of the document in messages,
+    ``evaluator`` that of the model in the scores. With ``beta``, short log-likelihoods that key tokens at this
+    threshold or above do not need are left out.
 
     Raises:
         ValueError: If the text is empty, or the tokenizer is not the one of the model.
