@@ -50,14 +50,14 @@ def add_adapters(model: PreTrainedModel, arguments: dict[str, Any], *, autocast:
     """
     from peft import get_peft_model
 
-    config = lora_config(arguments, model)
-    _check_names(model, config)
     for module in model.modules():
         # On CPUs with AVX512 a pass in eval mode would make bitsandbytes repack the weight for good, for an operator
         # that has no gradient.
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
     try:
+        config = lora_config(arguments, model)
+        _check_names(model, config)
         adapted = get_peft_model(model, config)
     except (TypeError, NotImplementedError, AttributeError, KeyError, re.error) as error:
         raise ValueError(f"`lora` = {arguments} has a value of a wrong type, according to peft: {error}") from error
@@ -72,7 +72,7 @@ def add_adapters(model: PreTrainedModel, arguments: dict[str, Any], *, autocast:
 
 
 def lora_config(arguments: dict[str, Any], model: PreTrainedModel) -> "LoraConfig":
-    """Return the config of `add_adapters`; a ``ValueError`` if an argument is unknown or has a wrong value."""
+    """Return the config of `add_adapters`; a ``ValueError`` or peft's error if an argument is unknown or wrong."""
     from peft import LoraConfig
 
     _check_arguments("lora", arguments, LoraConfig.__dataclass_fields__)
@@ -87,16 +87,10 @@ def lora_config(arguments: dict[str, Any], model: PreTrainedModel) -> "LoraConfi
         settings["modules_to_save"] = embeddings_and_norms(model)
     if model.config.get_text_config(decoder=True).tie_word_embeddings:
         settings.setdefault("ensure_weight_tying", _touches_embedding(model, settings))
-    targets = settings.get("target_modules")
-    if not isinstance(targets, str | list | None):
-        raise ValueError(f"`lora.target_modules` must be a list of names or a pattern, got {targets!r}.")
     alpha = settings.get("lora_alpha", 1)
     if not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
         raise ValueError(f"`lora.lora_alpha` scales the adapters and must be a number above 0, got {alpha!r}.")
-    try:
-        return LoraConfig(**settings)
-    except (TypeError, AttributeError, NotImplementedError, re.error) as error:
-        raise ValueError(f"`lora` = {arguments} has a value of a wrong type, according to peft: {error}") from error
+    return LoraConfig(**settings)
 
 
 def embeddings_and_norms(model: PreTrainedModel) -> list[str]:

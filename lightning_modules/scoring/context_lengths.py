@@ -9,7 +9,6 @@ from torch import Tensor
 
 from lightning_modules.batch import PackedBatch
 from lightning_modules.functional import Window
-from lightning_modules.functional.checks import check_count
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.short_context import score_windows
 
@@ -33,20 +32,16 @@ class ContextLadder:
         window: Tokens that every rung scores; by default the model's ``stride``.
 
     Raises:
-        ValueError: If the lengths do not ascend, or a number is not an integer of 1 or more.
+        ValueError: If the lengths do not ascend from 1 or more.
     """
 
-    contexts: list[int] | Literal["auto"] = "auto"
+    contexts: list[PositiveInt] | Literal["auto"] = "auto"
     window: PositiveInt | None = None
 
     def __post_init__(self) -> None:
-        if self.window is not None:
-            check_count("`ladder.window`", self.window)
         if self.contexts == "auto":
             return
-        for context in self.contexts:
-            check_count("Each of `ladder.contexts`", context)
-        if not self.contexts or any(longer <= shorter for shorter, longer in pairwise(self.contexts)):
+        if not self.contexts or any(longer <= shorter for shorter, longer in pairwise([0, *self.contexts])):
             raise ValueError(f"`ladder.contexts` must be ascending lengths, or 'auto', got {list(self.contexts)}.")
 
     def rungs(self, *, context_length: int, stride: int, longest: int | None) -> "Rungs":

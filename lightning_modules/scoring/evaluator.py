@@ -17,7 +17,7 @@ from lightning_modules.batch import PackedBatch, batch_to
 from lightning_modules.functional import LikeliestTokens, likeliest_tokens
 from lightning_modules.functional.windows import row_windows
 from lightning_modules.models.backbone import Backbone
-from lightning_modules.models.checks import check_scoring
+from lightning_modules.models.checks import check_scoring, check_weight_files
 from lightning_modules.models.identity import check_same_model, model_identity
 from lightning_modules.models.loading import load_config, load_frozen
 from lightning_modules.models.lockstep import any_rank, lockstep
@@ -128,6 +128,7 @@ class Evaluator:
         self.cache_dir = writable_folder(cache)
         self._loading = config.loading(self.name, config.revision)
         load_config(self._loading)
+        check_weight_files(self.name)
         self.tokenizer = load_tokenizer(
             config.tokenizer or config.evaluator,
             revision=config.revision,

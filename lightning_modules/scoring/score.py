@@ -61,7 +61,6 @@ def score(files: str | Sequence[str], model: str, evaluator: str, **options: Any
     if config.output is not None:
         check_output(config.output)
     scored = ScoredModel(config.loading(model), find_device(config.device))
-    check_weight_files(evaluator)
     judge = Evaluator(config.evaluator_config(config.key_tokens))
     documents = scored.read(
         texts,

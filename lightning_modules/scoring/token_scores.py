@@ -117,14 +117,9 @@ def text_sha256(text: str) -> str:
 
 
 def read_key_spans(path: str | os.PathLike[str], *, merge: bool = True) -> Tensor:
-    """Read key spans in the text format of the paper's authors: ``[start, end];[start, end];..``.
+    """Read ``[M, 2]`` int64 key spans in the text format of the paper's authors: ``[start, end];[start, end];..``.
 
-    Args:
-        path: A text file of character spans; an empty file holds none.
-        merge: Join spans that touch or overlap; otherwise they come as they are.
-
-    Returns:
-        ``[M, 2]`` int64 ascending spans, disjoint where merged.
+    Spans that touch or overlap are joined, or come as they are (``merge``). An empty file holds none.
 
     Raises:
         ValueError: If the file holds anything but ascending spans; it is parsed, never evaluated.

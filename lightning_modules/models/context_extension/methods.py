@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from transformers import PreTrainedConfig
 
 from lightning_modules.batch import LONGEST_ROW
@@ -249,8 +248,6 @@ def _longrope(extension: ContextExtension, config: PreTrainedConfig) -> dict[str
 
 def _ntk(extension: ContextExtension, config: PreTrainedConfig) -> dict[str, Any]:
     width = rotary_width(config)
-    if width <= 2:
-        raise ValueError(f"The method 'ntk' needs more than 2 rotated components per head, and the model has {width}.")
     return {"rope_theta": config.rope_parameters["rope_theta"] * extension.factor ** (width / (width - 2))}
 
 
@@ -265,11 +262,6 @@ def _abf(extension: ContextExtension, config: PreTrainedConfig) -> dict[str, Any
 
 
 def _eabf(extension: ContextExtension, config: PreTrainedConfig) -> dict[str, Any]:
-    if config.num_hidden_layers <= UNSCALED_LAYERS:
-        rank_zero_warn(
-            f"EABF scales attention in all layers but the first {UNSCALED_LAYERS}, and this model has"
-            f" {config.num_hidden_layers}: it will compute what 'abf' computes."
-        )
     return _authors_eabf(extension, config) | _abf(extension, config) | {"unscaled_layers": UNSCALED_LAYERS}
 
 

@@ -29,12 +29,8 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """Load a tokenizer that reports the characters of each token.
 
-    Args:
-        pretrained_model_name_or_path: A hub id or a local folder.
-        revision: Branch, tag or commit on the hub.
-        trust_remote_code: Run code from the tokenizer's repository; off unless you trust it.
-        trimmed_offsets: Keep offsets that leave out the spaces of a token, if the tokenizer is stored so (GPT-NeoX and
-            RoBERTa), as the code of the paper's authors does. By default every character of a token counts.
+    With ``trimmed_offsets``, tokenizers that are stored so (GPT-NeoX and RoBERTa) leave out the spaces of a token, as
+    in the code of the paper's authors. By default every character of a token counts.
 
     Raises:
         ValueError: If it cannot be found or gives no offsets.

@@ -25,15 +25,11 @@ def check_failures(
 ) -> None:
     """Report the failed documents of this run and of earlier ones, by source and reason.
 
-    Args:
-        shards: The scores.
-        rows: Rows that have been scored or have failed, by file.
-        source: Source that a file belongs to.
-        allowed: Share of the documents of a source that may fail.
-        complete: Whether all documents are done. Too many failures of a trial are a warning.
+    Rows by file are those that have been scored or have failed; ``source`` is that of a file.
 
     Raises:
-        IncompleteError: If all are done, and more documents of a source failed: one of 20 is more than 1%.
+        IncompleteError: If all documents are ``complete``, and more than the ``allowed`` share of those of a source
+            failed: one of 20 is more than 1%. Before that, too many failures are a warning.
     """
     documents: Counter[str] = Counter()
     for file, numbers in rows.items():
