@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.context_extension.rope_types import ROPE_TYPES
 from lightning_modules.models.context_extension.rotary_checks import rope_parts
 from lightning_modules.models.optimizations import eval_mode
+from lightning_modules.utilities.pickles import refused_pickle
 
 log = logging.getLogger(__name__)
 
@@ -77,13 +79,15 @@ def check_weight_files(folder: str) -> None:
 
     Raises:
         ValueError: If the folder has no weights, a file of the index is missing, a safetensors file is shorter than its
-            header specifies.
+            header specifies, or a pickled file holds more than weights.
     """
     path = Path(folder).expanduser()
     if not path.is_dir():
         return  # a hub id, unknown until it is fetched
-    files = sorted(path.glob("*.safetensors"))
-    if not files and not any(path.glob("pytorch_model*.bin*")):
+    files, pickled = sorted(path.glob("*.safetensors")), sorted(path.glob("pytorch_model*.bin"))
+    if not files:
+        _check_pickles(pickled)
+    if not files and not pickled and not (path / "pytorch_model.bin.index.json").is_file():
         raise ValueError(
             f"'{folder}' has no weights, neither a .safetensors file nor a pytorch_model.bin. Fetch the model again."
         )
@@ -96,6 +100,19 @@ def check_weight_files(folder: str) -> None:
                 pass
         except (SafetensorError, OSError) as error:
             raise ValueError(f"The weights '{file}' are torn or damaged ({error}). Fetch the file again.") from error
+
+
+def _check_pickles(files: list[Path]) -> None:
+    for file in files:
+        try:
+            torch.load(file, map_location="meta", mmap=True, weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise ValueError(
+                f"The weights '{file}' cannot be used: the file {refused_pickle(error)}. Name a model with .safetensors"
+                " files."
+            ) from error
+        except RuntimeError:  # an old format, which cannot be mapped: it is checked as it is loaded
+            continue
 
 
 def _indexed(index: Path) -> set[str]:

@@ -42,13 +42,14 @@ def load_tokenizer(
         )
     except Exception as error:  # of a damaged tokenizer.json `tokenizers` raises a bare Exception
         raise ValueError(not_loaded("tokenizer", pretrained_model_name_or_path, error)) from error
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+    if isinstance(tokenizer, PreTrainedTokenizerFast):
+        # A stored truncation would cut documents, and the first call would change what `tokenizer_hash` sees.
+        tokenizer.backend_tokenizer.no_truncation()
+        tokenizer.backend_tokenizer.no_padding()
+        if not trimmed_offsets:
+            untrim_offsets(tokenizer)
+    else:
         tokenizer.backend_tokenizer = SlowBackend(tokenizer, pretrained_model_name_or_path)
-    # A stored truncation would cut documents, and the first call would change what `tokenizer_hash` sees.
-    tokenizer.backend_tokenizer.no_truncation()
-    tokenizer.backend_tokenizer.no_padding()
-    if not trimmed_offsets:
-        untrim_offsets(tokenizer)
     offsets = tokenizer.backend_tokenizer.encode("The cat sat on the mat.", add_special_tokens=False).offsets
     if offsets and not any(end > start for start, end in offsets):  # some versions of `tokenizers`, at the byte level
         raise ValueError(
