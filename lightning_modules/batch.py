@@ -1,5 +1,7 @@
 """The contract between the data and the model: one batch of packed rows."""
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple, NotRequired, TypedDict
 
 import torch
@@ -64,14 +66,19 @@ class PackedBatch(TypedDict):
     failed: NotRequired[list[Origin]]
 
 
+def packed_row(documents: Sequence[Tensor]) -> PackedBatch:
+    """Pack ``[n]`` int64 token ids of documents into one row, in which all but their first tokens are scored."""
+    tokens = torch.cat(list(documents)).unsqueeze(0)
+    borders = [0, *accumulate(map(len, documents))]
+    labels = tokens.clone()
+    labels[:, borders[:-1]] = IGNORE_INDEX
+    positions = torch.cat([torch.arange(len(document)) for document in documents]).unsqueeze(0).to(tokens.device)
+    return PackedBatch(input_ids=tokens, labels=labels, position_ids=positions, document_borders=[borders])
+
+
 def unscored_token(device: torch.device) -> PackedBatch:
     """Return a sequence of one token that is not scored: the cheapest pass through a model."""
-    return PackedBatch(
-        input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device),
-        labels=torch.full((1, 1), IGNORE_INDEX, device=device),
-        position_ids=torch.zeros(1, 1, dtype=torch.int64, device=device),
-        document_borders=[[0, 1]],
-    )
+    return packed_row([torch.zeros(1, dtype=torch.int64, device=device)])
 
 
 def batch_to(batch: PackedBatch, device: torch.device) -> PackedBatch:

@@ -64,14 +64,6 @@ class Objective(ABC):
             weights = unhelped + (weights - unhelped) / short.window_fraction
         return weights.to(long.dtype).masked_fill(batch["labels"].eq(IGNORE_INDEX), 0)
 
-    def __init_subclass__(cls) -> None:
-        if "influence" in vars(cls):
-            rank_zero_warn(f"`{cls.__name__}.influence(long, short)`: call it `token_weights(long, short, batch)`.")
-            cls.token_weights = lambda self, long, short, _: self.influence(long, short)  # type: ignore
-        if "normalised" in vars(cls):
-            rank_zero_warn(f"`{cls.__name__}.normalised`: call it `normalized`.")
-            cls.normalized = vars(cls)["normalised"]
-
     def at_step(self, step: int) -> "Objective":
         """Return the objective of an optimizer step, counted from 0, for those that change in training."""
         return self
@@ -301,9 +293,6 @@ class Scheduled(Wrapper):
         warmup: NonNegativeInt = 0,
         stop: NonNegativeInt | None = None,
     ) -> None:
-        for name, value in (("start", start), ("warmup", warmup)):
-            if value < 0:
-                raise ValueError(f"`{name}` counts optimizer steps, so it must be 0 or more, got {value}.")
         first = start + (warmup > 0)  # the warm-up begins with a weight of 1
         if stop is not None and stop <= first:
             raise ValueError(f"`stop` must be above {first}, or no step has weights, got {stop}.")

@@ -140,7 +140,7 @@ OPTIONS = [
     ("--model.short_window_share", "0", "above 0 and at most 1"),
     ("--model.objective.gamma", "1e999", "`gamma` caps weights"),
     ("--model.objective", "torch.nn.Linear", "subclass of Objective"),
-    ("--model.lora", "{target_modules: 3}", "must be a list of names or a pattern, got 3"),
+    ("--model.lora", "{target_modules: 3}", "has a value of a wrong type"),
     ("--model.lora", '{target_modules: "("}', "has a value of a wrong type"),
     ("--model.lora", "{target_modules: [nosuch]}", "names 'nosuch', and the model has no such module"),
     ("--model.lora", "{target_modules: [q_proj], bias: nosuch}", "has a value of a wrong type"),

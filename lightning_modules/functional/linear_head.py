@@ -91,15 +91,9 @@ def linear_log_likelihood(hidden_states: Tensor, head: LinearHead, targets: Tens
     again, four products with the weight instead of three, and forms the gradients tile by tile in the same memory.
     The forward pass is the same with and without gradient, so that equal inputs have equal log-likelihoods.
 
-    Args:
-        hidden_states: ``[N, D]``.
-        head: The head.
-        targets: ``[N]`` int64.
-        chunk_size: Number of hidden states per matrix product.
-
-    Returns:
-        ``[N]`` log-likelihoods in nats; float32, or float64 for float64 operands. Gradients flow once to the hidden
-        states and to the weight and bias of the head.
+    From ``[N, D]`` hidden states and ``[N]`` int64 targets follow ``[N]`` log-likelihoods in nats; float32, or float64
+    for float64 operands. Gradients flow once to the hidden states and to the weight and bias of the head. A matrix
+    product takes ``chunk_size`` hidden states.
     """
     result: Tensor = _LinearLogLikelihood.apply(
         hidden_states, head.weight, head.bias, targets, head.scale, head.soft_cap, chunk_size

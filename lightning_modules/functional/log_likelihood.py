@@ -97,14 +97,7 @@ def default_chunk_size(hidden_states: Tensor) -> int:
 
 
 def scored_tokens(hidden_states: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the hidden states that predict scored tokens, and the places of these tokens.
-
-    Args:
-        hidden_states: ``[B, T, D]`` last hidden states, entry ``t`` having seen tokens ``0 .. t``.
-        labels: ``[B, T]`` int64 token ids; ``IGNORE_INDEX`` where a token is not scored, column 0 always.
-
-    Returns:
-        ``[N, D]`` hidden states, ``[N]`` token ids, and ``[B, T]`` bool with N times True.
+    """Return the ``[N, D]`` hidden states that predict scored tokens, their ``[N]`` ids and ``[B, T]`` where they are.
 
     Raises:
         ValueError: If shapes or types disagree, or column 0 is scored.

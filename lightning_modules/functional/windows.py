@@ -105,15 +105,10 @@ def row_windows(
 def draw_windows(
     windows: Sequence[tuple[int, Window]], share: float, *, seed: int
 ) -> tuple[list[tuple[int, Window]], float]:
-    """Some of the windows, drawn without replacement, each as likely as any other.
+    """Draw about a ``share`` of the windows without replacement, at least one, each as likely as any other.
 
-    Args:
-        windows: Pairs of a row's index and a window of that row.
-        share: About how much of them to draw, at least one; above 0, at most 1.
-        seed: Seed of the draw, which depends on nothing else.
-
-    Returns:
-        The windows, in their order, and the share of them that was drawn, which is each one's probability.
+    The draw depends on the seed only. Returns the windows in their order, and the share of them that was drawn, which
+    is each one's probability.
 
     Raises:
         ValueError: If ``share`` is not in (0, 1].
@@ -133,12 +128,7 @@ def check_window_share(share: float) -> None:
 
 
 def trim_windows(windows: Sequence[tuple[int, Window]], wanted: Tensor) -> list[tuple[int, Window]]:
-    """Windows that end at the last wanted token they score; those that score none are left out.
-
-    Args:
-        windows: Pairs of a row's index and a window of that row.
-        wanted: ``[B, T]`` bool.
-    """
+    """Let windows of rows end at the last of the ``[B, T]`` wanted tokens they score; drop those that score none."""
     wanted = wanted.cpu()  # the shape of the work: one look at the accelerator for all windows
     trimmed = []
     for row, (start, scored, stop) in windows:
@@ -149,14 +139,9 @@ def trim_windows(windows: Sequence[tuple[int, Window]], wanted: Tensor) -> list[
 
 
 def window_batch(batch: PackedBatch, windows: Sequence[tuple[int, Window]]) -> PackedBatch:
-    """Return a batch with one sequence per window, in which only the window's own tokens are scored.
+    """Return ``[W, longest window]`` rows, one for each window of a row, in which only its own tokens are scored.
 
-    Args:
-        batch: The rows.
-        windows: Pairs of a row's index and a window of that row.
-
-    Returns:
-        ``[W, longest window]`` rows. Shorter windows are padded on the right, where causal attention never looks.
+    Shorter windows are padded on the right, where causal attention never looks.
     """
     device = batch["input_ids"].device
     table = torch.tensor([(row, *window) for row, window in windows])

@@ -1,7 +1,6 @@
 """LoRA adapters, weights trained in full beside them, and a quantized model below them."""
 
 import copy
-import difflib
 import hashlib
 import importlib.util
 import logging
@@ -16,6 +15,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from transformers import BitsAndBytesConfig, PreTrainedModel
+
+from lightning_modules.utilities.errors import did_you_mean
 
 if TYPE_CHECKING:  # imported where it is used: peft imports bitsandbytes, and takes seconds
     from peft import LoraConfig, PeftModel
@@ -35,18 +36,13 @@ _log = logging.getLogger(__name__)
 
 
 def add_adapters(model: PreTrainedModel, arguments: dict[str, Any], *, autocast: bool = False) -> "PeftModel":
-    """Freeze a model and add adapters.
+    """Freeze a model and add adapters, by the arguments of ``peft.LoraConfig``.
 
-    A head tied to an embedding that is trained stays tied (peft's ``ensure_weight_tying``, unless the arguments specify
-    otherwise). Low-rank adapters of either are refused there.
-
-    Args:
-        model: A causal LM.
-        arguments: Arguments of ``peft.LoraConfig``. ``modules_to_save: embeddings-and-norms`` also trains the input
-            embedding and all normalizations in full, as LongLoRA does (Chen et al., 2024,
-            https://arxiv.org/abs/2309.12307), which found that low-rank updates alone do not extend a context well.
-        autocast: Whether the model will run in mixed precision. Weights trained in full are then held in float32, as
-            peft holds adapters: in bfloat16 the small steps of fine-tuning round to nothing.
+    ``modules_to_save: embeddings-and-norms`` also trains the input embedding and all normalizations in full, as
+    LongLoRA does (Chen et al., 2024, https://arxiv.org/abs/2309.12307). A head tied to an embedding that is trained
+    stays tied (peft's ``ensure_weight_tying``, unless the arguments specify otherwise); low-rank adapters of either are
+    refused there. For mixed precision (``autocast``), weights trained in full are held in float32, as peft holds
+    adapters: in bfloat16 the small steps of fine-tuning round to nothing.
 
     Raises:
         ValueError: If an argument or a module name is unknown, nothing would be trained, or a tied head would be
@@ -54,14 +50,14 @@ def add_adapters(model: PreTrainedModel, arguments: dict[str, Any], *, autocast:
     """
     from peft import get_peft_model
 
-    config = lora_config(arguments, model)
-    _check_names(model, config)
     for module in model.modules():
         # On CPUs with AVX512 a pass in eval mode would make bitsandbytes repack the weight for good, for an operator
         # that has no gradient.
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
     try:
+        config = lora_config(arguments, model)
+        _check_names(model, config)
         adapted = get_peft_model(model, config)
     except (TypeError, NotImplementedError, AttributeError, KeyError, re.error) as error:
         raise ValueError(f"`lora` = {arguments} has a value of a wrong type, according to peft: {error}") from error
@@ -76,7 +72,7 @@ def add_adapters(model: PreTrainedModel, arguments: dict[str, Any], *, autocast:
 
 
 def lora_config(arguments: dict[str, Any], model: PreTrainedModel) -> "LoraConfig":
-    """Return the config of `add_adapters`; a ``ValueError`` if an argument is unknown or has a wrong value."""
+    """Return the config of `add_adapters`; a ``ValueError`` or peft's error if an argument is unknown or wrong."""
     from peft import LoraConfig
 
     _check_arguments("lora", arguments, LoraConfig.__dataclass_fields__)
@@ -91,37 +87,25 @@ def lora_config(arguments: dict[str, Any], model: PreTrainedModel) -> "LoraConfi
         settings["modules_to_save"] = embeddings_and_norms(model)
     if model.config.get_text_config(decoder=True).tie_word_embeddings:
         settings.setdefault("ensure_weight_tying", _touches_embedding(model, settings))
-    targets = settings.get("target_modules")
-    if not isinstance(targets, str | list | None):
-        raise ValueError(f"`lora.target_modules` must be a list of names or a pattern, got {targets!r}.")
     alpha = settings.get("lora_alpha", 1)
     if not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
         raise ValueError(f"`lora.lora_alpha` scales the adapters and must be a number above 0, got {alpha!r}.")
-    try:
-        return LoraConfig(**settings)
-    except (TypeError, AttributeError, NotImplementedError, re.error) as error:
-        raise ValueError(f"`lora` = {arguments} has a value of a wrong type, according to peft: {error}") from error
+    return LoraConfig(**settings)
 
 
 def embeddings_and_norms(model: PreTrainedModel) -> list[str]:
     """Return the last parts of the names of the input embedding and of all normalizations."""
     embedding = model.get_input_embeddings()
-    return sorted(
-        {
-            name.rpartition(".")[2]
-            for name, module in model.named_modules()
-            if module is embedding or type(module).__name__.endswith("Norm")
-        }
-    )
+    named = model.named_modules()
+    chosen = [name for name, part in named if part is embedding or type(part).__name__.endswith("Norm")]
+    return sorted({name.rpartition(".")[2] for name in chosen})
 
 
 def quantization_config(arguments: dict[str, Any], *, compute_dtype: torch.dtype) -> BitsAndBytesConfig:
     """Return how the weights of a frozen model are held in 4 or 8 bits (QLoRA, https://arxiv.org/abs/2305.14314).
 
-    Args:
-        arguments: Arguments of ``transformers.BitsAndBytesConfig``, with ``load_in_4bit`` or ``load_in_8bit``. Four
-            bits default to NF4 with quantized constants, as in the paper.
-        compute_dtype: Default type of the products with 4-bit weights.
+    Arguments are those of ``transformers.BitsAndBytesConfig``, with ``load_in_4bit`` or ``load_in_8bit``. Four bits
+    default to NF4 with quantized constants, as in the paper, and to products in ``compute_dtype``.
 
     Raises:
         ValueError: If bitsandbytes is missing, an argument is unknown, or neither or both numbers of bits are given.
@@ -223,8 +207,7 @@ def _checksums(values: torch.Tensor) -> list[int]:
 def _check_arguments(option: str, arguments: dict[str, Any], known: Any) -> None:
     for name in arguments:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            raise ValueError(f"`{option}` has no '{name}'." + (f" Did you mean '{near[0]}'?" if near else ""))
+            raise ValueError(f"`{option}` has no '{name}'. {did_you_mean(name, known)}")
 
 
 def _check_names(model: PreTrainedModel, config: "LoraConfig") -> None:
@@ -236,9 +219,7 @@ def _check_names(model: PreTrainedModel, config: "LoraConfig") -> None:
             pattern = name if option.endswith("_pattern") else re.escape(name)  # as peft compares them
             if not any(re.match(rf".*\.({pattern})$", module) for module in modules):
                 owners = (name for name, module in model.named_modules() if list(module.parameters(recurse=False)))
-                known = sorted({name.rpartition(".")[2] for name in owners})
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f"Did you mean '{near[0]}'?" if near else f"It has {', '.join(known)}."
+                hint = did_you_mean(name, sorted({name.rpartition(".")[2] for name in owners}))
                 raise ValueError(f"`lora.{option}` names '{name}', and the model has no such module. {hint}")
     layers, wanted = model.config.get_text_config(decoder=True).num_hidden_layers, config.layers_to_transform
     for layer in [wanted] if isinstance(wanted, int) else wanted or []:

@@ -37,20 +37,12 @@ def document_attention(
     """Compute causal attention within each document of each row, exact and without a mask.
 
     A block-diagonal mask of a row of 32k tokens takes 1 GiB and excludes the flash kernel; causal attention of one
-    document after another needs no mask.
+    document after another needs no mask. A mask that transformers made (padding, sliding window) includes the
+    documents.
 
-    Args:
-        module: The attention layer.
-        query: ``[B, H, T, D]``.
-        key: ``[B, H_kv, T, D]``.
-        value: ``[B, H_kv, T, D]``.
-        attention_mask: A mask that transformers made (padding, sliding window), which includes the documents.
-        document_borders: For each row ascending indices ``[0, .., T]``; one document per row when None.
-        exchange: Computes this function for whole rows, of which this process holds some tokens; it takes no mask.
-        **kwargs: Other arguments of transformers.
-
-    Returns:
-        ``[B, T, H, D]`` attention output, and None for the attention weights.
+    Returns ``[B, T, H, D]`` for ``[B, H, T, D]`` queries, and None for the attention weights. ``document_borders`` are
+    ascending indices ``[0, .., T]`` of each row; None is one document per row. ``exchange`` computes this function for
+    whole rows, of which this process holds some tokens; it takes no mask.
     """
     if exchange is not None:
         if attention_mask is not None:

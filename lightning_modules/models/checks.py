@@ -1,6 +1,5 @@
 """Checks of a model: its config and files before weights are read, and its scores before any number is trusted."""
 
-import itertools
 import json
 import logging
 import math
@@ -16,10 +15,11 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
-from lightning_modules.batch import IGNORE_INDEX, PackedBatch
+from lightning_modules.batch import IGNORE_INDEX, packed_row
 from lightning_modules.models.attention import DOCUMENT_SDPA
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.context_extension.rope_types import ROPE_TYPES
+from lightning_modules.models.context_extension.rotary_checks import rope_parts
 from lightning_modules.models.optimizations import eval_mode
 from lightning_modules.utilities.pickles import refused_pickle
 
@@ -46,7 +46,7 @@ def check_config(config: PreTrainedConfig, *, trust_remote_code: bool = False) -
     text = config.get_text_config(decoder=True)
     check_sizes({name: getattr(text, name, None) for name in LARGEST})
     _check_quantization(getattr(config, "quantization_config", None))
-    for part in _rope_parts(text):
+    for part in rope_parts(config):
         _check_rope(part)
 
 
@@ -121,15 +121,6 @@ def _indexed(index: Path) -> set[str]:
         return set(json.loads(index.read_bytes())["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"The index of weights '{index}' cannot be read ({error!r}). Fetch it again.") from error
-
-
-def _rope_parts(config: PreTrainedConfig) -> list[dict[str, Any]]:
-    """The RoPE parameters, of which some models have several, for layers of different kinds."""
-    parameters = getattr(config, "rope_parameters", None)
-    if not isinstance(parameters, dict):
-        return []
-    nested = [part for part in parameters.values() if isinstance(part, dict)]
-    return nested or [parameters]
 
 
 def _check_rope(parameters: dict[str, Any]) -> None:
@@ -237,13 +228,3 @@ def _trims(backbone: Backbone, document: Tensor, tolerance: float) -> bool:
         return False
     backbone.trims_last_layer = False
     return bool((trimmed - backbone(row))[:, start:].abs().max() <= tolerance)
-
-
-def packed_row(documents: Sequence[Tensor]) -> PackedBatch:
-    """Pack ``[n]`` token ids of documents into one row."""
-    tokens = torch.cat(list(documents)).unsqueeze(0)
-    borders = [0, *itertools.accumulate(map(len, documents))]
-    labels = tokens.clone()
-    labels[:, borders[:-1]] = IGNORE_INDEX
-    positions = torch.cat([torch.arange(len(document)) for document in documents]).unsqueeze(0).to(tokens.device)
-    return PackedBatch(input_ids=tokens, labels=labels, position_ids=positions, document_borders=[borders])

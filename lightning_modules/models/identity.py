@@ -27,14 +27,8 @@ def model_identity(config: ModelConfig) -> str:
     """Compute a text that is equal for equal weights, config, tokenizer and code, without loading them.
 
     All bytes are hashed, once for each file (`lightning_modules.utilities.identity`). A model on the hub is fetched
-    first, and is the same as a local copy of it. Code that a config fetches from the repository of another model is
-    not covered.
-
-    Args:
-        config: Names the model and its revision. Its own code is part of the identity only if it runs.
-
-    Returns:
-        ``sha256:`` and a hash of the files that are loaded, wherever they are.
+    first, and is the same as a local copy of it. Its own code is part of the identity if it runs; code that a config
+    fetches from the repository of another model is not covered.
 
     Raises:
         ValueError: If the model cannot be found, or a file cannot be read.
@@ -47,11 +41,7 @@ def model_identity(config: ModelConfig) -> str:
 
 
 def check_same_model(identity: str, config: ModelConfig) -> None:
-    """Refuse a model whose identity has changed; call it after loading.
-
-    Raises:
-        ValueError: If it changed in between: results would be stored as those of the earlier version.
-    """
+    """Raise a ``ValueError`` for a model whose identity has changed since; call it after loading."""
     if model_identity(config) != identity:
         raise ValueError(
             f"The model '{config.pretrained_model_name_or_path}' changed after this run had begun, and results would be"
@@ -60,12 +50,7 @@ def check_same_model(identity: str, config: ModelConfig) -> None:
 
 
 def hub_commit(name: str, revision: str | None = None, *, fetched: bool = False) -> str:
-    """Look up the commit of a model on the hub; where the hub cannot be reached, the one that was fetched last.
-
-    Args:
-        name: Hub id.
-        revision: Branch, tag or commit.
-        fetched: Do not ask the hub.
+    """Look up the commit of a model on the hub; where it cannot be reached, or ``fetched``, the one fetched last.
 
     Raises:
         ValueError: If the model or revision does not exist, or the hub cannot be reached and it was never fetched.

@@ -1,19 +1,13 @@
 """Load a causal LM from a hub id, a local folder or a bare config."""
 
 import contextlib
-import difflib
 import importlib.util
 import logging
 import pickle
 from typing import Any, TypeGuard
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from lightning_modules.models.adapters import add_adapters, quantization_config
 from lightning_modules.models.attention import register_document_attention
@@ -25,6 +19,7 @@ from lightning_modules.models.context_extension.rope_types import own_type
 from lightning_modules.models.context_extension.rotary_checks import check_rotary
 from lightning_modules.models.optimizations import enable_checkpointing
 from lightning_modules.models.tokenization.tokenizer import local_or_hub, not_loaded
+from lightning_modules.utilities.errors import did_you_mean
 from lightning_modules.utilities.pickles import refused_pickle
 
 log = logging.getLogger(__name__)
@@ -37,12 +32,8 @@ def load_backbone(
 ) -> Backbone:
     """Load a causal LM into main memory, ready to be moved, and then scored or trained.
 
-    Args:
-        config: Which model, and how.
-        device: Where the model will run, which decides its attention.
-        autocast: Whether it will run under half-precision autocast, which also decides it.
-        with_weights: If not, all tensors are on the meta device, where they have a shape and no memory, to be filled
-            in later.
+    Its attention depends on the device where it will run, and on whether that is under half-precision ``autocast``.
+    Without weights, all tensors are on the meta device, where they have a shape and no memory.
 
     Raises:
         ValueError: If the model cannot be found, built or extended, or lacks weights.
@@ -185,9 +176,8 @@ def resolve_attention(implementation: str, config: PreTrainedConfig, *, flash: b
 def _check_keys(overrides: dict[str, Any], config: PreTrainedConfig) -> None:
     for name in overrides:
         if not isinstance(name, str) or not hasattr(config, name):
-            near = difflib.get_close_matches(str(name), config.to_dict(), n=1)
-            hint = f" Did you mean '{near[0]}'?" if near else ""
-            raise ValueError(f"`model_config` has '{name}', which {type(config).__name__} does not know.{hint}")
+            hint = did_you_mean(name, config.to_dict())
+            raise ValueError(f"`model_config` has '{name}', which {type(config).__name__} does not know. {hint}")
 
 
 def _load_weights(
@@ -211,12 +201,8 @@ def _load_weights(
             error = ValueError("tensors have other shapes than its config asks for, see the table above")
         raise ValueError(not_loaded("model", path, error)) from error
     if unused := sorted(report["unexpected_keys"]):
-        log.warning(
-            "'%s' holds %d tensors that its config has no place for (%s, ..): they are not used.",
-            path,
-            len(unused),
-            unused[0],
-        )
+        told = f"'{path}' holds {len(unused)} tensors that its config has no place for ({unused[0]}, ..)"
+        log.warning("%s: they are not used.", told)
     if missing := sorted(report["missing_keys"]):
         raise ValueError(
             f"The weights of '{path}' lack {len(missing)} tensors ({', '.join(missing[:3])}, ..), which would stay"

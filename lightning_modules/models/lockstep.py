@@ -18,18 +18,12 @@ def lockstep(backbone: Backbone) -> Iterator[Callable[..., Any]]:
 
     Where weights are sharded, every pass gathers them from all ranks. Each pass in the block is announced to the other
     ranks; at the end of the block, a rank runs dummy passes until all ranks have run out of work. A rank without any
-    work enters the block and leaves it. A block inside another is a part of it.
-
-    Args:
-        backbone: The model. If its weights are not sharded, the block does nothing.
+    work enters the block and leaves it. A block inside another is a part of it. If weights are not sharded, the block
+    does nothing.
 
     Yields:
         ``run(function, *args, **kwargs)``, which calls a function that makes one forward pass: the backbone, or its
         method `Backbone.unsharded`.
-
-    Example:
-        >>> with lockstep(backbone) as run:  # doctest: +SKIP
-        ...     log_likelihoods = [run(backbone, batch) for batch in batches]
     """
     if not backbone.is_sharded:
         yield lambda function, *args, **kwargs: function(*args, **kwargs)

@@ -63,10 +63,6 @@ def enable_checkpointing(model: PreTrainedModel, kind: Checkpointing) -> None:
     With ``selective`` attention is not computed a second time, which at long rows is the dearest part of a layer:
     gradients are the same bit for bit, and each layer keeps ``T * heads * head_dim`` numbers more.
 
-    Args:
-        model: A Hugging Face model.
-        kind: What is kept; ``false`` changes nothing.
-
     Raises:
         ValueError: If ``kind`` is another word, or the outputs of the model's attention cannot be told from others.
     """
@@ -109,10 +105,6 @@ def last_layer_reads_from(decoder: nn.Module, start: int) -> Iterator[None]:
     Keys and values need every token, the rest of the last layer only those that are read. Its output for
     earlier positions has no meaning. A decoder whose last layer is not of the common build (``self_attn.q_proj``,
     ``self_attn.o_proj``, ``mlp``) does all of its work as ever.
-
-    Args:
-        decoder: A Hugging Face decoder, with or without adapters inside.
-        start: First position of the ``[B, T, D]`` hidden states that is read.
     """
     handles = []
     for part in _parts(decoder) if start > 0 else ():

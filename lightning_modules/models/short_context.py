@@ -79,11 +79,7 @@ def score_windows(
 ) -> Iterator[tuple[Sequence[tuple[int, Window]], Any]]:
     """Score tokens that see their window only, in eval mode. All ranks must exhaust the iterator.
 
-    Args:
-        backbone: The model.
-        batch: ``[B, T]`` packed sequences.
-        windows: Pairs of a sequence's index and a window in it, all of about one length.
-        head_fn: What to compute from the hidden states; log-likelihoods by default.
+    The windows, each with the index of its sequence, are all of about one length.
 
     Yields:
         Windows that shared a forward pass, and the ``[W, longest window]`` log-likelihoods of their tokens in nats, 0
@@ -108,13 +104,9 @@ def long_and_short(
 ) -> tuple[Tensor, Tensor]:
     """Score each token in both contexts: the pair that everything else is a function of.
 
-    Args:
-        backbone: The model.
-        batch: ``[B, T]`` packed sequences.
-        context_length: Length K of the shortest short context, in tokens.
-        stride: Number d of tokens that share one window.
-        beta: Skip the short pass of tokens that are not likelier than this in the long context, in nats: they cannot
-            be key tokens for this threshold, and their short log-likelihood is NaN.
+    ``context_length`` and ``stride`` are K and d. With ``beta``, in nats, the short pass skips tokens that are not
+    likelier than this in the long context: they cannot be key tokens for this threshold, and their short
+    log-likelihood is NaN.
 
     Returns:
         ``[B, T]`` long and ``[B, T]`` short log-likelihoods in nats, equal where a token has no short context.

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from lightning_modules.batch import PackedBatch
 from lightning_modules.functional import Window
-from lightning_modules.functional.checks import check_count
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.short_context import score_windows
 
@@ -33,30 +32,20 @@ class ContextLadder:
         window: Tokens that every rung scores; by default the model's ``stride``.
 
     Raises:
-        ValueError: If the lengths do not ascend, or a number is not an integer of 1 or more.
+        ValueError: If the lengths do not ascend from 1 or more.
     """
 
-    contexts: list[int] | Literal["auto"] = "auto"
+    contexts: list[PositiveInt] | Literal["auto"] = "auto"
     window: PositiveInt | None = None
 
     def __post_init__(self) -> None:
-        if self.window is not None:
-            check_count("`ladder.window`", self.window)
         if self.contexts == "auto":
             return
-        for context in self.contexts:
-            check_count("Each of `ladder.contexts`", context)
-        if not self.contexts or any(longer <= shorter for shorter, longer in pairwise(self.contexts)):
+        if not self.contexts or any(longer <= shorter for shorter, longer in pairwise([0, *self.contexts])):
             raise ValueError(f"`ladder.contexts` must be ascending lengths, or 'auto', got {list(self.contexts)}.")
 
     def rungs(self, *, context_length: int, stride: int, longest: int | None) -> "Rungs":
-        """The rungs for a model.
-
-        Args:
-            context_length: Context length of the model, for ``auto``.
-            stride: Stride of the model.
-            longest: Positions that the model was made for, for ``auto``; None if unknown.
-        """
+        """Return the rungs for a model with this K and d that was made for the ``longest`` text, if that is known."""
         window = self.window or stride
         if self.contexts != "auto":
             return Rungs(tuple(self.contexts), window)
@@ -81,13 +70,8 @@ class Rungs:
     def log_likelihood(self, backbone: Backbone, batch: PackedBatch, long: Tensor) -> list[dict[int, Tensor]]:
         """Score the last tokens of each document on each rung that it has.
 
-        Args:
-            backbone: The model.
-            batch: ``[B, T]`` rows of one document each.
-            long: ``[B, T]`` log-likelihoods of their tokens given everything before, in nats.
-
-        Returns:
-            For each row ``[w]`` log-likelihoods in nats by context length.
+        From ``[B, T]`` rows of one document each and their ``[B, T]`` long log-likelihoods follow for each row ``[w]``
+        log-likelihoods in nats by context length.
         """
         found: list[dict[int, Tensor]] = [{} for _ in batch["document_borders"]]
         windows: dict[int, list[tuple[int, Window]]] = {context: [] for context in self.contexts}

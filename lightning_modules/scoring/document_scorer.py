@@ -1,5 +1,6 @@
 """Log-likelihoods of documents, with failures kept per document."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,12 +32,7 @@ class Failed:
 class DocumentScorer:
     """Computes long and short log-likelihoods of documents, and those in other context lengths.
 
-    Args:
-        backbone: The model.
-        name: Name of the model in the scores.
-        context_length: Length K of the shortest short context, in tokens.
-        stride: Number d of tokens that share one short window.
-        rungs: Other context lengths to score.
+    The scores carry the ``name`` of the model. ``context_length`` and ``stride`` are K and d, in tokens.
     """
 
     backbone: Backbone
@@ -45,12 +41,12 @@ class DocumentScorer:
     stride: int
     rungs: Rungs | None = None
 
-    def score(self, batch: PackedBatch) -> list[TokenScores]:
-        """Score rows of one document each, with ``text`` and ``offsets``."""
+    def score(self, batch: PackedBatch, *, beta: float | None = None) -> list[TokenScores]:
+        """Score rows of one document each, with ``text`` and ``offsets``; ``beta`` is that of `long_and_short`."""
         ladders: list[dict[int, Tensor]] = [{} for _ in batch["document_borders"]]
         with lockstep(self.backbone):
             sizes = {"context_length": self.context_length, "stride": self.stride}
-            long, short = long_and_short(self.backbone, batch, **sizes)
+            long, short = long_and_short(self.backbone, batch, **sizes, beta=beta)
             if self.rungs is not None:
                 ladders = self.rungs.log_likelihood(self.backbone, batch, long)
         return [
@@ -63,6 +59,7 @@ class DocumentScorer:
                 offsets=batch["offsets"][row, : borders[-1]].cpu(),
                 long=long[row, : borders[-1]].float().cpu(),
                 short=short[row, : borders[-1]].float().cpu(),
+                floor=-math.inf if beta is None else beta,
                 rungs={context: scores.float().cpu() for context, scores in ladders[row].items()},
             )
             for row, borders in enumerate(batch["document_borders"])
@@ -149,11 +146,7 @@ def scoring_settings(
 ) -> dict[str, Any]:
     """Return everything except its tokens that a document's scores depend on, as plain values.
 
-    Args:
-        loading: How the model is loaded; the model itself is not needed yet.
-        context_length: Length K of the shortest short context, in tokens.
-        stride: Number d of tokens that share one short window.
-        ladder: Context ladder, if there is one.
+    The model need not be loaded yet.
     """
     path = loading.pretrained_model_name_or_path
     if has_weights(path):

@@ -17,14 +17,15 @@ from lightning_modules.batch import PackedBatch, batch_to
 from lightning_modules.functional import LikeliestTokens, likeliest_tokens
 from lightning_modules.functional.windows import row_windows
 from lightning_modules.models.backbone import Backbone
-from lightning_modules.models.checks import check_scoring
+from lightning_modules.models.checks import check_scoring, check_weight_files
 from lightning_modules.models.identity import check_same_model, model_identity
 from lightning_modules.models.loading import load_config, load_frozen
 from lightning_modules.models.lockstep import any_rank, lockstep
 from lightning_modules.models.optimizations import eval_mode
-from lightning_modules.models.short_context import long_and_short, score_windows
+from lightning_modules.models.short_context import score_windows
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer, tokenizer_hash
 from lightning_modules.scoring.config import EvaluatorConfig
+from lightning_modules.scoring.document_scorer import DocumentScorer
 from lightning_modules.scoring.key_tokens import Alignment, Coverage, Tokens, find_key_tokens, measure_coverage
 from lightning_modules.scoring.token_scores import FORMAT, TokenScores, text_sha256
 from lightning_modules.utilities.files import default_cache_dir, writable_folder
@@ -44,42 +45,19 @@ def score_text(
     evaluator: str = "",
     beta: float | None = None,
 ) -> TokenScores:
-    """Compute long and short log-likelihoods of every token of a text.
+    """Compute long and short log-likelihoods of every token of a text, in main memory.
 
-    Args:
-        text: The document.
-        backbone: The model, on its device.
-        tokenizer: Its tokenizer.
-        context_length: Length K of the shortest short context, in tokens.
-        stride: Number d of tokens that share one window.
-        add_special_tokens: Whether the tokenizer adds its own, as the authors of the paper do for evaluators.
-        name: Name of the document in messages.
-        evaluator: Name of the model in the scores.
-        beta: Leave out the short log-likelihoods that key tokens at this threshold or above do not need.
-
-    Returns:
-        The pair, in main memory. Tokens without a short context have equal likelihoods.
+    The authors of the paper add special tokens for evaluators. ``name`` is that of the document in messages,
+    ``evaluator`` that of the model in the scores. With ``beta``, short log-likelihoods that key tokens at this
+    threshold or above do not need are left out.
 
     Raises:
         ValueError: If the text is empty, or the tokenizer is not the one of the model.
     """
     batch = encode_document(text, tokenizer, name=name, add_special_tokens=add_special_tokens)
     backbone.check_token_ids(batch)
-    on_device = batch_to(batch, backbone.device)
-    with torch.inference_mode(mode=not backbone.is_sharded):  # in which weights cannot be gathered
-        long, short = long_and_short(backbone, on_device, context_length=context_length, stride=stride, beta=beta)
-    return TokenScores(
-        text_sha256=text_sha256(text),
-        evaluator=evaluator,
-        context_length=context_length,
-        stride=stride,
-        token_ids=batch["input_ids"][0],
-        offsets=batch["offsets"][0],
-        # Copies: a tensor of inference mode cannot be changed outside of it.
-        long=long[0].float().cpu().clone(),
-        short=short[0].float().cpu().clone(),
-        floor=-math.inf if beta is None else beta,
-    )
+    scorer = DocumentScorer(backbone, evaluator, context_length, stride)
+    return scorer.score(batch_to(batch, backbone.device), beta=beta)[0]
 
 
 class Judged(NamedTuple):
@@ -150,6 +128,7 @@ class Evaluator:
         self.cache_dir = writable_folder(cache)
         self._loading = config.loading(self.name, config.revision)
         load_config(self._loading)
+        check_weight_files(self.name)
         self.tokenizer = load_tokenizer(
             config.tokenizer or config.evaluator,
             revision=config.revision,

@@ -9,7 +9,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from lightning_modules.batch import PackedBatch
-from lightning_modules.functional import short_context_windows, soft_influence, transfer_influence
+from lightning_modules.functional import soft_influence, transfer_influence
+from lightning_modules.functional.windows import row_windows
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.short_context import long_and_short
 from lightning_modules.models.tokenization.detokenization import TokenCharacters
@@ -21,22 +22,11 @@ log = logging.getLogger(__name__)
 def row_influence(batch: PackedBatch, backbone: Backbone, *, context_length: int, stride: int, gamma: float) -> Tensor:
     """Compute LongCE weights of packed sequences by a model with the same tokenizer, as LongCE itself does.
 
-    Args:
-        batch: ``[B, T]`` packed rows, where the model is.
-        backbone: The model.
-        context_length: Length K of the shortest short context, in tokens.
-        stride: Number d of tokens that share one window.
-        gamma: Largest weight.
-
-    Returns:
-        ``[B, T]`` float32 weights, 1 for a token that is not scored or has no short context.
+    The ``[B, T]`` rows are where the model is. Their ``[B, T]`` float32 weights are at most ``gamma``, and 1 for a
+    token that is not scored or has no short context.
     """
     backbone.check_token_ids(batch)
-    windows = [
-        short_context_windows(borders, context_length=context_length, stride=stride)
-        for borders in batch["document_borders"]
-    ]
-    if not any(windows):  # no token has a short context that differs
+    if not row_windows(batch["document_borders"], context_length=context_length, stride=stride):
         return torch.ones_like(batch["labels"], dtype=torch.float32)
     long, short = long_and_short(backbone, batch, context_length=context_length, stride=stride)
     return soft_influence(long, short, gamma=gamma).float()
@@ -45,10 +35,7 @@ def row_influence(batch: PackedBatch, backbone: Backbone, *, context_length: int
 class Transfer:
     """Computes LongCE weights of packed sequences by a model with another tokenizer, through characters (Equation 10).
 
-    Args:
-        characters: Turns the rows' tokens into text.
-        tokenizer: Tokenizer of the evaluator.
-        add_special_tokens: Whether it adds its own to each text.
+    ``characters`` turns the rows' tokens into text for the evaluator's tokenizer.
     """
 
     def __init__(

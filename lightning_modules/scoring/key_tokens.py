@@ -153,15 +153,8 @@ def find_key_tokens(
 def move_soft_influence(scores: TokenScores, tokens: Tokens, *, gamma: float = 5.0) -> Tensor:
     """Return the evaluator's soft influence for the tokens of an evaluated model.
 
-    The same tokens keep their influence; others get the average over their characters (Equation 10).
-
-    Args:
-        scores: The evaluator's log-likelihoods of the document.
-        tokens: How the evaluated model reads the same text.
-        gamma: Largest influence.
-
-    Returns:
-        ``[N]`` float64; 0 for special tokens around the document.
+    The same tokens keep their influence; others get the average over their characters (Equation 10). The result is
+    ``[N]`` float64, 0 for special tokens around the document.
 
     Raises:
         ValueError: If the short log-likelihood of some tokens is not known.

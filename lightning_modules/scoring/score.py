@@ -61,7 +61,6 @@ def score(files: str | Sequence[str], model: str, evaluator: str, **options: Any
     if config.output is not None:
         check_output(config.output)
     scored = ScoredModel(config.loading(model), find_device(config.device))
-    check_weight_files(evaluator)
     judge = Evaluator(config.evaluator_config(config.key_tokens))
     documents = scored.read(
         texts,
@@ -117,14 +116,7 @@ def table(result: dict[str, Any]) -> str:
 
 def _shared_pass(document: PackedBatch, scores: TokenScores) -> torch.Tensor | None:
     """Return the long log-likelihoods of an evaluator that is the model itself, if both have the same tokens."""
-    if torch.equal(scores.token_ids, document["input_ids"][0]):
-        return scores.long.unsqueeze(0)
-    log.info(
-        "%s: evaluator and model are the same, but not their special tokens. Make `add_special_tokens` and"
-        " `evaluator_add_special_tokens` equal to save a pass over the text.",
-        document["names"][0],
-    )
-    return None
+    return scores.long.unsqueeze(0) if torch.equal(scores.token_ids, document["input_ids"][0]) else None
 
 
 class ScoredModel:
@@ -136,12 +128,9 @@ class ScoredModel:
         self._backbone: Backbone | None = None
 
     def read(self, texts: Mapping[str, str], *, trimmed_offsets: bool = False, **options: Any) -> list[PackedBatch]:
-        """Return documents in the model's tokens, without loading its weights.
+        """Return documents by their names in the model's tokens, without loading its weights.
 
-        Args:
-            texts: Documents by name.
-            trimmed_offsets: As in `load_tokenizer`.
-            options: Of `encode_document`.
+        Options are those of `encode_document`.
 
         Raises:
             ValueError: If the model is not there, or its files are damaged, or its tokenizer is another model's.

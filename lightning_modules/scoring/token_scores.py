@@ -97,12 +97,8 @@ class TokenScores:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a mapping
         except (SafetensorError, OSError) as error:
             raise ValueError(f"'{path}' cannot be read as token scores ({error}).") from error
-        if header.get("format", FORMAT) != FORMAT and str(header["format"]).startswith(FORMAT.rstrip("0123456789")):
-            raise ValueError(
-                f"'{path}' was written by another version ({header['format']}, not {FORMAT}): score again."
-            )
         if header.get("format") != FORMAT or header.pop("checksum", None) != _checksum(header, tensors):
-            raise ValueError(f"'{path}' is damaged or no file of token scores ({FORMAT}).")
+            raise ValueError(f"'{path}' is damaged, of another version or no file of token scores ({FORMAT}).")
         rungs = {int(name[len(_RUNG) :]): tensors.pop(name) for name in sorted(tensors) if name.startswith(_RUNG)}
         return cls(
             text_sha256=header["text_sha256"],
@@ -121,14 +117,9 @@ def text_sha256(text: str) -> str:
 
 
 def read_key_spans(path: str | os.PathLike[str], *, merge: bool = True) -> Tensor:
-    """Read key spans in the text format of the paper's authors: ``[start, end];[start, end];..``.
+    """Read ``[M, 2]`` int64 key spans in the text format of the paper's authors: ``[start, end];[start, end];..``.
 
-    Args:
-        path: A text file of character spans; an empty file holds none.
-        merge: Join spans that touch or overlap; otherwise they come as they are.
-
-    Returns:
-        ``[M, 2]`` int64 ascending spans, disjoint where merged.
+    Spans that touch or overlap are joined, or come as they are (``merge``). An empty file holds none.
 
     Raises:
         ValueError: If the file holds anything but ascending spans; it is parsed, never evaluated.
@@ -146,12 +137,6 @@ def read_key_spans(path: str | os.PathLike[str], *, merge: bool = True) -> Tenso
         return merged if merge else read
     except ValueError as error:
         raise ValueError(f"'{path}': {error}") from error
-
-
-def write_key_spans(path: str | os.PathLike[str], spans: Tensor) -> None:
-    """Write ``[M, 2]`` spans in the text format of the paper's authors."""
-    text = ";".join(f"[{start}, {end}]" for start, end in spans.tolist())
-    write_atomically(Path(path), text.encode())
 
 
 def _checksum(header: dict[str, str], tensors: dict[str, Tensor]) -> str:

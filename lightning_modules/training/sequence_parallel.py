@@ -20,10 +20,9 @@ from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, Strategy
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_modules.batch import IGNORE_INDEX, PackedBatch
+from lightning_modules.batch import IGNORE_INDEX, PackedBatch, packed_row
 from lightning_modules.models.attention import DOCUMENT_SDPA, document_attention
 from lightning_modules.models.backbone import Backbone
-from lightning_modules.models.checks import packed_row
 from lightning_modules.models.optimizations import eval_mode
 from lightning_modules.training.fsdp import FullyShardedStrategy
 

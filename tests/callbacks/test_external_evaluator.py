@@ -18,8 +18,8 @@ from lightning_modules.scoring import evaluator as evaluator_module
 from lightning_modules.scoring.config import EvaluatorConfig
 from lightning_modules.scoring.evaluator import Evaluator, score_text
 from lightning_modules.scoring.key_tokens import key_spans
-from lightning_modules.scoring.token_scores import write_key_spans
 from tests.conftest import make_text
+from tests.support.texts import write_key_spans
 
 SETTINGS = {"context_length": 48, "stride": 16, "alpha": 0.5, "beta": -6.0}
 TEXTS = [make_text(70, seed=1), make_text(90, seed=2), "too short", make_text(80, seed=3)]

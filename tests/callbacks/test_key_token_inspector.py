@@ -15,10 +15,11 @@ from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.short_context import long_and_short
 from lightning_modules.models.tokenization.tokenizer import encode_document
 from lightning_modules.scoring.key_tokens import key_spans
-from lightning_modules.scoring.token_scores import text_sha256, write_key_spans
+from lightning_modules.scoring.token_scores import text_sha256
 from lightning_modules.visualization.tensorboard.documents import probability
 from lightning_modules.visualization.tensorboard.sums import PositionSums
 from tests.conftest import make_text
+from tests.support.texts import write_key_spans
 
 LENGTHS = {"context_length": 48, "stride": 16}
 JUDGED = {**LENGTHS, "alpha": 0.5, "beta": -6.0}

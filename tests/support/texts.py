@@ -25,6 +25,12 @@ def text_of(language, words=60, seed=0):
     return "".join(word + space for word, space in chosen).strip()
 
 
+def write_key_spans(path, spans):
+    """Write ``[M, 2]`` character spans in the text format of the paper's authors."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(";".join(f"[{start}, {end}]" for start, end in spans.tolist()))
+
+
 def _corpus():
     """Half of the words only: the characters of the others are split into bytes, or unknown."""
     return [" ".join(words[::2]) * 3 for words in WORDS.values()]

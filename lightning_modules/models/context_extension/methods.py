@@ -3,13 +3,11 @@
 The config changes before the weights are loaded; a later change would be saved without effect.
 """
 
-import difflib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from transformers import PreTrainedConfig
 
 from lightning_modules.batch import LONGEST_ROW
@@ -27,6 +25,7 @@ from lightning_modules.models.context_extension.rope_types import (
     rotary_width,
 )
 from lightning_modules.models.context_extension.rotary_checks import ARCHITECTURES
+from lightning_modules.utilities.errors import did_you_mean
 
 ANY_ROPE_TYPE = tuple(name for name in ARCHITECTURES if name != "phi3")  # only `default` and `longrope` there
 
@@ -158,9 +157,7 @@ class ContextExtension:
         known = [field.name for field in fields(cls)]
         for name in settings:
             if name not in known:
-                near = difflib.get_close_matches(str(name), known, n=1)
-                hint = f"Did you mean '{near[0]}'?" if near else f"It takes {', '.join(known)}."
-                raise ValueError(f"`context_extension` has no key '{name}'. {hint}")
+                raise ValueError(f"`context_extension` has no key '{name}'. {did_you_mean(name, known)}")
         for name in ("method", "original_length", "target_length"):
             if settings.get(name) is None:
                 raise ValueError(f"`context_extension` lacks `{name}`, which is never guessed: set it.")
@@ -251,8 +248,6 @@ def _longrope(extension: ContextExtension, config: PreTrainedConfig) -> dict[str
 
 def _ntk(extension: ContextExtension, config: PreTrainedConfig) -> dict[str, Any]:
     width = rotary_width(config)
-    if width <= 2:
-        raise ValueError(f"The method 'ntk' needs more than 2 rotated components per head, and the model has {width}.")
     return {"rope_theta": config.rope_parameters["rope_theta"] * extension.factor ** (width / (width - 2))}
 
 
@@ -267,11 +262,6 @@ def _abf(extension: ContextExtension, config: PreTrainedConfig) -> dict[str, Any
 
 
 def _eabf(extension: ContextExtension, config: PreTrainedConfig) -> dict[str, Any]:
-    if config.num_hidden_layers <= UNSCALED_LAYERS:
-        rank_zero_warn(
-            f"EABF scales attention in all layers but the first {UNSCALED_LAYERS}, and this model has"
-            f" {config.num_hidden_layers}: it will compute what 'abf' computes."
-        )
     return _authors_eabf(extension, config) | _abf(extension, config) | {"unscaled_layers": UNSCALED_LAYERS}
 
 

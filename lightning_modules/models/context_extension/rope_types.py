@@ -186,13 +186,9 @@ def by_document(
 ) -> Tensor:
     """Return ``[B, H, T, D]`` attention of the last T of S tokens within each document of each row.
 
-    Args:
-        attention: Attention of one document, from ``[B, H, T, D]`` queries and ``[B, H_kv, S, D]`` keys and values.
-        query: ``[B, H, T, D]``.
-        key: ``[B, H_kv, S, D]``, where S is above T if a cache holds the preceding tokens.
-        value: ``[B, H_kv, S, D]``.
-        mask: ``[B, 1, T, S]`` that transformers made of padding, where the output is 0; None without padding.
-        borders: For each row ascending indices ``[0, .., T]``; one document per row when None.
+    Keys and values are ``[B, H_kv, S, D]``; S is above T if a cache holds the preceding tokens. ``attention`` is that
+    of one document. The mask is ``[B, 1, T, S]``, made by transformers of padding, where the output is 0. Borders are
+    ascending indices ``[0, .., T]`` of each row; None is one document per row.
 
     Raises:
         ValueError: If a mask holds more than causal attention and padding: a sliding window, or packed documents.

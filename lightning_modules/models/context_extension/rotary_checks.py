@@ -16,7 +16,7 @@ def check_static(config: PreTrainedConfig, *, compares: bool) -> None:
 
     Unless the run ``compares`` long and short contexts, only types without fixed frequencies are refused.
     """
-    for part in _rope_parts(config):
+    for part in rope_parts(config):
         if _follows_length(part) and (compares or part["rope_type"] == "dynamic"):
             raise ValueError(
                 f"RoPE of type '{part['rope_type']}' rotates by the length of the text, so that"
@@ -44,7 +44,7 @@ def check_rotary(model: PreTrainedModel) -> None:
         config: Any = getattr(module, "config", None)
         if getattr(config, "model_type", None) not in ARCHITECTURES or "inv_freq" not in module._buffers:
             continue
-        if not any(_follows_length(part) for part in _rope_parts(config)):
+        if not any(_follows_length(part) for part in rope_parts(config)):
             _check_frequencies(name, module)
 
 
@@ -64,6 +64,9 @@ def _check_frequencies(name: str, module: Any) -> None:
         )
 
 
-def _rope_parts(config: PreTrainedConfig) -> list[dict[str, Any]]:
-    parameters = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
+def rope_parts(config: PreTrainedConfig) -> list[dict[str, Any]]:
+    """Return the RoPE parameters, and those for layers of different kinds that some models have in them."""
+    parameters = getattr(config.get_text_config(decoder=True), "rope_parameters", None)
+    if not isinstance(parameters, dict):
+        return []
     return [parameters, *(part for part in parameters.values() if isinstance(part, dict))]

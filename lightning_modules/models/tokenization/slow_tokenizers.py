@@ -20,8 +20,6 @@ _INCOMPLETE = "\ufffd"
 class SlowBackend:
     """Replace the ``backend_tokenizer`` of a fast tokenizer, by any tokenizer that gives back a plain sentence."""
 
-    post_processor = None
-
     def __init__(self, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
         self._tokenizer = tokenizer
         self._name = f"The tokenizer '{name}' ({type(tokenizer).__name__})"
@@ -57,12 +55,6 @@ class SlowBackend:
         """Return what decides which tokens a text becomes, as JSON: a hash of all files that the tokenizer writes."""
         content = {"decoder": {"type": type(self._tokenizer).__name__}, "added_tokens": [], "files": self._files}
         return json.dumps(content, sort_keys=True)
-
-    def no_truncation(self) -> None:
-        """Do nothing: nothing is cut unless it is asked for."""
-
-    def no_padding(self) -> None:
-        """Do nothing: nothing is padded unless it is asked for."""
 
     def offsets(self, ids: Sequence[int], text: str) -> list[tuple[int, int]]:
         """Return the characters of each token, where tokens that share a character get all that they hold together."""

@@ -12,7 +12,7 @@ from tokenizers.models import BPE
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from lightning_modules.batch import IGNORE_INDEX, PackedBatch
+from lightning_modules.batch import PackedBatch, packed_row
 from lightning_modules.functional import character_units, unit_spans
 from lightning_modules.models.tokenization.slow_tokenizers import SlowBackend
 
@@ -29,12 +29,8 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """Load a tokenizer that reports the characters of each token.
 
-    Args:
-        pretrained_model_name_or_path: A hub id or a local folder.
-        revision: Branch, tag or commit on the hub.
-        trust_remote_code: Run code from the tokenizer's repository; off unless you trust it.
-        trimmed_offsets: Keep offsets that leave out the spaces of a token, if the tokenizer is stored so (GPT-NeoX and
-            RoBERTa), as the code of the paper's authors does. By default every character of a token counts.
+    With ``trimmed_offsets``, tokenizers that are stored so (GPT-NeoX and RoBERTa) leave out the spaces of a token, as
+    in the code of the paper's authors. By default every character of a token counts.
 
     Raises:
         ValueError: If it cannot be found or gives no offsets.
@@ -46,13 +42,14 @@ def load_tokenizer(
         )
     except Exception as error:  # of a damaged tokenizer.json `tokenizers` raises a bare Exception
         raise ValueError(not_loaded("tokenizer", pretrained_model_name_or_path, error)) from error
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+    if isinstance(tokenizer, PreTrainedTokenizerFast):
+        # A stored truncation would cut documents, and the first call would change what `tokenizer_hash` sees.
+        tokenizer.backend_tokenizer.no_truncation()
+        tokenizer.backend_tokenizer.no_padding()
+        if not trimmed_offsets:
+            untrim_offsets(tokenizer)
+    else:
         tokenizer.backend_tokenizer = SlowBackend(tokenizer, pretrained_model_name_or_path)
-    # A stored truncation would cut documents, and the first call would change what `tokenizer_hash` sees.
-    tokenizer.backend_tokenizer.no_truncation()
-    tokenizer.backend_tokenizer.no_padding()
-    if not trimmed_offsets:
-        untrim_offsets(tokenizer)
     offsets = tokenizer.backend_tokenizer.encode("The cat sat on the mat.", add_special_tokens=False).offsets
     if offsets and not any(end > start for start, end in offsets):  # some versions of `tokenizers`, at the byte level
         raise ValueError(
@@ -132,20 +129,11 @@ def encode_document(
     add_special_tokens: bool = False,
     max_tokens: int | None = None,
 ) -> PackedBatch:
-    """Return one document as a batch of one row.
+    """Return one document as a batch of one ``[1, T]`` row with ``text``, ``offsets`` and ``names``.
 
-    Its tokens are always those of its text: where the text is cut, the rest is read again, so that every tokenizer of
-    the same kind reads the same tokens in it.
-
-    Args:
-        text: The document.
-        tokenizer: A fast tokenizer.
-        name: How messages and results cite the document.
-        add_special_tokens: Whether the tokenizer adds its own, such as a first ``<s>``; they have empty offsets.
-        max_tokens: Tokens to keep, at most; the text is cut after the last of them that ends a character.
-
-    Returns:
-        ``[1, T]`` row with ``text``, ``offsets`` and ``names``. All tokens but the first are scored.
+    All tokens but the first are scored. They are always those of the text: where it is cut, after the last of
+    ``max_tokens`` that ends a character, the rest is read again, so that every tokenizer of the same kind reads the
+    same tokens in it. Special tokens that the tokenizer may add, such as a first ``<s>``, have empty offsets.
 
     Raises:
         ValueError: If the text is empty or white space only, has no token, or holds a lone surrogate.
@@ -166,23 +154,12 @@ def encode_document(
         raise ValueError(
             f"Document '{name}' is not Unicode text: it holds a lone surrogate. Read its file with `errors='replace'`."
         ) from error
-    input_ids = torch.tensor([encoding.ids[:max_tokens]], dtype=torch.int64)
-    offsets = torch.tensor([encoding.offsets[:max_tokens]], dtype=torch.int64).reshape(1, -1, 2)
-    length = input_ids.shape[1]
-    if length == 0:
+    ids = torch.tensor(encoding.ids[:max_tokens], dtype=torch.int64)
+    offsets = torch.tensor(encoding.offsets[:max_tokens], dtype=torch.int64)
+    if len(ids) == 0:
         raise ValueError(f"The tokenizer '{tokenizer.name_or_path}' finds no token in document '{name}'.")
-    _warn_of_unread_text(text, input_ids[0], offsets[0], tokenizer, name)
-    labels = input_ids.clone()
-    labels[:, 0] = IGNORE_INDEX
-    return PackedBatch(
-        input_ids=input_ids,
-        labels=labels,
-        position_ids=torch.arange(length).unsqueeze(0),
-        document_borders=[[0, length]],
-        text=[text],
-        offsets=offsets,
-        names=[name],
-    )
+    _warn_of_unread_text(text, ids, offsets, tokenizer, name)
+    return PackedBatch(**packed_row([ids]), text=[text], offsets=offsets.unsqueeze(0), names=[name])
 
 
 def _warn_of_unread_text(

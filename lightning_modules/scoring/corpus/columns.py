@@ -114,13 +114,7 @@ def ladder_columns(contexts: Sequence[int]) -> dict[str, type]:
 def ladder_scores(
     scores: TokenScores, contexts: Sequence[int], *, alpha: float = 2.0, beta: float = -2.0
 ) -> dict[str, float | None]:
-    """Compute what each longer context adds for the last tokens of the document.
-
-    Args:
-        scores: With ``rungs``, see `lightning_modules.scoring.context_lengths.ContextLadder`.
-        contexts: The context lengths, of which a document has those that it is long enough for.
-        alpha: A key token's benefit exceeds it, in nats.
-        beta: A key token's log-likelihood in the longer context exceeds it, in nats.
+    """Compute what each longer context adds for the last tokens of the document (`ContextLadder`).
 
     Returns:
         Values by the names in `ladder_columns`, None for rungs that the document does not have. A pair of context

@@ -28,7 +28,6 @@ class KeepsScores(Protocol):
 
     def written(self) -> Written:
         """Return what is scored already, to be left out; called once, in the first process."""
-        ...
 
 
 @runtime_checkable
@@ -45,24 +44,18 @@ class ScoredCorpus(Protocol):
 
     def source(self, file: str) -> str:
         """Return the source that a file belongs to."""
-        ...
 
     def versions(self, files: Iterable[str]) -> dict[str, str]:
         """Return the content identity of files by their names; an error if one has changed during the run."""
-        ...
 
     def scoring_settings(self) -> dict[str, Any]:
         """Return all settings that decide which tokens are scored, as plain values."""
-        ...
 
     def source_settings(self) -> dict[str, Any]:
         """Return arguments that find the same documents again."""
-        ...
 
     def expected(self) -> int | None:
         """Estimate how many documents this process gets; None if that is unknown before the files are read."""
-        ...
 
     def delivered(self) -> Delivered:
         """Return the progress of this process."""
-        ...

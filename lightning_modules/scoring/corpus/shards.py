@@ -96,15 +96,9 @@ class ScoreShards:
         return Written(rows, versions, settings, counts, len(names))
 
     def write(self, table: pyarrow.Table, header: Mapping[str, Any], rank: int) -> None:
-        """Write a shard under a unique name.
+        """Write a shard under a unique name, with the columns ``file`` and ``row`` among others.
 
-        Args:
-            table: Rows with the columns ``file`` and ``row`` among others.
-            header: ``settings``, ``files`` (their versions by name) and ``counts``.
-            rank: Rank of this process.
-
-        Raises:
-            OSError: If it cannot be written.
+        The header has ``settings``, ``files`` (their versions by name) and ``counts``.
         """
         content = json.dumps({"format": FORMAT, **header}).encode()
         sink = pyarrow.BufferOutputStream()
@@ -129,21 +123,13 @@ class ScoreShards:
         return schema if columns is None else pyarrow.schema([schema.field(name) for name in columns])
 
     def batches(self, columns: Sequence[str]) -> Iterator[pyarrow.RecordBatch]:
-        """Yield some columns of all shards, a few thousand rows at a time.
-
-        Raises:
-            ValueError: If a shard is damaged.
-        """
+        """Yield some columns of all shards, a few thousand rows at a time; a ``ValueError`` if one is damaged."""
         for name in self.names():
             with self._opened(name) as file:
                 yield from file.iter_batches(columns=list(columns), use_threads=False)
 
     def header(self) -> dict[str, Any]:
-        """Return the header of the first shard.
-
-        Raises:
-            ValueError: If the folder has no shard.
-        """
+        """Return the header of the first shard; a ``ValueError`` if the folder has none."""
         self.schema()
         with self._opened(self.names()[0]) as file:
             return self._header(file, self.names()[0])
@@ -195,16 +181,7 @@ def _doubles(shards: Mapping[str, Rows]) -> list[str]:
 
 
 def check_settings(then: Mapping[str, Any], now: Mapping[str, Any], place: object) -> None:
-    """Refuse to mix scores of different settings.
-
-    Args:
-        then: Settings of the existing scores.
-        now: Settings of the new ones.
-        place: Their folder or file, for the message.
-
-    Raises:
-        ValueError: Naming each setting that differs, with both values.
-    """
+    """Raise a ``ValueError`` that names the settings of scores in a folder or file that differ from those of now."""
     now = json.loads(json.dumps(now))  # as they are read: tuples become lists
     names = sorted(name for name in {*then, *now} if then.get(name) != now.get(name))
     if names:

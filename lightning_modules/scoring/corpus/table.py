@@ -24,15 +24,12 @@ _TYPES = {int: pyarrow.int64(), float: pyarrow.float64()}
 
 
 class ScoreTable:
-    """Collects the scores of documents.
+    """Collects the scores of documents (`document_scores`), with columns of the corpus.
 
     Args:
         column_types: Columns of the corpus.
         contexts: Context lengths beside the model's own.
         per_token: Type of the values of each token; None for none.
-        alpha: A key token's long-short difference exceeds it, in nats.
-        beta: A key token's long log-likelihood exceeds it, in nats.
-        gamma: Largest soft influence.
 
     Attributes:
         schema: Columns of the table.

@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 
-from lightning_modules.models.checks import check_weight_files
 from lightning_modules.models.tokenization.detokenization import token_texts
 from lightning_modules.scoring.config import InspectConfig
 from lightning_modules.scoring.evaluator import Evaluator
@@ -33,7 +32,6 @@ def inspect_document(text: str, evaluator: str, *, name: str = "document", **opt
     config = InspectConfig(evaluator=evaluator, **options)
     device = find_device(config.device)
     judge = Evaluator(config.evaluator_config())
-    check_weight_files(evaluator)
     text = judge.encode(text, name=name, max_tokens=config.max_tokens)["text"][0]
     model = None if config.model is None else ScoredModel(config.loading(config.model), device)
     # Before the evaluator is loaded: the model is found to be there, and to know its tokens.

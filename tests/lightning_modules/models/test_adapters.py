@@ -152,7 +152,7 @@ def test_what_is_trained_in_full_is_float32_under_mixed_precision():
         ({"r": 2, "targets_modules": "all-linear"}, "Did you mean 'target_modules'"),
         ({"r": 2, "target_modules": ["q_proj", "v_prj"]}, "target_modules` names 'v_prj'.*Did you mean 'v_proj'"),
         ({"r": 2, "target_modules": "all-linear", "modules_to_save": ["embed"]}, "names 'embed'.*embed_tokens"),
-        ({"r": 2, "target_modules": ["q_proj"], "modules_to_save": ["zzz"]}, "It has down_proj, embed_tokens"),
+        ({"r": 2, "target_modules": ["q_proj"], "modules_to_save": ["zzz"]}, "Known: down_proj, embed_tokens"),
         ({"r": 2, "target_modules": ["q_proj"], "modules_to_save": ["head"]}, "names 'head'.*Did you mean 'lm_head'"),
         ({"r": 2, "target_modules": ["q_proj"], "modules_to_save": "lm_head"}, "each letter for a name"),
         ({"r": 2, "target_modules": ["q_proj"], "rank_pattern": {"q_prj": 4}}, "rank_pattern` names 'q_prj'"),

@@ -3,7 +3,7 @@ import torch
 
 from lightning_modules.functional import merge_spans
 from lightning_modules.scoring.key_tokens import key_spans
-from lightning_modules.scoring.token_scores import TokenScores, read_key_spans, text_sha256, write_key_spans
+from lightning_modules.scoring.token_scores import TokenScores, read_key_spans, text_sha256
 
 
 @pytest.fixture
@@ -79,8 +79,6 @@ def test_key_spans_of_the_authors(tmp_path):
     assert read_key_spans(path).tolist() == [[3, 9], [12, 20]]
     path.write_text("")
     assert read_key_spans(path).shape == (0, 2)
-    write_key_spans(path, torch.tensor([[1, 2], [5, 9]]))
-    assert path.read_text() == "[1, 2];[5, 9]"
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,6 @@ LARGEST_BLOCK, SMALLEST_BLOCK = 256, 64
 BLOCK_LOGITS = 1 << 26
 """Logits of a block that are not exceeded unless the block is the smallest one already."""
 
-BLOCK_BYTES = 20
-"""Bytes for each logit of a block that the backward pass holds at its peak: 8 to 19 as measured on rows of 8k."""
-
 Take = Callable[[int, int, int], Tensor]
 """From the number of a tensor and a range of tokens to that part of it, by which a block accesses its tensors."""
 

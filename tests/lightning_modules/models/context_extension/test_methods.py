@@ -190,7 +190,7 @@ REFUSED = {
     "lacks `target_length`": {"method": "pi", "original_length": 64},
     "is 'pose': choose one of none, pi": extension("pose"),
     "no key 'bas'. Did you mean 'base'": extension("abf", bas=2.0),
-    "no key 'zzz'. It takes method, original_length": extension("abf", zzz=2.0),
+    "no key 'zzz'. Known: method, original_length": extension("abf", zzz=2.0),
     "`context_extension.base` is nothing that the method 'pi' uses: remove it.": extension("pi", base=5e5),
     "it takes `low_freq_factor` and `high_freq_factor`": extension("llama3", beta_fast=3.0),
     "got '5e5'": extension("abf", base="5e5"),
@@ -381,16 +381,3 @@ def test_the_extension_is_kept_in_a_checkpoint(folder, tmp_path):
 def test_every_architecture_of_our_types_is_known():
     assert set(TYPE_ARCHITECTURES) < set(ARCHITECTURES)
     assert isinstance(load_backbone(ModelConfig(model_config=tiny_config("llama", 50).to_dict())), Backbone)
-
-
-def test_eabf_of_two_layers_is_abf_and_says_so(tmp_path):
-    config = tiny_config(num_hidden_layers=2)
-    with pytest.warns(UserWarning, match="computes? what 'abf' computes"):
-        ContextExtension("eabf", 64, 512).apply(config)
-
-
-def test_ntk_of_heads_that_rotate_two_components_is_refused():
-    config = tiny_config("gpt_neox", hidden_size=32, num_attention_heads=4)
-    config.rope_parameters["partial_rotary_factor"] = 0.25
-    with pytest.raises(ValueError, match="more than 2 rotated components"):
-        ContextExtension("ntk", 64, 512).apply(config)
