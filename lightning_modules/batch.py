@@ -15,23 +15,14 @@ LONGEST_ROW = 2**27
 
 
 class Origin(NamedTuple):
-    """Where a document of a corpus comes from, by which its scores are filed.
+    """Where a document of a corpus comes from, by which its scores are filed."""
 
-    Attributes:
-        key: Name of the document in the corpus; not necessarily unique.
-        file: Name of its file. File and row together are unique.
-        row: Number of its row or line in the file, from 0 on.
-        columns: What else of the corpus goes with its scores, by name.
-        truncated: Whether tokens were cut off at its end.
-        error: Why it cannot be scored, if it cannot.
-    """
-
-    key: str
-    file: str
-    row: int
-    columns: dict[str, Any]
-    truncated: bool = False
-    error: str | None = None
+    key: str  # name of the document in the corpus; not necessarily unique
+    file: str  # name of its file. File and row together are unique
+    row: int  # number of its row or line in the file, from 0 on
+    columns: dict[str, Any]  # what else of the corpus goes with its scores, by name
+    truncated: bool = False  # whether tokens were cut off at its end
+    error: str | None = None  # why it cannot be scored, if it cannot
 
 
 class PackedBatch(TypedDict):

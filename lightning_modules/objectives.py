@@ -64,6 +64,14 @@ class Objective(ABC):
             weights = unhelped + (weights - unhelped) / short.window_fraction
         return weights.to(long.dtype).masked_fill(batch["labels"].eq(IGNORE_INDEX), 0)
 
+    def __init_subclass__(cls) -> None:
+        if "influence" in vars(cls):
+            rank_zero_warn(f"`{cls.__name__}.influence(long, short)`: call it `token_weights(long, short, batch)`.")
+            cls.token_weights = lambda self, long, short, _: self.influence(long, short)  # type: ignore
+        if "normalised" in vars(cls):
+            rank_zero_warn(f"`{cls.__name__}.normalised`: call it `normalized`.")
+            cls.normalized = vars(cls)["normalised"]
+
     def at_step(self, step: int) -> "Objective":
         """Return the objective of an optimizer step, counted from 0, for those that change in training."""
         return self
@@ -86,8 +94,6 @@ class LongCE(Objective):
         gamma: Largest token weight, 1 or more.
     """
 
-    uses_short_context = True
-
     def __init__(self, gamma: float = 5.0) -> None:
         check_gamma(gamma)
         self.gamma = self.largest_weight = gamma
@@ -97,7 +103,7 @@ class LongCE(Objective):
         return soft_influence(long, short, gamma=self.gamma)
 
 
-class StoredInfluence(Objective):
+class StoredInfluence(LongCE):
     """LongCE with weights that ``longce influence`` computed beforehand: a step costs what cross entropy costs.
 
     They are those of a fixed evaluator: an approximation of LongCE, which asks the model itself at every step.
@@ -108,10 +114,6 @@ class StoredInfluence(Objective):
 
     uses_short_context = False
     uses_stored_influence = True
-
-    def __init__(self, gamma: float = 5.0) -> None:
-        check_gamma(gamma)
-        self.gamma = self.largest_weight = gamma
 
     def token_weights(self, long: Tensor, short: Tensor, batch: PackedBatch) -> Tensor:
         """Return the stored weights of the batch, capped at ``gamma``."""
@@ -131,7 +133,6 @@ class MutualInformation(Objective):
         shift: How many times likelier one context must make a token than the other; above 0, and 1 for ``absolute``.
     """
 
-    uses_short_context = True
     normalized = True
 
     def __init__(self, part: Part = "positive", shift: float = 1.0) -> None:
@@ -154,7 +155,6 @@ class Sparse(Objective):
         fraction: Instead of a threshold, take this fraction of each sequence, the tokens whose difference is largest.
     """
 
-    uses_short_context = True
     normalized = True
 
     def __init__(self, threshold: float = 0.5, fraction: float | None = None) -> None:

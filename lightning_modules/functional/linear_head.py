@@ -13,18 +13,12 @@ class LinearHead(NamedTuple):
     """Maps ``[.., D]`` hidden states to ``[.., V]`` logits: ``cap(scale * (weight @ h + bias))``.
 
     Called like any other head; code for linear heads needs less memory and fewer products.
-
-    Attributes:
-        weight: ``[V, D]``.
-        bias: ``[V]``, or None.
-        scale: The logits are multiplied by it.
-        soft_cap: The logits become ``tanh(logits / soft_cap) * soft_cap``, after the scale.
     """
 
-    weight: Tensor
-    bias: Tensor | None = None
-    scale: float = 1.0
-    soft_cap: float | None = None
+    weight: Tensor  # [V, D]
+    bias: Tensor | None = None  # [V], or None
+    scale: float = 1.0  # the logits are multiplied by it
+    soft_cap: float | None = None  # the logits become tanh(logits / soft_cap) * soft_cap, after the scale
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
         """``[.., V]`` logits."""

@@ -12,19 +12,12 @@ _ZOOMS = 6  # into the interval around the best exponent, each a hundredfold
 
 
 class PowerLaw(NamedTuple):
-    r"""A fitted :math:`L(c) = (a / c)^b + g`.
+    r"""A fitted :math:`L(c) = (a / c)^b + g`."""
 
-    Attributes:
-        a: Context at which 1 nat is left to gain, in tokens; 0 if context does not lower the loss.
-        b: Exponent.
-        g: Loss at unlimited context, in nats.
-        r_squared: Fraction of the loss's variance that the curve explains; NaN if the loss is constant.
-    """
-
-    a: float
-    b: float
-    g: float
-    r_squared: float
+    a: float  # context at which 1 nat is left to gain, in tokens; 0 if context does not lower the loss
+    b: float  # exponent
+    g: float  # loss at unlimited context, in nats
+    r_squared: float  # fraction of the loss's variance that the curve explains; NaN if the loss is constant
 
     def __call__(self, context: Tensor) -> Tensor:
         """Return ``[..]`` float64 loss in nats at ``[..]`` contexts in tokens."""

@@ -32,6 +32,7 @@ class LongPerplexity(Metric):
     is_differentiable = False
     higher_is_better = False
     full_state_update = False
+    plot_lower_bound = 1.0
 
     log_likelihood: Tensor
     influence: Tensor
@@ -57,6 +58,10 @@ class LongPerplexity(Metric):
             ValueError: If a token that counts has a log-likelihood above 0.
         """
         return _long_perplexity_compute(self.log_likelihood, self.influence, self.largest)
+
+    def plot(self, val: Tensor | Sequence[Tensor] | None = None, ax: Any = None) -> Any:
+        """Plot one value or several of them, by default the present one, as every torchmetrics metric does."""
+        return self._plot(val, ax)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], exclude_state: Sequence[str] = "") -> "LongPerplexity":
         """Move with the module but stay float64: `precision: bf16-true` would sum in bfloat16."""

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -32,18 +33,16 @@ def row_influence(batch: PackedBatch, backbone: Backbone, *, context_length: int
     return soft_influence(long, short, gamma=gamma).float()
 
 
+@dataclass(frozen=True)
 class Transfer:
     """Computes LongCE weights of packed sequences by a model with another tokenizer, through characters (Equation 10).
 
     ``characters`` turns the rows' tokens into text for the evaluator's tokenizer.
     """
 
-    def __init__(
-        self, characters: TokenCharacters, tokenizer: PreTrainedTokenizerFast, *, add_special_tokens: bool
-    ) -> None:
-        self.characters = characters
-        self.tokenizer = tokenizer
-        self.add_special_tokens = add_special_tokens
+    characters: TokenCharacters
+    tokenizer: PreTrainedTokenizerFast
+    add_special_tokens: bool
 
     def row_influence(
         self, batch: PackedBatch, backbone: Backbone, *, context_length: int, stride: int, gamma: float
@@ -85,10 +84,9 @@ class Transfer:
 def make_transfer(
     rows: PreTrainedTokenizerFast, evaluator: PreTrainedTokenizerFast, *, add_special_tokens: bool
 ) -> Transfer | None:
-    """How weights come from the tokens of the evaluator to those of the rows; None if they are the same.
+    """Return how weights get from the evaluator's tokens to those of the rows, or None if the tokens are the same.
 
-    Raises:
-        ValueError: If the tokens of the rows cannot be turned into text.
+    A ``ValueError`` is raised if the tokens of the rows cannot be turned into text.
     """
     if same_ids(rows, evaluator):
         return None

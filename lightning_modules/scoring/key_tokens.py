@@ -39,49 +39,29 @@ NOTABLE_SHARE = 0.01
 
 
 class Tokens(NamedTuple):
-    """How a model reads a document.
+    """How a model reads a document."""
 
-    Attributes:
-        ids: ``[N]`` int64 token ids.
-        offsets: ``[N, 2]`` int64 character span of each token.
-    """
-
-    ids: Tensor
-    offsets: Tensor
+    ids: Tensor  # [N] int64 token ids
+    offsets: Tensor  # [N, 2] int64 character span of each token
 
 
 class KeyTokens(NamedTuple):
-    """Key tokens of an evaluated model.
+    """Key tokens of an evaluated model."""
 
-    Attributes:
-        mask: ``[N]`` bool.
-        alignment: How they came from the evaluator's tokens.
-    """
-
-    mask: Tensor
-    alignment: Alignment
+    mask: Tensor  # [N] bool
+    alignment: Alignment  # how they came from the evaluator's tokens
 
 
 class Coverage(NamedTuple):
-    """How tokens cover the characters of one document, or of several; special tokens around a text are left out.
+    """How tokens cover the characters of one document, or of several; special tokens around a text are left out."""
 
-    Attributes:
-        by_characters: Documents whose key tokens came by way of characters.
-        tokens: Number of the model's tokens.
-        sharing: Those that share a character with another one.
-        without: Those without a character.
-        evaluator_tokens: Number of the evaluator's tokens; 0 if they are not known.
-        evaluator_sharing: Those that share a character with another one.
-        evaluator_without: Those without a character.
-    """
-
-    by_characters: int = 0
-    tokens: int = 0
-    sharing: int = 0
-    without: int = 0
-    evaluator_tokens: int = 0
-    evaluator_sharing: int = 0
-    evaluator_without: int = 0
+    by_characters: int = 0  # documents whose key tokens came by way of characters
+    tokens: int = 0  # number of the model's tokens
+    sharing: int = 0  # those that share a character with another one
+    without: int = 0  # those without a character
+    evaluator_tokens: int = 0  # number of the evaluator's tokens; 0 if they are not known
+    evaluator_sharing: int = 0  # those that share a character with another one
+    evaluator_without: int = 0  # those without a character
 
     def shares(self) -> dict[str, float]:
         """Return the shares of tokens of each kind, named as in results."""

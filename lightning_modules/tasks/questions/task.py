@@ -86,25 +86,16 @@ class Request:
 
 
 class Draft(NamedTuple):
-    """A question before its length is known.
+    """A question before its length is known."""
 
-    Attributes:
-        wording: Prompt and answer prefix for a number of pieces.
-        answers: As in `Example`, like target and match.
-        least: Fewest pieces.
-        most: Number of all pieces; None without a limit.
-        exhausted: Error if all pieces together leave room for more; None if that is fine.
-        depth: Depth of the answer among a number of pieces.
-    """
-
-    wording: Wording
-    answers: tuple[str, ...]
+    wording: Wording  # prompt and answer prefix for a number of pieces
+    answers: tuple[str, ...]  # as in `Example`, like target and match
     target: str
     match: Match = "all"
-    least: int = 1
-    most: int | None = None
-    exhausted: str | None = None
-    depth: Callable[[int], float | None] = lambda _: None
+    least: int = 1  # fewest pieces
+    most: int | None = None  # number of all pieces; None without a limit
+    exhausted: str | None = None  # error if all pieces together leave room for more; None if that is fine
+    depth: Callable[[int], float | None] = lambda _: None  # depth of the answer among a number of pieces
 
 
 class FittedTask(Task):

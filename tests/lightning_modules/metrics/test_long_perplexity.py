@@ -90,6 +90,14 @@ def test_pickles_and_keeps_out_of_checkpoints():
     assert metric.state_dict() == {}
 
 
+def test_plot():
+    metric = LongPerplexity()
+    values = [metric(*document) for document in documents(3)]
+    figure, axes = metric.plot(values)
+    assert len(axes.lines[0].get_ydata()) == 3
+    assert figure is not None
+
+
 def _uneven_documents(rank, world_size, expected):
     metric = LongPerplexity()
     for log_likelihood, influence in documents()[rank::world_size]:  # 4 documents here, 3 there

@@ -84,23 +84,15 @@ def block_size(heads: int, keys: int) -> int:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Attention in blocks.
+    """Attention in blocks."""
 
-    Attributes:
-        score: From `Take` and a range of queries to the logits and values of each set of keys.
-        start: Position of the first query.
-        stop: Position after the last one.
-        size: Queries in a block.
-        align: No block holds positions on both sides of a multiple of this.
-        dropout: Fraction of the attention weights that are dropped.
-    """
-
+    # From `Take` and a range of queries to the logits and values of each set of keys.
     score: Callable[[Take, int, int], tuple[list[Tensor], list[Tensor]]]
-    start: int
-    stop: int
-    size: int
-    align: int = 1 << 62
-    dropout: float = 0.0
+    start: int  # position of the first query
+    stop: int  # position after the last one
+    size: int  # queries in a block
+    align: int = 1 << 62  # no block holds positions on both sides of a multiple of this
+    dropout: float = 0.0  # fraction of the attention weights that are dropped
 
     def attend(self, *states: Tensor) -> Tensor:
         """``[B, H, stop - start, D]`` attention with `score` taking parts of the ``[B, .., T, D]`` states."""
