@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 from transformers import PreTrainedTokenizerFast
@@ -49,6 +49,8 @@ class RecallDataModule(PackedTextDataModule):
         test_documents: Number of documents to test on.
         seed: Seed of the documents and of the order of the training rows.
         second_dialect: Fraction of the documents in the second dialect.
+        pairs: Deprecated: only ``typed`` remains.
+        second_order: Deprecated: only 0 remains.
         **kwargs: See :class:`PackedTextDataModule`.
     """
 
@@ -63,6 +65,8 @@ class RecallDataModule(PackedTextDataModule):
         test_documents: PositiveInt = 32,
         seed: NonNegativeInt = 0,
         second_dialect: float = 0.0,
+        pairs: Literal["typed"] = "typed",  # configs of earlier runs have these two
+        second_order: Literal[0] = 0,
         **kwargs: Any,
     ) -> None:
         super().__init__(

@@ -11,6 +11,7 @@ import yaml
 from jsonargparse._loaders_dumpers import get_yaml_default_loader
 
 _MOVED = {
+    **dict.fromkeys(("datamodules.pg19", "datamodules.pile_arxiv", "datamodules.gov_report"), "datamodules.corpora"),
     "lightning_modules.context_extension": "lightning_modules.models.context_extension.methods",
     "lightning_modules.context_ladder": "lightning_modules.scoring.context_lengths",
     "lightning_modules.sequence_parallelism": "lightning_modules.training.sequence_parallel",
