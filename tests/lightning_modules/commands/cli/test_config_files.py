@@ -9,6 +9,9 @@ from lightning_modules.commands.cli.config_files import _MOVED, rename_old_paths
 from lightning_modules.utilities.user_modules import import_object
 
 CLASSES = {
+    "datamodules.pg19": "PG19DataModule",
+    "datamodules.pile_arxiv": "PileArxivDataModule",
+    "datamodules.gov_report": "GovReportDataModule",
     "lightning_modules.context_extension": "ContextExtension",
     "lightning_modules.context_ladder": "ContextLadder",
     "lightning_modules.sequence_parallelism": "UlyssesStrategy",
