@@ -18,15 +18,10 @@ from lightning_modules.functional.log_likelihood import (
 
 
 class LikeliestTokens(NamedTuple):
-    """The likeliest tokens at each position, best first.
+    """The likeliest tokens at each position, best first."""
 
-    Attributes:
-        token_ids: ``[B, T, k]`` int64.
-        log_likelihood: ``[B, T, k]`` in nats, of each of them in the place of token ``t``.
-    """
-
-    token_ids: Tensor
-    log_likelihood: Tensor
+    token_ids: Tensor  # [B, T, k] int64
+    log_likelihood: Tensor  # [B, T, k] in nats, of each of them in the place of token t
 
 
 @torch.no_grad()

@@ -20,17 +20,11 @@ class Window(NamedTuple):
 
 
 class ShortContext(NamedTuple):
-    """Log-likelihoods of the tokens of a batch given their short contexts.
+    """Log-likelihoods of the tokens of a batch given their short contexts."""
 
-    Attributes:
-        log_likelihood: ``[B, T]`` in nats, 0 for a token without a short context.
-        has_short_context: ``[B, T]`` bool, where there is one.
-        window_fraction: Fraction of the windows that was scored, if they were drawn at random.
-    """
-
-    log_likelihood: Tensor
-    has_short_context: Tensor
-    window_fraction: float = 1.0
+    log_likelihood: Tensor  # [B, T] in nats, 0 for a token without a short context
+    has_short_context: Tensor  # [B, T] bool, where there is one
+    window_fraction: float = 1.0  # fraction of the windows that was scored, if they were drawn at random
 
     def filled(self, long: Tensor) -> Tensor:
         """Return ``[B, T]`` short log-likelihoods that are the long ones for tokens without a short context."""

@@ -61,19 +61,12 @@ def score_text(
 
 
 class Judged(NamedTuple):
-    """Key tokens of a document for an evaluated model, and how an evaluator found them.
+    """Key tokens of a document for an evaluated model, and how an evaluator found them."""
 
-    Attributes:
-        key: ``[N]`` bool, the key tokens.
-        alignment: How they came from the evaluator's tokens.
-        coverage: How both models' tokens cover the characters.
-        scores: The evaluator's log-likelihoods.
-    """
-
-    key: Tensor
-    alignment: Alignment
-    coverage: Coverage
-    scores: TokenScores
+    key: Tensor  # [N] bool, the key tokens
+    alignment: Alignment  # how they came from the evaluator's tokens
+    coverage: Coverage  # how both models' tokens cover the characters
+    scores: TokenScores  # the evaluator's log-likelihoods
 
 
 class Alternatives(NamedTuple):

@@ -9,17 +9,11 @@ from lightning_modules.scoring.corpus.shards import Written
 
 
 class Delivered(NamedTuple):
-    """Progress of a process in a corpus.
+    """Progress of a process in a corpus."""
 
-    Attributes:
-        documents: Number of documents, failed ones included.
-        complete: Whether it has had all of its documents.
-        unreadable: Files, or parts of them, that could not be read, with the reason.
-    """
-
-    documents: int
-    complete: bool
-    unreadable: list[str]
+    documents: int  # number of documents, failed ones included
+    complete: bool  # whether it has had all of its documents
+    unreadable: list[str]  # files, or parts of them, that could not be read, with the reason
 
 
 @runtime_checkable

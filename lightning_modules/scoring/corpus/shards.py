@@ -31,21 +31,13 @@ Rows = dict[str, NDArray[np.int64]]
 
 
 class Written(NamedTuple):
-    """Content of a folder of shards.
+    """Content of a folder of shards."""
 
-    Attributes:
-        rows: Rows by file.
-        versions: Content identities of those files when their rows were scored.
-        settings: Settings of the scores; empty if there are no shards yet.
-        counts: Sums of the shards' counts: documents, failed ones, tokens, ..
-        shards: Number of files.
-    """
-
-    rows: Rows
-    versions: dict[str, str]
-    settings: dict[str, Any]
-    counts: dict[str, int]
-    shards: int
+    rows: Rows  # rows by file
+    versions: dict[str, str]  # content identities of those files when their rows were scored
+    settings: dict[str, Any]  # settings of the scores; empty if there are no shards yet
+    counts: dict[str, int]  # sums of the shards' counts: documents, failed ones, tokens, ..
+    shards: int  # number of files
 
 
 class ScoreShards:

@@ -25,19 +25,12 @@ Take = Callable[[int, int, int], Tensor]
 
 @dataclass(frozen=True)
 class Rotary:
-    """Settings of a model that a pattern needs in addition to queries, keys and values.
+    """Settings of a model that a pattern needs in addition to queries, keys and values."""
 
-    Attributes:
-        parameters: The ``rope_parameters`` of its config.
-        frequencies: ``[R / 2]`` inverse frequencies, float32, on the device of the queries.
-        scaling: What products of queries and keys are multiplied by.
-        dropout: Fraction of the attention weights that are dropped.
-    """
-
-    parameters: Mapping[str, Any]
-    frequencies: Tensor
-    scaling: float
-    dropout: float = 0.0
+    parameters: Mapping[str, Any]  # the rope_parameters of its config
+    frequencies: Tensor  # [R / 2] inverse frequencies, float32, on the device of the queries
+    scaling: float  # what products of queries and keys are multiplied by
+    dropout: float = 0.0  # fraction of the attention weights that are dropped
 
 
 def rotate(states: Tensor, positions: Tensor, frequencies: Tensor, *, scale: float = 1.0) -> Tensor:

@@ -30,32 +30,22 @@ def _own(position: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Branch:
-    """A set of pairs of a query ``i`` and a key ``j <= i``, and their positions.
+    """A set of pairs of a query ``i`` and a key ``j <= i``, and their positions."""
 
-    Attributes:
-        keys: From a range of queries to a range of keys that holds all that they see.
-        pairs: Whether query ``i`` sees key ``j`` in this branch, for tensors that broadcast.
-        query_position: Position that query ``i`` is rotated to; its own by default.
-        key_position: Position that key ``j`` is rotated to.
-    """
-
+    # From a range of queries to a range of keys that holds all that they see.
     keys: Callable[[int, int], tuple[int, int]]
+    # Whether query ``i`` sees key ``j`` in this branch, for tensors that broadcast.
     pairs: Callable[[Tensor, Tensor], Tensor]
-    query_position: Positions = _own
-    key_position: Positions = _own
+    query_position: Positions = _own  # position that query i is rotated to; its own by default
+    key_position: Positions = _own  # position that key j is rotated to
 
 
 @dataclass(frozen=True)
 class Relocation:
-    """A pattern.
+    """A pattern."""
 
-    Attributes:
-        branches: Disjoint; together they hold the pair of each token with itself.
-        plain_length: Up to this length of a document, it is causal attention with plain RoPE.
-    """
-
-    branches: tuple[Branch, ...]
-    plain_length: int
+    branches: tuple[Branch, ...]  # disjoint; together they hold the pair of each token with itself
+    plain_length: int  # up to this length of a document, it is causal attention with plain RoPE
 
 
 def streaming_llm(parameters: Mapping[str, Any]) -> Relocation:
