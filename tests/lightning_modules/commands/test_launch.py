@@ -23,6 +23,7 @@ def start(folder, *words, restarts=0):
     """Launch a command of two processes."""
     command = ["launch", "--nproc_per_node", "2", "--max_restarts", str(restarts), "--", *words]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "LONGCE_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
+    environment["PYTHONFAULTHANDLER"] = "1"
     with (folder / "log.txt").open("w") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "lightning_modules.commands.cli.main", *command],
@@ -31,6 +32,18 @@ def start(folder, *words, restarts=0):
             stdout=log,
             stderr=log,
         )
+
+
+def finish(launcher, run, seconds=300):
+    """Return the exit status of a launcher; if it hangs, fail with the stacks of its processes."""
+    try:
+        return launcher.wait(seconds)
+    except subprocess.TimeoutExpired:
+        for process in psutil.Process(launcher.pid).children(recursive=True):
+            process.send_signal(signal.SIGABRT)
+        time.sleep(2)
+        launcher.kill()
+        pytest.fail(f"The run hangs: {run.log()}")
 
 
 def ranks(launcher):
@@ -62,7 +75,7 @@ def folder(tmp_path_factory):
 def test_a_killed_rank_is_restarted_with_equal_losses_and_a_signal_stops_all(folder):
     config = yaml.safe_load((folder / "config.yaml").read_text())
     runs = [new_run(folder / name, config, ranks=2, workers=1) for name in ("undisturbed", "killed")]
-    assert start(runs[0].folder, *FIT).wait(300) == 0
+    assert finish(start(runs[0].folder, *FIT), runs[0]) == 0
     assert runs[0].log().count("[rank: 0] Seed set to") == 1, "Lightning's messages appear once"
 
     launcher = start(runs[1].folder, *FIT, restarts=1)
@@ -73,10 +86,10 @@ def test_a_killed_rank_is_restarted_with_equal_losses_and_a_signal_stops_all(fol
     before = len(runs[1].records())
     wait_for(lambda: len(runs[1].records()) > before + 2, launcher)
     launcher.send_signal(signal.SIGHUP)
-    assert launcher.wait(120) == 0, runs[1].log()
+    assert finish(launcher, runs[1], 120) == 0, runs[1].log()
     assert "stopping after this optimizer step" in runs[1].log()
 
-    assert start(runs[1].folder, *FIT).wait(300) == 0, runs[1].log()
+    assert finish(start(runs[1].folder, *FIT), runs[1]) == 0, runs[1].log()
     assert not runs[1].differences(runs[0])
 
 
