@@ -39,7 +39,8 @@ def finish(launcher, run, seconds=300):
     try:
         return launcher.wait(seconds)
     except subprocess.TimeoutExpired:
-        for process in psutil.Process(launcher.pid).children(recursive=True):
+        launched = psutil.Process(launcher.pid)
+        for process in [*launched.children(recursive=True), launched]:
             process.send_signal(signal.SIGABRT)
         time.sleep(2)
         launcher.kill()
