@@ -145,8 +145,9 @@ def set_scores(words: Iterable[str], metrics: Mapping[str, Mapping[str, Any]]) -
 
 
 def _plain(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers among the harness's metrics."""
-    return {key: float(value) for key, value in metrics.items() if "," in key and isinstance(value, int | float)}
+    """Return the numbers among the harness's metrics, without RULER's -1 for lengths that were not asked."""
+    numbers = {key: float(value) for key, value in metrics.items() if "," in key and isinstance(value, int | float)}
+    return {key: value for key, value in numbers.items() if value != -1 or not key.partition(",")[0].isdigit()}
 
 
 class Results:
