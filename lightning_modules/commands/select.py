@@ -19,7 +19,7 @@ import yaml
 
 from lightning_modules.commands.select_config import SelectConfig
 from lightning_modules.scoring.corpus.shards import PER_TOKEN, SUCCESS, ScoreShards
-from lightning_modules.utilities.files import atomic_file, write_atomically
+from lightning_modules.utilities.files import atomic_file, writable_folder, write_atomically
 
 FOLDER = "folder"  # a source that is not a column: the folder of a document's file
 OUTPUTS = (".txt", ".parquet", ".jsonl")
@@ -27,6 +27,11 @@ _WRITTEN_TOGETHER = 64  # documents
 _MAX_NAMED, _MAX_EXCERPT = 3, 40  # documents named in a warning, and characters of the key of each
 MEANS = ("key_token_ratio", "benefit_mean", "benefit_positive", "longppl", "perplexity")
 _MAX_ROWS = 40  # of a table
+_IN_CONDITIONS = (
+    *(ast.Expression, ast.Compare, ast.BoolOp, ast.UnaryOp, ast.BinOp, ast.Name, ast.Constant),
+    *(ast.Eq, ast.NotEq, ast.Gt, ast.GtE, ast.Lt, ast.LtE, ast.boolop, ast.unaryop),
+    *(ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Load),
+)
 
 
 def select(scores: str, **options: object) -> str:
@@ -38,7 +43,7 @@ def select(scores: str, **options: object) -> str:
     shards = ScoreShards(scores)
     shards.header()  # refuses other parquet files
     _check_options(shards, config)
-    table = _read_scores(shards)
+    table = _read_scores(shards, config)
     documents = table.to_pandas()
     passes = documents["error"].isna() & (config.where is None or meets_conditions(documents, config.where))
     documents = documents.assign(source=_sources(table, config.by), selected=passes)
@@ -68,11 +73,19 @@ def _check_options(shards: ScoreShards, config: SelectConfig) -> None:
         raise ValueError(f"`by`: column '{config.by}' is of type {kind}, which does not name a source.")
     if config.output is not None and Path(config.output).suffix not in OUTPUTS:
         raise ValueError(f"`output` = '{config.output}' must end in one of {', '.join(OUTPUTS)}.")
+    for file in filter(None, (config.output, config.weights)):
+        writable_folder(Path(file).absolute().parent, remedy="Name another file.")
+    if config.where is not None:
+        meets_conditions(shards.schema().empty_table().to_pandas(), config.where)
 
 
-def _read_scores(shards: ScoreShards) -> pyarrow.Table:
-    """Read all columns but those with a value for each token."""
+def _read_scores(shards: ScoreShards, config: SelectConfig) -> pyarrow.Table:
+    """Read the columns that are needed: all but those with a value for each token, if they are written."""
     columns = [name for name in shards.schema().names if name not in PER_TOKEN]
+    if config.output is None or config.output.endswith(".txt"):
+        needed = {*("key", "file", "row", "error", "tokens"), *MEANS, config.rank_by, config.by}
+        where = config.where or ""
+        columns = [name for name in columns if name in needed or name in where or name.startswith("ladder_")]
     batches = (batch.replace_schema_metadata() for batch in shards.batches(columns))
     return pyarrow.Table.from_batches(batches, shards.schema(columns).remove_metadata())
 
@@ -84,30 +97,55 @@ def _sources(table: pyarrow.Table, by: str) -> pd.Series:
 
 
 def meets_conditions(documents: pd.DataFrame, where: str) -> pd.Series:
-    """Return which documents meet conditions in the syntax of `pandas.DataFrame.eval`; `true` and `false` are values.
+    """Return which documents have values in all columns that conditions name, and meet them.
 
     Example:
         >>> meets_conditions(pd.DataFrame({"tokens": [9, 99]}), "tokens >= 50 and tokens != 60").tolist()
         [False, True]
     """
-    columns: list[str] = []
+    conditions = _Conditions(documents)
     try:
-        for node in ast.walk(ast.parse(where.strip(), mode="eval")):
-            if isinstance(node, ast.Call | ast.Attribute):
-                raise ValueError("functions are not called here")
-            if isinstance(node, ast.Name) and node.id in documents:
-                columns.append(node.id)
-        met = documents.eval(where, engine="python", resolvers=[{"true": True, "false": False}])
-    except (SyntaxError, NameError, TypeError, ValueError, AttributeError, NotImplementedError, KeyError) as error:
-        met = error
-    if not isinstance(met, pd.Series) or met.dtype != bool:
-        reason = met if isinstance(met, Exception) else "it is not a comparison"
+        tree = conditions.visit(ast.parse(where.strip(), mode="eval"))
+        complete = documents[list(conditions.names)].dropna().infer_objects().rename(columns=conditions.names)
+        met = complete.eval(ast.unparse(tree), engine="python", resolvers=[{"true": True, "false": False}])
+        if not isinstance(met, pd.Series) or met.dtype != bool:
+            raise ValueError("it is not a comparison of columns")
+    except (SyntaxError, NameError, TypeError, ValueError, NotImplementedError) as error:
         raise ValueError(
-            f"`where`: cannot read '{where}' ({reason}). Write comparisons such as `tokens > 99 and key != 'a'` of"
+            f"`where`: cannot read '{where}' ({error}). Write comparisons such as `tokens > 99 and key != 'a'` of"
             f" these columns: {', '.join(documents)}."
-        )
-    # A document without a value does not pass, whatever the comparison.
-    return met & documents[columns].notna().all(axis=1)
+        ) from error
+    return met.reindex(documents.index, fill_value=False)
+
+
+class _Conditions(ast.NodeTransformer):
+    """Gives columns, which may have dots, `names` that pandas can read; refuses what does not compare equal kinds."""
+
+    def __init__(self, documents: pd.DataFrame) -> None:
+        self.documents = documents
+        self.names: dict[str, str] = {}
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        if isinstance(node, ast.Name | ast.Attribute) and (name := ast.unparse(node)) in self.documents:
+            return ast.Name(self.names.setdefault(name, f"column_{len(self.names)}"), ast.Load())
+        if not isinstance(node, _IN_CONDITIONS):
+            raise ValueError(f"`{ast.unparse(node) or type(node).__name__}` is no comparison, and/or/not or + - * /")
+        if isinstance(node, ast.Compare):
+            kinds = {ast.unparse(operand): self._kind(operand) for operand in (node.left, *node.comparators)}
+            if len({*kinds.values()} - {"empty"}) > 1:
+                raise ValueError(", ".join(f"`{operand}` is {kind}" for operand, kind in kinds.items()))
+        return self.generic_visit(node)
+
+    def _kind(self, node: ast.expr) -> str:
+        """Return the kind of a column or constant, and ``empty`` if it is not known."""
+        node = getattr(node, "operand", node)  # a negative number
+        values = [node.value] if isinstance(node, ast.Constant) else []
+        if (name := ast.unparse(node)) in self.documents:
+            values = self.documents[name].dropna().head(1).tolist()
+        elif name in ("true", "false"):
+            values = [True]
+        kind = pd.api.types.infer_dtype(values, skipna=True)
+        return {"integer": "a number", "floating": "a number", "string": "text"}.get(kind, kind)
 
 
 def _is_in_top(documents: pd.DataFrame, rank_by: str, top: float) -> pd.Series:

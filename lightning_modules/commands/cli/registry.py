@@ -21,7 +21,7 @@ from lightning_modules.commands.select_config import SelectConfig
 from lightning_modules.scoring.config import InspectConfig, ScoreConfig
 from lightning_modules.tasks.evaluation.config import EvaluationConfig
 from lightning_modules.training.export.options import ExportOptions
-from lightning_modules.utilities.files import write_atomically
+from lightning_modules.utilities.files import writable_folder, write_atomically
 from lightning_modules.utilities.text_files import check_output, read_text
 
 
@@ -181,6 +181,10 @@ def plan_command(arguments: Sequence[str]) -> None:
     cli = PartCLI(add_plan_options)
     options = cli.config
     gpu = find_gpu(options.gpu, tflops=options.gpu_tflops, memory=options.gpu_memory)
+    if options.output is not None:
+        if Path(options.output).is_dir():
+            raise ValueError(f"`output` must be a file, and '{options.output}' is a folder.")
+        writable_folder(Path(options.output).absolute().parent, remedy="Name another file by `--output`.")
     experiment = read_experiment(cli.make("model"), options)
     plan = Planner(experiment, gpu, options.price_per_gpu_hour).plan()
     sys.stdout.write(report(plan) + "\n")

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from lightning_modules.commands.correlate.correlation import MIN_MODELS, Interval, bootstrap_interval, pearson, spearman
 from lightning_modules.commands.correlate.models import choose_names, join
 from lightning_modules.commands.correlate.result_files import read_results
+from lightning_modules.utilities.files import writable_folder
 from lightning_modules.visualization.images import as_svg
 from lightning_modules.visualization.report import Block, Heading, Picture, Table, as_text_table, write_report
 
@@ -41,7 +42,7 @@ def correlate(
     chosen, against = choose_names(metrics, models, "metrics"), choose_names(scores, models, "scores")
     pairs = [_pair(values, metric, score) for score in against for metric in chosen]
     _check_enough(pairs)
-    folder = Path(output).expanduser()
+    folder = writable_folder(Path(output).expanduser(), remedy="Name another one by `--output`.")
     names = _file_names(against)
     pictures = {
         names[score]: _scatter([pair for pair in pairs if pair.score == score], values, log_axis) for score in against

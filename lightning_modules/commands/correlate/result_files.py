@@ -81,7 +81,7 @@ def _read_file(file: Path) -> list[Measured]:
                 return [reader(file, content)]
         return [_plain(str(file), model, entry) for model, entry in content.items()]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = error if isinstance(error, ValueError) else repr(error)
+        reason = error if isinstance(error, ValueError) else "a part is missing or has another form"
         raise ValueError(
             f"'{file}' is not JSON or CSV of results: {reason}. It must be a dictionary of models, each a dictionary of"
             " benchmarks and scores, a table of models, or a result of `longce score` or `longce evaluate`."
@@ -169,6 +169,8 @@ def _csv_entries(file: Path, text: str) -> list[Measured]:
             raise ValueError(f"{place} has more than {len(names)} cells: quote cells that hold a comma")
         values = {name: cell.strip() for name, cell in row.items() if cell and cell.strip()}
         entries.append(_plain(place, values.pop("model", ""), values))
+    if not entries:
+        raise ValueError("it names columns and holds no model")
     return entries
 
 

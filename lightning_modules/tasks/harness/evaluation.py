@@ -47,25 +47,17 @@ class HarnessEvaluation:
         if config.chat_template:
             check_chat_template(tokenizer)
         self.config, self.words, self.tokenizer = config, tasks, tokenizer
-        settings = {
-            "model": identity,
-            "num_fewshot": config.num_fewshot,
-            "limit": config.limit,
-            "max_length": max_length,
-            "truncation": config.truncation,
-            "chat_template": config.chat_template,
-            "dtype": config.dtype,
-            "lm_eval": version("lm_eval"),
-        }
+        settings = {"model": identity, "max_length": max_length, "lm_eval": version("lm_eval")}
+        for option in ("num_fewshot", "limit", "truncation", "chat_template", "dtype"):
+            settings[option] = getattr(config, option)
         self.results = Results(config.output_folder, settings)
-        self.loaded = load_tasks(tasks, include_path=config.include_path, num_fewshot=config.num_fewshot)
-
-    def _read(self, name: str) -> dict[str, Any] | None:
-        return self.results.read(name, self.loaded.files[name])
+        options: Any = {"include_path": config.include_path, "num_fewshot": config.num_fewshot}
+        self.loaded = load_tasks(tasks, **options, done=self.results.read)
 
     def missing(self, rank: int = 0, processes: int = 1) -> list[str]:
         """Return this process's tasks without a result."""
-        return [name for name in list(self.loaded.tasks)[rank::processes] if self._read(name) is None]
+        files = list(self.loaded.files.items())[rank::processes]
+        return [name for name, file in files if self.results.read(name, file) is None]
 
     def ask(self, backbone: Backbone, rank: int = 0, processes: int = 1) -> None:
         """Ask the missing tasks, and store the result of each at once."""
@@ -77,7 +69,8 @@ class HarnessEvaluation:
 
     def report(self) -> str:
         """Write ``harness.json`` with all results so far, and return their table."""
-        tasks = {name: result for name in self.loaded.tasks if (result := self._read(name)) is not None}
+        found = {name: self.results.read(name, file) for name, file in self.loaded.files.items()}
+        tasks = {name: result for name, result in found.items() if result is not None}
         groups = aggregate(self.loaded.groups, tasks)
         metrics = {**{name: entry["metrics"] for name, entry in tasks.items()}, **groups}
         result = {
@@ -145,8 +138,9 @@ def set_scores(words: Iterable[str], metrics: Mapping[str, Mapping[str, Any]]) -
 
 
 def _plain(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers among the harness's metrics."""
-    return {key: float(value) for key, value in metrics.items() if "," in key and isinstance(value, int | float)}
+    """Return the numbers among the harness's metrics, without RULER's -1 for lengths that were not asked."""
+    numbers = {key: float(value) for key, value in metrics.items() if "," in key and isinstance(value, int | float)}
+    return {key: value for key, value in numbers.items() if value != -1 or not key.partition(",")[0].isdigit()}
 
 
 class Results:

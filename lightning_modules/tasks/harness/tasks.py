@@ -4,9 +4,9 @@ import difflib
 import hashlib
 import logging
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import lm_eval.tasks
 import numpy as np
@@ -85,11 +85,24 @@ class LoadedTasks(NamedTuple):
     files: dict[str, str | None]
 
 
-def load_tasks(words: Sequence[str], *, include_path: str | None = None, num_fewshot: int | None = None) -> LoadedTasks:
-    """Load tasks with their data, those of groups included; the arguments are those of `TaskConfig`."""
+def load_tasks(
+    words: Sequence[str],
+    *,
+    include_path: str | None = None,
+    num_fewshot: int | None = None,
+    done: Callable[[str, str | None], Any] = lambda name, file: None,
+) -> LoadedTasks:
+    """Load tasks with their data, those of groups included; the options are those of `TaskConfig`.
+
+    Of a named task only the file is kept if ``done`` returns something for it and the hash of its file.
+    """
     manager, names = find_names(words, include_path)
     loaded = LoadedTasks({}, {}, {})
     for name in names:
+        file = _file_hash(manager, name)
+        if done(name, file):
+            loaded.files[name] = file
+            continue
         with isolate_rng():
             seed()
             try:
@@ -102,7 +115,7 @@ def load_tasks(words: Sequence[str], *, include_path: str | None = None, num_few
             if default is None or (num_fewshot is not None and default != 0):
                 task.set_config(key="num_fewshot", value=num_fewshot or 0)
             loaded.tasks[part] = task
-            loaded.files[part] = _file_hash(manager, part) or _file_hash(manager, name)
+            loaded.files[part] = _file_hash(manager, part) or file
         for group in found.get("groups", {}).values():
             loaded.groups.update({inner.name: inner for inner in (*group.get_all_groups(), group)})
     return loaded

@@ -114,4 +114,7 @@ def _import(path: str) -> Task:
         raise ValueError(f"The task '{path}' cannot be imported ({error}): is its folder on PYTHONPATH?") from None
     if not (isinstance(kind, type) and issubclass(kind, Task)):
         raise ValueError(f"'{path}' is no class that derives from lightning_modules.tasks.questions.task.Task.")
-    return kind()
+    try:
+        return kind()
+    except TypeError as error:
+        raise ValueError(f"The task '{path}' cannot be made without arguments ({error}): give them defaults.") from None

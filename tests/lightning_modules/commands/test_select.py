@@ -204,12 +204,40 @@ def word_tokenizer_folder(tokenizer, tmp_path):
         "tokens = 3",
         "@pd",
         "",
+        "tokens ** 9 > 3",
+        "key[0] == 'a'",
+        "key in 'ab'",
+        "key == -3",
+        "tokens == true",
+        "tokens.x > 3",
     ],
 )
 def test_conditions_without_a_meaning(where):
     documents = pd.DataFrame({"tokens": [1, 2], "key": ["a", "b"]})
     with pytest.raises(ValueError, match=r"cannot read '.*of these columns: tokens, key"):
         meets_conditions(documents, where)
+
+
+def test_columns_with_dots_and_kinds_of_values():
+    documents = pd.DataFrame({"meta.lang": ["a", "b", None], "meta.ok": [True, None, False], "n": [1, 20, 300]})
+    for where, wanted in (
+        ("meta.lang == 'a'", [True, False, False]),
+        ("not meta.ok or n / 2 == 10", [False, False, True]),
+        ("10 < n < 100 and meta.lang != 'a'", [False, True, False]),
+        ("meta.ok == false and n > -1 - 2 * 3", [False, False, True]),
+    ):
+        assert meets_conditions(documents, where).tolist() == wanted, where
+    with pytest.raises(ValueError, match=r"`meta\.lang` is text, `3` is a number"):
+        meets_conditions(documents, "n > 3 or meta.lang != 3")
+
+
+def test_only_the_needed_columns_are_read(scored, monkeypatch):
+    read = []
+    batches = ScoreShards.batches
+    monkeypatch.setattr(ScoreShards, "batches", lambda self, columns: read.append(columns) or batches(self, columns))
+    select(str(scored / "scores"), where="truncated == false")
+    assert {"truncated", "benefit_mean", "ladder_4_8_mean"} <= set(read[0])
+    assert not {"source", "benefit_p90", "lsd"} & set(read[0])
 
 
 def test_a_document_without_a_value_does_not_pass():
@@ -219,10 +247,12 @@ def test_a_document_without_a_value_does_not_pass():
 
 
 def test_bad_options(scored, tmp_path):
+    (tmp_path / "file").write_text("")
     scores = str(scored / "scores")
     for options, message in (
         ({"where": "tokens > 1000"}, "None of the documents"),
         ({"output": "ids.csv"}, "must end in one of .txt, .parquet, .jsonl"),
+        ({"output": str(tmp_path / "file" / "ids.txt")}, "Cannot write to the folder .*Name another file"),
         ({"rank_by": "nope"}, "no column 'nope'"),
         ({"rank_by": "key"}, "not a number"),
         ({"by": "nope"}, "no column 'nope'"),

@@ -125,6 +125,14 @@ def test_a_run_without_short_contexts_or_steps(plan):
     assert "short windows" not in numbers["memory"]["phases"]
 
 
+def test_a_file_that_cannot_be_written_is_refused_before_the_plan(plan, tmp_path, monkeypatch):
+    monkeypatch.setattr("lightning_modules.commands.plan.settings.read_experiment", None)
+    debug = [*LAYERS, "-c", str(CONFIGS / "debug.yaml"), "--gpu", "H200", "--output"]
+    assert "must be a file, and" in plan(*debug, str(tmp_path), refused=True)
+    (tmp_path / "file").write_text("")
+    assert "Name another file by `--output`" in plan(*debug, str(tmp_path / "file" / "plan.json"), refused=True)
+
+
 @pytest.mark.slow
 def test_settings_that_are_not_planned_are_noted(plan):
     debug = [*LAYERS, "-c", str(CONFIGS / "debug.yaml"), "--gpu", "H200", "--model.short_dtype", "bfloat16"]

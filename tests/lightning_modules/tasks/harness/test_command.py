@@ -48,6 +48,13 @@ def test_a_task_that_is_done_is_not_asked_again(model_dir, task_dir, tmp_path, a
     main(arguments)  # all is there: the model is not even loaded
 
 
+def test_the_data_of_a_task_that_is_done_are_not_loaded(model_dir, task_dir, tmp_path, monkeypatch):
+    options = {"tasks": ["letter"], "include_path": str(task_dir), "limit": 1}
+    first = evaluate(str(model_dir), str(tmp_path), **options)
+    monkeypatch.setattr("lm_eval.tasks.TaskManager.load", None)
+    assert evaluate(str(model_dir), str(tmp_path), **options) == first
+
+
 def test_other_settings_and_missing_data_are_refused_before_the_model_is_loaded(
     model_dir, task_dir, tmp_path, monkeypatch, capsys
 ):

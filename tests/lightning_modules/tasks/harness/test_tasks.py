@@ -1,8 +1,10 @@
+from types import SimpleNamespace
+
 import pytest
 from lm_eval.tasks import TaskManager
 
 from lightning_modules.tasks.harness import tasks
-from lightning_modules.tasks.harness.evaluation import set_scores
+from lightning_modules.tasks.harness.evaluation import aggregate, set_scores
 from lightning_modules.tasks.harness.tasks import SETS, find_names, load_tasks
 
 
@@ -24,6 +26,12 @@ def test_scores_are_means_of_categories_in_percent():
     found = set_scores(["longbench"], metrics)
     assert "Code Completion" not in found
     assert "LongBench" not in found
+
+
+def test_lengths_that_were_not_asked_have_no_metric():
+    found = {"4096,none": -1.0, "8192,none": 0.5, "acc,none": -1.0, "alias": "ruler"}
+    group = SimpleNamespace(name="ruler", get_all_tasks=list, aggregate=lambda metrics: found)
+    assert aggregate({"ruler": group}, {}) == {"ruler": {"8192,none": 0.5, "acc,none": -1.0}}
 
 
 def test_examples_in_prompts(task_dir):

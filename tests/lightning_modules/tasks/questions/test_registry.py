@@ -13,6 +13,11 @@ class Own(Task):
         raise NotImplementedError
 
 
+class Configured(Own):
+    def __init__(self, size):
+        self.size = size
+
+
 @pytest.fixture
 def importable(tmp_path, monkeypatch):
     """This file as a module that can be imported by name."""
@@ -44,6 +49,7 @@ def test_ones_own_task_is_found_by_its_path(importable):
         (["@"], "There is no task '@'. Tasks: "),
         (["nowhere.Task"], "'nowhere.Task' cannot be imported .*PYTHONPATH"),
         (["own_tasks.Missing"], "'own_tasks.Missing' cannot be imported"),
+        (["own_tasks.Configured"], "cannot be made without arguments .*'size'.*give them defaults"),
         (["os.path"], "'os.path' is no class that derives from"),
     ],
 )
