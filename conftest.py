@@ -10,8 +10,8 @@ import resource
 import pytest
 
 LIMIT = 3.0
-"""CPU seconds of a test that is not marked slow, without its fixtures: three times what it should take, as a busy machine
-needs more for the same work."""
+"""CPU seconds of a test that is not marked slow, without its fixtures: three times what it should take, as a busy
+machine needs more for the same work."""
 
 IMPORTED_LATE = (
     "datasets",

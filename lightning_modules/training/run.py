@@ -127,9 +127,12 @@ def _to_lock(folders: Sequence[Path]) -> list[Path]:
 def read_run(folder: Path) -> dict[str, Any] | None:
     """Read the identity of a run; None if the folder has none."""
     path = folder / RUN_FILE
+    if not path.exists():
+        return None
     try:
-        return json.loads(path.read_bytes()) if path.exists() else None
-    except ValueError as error:
+        known = json.loads(path.read_bytes())
+        return {**known, "id": str(known["id"])}
+    except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"'{path}' is damaged ({error}): restore it from a backup, or delete it.") from error
 
 

@@ -68,7 +68,7 @@ def test_a_config_of_the_users_own_is_left_alone(tmp_path):
     assert read_run(tmp_path)["config"] == "config-resumed-at-step-0.yaml"
 
 
-@pytest.mark.parametrize("content", [b"", b"{"])
+@pytest.mark.parametrize("content", [b"", b"{", b"{}", b"[]"])
 def test_a_damaged_record_is_named(tmp_path, content):
     (tmp_path / RUN_FILE).write_bytes(content)
     with pytest.raises(ValueError, match=r"run.json' is damaged \(.*delete it"):
