@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 from lightning import LightningDataModule
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset
 from transformers import PreTrainedTokenizerFast
 from typing_extensions import override
@@ -116,6 +116,7 @@ class PackedTextDataModule(LightningDataModule, ABC):
         self.influence = influence
         self.long_documents = long_documents
         self.curriculum = curriculum
+        self._switch: int | None = None
         self.rows: PackedRowDataset | None = None
         self.validation: DocumentDataset | None = None
         self.test: DocumentDataset | None = None
@@ -155,9 +156,24 @@ class PackedTextDataModule(LightningDataModule, ABC):
 
     @override
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        if self.curriculum and self.trainer and self.trainer.training and self.curriculum.is_short(self.trainer):
-            return cut_rows(batch, self.curriculum.sequence_length)
+        if self.curriculum and self.trainer and self.trainer.training:
+            before, self._switch = self._switch, self.curriculum.switch(self.trainer)
+            if before not in (None, self._switch):
+                rank_zero_warn(
+                    f"Rows become long after step {self._switch} of the run; for the checkpoint's run it was {before}."
+                    " Other `trainer.max_steps`, `accumulate_grad_batches` or `curriculum` have moved it."
+                )
+            if self.trainer.global_step < self._switch:
+                return cut_rows(batch, self.curriculum.sequence_length)
         return batch
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"switch": self._switch} if self.curriculum else {}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._switch = state_dict.get("switch")
 
     @override
     def train_dataloader(self) -> DataLoader[Row]:
