@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from jsonargparse.typing import PositiveFloat, PositiveInt
-from lightning import Trainer
 
 from datamodules.packing.sequences import collate_rows, make_row, padded_row
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
@@ -35,10 +34,6 @@ class LengthCurriculum:
                 f"`curriculum.share` is the share of steps with short rows, between 0 and 1, got {self.share}."
                 " Without short rows leave `curriculum` out; without long ones lower `sequence_length`."
             )
-
-    def switch(self, trainer: Trainer) -> int:
-        """Return the number of optimizer steps with short rows."""
-        return round(self.share * trainer.estimated_stepping_batches)
 
     def check(self, sequence_length: int) -> None:
         """Raise a ``ValueError`` if rows of ``sequence_length`` cannot be cut into equal, shorter ones."""

@@ -49,14 +49,10 @@ class Run:
     def begin(self, folders: Sequence[Path]) -> None:
         """Keep other runs out, in the first process; raise a ``ValueError`` that names the process of another one."""
         self.folders = list(folders)
-        try:
-            for folder in folders:
-                folder.mkdir(parents=True, exist_ok=True)
-            self._lock = RunLock(*_to_lock(folders))
-            self._lock.begin()
-        except BaseException:
-            self.leave()
-            raise
+        for folder in folders:
+            folder.mkdir(parents=True, exist_ok=True)
+        self._lock = RunLock(*_to_lock(folders))
+        self._lock.begin()
         for folder in folders:
             remove_unfinished(folder, f"*{SUFFIX}")
 

@@ -157,8 +157,10 @@ def test_a_second_run_is_refused_and_changes_nothing(tmp_path):
         ["run"],
         ["other", "run/checkpoints"],
     ):  # as well with the checkpoints of one and the logs of another
+        refused = Run()
         with pytest.raises(ValueError, match=f"in use by process {process.pid} "):
-            Run().begin([tmp_path / folder for folder in folders])
+            refused.begin([tmp_path / folder for folder in folders])
+        refused.leave()  # as the command line does
     after = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     assert after == before
     assert not (tmp_path / "other").exists()
