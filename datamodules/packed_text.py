@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 from lightning import LightningDataModule
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset
 from transformers import PreTrainedTokenizerFast
 from typing_extensions import override
@@ -19,7 +19,7 @@ from datamodules.influence.store import InfluenceStore
 from datamodules.influence.writer import InfluenceRows
 from datamodules.packing.curriculum import LengthCurriculum, cut_rows
 from datamodules.packing.evaluation_documents import DocumentDataset
-from datamodules.packing.loader import ResumableLoader, check_workers, worker_options
+from datamodules.packing.loader import ResumableLoader, worker_options
 from datamodules.packing.packing import LongDocuments, Packing, pack_documents, pack_in_order
 from datamodules.packing.preview import preview
 from datamodules.packing.samplers import RowSampler
@@ -28,6 +28,7 @@ from datamodules.sources.documents import Source
 from datamodules.sources.splits import Split
 from datamodules.token_store.store import TokenStore, build_token_store
 from lightning_modules.batch import LONGEST_ROW
+from lightning_modules.functional.checks import MOST_PROCESSES, check_count
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.utilities.files import default_cache_dir
 
@@ -95,7 +96,7 @@ class PackedTextDataModule(LightningDataModule, ABC):
             )
         if sequence_length > LONGEST_ROW:
             raise ValueError(f"`sequence_length` must be at most {LONGEST_ROW:,} tokens, got {sequence_length:,}.")
-        check_workers(num_workers)
+        check_count("`num_workers`", num_workers, least=0, most=MOST_PROCESSES)
         if curriculum:
             curriculum.check(sequence_length)
         self.tokenizer_name = tokenizer
@@ -116,6 +117,7 @@ class PackedTextDataModule(LightningDataModule, ABC):
         self.influence = influence
         self.long_documents = long_documents
         self.curriculum = curriculum
+        self._switch: int | None = None
         self.rows: PackedRowDataset | None = None
         self.validation: DocumentDataset | None = None
         self.test: DocumentDataset | None = None
@@ -155,9 +157,25 @@ class PackedTextDataModule(LightningDataModule, ABC):
 
     @override
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        if self.curriculum and self.trainer and self.trainer.training and self.curriculum.is_short(self.trainer):
-            return cut_rows(batch, self.curriculum.sequence_length)
+        if self.curriculum and self.trainer and self.trainer.training:
+            before = self._switch
+            self._switch = round(self.curriculum.share * self.trainer.estimated_stepping_batches)
+            if before not in (None, self._switch):
+                rank_zero_warn(
+                    f"Rows become long after step {self._switch} of the run; for the checkpoint's run it was {before}."
+                    " Other `trainer.max_steps`, `accumulate_grad_batches` or `curriculum` have moved it."
+                )
+            if self.trainer.global_step < self._switch:
+                return cut_rows(batch, self.curriculum.sequence_length)
         return batch
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"switch": self._switch} if self.curriculum else {}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._switch = state_dict.get("switch")
 
     @override
     def train_dataloader(self) -> DataLoader[Row]:

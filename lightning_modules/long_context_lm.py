@@ -29,7 +29,7 @@ from lightning_modules.scoring.token_scores import TokenScores
 from lightning_modules.training import preflight
 from lightning_modules.training.checkpoint_contents import add_contents, check_contents
 from lightning_modules.training.export.facts import TrainingFacts, loading_facts, objective_facts, run_facts
-from lightning_modules.training.fsdp import divide_gradients, load_trainer_backbone
+from lightning_modules.training.fsdp import load_trainer_backbone
 from lightning_modules.training.optimizers import default_lr_scheduler, default_optimizer
 from lightning_modules.training.sequence_parallel import SequenceGroup, sequence_group
 from lightning_modules.training.step_statistics import TrainingStatistics
@@ -152,7 +152,9 @@ class LongContextLM(LightningModule):
         values = self._statistics.compute(self.trainer.strategy)
         # Lightning has divided the loss by the batches of a step, the strategy the gradients by the processes.
         divided_by = REFERENCE_TOKENS * self.trainer.accumulate_grad_batches * self.trainer.world_size
-        divide_gradients(self.parameters(), self._statistics.step_divisor / divided_by)
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.div_(self._statistics.step_divisor / divided_by)
         self._statistics.reset()
         self.log_dict({f"train/{name}": value for name, value in values.items()}, batch_size=1)
         self.log("loss", values["loss"], prog_bar=True, logger=False, batch_size=1)

@@ -81,7 +81,7 @@ CONFIGS = {
     "base 60": ("trainer:\n  min_steps: 2:3:4\n", "Given value: 2:3:4"),
     "base 60 with a point": ("trainer:\n  gradient_clip_val: 1:30.5\n", "Given value: 1:30.5"),
     "base 8": ("trainer:\n  max_steps: 010\n", "line 2: '010' is a number to base 8"),
-    "null for settings": ("data:\n  init_args: null\n", "'init_args': None"),
+    "null for settings": ("data:\n  init_args: null\n", "line 2: `init_args` is null"),
     "null in nested settings": (
         "data:\n  init_args:\n    sequence_length:\n",
         'key "sequence_length"',
@@ -172,7 +172,7 @@ OPTIONS = [
     ("--model.pretrained_model_name_or_path", "", "give a local folder or a hub id"),
     ("--model.pretrained_model_name_or_path", "https://x/y", "does not exist"),
     ("--data.sequence_length", str(10**30), "at most 134,217,728 tokens"),
-    ("--data.num_workers", "1000000", "exceeds the limit of"),
+    ("--data.num_workers", "1000000", "`num_workers` must be an integer from 0 to"),
     ("--data.long_documents", "{longer_than: 9, weight: 1e12}", "set it to 1 to 1000"),
     ("--data.packing", "worst", "packing"),
     ("--data.tokenizer", "", "give a local folder or a hub id"),
@@ -181,12 +181,13 @@ OPTIONS = [
     ("--data.text_field", "body", "no field 'body' for the text"),
     ("--data.cache_dir", "/proc/longce", "LONGCE_CACHE"),
     ("--trainer.devices", "0", "devices"),
+    ("--trainer.devices", "100000", "`trainer.devices` must be an integer from 1 to"),
     ("--trainer.devices", "-2", "`trainer` cannot be made"),
     ("--trainer.strategy", "nosuch", "invalid strategy name"),
     ("--trainer.accelerator", "quantum", "invalid accelerator name"),
     ("--trainer.accumulate_grad_batches", "0", "`trainer.accumulate_grad_batches` must be above 0"),
     ("--trainer.val_check_interval", "0", "`trainer.val_check_interval` must be above 0"),
-    ("--trainer.gradient_clip_val", "-1", "`trainer.gradient_clip_val` must be above 0"),
+    ("--trainer.gradient_clip_val", "-1", "`trainer.gradient_clip_val` must be 0 or more"),
     ("--trainer.limit_train_batches", "0", "`trainer.limit_train_batches` must be above 0"),
     ("--trainer.max_steps", "-5", "max_steps"),
     ("--trainer.max_time", "banana", "DD:HH:MM:SS"),
@@ -467,6 +468,8 @@ def test_checkpoints(run, tmp_path, place, model_dir, monkeypatch):
         "a number": (3, "was not written by `longce fit`"),
         "no weights": ({**good, "state_dict": 3}, "was not written by `longce fit`"),
         "no optimizer": ({k: v for k, v in good.items() if k != "optimizer_states"}, "holds weights alone"),
+        "no schedule": ({k: v for k, v in good.items() if k != "lr_schedulers"}, "lacks lr_schedulers, without which"),
+        "no loops": ({**good, "loops": {}}, "lacks the state of training"),
     }
     for name, (content, words) in cases.items():
         torch.save(content, tmp_path / f"{name}.ckpt")

@@ -16,8 +16,9 @@ from typing_extensions import override
 
 from datamodules.corpus.files import CorpusColumns, CorpusFiles, find_corpus, is_text
 from datamodules.corpus.stream import CorpusLoader, CorpusRows, CorpusStream
-from datamodules.packing.loader import check_workers, worker_options
+from datamodules.packing.loader import worker_options
 from lightning_modules.batch import Origin
+from lightning_modules.functional.checks import MOST_PROCESSES, check_count
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer, tokenizer_hash
 from lightning_modules.scoring.corpus.protocols import Delivered, KeepsScores
 from lightning_modules.utilities.collectives import gathered, patient_group
@@ -74,7 +75,7 @@ class DocumentCorpus(LightningDataModule):
         self.files = [files] if isinstance(files, str) else list(files)
         if not self.files:
             raise ValueError("`files` is empty: name files, folders or patterns of the documents.")
-        check_workers(num_workers)
+        check_count("`num_workers`", num_workers, least=0, most=MOST_PROCESSES)
         self.tokenizer_name = tokenizer
         self.tokenizer_revision = tokenizer_revision
         self.column_names = CorpusColumns(text_column, key_column, tuple(columns or ()))

@@ -4,11 +4,9 @@ from dataclasses import dataclass
 
 import numpy as np
 from jsonargparse.typing import PositiveFloat, PositiveInt
-from lightning import Trainer
 
 from datamodules.packing.sequences import collate_rows, make_row, padded_row
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
-from lightning_modules.functional.checks import check_count
 
 
 @dataclass(frozen=True)
@@ -31,20 +29,15 @@ class LengthCurriculum:
     share: PositiveFloat
 
     def __post_init__(self) -> None:
-        check_count("`curriculum.sequence_length`", self.sequence_length)
         if not 0 < self.share < 1:
             raise ValueError(
                 f"`curriculum.share` is the share of steps with short rows, between 0 and 1, got {self.share}."
                 " Without short rows leave `curriculum` out; without long ones lower `sequence_length`."
             )
 
-    def is_short(self, trainer: Trainer) -> bool:
-        """Whether the trainer is at a step with short rows."""
-        return trainer.global_step < round(self.share * trainer.estimated_stepping_batches)
-
     def check(self, sequence_length: int) -> None:
         """Raise a ``ValueError`` if rows of ``sequence_length`` cannot be cut into equal, shorter ones."""
-        if sequence_length <= self.sequence_length or sequence_length % self.sequence_length:
+        if not 0 < self.sequence_length < sequence_length or sequence_length % self.sequence_length:
             raise ValueError(
                 f"`curriculum.sequence_length` = {self.sequence_length} must divide `sequence_length` ="
                 f" {sequence_length} and be smaller: rows are cut into equal pieces before the switch."

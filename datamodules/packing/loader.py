@@ -61,12 +61,6 @@ class ResumableLoader(DataLoader[Row]):
         return {**self.sampler.order(), "batch_size": int(self.batch_size), "content": self.content}
 
 
-def check_workers(num_workers: int) -> None:
-    """Refuse more worker processes than the machine supports."""
-    if num_workers > (most := max(64, 4 * (os.cpu_count() or 1))):
-        raise ValueError(f"`num_workers={num_workers}` exceeds the limit of {most} for this machine.")
-
-
 def worker_options(num_workers: int) -> dict[str, Any]:
     """Return options of a loader whose worker processes may tokenize."""
     if num_workers:  # forked workers cannot use the tokenizer's threads, and warn of it unless told

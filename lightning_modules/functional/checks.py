@@ -1,9 +1,13 @@
 """Checks of numbers and shapes before any work; they read no values of tensors."""
 
+import os
 from numbers import Integral
 from typing import Any
 
 from torch import Tensor
+
+MOST_PROCESSES = max(64, 4 * (os.cpu_count() or 1))
+"""Largest number of processes of one kind that this machine is asked for."""
 
 
 def check_count(name: str, value: Any, *, least: int = 1, most: int | None = None) -> None:

@@ -51,6 +51,13 @@ def check_contents(checkpoint: Mapping[str, Any], module: Any, fingerprint: str 
     """Check the weights of a checkpoint before a `LongContextLM` loads them; without a fingerprint, it has them all."""
     if KEY in checkpoint:
         _check_same_model(checkpoint[KEY], module.backbone.base_model, module.loading)
+    if module._trainer and module.trainer.state.fn == "fit" and "state_dict" in checkpoint:
+        missing = {"optimizer_states", "lr_schedulers", "loops"}.difference(checkpoint)
+        if missing or "fit_loop" not in checkpoint["loops"]:
+            raise ValueError(
+                f"The checkpoint lacks {', '.join(sorted(missing)) or 'the state of training'}, without which training"
+                " does not resume: it holds weights alone. `longce fit` takes what `longce export` makes of it."
+            )
     if fingerprint is None:
         _check_same_weights(checkpoint.get("state_dict"), module.state_dict())
         return

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from typing_extensions import override
@@ -97,13 +96,6 @@ def check_strategy(strategy: Any) -> None:
             f"`trainer.strategy`: DeepSpeed ZeRO is not supported. Use FSDP2: add `-c configs/strategies/fsdp.yaml`,"
             f" or {_REMEDY} and `trainer.inference_mode: false`."
         )
-
-
-def divide_gradients(parameters: Iterable[nn.Parameter], divisor: Tensor) -> None:
-    """Divide gradients between backward pass and step, before they are clipped."""
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad.div_(divisor)
 
 
 def saves_parts(strategy: Strategy) -> bool:

@@ -36,12 +36,10 @@ class Preemption(Callback):
         self._since = 0.0
 
     @override
-    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._listen(trainer)
-
-    @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._listen(trainer)
+
+    on_sanity_check_start = on_train_start
 
     @override
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:

@@ -44,9 +44,7 @@ class RandomStates(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._disturbed = True
 
-    @override
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._disturbed = True
+    on_train_epoch_start = on_validation_start
 
     @override
     def state_dict(self) -> dict[str, Any]:

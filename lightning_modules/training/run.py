@@ -49,14 +49,10 @@ class Run:
     def begin(self, folders: Sequence[Path]) -> None:
         """Keep other runs out, in the first process; raise a ``ValueError`` that names the process of another one."""
         self.folders = list(folders)
-        try:
-            for folder in folders:
-                folder.mkdir(parents=True, exist_ok=True)
-            self._lock = RunLock(*_to_lock(folders))
-            self._lock.begin()
-        except BaseException:
-            self.leave()
-            raise
+        for folder in folders:
+            folder.mkdir(parents=True, exist_ok=True)
+        self._lock = RunLock(*_to_lock(folders))
+        self._lock.begin()
         for folder in folders:
             remove_unfinished(folder, f"*{SUFFIX}")
 
@@ -127,9 +123,12 @@ def _to_lock(folders: Sequence[Path]) -> list[Path]:
 def read_run(folder: Path) -> dict[str, Any] | None:
     """Read the identity of a run; None if the folder has none."""
     path = folder / RUN_FILE
+    if not path.exists():
+        return None
     try:
-        return json.loads(path.read_bytes()) if path.exists() else None
-    except ValueError as error:
+        known = json.loads(path.read_bytes())
+        return {**known, "id": str(known["id"])}
+    except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"'{path}' is damaged ({error}): restore it from a backup, or delete it.") from error
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from jsonargparse.typing import PositiveInt
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, Strategy
 from torch import Tensor, nn
@@ -119,11 +120,11 @@ class SequenceGroup:
         """Return ``[B, T]`` log-likelihoods (nats) of own rows; the processes of a group score each other's in turn."""
         device, own = batch["input_ids"].device, torch.empty(0)
         names = ("input_ids", "labels", "position_ids", "document_borders")
+        rows = {name: batch[name] for name in names}  # type: ignore[literal-required]
         for owner in range(self.size):
-            sent = [{name: _to(batch[name], "cpu") for name in names} if owner == self.rank else None]  # type: ignore[literal-required]
+            sent = [move_data_to_device(rows, "cpu") if owner == self.rank else None]
             dist.broadcast_object_list(sent, group=self.processes, group_src=owner, device=device)
-            rows: Any = {name: _to(value, device) for name, value in (sent[0] or {}).items()}
-            scored = self.shared_log_likelihood(backbone, rows)
+            scored = self.shared_log_likelihood(backbone, move_data_to_device(sent[0], device))
             own = scored if owner == self.rank else own
         return own
 
@@ -163,10 +164,6 @@ class SequenceGroup:
                 " row: it looks at other tokens beside its attention. Set `trainer.strategy` to one without"
                 " `sequence_parallel_size`."
             )
-
-
-def _to(value: Any, device: torch.device | str) -> Any:
-    return value.to(device) if isinstance(value, Tensor) else value
 
 
 class _SharesRows(ParallelStrategy):

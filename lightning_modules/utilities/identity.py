@@ -10,9 +10,10 @@ import json
 import logging
 import os
 import stat
+import threading
 import time
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ SETTLING_TIME = 2_000_000_000
 system's clock, the second change leaves no trace in them, and the coarsest tick in use is 2 s (FAT)."""
 
 _LOGGED_SIZE = 1 << 30  # bytes; hashing fewer takes about a second
+_STORE_INTERVAL = 10.0  # seconds between writes of the memo
 
 _unstored: dict[str, list[Any]] = {}
 """Entries of memos that this process could not write. They spare it hashing the same files again."""
@@ -92,24 +94,30 @@ def _hash_and_remember(memo: Path, paths: list[str]) -> dict[str, str]:
         _log.info("Hashing %d files (%.1f GB), such as %s. They are remembered.", len(paths), size / 1e9, paths[0])
     hashes: dict[str, str] = {}
     settled: dict[str, list[Any]] = {}
+    stop, stored_at = threading.Event(), time.monotonic()
     pool = ThreadPoolExecutor(min(len(paths), os.cpu_count() or 1))
     try:
-        for path, (state, digest, is_settled) in zip(paths, pool.map(_hash, paths), strict=True):
-            hashes[path] = digest
+        for future in as_completed([pool.submit(_hash, path, stop) for path in paths]):
+            path, state, hashes[path], is_settled = future.result()
             if is_settled:
-                settled[path] = [*state, digest]
-    finally:  # also after Ctrl-C or an unreadable file
+                settled[path] = [*state, hashes[path]]
+            if time.monotonic() - stored_at > _STORE_INTERVAL:
+                _remember(memo, settled)
+                stored_at = time.monotonic()
+    finally:  # after Ctrl-C or an unreadable file, keep the finished hashes and do not wait for the others
+        stop.set()
         pool.shutdown(wait=False, cancel_futures=True)
         _remember(memo, settled)
     return hashes
 
 
-def _hash(path: str) -> tuple[list[int], str, bool]:
-    """State and SHA-256 of a file, and whether its times were old enough to tell it from a later version."""
-    state, started = file_state(path), time.time_ns()
+def _hash(path: str, stop: threading.Event) -> tuple[str, list[int], str, bool]:
+    """Path, state and SHA-256 of a file, and whether its times were old enough to tell it from a later version."""
+    state, started, digest = file_state(path), time.time_ns(), hashlib.sha256()
     try:
         with open(path, "rb", buffering=0) as stream:
-            digest = hashlib.file_digest(stream, hashlib.sha256).hexdigest()
+            while (chunk := stream.read(1 << 20)) and not stop.is_set():
+                digest.update(chunk)
     except OSError as error:
         raise ValueError(_unreadable(path, error)) from error
     if file_state(path) != state:
@@ -117,7 +125,7 @@ def _hash(path: str) -> tuple[list[int], str, bool]:
     _, _, modified, changed = state
     # A modification time far in the future was set on purpose; the change time never is.
     is_settled = changed < started - SETTLING_TIME and abs(started - modified) > SETTLING_TIME
-    return state, digest, is_settled
+    return path, state, digest.hexdigest(), is_settled
 
 
 def _unreadable(path: str | Path, error: Exception) -> str:
@@ -140,11 +148,12 @@ def _remembered(memo: Path, paths: Iterable[str]) -> dict[str, str]:
 
 
 def _entries(memo: Path) -> dict[str, list[Any]]:
-    """Return the content of a memo, state and hash by path; nothing if it is missing or damaged."""
+    """Return the content of a memo, state and hash by path, without what is damaged."""
     try:
-        return dict(json.loads(memo.read_bytes()))
-    except (OSError, ValueError, TypeError):
+        entries = dict(json.loads(memo.read_bytes()))
+    except (OSError, ValueError, TypeError, RecursionError):
         return {}
+    return {path: entry for path, entry in entries.items() if isinstance(entry, list) and len(entry) == 5}
 
 
 def _remember(memo: Path, entries: Mapping[str, list[Any]]) -> None:

@@ -52,7 +52,7 @@ def rename_old_paths(text: str) -> str:
 
 def _construct_mapping(loader: Any, node: yaml.MappingNode) -> Any:
     lines: dict[str, int] = {}
-    for key, _ in node.value:
+    for key, value in node.value:
         if not isinstance(key, yaml.ScalarNode):
             continue
         line = key.start_mark.line + 1
@@ -61,6 +61,8 @@ def _construct_mapping(loader: Any, node: yaml.MappingNode) -> Any:
                 f"'{key.value}' is given twice, in lines {lines[key.value]} and {line}. Remove one of them."
             )
         lines[key.value] = line
+        if key.value == "init_args" and value.tag.endswith(":null"):
+            raise yaml.YAMLError(f"line {line}: `init_args` is null. Give settings, or leave it out.")
     return loader.construct_yaml_map(node)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -146,14 +147,9 @@ def load_whole(path: Path) -> dict[str, Any]:
 @contextmanager
 def no_code() -> Iterator[None]:
     """Let torch unpickle only numbers: it asks for more when it reads the settings of divided optimizers."""
-    names = ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
-    before = {name: os.environ.pop(name, None) for name in names}
-    os.environ[names[0]] = "1"
-    try:
+    with mock.patch.dict(os.environ, {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1"}):
+        os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)
         yield
-    finally:
-        os.environ.pop(names[0])
-        os.environ.update({name: value for name, value in before.items() if value is not None})
 
 
 def _in_all(function: Callable[[], Result]) -> list[Result]:

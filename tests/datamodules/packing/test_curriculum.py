@@ -110,9 +110,10 @@ def test_rows_are_short_in_the_first_share_of_the_steps(tmp_path, options, short
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_resumed_run_has_the_switch_of_its_own_length(tmp_path):
+def test_a_resumed_run_has_the_switch_of_its_own_length_and_warns_of_it(tmp_path):
     shapes_trained_on(tmp_path, max_steps=4)
-    assert shapes_trained_on(tmp_path, checkpoint=tmp_path / "last.ckpt", max_steps=6) == [(1, 12)] * 2
+    with pytest.warns(UserWarning, match="after step 3 of the run; for the checkpoint's run it was 2"):
+        assert shapes_trained_on(tmp_path, checkpoint=tmp_path / "last.ckpt", max_steps=6) == [(1, 12)] * 2
 
 
 def test_what_makes_no_sense_is_refused():

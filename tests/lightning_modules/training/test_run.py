@@ -68,7 +68,7 @@ def test_a_config_of_the_users_own_is_left_alone(tmp_path):
     assert read_run(tmp_path)["config"] == "config-resumed-at-step-0.yaml"
 
 
-@pytest.mark.parametrize("content", [b"", b"{"])
+@pytest.mark.parametrize("content", [b"", b"{", b"{}", b"[]"])
 def test_a_damaged_record_is_named(tmp_path, content):
     (tmp_path / RUN_FILE).write_bytes(content)
     with pytest.raises(ValueError, match=r"run.json' is damaged \(.*delete it"):
@@ -157,8 +157,10 @@ def test_a_second_run_is_refused_and_changes_nothing(tmp_path):
         ["run"],
         ["other", "run/checkpoints"],
     ):  # as well with the checkpoints of one and the logs of another
+        refused = Run()
         with pytest.raises(ValueError, match=f"in use by process {process.pid} "):
-            Run().begin([tmp_path / folder for folder in folders])
+            refused.begin([tmp_path / folder for folder in folders])
+        refused.leave()  # as the command line does
     after = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     assert after == before
     assert not (tmp_path / "other").exists()

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -30,7 +31,7 @@ def hashed(monkeypatch):
     """Names of the files whose bytes are read."""
     names = []
     original = identity._hash
-    monkeypatch.setattr(identity, "_hash", lambda path: names.append(Path(path).name) or original(path))
+    monkeypatch.setattr(identity, "_hash", lambda path, stop: names.append(Path(path).name) or original(path, stop))
     return names
 
 
@@ -152,7 +153,10 @@ def test_a_modification_time_in_the_future_does_not_keep_a_file_from_being_remem
         lambda text: "",
         lambda text: text[: len(text) // 2],
         lambda text: "[1]",
+        lambda text: "null",
+        lambda text: "[" * 100_000,
         lambda text: json.dumps({path: [1] for path in json.loads(text)}),
+        lambda text: json.dumps(dict.fromkeys(json.loads(text), 5)),
         lambda text: "\0" * len(text),
     ],
 )
@@ -170,11 +174,11 @@ import os, sys, time
 from pathlib import Path
 from lightning_modules.utilities import identity
 identity.SETTLING_TIME, original = 0, identity._hash
-def _hash(path):
+def _hash(path, stop):
     with open(sys.argv[2], "a") as log:
         log.write(os.path.basename(path) + "\\n")
     time.sleep(0.3)
-    return original(path)
+    return original(path, stop)
 identity._hash = _hash
 while not Path(sys.argv[3]).exists():
     time.sleep(0.01)
@@ -215,6 +219,37 @@ def test_without_a_memo_each_process_hashes_once_and_warns_once(tmp_path, settle
     assert caplog.text.count("Content hashes cannot be stored in ") == 1
     b.write_bytes(b"three")
     assert content_hash(b) == hashlib.sha256(b"three").hexdigest()
+
+
+def test_interrupted_hashing_keeps_finished_files_and_stops_within_the_others(tmp_path, settled, hashed, monkeypatch):
+    files = write(tmp_path / "x", a=b"one", b=b"two", c=b"three", d=b"four")
+    endless = os.path.realpath("/dev/zero")
+    original = identity.file_state
+    monkeypatch.setattr(identity, "file_state", lambda path: [0, 1, 0, 0] if path == endless else original(path))
+    monkeypatch.setattr(identity, "_STORE_INTERVAL", -1.0)
+    remember, stored = identity._remember, []
+
+    def interrupt(memo, entries):
+        remember(memo, entries)
+        stored.append(len(entries))
+        if len(entries) == len(files):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(identity, "_remember", interrupt)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)  # one of the threads stays with the endless file
+    before = set(threading.enumerate())
+    with pytest.raises(KeyboardInterrupt):
+        file_hashes([Path(endless), *files])
+    monkeypatch.setattr(identity, "_remember", remember)
+    deadline = time.monotonic() + 10
+    while set(threading.enumerate()) - before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not set(threading.enumerate()) - before
+    assert stored[0] == 1
+    hashed.clear()
+    monkeypatch.setattr(identity, "_memo_path", lambda _: memos()[0])
+    file_hashes(files)
+    assert not hashed
 
 
 def test_files_that_cannot_be_hashed_are_named(tmp_path, monkeypatch):
