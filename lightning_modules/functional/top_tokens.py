@@ -91,8 +91,7 @@ def greedy_targets(
         are equally likely the one with the smallest id counts as the likeliest.
 
     Raises:
-        ValueError: If shapes or types disagree, or ``chunk_size`` is not an integer of 1 or more. On a CPU also if a
-            target is beyond the head's logits.
+        ValueError: If shapes or types disagree, or on a CPU if a target is beyond the head's logits.
 
     Example:
         >>> head = torch.nn.Linear(1, 3, bias=False)

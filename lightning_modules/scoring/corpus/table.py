@@ -24,16 +24,9 @@ _TYPES = {int: pyarrow.int64(), float: pyarrow.float64()}
 
 
 class ScoreTable:
-    """Collects the scores of documents (`document_scores`), with columns of the corpus.
+    """Collects the scores of documents (`document_scores`), with the columns of the corpus given by ``column_types``.
 
-    Args:
-        column_types: Columns of the corpus.
-        contexts: Context lengths beside the model's own.
-        per_token: Type of the values of each token; None for none.
-
-    Attributes:
-        schema: Columns of the table.
-        tokens: Number of tokens of the scored documents.
+    Without ``per_token``, a type, values of single tokens are left out. ``tokens`` counts those of scored documents.
     """
 
     def __init__(
