@@ -26,15 +26,10 @@ class KeepsScores(Protocol):
 
 @runtime_checkable
 class ScoredCorpus(Protocol):
-    """A data module of documents in files.
+    """A data module of documents in files."""
 
-    Attributes:
-        column_types: What `Origin.columns` holds.
-        allowed_failures: Share of the documents of a source that may fail.
-    """
-
-    column_types: Mapping[str, pyarrow.DataType]
-    allowed_failures: float
+    column_types: Mapping[str, pyarrow.DataType]  # of `Origin.columns`
+    allowed_failures: float  # share of the documents of a source that may fail
 
     def source(self, file: str) -> str:
         """Return the source that a file belongs to."""
