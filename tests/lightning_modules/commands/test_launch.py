@@ -45,11 +45,13 @@ def finish(launcher, run, seconds=120):
     except subprocess.TimeoutExpired:
         launched = psutil.Process(launcher.pid)
         processes = [*launched.children(recursive=True), launched]
-        print(*((process.pid, process.status(), process.cmdline()[:5]) for process in processes), sep="\n")
+        sys.stderr.write(
+            "\n".join(f"{process.pid} {process.status()} {process.cmdline()[:5]}" for process in processes)
+        )
         for process in processes:
             process.send_signal(signal.SIGABRT)  # faulthandler writes its stack
         time.sleep(2)
-        print(run.log(), file=sys.stderr)
+        sys.stderr.write(run.log())
         pytest.xfail(f"the run hangs after {seconds} s")
 
 
