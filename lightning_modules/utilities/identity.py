@@ -116,7 +116,9 @@ def _hash(path: str, stop: threading.Event) -> tuple[str, list[int], str, bool]:
     state, started, digest = file_state(path), time.time_ns(), hashlib.sha256()
     try:
         with open(path, "rb", buffering=0) as stream:
-            while (chunk := stream.read(1 << 20)) and not stop.is_set():
+            while chunk := stream.read(1 << 20):
+                if stop.is_set():
+                    raise InterruptedError(0, "hashing was stopped")  # never the hash of a part
                 digest.update(chunk)
     except OSError as error:
         raise ValueError(_unreadable(path, error)) from error

@@ -123,8 +123,10 @@ def markdown(table: Table, ours: Cells) -> str:
         [row, *(f"{_text(theirs, row, name, digits)} / {_text(ours, row, name, digits)}".strip() for name in columns)]
         for row in rows
     ]
-    blocks = ["Each cell is: paper / ours.", report.Table(["", *columns], cells), table.remark.strip()]
-    return report.as_markdown(f"{table.name}: {table.title}", [block for block in blocks if block])
+    blocks: list[report.Block] = ["Each cell is: paper / ours.", report.Table(["", *columns], cells)]
+    if table.remark:
+        blocks.append(table.remark.strip())
+    return report.as_markdown(f"{table.name}: {table.title}", blocks)
 
 
 def as_json(table: Table, ours: Cells) -> dict[str, Any]:
