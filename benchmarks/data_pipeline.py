@@ -62,7 +62,7 @@ class MadeUp:
 
 def ours(texts: Path, tokenizer: PreTrainedTokenizerFast, folder: Path, length: int) -> TokenStore:
     store = build_token_store(text_folder(texts), tokenizer, cache_dir=folder)
-    pack_documents(store.document_borders, length)
+    pack_documents(store.document_boundaries, length)
     return store
 
 
@@ -119,7 +119,7 @@ def read(options: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> Non
     with tempfile.TemporaryDirectory() as folder:
         store = ours(options.texts, tokenizer, Path(folder), options.sequence_length)
         store.verify()
-        rows = PackedRowDataset(store, pack_documents(store.document_borders, options.sequence_length))
+        rows = PackedRowDataset(store, pack_documents(store.document_boundaries, options.sequence_length))
         width = store.tokens.itemsize
         print(f"reading rows of {options.sequence_length} | rows/s | MB/s (int64) | MB/s in the store ({width} bytes)")
         for workers in options.workers:

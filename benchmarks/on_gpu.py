@@ -77,7 +77,7 @@ def make_row(length: int, vocabulary: int, device: str) -> PackedBatch:
     labels = ids.clone()
     labels[:, 0] = IGNORE_INDEX
     row = PackedBatch(
-        input_ids=ids, labels=labels, position_ids=torch.arange(length)[None], document_borders=[[0, length]]
+        input_ids=ids, labels=labels, position_ids=torch.arange(length)[None], document_boundaries=[[0, length]]
     )
     return batch_to(row, torch.device(device))
 

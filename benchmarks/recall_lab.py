@@ -68,7 +68,7 @@ def batch_of(ids: Tensor) -> PackedBatch:
     labels[:, 0] = IGNORE_INDEX
     positions = torch.arange(ids.shape[1]).expand_as(ids)
     return PackedBatch(
-        input_ids=ids, labels=labels, position_ids=positions, document_borders=[[0, ids.shape[1]]] * len(ids)
+        input_ids=ids, labels=labels, position_ids=positions, document_boundaries=[[0, ids.shape[1]]] * len(ids)
     )
 
 

@@ -128,7 +128,7 @@ def answers_only(rows: list[ForcedAnswer], end: int) -> dict:
         "input_ids": tokens,
         "labels": labels,
         "position_ids": torch.arange(tokens.shape[1]).expand_as(tokens),
-        "document_borders": [[0, len(row)] for row in ids],
+        "document_boundaries": [[0, len(row)] for row in ids],
     }
 
 

@@ -133,9 +133,11 @@ def print_minutes(samples: Iterator[Sample]) -> list[Sample]:
     kept = []
     for minute, group in groupby(samples, lambda sample: int(sample.seconds // 60)):
         found = list(group)
-        most = [max(getattr(sample, name) for sample in found) for name in ("files", "threads", "children")]
+        maximum = [max(getattr(sample, name) for sample in found) for name in ("files", "threads", "children")]
         memory = max(sample.megabytes for sample in found)
-        print(f"| {minute + 1} | {found[-1].steps} | {memory:.0f} | " + " | ".join(map(str, most)) + " |", flush=True)
+        print(
+            f"| {minute + 1} | {found[-1].steps} | {memory:.0f} | " + " | ".join(map(str, maximum)) + " |", flush=True
+        )
         kept += found
     return kept
 

@@ -21,8 +21,8 @@ from lightning_modules.batch import PackedBatch
 from lightning_modules.functional.influence import check_gamma, check_thresholds
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.scoring.corpus.failures import check_failures
-from lightning_modules.scoring.corpus.protocols import Delivered, ScoredCorpus
-from lightning_modules.scoring.corpus.shards import SUCCESS, ScoreShards, Written, check_settings
+from lightning_modules.scoring.corpus.protocols import ReadProgress, ScoredCorpus
+from lightning_modules.scoring.corpus.shards import SUCCESS, ExistingScores, ScoreShards, check_settings
 from lightning_modules.scoring.corpus.table import ScoreTable, TokenType, clashes, counts
 from lightning_modules.scoring.document_scorer import Failed
 from lightning_modules.scoring.token_scores import TokenScores
@@ -79,19 +79,19 @@ class DocumentScoresWriter(Callback):
         self.shard_rows = shard_rows
         self.shard_minutes = shard_minutes
         self._settings: dict[str, Any] = {}
-        self._before: Written | None = None
+        self._before: ExistingScores | None = None
         self._lock: RunLock | None = None
         self._table: ScoreTable | None = None  # while documents are scored
         self._asked_at: float | None = None
 
-    def written(self) -> Written:
+    def existing_scores(self) -> ExistingScores:
         """Return what earlier runs have written; no other run writes there from now on."""
         self.shards.folder.check_writable()
         if self.shards.folder.local is not None:
             self._lock = RunLock(self.shards.folder.local)
             self._lock.begin()
             self.shards.folder.remove_unfinished()  # of killed runs: no other run writes there now
-        self._before = self.shards.written()
+        self._before = self.shards.existing_scores()
         return self._before
 
     @override
@@ -201,24 +201,24 @@ class DocumentScoresWriter(Callback):
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._write_shard(trainer)
         self._bar.close()
-        found = gathered((self._corpus.delivered(), self._documents), self._patient)
+        found = gathered((self._corpus.read_progress(), self._documents), self._patient)
         error = trainer.strategy.broadcast(self._finished(found) if trainer.is_global_zero else None)
         self._table = None
         if error is not None:  # in all processes, so that none waits and each ends with the same status
             raise error
 
-    def _finished(self, found: list[tuple[Delivered, int]]) -> Exception | None:
+    def _finished(self, found: list[tuple[ReadProgress, int]]) -> Exception | None:
         """Write the counts of all documents in the first process; return an error if some are missing."""
-        unreadable = sorted({reason for delivered, _ in found for reason in delivered.unreadable})
+        unreadable = sorted({reason for progress, _ in found for reason in progress.unreadable})
         if unreadable:
             return ValueError(
                 f"{len(unreadable)} file(s) or parts could not be read to their end, and all other documents are done:"
                 f" {'; '.join(unreadable[:_NAMED])} -- Replace these files, delete the shards that have them in the"
                 " column `file`, and run the same command again."
             )
-        complete, allowed = all(delivered.complete for delivered, _ in found), self._corpus.allowed_failures
+        complete, allowed = all(progress.complete for progress, _ in found), self._corpus.allowed_failures
         try:
-            written = self.shards.written()
+            written = self.shards.existing_scores()
             check_failures(self.shards, written.rows, self._corpus.source, allowed=allowed, complete=complete)
         except (ValueError, OSError, IncompleteError) as error:
             return error

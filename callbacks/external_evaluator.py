@@ -18,7 +18,7 @@ from lightning_modules.functional.influence import check_gamma
 from lightning_modules.metrics import LongPerplexity
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.scoring.config import EvaluatorConfig
-from lightning_modules.scoring.evaluator import Evaluator, Judged
+from lightning_modules.scoring.evaluator import EvaluatedDocument, Evaluator
 from lightning_modules.scoring.key_tokens import (
     Coverage,
     Tokens,
@@ -75,7 +75,7 @@ class ExternalEvaluator(Callback):
         self.longppl = LongPerplexity()
         self.longppl_soft = LongPerplexity()
         self._counts = torch.zeros(_COUNTS, dtype=torch.float64)
-        self.judged: dict[str, Judged] = {}  # by the SHA-256 of texts: the last evaluation's on this process
+        self.judged: dict[str, EvaluatedDocument] = {}  # by the SHA-256 of texts: the last evaluation's on this process
         self._drawn: set[str] = set()
         self._stored_tokenizer: PreTrainedTokenizerFast | None = None
 
@@ -111,7 +111,7 @@ class ExternalEvaluator(Callback):
             authors = self.config.key_tokens == "authors"
             hard[:end] = (scan_token_mask if authors else span_token_mask)(tokens.offsets, spans)
             return hard & scored, None, measure_coverage(tokens, None, "authors" if authors else "characters")
-        judged = self.evaluator.judge(text, tokens, device=device, name=name)
+        judged = self.evaluator.evaluate(text, tokens, device=device, name=name)
         self.judged[judged.scores.text_sha256] = judged
         hard[:end] = judged.key
         soft[:end] = move_soft_influence(judged.scores, tokens, gamma=self.gamma)

@@ -180,7 +180,7 @@ class KeyTokenInspector(Callback):
         return short.filled(long)
 
     def _inspect(self, pl_module: Any, batch: PackedBatch, row: int, long: Tensor, short: Tensor) -> InspectedDocument:
-        tokens = batch["document_borders"][row][-1]
+        tokens = batch["document_boundaries"][row][-1]
         key = None
         if self._evaluator is not None and self._evaluator.evaluator is None:  # precomputed spans
             key = self._evaluator.influence(batch, row, pl_module.device)[0][:tokens]

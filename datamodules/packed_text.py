@@ -27,8 +27,8 @@ from datamodules.packing.sequences import PackedRowDataset, Row, collate_rows
 from datamodules.sources.documents import Source
 from datamodules.sources.splits import Split
 from datamodules.token_store.store import TokenStore, build_token_store
-from lightning_modules.batch import LONGEST_ROW
-from lightning_modules.functional.checks import MOST_PROCESSES, check_count
+from lightning_modules.batch import MAX_SEQUENCE_LENGTH
+from lightning_modules.functional.checks import MAX_PROCESSES, check_count
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.utilities.files import default_cache_dir
 
@@ -50,7 +50,7 @@ class PackedTextDataModule(LightningDataModule, ABC):
         validation_batch_size: Documents per batch and process in validation, test and prediction.
         num_workers: Processes that read rows ahead; 0 reads them in the training process, which is fast enough.
         cache_dir: Folder for tokenized text; ``$LONGCE_CACHE`` or ``~/.cache/longce`` if not given.
-        isolate_documents: Whether contexts end at document borders. If not, a row counts as one document.
+        isolate_documents: Whether contexts end at document boundaries. If not, a row counts as one document.
         loss_on_prompt: Whether prompts of training documents are learned, which helped where they are long (Table 9 of
             Xiong et al., 2023, https://arxiv.org/abs/2309.16039).
         add_special_tokens: Whether the tokenizer puts its special tokens around each document. Training documents end
@@ -94,9 +94,11 @@ class PackedTextDataModule(LightningDataModule, ABC):
                 "Stored token weights (`influence`) are of rows that hold each token once and are not cut: leave out"
                 " `influence`, or `long_documents` and `curriculum`."
             )
-        if sequence_length > LONGEST_ROW:
-            raise ValueError(f"`sequence_length` must be at most {LONGEST_ROW:,} tokens, got {sequence_length:,}.")
-        check_count("`num_workers`", num_workers, least=0, most=MOST_PROCESSES)
+        if sequence_length > MAX_SEQUENCE_LENGTH:
+            raise ValueError(
+                f"`sequence_length` must be at most {MAX_SEQUENCE_LENGTH:,} tokens, got {sequence_length:,}."
+            )
+        check_count("`num_workers`", num_workers, minimum=0, maximum=MAX_PROCESSES)
         if curriculum:
             curriculum.check(sequence_length)
         self.tokenizer_name = tokenizer
@@ -145,7 +147,7 @@ class PackedTextDataModule(LightningDataModule, ABC):
     @override
     def setup(self, stage: str) -> None:
         if stage == "fit" and (rows := self.training_rows()) is not None:
-            documents = len(rows.store.document_borders) - 1
+            documents = len(rows.store.document_boundaries) - 1
             rank_zero_info(f"Packed {documents:,} documents ({self.packing}) into {rows.rows}.")
             if self.influence:
                 rows.influence = InfluenceStore(Path(self.influence).expanduser()).check(rows.identity())
@@ -205,12 +207,12 @@ class PackedTextDataModule(LightningDataModule, ABC):
             return None
         if not self.loss_on_prompt and store.prompt_lengths is None:
             raise ValueError("`loss_on_prompt: false`, and no training document has a prompt. Leave it out.")
-        borders = store.document_borders
+        boundaries = store.document_boundaries
         if self.long_documents:
-            order = self.long_documents.order(borders)
-            rows = pack_in_order(borders, order, self.sequence_length, self.packing)
+            order = self.long_documents.order(boundaries)
+            rows = pack_in_order(boundaries, order, self.sequence_length, self.packing)
         else:
-            rows = pack_documents(borders, self.sequence_length, self.packing)
+            rows = pack_documents(boundaries, self.sequence_length, self.packing)
         return PackedRowDataset(
             store, rows, isolate_documents=self.isolate_documents, loss_on_prompt=self.loss_on_prompt
         )

@@ -10,11 +10,11 @@ from torch import Tensor
 IGNORE_INDEX = -100
 """Label of a token that is not scored."""
 
-LONGEST_ROW = 2**27
+MAX_SEQUENCE_LENGTH = 2**27
 """Tokens of a row, at most: a thousand times what is trained on today, and few enough to be planned and packed."""
 
 
-class Origin(NamedTuple):
+class DocumentRef(NamedTuple):
     """Where a document of a corpus comes from, by which its scores are filed."""
 
     key: str  # name of the document in the corpus; not necessarily unique
@@ -33,8 +33,8 @@ class PackedBatch(TypedDict):
         labels: ``[B, T]`` int64, equal to ``input_ids`` where the token is scored and ``IGNORE_INDEX`` elsewhere:
             the first token of each document (it has no context), prompts that are not learned, and padding.
         position_ids: ``[B, T]`` int64 positions that restart at 0 with each document.
-        document_borders: For each row the ascending token indices ``[0, end of document 1, end of document 2, ..]``.
-            Contexts never cross a border; tokens after the last one are padding. Plain integers, because they
+        document_boundaries: For each row the ascending token indices ``[0, end of document 1, end of document 2, ..]``.
+            Contexts never cross a boundary; tokens after the last one are padding. Plain integers, because they
             decide the shape of the work and must be known without asking the accelerator.
         text: For each row the text of its one document (evaluation only).
         offsets: ``[B, T, 2]`` int64 character span ``[start, end)`` of each token in ``text`` (evaluation only).
@@ -48,23 +48,23 @@ class PackedBatch(TypedDict):
     input_ids: Tensor
     labels: Tensor
     position_ids: Tensor
-    document_borders: list[list[int]]
+    document_boundaries: list[list[int]]
     text: NotRequired[list[str]]
     offsets: NotRequired[Tensor]
     names: NotRequired[list[str]]
     influence: NotRequired[Tensor]
-    origins: NotRequired[list[Origin]]
-    failed: NotRequired[list[Origin]]
+    origins: NotRequired[list[DocumentRef]]
+    failed: NotRequired[list[DocumentRef]]
 
 
 def packed_row(documents: Sequence[Tensor]) -> PackedBatch:
     """Pack ``[n]`` int64 token ids of documents into one row, in which all but their first tokens are scored."""
     tokens = torch.cat(list(documents)).unsqueeze(0)
-    borders = [0, *accumulate(map(len, documents))]
+    boundaries = [0, *accumulate(map(len, documents))]
     labels = tokens.clone()
-    labels[:, borders[:-1]] = IGNORE_INDEX
+    labels[:, boundaries[:-1]] = IGNORE_INDEX
     positions = torch.cat([torch.arange(len(document)) for document in documents]).unsqueeze(0).to(tokens.device)
-    return PackedBatch(input_ids=tokens, labels=labels, position_ids=positions, document_borders=[borders])
+    return PackedBatch(input_ids=tokens, labels=labels, position_ids=positions, document_boundaries=[boundaries])
 
 
 def unscored_token(device: torch.device) -> PackedBatch:

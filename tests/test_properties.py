@@ -42,8 +42,8 @@ DTYPES = st.sampled_from([torch.float32, torch.float64, torch.int64, torch.int32
 SHAPES = st.sampled_from([(), (0,), (1,), (3,), (2, 3), (2, 0), (0, 3), (1, 3), (2, 3, 2), (3, 2)])
 
 
-def is_count(value, least=1, most=math.inf):
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+def is_count(value, minimum=1, maximum=math.inf):
+    return isinstance(value, int) and not isinstance(value, bool) and minimum <= value <= maximum
 
 
 def same_numbers(ours, slow, rtol=1e-6):
@@ -249,10 +249,10 @@ def test_rows_without_a_token_to_score(shape):
 # ------------------------------------------------------------------------------------------------------------- windows
 
 
-def slow_windows(borders, context_length, stride):
+def slow_windows(boundaries, context_length, stride):
     """For each token that has a short context the tokens it sees, as Appendix A.1 says it."""
     sees = {}
-    for begin, end in itertools.pairwise(borders):
+    for begin, end in itertools.pairwise(boundaries):
         for start in range(begin + stride, end - context_length, stride):
             stop = min(start + context_length + stride, end)
             sees |= dict.fromkeys(range(start + context_length, stop), start)
@@ -260,14 +260,14 @@ def slow_windows(borders, context_length, stride):
 
 
 @hypothesis.given(st.lists(st.integers(0, 30), max_size=5), NUMBERS, NUMBERS)
-def test_windows(borders, context_length, stride):
-    borders = [0, *borders]
-    call = lambda: short_context_windows(borders, context_length=context_length, stride=stride)  # noqa: E731
-    if not (is_count(context_length) and is_count(stride) and borders == sorted(borders)):
-        refused(call, "`context_length` (K)", "`stride` (d)", "`document_borders`")
+def test_windows(boundaries, context_length, stride):
+    boundaries = [0, *boundaries]
+    call = lambda: short_context_windows(boundaries, context_length=context_length, stride=stride)  # noqa: E731
+    if not (is_count(context_length) and is_count(stride) and boundaries == sorted(boundaries)):
+        refused(call, "`context_length` (K)", "`stride` (d)", "`document_boundaries`")
         return
     found = {token: start for start, scored, stop in call() for token in range(scored, stop)}
-    assert found == slow_windows(borders, context_length, stride)
+    assert found == slow_windows(boundaries, context_length, stride)
 
 
 @hypothesis.given(st.integers(0, 5), NUMBERS, st.integers(0, 99))
@@ -347,8 +347,8 @@ def test_long_documents(lengths, longer_than, weight):
     if not (is_count(longer_than) and 1 <= weight <= 1000):
         refused(lambda: LongDocuments(longer_than, weight), "`long_documents.longer_than`", "`long_documents.weight`")
         return
-    borders = np.concatenate([[0], np.cumsum(np.array(lengths, dtype=np.int64))])
-    order = LongDocuments(longer_than, weight).order(borders).tolist()
+    boundaries = np.concatenate([[0], np.cumsum(np.array(lengths, dtype=np.int64))])
+    order = LongDocuments(longer_than, weight).order(boundaries).tolist()
     long = [index for index, length in enumerate(lengths) if length > longer_than]
     assert order[: len(lengths)] == list(range(len(lengths)))
     assert set(order[len(lengths) :]) <= set(long)

@@ -24,7 +24,7 @@ from datamodules.sources.locations import (
     is_url,
 )
 from datamodules.sources.records import (
-    LARGEST_DOCUMENT,
+    MAX_DOCUMENT,
     decoded,
     is_packed,
     lines_of,
@@ -35,7 +35,7 @@ from datamodules.sources.records import (
     read_document,
     read_records,
 )
-from lightning_modules.batch import Origin
+from lightning_modules.batch import DocumentRef
 
 _READERS = 32  # threads that read the footers of parquet files and the first lines of others, mostly waiting
 _FIELDS = 20  # named in an error
@@ -79,14 +79,14 @@ class CorpusFiles:
         chosen = list(files if names is None else names)
         return dict(zip(chosen, file_identities(files[name] for name in chosen), strict=True))
 
-    def read(self, part: Part, wanted: Callable[[int], bool]) -> Iterator[tuple[Origin, str]]:
+    def read(self, part: Part, wanted: Callable[[int], bool]) -> Iterator[tuple[DocumentRef, str]]:
         """Yield origin and text of the wanted rows of a part; a broken document has an ``error`` and no text.
 
         A ``ValueError`` means that the rest of the file cannot be read.
         """
         file, name = self.files[part.file], self.names[part.file]
         for row, record in self._records(file, part, wanted):
-            origin = Origin(name if is_text(name) else f"{name}:{row}", name, row, {})
+            origin = DocumentRef(name if is_text(name) else f"{name}:{row}", name, row, {})
             text = ""
             try:
                 content = record()
@@ -96,7 +96,7 @@ class CorpusFiles:
                 origin = origin._replace(error=" ".join(str(error).split()))
             yield origin, text
 
-    def _with_key(self, origin: Origin, record: Mapping[str, Any], place: str) -> Origin:
+    def _with_key(self, origin: DocumentRef, record: Mapping[str, Any], place: str) -> DocumentRef:
         """Add the corpus's own key and columns."""
         key = origin.key
         if self.columns.key is not None and not is_text(origin.file):
@@ -179,7 +179,7 @@ def _named(path: str) -> Iterator[tuple[str, File]]:
 def _parts(index: int, file: File, columns: CorpusColumns) -> tuple[list[Part], dict[str, pyarrow.DataType]]:
     """Divide a file into parts; also return the types of the columns that go with the scores, if it has types."""
     if not file.name.endswith(PARQUET):
-        size = (file_size(file) or LARGEST_DOCUMENT) * (_UNPACKED if is_packed(file) else 1)
+        size = (file_size(file) or MAX_DOCUMENT) * (_UNPACKED if is_packed(file) else 1)
         return [Part(index, None, 0, 1, size, 1) if is_text(file.name) else Part(index, None, 0, None, size, None)], {}
     with opened(file) as stream:
         try:

@@ -17,10 +17,10 @@ from typing_extensions import override
 from datamodules.corpus.files import CorpusColumns, CorpusFiles, find_corpus, is_text
 from datamodules.corpus.stream import CorpusLoader, CorpusRows, CorpusStream
 from datamodules.packing.loader import worker_options
-from lightning_modules.batch import Origin
-from lightning_modules.functional.checks import MOST_PROCESSES, check_count
+from lightning_modules.batch import DocumentRef
+from lightning_modules.functional.checks import MAX_PROCESSES, check_count
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer, tokenizer_hash
-from lightning_modules.scoring.corpus.protocols import Delivered, KeepsScores
+from lightning_modules.scoring.corpus.protocols import ReadProgress, ScoreSink
 from lightning_modules.utilities.collectives import gathered, patient_group
 
 _NAMED = 3  # files in a message
@@ -75,7 +75,7 @@ class DocumentCorpus(LightningDataModule):
         self.files = [files] if isinstance(files, str) else list(files)
         if not self.files:
             raise ValueError("`files` is empty: name files, folders or patterns of the documents.")
-        check_count("`num_workers`", num_workers, least=0, most=MOST_PROCESSES)
+        check_count("`num_workers`", num_workers, minimum=0, maximum=MAX_PROCESSES)
         self.tokenizer_name = tokenizer
         self.tokenizer_revision = tokenizer_revision
         self.column_names = CorpusColumns(text_column, key_column, tuple(columns or ()))
@@ -149,7 +149,7 @@ class DocumentCorpus(LightningDataModule):
 
     @property
     def column_types(self) -> Mapping[str, pyarrow.DataType]:
-        """Types of `Origin.columns`."""
+        """Types of `DocumentRef.columns`."""
         return self.stream.corpus.column_types
 
     def source(self, file: str) -> str:
@@ -176,13 +176,13 @@ class DocumentCorpus(LightningDataModule):
         """Estimate how many documents this process gets; None if unknown."""
         return self.stream.expected(max(self.num_workers, 1))
 
-    def delivered(self) -> Delivered:
+    def read_progress(self) -> ReadProgress:
         """Return what this process has read so far."""
-        return Delivered(0, False, []) if self._loader is None else self._loader.delivered()
+        return ReadProgress(0, False, []) if self._loader is None else self._loader.read_progress()
 
     def documents(
         self, rows: Mapping[str, NDArray[np.int64]], versions: Mapping[str, str]
-    ) -> Iterator[tuple[Origin, str]]:
+    ) -> Iterator[tuple[DocumentRef, str]]:
         """Read the origin and whole text of the documents with these row numbers, file after file.
 
         ``versions`` identify the content of the files when the documents were scored.
@@ -199,12 +199,12 @@ class DocumentCorpus(LightningDataModule):
         """Find the files, the identity of their content, and their rows that are done."""
         corpus = find_corpus(self.files, self.column_names, lenient=self.allowed_failures == 1)
         versions = corpus.versions()
-        keepers = [each for each in self.trainer.callbacks if isinstance(each, KeepsScores)] if self.trainer else []  # type: ignore[attr-defined]
-        if len(keepers) > 1:
+        sinks = [each for each in self.trainer.callbacks if isinstance(each, ScoreSink)] if self.trainer else []  # type: ignore[attr-defined]
+        if len(sinks) > 1:
             raise ValueError("Several callbacks keep scores, and may know different documents: leave one of them.")
-        if not keepers:
+        if not sinks:
             return corpus, versions, {}
-        written = keepers[0].written()
+        written = sinks[0].existing_scores()
         if missing := sorted(set(written.versions) - set(versions)):
             raise ValueError(
                 f"Documents of {len(missing)} file(s) that are not in `files` have been scored already, such as"

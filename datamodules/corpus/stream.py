@@ -15,9 +15,9 @@ from typing_extensions import override
 from datamodules.corpus.files import CorpusFiles, Part
 from datamodules.packing.evaluation_documents import document_row, empty_row
 from datamodules.packing.sequences import Row, collate_rows
-from lightning_modules.batch import Origin, PackedBatch
+from lightning_modules.batch import DocumentRef, PackedBatch
 from lightning_modules.scoring.corpus.failures import LEFT_OUT
-from lightning_modules.scoring.corpus.protocols import Delivered
+from lightning_modules.scoring.corpus.protocols import ReadProgress
 
 PARTS_PER_STREAM = 4  # with fewer parts, rows are divided instead of parts
 POOL_DOCUMENTS, POOL_BATCHES = 256, 32  # at most, among which documents of similar length are batched
@@ -33,7 +33,7 @@ class CorpusRows:
     max_tokens: int | None
     overlong: Literal["cut", "skip"]
 
-    def __call__(self, origin: Origin, text: str) -> tuple[Origin, Row | None]:
+    def __call__(self, origin: DocumentRef, text: str) -> tuple[DocumentRef, Row | None]:
         """Return the row and its origin; without a row, the origin has the ``error``."""
         if origin.error is not None:
             return origin, None
@@ -68,7 +68,7 @@ class CorpusStream(IterableDataset[Reading]):
         self,
         corpus: CorpusFiles,
         done: Mapping[str, NDArray[np.int64]],
-        make_row: Callable[[Origin, str], tuple[Origin, Row | None]],
+        make_row: Callable[[DocumentRef, str], tuple[DocumentRef, Row | None]],
         *,
         batch_tokens: int | None = None,
         rank: int = 0,
@@ -110,8 +110,8 @@ class CorpusStream(IterableDataset[Reading]):
         return shares(left, stream, streams)
 
     def _batches(self, stream: int, streams: int) -> Iterator[Reading]:
-        pool: list[tuple[Origin, Row]] = []
-        failed: list[Origin] = []
+        pool: list[tuple[DocumentRef, Row]] = []
+        failed: list[DocumentRef] = []
         unreadable: list[str] = []
         for item in self._documents(stream, streams):
             if isinstance(item, str):
@@ -125,7 +125,7 @@ class CorpusStream(IterableDataset[Reading]):
                 pool, failed, unreadable = [], [], []
         yield from self._readings(pool, failed, unreadable)
 
-    def _documents(self, stream: int, streams: int) -> Iterator[tuple[Origin, Row | None] | str]:
+    def _documents(self, stream: int, streams: int) -> Iterator[tuple[DocumentRef, Row | None] | str]:
         """Yield origin and row of each document of a stream, or why the rest of a part cannot be read."""
         for index, first, step in self._shares(stream, streams):
             part, rows = self.parts[index], self.done[index]
@@ -140,14 +140,14 @@ class CorpusStream(IterableDataset[Reading]):
             except (ValueError, OSError) as error:
                 yield f"{self.corpus.names[part.file]}: {' '.join(str(error).split())}"
 
-    def _is_full(self, pool: Sequence[tuple[Origin, Row]]) -> bool:
+    def _is_full(self, pool: Sequence[tuple[DocumentRef, Row]]) -> bool:
         if self.batch_tokens is None:
             return len(pool) > 0
         tokens = sum(len(row["input_ids"]) for _, row in pool)
         return len(pool) >= POOL_DOCUMENTS or tokens >= POOL_BATCHES * self.batch_tokens
 
     def _readings(
-        self, pool: list[tuple[Origin, Row]], failed: list[Origin], unreadable: list[str]
+        self, pool: list[tuple[DocumentRef, Row]], failed: list[DocumentRef], unreadable: list[str]
     ) -> Iterator[Reading]:
         for group in _groups(pool, self.batch_tokens or 0):
             batch = collate_rows([row for _, row in group])
@@ -188,9 +188,9 @@ def shares(sizes: Sequence[float], stream: int, streams: int) -> list[Share]:
     return own
 
 
-def _groups(pool: list[tuple[Origin, Row]], batch_tokens: int) -> Iterator[list[tuple[Origin, Row]]]:
+def _groups(pool: list[tuple[DocumentRef, Row]], batch_tokens: int) -> Iterator[list[tuple[DocumentRef, Row]]]:
     """Group documents of similar length up to ``batch_tokens`` tokens with padding, or one longer document."""
-    group: list[tuple[Origin, Row]] = []
+    group: list[tuple[DocumentRef, Row]] = []
     for item in sorted(pool, key=lambda item: len(item[1]["input_ids"])):
         if group and len(item[1]["input_ids"]) * (len(group) + 1) > batch_tokens:
             yield group
@@ -244,6 +244,6 @@ class CorpusLoader:
             yield batch
         self._complete = True
 
-    def delivered(self) -> Delivered:
+    def read_progress(self) -> ReadProgress:
         """Return what this process has read so far."""
-        return Delivered(self._documents, self._complete, self._unreadable)
+        return ReadProgress(self._documents, self._complete, self._unreadable)

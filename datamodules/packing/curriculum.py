@@ -53,10 +53,10 @@ def cut_rows(batch: PackedBatch, length: int) -> PackedBatch:
     row is padded if needed, and padding alone is left out.
     """
     pieces = []
-    for index, borders in enumerate(batch["document_borders"]):
-        for start in range(0, borders[-1], length):
-            stop = min(start + length, borders[-1])
-            ends = [border - start for border in borders if start < border < stop] + [stop - start]
+    for index, boundaries in enumerate(batch["document_boundaries"]):
+        for start in range(0, boundaries[-1], length):
+            stop = min(start + length, boundaries[-1])
+            ends = [boundary - start for boundary in boundaries if start < boundary < stop] + [stop - start]
             piece = make_row(batch["input_ids"][index, start:stop].numpy(), np.array(ends))
             piece["labels"] = batch["labels"][index, start:stop].clone()  # prompts may be ignored
             piece["labels"][0] = IGNORE_INDEX

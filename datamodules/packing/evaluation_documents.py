@@ -62,7 +62,7 @@ def document_row(
 ) -> Row:
     """Tokenize a whole document as a row; arguments as those of `encode_document`."""
     batch = encode_document(text, tokenizer, name=name, add_special_tokens=add_special_tokens, max_tokens=max_tokens)
-    names = ("input_ids", "labels", "position_ids", "document_borders", "text", "offsets")
+    names = ("input_ids", "labels", "position_ids", "document_boundaries", "text", "offsets")
     return cast(Row, {key: batch[key][0] for key in names} | {"name": name})  # type: ignore[literal-required]
 
 

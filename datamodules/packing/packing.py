@@ -58,21 +58,21 @@ class PackedRows:
 
 
 def pack_documents(
-    document_borders: NDArray[np.int64], sequence_length: int, packing: Packing = "concat"
+    document_boundaries: NDArray[np.int64], sequence_length: int, packing: Packing = "concat"
 ) -> PackedRows:
     """Pack documents into rows, which are in the order of their first tokens, as are the segments of each row.
 
-    ``document_borders`` are ``[n + 1]`` ascending token indices ``[0, end of document 1, end of document 2, ..]``. A
+    ``document_boundaries`` are ``[n + 1]`` ascending token indices ``[0, end of document 1, end of document 2, ..]``. A
     document may be empty; it is in no row.
     """
-    rows = {"chunk": chunk, "concat": concat, "best_fit": best_fit}[packing](document_borders, sequence_length)
+    rows = {"chunk": chunk, "concat": concat, "best_fit": best_fit}[packing](document_boundaries, sequence_length)
     if len(rows) == 0:
-        longest = int(np.diff(document_borders).max(initial=0))
+        longest = int(np.diff(document_boundaries).max(initial=0))
         raise ValueError(
             f"No document fills a row of `sequence_length` = {sequence_length:,}: the longest has {longest:,} tokens."
             " Lower it, or set `packing: best_fit`, which puts several documents into a row."
             if packing == "chunk" and longest
-            else f"{document_borders[-1]:,} tokens do not fill one row of `sequence_length` = {sequence_length:,}."
+            else f"{document_boundaries[-1]:,} tokens do not fill one row of `sequence_length` = {sequence_length:,}."
             " Give more text or lower `sequence_length`."
         )
     return rows
@@ -98,7 +98,7 @@ class LongDocuments:
         if not 1 <= self.weight <= 1000:
             raise ValueError(f"`long_documents.weight` repeats documents: set it to 1 to 1000, got {self.weight}.")
 
-    def order(self, document_borders: NDArray[np.int64]) -> NDArray[np.int64]:
+    def order(self, document_boundaries: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return documents in the order in which they are packed: all of them, then the long ones again, and so on.
 
         A copy is never next to its original, where a model without isolated documents would copy it.
@@ -107,7 +107,7 @@ class LongDocuments:
             >>> LongDocuments(longer_than=2, weight=2.5).order(np.array([0, 3, 5, 9])).tolist()
             [0, 1, 2, 0, 2, 2]
         """
-        lengths = np.diff(document_borders)
+        lengths = np.diff(document_boundaries)
         long = np.flatnonzero(lengths > self.longer_than)
         whole = int(self.weight)
         turns = np.floor(np.arange(len(long) + 1) * (self.weight - whole))
@@ -122,7 +122,7 @@ class LongDocuments:
 
 
 def pack_in_order(
-    document_borders: NDArray[np.int64], order: NDArray[np.int64], sequence_length: int, packing: Packing = "concat"
+    document_boundaries: NDArray[np.int64], order: NDArray[np.int64], sequence_length: int, packing: Packing = "concat"
 ) -> PackedRows:
     """Pack the documents as if the stream had them in another order, some of them more than once.
 
@@ -131,15 +131,15 @@ def pack_in_order(
         >>> [rows.row(index).tolist() for index in range(len(rows))]
         [[[3, 5], [0, 2]], [[2, 3], [0, 3]]]
     """
-    lengths = np.diff(document_borders)[order]
-    borders = np.concatenate([[0], np.cumsum(lengths)])
-    rows = pack_documents(borders, sequence_length, packing)
-    place = document_of(rows.segments[:, 0], borders)
-    shift = document_borders[order[place]] - borders[place]
+    lengths = np.diff(document_boundaries)[order]
+    boundaries = np.concatenate([[0], np.cumsum(lengths)])
+    rows = pack_documents(boundaries, sequence_length, packing)
+    place = document_of(rows.segments[:, 0], boundaries)
+    shift = document_boundaries[order[place]] - boundaries[place]
     return replace(rows, segments=rows.segments + shift[:, None])
 
 
-def chunk(document_borders: NDArray[np.int64], sequence_length: int) -> PackedRows:
+def chunk(document_boundaries: NDArray[np.int64], sequence_length: int) -> PackedRows:
     """Each row from one document: its first tokens, its next tokens, and so on.
 
     No row mixes documents and none is padded. The end of a document that does not fill a row is dropped, and so is
@@ -151,12 +151,12 @@ def chunk(document_borders: NDArray[np.int64], sequence_length: int) -> PackedRo
         >>> [rows.row(index).tolist() for index in range(len(rows))], rows.dropped_tokens
         ([[[3, 7]], [[7, 11]]], 4)
     """
-    starts = _whole_rows(document_borders, sequence_length)
+    starts = _whole_rows(document_boundaries, sequence_length)
     segments = np.stack([starts, starts + sequence_length], axis=1)
-    return _rows(document_borders, sequence_length, segments, np.arange(len(starts) + 1, dtype=np.int64))
+    return _rows(document_boundaries, sequence_length, segments, np.arange(len(starts) + 1, dtype=np.int64))
 
 
-def concat(document_borders: NDArray[np.int64], sequence_length: int) -> PackedRows:
+def concat(document_boundaries: NDArray[np.int64], sequence_length: int) -> PackedRows:
     """Concatenate the documents and cut every ``sequence_length`` tokens.
 
     No padding, and only the incomplete last row is dropped. A document cut at a row's end continues in the next row as
@@ -167,15 +167,15 @@ def concat(document_borders: NDArray[np.int64], sequence_length: int) -> PackedR
         >>> [rows.row(index).tolist() for index in range(len(rows))], rows.dropped_tokens
         ([[[0, 3], [3, 4]], [[4, 8]]], 1)
     """
-    cuts = np.arange(int(document_borders[-1]) // sequence_length + 1, dtype=np.int64) * sequence_length
+    cuts = np.arange(int(document_boundaries[-1]) // sequence_length + 1, dtype=np.int64) * sequence_length
     # Two ascending runs: a stable sort merges them, which is many times faster than `np.union1d`.
-    edges = np.sort(np.concatenate([document_borders[document_borders < cuts[-1]], cuts]), kind="stable")
+    edges = np.sort(np.concatenate([document_boundaries[document_boundaries < cuts[-1]], cuts]), kind="stable")
     edges = edges[np.diff(edges, prepend=-1) > 0]
     segments = np.stack([edges[:-1], edges[1:]], axis=1)
-    return _rows(document_borders, sequence_length, segments, np.searchsorted(edges, cuts))
+    return _rows(document_boundaries, sequence_length, segments, np.searchsorted(edges, cuts))
 
 
-def best_fit(document_borders: NDArray[np.int64], sequence_length: int) -> PackedRows:
+def best_fit(document_boundaries: NDArray[np.int64], sequence_length: int) -> PackedRows:
     """Put whole documents into rows, each where it leaves the least room, with as few cuts as possible.
 
     Best-fit-decreasing of Ding et al. (2024), "Fewer Truncations Improve Language Modeling",
@@ -190,9 +190,9 @@ def best_fit(document_borders: NDArray[np.int64], sequence_length: int) -> Packe
         >>> rows.padded_tokens, rows.truncated_documents
         (3, 1)
     """
-    starts = _whole_rows(document_borders, sequence_length)
-    rests = np.diff(document_borders) % sequence_length
-    ends = document_borders[1:][rests > 0]
+    starts = _whole_rows(document_boundaries, sequence_length)
+    rests = np.diff(document_boundaries) % sequence_length
+    ends = document_boundaries[1:][rests > 0]
     rests = rests[rests > 0]
     row = np.concatenate([np.arange(len(starts)), len(starts) + best_fit_decreasing(rests, sequence_length)])
     segments = np.concatenate(
@@ -202,8 +202,8 @@ def best_fit(document_borders: NDArray[np.int64], sequence_length: int) -> Packe
     np.minimum.at(first, row, segments[:, 0])
     row = first[row]  # a row goes by the name of its first token
     order = np.lexsort((segments[:, 0], row))
-    borders = np.append(np.flatnonzero(np.diff(row[order], prepend=-1)), len(order))
-    return _rows(document_borders, sequence_length, segments, borders, order)
+    boundaries = np.append(np.flatnonzero(np.diff(row[order], prepend=-1)), len(order))
+    return _rows(document_boundaries, sequence_length, segments, boundaries, order)
 
 
 def best_fit_decreasing(lengths: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
@@ -263,36 +263,36 @@ class _Bins:
         self._bins[free].append(bins)
 
 
-def _whole_rows(document_borders: NDArray[np.int64], sequence_length: int) -> NDArray[np.int64]:
+def _whole_rows(document_boundaries: NDArray[np.int64], sequence_length: int) -> NDArray[np.int64]:
     """Find where rows begin that are filled by one document, when each document is cut from its front."""
-    whole = np.diff(document_borders) // sequence_length
+    whole = np.diff(document_boundaries) // sequence_length
     before = np.cumsum(whole) - whole
     number_in_document = np.arange(int(whole.sum()), dtype=np.int64) - np.repeat(before, whole)
-    return np.repeat(document_borders[:-1], whole) + number_in_document * sequence_length
+    return np.repeat(document_boundaries[:-1], whole) + number_in_document * sequence_length
 
 
 def _rows(
-    document_borders: NDArray[np.int64],
+    document_boundaries: NDArray[np.int64],
     sequence_length: int,
     segments: NDArray[np.int64],
     row_borders: NDArray[np.int64],
     order: NDArray[np.int64] | slice = slice(None),
 ) -> PackedRows:
     """Make rows of segments in this order, and count what they lost."""
-    document = document_of(segments[:, 0], document_borders)
-    begun, ended = document_borders[document] == segments[:, 0], document_borders[document + 1] == segments[:, 1]
-    truncated = np.zeros(len(document_borders), dtype=bool)
+    document = document_of(segments[:, 0], document_boundaries)
+    begun, ended = document_boundaries[document] == segments[:, 0], document_boundaries[document + 1] == segments[:, 1]
+    truncated = np.zeros(len(document_boundaries), dtype=bool)
     truncated[document[~(begun & ended)]] = True
     return PackedRows(
         segments=segments[order],
         row_borders=row_borders,
         sequence_length=int(sequence_length),
-        dropped_tokens=int(document_borders[-1]) - int((segments[:, 1] - segments[:, 0]).sum()),
+        dropped_tokens=int(document_boundaries[-1]) - int((segments[:, 1] - segments[:, 0]).sum()),
         truncated_documents=int(truncated.sum()),
     )
 
 
-def document_of(tokens: NDArray[np.int64], document_borders: NDArray[np.int64]) -> NDArray[np.int64]:
+def document_of(tokens: NDArray[np.int64], document_boundaries: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the index of the document of each token of the stream."""
-    # An empty document shares its border with the next one, which the tokens belong to.
-    return np.searchsorted(document_borders, tokens, side="right") - 1
+    # An empty document shares its boundary with the next one, which the tokens belong to.
+    return np.searchsorted(document_boundaries, tokens, side="right") - 1

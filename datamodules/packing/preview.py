@@ -36,8 +36,8 @@ def preview(
 
 
 def _summary(rows: PackedRowDataset, packing: str) -> Iterator[str]:
-    packed, lengths = rows.rows, np.diff(rows.store.document_borders)
-    isolated = "documents isolated" if rows.isolate_documents else "contexts cross document borders"
+    packed, lengths = rows.rows, np.diff(rows.store.document_boundaries)
+    isolated = "documents isolated" if rows.isolate_documents else "contexts cross document boundaries"
     yield f"packing      {packing}, {isolated}"
     yield (
         f"documents    {len(lengths):,} of {lengths.sum():,} tokens: median {np.median(lengths):,.0f},"
@@ -82,7 +82,7 @@ def _row(
 
 def _part(rows: PackedRowDataset, document: int, start: int, stop: int) -> str:
     """Describe which tokens of a document a segment holds, and where it was cut."""
-    begin, end = rows.store.document_borders[document : document + 2].tolist()
+    begin, end = rows.store.document_boundaries[document : document + 2].tolist()
     if (start, stop) == (begin, end):
         return "whole"
     cuts = [name for name, cut in (("in front", start > begin), ("behind", stop < end)) if cut]
@@ -91,7 +91,7 @@ def _part(rows: PackedRowDataset, document: int, start: int, stop: int) -> str:
 
 def _documents(rows: PackedRowDataset, number: int) -> list[int]:
     """Return the index of the document of each segment of a row."""
-    return document_of(rows.rows.row(number)[:, 0], rows.store.document_borders).tolist()
+    return document_of(rows.rows.row(number)[:, 0], rows.store.document_boundaries).tolist()
 
 
 def _names(documents: Iterable[Document], wanted: set[int]) -> dict[int, str]:

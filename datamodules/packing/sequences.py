@@ -26,7 +26,7 @@ class Row(TypedDict):
     input_ids: Tensor
     labels: Tensor
     position_ids: Tensor
-    document_borders: list[int]
+    document_boundaries: list[int]
     text: NotRequired[str]
     offsets: NotRequired[Tensor]
     name: NotRequired[str]
@@ -37,7 +37,7 @@ class Row(TypedDict):
 class PackedRowDataset(Dataset[Row]):
     """Training rows, read from the token store when they are asked for.
 
-    All have ``rows.sequence_length`` tokens, of which the last may be padding after the last border: every step takes
+    All have ``rows.sequence_length`` tokens, of which the last may be padding after the last boundary: every step takes
     the same memory, and no process waits for another with longer rows.
     """
 
@@ -88,8 +88,8 @@ class PackedRowDataset(Dataset[Row]):
         lengths = segments[:, 1] - segments[:, 0]
         if self.store.prompt_lengths is None:
             return np.zeros_like(lengths)
-        document = document_of(segments[:, 0], self.store.document_borders)
-        prompt_ends = self.store.document_borders[document] + self.store.prompt_lengths[document]
+        document = document_of(segments[:, 0], self.store.document_boundaries)
+        prompt_ends = self.store.document_boundaries[document] + self.store.prompt_lengths[document]
         return np.clip(prompt_ends - segments[:, 0], 0, lengths)
 
 
@@ -104,12 +104,12 @@ def make_row(tokens: NDArray[np.int64], document_ends: NDArray[np.int64]) -> Row
         input_ids=input_ids,
         labels=labels,
         position_ids=torch.from_numpy(positions),
-        document_borders=[0, *document_ends.tolist()],
+        document_boundaries=[0, *document_ends.tolist()],
     )
 
 
 def padded_row(row: Row, length: int) -> Row:
-    """Pad a training row after its last border with tokens that are not scored."""
+    """Pad a training row after its last boundary with tokens that are not scored."""
     if missing := length - len(row["input_ids"]):
         row["input_ids"] = F.pad(row["input_ids"], (0, missing))
         row["labels"] = F.pad(row["labels"], (0, missing), value=IGNORE_INDEX)
@@ -120,12 +120,12 @@ def padded_row(row: Row, length: int) -> Row:
 
 
 def collate_rows(rows: list[Row]) -> PackedBatch:
-    """Stack rows of one kind; shorter ones are padded on the right, after their last border."""
+    """Stack rows of one kind; shorter ones are padded on the right, after their last boundary."""
     batch = PackedBatch(
         input_ids=pad_sequence([row["input_ids"] for row in rows], batch_first=True),
         labels=pad_sequence([row["labels"] for row in rows], batch_first=True, padding_value=IGNORE_INDEX),
         position_ids=pad_sequence([row["position_ids"] for row in rows], batch_first=True),
-        document_borders=[row["document_borders"] for row in rows],
+        document_boundaries=[row["document_boundaries"] for row in rows],
     )
     if "influence" in rows[0]:
         batch["influence"] = pad_sequence([row["influence"] for row in rows], batch_first=True)

@@ -15,7 +15,7 @@ from datamodules.sources.locations import PARQUET, File
 # UTF-8, without the byte-order mark that some editors put in front.
 ENCODING = "utf-8-sig"
 
-LARGEST_DOCUMENT = 1 << 28
+MAX_DOCUMENT = 1 << 28
 """Bytes of a document, unpacked: a hundred long books. A few kilobytes can unpack to more than all memory."""
 
 BATCH_ROWS = 16  # of parquet files, whose rows may be whole books
@@ -42,7 +42,7 @@ def read_records(
             yield from _parquet_rows(stream, file, columns, wanted, text_columns, row_group, first)
             return
         for row, line in enumerate(lines_of(stream), first):
-            if wanted(row) and (len(line) > LARGEST_DOCUMENT or not line.isspace()):
+            if wanted(row) and (len(line) > MAX_DOCUMENT or not line.isspace()):
                 yield row, partial(parsed_line, line, f"{file}:{row}")
 
 
@@ -122,23 +122,23 @@ def opened_table(stream: BinaryIO, file: File) -> pyarrow.parquet.ParquetFile:
 
 def lines_of(stream: BinaryIO) -> Iterator[bytes]:
     """Yield the lines; of one that is too long only the beginning."""
-    while line := stream.readline(LARGEST_DOCUMENT + 1):
+    while line := stream.readline(MAX_DOCUMENT + 1):
         yield line
-        while len(line) > LARGEST_DOCUMENT and not line.endswith(b"\n"):  # skip the rest
-            line = stream.readline(LARGEST_DOCUMENT + 1)
+        while len(line) > MAX_DOCUMENT and not line.endswith(b"\n"):  # skip the rest
+            line = stream.readline(MAX_DOCUMENT + 1)
 
 
 def read_document(file: File) -> bytes:
     """Read a file that is one document; of one that is too large only the beginning."""
     with opened(file) as stream:
-        return stream.read(LARGEST_DOCUMENT + 1)
+        return stream.read(MAX_DOCUMENT + 1)
 
 
 def decoded(content: bytes, place: str) -> str:
     """Decode UTF-8; raise a ``ValueError`` that names the place for other bytes, or more than a document may have."""
-    if len(content) > LARGEST_DOCUMENT:
+    if len(content) > MAX_DOCUMENT:
         raise ValueError(
-            f"{place}: a document of more than {LARGEST_DOCUMENT:,} bytes. Split it, or remove it if it is not text."
+            f"{place}: a document of more than {MAX_DOCUMENT:,} bytes. Split it, or remove it if it is not text."
         )
     try:
         return content.decode(ENCODING)

@@ -25,10 +25,10 @@ from lightning_modules.utilities.progress import progress_bar
 FORMAT = 3
 """Part of every store's address: raise it with any change to what the code below writes."""
 
-MANIFEST, TOKENS, DOCUMENT_BORDERS = "manifest.json", "tokens.bin", "document_borders.bin"
+MANIFEST, TOKENS, DOCUMENT_BOUNDARIES = "manifest.json", "tokens.bin", "document_borders.bin"
 PROMPT_LENGTHS = "prompt_lengths.bin"  # one `<i8` for each document; only where a document has a prompt
 VERIFIED = "verified.json"  # sizes and times of the files when they were last found undamaged; not part of the content
-_CONTENT = (TOKENS, DOCUMENT_BORDERS)
+_CONTENT = (TOKENS, DOCUMENT_BOUNDARIES)
 
 _log = logging.getLogger(__name__)
 
@@ -73,9 +73,9 @@ class TokenStore:
         return np.memmap(self.folder / TOKENS, dtype=self.manifest["dtype"], mode="r").view(np.ndarray)
 
     @cached_property
-    def document_borders(self) -> NDArray[np.int64]:
+    def document_boundaries(self) -> NDArray[np.int64]:
         """``[documents + 1]`` ascending indices ``[0, end of document 1, ..]`` into ``tokens``."""
-        return np.memmap(self.folder / DOCUMENT_BORDERS, dtype="<i8", mode="r").view(np.ndarray)
+        return np.memmap(self.folder / DOCUMENT_BOUNDARIES, dtype="<i8", mode="r").view(np.ndarray)
 
     @cached_property
     def prompt_lengths(self) -> NDArray[np.int64] | None:
@@ -165,7 +165,7 @@ def _write(folder: Path, source: Source, tokenizer: PreTrainedTokenizerFast, rec
     prompts: list[NDArray[np.int64]] = []
     with (
         (folder / TOKENS).open("wb") as token_file,
-        (folder / DOCUMENT_BORDERS).open("wb") as borders_file,
+        (folder / DOCUMENT_BOUNDARIES).open("wb") as borders_file,
         progress_bar("Tokenizing", unit="B", total=text_bytes(source)) as bar,
         closing(tokenized(with_text(source), encoder)) as batches,
     ):
@@ -186,7 +186,7 @@ def _write(folder: Path, source: Source, tokenizer: PreTrainedTokenizerFast, rec
         "documents": documents,
         "tokens": tokens,
         "bytes": {name: (folder / name).stat().st_size for name in (*_CONTENT, *optional)},
-        "crc32": {TOKENS: checksum} | {name: _checksum(folder / name) for name in (DOCUMENT_BORDERS, *optional)},
+        "crc32": {TOKENS: checksum} | {name: _checksum(folder / name) for name in (DOCUMENT_BOUNDARIES, *optional)},
     }
     (folder / MANIFEST).write_bytes(_manifest_text(manifest))
     state = {name: file_state(folder / name) for name in _CONTENT}

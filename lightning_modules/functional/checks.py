@@ -6,15 +6,15 @@ from typing import Any
 
 from torch import Tensor
 
-MOST_PROCESSES = max(64, 4 * (os.cpu_count() or 1))
+MAX_PROCESSES = max(64, 4 * (os.cpu_count() or 1))
 """Largest number of processes of one kind that this machine is asked for."""
 
 
-def check_count(name: str, value: Any, *, least: int = 1, most: int | None = None) -> None:
-    """Raise a ``ValueError`` unless the argument of that name is an integer from ``least`` to ``most``."""
+def check_count(name: str, value: Any, *, minimum: int = 1, maximum: int | None = None) -> None:
+    """Raise a ``ValueError`` unless the argument of that name is an integer from ``minimum`` to ``maximum``."""
     whole = isinstance(value, Integral) and not isinstance(value, bool)
-    if not whole or value < least or (most is not None and value > most):
-        limits = f"of {least} or more" if most is None else f"from {least} to {most:,}"
+    if not whole or value < minimum or (maximum is not None and value > maximum):
+        limits = f"of {minimum} or more" if maximum is None else f"from {minimum} to {maximum:,}"
         raise ValueError(f"{name} must be an integer {limits}, got {value!r}.")
 
 

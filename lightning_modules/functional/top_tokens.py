@@ -60,7 +60,7 @@ def likeliest_tokens(
     token_ids, log_likelihood = [], []
     for rows in predictors.split(chunk_size or default_chunk_size(hidden_states)):
         logits = wide_logits(rows, head)
-        check_count("`count`", count, most=logits.shape[-1])
+        check_count("`count`", count, maximum=logits.shape[-1])
         largest, tokens = logits.topk(count)
         token_ids.append(tokens)
         log_likelihood.append(largest - logits.logsumexp(-1, keepdim=True))

@@ -32,7 +32,7 @@ class ShortContext(NamedTuple):
 
 
 def short_context_windows(
-    document_borders: Sequence[int], *, context_length: int = 4096, stride: int = 1024
+    document_boundaries: Sequence[int], *, context_length: int = 4096, stride: int = 1024
 ) -> list[Window]:
     """Windows in which a token sees at least ``context_length`` and fewer than ``context_length + stride`` tokens.
 
@@ -41,7 +41,7 @@ def short_context_windows(
     difference of its tokens is 0 by definition. The tokens before it have no short context at all.
 
     Args:
-        document_borders: Ascending token indices ``[0, end of document 1, ..]`` of one row.
+        document_boundaries: Ascending token indices ``[0, end of document 1, ..]`` of one row.
         context_length: Length K of the shortest short context, in tokens.
         stride: Number d of tokens that share one window.
 
@@ -50,7 +50,7 @@ def short_context_windows(
         ``context_length + stride`` tokens long, except that the last one of a document may be shorter.
 
     Raises:
-        ValueError: If ``context_length`` or ``stride`` is not an integer of 1 or more, or the borders do not ascend.
+        ValueError: If ``context_length`` or ``stride`` is not an integer of 1 or more, or the boundaries do not ascend.
 
     Example:
         >>> short_context_windows([0, 11], context_length=4, stride=3)
@@ -59,11 +59,11 @@ def short_context_windows(
         [Window(start=9, scored=13, stop=15)]
     """
     check_context(context_length, stride)
-    if any(stop < start for start, stop in pairwise(document_borders)):
-        raise ValueError(f"`document_borders` must ascend, got {list(document_borders)!r:.200}.")
+    if any(stop < start for start, stop in pairwise(document_boundaries)):
+        raise ValueError(f"`document_boundaries` must ascend, got {list(document_boundaries)!r:.200}.")
     return [
         Window(start, start + context_length, min(start + context_length + stride, end))
-        for begin, end in pairwise(document_borders)
+        for begin, end in pairwise(document_boundaries)
         for start in range(begin + stride, end - context_length, stride)
     ]
 
@@ -86,13 +86,13 @@ def check_context(context_length: int, stride: int, sequence_length: int | None 
 
 
 def row_windows(
-    document_borders: Sequence[Sequence[int]], *, context_length: int, stride: int
+    document_boundaries: Sequence[Sequence[int]], *, context_length: int, stride: int
 ) -> list[tuple[int, Window]]:
     """The windows of all rows of a batch, each with the index of its row."""
     return [
         (row, window)
-        for row, borders in enumerate(document_borders)
-        for window in short_context_windows(borders, context_length=context_length, stride=stride)
+        for row, boundaries in enumerate(document_boundaries)
+        for window in short_context_windows(boundaries, context_length=context_length, stride=stride)
     ]
 
 
@@ -148,5 +148,5 @@ def window_batch(batch: PackedBatch, windows: Sequence[tuple[int, Window]]) -> P
         input_ids=batch["input_ids"][row, token],
         labels=labels.masked_fill((token < scored) | (start + position >= stop), IGNORE_INDEX),
         position_ids=position,
-        document_borders=[[0, window.stop - window.start] for _, window in windows],
+        document_boundaries=[[0, window.stop - window.start] for _, window in windows],
     )

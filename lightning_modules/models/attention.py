@@ -1,4 +1,4 @@
-"""Attention that stops at document borders, for rows that hold several documents."""
+"""Attention that stops at document boundaries, for rows that hold several documents."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +19,7 @@ DOCUMENT_SDPA = "document_sdpa"
 
 
 class _Borders:
-    """Whether `document_attention` gets all borders; no context variable, which torch.compile cannot trace."""
+    """Whether `document_attention` gets all boundaries; no context variable, which torch.compile cannot trace."""
 
     given = False
 
@@ -30,7 +30,7 @@ def document_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    document_borders: Sequence[Sequence[int]] | None = None,
+    document_boundaries: Sequence[Sequence[int]] | None = None,
     exchange: Exchange | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
@@ -40,9 +40,9 @@ def document_attention(
     document after another needs no mask. A mask that transformers made (padding, sliding window) includes the
     documents.
 
-    Returns ``[B, T, H, D]`` for ``[B, H, T, D]`` queries, and None for the attention weights. ``document_borders`` are
-    ascending indices ``[0, .., T]`` of each row; None is one document per row. ``exchange`` computes this function for
-    whole rows, of which this process holds some tokens; it takes no mask.
+    Returns ``[B, T, H, D]`` for ``[B, H, T, D]`` queries, and None for the attention weights. ``document_boundaries``
+    are ascending indices ``[0, .., T]`` of each row; None is one document per row. ``exchange`` computes this function
+    for whole rows, of which this process holds some tokens; it takes no mask.
     """
     if exchange is not None:
         if attention_mask is not None:
@@ -50,16 +50,16 @@ def document_attention(
                 f"`{type(module).__name__}` needs a mask, which is of this process's part of the row only: processes"
                 " cannot share the rows of this model."
             )
-        return exchange(module, query, key, value, document_borders=document_borders, **kwargs)
-    if document_borders is None or attention_mask is not None:
+        return exchange(module, query, key, value, document_boundaries=document_boundaries, **kwargs)
+    if document_boundaries is None or attention_mask is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     rows = []
-    for row, borders in enumerate(document_borders):
+    for row, boundaries in enumerate(document_boundaries):
         documents = [
             sdpa_attention_forward(
                 module, *(part[row : row + 1, :, start:stop] for part in (query, key, value)), None, **kwargs
             )[0]
-            for start, stop in pairwise(borders)
+            for start, stop in pairwise(boundaries)
         ]
         rows.append(torch.cat(documents, dim=1))
     return torch.cat(rows), None
@@ -67,7 +67,7 @@ def document_attention(
 
 @contextlib.contextmanager
 def borders_given() -> Iterator[None]:
-    """Let `document_attention` separate documents by their borders alone, without a mask."""
+    """Let `document_attention` separate documents by their boundaries alone, without a mask."""
     before, _Borders.given = _Borders.given, True
     try:
         yield
@@ -107,25 +107,26 @@ def index_free_length(config: PreTrainedConfig) -> int | None:
 
 
 def isolation_arguments(
-    implementation: str, document_borders: Sequence[Sequence[int]], sequence_length: int, device: torch.device
+    implementation: str, document_boundaries: Sequence[Sequence[int]], sequence_length: int, device: torch.device
 ) -> dict[str, Any]:
     """Return keyword arguments for a decoder that keep the documents of a row apart; none if each row is one document.
 
-    Implementations other than ours and flash attention need none: transformers reads the borders from positions that
+    Implementations other than ours and flash attention need none: transformers reads the boundaries from positions that
     restart, as long as neither a mask nor a cache is given and the model follows its masks (see `check_scoring`).
-    ``document_borders`` are ``[0, end of document 1, ..]`` of each row; padding may follow.
+    ``document_boundaries`` are ``[0, end of document 1, ..]`` of each row; padding may follow.
     """
-    if all(len(borders) <= 2 for borders in document_borders):
+    if all(len(boundaries) <= 2 for boundaries in document_boundaries):
         return {}
-    # Padding after the last border is a separate piece, whose output is unused.
+    # Padding after the last boundary is a separate piece, whose output is unused.
     covered = [
-        [*borders, *([sequence_length] if borders[-1] < sequence_length else [])] for borders in document_borders
+        [*boundaries, *([sequence_length] if boundaries[-1] < sequence_length else [])]
+        for boundaries in document_boundaries
     ]
     if implementation == DOCUMENT_SDPA:
-        return {"document_borders": covered}
+        return {"document_boundaries": covered}
     if not implementation.startswith("flash_attention"):
         return {}
-    flat = [0] + [row * sequence_length + stop for row, borders in enumerate(covered) for stop in borders[1:]]
+    flat = [0] + [row * sequence_length + stop for row, boundaries in enumerate(covered) for stop in boundaries[1:]]
     cumulative = torch.tensor(flat, dtype=torch.int32, device=device)
     longest = max(stop - start for start, stop in pairwise(flat))
     return {

@@ -155,12 +155,12 @@ class Backbone(nn.Module):
 
         Call it in `unsharded`, or weights that are sharded may be missing.
         """
-        lengths = [stop - start for row in batch["document_borders"] for start, stop in pairwise(row)]
+        lengths = [stop - start for row in batch["document_boundaries"] for start, stop in pairwise(row)]
         self.check_length(max(lengths, default=0))
         if self._must_part(batch):
             return self._hidden_states_one_by_one(batch)
         arguments = isolation_arguments(
-            self.attention, batch["document_borders"], batch["input_ids"].shape[1], batch["input_ids"].device
+            self.attention, batch["document_boundaries"], batch["input_ids"].shape[1], batch["input_ids"].device
         )
         if exchange is not None:
             if index_free_length(self.base_model.config) is not None:
@@ -185,7 +185,7 @@ class Backbone(nn.Module):
         Raises:
             ValueError: If they do, and processes that share weights would make different numbers of passes.
         """
-        if all(len(borders) <= 2 for borders in batch["document_borders"]):
+        if all(len(boundaries) <= 2 for boundaries in batch["document_boundaries"]):
             return False
         limit = index_free_length(self.base_model.config)
         if self.isolates_documents and (limit is None or batch["input_ids"].shape[1] <= limit):
@@ -201,12 +201,12 @@ class Backbone(nn.Module):
     def _hidden_states_one_by_one(self, batch: PackedBatch) -> Tensor:
         """Return ``[B, T, D]`` last hidden states of documents from separate passes; 0 after the last one."""
         rows = []
-        for tokens, borders in zip(batch["input_ids"], batch["document_borders"], strict=True):
+        for tokens, boundaries in zip(batch["input_ids"], batch["document_boundaries"], strict=True):
             documents = [
                 self.decoder(input_ids=tokens[None, start:stop], use_cache=False).last_hidden_state
-                for start, stop in pairwise(borders)
+                for start, stop in pairwise(boundaries)
             ]
-            rows.append(F.pad(torch.cat(documents, dim=1), (0, 0, 0, len(tokens) - borders[-1])))
+            rows.append(F.pad(torch.cat(documents, dim=1), (0, 0, 0, len(tokens) - boundaries[-1])))
         return torch.cat(rows)
 
     @property

@@ -52,10 +52,10 @@ def check_config(config: PreTrainedConfig, *, trust_remote_code: bool = False) -
 
 def check_sizes(values: Mapping[str, Any]) -> None:
     """Raise a ``ValueError`` for a count in a config, or in what replaces values of it, that is out of range."""
-    for name, most in LARGEST.items():
+    for name, maximum in LARGEST.items():
         value = values.get(name)
-        if isinstance(value, int) and not 1 <= value <= most:
-            limit = "1 or more" if value < 1 else f"at most {most:,}"
+        if isinstance(value, int) and not 1 <= value <= maximum:
+            limit = "1 or more" if value < 1 else f"at most {maximum:,}"
             raise ValueError(
                 f"`{name}` of the model's config must be {limit}, got {value}. Correct config.json, or `model_config`."
             )
@@ -131,13 +131,13 @@ def _check_rope(parameters: dict[str, Any]) -> None:
             f"`rope_parameters.rope_type` of the model's config is '{kind}', which transformers does not know: it knows"
             f" {', '.join(known)}. Correct it, or load the model where its type is registered."
         )
-    for name, least in (("rope_theta", 0), ("factor", 1)):
+    for name, minimum in (("rope_theta", 0), ("factor", 1)):
         value = parameters.get(name)
         if value is None and not (name == "factor" and kind in ("linear", "yarn", "llama3")):
             continue
-        number = isinstance(value, int | float) and not isinstance(value, bool) and least <= value < math.inf
+        number = isinstance(value, int | float) and not isinstance(value, bool) and minimum <= value < math.inf
         if not number or value == 0:
-            wanted = "a number of 1 or more" if least else "a number above 0"
+            wanted = "a number of 1 or more" if minimum else "a number above 0"
             raise ValueError(
                 f"`rope_parameters.{name}` of the model's config must be {wanted}, got {value!r}: positions would have"
                 " no meaning. Correct it, or use `context_extension`."

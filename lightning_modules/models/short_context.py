@@ -50,7 +50,7 @@ def short_log_likelihood(
     check_static(backbone.base_model.config, compares=True)
     short = torch.zeros_like(batch["labels"], dtype=torch.promote_types(backbone.base_model.dtype, torch.float32))
     has_short_context = torch.zeros_like(batch["labels"], dtype=torch.bool)
-    windows = row_windows(batch["document_borders"], context_length=context_length, stride=stride)
+    windows = row_windows(batch["document_boundaries"], context_length=context_length, stride=stride)
     windows, drawn = draw_windows(windows, window_fraction, seed=seed)
     if wanted is not None:
         windows = trim_windows(windows, wanted)

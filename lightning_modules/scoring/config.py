@@ -1,4 +1,4 @@
-"""Settings of an evaluator, and of the commands that judge texts by one; importable without torch."""
+"""Settings of an evaluator, and of the commands that evaluate texts by one; importable without torch."""
 
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
@@ -10,7 +10,7 @@ from lightning_modules.models.config import DType, ModelConfig
 Rule = Literal["paper", "authors"]
 """How key tokens come from the evaluator's tokens to the model's."""
 
-MOST_ALTERNATIVES = 20
+MAX_ALTERNATIVES = 20
 """At 128k tokens each takes more than a megabyte of the page."""
 
 
@@ -157,7 +157,7 @@ class InspectConfig(CommandConfig):
         from lightning_modules.functional.checks import check_count
 
         super().__post_init__()
-        check_count("`alternatives`", self.alternatives, least=0, most=MOST_ALTERNATIVES)
+        check_count("`alternatives`", self.alternatives, minimum=0, maximum=MAX_ALTERNATIVES)
 
 
 @dataclass(frozen=True)

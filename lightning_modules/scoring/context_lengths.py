@@ -73,10 +73,10 @@ class Rungs:
         From ``[B, T]`` rows of one document each and their ``[B, T]`` long log-likelihoods follow for each row ``[w]``
         log-likelihoods in nats by context length.
         """
-        found: list[dict[int, Tensor]] = [{} for _ in batch["document_borders"]]
+        found: list[dict[int, Tensor]] = [{} for _ in batch["document_boundaries"]]
         windows: dict[int, list[tuple[int, Window]]] = {context: [] for context in self.contexts}
-        for row, borders in enumerate(batch["document_borders"]):
-            stop = borders[-1]
+        for row, boundaries in enumerate(batch["document_boundaries"]):
+            stop = boundaries[-1]
             start = stop - self.window
             for context in self.contexts:
                 if context == start:

@@ -43,7 +43,7 @@ class DocumentScorer:
 
     def score(self, batch: PackedBatch, *, beta: float | None = None) -> list[TokenScores]:
         """Score rows of one document each, with ``text`` and ``offsets``; ``beta`` is that of `long_and_short`."""
-        ladders: list[dict[int, Tensor]] = [{} for _ in batch["document_borders"]]
+        ladders: list[dict[int, Tensor]] = [{} for _ in batch["document_boundaries"]]
         with lockstep(self.backbone):
             sizes = {"context_length": self.context_length, "stride": self.stride}
             long, short = long_and_short(self.backbone, batch, **sizes, beta=beta)
@@ -55,14 +55,14 @@ class DocumentScorer:
                 evaluator=self.name,
                 context_length=self.context_length,
                 stride=self.stride,
-                token_ids=batch["input_ids"][row, : borders[-1]].cpu(),
-                offsets=batch["offsets"][row, : borders[-1]].cpu(),
-                long=long[row, : borders[-1]].float().cpu(),
-                short=short[row, : borders[-1]].float().cpu(),
+                token_ids=batch["input_ids"][row, : boundaries[-1]].cpu(),
+                offsets=batch["offsets"][row, : boundaries[-1]].cpu(),
+                long=long[row, : boundaries[-1]].float().cpu(),
+                short=short[row, : boundaries[-1]].float().cpu(),
                 floor=-math.inf if beta is None else beta,
                 rungs={context: scores.float().cpu() for context, scores in ladders[row].items()},
             )
-            for row, borders in enumerate(batch["document_borders"])
+            for row, boundaries in enumerate(batch["document_boundaries"])
         ]
 
     def try_to_score(self, batch: PackedBatch) -> list[TokenScores | Failed]:
@@ -73,11 +73,11 @@ class DocumentScorer:
         Raises:
             RuntimeError: If memory runs out while weights are sharded: the other processes wait for this one's shard.
         """
-        results: list[TokenScores | Failed] = [Failed("") for _ in batch["document_borders"]]
+        results: list[TokenScores | Failed] = [Failed("") for _ in batch["document_boundaries"]]
         fitting = []
-        for row, borders in enumerate(batch["document_borders"]):
+        for row, boundaries in enumerate(batch["document_boundaries"]):
             try:
-                self.backbone.check_length(borders[-1])
+                self.backbone.check_length(boundaries[-1])
                 fitting.append(row)
             except ValueError as error:
                 results[row] = Failed(str(error))
@@ -90,7 +90,7 @@ class DocumentScorer:
 
     def _in_parts(self, batch: PackedBatch) -> list[TokenScores | Failed]:
         """Score all documents at once, or one after the other if memory runs out."""
-        rows = len(batch["document_borders"])
+        rows = len(batch["document_boundaries"])
         try:
             return [*self.score(batch)]
         except (RuntimeError, MemoryError) as error:
@@ -112,13 +112,13 @@ class DocumentScorer:
 
 def rows_of(batch: PackedBatch, rows: Sequence[int]) -> PackedBatch:
     """Return some documents of a batch, padded to the longest of them."""
-    width = max(batch["document_borders"][row][-1] for row in rows)
+    width = max(batch["document_boundaries"][row][-1] for row in rows)
     index = torch.tensor(rows, device=batch["input_ids"].device)
     return PackedBatch(
         input_ids=batch["input_ids"][index, :width],
         labels=batch["labels"][index, :width],
         position_ids=batch["position_ids"][index, :width],
-        document_borders=[batch["document_borders"][row] for row in rows],
+        document_boundaries=[batch["document_boundaries"][row] for row in rows],
         text=[batch["text"][row] for row in rows],
         offsets=batch["offsets"][index.to(batch["offsets"].device), :width],
     )
@@ -138,7 +138,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _sizes(batch: PackedBatch) -> str:
-    return " + ".join(str(borders[-1]) for borders in batch["document_borders"]) + " tokens"
+    return " + ".join(str(boundaries[-1]) for boundaries in batch["document_boundaries"]) + " tokens"
 
 
 def scoring_settings(

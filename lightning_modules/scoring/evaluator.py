@@ -60,7 +60,7 @@ def score_text(
     return scorer.score(batch_to(batch, backbone.device), beta=beta)[0]
 
 
-class Judged(NamedTuple):
+class EvaluatedDocument(NamedTuple):
     """Key tokens of a document for an evaluated model, and how an evaluator found them."""
 
     key: Tensor  # [N] bool, the key tokens
@@ -91,7 +91,7 @@ def long_and_short_alternatives(
     Raises:
         ValueError: If ``count`` is not from 1 to the size of the vocabulary, or a length is below 1.
     """
-    windows = row_windows(batch["document_borders"], context_length=context_length, stride=stride)
+    windows = row_windows(batch["document_boundaries"], context_length=context_length, stride=stride)
     head_fn = partial(likeliest_tokens, count=count)
     with eval_mode(backbone):
         long = LikeliestTokens(*(part.cpu() for part in backbone(batch, head_fn=head_fn)))
@@ -132,7 +132,7 @@ class Evaluator:
         self._scores: dict[str, TokenScores] = {}
         self._backbone: Backbone | None = None
 
-    def judge(
+    def evaluate(
         self,
         text: str,
         tokens: Tokens,
@@ -140,7 +140,7 @@ class Evaluator:
         device: torch.device | str = "cpu",
         name: str = "document",
         key_tokens_only: bool = False,
-    ) -> Judged:
+    ) -> EvaluatedDocument:
         """Find the key tokens of a model in a text, by the thresholds and the rule of the settings.
 
         Args:
@@ -153,7 +153,7 @@ class Evaluator:
         alpha, beta, rule = self.config.alpha, self.config.beta, self.config.key_tokens
         scores = self.scores(text, device=device, name=name, beta=beta if key_tokens_only else None)
         key, alignment = find_key_tokens(scores, tokens, alpha=alpha, beta=beta, rule=rule)
-        return Judged(key, alignment, measure_coverage(tokens, scores, alignment), scores)
+        return EvaluatedDocument(key, alignment, measure_coverage(tokens, scores, alignment), scores)
 
     def scores(
         self, text: str, *, device: torch.device | str = "cpu", name: str = "document", beta: float | None = None

@@ -27,7 +27,7 @@ def row_influence(batch: PackedBatch, backbone: Backbone, *, context_length: int
     token that is not scored or has no short context.
     """
     backbone.check_token_ids(batch)
-    if not row_windows(batch["document_borders"], context_length=context_length, stride=stride):
+    if not row_windows(batch["document_boundaries"], context_length=context_length, stride=stride):
         return torch.ones_like(batch["labels"], dtype=torch.float32)
     long, short = long_and_short(backbone, batch, context_length=context_length, stride=stride)
     return soft_influence(long, short, gamma=gamma).float()
@@ -55,8 +55,8 @@ class Transfer:
         """
         influence = torch.ones(batch["labels"].shape, dtype=torch.float32)
         ids = batch["input_ids"].cpu()
-        for row, borders in enumerate(batch["document_borders"]):
-            for start, stop in pairwise(borders):
+        for row, boundaries in enumerate(batch["document_boundaries"]):
+            for start, stop in pairwise(boundaries):
                 text, offsets = self.characters(ids[row, start:stop])
                 if not self._has_short_context(text, context_length + stride):
                     continue

@@ -90,7 +90,7 @@ class Coverage(NamedTuple):
 
 def document_tokens(batch: PackedBatch, row: int = 0) -> Tokens:
     """Return the tokens of the one document of a row, without padding, in main memory."""
-    end = batch["document_borders"][row][-1]
+    end = batch["document_boundaries"][row][-1]
     return Tokens(batch["input_ids"][row, :end].cpu(), batch["offsets"][row, :end].cpu())
 
 

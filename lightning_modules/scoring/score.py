@@ -20,7 +20,7 @@ from lightning_modules.models.identity import model_identity
 from lightning_modules.models.loading import load_config, load_frozen
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
 from lightning_modules.scoring.config import ScoreConfig
-from lightning_modules.scoring.evaluator import Evaluator, Judged
+from lightning_modules.scoring.evaluator import EvaluatedDocument, Evaluator
 from lightning_modules.scoring.key_tokens import add_coverage, document_tokens
 from lightning_modules.scoring.token_scores import TokenScores, text_sha256
 from lightning_modules.utilities.files import write_atomically
@@ -60,23 +60,23 @@ def score(files: str | Sequence[str], model: str, evaluator: str, **options: Any
     _check_repeated(files, texts)
     if config.output is not None:
         check_output(config.output)
-    scored = ScoredModel(config.loading(model), find_device(config.device))
-    judge = Evaluator(config.evaluator_config(config.key_tokens))
-    documents = scored.read(
+    evaluated_model = EvaluatedModel(config.loading(model), find_device(config.device))
+    scorer = Evaluator(config.evaluator_config(config.key_tokens))
+    documents = evaluated_model.read(
         texts,
         add_special_tokens=config.add_special_tokens,
         max_tokens=config.max_tokens,
         trimmed_offsets=config.key_tokens == "authors",
     )
-    same = model_identity(scored.config) == judge.identity
+    same = model_identity(evaluated_model.config) == scorer.identity
     found = []
     for document in tqdm(documents, desc="evaluator", unit="document", disable=None):
         name, tokens = document["names"][0], document_tokens(document)
-        settings: dict[str, Any] = {"device": scored.device, "key_tokens_only": config.key_tokens_only}
-        judged = judge.judge(document["text"][0], tokens, name=name, **settings)
-        found.append((document, judged, _shared_pass(document, judged.scores) if same else None))
-    judge.release()
-    result = {**_evaluate(found, scored), "model": model, "settings": _settings(config, texts.values())}
+        settings: dict[str, Any] = {"device": evaluated_model.device, "key_tokens_only": config.key_tokens_only}
+        evaluated = scorer.evaluate(document["text"][0], tokens, name=name, **settings)
+        found.append((document, evaluated, _shared_pass(document, evaluated.scores) if same else None))
+    scorer.release()
+    result = {**_evaluate(found, evaluated_model), "model": model, "settings": _settings(config, texts.values())}
     if config.output is not None:
         write_atomically(Path(config.output), (json.dumps(plain(result), indent=2) + "\n").encode())
     return result
@@ -119,7 +119,7 @@ def _shared_pass(document: PackedBatch, scores: TokenScores) -> torch.Tensor | N
     return scores.long.unsqueeze(0) if torch.equal(scores.token_ids, document["input_ids"][0]) else None
 
 
-class ScoredModel:
+class EvaluatedModel:
     """The evaluated model, loaded for the first document that it has not scored as the evaluator."""
 
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
@@ -152,20 +152,22 @@ class ScoredModel:
             return self._backbone(batch_to(document, self.device)).cpu()
 
 
-def _evaluate(found: list[tuple[PackedBatch, Judged, torch.Tensor | None]], model: ScoredModel) -> dict[str, Any]:
+def _evaluate(
+    found: list[tuple[PackedBatch, EvaluatedDocument, torch.Tensor | None]], model: EvaluatedModel
+) -> dict[str, Any]:
     # The metric's own sums: importing torchmetrics would take longer than scoring a short text.
     sums: dict[str, list[tuple[torch.Tensor, ...]]] = {"longppl": [], "perplexity": []}
     rows: list[dict[str, Any]] = []
-    for document, judged, known in tqdm(found, desc="model", unit="document", disable=None):
+    for document, evaluated, known in tqdm(found, desc="model", unit="document", disable=None):
         log_likelihood = model.log_likelihood(document) if known is None else known
         scored = document["labels"].ne(IGNORE_INDEX)
-        key = judged.key & scored
+        key = evaluated.key & scored
         row: dict[str, Any] = {"file": document["names"][0]}
         for name, influence in (("longppl", key), ("perplexity", scored)):
             sums[name].append(_long_perplexity_update(log_likelihood, influence))
             row[name] = float(_long_perplexity_compute(*sums[name][-1]))
-        row |= {"key_tokens": int(key.sum()), "tokens": scored.numel(), "alignment": judged.alignment}
-        row |= judged.coverage.shares()
+        row |= {"key_tokens": int(key.sum()), "tokens": scored.numel(), "alignment": evaluated.alignment}
+        row |= evaluated.coverage.shares()
         rows.append(row)
     without = sum(row["key_tokens"] == 0 for row in rows)
     if without:
@@ -180,7 +182,7 @@ def _evaluate(found: list[tuple[PackedBatch, Judged, torch.Tensor | None]], mode
         total, weight, largest = (torch.stack(values) for values in zip(*parts, strict=True))
         totals[name] = float(_long_perplexity_compute(total.sum(), weight.sum(), largest.amax()))
     totals |= {name: sum(row[name] for row in rows) for name in ("key_tokens", "tokens")}
-    coverage = add_coverage(judged.coverage for _, judged, _ in found)
+    coverage = add_coverage(evaluated.coverage for _, evaluated, _ in found)
     if (warning := coverage.warning()) is not None:
         log.warning(warning)
     alignments = sorted({row["alignment"] for row in rows})

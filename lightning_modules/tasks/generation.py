@@ -23,7 +23,7 @@ from lightning_modules.tasks.teacher_forcing import padded_rows
 log = logging.getLogger(__name__)
 
 CACHE_BYTES = 2**30  # memory for the caches of a group on a CPU
-LARGEST_GROUP = 64  # most rows of a group, whose logits exist at the same time
+MAX_GROUP = 64  # most rows of a group, whose logits exist at the same time
 WINDOWED_CHUNK = 2048  # tokens that a model with sliding windows reads in one pass: its mask has that many rows
 
 
@@ -101,7 +101,7 @@ class _Decoder:
 
     def _is_full(self, group: list[_Row], cache: Cache, row: _Row, room: int) -> bool:
         """Return whether the padded caches of a group leave no room for another row."""
-        if self.use == "alone" or len(group) == LARGEST_GROUP:
+        if self.use == "alone" or len(group) == MAX_GROUP:
             return True
         longest = max(len(one.prompt) for one in (*group, row))
         tokens = longest + max(one.limit for one in (*group, row))

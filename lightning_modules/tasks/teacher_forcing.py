@@ -55,9 +55,9 @@ def teacher_forced(
     that shared a pass, by number.
     """
     results: dict[int, AnswerScores] = {}
-    most = tokens_per_pass or (TOKENS_PER_PASS_CPU if backbone.device.type == "cpu" else TOKENS_PER_PASS)
+    max_tokens = tokens_per_pass or (TOKENS_PER_PASS_CPU if backbone.device.type == "cpu" else TOKENS_PER_PASS)
     with torch.no_grad(), no_autocast_cache(), eval_mode(backbone), lockstep(backbone) as run:
-        for group in group_rows([len(question.input_ids) for question in questions], most):
+        for group in group_rows([len(question.input_ids) for question in questions], max_tokens):
             rows = [questions[index] for index in group]
             batch = padded_rows([question.input_ids for question in rows], backbone.device)
             backbone.check_token_ids(batch)
@@ -68,11 +68,11 @@ def teacher_forced(
     return [results[index] for index in range(len(questions))]
 
 
-def group_rows(lengths: Sequence[int], most: int) -> list[list[int]]:
-    """Group rows of similar length, the longest first; padded to the longest, a group has at most ``most`` tokens."""
+def group_rows(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Group rows of similar length, longest first; padded, a group has at most ``max_tokens`` tokens."""
     groups: list[list[int]] = []
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
-        if groups and (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= most:
+        if groups and (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= max_tokens:
             groups[-1].append(row)
         else:
             groups.append([row])
@@ -86,8 +86,8 @@ def padded_rows(rows: Sequence[Sequence[int]], device: torch.device) -> PackedBa
     labels = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=IGNORE_INDEX).to(device)
     labels[:, 0] = IGNORE_INDEX
     positions = torch.arange(tokens.shape[1], device=device).expand_as(tokens)
-    borders = [[0, len(row)] for row in rows]
-    return PackedBatch(input_ids=tokens, labels=labels, position_ids=positions, document_borders=borders)
+    boundaries = [[0, len(row)] for row in rows]
+    return PackedBatch(input_ids=tokens, labels=labels, position_ids=positions, document_boundaries=boundaries)
 
 
 def _score(backbone: Backbone, batch: PackedBatch, questions: Sequence[ForcedAnswer]) -> list[AnswerScores]:

@@ -15,13 +15,13 @@ from lightning_modules.training.checkpoints.io import RUN_ID
 from lightning_modules.training.export.facts import TrainingFacts, loading_facts, made_tokenizer
 from lightning_modules.training.fsdp import saves_parts
 
-KEY = "longce_export"
+EXPORT_KEY = "longce_export"
 """Key in a checkpoint of what an export needs in addition to the weights, as JSON texts."""
 
-FINGERPRINT = "frozen_fingerprint"
+FINGERPRINT_KEY = "frozen_fingerprint"
 """Key in a checkpoint of the hash of the frozen weights that it leaves out."""
 
-TRAINED = "trained_weights"
+TRAINED_KEY = "trained_weights"
 """Key of the names of the weights in a checkpoint that leaves out frozen weights under adapters."""
 
 
@@ -33,24 +33,24 @@ def add_contents(checkpoint: dict[str, Any], module: Any, facts: TrainingFacts, 
     model = module.backbone.base_model
     if module.run_id is not None:
         checkpoint[RUN_ID] = module.run_id
-    checkpoint[KEY] = {
+    checkpoint[EXPORT_KEY] = {
         "config": model.config.to_json_string(use_diff=False),
         "generation_config": json.dumps(model.generation_config.to_dict(), default=str),
         "facts": facts.to_json(),
     }
     if (tokenizer := made_tokenizer(getattr(module.trainer, "datamodule", None))) is not None:
-        checkpoint[KEY]["tokenizer"] = tokenizer_to_json(tokenizer)
+        checkpoint[EXPORT_KEY]["tokenizer"] = tokenizer_to_json(tokenizer)
     if fingerprint is not None:
-        checkpoint[TRAINED] = [name for name, part in module.named_parameters() if part.requires_grad]
-        checkpoint[FINGERPRINT] = fingerprint
+        checkpoint[TRAINED_KEY] = [name for name, part in module.named_parameters() if part.requires_grad]
+        checkpoint[FINGERPRINT_KEY] = fingerprint
         if not saves_parts(module.trainer.strategy):
             checkpoint["state_dict"] = trained_state(module, checkpoint["state_dict"])
 
 
 def check_contents(checkpoint: Mapping[str, Any], module: Any, fingerprint: str | None) -> None:
     """Check the weights of a checkpoint before a `LongContextLM` loads them; without a fingerprint, it has them all."""
-    if KEY in checkpoint:
-        _check_same_model(checkpoint[KEY], module.backbone.base_model, module.loading)
+    if EXPORT_KEY in checkpoint:
+        _check_same_model(checkpoint[EXPORT_KEY], module.backbone.base_model, module.loading)
     if module._trainer and module.trainer.state.fn == "fit" and "state_dict" in checkpoint:
         missing = {"optimizer_states", "lr_schedulers", "loops"}.difference(checkpoint)
         if missing or "fit_loop" not in checkpoint["loops"]:
@@ -62,7 +62,7 @@ def check_contents(checkpoint: Mapping[str, Any], module: Any, fingerprint: str 
         _check_same_weights(checkpoint.get("state_dict"), module.state_dict())
         return
     # Strategies that shard the model have taken the weights out already.
-    found = checkpoint.get("state_dict", checkpoint.get(TRAINED, ()))
+    found = checkpoint.get("state_dict", checkpoint.get(TRAINED_KEY, ()))
     trained = {name: part for name, part in module.named_parameters() if part.requires_grad}
     if missing := trained.keys() - set(found):
         raise ValueError(
@@ -71,7 +71,7 @@ def check_contents(checkpoint: Mapping[str, Any], module: Any, fingerprint: str 
         )
     if "state_dict" in checkpoint:
         _check_same_weights({name: found[name] for name in trained}, trained)
-    if not same_frozen(checkpoint.get(FINGERPRINT), fingerprint):
+    if not same_frozen(checkpoint.get(FINGERPRINT_KEY), fingerprint):
         raise ValueError(
             "The checkpoint's adapters were trained on other weights than those of"
             f" '{module.loading.pretrained_model_name_or_path}' (or on the same in another `dtype`): give the"

@@ -46,7 +46,7 @@ class SequenceGroup:
         """Compute `document_attention` of whole rows, of which this process has some tokens.
 
         ``query`` is ``[B, H, T / P, D]``, ``key`` and ``value`` ``[B, H_kv, T / P, D]``, the output
-        ``[B, T / P, H * D]``; there are no attention weights. ``document_borders`` are those of the whole rows.
+        ``[B, T / P, H * D]``; there are no attention weights. ``document_boundaries`` are those of the whole rows.
         """
         (rows, heads, tokens, width), key_heads = query.shape, key.shape[1]
         # Positions are unused below (EABF has scaled the queries already), but DeepSpeed gathers them.
@@ -77,7 +77,7 @@ class SequenceGroup:
         """Return this process's share of ``[B, T]`` rows that all processes of the group hold.
 
         It is ``ceil(T / P)`` tokens of each row, padded on the right as a document, and one label more: the last token
-        predicts the first one of the next share, which does not count it. Document borders are those of whole rows.
+        predicts the first one of the next share, which does not count it. Document boundaries are those of whole rows.
         """
         share = -(-batch["input_ids"].shape[1] // self.size)
         end = self.size * share
@@ -87,7 +87,7 @@ class SequenceGroup:
             input_ids=self._cut(batch["input_ids"], 0)[:, :share],
             labels=labels,
             position_ids=self._cut(batch["position_ids"], 0)[:, :share],
-            document_borders=[[*row, end] if row[-1] < end else row for row in batch["document_borders"]],
+            document_boundaries=[[*row, end] if row[-1] < end else row for row in batch["document_boundaries"]],
         )
 
     def _cut(self, values: Tensor, fill: float) -> Tensor:
@@ -100,7 +100,7 @@ class SequenceGroup:
 
     def check_same(self, batch: PackedBatch) -> None:
         """Raise a ``ValueError`` unless all processes hold the same rows: the loss would not show it."""
-        content = batch["input_ids"].cpu().numpy().tobytes() + repr(batch["document_borders"]).encode()
+        content = batch["input_ids"].cpu().numpy().tobytes() + repr(batch["document_boundaries"]).encode()
         checksum = zlib.crc32(content)
         extremes = torch.tensor([checksum, -checksum], device=batch["input_ids"].device)
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self.processes)
@@ -119,7 +119,7 @@ class SequenceGroup:
     def log_likelihood(self, backbone: Backbone, batch: PackedBatch) -> Tensor:
         """Return ``[B, T]`` log-likelihoods (nats) of own rows; the processes of a group score each other's in turn."""
         device, own = batch["input_ids"].device, torch.empty(0)
-        names = ("input_ids", "labels", "position_ids", "document_borders")
+        names = ("input_ids", "labels", "position_ids", "document_boundaries")
         rows = {name: batch[name] for name in names}  # type: ignore[literal-required]
         for owner in range(self.size):
             sent = [move_data_to_device(rows, "cpu") if owner == self.rank else None]

@@ -28,7 +28,7 @@ from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
 from lightning_modules.scoring.context_lengths import ContextLadder
 from lightning_modules.scoring.corpus.columns import document_scores, ladder_scores
-from lightning_modules.scoring.corpus.protocols import Delivered
+from lightning_modules.scoring.corpus.protocols import ReadProgress
 from lightning_modules.scoring.corpus.shards import SUCCESS, ScoreShards
 from lightning_modules.scoring.document_scorer import DocumentScorer
 from lightning_modules.scoring.token_scores import text_sha256
@@ -346,7 +346,7 @@ def test_what_is_scored_is_kept_when_a_run_is_stopped(run, tmp_path, monkeypatch
 
 
 def test_a_document_that_is_missing_in_the_end_is_noticed(run, tmp_path, monkeypatch):
-    monkeypatch.setattr("datamodules.corpus.module.CorpusLoader.delivered", lambda self: Delivered(7, True, []))
+    monkeypatch.setattr("datamodules.corpus.module.CorpusLoader.read_progress", lambda self: ReadProgress(7, True, []))
     with pytest.raises(ValueError, match="holds 6 documents, not 7"):
         run()
     assert not (tmp_path / "out" / SUCCESS).exists()
@@ -378,7 +378,7 @@ def test_shards_behind_an_address(run, tmp_path):
     run(output=place, trainer={"limit_predict_batches": 2})
     run(output=place)
     shards = ScoreShards(place)
-    assert shards.written().rows["a.parquet"].tolist() == list(range(6))
+    assert shards.existing_scores().rows["a.parquet"].tolist() == list(range(6))
     assert json.loads(shards.folder.open(SUCCESS).read())["documents"] == 6
 
 

@@ -169,6 +169,6 @@ def test_bad_settings_are_refused_at_once(settings, match):
 
 
 def test_rows_without_offsets_are_refused(model_dir, evaluator_dir, documents, tmp_path):
-    bare = {key: documents[0][key] for key in ("input_ids", "labels", "position_ids", "document_borders")}
+    bare = {key: documents[0][key] for key in ("input_ids", "labels", "position_ids", "document_boundaries")}
     with pytest.raises(ValueError, match="offsets"):
         run(model_dir, ExternalEvaluator(str(evaluator_dir), **SETTINGS), [bare], tmp_path)

@@ -131,7 +131,7 @@ def test_validation_documents_are_cut_and_named(word_tokenizer, root):
     module = ready(word_tokenizer, root, validation_batch_size=2, validation_length=2)
     first, second = module.val_dataloader()
     assert first["input_ids"].tolist() == [[1, 2], [5, 0]]  # no end-of-text token: the second row is padded
-    assert first["document_borders"] == [[0, 2], [0, 1]]
+    assert first["document_boundaries"] == [[0, 2], [0, 1]]
     assert (first["text"], first["names"]) == (["a b", "e"], ["0", "1"])
     assert second["text"] == ["f g"]
 
@@ -249,7 +249,7 @@ def test_packings(word_tokenizer, root, packing, caplog):
     module = ready(word_tokenizer, root, sequence_length=4, packing=packing)
     logging.getLogger("lightning.pytorch").removeHandler(caplog.handler)
     batches = list(module.train_dataloader())
-    found = sorted(b["input_ids"][0, : b["document_borders"][0][-1]].tolist() for b in batches)
+    found = sorted(b["input_ids"][0, : b["document_boundaries"][0][-1]].tolist() for b in batches)
     assert found == sorted(PACKED[packing])
     assert {batch["input_ids"].shape for batch in batches} == {(1, 4)}
     assert f"Packed 3 documents ({packing}) into {module.rows.rows}." in caplog.text
@@ -275,7 +275,7 @@ def test_an_epoch_reads_every_token_of_odd_documents_once(byte_tokenizer, packin
     with tempfile.TemporaryDirectory() as folder:
         store = build_token_store(InMemory(texts), tokenizer, cache_dir=Path(folder))
         try:
-            rows = pack_documents(store.document_borders, length, packing)
+            rows = pack_documents(store.document_boundaries, length, packing)
         except ValueError:  # too little text for a row
             rows = None
         texts = [text for text in texts if text.strip()]  # the others are left out
@@ -292,7 +292,7 @@ def test_an_epoch_reads_every_token_of_odd_documents_once(byte_tokenizer, packin
                 places = [place for start, stop in rows.row(number) for place in range(start, stop)]
                 row = dataset[number]
                 assert row["input_ids"].tolist() == [expected[p] for p in places] + [0] * (length - len(places))
-                assert row["document_borders"][-1] == len(places)
+                assert row["document_boundaries"][-1] == len(places)
                 seen[places] += 1
                 left_out.remove(number)
     assert seen.max() == 1

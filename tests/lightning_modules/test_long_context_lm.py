@@ -28,14 +28,14 @@ VOCABULARY = 90
 LENGTH = 40
 
 
-def row(seed, borders=(0, LENGTH), vocabulary=VOCABULARY):
+def row(seed, boundaries=(0, LENGTH), vocabulary=VOCABULARY):
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(vocabulary, (1, borders[-1]), generator=generator)
-    labels, positions = ids.clone(), torch.arange(borders[-1]).unsqueeze(0).clone()
-    for start in borders[:-1]:
+    ids = torch.randint(vocabulary, (1, boundaries[-1]), generator=generator)
+    labels, positions = ids.clone(), torch.arange(boundaries[-1]).unsqueeze(0).clone()
+    for start in boundaries[:-1]:
         labels[0, start] = IGNORE_INDEX
         positions[0, start:] -= positions[0, start].clone()
-    return PackedBatch(input_ids=ids, labels=labels, position_ids=positions, document_borders=[list(borders)])
+    return PackedBatch(input_ids=ids, labels=labels, position_ids=positions, document_boundaries=[list(boundaries)])
 
 
 def loader(*rows):
@@ -77,7 +77,7 @@ def lm(folder, **settings):
 def test_longce_loss_and_gradients_match_a_float64_reference(model_folder, gamma, checkpointing, tmp_path):
     module = lm(model_folder, objective=LongCE(gamma), gradient_checkpointing=checkpointing)
     module.configure_model()
-    batch = row(0, borders=(0, 23, LENGTH))
+    batch = row(0, boundaries=(0, 23, LENGTH))
     module.backbone.train()
     loss = module.training_step(batch, 0) * REFERENCE_TOKENS / (LENGTH - 2)
     loss.backward()
@@ -111,7 +111,7 @@ def test_cross_entropy_is_that_of_transformers_and_costs_no_short_pass(folder, m
 
 
 def test_stored_weights_give_the_loss_and_gradients_of_longce_without_a_short_pass(folder, monkeypatch):
-    batch = row(0, borders=(0, 23, LENGTH))
+    batch = row(0, boundaries=(0, 23, LENGTH))
     long, short = long_and_short(load_backbone(ModelConfig(folder)), batch, context_length=8, stride=4)
     weights = (long - short).exp()
     assert (weights > 4).any()
@@ -153,7 +153,7 @@ def test_fit_logs_means_over_all_micro_batches_and_lowers_the_loss(folder, tmp_p
     first = copy.deepcopy(module)
     first.configure_model()
     first.backbone.train()
-    rows = [row(0), row(1, borders=(0, 14))]
+    rows = [row(0), row(1, boundaries=(0, 14))]
     runner.fit(module, loader(*(rows * 8)))
 
     assert len(logged) == 8
@@ -178,7 +178,7 @@ def test_fit_logs_means_over_all_micro_batches_and_lowers_the_loss(folder, tmp_p
 
 def test_validation_gives_log_likelihoods_and_logs_perplexity(folder, tmp_path):
     module = lm(folder)
-    rows = [row(0), row(1, borders=(0, 17)), row(2, borders=(0, 1))]
+    rows = [row(0), row(1, boundaries=(0, 17)), row(2, boundaries=(0, 1))]
     result = trainer(tmp_path).validate(module, loader(*rows), verbose=False)
     with torch.no_grad():
         scores = [module.backbone(batch) for batch in rows]

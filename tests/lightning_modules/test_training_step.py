@@ -114,7 +114,7 @@ SHARED = [
 
 def rows():
     """Sequences of which only the last tokens are scored; one has none, and some hold two documents."""
-    batches = [row(seed, borders=(0, 17, LENGTH) if seed % 3 == 1 else (0, LENGTH)) for seed in range(8)]
+    batches = [row(seed, boundaries=(0, 17, LENGTH) if seed % 3 == 1 else (0, LENGTH)) for seed in range(8)]
     for batch, scored in zip(batches, (39, 22, 20, 0, 7, 30, 3, 12), strict=True):
         batch["labels"][:, : LENGTH - scored] = IGNORE_INDEX
     return batches
@@ -185,7 +185,7 @@ def expected_step(model, batches, objective):
     loss, weights, tokens = 0.0, 0.0, 0
     for batch in batches:
         pairs = []
-        for start, stop in zip(batch["document_borders"][0], batch["document_borders"][0][1:], strict=False):
+        for start, stop in zip(batch["document_boundaries"][0], batch["document_boundaries"][0][1:], strict=False):
             ids = batch["input_ids"][0, start:stop]
             with torch.no_grad():
                 short = reference.long_and_short(model, ids, K, D)[1]

@@ -245,5 +245,5 @@ def _tail(batch: PackedBatch, length: int) -> PackedBatch:
         input_ids=batch["input_ids"][:, -length:],
         labels=labels,
         position_ids=torch.arange(length).expand(rows, -1),
-        document_borders=[[0, length]] * rows,
+        document_boundaries=[[0, length]] * rows,
     )

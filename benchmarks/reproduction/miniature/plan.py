@@ -78,7 +78,7 @@ class Results:
         return self.laboratory.examination.masks
 
     @property
-    def judge(self) -> Tokens:
+    def evaluate(self) -> Tokens:
         """The evaluator's likelihoods."""
         return self.laboratory.tokens(self.plan.evaluator)
 

@@ -21,21 +21,21 @@ CLEARLY_WEAKER = 0.3
 WEAKER = 0.1
 """The same for variants of LongPPL, which the paper finds a little weaker."""
 
-LEAST_RANGE = 0.2
+MIN_RANGE = 0.2
 """Difference of accuracy between the best and the worst model without which a correlation over models means nothing."""
 
-LEAST_BASES = 3
+MIN_BASES = 3
 """Base models without which nothing is said of LongCE against CE: pairs of one base are not independent."""
 
-LEAST_GAIN = 0.02
+MIN_GAIN = 0.02
 """Least difference of accuracy that counts as a gain."""
 
 SAME_PERPLEXITY = 1.05
 """Largest ratio of perplexities that counts as none."""
 
-LEAST_PRECISION, LEAST_PRECISION_GAIN = 0.75, 0.3
-LEAST_R_SQUARED = 0.9
-LEAST_LOSS_GAIN = 0.02  # nats: what no context lowers cannot follow a power law of it
+MIN_PRECISION, MIN_PRECISION_GAIN = 0.75, 0.3
+MIN_R_SQUARED = 0.9
+MIN_LOSS_GAIN = 0.02  # nats: what no context lowers cannot follow a power law of it
 MIDDLE_LOSS = 0.05
 """Least difference of accuracy between the worse end and the middle that counts as lost in the middle."""
 
@@ -107,7 +107,7 @@ def _correlations(experiment: dict[str, Any]) -> Iterator[_Finding]:
     accuracies = [
         [model["accuracy"] for model in seed["models"] if model["group"] == "trained"] for seed in experiment["seeds"]
     ]
-    testable = all(max(seed) - min(seed) >= LEAST_RANGE for seed in accuracies)
+    testable = all(max(seed) - min(seed) >= MIN_RANGE for seed in accuracies)
 
     def weaker(claim: str, metric: str, margin: float, *, than: str = "longppl", strong: bool = False) -> _Finding:
         best, other = mean_spearman(experiment, than), mean_spearman(experiment, metric)
@@ -140,7 +140,7 @@ def _correlations(experiment: dict[str, Any]) -> Iterator[_Finding]:
 
 def _objectives(experiment: dict[str, Any]) -> Iterator[_Finding]:
     pairs = experiment["pairs"]
-    testable = len({pair["base"] for pair in pairs}) >= LEAST_BASES
+    testable = len({pair["base"] for pair in pairs}) >= MIN_BASES
     budgets = {
         "steps": "equal steps (Table 3)",
         "cpu_seconds": "equal training time (Fig. 7)",
@@ -150,9 +150,9 @@ def _objectives(experiment: dict[str, Any]) -> Iterator[_Finding]:
         gains = [pair["gain_at_equal"][key] for pair in pairs]
         yield _Finding(
             f"LongCE is ahead of CE at {budget}",
-            f"mean gain of {100 * LEAST_GAIN:.0f} points or more, and above 0 in 80 % of the pairs;"
-            f" testable with {LEAST_BASES} base seeds",
-            _mean(gains) >= LEAST_GAIN and sum(value > 0 for value in gains) >= 0.8 * len(gains),
+            f"mean gain of {100 * MIN_GAIN:.0f} points or more, and above 0 in 80 % of the pairs;"
+            f" testable with {MIN_BASES} base seeds",
+            _mean(gains) >= MIN_GAIN and sum(value > 0 for value in gains) >= 0.8 * len(gains),
             f"{100 * _mean(gains):+.1f} points ({100 * min(gains):+.1f} to {100 * max(gains):+.1f},"
             f" {len(gains)} pairs)",
             testable,
@@ -161,9 +161,9 @@ def _objectives(experiment: dict[str, Any]) -> Iterator[_Finding]:
     ratio = _mean([pair["short"]["LongCE"]["perplexity"] / pair["short"]["CE"]["perplexity"] for pair in pairs])
     yield _Finding(
         "LongCE costs nothing in short contexts (Table 10)",
-        f"accuracy within {100 * LEAST_GAIN:.0f} points of CE's, or above, and perplexity at most"
+        f"accuracy within {100 * MIN_GAIN:.0f} points of CE's, or above, and perplexity at most"
         f" {SAME_PERPLEXITY} times CE's",
-        accuracy >= -LEAST_GAIN and ratio <= SAME_PERPLEXITY,
+        accuracy >= -MIN_GAIN and ratio <= SAME_PERPLEXITY,
         f"{100 * accuracy:+.1f} points, {ratio:.3f} times",
         testable,
     )
@@ -181,8 +181,8 @@ def _classification(experiment: dict[str, Any]) -> Iterator[_Finding]:
     )
     yield _Finding(
         "The LCL condition sorts out what is hard in any context (Fig. 4b)",
-        f"precision of {LEAST_PRECISION} or more, and {LEAST_PRECISION_GAIN} above that of LSD alone",
-        both["precision"] >= LEAST_PRECISION and both["precision"] - lsd["precision"] >= LEAST_PRECISION_GAIN,
+        f"precision of {MIN_PRECISION} or more, and {MIN_PRECISION_GAIN} above that of LSD alone",
+        both["precision"] >= MIN_PRECISION and both["precision"] - lsd["precision"] >= MIN_PRECISION_GAIN,
         f"precision {both['precision']:.3f} and {lsd['precision']:.3f}, recall {both['recall']:.3f}",
         testable,
     )
@@ -213,8 +213,8 @@ def _hyperparameters(experiment: dict[str, Any]) -> Iterator[_Finding]:
     lost = mean(default, "accuracy") - mean(cheapest, "accuracy")
     yield _Finding(
         "Other K and d make LongCE cheaper at almost no loss (Table 7)",
-        f"the cheapest by FLOPs takes less CPU time than the default and loses {100 * LEAST_GAIN:.0f} points at most",
-        mean(cheapest, "overhead") < mean(default, "overhead") and lost <= LEAST_GAIN,
+        f"the cheapest by FLOPs takes less CPU time than the default and loses {100 * MIN_GAIN:.0f} points at most",
+        mean(cheapest, "overhead") < mean(default, "overhead") and lost <= MIN_GAIN,
         f"K={sizes[0]}, d={sizes[1]}: overhead {100 * mean(cheapest, 'overhead'):.0f} % instead of"
         f" {100 * mean(default, 'overhead'):.0f} %, {-100 * lost:+.1f} points",
     )
@@ -229,16 +229,16 @@ def _loss_by_context(experiment: dict[str, Any]) -> Iterator[_Finding]:
     gain_of_short = _mean([model["gain"] for model in models if model["rows"] == shortest])
     yield _Finding(
         "Loss falls with context by a power law (Xiong et al., 2023, Fig. 1)",
-        f"R² of {LEAST_R_SQUARED} or more for each model of the longest rows; testable if context gains them"
-        f" {LEAST_LOSS_GAIN} nats",
-        bool(fitted) and min(fitted) >= LEAST_R_SQUARED,
+        f"R² of {MIN_R_SQUARED} or more for each model of the longest rows; testable if context gains them"
+        f" {MIN_LOSS_GAIN} nats",
+        bool(fitted) and min(fitted) >= MIN_R_SQUARED,
         f"R² from {min(fitted, default=math.nan):.3f} to {max(fitted, default=math.nan):.3f}, {gain:.3f} nats",
-        bool(fitted) and gain >= LEAST_LOSS_GAIN,
+        bool(fitted) and gain >= MIN_LOSS_GAIN,
     )
     yield _Finding(
         "Who was trained on longer rows gains more from context (Xiong et al., 2023)",
-        f"{LEAST_LOSS_GAIN} nats more, on average",
-        gain - gain_of_short >= LEAST_LOSS_GAIN,
+        f"{MIN_LOSS_GAIN} nats more, on average",
+        gain - gain_of_short >= MIN_LOSS_GAIN,
         f"{gain:.3f} nats after rows of {longest}, {gain_of_short:.3f} after rows of {shortest}",
         longest > shortest,
     )

@@ -26,7 +26,7 @@ from lightning_modules.models.identity import model_identity
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
 from lightning_modules.scoring.evaluator import Evaluator
 from lightning_modules.scoring.key_tokens import document_tokens, find_key_tokens, move_soft_influence
-from lightning_modules.scoring.score import ScoredModel, find_device
+from lightning_modules.scoring.score import EvaluatedModel, find_device
 from lightning_modules.scoring.token_scores import TokenScores, text_sha256
 
 THRESHOLDS = ((2.0, -2.0), (2.0, -1.0), (1.0, -2.0), (1.0, -1.0), (2.0, -math.inf))
@@ -177,7 +177,7 @@ class Measuring:
 
     def _score(self, model: NamedModel, judges: Mapping[str, Evaluator]) -> dict[str, list[DocumentResult]]:
         """One pass of the model over each document serves all evaluators."""
-        scored = ScoredModel(self.options.loading(model.path), self.device)
+        scored = EvaluatedModel(self.options.loading(model.path), self.device)
         tokenizer = load_tokenizer(model.path, trust_remote_code=self.options.trust_remote_code)
         found: dict[str, list[DocumentResult]] = {name: [] for name in judges}
         for name, text, _ in tqdm(self.texts, desc=model.name, unit="document", disable=None):

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_modules.commands.cli.experiment_options import accept_saved_config
 from lightning_modules.commands.influence import InfluenceTrainer
-from lightning_modules.functional.checks import MOST_PROCESSES, check_count
+from lightning_modules.functional.checks import MAX_PROCESSES, check_count
 from lightning_modules.functional.windows import check_context
 from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.training.checkpoints.io import CheckedCheckpointIO
@@ -190,7 +190,7 @@ def _check_trainer(options: Any) -> None:
             wanted = "0 or more" if name == "gradient_clip_val" else "above 0"
             raise ValueError(f"`trainer.{name}` must be {wanted}, got {value}. Leave it out for Lightning's default.")
     if (devices := str(options.get("devices"))).isdecimal():
-        check_count("`trainer.devices`", int(devices), most=MOST_PROCESSES)
+        check_count("`trainer.devices`", int(devices), maximum=MAX_PROCESSES)
 
 
 class InfluenceCLI(LongceCLI):

@@ -27,7 +27,7 @@ commands:
   test        evaluate a model on the test documents
   predict     score documents: a corpus into a table (`configs/score_corpus.yaml`), or every token of the test documents
   select      the documents of a scored corpus that pass conditions, as ids or text, and weights of their sources
-  data        `data inspect`: what the training rows hold, as text, with document borders
+  data        `data inspect`: what the training rows hold, as text, with document boundaries
   influence   LongCE weights of the training rows by an evaluator, so that training makes no short pass
   correlate   LongPPL and perplexity of many models against their benchmark scores
   export      a checkpoint of `fit` as a folder that transformers loads

@@ -76,8 +76,8 @@ def _patterned_attention(
         _check_backend(config, PATTERN_BACKENDS)
     frequencies = plain_frequencies(config).to(query.device)
     rotary = Rotary(config.rope_parameters, frequencies, kwargs["scaling"], kwargs.get("dropout", 0.0))
-    borders = kwargs.get("document_borders")
-    output = by_document(lambda q, k, v: pattern(q, k, v, rotary), query, key, value, attention_mask, borders)
+    boundaries = kwargs.get("document_boundaries")
+    output = by_document(lambda q, k, v: pattern(q, k, v, rotary), query, key, value, attention_mask, boundaries)
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -130,11 +130,11 @@ def check_parameters(parameters: Mapping[str, Any]) -> None:
     """Raise a ``ValueError`` unless ``rope_parameters`` of one of our types hold the counts that the type needs."""
     name = parameters["rope_type"]
     for key in ROPE_TYPES[name].parameters:
-        value, least = parameters.get(key), 0 if key == "unscaled_layers" else 1
+        value, minimum = parameters.get(key), 0 if key == "unscaled_layers" else 1
         numbers = value if isinstance(value, list) and value else [value]
-        if not all(isinstance(number, int) and number >= least for number in numbers):
+        if not all(isinstance(number, int) and number >= minimum for number in numbers):
             raise ValueError(
-                f"The RoPE type '{name}' needs `rope_parameters.{key}`, {least} or more, and the model's config has"
+                f"The RoPE type '{name}' needs `rope_parameters.{key}`, {minimum} or more, and the model's config has"
                 f" {value!r}: extend the model by `context_extension`, which sets it."
             )
     if name == "longnet":
@@ -182,18 +182,18 @@ def by_document(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    borders: Sequence[Sequence[int]] | None,
+    boundaries: Sequence[Sequence[int]] | None,
 ) -> Tensor:
     """Return ``[B, H, T, D]`` attention of the last T of S tokens within each document of each row.
 
     Keys and values are ``[B, H_kv, S, D]``; S is above T if a cache holds the preceding tokens. ``attention`` is that
-    of one document. The mask is ``[B, 1, T, S]``, made by transformers of padding, where the output is 0. Borders are
-    ascending indices ``[0, .., T]`` of each row; None is one document per row.
+    of one document. The mask is ``[B, 1, T, S]``, made by transformers of padding, where the output is 0. Boundaries
+    are ascending indices ``[0, .., T]`` of each row; None is one document per row.
 
     Raises:
         ValueError: If a mask holds more than causal attention and padding: a sliding window, or packed documents.
     """
-    if mask is None and borders is None:
+    if mask is None and boundaries is None:
         if 1 < query.shape[2] < key.shape[2]:  # an empty static cache: the rest of it is not filled yet
             key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
         return attention(query, key, value)
@@ -202,8 +202,8 @@ def by_document(
         q, k, v = (part[row : row + 1] for part in (query, key, value))
         if mask is not None:
             rows.append(_padded(attention, q, k, v, mask[row % len(mask), 0]))
-        elif borders is not None:
-            parts = [attention(*(x[:, :, start:stop] for x in (q, k, v))) for start, stop in pairwise(borders[row])]
+        elif boundaries is not None:
+            parts = [attention(*(x[:, :, start:stop] for x in (q, k, v))) for start, stop in pairwise(boundaries[row])]
             rows.append(torch.cat(parts, dim=2))
     return torch.cat(rows)
 
@@ -224,7 +224,7 @@ def _padded(
         raise ValueError(
             "The attention pattern of this model follows no mask but that of padding, and was given another one. If"
             " the model has sliding windows, set `context_extension.full_attention: true`; if its rows hold several"
-            " documents, set `document_borders` and the attention 'document_sdpa'."
+            " documents, set `document_boundaries` and the attention 'document_sdpa'."
         )
     output = attention(query[:, :, low:high], key[:, :, first:end], value[:, :, first:end])
     return F.pad(output, (0, 0, low, tokens - high))

@@ -5,10 +5,10 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import pyarrow
 
-from lightning_modules.scoring.corpus.shards import Written
+from lightning_modules.scoring.corpus.shards import ExistingScores
 
 
-class Delivered(NamedTuple):
+class ReadProgress(NamedTuple):
     """Progress of a process in a corpus."""
 
     documents: int  # number of documents, failed ones included
@@ -17,10 +17,10 @@ class Delivered(NamedTuple):
 
 
 @runtime_checkable
-class KeepsScores(Protocol):
+class ScoreSink(Protocol):
     """A callback that writes the scores of documents, and knows those of earlier runs."""
 
-    def written(self) -> Written:
+    def existing_scores(self) -> ExistingScores:
         """Return what is scored already, to be left out; called once, in the first process."""
 
 
@@ -28,7 +28,7 @@ class KeepsScores(Protocol):
 class ScoredCorpus(Protocol):
     """A data module of documents in files."""
 
-    column_types: Mapping[str, pyarrow.DataType]  # of `Origin.columns`
+    column_types: Mapping[str, pyarrow.DataType]  # of `DocumentRef.columns`
     allowed_failures: float  # share of the documents of a source that may fail
 
     def source(self, file: str) -> str:
@@ -46,5 +46,5 @@ class ScoredCorpus(Protocol):
     def expected(self) -> int | None:
         """Estimate how many documents this process gets; None if that is unknown before the files are read."""
 
-    def delivered(self) -> Delivered:
+    def read_progress(self) -> ReadProgress:
         """Return the progress of this process."""

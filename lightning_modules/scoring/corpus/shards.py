@@ -30,7 +30,7 @@ Rows = dict[str, NDArray[np.int64]]
 """Ascending row numbers by the name of the file."""
 
 
-class Written(NamedTuple):
+class ExistingScores(NamedTuple):
     """Content of a folder of shards."""
 
     rows: Rows  # rows by file
@@ -54,7 +54,7 @@ class ScoreShards:
         """Return the names of the shards, in order."""
         return self.folder.names(".parquet")
 
-    def written(self) -> Written:
+    def existing_scores(self) -> ExistingScores:
         """Read which rows are scored.
 
         Raises:
@@ -85,7 +85,7 @@ class ScoreShards:
                 f" Delete {', '.join(doubles)} and run the same command again: rows that are then missing"
                 " are scored again."
             )
-        return Written(rows, versions, settings, counts, len(names))
+        return ExistingScores(rows, versions, settings, counts, len(names))
 
     def write(self, table: pyarrow.Table, header: Mapping[str, Any], rank: int) -> None:
         """Write a shard under a unique name, with the columns ``file`` and ``row`` among others.

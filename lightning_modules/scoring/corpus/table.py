@@ -8,7 +8,7 @@ import pyarrow
 import pyarrow.compute
 from torch import Tensor
 
-from lightning_modules.batch import Origin
+from lightning_modules.batch import DocumentRef
 from lightning_modules.scoring.corpus.columns import COLUMNS, document_scores, ladder_columns, ladder_scores
 from lightning_modules.scoring.corpus.failures import LEFT_OUT
 from lightning_modules.scoring.corpus.shards import PER_TOKEN
@@ -55,7 +55,7 @@ class ScoreTable:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def add(self, origin: Origin, scores: TokenScores | Failed) -> None:
+    def add(self, origin: DocumentRef, scores: TokenScores | Failed) -> None:
         """Add the row of a document."""
         row = {"key": origin.key, "file": origin.file, "row": origin.row, "truncated": origin.truncated}
         row |= origin.columns

@@ -15,7 +15,7 @@ from lightning_modules.tasks.questions.prompter import Prompter
 from lightning_modules.tasks.questions.task import Task
 from lightning_modules.tasks.teacher_forcing import AnswerScores, teacher_forced
 
-MOST_UNKNOWN = 0.1  # fraction of the tokens
+MAX_UNKNOWN = 0.1  # fraction of the tokens
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def check_questions(keys: Iterable[Key], tasks: Sequence[Task], prompter: Prompt
     for key, example in make_questions(first, tasks, prompter, seed):
         tokens = prompter.encode(example.prompt, example.answer_prefix)
         unknown = tokens.count(prompter.tokenizer.unk_token_id) / len(tokens)
-        if unknown > MOST_UNKNOWN:
+        if unknown > MAX_UNKNOWN:
             warnings.warn(
                 f"{unknown:.0%} of the tokens of '{key.task}' are unknown to the tokenizer"
                 f" '{prompter.tokenizer.name_or_path}': scores mean little. Take tasks in the model's language.",

@@ -114,10 +114,10 @@ def answer_table(results: Sequence[TaskResult], count: int = 8) -> Table:
     )
 
 
-def _line(text: str, most: int = 160) -> str:
+def _line(text: str, maximum: int = 160) -> str:
     """Format a text on one line as code, which Markdown leaves alone."""
     line = " ".join(text.split()).replace("`", "'")
-    return f"`{line[:most]}{'..' if len(line) > most else ''}`" if line else ""
+    return f"`{line[:maximum]}{'..' if len(line) > maximum else ''}`" if line else ""
 
 
 @matplotlib.rc_context(STYLE)

@@ -72,8 +72,8 @@ class MultiDocumentQA(FittedTask):
             question.answers,
             target=f" {question.answers[0]}",
             match="subspan",
-            least=self.documents or 2,
-            most=self.documents or self._passages or None,
+            minimum=self.documents or 2,
+            maximum=self.documents or self._passages or None,
             exhausted=too_few if self.documents is None else None,
             depth=lambda count: place(depth, count - 1) / (count - 1),
         )

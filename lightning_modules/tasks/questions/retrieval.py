@@ -101,8 +101,8 @@ def _noise(count: int) -> str:
 
 FIRST_SENTENCE_QUESTION = "\n\nWhat is the first sentence of the text above? Repeat it word for word."
 FIRST_SENTENCE_ANSWER_PREFIX = " The first sentence is:"
-FEWEST_WORDS = 5
-MOST_CHARACTERS = 120
+MIN_WORDS = 5
+MAX_CHARACTERS = 120
 
 
 class FirstSentence(FittedTask):
@@ -129,16 +129,16 @@ class FirstSentence(FittedTask):
         def wording(count: int) -> tuple[str, str]:
             return " ".join(self.essays.sentences(count, start)) + FIRST_SENTENCE_QUESTION, FIRST_SENTENCE_ANSWER_PREFIX
 
-        return Draft(wording, (sentence,), f" {sentence}", "rouge_l", least=2)
+        return Draft(wording, (sentence,), f" {sentence}", "rouge_l", minimum=2)
 
     def _start(self, first: int) -> int:
         """Return the next sentence that is neither a heading nor too long to be repeated."""
         for start in range(first, first + STARTS):
             sentence = self.essays.sentences(1, start)[0]
-            if len(sentence) <= MOST_CHARACTERS and len(sentence.split()) >= FEWEST_WORDS:
+            if len(sentence) <= MAX_CHARACTERS and len(sentence.split()) >= MIN_WORDS:
                 return start
         raise ValueError(
-            f"The haystack '{self.essays.folder}' has no sentence of {FEWEST_WORDS} words or more and {MOST_CHARACTERS}"
+            f"The haystack '{self.essays.folder}' has no sentence of {MIN_WORDS} words or more and {MAX_CHARACTERS}"
             " characters or fewer that could be asked for: take other prose."
         )
 

@@ -53,14 +53,16 @@ class Task(ABC):
         length: int,
         wording: Wording,
         *,
-        least: int = 1,
-        most: int | None = None,
+        minimum: int = 1,
+        maximum: int | None = None,
         guess: int | None = None,
     ) -> int:
         """Return the most pieces of text with which prompt, answer prefix and answer stay within ``length`` tokens."""
         room = length - self.max_new_tokens
         try:
-            return most_units(lambda units: prompter.count(*wording(units)), room, least=least, most=most, guess=guess)
+            return most_units(
+                lambda units: prompter.count(*wording(units)), room, minimum=minimum, maximum=maximum, guess=guess
+            )
         except ValueError as error:
             raise ValueError(
                 f"A length of {length} tokens is too short for '{self.name}', which keeps {self.max_new_tokens} for the"
@@ -92,8 +94,8 @@ class Draft(NamedTuple):
     answers: tuple[str, ...]  # as in `Example`, like target and match
     target: str
     match: Match = "all"
-    least: int = 1  # fewest pieces
-    most: int | None = None  # number of all pieces; None without a limit
+    minimum: int = 1  # fewest pieces
+    maximum: int | None = None  # number of all pieces; None without a limit
     exhausted: str | None = None  # error if all pieces together leave room for more; None if that is fine
     depth: Callable[[int], float | None] = lambda _: None  # depth of the answer among a number of pieces
 
@@ -110,8 +112,8 @@ class FittedTask(Task):
         self, prompter: Prompter, length: int, index: int, *, seed: int = 0, depth: float | None = None
     ) -> Example:
         draft = self.draft(Request(prompter, length, index, seed, depth, self.random(length, index, seed)))
-        count = self.fit(prompter, length, draft.wording, least=draft.least, most=draft.most)
-        if draft.exhausted is not None and count == draft.most:
+        count = self.fit(prompter, length, draft.wording, minimum=draft.minimum, maximum=draft.maximum)
+        if draft.exhausted is not None and count == draft.maximum:
             raise ValueError(draft.exhausted)
         prompt, prefix = draft.wording(count)
         return Example(
@@ -129,30 +131,30 @@ class FittedTask(Task):
 
 
 def most_units(
-    tokens: Callable[[int], int], limit: int, *, least: int = 1, most: int | None = None, guess: int | None = None
+    tokens: Callable[[int], int], limit: int, *, minimum: int = 1, maximum: int | None = None, guess: int | None = None
 ) -> int:
-    """Return the largest number of pieces, from ``least`` to ``most``, whose text has at most ``limit`` tokens.
+    """Return the largest number of pieces, from ``minimum`` to ``maximum``, whose text has at most ``limit`` tokens.
 
     As tokens grow about linearly with the pieces, interpolation finds the number in a few tries, each of which
-    tokenizes the whole text. A ``guess`` of the result may save some. A ``ValueError`` is raised if not even ``least``
-    pieces fit, or if the text hardly grows with its pieces.
+    tokenizes the whole text. A ``guess`` of the result may save some. A ``ValueError`` is raised if not even
+    ``minimum`` pieces fit, or if the text hardly grows with its pieces.
     """
-    low, low_tokens = least, tokens(least)
+    low, low_tokens = minimum, tokens(minimum)
     if low_tokens > limit:
         raise ValueError(f"The shortest question takes {low_tokens} tokens, more than {limit}.")
     high, high_tokens = 0, 0  # the fewest pieces known to be too many, once there are any
     step = max(1, guess - low if guess is not None else low)
     while high == 0:
-        if low == most:
+        if low == maximum:
             return low
-        tried = low + step if most is None else min(low + step, most)
+        tried = low + step if maximum is None else min(low + step, maximum)
         count = tokens(tried)
         if count > limit:
             high, high_tokens = tried, count
         else:
             rate = (count - low_tokens) / (tried - low)
             low, low_tokens = tried, count
-            if low - least > limit + SPARE:
+            if low - minimum > limit + SPARE:
                 raise ValueError(
                     f"{low:,} pieces of text are only {count:,} tokens: the tokenizer does not tell them apart."
                 )

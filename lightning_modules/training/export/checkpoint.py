@@ -15,7 +15,7 @@ from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.context_extension.methods import extend_config
 from lightning_modules.models.loading import load_backbone
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer, tokenizer_from_json
-from lightning_modules.training.checkpoint_contents import FINGERPRINT, KEY
+from lightning_modules.training.checkpoint_contents import EXPORT_KEY, FINGERPRINT_KEY
 from lightning_modules.training.checkpoints.io import CheckedCheckpointIO, check_checkpoint, check_integrity
 from lightning_modules.training.checkpoints.sharded import load_whole
 from lightning_modules.training.export.facts import TrainingFacts
@@ -40,13 +40,13 @@ def export_checkpoint(
     folder = Path(output_dir).expanduser()
     check_replaceable(folder)
     content = _read(checkpoint)
-    facts = TrainingFacts.from_json(content[KEY]["facts"])
-    module = _build(content[KEY], facts)
+    facts = TrainingFacts.from_json(content[EXPORT_KEY]["facts"])
+    module = _build(content[EXPORT_KEY], facts)
     check_export(module["backbone"].model, folder, asked, facts)
-    chosen = _tokenizer(tokenizer, tokenizer_revision, facts, content[KEY].get("tokenizer"))
-    if FINGERPRINT in content and not asked.kept:
-        module["backbone"] = _load_base(facts, content[FINGERPRINT])
-    _fill(module, content["state_dict"], partly=FINGERPRINT in content)
+    chosen = _tokenizer(tokenizer, tokenizer_revision, facts, content[EXPORT_KEY].get("tokenizer"))
+    if FINGERPRINT_KEY in content and not asked.kept:
+        module["backbone"] = _load_base(facts, content[FINGERPRINT_KEY])
+    _fill(module, content["state_dict"], partly=FINGERPRINT_KEY in content)
     export_model(module["backbone"].model, chosen, folder, options=asked, facts=facts)
     return folder
 
@@ -76,7 +76,7 @@ def _read(path: str) -> dict[str, Any]:
         content = load_whole(file)
     else:
         content = CheckedCheckpointIO().load_checkpoint(file)
-    if KEY not in content:
+    if EXPORT_KEY not in content:
         raise ValueError(
             f"`checkpoint` '{path}' was not written by this version's `longce fit`, which stores how the model is"
             " built: resume from it for a step (`longce fit --ckpt_path`), or name another one."

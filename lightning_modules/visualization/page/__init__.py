@@ -1,6 +1,6 @@
 """Key tokens to be looked at: a document as one self-contained HTML page, from the command line or in a notebook."""
 
 from lightning_modules.visualization.page.document import inspect_document
-from lightning_modules.visualization.page.page import EvaluatedModel, Inspection
+from lightning_modules.visualization.page.page import Inspection, ModelScores
 
-__all__ = ["EvaluatedModel", "Inspection", "inspect_document"]
+__all__ = ["Inspection", "ModelScores", "inspect_document"]

@@ -8,8 +8,8 @@ from lightning_modules.models.tokenization.detokenization import token_texts
 from lightning_modules.scoring.config import InspectConfig
 from lightning_modules.scoring.evaluator import Evaluator
 from lightning_modules.scoring.key_tokens import document_tokens
-from lightning_modules.scoring.score import ScoredModel, find_device
-from lightning_modules.visualization.page.page import EvaluatedModel, Inspection
+from lightning_modules.scoring.score import EvaluatedModel, find_device
+from lightning_modules.visualization.page.page import Inspection, ModelScores
 
 
 def inspect_document(text: str, evaluator: str, *, name: str = "document", **options: Any) -> Inspection:
@@ -31,29 +31,29 @@ def inspect_document(text: str, evaluator: str, *, name: str = "document", **opt
     """
     config = InspectConfig(evaluator=evaluator, **options)
     device = find_device(config.device)
-    judge = Evaluator(config.evaluator_config())
-    text = judge.encode(text, name=name, max_tokens=config.max_tokens)["text"][0]
-    model = None if config.model is None else ScoredModel(config.loading(config.model), device)
+    scorer = Evaluator(config.evaluator_config())
+    text = scorer.encode(text, name=name, max_tokens=config.max_tokens)["text"][0]
+    model = None if config.model is None else EvaluatedModel(config.loading(config.model), device)
     # Before the evaluator is loaded: the model is found to be there, and to know its tokens.
     document = None if model is None else model.read({name: text}, add_special_tokens=config.add_special_tokens)[0]
-    scores = judge.scores(text, device=device, name=name)
+    scores = scorer.scores(text, device=device, name=name)
     found = None
     if config.alternatives:
-        found = judge.alternatives(text, count=config.alternatives, device=device, name=name)
-    judge.release()
+        found = scorer.alternatives(text, count=config.alternatives, device=device, name=name)
+    scorer.release()
     ids = torch.cat([scores.token_ids, *(part.token_ids.flatten() for part in found or ())]).unique().tolist()
     evaluated = None
     if model is not None and document is not None:
         log_likelihood = model.log_likelihood(document)[0].float()
         tokens = document_tokens(document)
-        key = judge.judge(text, tokens, device=device, name=name).key
-        evaluated = EvaluatedModel(model.name, tokens, log_likelihood, key)
+        key = scorer.evaluate(text, tokens, device=device, name=name).key
+        evaluated = ModelScores(model.name, tokens, log_likelihood, key)
     return Inspection(
         name=name,
         text=text,
         evaluator=evaluator,
         scores=scores,
-        token_texts=dict(zip(ids, token_texts(judge.tokenizer, ids), strict=True)),
+        token_texts=dict(zip(ids, token_texts(scorer.tokenizer, ids), strict=True)),
         alpha=config.alpha,
         beta=config.beta,
         alternatives=found,

@@ -36,7 +36,7 @@ _MODEL_FIGURES = """<div class="key"><dt>LongPPL of model</dt><dd id="model-long
 _SCRIPTS = ("data.js", "key_tokens.js", "blocks.js", "card.js", "charts.js", "main.js")
 
 
-class EvaluatedModel(NamedTuple):
+class ModelScores(NamedTuple):
     """A model that is evaluated on the key tokens, with its ``[M]`` tokens of the document.
 
     Log-likelihoods are float32 nats given all preceding tokens; token 0 is not scored. ``key`` marks its key tokens.
@@ -69,7 +69,7 @@ class Inspection:
     alpha: float = 2.0
     beta: float = -2.0
     alternatives: Alternatives | None = None
-    model: EvaluatedModel | None = None
+    model: ModelScores | None = None
 
     def html(self) -> str:
         """Return the page."""
@@ -140,7 +140,7 @@ class Inspection:
             "longppl": longppl,
             "perplexity": perplexity,
             "of_evaluator": "" if self.model is None else " of evaluator",
-            "model_sentence": "" if self.model is None else f" They judge {self.model.name}.",
+            "model_sentence": "" if self.model is None else f" They are of {self.model.name}.",
         }
 
     def _arrays(self) -> dict[str, np.ndarray[Any, Any]]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_modules.scoring.evaluator import Judged
+from lightning_modules.scoring.evaluator import EvaluatedDocument
 from lightning_modules.scoring.key_tokens import evaluator_key_tokens
 from lightning_modules.scoring.token_scores import TokenScores
 from lightning_modules.visualization.tensorboard.documents import (
@@ -73,7 +73,7 @@ class EvaluationPanels:
         documents: Sequence[InspectedDocument],
         positions: PositionSums,
         *,
-        judged: Mapping[str, Judged],
+        judged: Mapping[str, EvaluatedDocument],
         step: int,
     ) -> None:
         """Write all panels of an evaluation after ``step`` optimizer steps to each ``SummaryWriter``.
@@ -98,13 +98,15 @@ class EvaluationPanels:
                 writer.add_image("loss_by_context/model_all_documents", figure, step, dataformats="HWC")
         self._drawn |= set(judged)
 
-    def _by_evaluator(self, document: InspectedDocument, judged: Mapping[str, Judged]) -> ScoredDocument | None:
+    def _by_evaluator(
+        self, document: InspectedDocument, judged: Mapping[str, EvaluatedDocument]
+    ) -> ScoredDocument | None:
         if (found := judged.get(document.scores.text_sha256)) is None:
             return None
         key = evaluator_key_tokens(found.scores, **self.thresholds)
         return ScoredDocument(document.name, document.text, found.scores, key)
 
-    def _by_model(self, document: InspectedDocument, judged: Mapping[str, Judged]) -> ScoredDocument:
+    def _by_model(self, document: InspectedDocument, judged: Mapping[str, EvaluatedDocument]) -> ScoredDocument:
         """Return the document with the model's scores, and with the evaluator's key tokens if there is an evaluator."""
         key, found = document.key, judged.get(document.scores.text_sha256)
         if key is None:

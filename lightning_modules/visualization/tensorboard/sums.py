@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from lightning_modules.batch import IGNORE_INDEX, LONGEST_ROW
+from lightning_modules.batch import IGNORE_INDEX, MAX_SEQUENCE_LENGTH
 from lightning_modules.functional import PowerLaw, ShortContext, fit_power_law
 
 SHORTEST_FITTED = 16  # tokens of context to which a power law is fitted: shorter ones are within a sentence
@@ -17,7 +17,9 @@ class PositionSums:
     """
 
     def __init__(self, values: int) -> None:
-        edges = torch.tensor([2.0 ** (half / 2) for half in range(2 * LONGEST_ROW.bit_length())], dtype=torch.float64)
+        edges = torch.tensor(
+            [2.0 ** (half / 2) for half in range(2 * MAX_SEQUENCE_LENGTH.bit_length())], dtype=torch.float64
+        )
         self._edges = edges.ceil().long().unique()  # [1, 2, 3, 4, 6, 8, 12, ..]
         self.sums = torch.zeros(2 + values, len(self._edges), dtype=torch.float64)
 

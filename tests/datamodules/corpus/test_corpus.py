@@ -26,8 +26,8 @@ from datamodules.corpus.files import CorpusColumns, find_corpus
 from datamodules.corpus.stream import CorpusLoader, shares
 from datamodules.sources import records
 from datamodules.sources.locations import RemoteFile
-from lightning_modules.batch import IGNORE_INDEX, Origin
-from lightning_modules.scoring.corpus.shards import Written
+from lightning_modules.batch import IGNORE_INDEX, DocumentRef
+from lightning_modules.scoring.corpus.shards import ExistingScores
 
 COLUMNS = CorpusColumns("text", None, ())
 
@@ -109,13 +109,13 @@ def test_keys_and_columns(tmp_path):
     files = find_corpus([str(tmp_path / "p")], CorpusColumns("text", "id", ("year", "meta.set")))
     assert files.column_types == {"year": pyarrow.int16(), "meta.set": pyarrow.string()}
     (first, text), (second, _) = files.read(files.parts[0], lambda _: True)
-    assert (first, text) == (Origin("7", "a.parquet", 0, {"year": 1900, "meta.set": "A"}), "x")
+    assert (first, text) == (DocumentRef("7", "a.parquet", 0, {"year": 1900, "meta.set": "A"}), "x")
     assert (second.key, second.error.endswith("no key in 'id'.")) == ("a.parquet:1", True)
     write_lines(tmp_path / "p" / "b.jsonl", {"text": "z", "id": "q", "year": 3, "meta": {"set": ["B"]}})
     files = find_corpus([str(tmp_path / "p")], CorpusColumns("text", "id", ("year", "meta.set")))
     assert set(files.column_types.values()) == {pyarrow.string()}
     ((origin, _),) = files.read(files.parts[-1], lambda _: True)
-    assert origin == Origin("q", "b.jsonl", 0, {"year": "3", "meta.set": '["B"]'})
+    assert origin == DocumentRef("q", "b.jsonl", 0, {"year": "3", "meta.set": '["B"]'})
 
 
 def test_columns_that_are_not_there_or_differ(tmp_path):
@@ -222,7 +222,7 @@ def test_lines_are_counted_by_their_length(tmp_path, word_tokenizer):
     corpus = DocumentCorpus(str(tmp_path), tokenizer=word_tokenizer, num_workers=0)
     versions = find_corpus(corpus.files, COLUMNS).versions()
     done = {"3.jsonl": np.arange(60), "t.txt": np.array([0])}
-    written = Written(done, {name: versions[name] for name in done}, {}, {}, 1)
+    written = ExistingScores(done, {name: versions[name] for name in done}, {}, {}, 1)
     attached(corpus, Keeper(written)).setup("predict")
     assert corpus.expected() == 5000 - 60
 
@@ -249,7 +249,7 @@ def test_broken_rows_have_a_reason_and_the_others_are_read(tmp_path):
 
 
 def test_a_line_that_is_too_long_is_one_row(tmp_path, monkeypatch):
-    monkeypatch.setattr(records, "LARGEST_DOCUMENT", 40)
+    monkeypatch.setattr(records, "MAX_DOCUMENT", 40)
     write_lines(tmp_path / "a.jsonl", {"text": "a"}, {"text": "b" * 200}, {"text": "c"})
     found = all_of(find_corpus([str(tmp_path)], COLUMNS))
     assert list(found) == [("a.jsonl", 0), ("a.jsonl", 1), ("a.jsonl", 2)]
@@ -292,10 +292,10 @@ def test_settings_of_the_data_module(folder, word_tokenizer):
     corpus.setup("predict")
     (first, second) = list(corpus.predict_dataloader())
     assert first["text"] == ["a b"]
-    assert first["origins"] == [Origin("b.jsonl:0", "b.jsonl", 0, {}, truncated=True)]
+    assert first["origins"] == [DocumentRef("b.jsonl:0", "b.jsonl", 0, {}, truncated=True)]
     assert first["labels"].tolist() == [[IGNORE_INDEX, 2]]
     assert second["origins"][0].truncated is False
-    assert corpus.delivered() == (2, True, [])
+    assert corpus.read_progress() == (2, True, [])
     assert corpus.expected() == 2
     skipping = DocumentCorpus(
         [str(folder)], tokenizer=word_tokenizer, num_workers=0, max_tokens=2, overlong="skip", batch_tokens=100
@@ -313,7 +313,7 @@ class Keeper:
     def __init__(self, written):
         self._written = written
 
-    def written(self):
+    def existing_scores(self):
         return self._written
 
 
@@ -353,7 +353,7 @@ def test_what_is_done_is_left_out_before_it_is_tokenised(folder, word_tokenizer,
     corpus = DocumentCorpus(f"{folder}/**/*.*", tokenizer=word_tokenizer, num_workers=0)
     versions = find_corpus(corpus.files, COLUMNS).versions()
     done = {"web/a.parquet": np.array([0, 1, 2, 4]), "b.jsonl": np.array([2]), "t.txt": np.array([0])}
-    written = Written(done, {name: versions[name] for name in done}, {}, {}, 1)
+    written = ExistingScores(done, {name: versions[name] for name in done}, {}, {}, 1)
     attached(corpus, object(), Keeper(written)).setup("predict")
     read = []
     monkeypatch.setattr(corpus.stream, "make_row", lambda origin, text: read.append(text) or (origin, None))
@@ -368,7 +368,7 @@ def test_files_that_changed_or_are_gone_are_named(folder, word_tokenizer):
         ({"t.txt": "0 0"}, r"1 file\(s\) have changed.*'t.txt'"),
         ({"gone.txt": "0 0"}, r"not in `files`.*'gone.txt'"),
     ):
-        written = Written({name: np.array([0]) for name in versions}, versions, {}, {}, 1)
+        written = ExistingScores({name: np.array([0]) for name in versions}, versions, {}, {}, 1)
         with pytest.raises(ValueError, match=message):
             attached(corpus, Keeper(written)).setup("predict")
 
@@ -380,7 +380,7 @@ def test_a_file_that_cannot_be_read_further_is_told_and_the_others_are_read(fold
     corpus.setup("predict")
     seen = {origin.file for batch in corpus.predict_dataloader() for origin in batch["origins"]}
     assert seen >= {"web/a.parquet", "b.jsonl", "t.txt"}
-    (unreadable,) = corpus.delivered().unreadable
+    (unreadable,) = corpus.read_progress().unreadable
     assert "z.json.gz: the compressed file is damaged" in unreadable
 
 
@@ -393,8 +393,8 @@ def test_batches_of_several_documents_waste_little(tmp_path, word_tokenizer):
         batches = list(corpus.predict_dataloader())
         assert [tuple(batch["input_ids"].shape) for batch in batches] == expected
     for batch in batches:
-        for origin, borders, text in zip(batch["origins"], batch["document_borders"], batch["text"], strict=True):
-            assert borders == [0, lengths[origin.row]]
+        for origin, boundaries, text in zip(batch["origins"], batch["document_boundaries"], batch["text"], strict=True):
+            assert boundaries == [0, lengths[origin.row]]
             assert len(text.split()) == lengths[origin.row]
 
 

@@ -10,20 +10,20 @@ from lightning_modules.batch import IGNORE_INDEX
 
 
 def slow_cut(row, ends, length):
-    """Pieces of one row, token by token: ids, labels, positions, borders."""
+    """Pieces of one row, token by token: ids, labels, positions, boundaries."""
     pieces = []
     for start in range(0, len(row), length):
-        ids, labels, positions, borders = [], [], [], [0]
+        ids, labels, positions, boundaries = [], [], [], [0]
         for token in range(start, min(start + length, ends[-1])):
             first = token == start or token in ends
             positions.append(0 if first else positions[-1] + 1)
             labels.append(IGNORE_INDEX if first else row[token])
             ids.append(row[token])
             if token + 1 in ends or token + 1 in (start + length, ends[-1]):
-                borders.append(token + 1 - start)
+                boundaries.append(token + 1 - start)
         if ids:
             pad = length - len(ids)
-            pieces.append((ids + [0] * pad, labels + [IGNORE_INDEX] * pad, positions + [0] * pad, borders))
+            pieces.append((ids + [0] * pad, labels + [IGNORE_INDEX] * pad, positions + [0] * pad, boundaries))
     return pieces
 
 
@@ -39,7 +39,7 @@ def test_pieces_equal_a_slow_reference(length, seed):
         expected += slow_cut(tokens.tolist(), ends, length)
     cut = cut_rows(collate_rows(rows), length)
     keys = ("input_ids", "labels", "position_ids")
-    found = zip(*(cut[key].tolist() for key in keys), cut["document_borders"], strict=True)
+    found = zip(*(cut[key].tolist() for key in keys), cut["document_boundaries"], strict=True)
     assert list(found) == expected
 
 

@@ -34,7 +34,7 @@ def test_row_written_out(word_tokenizer):
     assert row["input_ids"].tolist() == [1, 2, 3]
     assert row["labels"].tolist() == [IGNORE_INDEX, 2, 3]
     assert row["position_ids"].tolist() == [0, 1, 2]
-    assert row["document_borders"] == [0, 3]
+    assert row["document_boundaries"] == [0, 3]
     assert row["offsets"].tolist() == [[0, 1], [2, 3], [5, 6]]
     assert (row["text"], row["name"]) == ("a b  c", "name 0")
 
@@ -51,7 +51,7 @@ def test_index_past_the_end_gives_an_empty_row(word_tokenizer):
     row = documents[len(documents)]
     assert row.keys() == documents[0].keys()
     assert row["labels"].tolist() == [IGNORE_INDEX]
-    assert row["document_borders"] == [0, 1]
+    assert row["document_boundaries"] == [0, 1]
     assert (row["text"], row["name"]) == ("", "")
 
 

@@ -78,15 +78,15 @@ def spaces_by_best_fit(lengths, size):
 @pytest.mark.parametrize("packing", STRATEGIES)
 @given(lengths=LENGTHS, size=SEQUENCE_LENGTH)
 def test_every_token_once_or_dropped_and_no_segment_crosses_a_border(packing, lengths, size):
-    borders = borders_of(lengths)
-    packed = STRATEGIES[packing](borders, size)
+    boundaries = borders_of(lengths)
+    packed = STRATEGIES[packing](boundaries, size)
     seen = Counter(token for start, stop in packed.segments.tolist() for token in range(start, stop))
-    assert set(seen) <= set(range(borders[-1]))
+    assert set(seen) <= set(range(boundaries[-1]))
     assert set(seen.values()) <= {1}
-    assert len(seen) == packed.tokens == borders[-1] - packed.dropped_tokens
+    assert len(seen) == packed.tokens == boundaries[-1] - packed.dropped_tokens
     for start, stop in packed.segments.tolist():
         assert start < stop
-        assert any(begin <= start and stop <= end for begin, end in pairwise(borders))
+        assert any(begin <= start and stop <= end for begin, end in pairwise(boundaries))
     rows = lists(packed)
     sizes = [sum(stop - start for start, stop in row) for row in rows]
     assert all(0 < filled <= size for filled in sizes)
@@ -101,10 +101,10 @@ def test_every_token_once_or_dropped_and_no_segment_crosses_a_border(packing, le
 @pytest.mark.parametrize("packing", STRATEGIES)
 @given(lengths=LENGTHS, size=SEQUENCE_LENGTH)
 def test_truncated_documents_are_those_with_tokens_in_a_row_but_not_all_in_one(packing, lengths, size):
-    borders = borders_of(lengths)
-    packed = STRATEGIES[packing](borders, size)
+    boundaries = borders_of(lengths)
+    packed = STRATEGIES[packing](boundaries, size)
     cut = 0
-    for begin, end in pairwise(borders.tolist()):
+    for begin, end in pairwise(boundaries.tolist()):
         inside = [max(min(stop, end) - max(start, begin), 0) for start, stop in packed.segments.tolist()]
         cut += sum(inside) > 0 and max(inside) < end - begin
     assert packed.truncated_documents == cut
@@ -135,10 +135,10 @@ def test_best_fit_is_one_item_at_a_time(lengths, size):
 
 @given(lengths=LENGTHS, size=SEQUENCE_LENGTH)
 def test_best_fit_cuts_only_what_is_longer_than_a_row(lengths, size):
-    borders = borders_of(lengths)
-    packed = best_fit(borders, size)
+    boundaries = borders_of(lengths)
+    packed = best_fit(boundaries, size)
     whole = {tuple(segment) for segment in packed.segments.tolist()}
-    for begin, length in zip(borders.tolist(), lengths, strict=False):
+    for begin, length in zip(boundaries.tolist(), lengths, strict=False):
         if 0 < length <= size:
             assert (begin, begin + length) in whole
     assert packed.truncated_documents == sum(length > size for length in lengths)
@@ -250,11 +250,13 @@ def work(monkeypatch):
 @pytest.mark.parametrize("packing", STRATEGIES)
 def test_a_million_documents_take_few_calls(packing, work):
     """A clock would measure what else the machine does; the number of calls is always the same."""
-    borders = borders_of(np.random.default_rng(0).lognormal(7, 1.5, 1_000_000))
-    packed = work(pack_documents, borders, 32_768, packing)
+    boundaries = borders_of(np.random.default_rng(0).lognormal(7, 1.5, 1_000_000))
+    packed = work(pack_documents, boundaries, 32_768, packing)
     if packing == "best_fit":
         assert packed.padded_tokens < 1e-4 * packed.tokens
-        assert work.calls < 100 * len(np.unique(np.diff(borders) % 32_768)), "a few for each length, none for each item"
+        assert work.calls < 100 * len(np.unique(np.diff(boundaries) % 32_768)), (
+            "a few for each length, none for each item"
+        )
         assert work.bins < 1_000_000
     else:
         assert work.calls < 1000
@@ -277,23 +279,23 @@ REPEATED = st.lists(st.integers(0, 9), min_size=1, max_size=12).filter(lambda le
 @given(REPEATED, st.data())
 def test_rows_hold_the_tokens_of_the_documents_in_that_order(lengths, data):
     order = np.array(data.draw(st.lists(st.integers(0, len(lengths) - 1), min_size=1, max_size=20)))
-    tokens, borders = np.arange(sum(lengths)), borders_of(lengths)
-    expected = np.concatenate([tokens[borders[each] : borders[each + 1]] for each in order])
+    tokens, boundaries = np.arange(sum(lengths)), borders_of(lengths)
+    expected = np.concatenate([tokens[boundaries[each] : boundaries[each + 1]] for each in order])
     if len(expected) < 4:
         return
-    rows = pack_in_order(borders, order, 4)
+    rows = pack_in_order(boundaries, order, 4)
     packed = [[tokens[start:stop] for start, stop in rows.row(index)] for index in range(len(rows))]
     assert np.concatenate([part for row in packed for part in row]).tolist() == expected[: 4 * len(rows)].tolist()
     for start, stop in rows.segments:  # each in one document
-        assert np.searchsorted(borders, start, side="right") == np.searchsorted(borders, stop, side="left")
+        assert np.searchsorted(boundaries, start, side="right") == np.searchsorted(boundaries, stop, side="left")
     assert rows.dropped_tokens == len(expected) - 4 * len(rows)
 
 
 @given(REPEATED)
 def test_the_order_of_the_corpus_changes_nothing(lengths):
-    borders = borders_of(lengths)
-    plain = pack_documents(borders, 4)
-    ordered = pack_in_order(borders, np.arange(len(lengths)), 4)
+    boundaries = borders_of(lengths)
+    plain = pack_documents(boundaries, 4)
+    ordered = pack_in_order(boundaries, np.arange(len(lengths)), 4)
     assert np.array_equal(plain.segments, ordered.segments)
     assert np.array_equal(plain.row_borders, ordered.row_borders)
 

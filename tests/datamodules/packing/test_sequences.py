@@ -9,7 +9,7 @@ from lightning_modules.batch import IGNORE_INDEX as NO
 
 class Store:
     tokens = np.arange(10, 20, dtype=np.uint16)
-    document_borders = np.array([0, 3, 9, 10])
+    document_boundaries = np.array([0, 3, 9, 10])
     prompt_lengths = None
 
     def read(self, start, stop):
@@ -21,7 +21,7 @@ class Prompts(Store):
 
 
 def dataset(sequence_length, packing="concat", store=Store, **kwargs):
-    rows = pack_documents(Store.document_borders, sequence_length, packing)
+    rows = pack_documents(Store.document_boundaries, sequence_length, packing)
     return PackedRowDataset(store(), rows, **kwargs)
 
 
@@ -36,13 +36,13 @@ def test_rows_of_isolated_documents_written_out():
             "input_ids": [10, 11, 12, 13, 14],
             "labels": [NO, 11, 12, NO, 14],
             "position_ids": [0, 1, 2, 0, 1],
-            "document_borders": [0, 3, 5],
+            "document_boundaries": [0, 3, 5],
         },
         {
             "input_ids": [15, 16, 17, 18, 19],
             "labels": [NO, 16, 17, 18, NO],  # the cut document goes on; a document of one token is not scored
             "position_ids": [0, 1, 2, 3, 0],
-            "document_borders": [0, 4, 5],
+            "document_boundaries": [0, 4, 5],
         },
     ]
 
@@ -52,7 +52,7 @@ def test_plain_concatenation_written_out():
         "input_ids": [10, 11, 12, 13, 14],
         "labels": [NO, 11, 12, 13, 14],
         "position_ids": [0, 1, 2, 3, 4],
-        "document_borders": [0, 5],
+        "document_boundaries": [0, 5],
     }
 
 
@@ -71,7 +71,7 @@ def test_shorter_rows_are_padded_behind_their_last_border():
     assert batch["labels"].tolist() == [[NO, 2, 3], [NO, 2, NO]]
     assert batch["position_ids"].tolist() == [[0, 1, 2], [0, 1, 0]]
     assert batch["offsets"].tolist() == [[[1, 2], [3, 4], [5, 6]], [[1, 2], [3, 4], [0, 0]]]
-    assert batch["document_borders"] == [[0, 3], [0, 2]]
+    assert batch["document_boundaries"] == [[0, 3], [0, 2]]
     assert (batch["text"], batch["names"]) == (["t", "t"], ["n", "n"])
 
 
@@ -94,14 +94,14 @@ def test_a_row_that_is_not_full_is_padded_behind_its_last_border():
             "input_ids": [10, 11, 12, 18, 19],
             "labels": [NO, 11, 12, NO, NO],  # the rest of the second document, and the third
             "position_ids": [0, 1, 2, 0, 0],
-            "document_borders": [0, 3, 4, 5],
+            "document_boundaries": [0, 3, 4, 5],
             "influence": [0, 1, 2, 8, 9],
         },
         {
             "input_ids": [13, 14, 15, 16, 17],
             "labels": [NO, 14, 15, 16, 17],
             "position_ids": [0, 1, 2, 3, 4],
-            "document_borders": [0, 5],
+            "document_boundaries": [0, 5],
             "influence": [3, 4, 5, 6, 7],
         },
     ]
@@ -110,11 +110,11 @@ def test_a_row_that_is_not_full_is_padded_behind_its_last_border():
         "input_ids": [13, 14, 15, 16, 17, 18, 19, 0],
         "labels": [NO, 14, 15, 16, 17, 18, NO, NO],
         "position_ids": [0, 1, 2, 3, 4, 5, 0, 0],
-        "document_borders": [0, 6, 7],
+        "document_boundaries": [0, 6, 7],
         "influence": [3, 4, 5, 6, 7, 8, 9, 0],
     }
     assert padded[0]["input_ids"].tolist() == [10, 11, 12, 0, 0, 0, 0, 0]
-    assert dataset(8, "best_fit", isolate_documents=False)[1]["document_borders"] == [0, 7]
+    assert dataset(8, "best_fit", isolate_documents=False)[1]["document_boundaries"] == [0, 7]
 
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit", "chunk"])
@@ -129,7 +129,7 @@ def test_prompts_are_not_scored_wherever_rows_cut_them(packing, sequence_length,
         expected = [NO if token in prompts else label for token, label in zip(*tokens_and_labels(one), strict=True)]
         assert other["labels"].tolist() == expected
         assert torch.equal(one["input_ids"], other["input_ids"])
-        assert one["document_borders"] == other["document_borders"]
+        assert one["document_boundaries"] == other["document_boundaries"]
 
 
 def tokens_and_labels(row):
@@ -142,8 +142,8 @@ def test_documents_without_prompts_are_scored_whole():
 
 def test_rows_behind_the_prompt_are_scored():
     class Long(Store):
-        document_borders = np.array([0, 2, 10])
+        document_boundaries = np.array([0, 2, 10])
         prompt_lengths = np.array([0, 2])
 
-    rows = PackedRowDataset(Long(), pack_documents(Long.document_borders, 4, "chunk"), loss_on_prompt=False)
+    rows = PackedRowDataset(Long(), pack_documents(Long.document_boundaries, 4, "chunk"), loss_on_prompt=False)
     assert [row["labels"].tolist() for row in map(rows.__getitem__, range(2))] == [[NO, NO, 14, 15], [NO, 17, 18, 19]]

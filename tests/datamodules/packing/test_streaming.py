@@ -78,10 +78,10 @@ def test_a_pass_has_every_token_once_in_the_order_of_the_files(corpus_folder, wi
 def test_rows_end_contexts_at_documents_unless_they_shall_not(corpus_folder, wide_tokenizer):
     starts = set(np.cumsum([0, *(length for lengths in LENGTHS for length in lengths)]).tolist())
     for batch in module(corpus_folder, wide_tokenizer, max_steps=20).train_dataloader():
-        (tokens,), (borders,) = batch["input_ids"].tolist(), batch["document_borders"]
-        assert borders == sorted({0, LENGTH, *(i for i, token in enumerate(tokens) if token - 9 in starts)})
+        (tokens,), (boundaries,) = batch["input_ids"].tolist(), batch["document_boundaries"]
+        assert boundaries == sorted({0, LENGTH, *(i for i, token in enumerate(tokens) if token - 9 in starts)})
     joined = module(corpus_folder, wide_tokenizer, isolate_documents=False).train_dataloader()
-    assert all(batch["document_borders"] == [[0, LENGTH]] for batch in joined)
+    assert all(batch["document_boundaries"] == [[0, LENGTH]] for batch in joined)
 
 
 @pytest.mark.slow

@@ -107,7 +107,7 @@ def test_rows_of_the_data_module_are_one_document_each(tmp_path):
     assert len(rows) == 6
     texts = recall_documents(6, length=39, seed=0)
     for row, text in zip(rows, texts, strict=True):
-        assert row["document_borders"] == [0, 40]
+        assert row["document_boundaries"] == [0, 40]
         assert row["input_ids"].tolist() == recall_tokenizer()(text)["input_ids"]
     (document,) = islice(module.val_dataloader(), 1)
     assert document["text"] == [next(recall_documents(1, length=39, seed=1))]

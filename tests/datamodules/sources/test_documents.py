@@ -53,7 +53,7 @@ def test_empty_documents_are_left_out_and_named(tmp_path, content, caplog):
 
 
 def test_a_document_too_large_to_hold_is_refused_before_it_is_unpacked(tmp_path, monkeypatch):
-    monkeypatch.setattr(records, "LARGEST_DOCUMENT", 1 << 20)
+    monkeypatch.setattr(records, "MAX_DOCUMENT", 1 << 20)
     bomb = gzip.compress(b" " * (1 << 26))
     assert len(bomb) < 1 << 17
     for name, read in (("bomb.txt.gz", TextFiles), ("bomb.jsonl.gz", RecordFiles)):

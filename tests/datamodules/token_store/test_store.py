@@ -17,7 +17,7 @@ from datamodules.token_store.store import TokenStore, build_token_store
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.utilities import identity
 
-FILES = (token_store.TOKENS, token_store.DOCUMENT_BORDERS, token_store.MANIFEST)
+FILES = (token_store.TOKENS, token_store.DOCUMENT_BOUNDARIES, token_store.MANIFEST)
 
 
 @dataclass
@@ -46,7 +46,7 @@ def build(source, tokenizer, cache_dir, **kwargs):
 def test_tokens_borders_and_end_of_text(word_tokenizer, tmp_path):
     store = build(Texts(["a b", "c", "d e f"]), word_tokenizer, tmp_path)
     assert store.tokens.tolist() == [1, 2, 0, 3, 0, 4, 5, 6, 0]
-    assert store.document_borders.tolist() == [0, 3, 5, 9]
+    assert store.document_boundaries.tolist() == [0, 3, 5, 9]
     assert store.tokens.dtype == np.dtype("<u2")
     assert (store.manifest["documents"], store.manifest["tokens"]) == (3, 9)
 
@@ -125,7 +125,7 @@ def test_batches_do_not_show(byte_tokenizer, tmp_path, monkeypatch, bounds):
     tokenizer = load_tokenizer(byte_tokenizer)
     expected = [token for text in texts for token in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
     assert whole.tokens.tolist() == split.tokens.tolist() == expected
-    assert whole.document_borders.tolist() == split.document_borders.tolist()
+    assert whole.document_boundaries.tolist() == split.document_boundaries.tolist()
 
 
 def test_second_build_reads_nothing(word_tokenizer, tmp_path):

@@ -76,8 +76,8 @@ def own(model_dir, texts):
 def test_weights_by_the_model_itself_are_those_of_longce_at_step_0(own, model_dir, texts):
     backbone = load_backbone(ModelConfig(str(model_dir), dtype="float32")).train()
     rows = stored_rows(model_dir, texts, own)
-    borders = [row["document_borders"] for row in rows]
-    assert max(map(len, borders)) > 2
+    boundaries = [row["document_boundaries"] for row in rows]
+    assert max(map(len, boundaries)) > 2
     values = []
     for row in rows:
         batch = {key: value.unsqueeze(0) if torch.is_tensor(value) else [value] for key, value in row.items()}
@@ -124,7 +124,7 @@ def test_weights_of_padded_rows_serve_with_and_without_loss_on_the_prompt(model_
             scored = batch["labels"] != IGNORE_INDEX
             torch.testing.assert_close(offline[scored], online[scored], rtol=2**-10, atol=1e-6)
             values += online[scored].tolist() if loss_on_prompt else []
-            assert (row["labels"][row["document_borders"][-1] :] == IGNORE_INDEX).all()
+            assert (row["labels"][row["document_boundaries"][-1] :] == IGNORE_INDEX).all()
         share = np.mean([(row["labels"] != IGNORE_INDEX).double().mean() for row in data.rows])
         assert (share > 0.8) == loss_on_prompt
     statistics = InfluenceStore(texts / "prompts").header["statistics"]

@@ -11,7 +11,7 @@ import yaml
 
 from datamodules import DocumentCorpus, MixtureDataModule, TextDataModule
 from datamodules.corpus.files import find_corpus
-from lightning_modules.batch import Origin
+from lightning_modules.batch import DocumentRef
 from lightning_modules.commands.cli.main import main
 from lightning_modules.commands.select import MEANS, meets_conditions, report, select, write_weights
 from lightning_modules.scoring.corpus.shards import SUCCESS, ScoreShards
@@ -39,7 +39,7 @@ def scored(tmp_path):
     order = np.random.default_rng(0).permutation(24)
     for place, number in enumerate(order.tolist()):
         name = "x/a.parquet" if number < 12 else "x/b.jsonl"
-        origin = Origin(f"d{number}", name, number % 12, {"source": "ab"[number % 2]})
+        origin = DocumentRef(f"d{number}", name, number % 12, {"source": "ab"[number % 2]})
         scores = make_scores(12 + number, number, rungs=(CONTEXTS[: 1 + number % 2], 3))
         table.add(origin, Failed("broken") if number == 5 else scores)
         if place % 8 == 7:
@@ -279,7 +279,7 @@ def test_keys_that_are_not_one_line_are_named_and_do_not_stop_the_others(tmp_pat
     for row, key in enumerate(
         ["first", "two\nlines", "", "with space", "return\rhere", "a\u2028b" * 30, " \t", "last"]
     ):
-        table.add(Origin(key, "a.jsonl", row, {}), make_scores(12))
+        table.add(DocumentRef(key, "a.jsonl", row, {}), make_scores(12))
     header = {"settings": {}, "source": {}, "files": {}, "counts": {}}
     ScoreShards(str(tmp_path)).write(table.table(), header, 0)
     with pytest.warns(UserWarning, match=r"5 chosen document\(s\) are not in .*ids\.txt") as caught:

@@ -20,15 +20,15 @@ def test_every_token_behind_the_first_window_is_scored_once_with_a_short_context
 
 
 def test_windows_stay_inside_documents():
-    borders = [0, 10, 11, 30]
-    windows = short_context_windows(borders, context_length=4, stride=2)
+    boundaries = [0, 10, 11, 30]
+    windows = short_context_windows(boundaries, context_length=4, stride=2)
     assert windows == [
         Window(2, 6, 8),
         Window(4, 8, 10),
         *(Window(s, s + 4, min(s + 6, 30)) for s in range(13, 26, 2)),
     ]
     for window in windows:
-        assert any(a <= window.start and window.stop <= b for a, b in itertools.pairwise(borders))
+        assert any(a <= window.start and window.stop <= b for a, b in itertools.pairwise(boundaries))
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_window_batch():
         input_ids=tokens,
         labels=labels,
         position_ids=torch.arange(11).expand(2, 11),
-        document_borders=[[0, 11], [0, 11]],
+        document_boundaries=[[0, 11], [0, 11]],
     )
     batch = window_batch(rows, [(0, Window(3, 7, 10)), (1, Window(6, 8, 11)), (1, Window(8, 10, 11))])
     ignore = IGNORE_INDEX
@@ -63,7 +63,7 @@ def test_window_batch():
     assert batch["labels"][1].tolist() == [ignore, ignore, ignore, 120, 121, ignore, ignore]
     assert batch["labels"][2].tolist() == [ignore, ignore, 121, ignore, ignore, ignore, ignore]
     assert batch["position_ids"].tolist() == [list(range(7))] * 3
-    assert batch["document_borders"] == [[0, 7], [0, 5], [0, 3]]
+    assert batch["document_boundaries"] == [[0, 7], [0, 5], [0, 3]]
 
 
 WINDOWS = row_windows([[0, 9, 40], [0, 30]], context_length=4, stride=2)

@@ -26,7 +26,7 @@ def row(seed):
     labels = ids.clone()
     labels[:, 0] = IGNORE_INDEX
     return PackedBatch(
-        input_ids=ids, labels=labels, position_ids=torch.arange(LENGTH)[None], document_borders=[[0, LENGTH]]
+        input_ids=ids, labels=labels, position_ids=torch.arange(LENGTH)[None], document_boundaries=[[0, LENGTH]]
     )
 
 

@@ -26,17 +26,17 @@ def packed(*rows, length=None):
         input_ids=torch.zeros(len(rows), length, dtype=torch.int64),
         labels=torch.full((len(rows), length), IGNORE_INDEX),
         position_ids=torch.zeros(len(rows), length, dtype=torch.int64),
-        document_borders=[],
+        document_boundaries=[],
     )
     for index, row in enumerate(rows):
-        borders = [0]
+        boundaries = [0]
         for document in row:
-            start, stop = borders[-1], borders[-1] + len(document)
+            start, stop = boundaries[-1], boundaries[-1] + len(document)
             batch["input_ids"][index, start:stop] = batch["labels"][index, start:stop] = document
             batch["labels"][index, start] = IGNORE_INDEX
             batch["position_ids"][index, start:stop] = torch.arange(len(document))
-            borders.append(stop)
-        batch["document_borders"].append(borders)
+            boundaries.append(stop)
+        batch["document_boundaries"].append(boundaries)
     return batch
 
 
@@ -385,7 +385,7 @@ def test_a_model_that_leaks_scores_documents_one_by_one_or_not_at_all_where_weig
     decoder = scorer.base_model.get_decoder()
     forward = decoder.forward
 
-    def without_borders(input_ids, attention_mask=None, document_borders=None, **kwargs):
+    def without_borders(input_ids, attention_mask=None, document_boundaries=None, **kwargs):
         return forward(input_ids, attention_mask=torch.ones_like(input_ids), **kwargs)
 
     monkeypatch.setattr(decoder, "forward", without_borders)

@@ -17,11 +17,11 @@ VOCABULARY = 120
 def row(*lengths):
     """One row of documents."""
     tokens = torch.randint(VOCABULARY, (1, sum(lengths)), generator=torch.Generator().manual_seed(0))
-    borders = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    boundaries = [0, *torch.tensor(lengths).cumsum(0).tolist()]
     labels = tokens.clone()
-    labels[:, borders[:-1]] = -100
+    labels[:, boundaries[:-1]] = -100
     positions = torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)
-    return PackedBatch(input_ids=tokens, labels=labels, position_ids=positions, document_borders=[borders])
+    return PackedBatch(input_ids=tokens, labels=labels, position_ids=positions, document_boundaries=[boundaries])
 
 
 def best(model, tokens, count):
@@ -32,11 +32,11 @@ def best(model, tokens, count):
 
 def reference(model, batch, count, context_length, stride):
     """One document and one window at a time."""
-    tokens, borders = batch["input_ids"][0], batch["document_borders"][0]
-    parts = [best(model, tokens[start:stop], count) for start, stop in pairwise(borders)]
+    tokens, boundaries = batch["input_ids"][0], batch["document_boundaries"][0]
+    parts = [best(model, tokens[start:stop], count) for start, stop in pairwise(boundaries)]
     long = [torch.cat(part) for part in zip(*parts, strict=True)]
     short = [part.clone() for part in long]
-    for start, scored, stop in short_context_windows(borders, context_length=context_length, stride=stride):
+    for start, scored, stop in short_context_windows(boundaries, context_length=context_length, stride=stride):
         for target, source in zip(short, best(model, tokens[start:stop], count), strict=True):
             target[scored:stop] = source[scored - start :]
     return long, short

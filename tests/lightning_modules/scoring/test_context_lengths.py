@@ -53,7 +53,7 @@ def test_rows_of_a_batch_have_the_rungs_that_they_have_alone(tokenizer):
         name: torch.cat([torch.nn.functional.pad(row[name], (0, width - row[name].shape[1])) for row in rows])
         for name in ("input_ids", "labels", "position_ids")
     }
-    batch["document_borders"] = [row["document_borders"][0] for row in rows]
+    batch["document_boundaries"] = [row["document_boundaries"][0] for row in rows]
     backbone = Backbone(model)
     with torch.no_grad():
         together = rungs.log_likelihood(backbone, batch, backbone(batch))

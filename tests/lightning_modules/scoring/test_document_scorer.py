@@ -21,7 +21,7 @@ def make_batch(tokenizer, *words):
     batch["offsets"] = torch.cat(
         [torch.nn.functional.pad(row["offsets"], (0, 0, 0, width - row["offsets"].shape[1])) for row in rows]
     )
-    return {**batch, **{name: [row[name][0] for row in rows] for name in ("document_borders", "text")}}
+    return {**batch, **{name: [row[name][0] for row in rows] for name in ("document_boundaries", "text")}}
 
 
 def scorer(backbone, **settings):
@@ -47,7 +47,7 @@ CPU = RuntimeError("[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: c
 def test_what_does_not_fit_together_is_scored_alone_and_what_does_not_fit_alone_fails(tokenizer, error):
     backbone, batch = Backbone(tiny_model(vocab_size=len(tokenizer))), make_batch(tokenizer, 10, 60, 20)
     expected = [scorer(backbone).score(rows_of(batch, [row]))[0] for row in range(3)]
-    long = batch["document_borders"][1][1]
+    long = batch["document_boundaries"][1][1]
     no_room_for(backbone, long - 1, error)
     first, second, third = scorer(backbone).try_to_score(batch)
     assert second == Failed(f"out of memory ({long} tokens)")

@@ -185,14 +185,14 @@ def test_key_tokens_only_cost_less_and_never_pass_for_more(model_dir, tmp_path, 
     original = evaluator_module.score_text
     monkeypatch.setattr(evaluator_module, "score_text", lambda *a, **k: calls.append(k["beta"]) or original(*a, **k))
 
-    def judge():
+    def make_evaluator():
         return Evaluator(EvaluatorConfig(str(model_dir), cache_dir=str(tmp_path), **SETTINGS))
 
     text = make_text(60)
-    first = judge()
+    first = make_evaluator()
     some = first.scores(text, beta=-5.0)
     assert some.short.isnan().any()
-    assert torch.equal(judge().scores(text, beta=-5.0).long, some.long), "read from disk"
+    assert torch.equal(make_evaluator().scores(text, beta=-5.0).long, some.long), "read from disk"
     with pytest.raises(ValueError, match="beta"):
         key_spans(some, beta=-6.0)
     with pytest.raises(ValueError, match="not computed"):
@@ -202,9 +202,9 @@ def test_key_tokens_only_cost_less_and_never_pass_for_more(model_dir, tmp_path, 
     whole = first.scores(text)
     assert calls == [-5.0, -6.0, None]
     assert first.scores(text, beta=-5.0) is whole, "all there is to know"
-    assert judge().scores(text, beta=-7.0).floor == float("-inf"), "from the whole file on disk"
-    judge().path(whole.text_sha256).unlink()
-    assert judge().scores(text, beta=-5.5).floor == -6.0, "a lower floor on disk serves"
+    assert make_evaluator().scores(text, beta=-7.0).floor == float("-inf"), "from the whole file on disk"
+    make_evaluator().path(whole.text_sha256).unlink()
+    assert make_evaluator().scores(text, beta=-5.5).floor == -6.0, "a lower floor on disk serves"
     assert len(calls) == 3
     for scores, beta in ((some, -5.0), (lower, -6.0), (lower, -5.0)):
         spans = [key_spans(each, alpha=0.3, beta=beta).tolist() for each in (scores, whole)]

@@ -34,7 +34,9 @@ def test_rows_without_short_contexts_are_not_scored(model_dir):
     backbone = load_backbone(ModelConfig(str(model_dir)))
     ids = torch.arange(32).unsqueeze(0) % 7
     labels = ids.index_fill(1, torch.tensor([0]), IGNORE_INDEX)
-    batch = PackedBatch(input_ids=ids, labels=labels, position_ids=torch.arange(32)[None], document_borders=[[0, 32]])
+    batch = PackedBatch(
+        input_ids=ids, labels=labels, position_ids=torch.arange(32)[None], document_boundaries=[[0, 32]]
+    )
     assert (row_influence(batch, backbone, context_length=16, stride=8, gamma=5.0) != 1).any()
     backbone.forward = None
     assert torch.equal(row_influence(batch, backbone, **SETTINGS, gamma=5.0), torch.ones(1, 32))
@@ -52,8 +54,8 @@ def test_weights_of_another_tokenizer_match_a_walk_over_the_characters(evaluator
     moved = 0
     for batch in packed(tokenizer):
         found = transfer.row_influence(batch, judge, **SETTINGS, gamma=4.0)
-        for row, borders in enumerate(batch["document_borders"]):
-            for start, stop in pairwise(borders):
+        for row, boundaries in enumerate(batch["document_boundaries"]):
+            for start, stop in pairwise(boundaries):
                 ids = batch["input_ids"][row, start:stop]
                 expected = slow_transfer(ids, tokenizer, judge.model, other, special)
                 torch.testing.assert_close(found[row, start:stop].double(), expected, rtol=1e-4, atol=1e-5)

@@ -201,8 +201,8 @@ def test_scores_known_from_a_floor_on_answer_no_lower_threshold():
 def test_tokens_of_a_padded_row():
     ids = torch.arange(10).reshape(2, 5)
     offsets = torch.stack([ids, ids + 1], dim=-1)
-    batch = {"input_ids": ids, "offsets": offsets, "document_borders": [[0, 3], [0, 5]]}
+    batch = {"input_ids": ids, "offsets": offsets, "document_boundaries": [[0, 3], [0, 5]]}
     assert document_tokens(batch).ids.tolist() == [0, 1, 2]
     assert document_tokens(batch, 1).offsets.tolist() == offsets[1].tolist()
-    packed = {**batch, "document_borders": [[0, 2, 4], [0, 5]]}
+    packed = {**batch, "document_boundaries": [[0, 2, 4], [0, 5]]}
     assert document_tokens(packed).ids.tolist() == [0, 1, 2, 3], "all that is no padding"

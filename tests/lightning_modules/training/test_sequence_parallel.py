@@ -137,7 +137,7 @@ def whole(tensor):
 def other_rows(group):
     """What is said of processes that share a row and were given different ones."""
     tokens = torch.full((1, 4), group.rank)
-    batch = PackedBatch(input_ids=tokens, labels=tokens, position_ids=tokens, document_borders=[[0, 4]])
+    batch = PackedBatch(input_ids=tokens, labels=tokens, position_ids=tokens, document_boundaries=[[0, 4]])
     with pytest.raises(ValueError, match=r"were given different ones: .*distributed_sampler_kwargs") as error:
         group.check_same(batch)
     group.check_same(batch | {"input_ids": torch.zeros(1, 4)})
@@ -241,13 +241,13 @@ def test_parts_are_the_tokens_and_what_they_predict():
     labels = tokens.clone()
     labels[:, [0, 5]] = IGNORE_INDEX
     positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1]])
-    batch = PackedBatch(input_ids=tokens, labels=labels, position_ids=positions, document_borders=[[0, 5, 7]])
+    batch = PackedBatch(input_ids=tokens, labels=labels, position_ids=positions, document_boundaries=[[0, 5, 7]])
     parts = [_group(rank, 2).part(batch) for rank in range(2)]
     no = IGNORE_INDEX
     assert [part["input_ids"].tolist() for part in parts] == [[[10, 11, 12, 13]], [[14, 15, 16, 0]]]
     assert [part["labels"].tolist() for part in parts] == [[[no, 11, 12, 13, 14]], [[no, no, 16, no, no]]]
     assert [part["position_ids"].tolist() for part in parts] == [[[0, 1, 2, 3]], [[4, 0, 1, 0]]]
-    assert all(part["document_borders"] == [[0, 5, 7, 8]] for part in parts)
+    assert all(part["document_boundaries"] == [[0, 5, 7, 8]] for part in parts)
 
 
 @pytest.mark.parametrize(

@@ -28,14 +28,14 @@ def until(condition):
 
 
 def test_one_at_a_time_and_nothing_is_left(tmp_path):
-    count, most, inside = 0, 0, 0
+    count, maximum, inside = 0, 0, 0
 
     def work():
-        nonlocal count, most, inside
+        nonlocal count, maximum, inside
         for _ in range(5):
             with exclusive(tmp_path / "target"):
                 inside += 1
-                most = max(most, inside)
+                maximum = max(maximum, inside)
                 seen = count
                 time.sleep(0.0005)
                 count = seen + 1
@@ -46,7 +46,7 @@ def test_one_at_a_time_and_nothing_is_left(tmp_path):
         thread.start()
     for thread in threads:
         thread.join()
-    assert (count, most) == (20, 1)
+    assert (count, maximum) == (20, 1)
     assert names(tmp_path) == []
 
 

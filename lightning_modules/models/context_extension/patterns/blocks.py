@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-LARGEST_BLOCK, SMALLEST_BLOCK = 256, 64
+MAX_BLOCK, SMALLEST_BLOCK = 256, 64
 """Queries in a block; 256 was the fastest of 256 and 1024 on a CPU."""
 
 BLOCK_LOGITS = 1 << 26
@@ -72,7 +72,7 @@ def joint_attention(logits: Sequence[Tensor], values: Sequence[Tensor], kept: Te
 
 def block_size(heads: int, keys: int) -> int:
     """Return how many queries share a block."""
-    return max(SMALLEST_BLOCK, min(LARGEST_BLOCK, BLOCK_LOGITS // (heads * keys)))
+    return max(SMALLEST_BLOCK, min(MAX_BLOCK, BLOCK_LOGITS // (heads * keys)))
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ class QuestionAnswering(FittedTask):
     @override
     def draft(self, asked: Request) -> Draft:
         question = self._question(asked.index, asked.seed)
-        documents = [*question.documents, *self._distractors(question, asked.rng, most=asked.length)]
+        documents = [*question.documents, *self._distractors(question, asked.rng, maximum=asked.length)]
         shuffles = asked.rng.getrandbits(64)
 
         def order(count: int) -> list[int]:
@@ -60,8 +60,8 @@ class QuestionAnswering(FittedTask):
             question.answers,
             target=f" {question.answers[0]}",
             match="any",
-            least=len(question.documents),
-            most=len(documents),
+            minimum=len(question.documents),
+            maximum=len(documents),
             exhausted=f"The {len(documents)} documents of {self.path} are too few: '{self.name}' cannot be"
             f" {asked.length} tokens long. Ask for shorter texts, or take a larger file.",
             depth=depth,
@@ -72,10 +72,10 @@ class QuestionAnswering(FittedTask):
         order = random.Random(f"{self.name} {seed}").sample(range(len(questions)), len(questions))
         return questions[order[index % len(order)]]
 
-    def _distractors(self, asked: Question, rng: random.Random, most: int) -> list[int]:
+    def _distractors(self, asked: Question, rng: random.Random, maximum: int) -> list[int]:
         """Return other documents, the related ones first."""
         known = {*asked.documents, *asked.related}
         count = len(self.collection.documents)
-        drawn = rng.sample(range(count), min(count, most + len(known)))
+        drawn = rng.sample(range(count), min(count, maximum + len(known)))
         related = rng.sample(asked.related, len(asked.related))
         return [*related, *(number for number in drawn if number not in known)]

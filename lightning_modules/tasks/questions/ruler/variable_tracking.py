@@ -11,7 +11,7 @@ from lightning_modules.tasks.questions.task import Draft, FittedTask, Request, m
 
 HOPS = 4
 EXAMPLE_TOKENS = 500
-LEAST_LINES = 5  # one for each assignment, which precedes it
+MIN_LINES = 5  # one for each assignment, which precedes it
 
 _TEMPLATE = (
     "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\n"
@@ -56,7 +56,7 @@ class VariableTracking(FittedTask):
         def wording(lines: int) -> tuple[str, str]:
             return f"{example}\n{question(chain, lines)}", prefix
 
-        return Draft(wording, chain.names, " ".join(chain.names), least=LEAST_LINES)
+        return Draft(wording, chain.names, " ".join(chain.names), minimum=MIN_LINES)
 
 
 def draw_chain(rng: random.Random, letters: int) -> Chain:
@@ -88,9 +88,9 @@ def _example_lines(prompter: Prompter, chain: Chain) -> int:
     def tokens(lines: int) -> int:
         return prompter.count(worked_example(chain, lines), "")
 
-    if tokens(LEAST_LINES) > EXAMPLE_TOKENS:
-        return LEAST_LINES
-    return most_units(tokens, EXAMPLE_TOKENS, least=LEAST_LINES)
+    if tokens(MIN_LINES) > EXAMPLE_TOKENS:
+        return MIN_LINES
+    return most_units(tokens, EXAMPLE_TOKENS, minimum=MIN_LINES)
 
 
 def _context(chain: Chain, lines: int) -> str:

@@ -13,7 +13,7 @@ from lightning_modules.tasks.questions.words import ADJECTIVES, NOUNS, distinct,
 
 COMMON = 10
 SHORT = 4096  # tokens below which words are repeated less
-LEAST_OTHERS = 10  # with fewer words that are not common, the list would name nearly the common ones alone
+MIN_OTHERS = 10  # with fewer words that are not common, the list would name nearly the common ones alone
 WORDS = tuple(sorted({*ADJECTIVES, *NOUNS}))
 
 _COMMON_TEMPLATE = (
@@ -24,7 +24,7 @@ _COMMON_PREFIX = " Answer: The top 10 words that appear most often in the list a
 
 ALPHA = 2.0
 WORD_LETTERS = 6
-LEAST_WORDS = 53
+MIN_WORDS = 53
 """From here on the fourth most frequent word, the last that is asked for, is always ahead of the fifth."""
 
 _FREQUENT_TEMPLATE = (
@@ -67,9 +67,9 @@ class CommonWords(FittedTask):
             # No word takes less than a token.
             words = made_up_words(rng, lists.shown + COMMON + asked.length // lists.repeats.others)
         lists = _Lists(words, asked.length, self.random(asked.length, asked.index, asked.seed).getrandbits(64))
-        most = len(words) - lists.shown - COMMON
+        maximum = len(words) - lists.shown - COMMON
         target = f" {numbered(lists.common)}"
-        return Draft(lists.wording, tuple(lists.common), target, least=LEAST_OTHERS, most=most)
+        return Draft(lists.wording, tuple(lists.common), target, minimum=MIN_OTHERS, maximum=maximum)
 
 
 class _Lists:
@@ -128,7 +128,7 @@ class FrequentWords(FittedTask):
             return _FREQUENT_TEMPLATE.format(context=text), _FREQUENT_PREFIX
 
         first, second, third = vocabulary[1:4]
-        return Draft(wording, (first, second, third), f" {first}, {second}, and {third}", least=LEAST_WORDS)
+        return Draft(wording, (first, second, third), f" {first}, {second}, and {third}", minimum=MIN_WORDS)
 
 
 def coded_words(rng: random.Random, count: int) -> list[str]:

@@ -12,7 +12,7 @@ from benchmarks.reproduction.tables import ours as tables_ours
 from benchmarks.reproduction.tables.results import read_results
 from lightning_modules.commands.cli.main import main
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
-from lightning_modules.scoring.score import ScoredModel, score
+from lightning_modules.scoring.score import EvaluatedModel, score
 from tests.conftest import make_text, tiny_model
 
 LENGTHS = {"context_length": 48, "stride": 16}
@@ -121,9 +121,9 @@ def test_two_machines_a_broken_model_and_a_second_try(
     for file in third_dir.iterdir():
         (broken / file.name).write_bytes(file.read_bytes())
     loaded = []
-    original = ScoredModel.log_likelihood
+    original = EvaluatedModel.log_likelihood
     monkeypatch.setattr(
-        ScoredModel, "log_likelihood", lambda self, row: (loaded.append(self.name), original(self, row))[1]
+        EvaluatedModel, "log_likelihood", lambda self, row: (loaded.append(self.name), original(self, row))[1]
     )
     assert reproduce("table5", "--models", f"broken={broken}", f"M={model_dir}", *judge, output="one") == 0
     assert set(loaded) == {str(broken)}  # M is not measured again
@@ -131,14 +131,14 @@ def test_two_machines_a_broken_model_and_a_second_try(
 
 
 def test_running_out_of_memory_is_one_models_failure(reproduce, tmp_path, model_dir, third_dir, monkeypatch, capsys):
-    original = ScoredModel.log_likelihood
+    original = EvaluatedModel.log_likelihood
 
     def out_of_memory(self, row):
         if self.name == str(model_dir):
             raise MemoryError("CUDA out of memory")
         return original(self, row)
 
-    monkeypatch.setattr(ScoredModel, "log_likelihood", out_of_memory)
+    monkeypatch.setattr(EvaluatedModel, "log_likelihood", out_of_memory)
     options = ["--models", f"M={model_dir}", f"N={third_dir}", "--evaluators", f"E={third_dir}"]
     assert reproduce("table5", *options) == 1
     assert "Not measured: M by E: MemoryError: CUDA out of memory" in capsys.readouterr().out
@@ -154,7 +154,7 @@ def test_an_evaluator_that_fails_leaves_the_others(reproduce, tmp_path, model_di
 
 def killed_at_the_third_pass(reproduce, options):
     passes = []
-    original = ScoredModel.log_likelihood
+    original = EvaluatedModel.log_likelihood
 
     def log_likelihood(self, row):
         passes.append(row)
@@ -162,7 +162,7 @@ def killed_at_the_third_pass(reproduce, options):
             os.kill(os.getpid(), signal.SIGKILL)
         return original(self, row)
 
-    ScoredModel.log_likelihood = log_likelihood
+    EvaluatedModel.log_likelihood = log_likelihood
     reproduce("table5", *options)
 
 
@@ -176,9 +176,9 @@ def test_after_a_kill_it_goes_on_with_the_next_model(
     assert process.exitcode == -signal.SIGKILL
     assert set(read_results([tmp_path / "one"])) == {("M", "E")}
     scored = []
-    original = ScoredModel.log_likelihood
+    original = EvaluatedModel.log_likelihood
     monkeypatch.setattr(
-        ScoredModel, "log_likelihood", lambda self, row: (scored.append(self.name), original(self, row))[1]
+        EvaluatedModel, "log_likelihood", lambda self, row: (scored.append(self.name), original(self, row))[1]
     )
     monkeypatch.setattr("lightning_modules.scoring.evaluator.load_frozen", None)  # what it said is on disk
     assert reproduce("table5", *options) == 0

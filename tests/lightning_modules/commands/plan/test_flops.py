@@ -54,7 +54,7 @@ def row(tokens=TOKENS):
     labels = ids.clone()
     labels[:, 0] = IGNORE_INDEX
     return PackedBatch(
-        input_ids=ids, labels=labels, position_ids=torch.arange(tokens)[None], document_borders=[[0, tokens]]
+        input_ids=ids, labels=labels, position_ids=torch.arange(tokens)[None], document_boundaries=[[0, tokens]]
     )
 
 

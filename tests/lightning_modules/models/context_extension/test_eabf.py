@@ -85,10 +85,10 @@ def attention_layers(model):
 
 
 @pytest.mark.parametrize("architecture", TYPE_ARCHITECTURES)
-@pytest.mark.parametrize("borders", [(0, LENGTH), (0, 7, 40, LENGTH)], ids=["plain", "packed"])
-def test_every_layer_equals_dense_attention(architecture, borders, folder):
+@pytest.mark.parametrize("boundaries", [(0, LENGTH), (0, 7, 40, LENGTH)], ids=["plain", "packed"])
+def test_every_layer_equals_dense_attention(architecture, boundaries, folder):
     check_every_layer(
-        load_backbone(ModelConfig(folder(architecture), context_extension=settings_of())), borders, unscaled_layers=2
+        load_backbone(ModelConfig(folder(architecture), context_extension=settings_of())), boundaries, unscaled_layers=2
     )
 
 
@@ -102,7 +102,7 @@ def test_the_authors_leave_no_layer_unscaled(attention, architecture, theta, fol
     check_every_layer(backbone, (0, 7, LENGTH), unscaled_layers=0, theta=theta)
 
 
-def check_every_layer(backbone, borders, *, unscaled_layers, theta=500000.0):
+def check_every_layer(backbone, boundaries, *, unscaled_layers, theta=500000.0):
     backbone.eval()
     seen = []
     handles = [
@@ -112,12 +112,12 @@ def check_every_layer(backbone, borders, *, unscaled_layers, theta=500000.0):
         )
         for layer in attention_layers(backbone.base_model)
     ]
-    batch = row(0, borders, VOCABULARY)
+    batch = row(0, boundaries, VOCABULARY)
     with torch.no_grad():
         backbone(batch)
     for handle in handles:
         handle.remove()
-    document = torch.cat([torch.full((b - a,), n) for n, (a, b) in enumerate(pairwise(borders))])
+    document = torch.cat([torch.full((b - a,), n) for n, (a, b) in enumerate(pairwise(boundaries))])
     positions = batch["position_ids"][0]
     assert len(seen) == 4
     for number, (layer, hidden_states, actual) in enumerate(seen):

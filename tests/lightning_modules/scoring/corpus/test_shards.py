@@ -73,11 +73,11 @@ def test_places_that_are_none(tmp_path, monkeypatch):
 
 def test_rows_that_are_there(place):
     shards = ScoreShards(place)
-    empty = shards.written()
+    empty = shards.existing_scores()
     assert (empty.rows, empty.settings, empty.counts, empty.shards) == ({}, {}, {}, 0)
     shards.write(table(("b", 3), ("a", 9), ("b", 1)), header(), 0)
     shards.write(table(("a", 2), ("b", 2)), {**header(), "files": {"a": "1", "b": "7"}}, 1)
-    written = shards.written()
+    written = shards.existing_scores()
     assert {file: rows.tolist() for file, rows in written.rows.items()} == {"a": [2, 9], "b": [1, 2, 3]}
     assert written.rows["a"].dtype == np.int64
     assert written.versions == {"a": "1", "b": "7"}
@@ -94,10 +94,10 @@ def test_shards_that_do_not_go_together(tmp_path):
     shards.write(table(("a", 1)), header(), 0)
     shards.write(table(("a", 3)), header(), 0)
     with pytest.raises(ValueError, match=r"1 shard\(s\) repeat rows of other shards") as caught:
-        shards.written()
+        shards.existing_scores()
     (double,) = re.findall(r"part-\S+\.parquet", str(caught.value))
     shards.folder.remove(double)
-    assert shards.written().rows["a"].tolist() == [1, 3], "each row once"
+    assert shards.existing_scores().rows["a"].tolist() == [1, 3], "each row once"
     for other, message in (
         ({**header(), "files": {"a": "2"}}, "two versions"),
         (header(stride=5), r"`stride` was . and is ."),
@@ -105,7 +105,7 @@ def test_shards_that_do_not_go_together(tmp_path):
         before = set(shards.names())
         shards.write(table(("a", 2)), other, 0)
         with pytest.raises(ValueError, match=message):
-            shards.written()
+            shards.existing_scores()
         (added,) = set(shards.names()) - before
         shards.folder.remove(added)
 
@@ -118,10 +118,10 @@ def test_files_that_are_no_shards(tmp_path):
     (path,) = tmp_path.glob("*.parquet")
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(ValueError, match=r"part-.*damaged.*Delete it"):
-        shards.written()
+        shards.existing_scores()
     pyarrow.parquet.write_table(table(("a", 1)), path)
     with pytest.raises(ValueError, match="does not hold document scores"):
-        shards.written()
+        shards.existing_scores()
     with pytest.raises(ValueError, match="no column 'x'"):
         shards.schema(["file", "x"])
 

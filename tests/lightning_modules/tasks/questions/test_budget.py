@@ -11,17 +11,17 @@ from lightning_modules.tasks.questions.task import most_units
     st.one_of(st.none(), st.integers(1, 900)),
     st.one_of(st.none(), st.integers(1, 900)),
 )
-def test_is_what_counting_up_finds(sizes, limit, guess, most):
+def test_is_what_counting_up_finds(sizes, limit, guess, maximum):
     def tokens(units):
         return 3 + sum(sizes[:units]) + max(0, units - len(sizes))
 
     if tokens(1) > limit:
         with pytest.raises(ValueError, match=rf"takes {tokens(1)} tokens, more than {limit}"):
-            most_units(tokens, limit, guess=guess, most=most)
+            most_units(tokens, limit, guess=guess, maximum=maximum)
         return
-    n = most_units(tokens, limit, guess=guess, most=most)
+    n = most_units(tokens, limit, guess=guess, maximum=maximum)
     assert tokens(n) <= limit
-    assert n == most or (limit < tokens(n + 1) and (most is None or n < most))
+    assert n == maximum or (limit < tokens(n + 1) and (maximum is None or n < maximum))
 
 
 def test_takes_few_tries_for_many_pieces():

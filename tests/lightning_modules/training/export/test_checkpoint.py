@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from lightning_modules.commands.cli.main import main
 from lightning_modules.long_context_lm import LongContextLM
-from lightning_modules.training.checkpoint_contents import KEY
+from lightning_modules.training.checkpoint_contents import EXPORT_KEY
 from lightning_modules.training.export.checkpoint import export_checkpoint
 from tests.conftest import tiny_model
 from tests.lightning_modules.training.export.test_weights import logits, run_card
@@ -186,7 +186,7 @@ def another(path):
 
 
 def hostile(path):
-    torch.save({KEY: {}, "state_dict": {}, "call": shutil.rmtree}, path)
+    torch.save({EXPORT_KEY: {}, "state_dict": {}, "call": shutil.rmtree}, path)
 
 
 def weights_of_another(path):

@@ -12,7 +12,7 @@ import torch
 from lightning_modules.functional import key_token_mask, long_perplexity
 from lightning_modules.models.tokenization.tokenizer import encode_document
 from lightning_modules.scoring.key_tokens import document_tokens, find_key_tokens
-from lightning_modules.visualization.page import EvaluatedModel
+from lightning_modules.visualization.page import ModelScores
 from tests.lightning_modules.visualization.page.conftest import NASTY, as_json, make_inspection, unpacked
 
 
@@ -147,7 +147,7 @@ def test_a_judged_model_has_figures_of_its_own(tokenizer, other_tokenizer):
     tokens = document_tokens(encode_document(text, other_tokenizer))
     log_likelihood = -torch.rand(len(tokens.ids), generator=torch.Generator().manual_seed(5))
     inside, _ = find_key_tokens(make_inspection(tokenizer, text=text).scores, tokens)
-    model = EvaluatedModel("<b>judged</b>", tokens, log_likelihood, inside)
+    model = ModelScores("<b>judged</b>", tokens, log_likelihood, inside)
     inspection = make_inspection(tokenizer, text=text, model=model)
     assert inside[1:].sum() > 5
     expected = long_perplexity(log_likelihood[1:], inside[1:])

@@ -14,7 +14,7 @@ import torch
 from lightning_modules.functional import key_token_mask, long_perplexity
 from lightning_modules.models.tokenization.tokenizer import encode_document
 from lightning_modules.scoring.key_tokens import document_tokens, find_key_tokens
-from lightning_modules.visualization.page import EvaluatedModel
+from lightning_modules.visualization.page import ModelScores
 from tests.lightning_modules.visualization.page.conftest import NASTY, make_inspection
 
 pytestmark = pytest.mark.skipif(shutil.which("node") is None, reason="no Node to run the script in")
@@ -44,7 +44,7 @@ def run(inspection, body):
 def test_key_tokens_are_those_of_torch_for_any_thresholds(alignment, tokenizer, other_tokenizer):
     tokens = document_tokens(encode_document(NASTY, tokenizer if alignment == "tokens" else other_tokenizer))
     log_likelihood = -torch.rand(len(tokens.ids), generator=torch.Generator().manual_seed(5))
-    inspection = make_inspection(tokenizer, model=EvaluatedModel("judged", tokens, log_likelihood, log_likelihood < 0))
+    inspection = make_inspection(tokenizer, model=ModelScores("judged", tokens, log_likelihood, log_likelihood < 0))
     scores = inspection.scores
     # At the thresholds themselves, which float32 rounds: a comparison in float64 would take or leave other tokens.
     scores.long[200:203] = torch.tensor([-0.5, -1.7, -0.05])

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lightning_modules.batch import IGNORE_INDEX, LONGEST_ROW
+from lightning_modules.batch import IGNORE_INDEX, MAX_SEQUENCE_LENGTH
 from lightning_modules.functional import ShortContext
 from lightning_modules.visualization.tensorboard.sums import SAMPLED, PositionSums, WeightSample
 
@@ -12,8 +12,8 @@ def test_means_by_position():
     positions.add(torch.tensor([5]), torch.tensor([60.0]))
     # Bins begin at 1, 2, 3, 4, 6, 8, 12.
     assert positions.means().tolist() == [[1, 2, 3, 14 / 3, 6.5, 9.5, 12], [1, 2, 3, 23, 6.5, 9.5, 12]]
-    positions.add(torch.tensor([LONGEST_ROW]), torch.tensor([1.0]))
-    assert positions.means()[:, -1].tolist() == [LONGEST_ROW, 1]
+    positions.add(torch.tensor([MAX_SEQUENCE_LENGTH]), torch.tensor([1.0]))
+    assert positions.means()[:, -1].tolist() == [MAX_SEQUENCE_LENGTH, 1]
 
 
 def test_the_power_law_is_found_and_only_where_there_is_one():

@@ -43,7 +43,7 @@ def extension(name, **options):
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch):
-    monkeypatch.setattr(blocks, "LARGEST_BLOCK", 13)
+    monkeypatch.setattr(blocks, "MAX_BLOCK", 13)
     monkeypatch.setattr(blocks, "SMALLEST_BLOCK", 13)
 
 
@@ -70,13 +70,13 @@ def states_of(layer, hidden_states):
     return [part.transpose(0, 1) for part in (q, *(x.repeat_interleave(groups, 1) for x in (k, v)))]
 
 
-def dense_layer(layer, hidden_states, borders):
+def dense_layer(layer, hidden_states, boundaries):
     """One attention layer in float64, each document by itself."""
     layer, rope = copy.deepcopy(layer).double(), layer.config.rope_parameters
     width = layer.config.hidden_size // layer.config.num_attention_heads
     rotated = int(width * rope.get("partial_rotary_factor", 1.0))
     outputs = []
-    for start, stop in itertools.pairwise(borders):
+    for start, stop in itertools.pairwise(boundaries):
         states = states_of(layer, hidden_states[start:stop].double())
         output = dense.attention(rope["rope_type"], rope, *states, rope["rope_theta"], rotated)
         outputs.append(output.transpose(0, 1).flatten(1))
@@ -84,26 +84,26 @@ def dense_layer(layer, hidden_states, borders):
 
 
 @torch.no_grad()
-def check_every_layer(backbone, borders):
+def check_every_layer(backbone, boundaries):
     seen = []
     for layer in attention_layers(backbone.base_model):
         layer.register_forward_hook(
             lambda layer, args, kwargs, output: seen.append((layer, (args or [kwargs["hidden_states"]])[0], output[0])),
             with_kwargs=True,
         )
-    backbone.eval()(row(0, borders, VOCABULARY))
+    backbone.eval()(row(0, boundaries, VOCABULARY))
     assert len(seen) == 2
     for layer, hidden_states, actual in seen:
-        expected = dense_layer(layer, hidden_states[0], borders)
+        expected = dense_layer(layer, hidden_states[0], boundaries)
         torch.testing.assert_close(actual[0].double(), expected, rtol=1e-5, atol=2e-5 * expected.abs().max().item())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PATTERNS)
-@pytest.mark.parametrize("borders", [(0, LENGTH), (0, 7, 8, 40, LENGTH)], ids=["plain", "packed"])
+@pytest.mark.parametrize("boundaries", [(0, LENGTH), (0, 7, 8, 40, LENGTH)], ids=["plain", "packed"])
 @pytest.mark.parametrize("architecture", ["llama", "gpt_neox"])
-def test_every_layer_equals_the_formula(name, borders, architecture, folder):
-    check_every_layer(load_backbone(ModelConfig(folder(architecture), context_extension=extension(name))), borders)
+def test_every_layer_equals_the_formula(name, boundaries, architecture, folder):
+    check_every_layer(load_backbone(ModelConfig(folder(architecture), context_extension=extension(name))), boundaries)
 
 
 @pytest.mark.parametrize("architecture", [name for name in TYPE_ARCHITECTURES if name not in ("llama", "gpt_neox")])
@@ -122,10 +122,10 @@ def test_packed_batched_and_windowed_documents_are_scored_as_each_alone(name, fo
     assert backbone.trims_last_layer
     rows = [row(1, (0, 20, LENGTH), VOCABULARY), row(2, (0, 33, LENGTH), VOCABULARY)]
     both = {key: torch.cat([part[key] for part in rows]) for key in ("input_ids", "labels", "position_ids")}
-    together = backbone({**both, "document_borders": [part["document_borders"][0] for part in rows]})
+    together = backbone({**both, "document_boundaries": [part["document_boundaries"][0] for part in rows]})
     alone = torch.zeros_like(together)
     for number, part in enumerate(rows):
-        for start, stop in itertools.pairwise(part["document_borders"][0]):
+        for start, stop in itertools.pairwise(part["document_boundaries"][0]):
             alone[number, start:stop] = backbone(document(part["input_ids"][0, start:stop]))[0]
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-4)
     # Short windows of 24 to 36 tokens, of which the last layer works on the last 12.
@@ -140,8 +140,8 @@ def document(tokens):
     labels = tokens[None].clone()
     labels[0, 0] = IGNORE_INDEX
     positions = torch.arange(len(tokens))[None]
-    borders = [[0, len(tokens)]]
-    return {"input_ids": tokens[None], "labels": labels, "position_ids": positions, "document_borders": borders}
+    boundaries = [[0, len(tokens)]]
+    return {"input_ids": tokens[None], "labels": labels, "position_ids": positions, "document_boundaries": boundaries}
 
 
 @pytest.mark.parametrize("attention", ["document_sdpa", "sdpa"])
@@ -316,7 +316,7 @@ def restarting():
 
 @torch.no_grad()
 def test_a_model_called_by_itself_gets_the_masks_of_transformers(folder):
-    """Without borders `document_sdpa` is `sdpa`: documents stay apart, and a static cache's empty end is not seen."""
+    """Without boundaries `document_sdpa` is `sdpa`: documents stay apart, the empty end of a static cache is unseen."""
     tokens = row(5, (0, 30), VOCABULARY)["input_ids"]
     for settings in (None, extension("rerope")):
         model = load_backbone(ModelConfig(folder(), context_extension=settings)).model.eval()
@@ -324,7 +324,7 @@ def test_a_model_called_by_itself_gets_the_masks_of_transformers(folder):
         cache = StaticCache(config=model.config, max_cache_len=40)
         parts = [model(part, past_key_values=cache).logits for part in tokens.split([20, 1, 9], dim=1)]
         torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=1e-4, atol=1e-3)
-    with pytest.raises(ValueError, match="set `document_borders`"):
+    with pytest.raises(ValueError, match="set `document_boundaries`"):
         model(tokens, position_ids=restarting(), use_cache=False)
     plain = load_backbone(ModelConfig(folder())).model.eval()
     apart = plain(tokens, position_ids=restarting(), use_cache=False).logits[:, 12:]

@@ -36,7 +36,7 @@ LENGTH = 43
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch):
-    monkeypatch.setattr(blocks, "LARGEST_BLOCK", 7)
+    monkeypatch.setattr(blocks, "MAX_BLOCK", 7)
     monkeypatch.setattr(blocks, "SMALLEST_BLOCK", 7)
 
 

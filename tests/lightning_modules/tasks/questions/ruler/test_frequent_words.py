@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from lightning_modules.tasks.questions.ruler.word_lists import LEAST_WORDS, FrequentWords, coded_text, coded_words
+from lightning_modules.tasks.questions.ruler.word_lists import MIN_WORDS, FrequentWords, coded_text, coded_words
 from tests.support import answerers
 
 
@@ -40,8 +40,8 @@ def test_frequencies_fall_with_the_square_of_the_rank():
 
 def test_the_answers_are_ahead_of_all_others_from_the_least_number_of_words_on():
     vocabulary = ["...", *coded_words(random.Random(0), 9)]
-    for words in range(LEAST_WORDS, 400):
+    for words in range(MIN_WORDS, 400):
         counts = [count for _, count in Counter(coded_text(vocabulary, words, random.Random(1)).split()).most_common(5)]
         assert counts[0] > counts[1] > counts[2] > counts[3] > counts[4], words
-    counts = Counter(coded_text(vocabulary, LEAST_WORDS - 1, random.Random(1)).split())
+    counts = Counter(coded_text(vocabulary, MIN_WORDS - 1, random.Random(1)).split())
     assert counts[vocabulary[3]] == counts[vocabulary[4]]

@@ -6,7 +6,7 @@ import pytest
 
 from lightning_modules.tasks.questions.haystacks import NOISE
 from lightning_modules.tasks.questions.ruler.variable_tracking import (
-    LEAST_LINES,
+    MIN_LINES,
     VariableTracking,
     draw_chain,
     question,
@@ -60,10 +60,8 @@ def test_the_example_has_500_tokens_or_five_lines(prompters):
         example = VariableTracking().example(prompter, 9000, 0)
         shown = example.prompt[: example.prompt.rindex("Memorize")]
         tokens, lines = prompter.count(shown, ""), shown.count(NOISE)
-        assert tokens <= 500 < tokens + prompter.count(f"{NOISE}\n", "") or (tokens > 500 and lines == LEAST_LINES), (
-            kind
-        )
-    assert lines == LEAST_LINES  # of single characters
+        assert tokens <= 500 < tokens + prompter.count(f"{NOISE}\n", "") or (tokens > 500 and lines == MIN_LINES), kind
+    assert lines == MIN_LINES  # of single characters
 
 
 def test_places_of_assignments_are_drawn_evenly():
