@@ -108,11 +108,11 @@ def compare(options: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> 
         for _ in range(options.rounds):
             for name, work in works.items():
                 best[name] = min(best.get(name, float("inf")), seconds(work))
-    print(f"tokenise and pack {len(texts)} texts, {megabytes:.1f} MB | seconds | MB/s of text")
+    print(f"| tokenize and pack {len(texts)} texts, {megabytes:.1f} MB | seconds | MB/s of text |\n|---|---|---|")
     for name, value in best.items():
-        print(f"{name} | {value:.2f} | {megabytes / value:.2f}")
+        print(f"| {name} | {value:.2f} | {megabytes / value:.2f} |")
     fastest = min(value for name, value in best.items() if name != "ours")
-    print(f"datasets / ours | {fastest / best['ours']:.2f}")
+    print(f"| datasets / ours | {fastest / best['ours']:.2f} | |\n")
 
 
 def read(options: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -121,11 +121,13 @@ def read(options: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> Non
         store.verify()
         rows = PackedRowDataset(store, pack_documents(store.document_boundaries, options.sequence_length))
         width = store.tokens.itemsize
-        print(f"reading rows of {options.sequence_length} | rows/s | MB/s (int64) | MB/s in the store ({width} bytes)")
+        columns = f"rows/s | MB/s (int64) | MB/s in the store ({width} bytes)"
+        print(f"| read sequences of {options.sequence_length} tokens | {columns} |\n|---|---|---|---|")
         for workers in options.workers:
             rate = read_rate(rows, workers, options.read_seconds)
             tokens = rate * options.sequence_length / 1e6
-            print(f"{workers} workers | {rate:.0f} | {tokens * 8:.0f} | {tokens * width:.0f}")
+            print(f"| {workers} workers | {rate:.0f} | {tokens * 8:.0f} | {tokens * width:.0f} |")
+    print()
 
 
 def read_rate(rows: PackedRowDataset, workers: int, at_least: float) -> float:
@@ -147,12 +149,12 @@ def read_rate(rows: PackedRowDataset, workers: int, at_least: float) -> float:
 
 
 def memory(options: argparse.Namespace) -> None:
-    print("tokenise a made-up corpus | peak resident MB | MB/s of text")
+    print("| tokenize a synthetic corpus | peak resident MB | MB/s of text |\n|---|---|---|")
     for gigabytes in options.synthetic_gb:
         arguments = ("--tokenizer", options.tokenizer, "--only_synthetic", str(gigabytes))
         command = [sys.executable, __file__, *map(str, arguments)]
         result = subprocess.run(command, check=True, capture_output=True, text=True)
-        print(f"{gigabytes} GB | {result.stdout.strip()}")
+        print(f"| {gigabytes} GB | {result.stdout.strip()} |")
 
 
 def only_synthetic(gigabytes: float, tokenizer: PreTrainedTokenizerFast) -> None:
