@@ -130,16 +130,15 @@ def main() -> None:
     """Record a result, or write the report of all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="action", required=True)
-    recording = commands.add_parser("record", help="run a command and keep what it prints")
+    recording = commands.add_parser("record", help="run the command after -- and keep what it prints")
     recording.add_argument("name", help="name of the JSON file")
     recording.add_argument("--title", required=True, help="heading in the report")
     recording.add_argument("--data", nargs="*", default=[], help="files and folders the numbers depend on")
     recording.add_argument("--remark", default="", help="a sentence or two under the heading")
-    recording.add_argument("command", nargs=argparse.REMAINDER, help="after --")
     commands.add_parser("render", help=f"write {REPORT.name}")
-    options = parser.parse_args()
+    end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    options, command = parser.parse_args(sys.argv[1:end]), sys.argv[end + 1 :]
     if options.action == "record":
-        command = options.command[1:] if options.command[:1] == ["--"] else options.command
         if not command:
             parser.error("give the command to run after --")
         record(options.name, command, title=options.title, data=options.data, remark=options.remark)
