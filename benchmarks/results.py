@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -28,6 +29,7 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "benchmarks" / "results"
 REPORT = ROOT / "benchmarks" / "RESULTS.md"
 LIBRARIES = ("torch", "transformers", "lightning", "tokenizers", "datasets", "numpy", "longppl")
+LOG_LINE = re.compile(r"\[\d{4}-\d\d-\d\d .*\] \[[A-Z]+\]")  # DeepSpeed logs to standard output
 INTRODUCTION = (
     "Written by `python benchmarks/results.py render` from the files in `benchmarks/results`, each of which"
     " `python benchmarks/results.py record` made: change those, not this page. Times on a shared machine vary; ratios"
@@ -80,6 +82,7 @@ def describe_machine() -> dict[str, Any]:
 def parse_output(text: str) -> list[dict[str, Any]]:
     """Split printed Markdown into tables, ``{"head": [..], "rows": [[..]]}``, and paragraphs, ``{"text": ..}``."""
     blocks: list[dict[str, Any]] = []
+    text = "\n".join(line for line in text.splitlines() if not LOG_LINE.match(line))
     for paragraph in filter(None, (part.strip("\n") for part in text.split("\n\n"))):
         lines = paragraph.splitlines()
         first = next((number for number, line in enumerate(lines) if line.startswith("|")), len(lines))
