@@ -145,9 +145,8 @@ def main() -> None:
         runs = {name: [measure(way) for _ in range(options.rounds)] for name, way in ways.items()}
     seconds = {name: statistics.median(each[0] for each in rounds) for name, rounds in runs.items()}
     first = next(iter(ways))
-    print(
-        f"{options.documents} documents of {options.lengths[0]} to {options.lengths[1]} tokens, K={sizes[0]}, d={sizes[1]}\n"
-    )
+    shortest, longest = options.lengths
+    print(f"{options.documents} documents of {shortest} to {longest} tokens, K={sizes[0]}, d={sizes[1]}\n")
     print("| | documents/s | ratio | largest difference of LongPPL and perplexity |\n|---|---|---|---|")
     for name in ways:
         difference = disagreement(runs[first][0][1], runs[name][0][1])
