@@ -1,4 +1,4 @@
-"""Time and memory of scoring and of a LongCE step, as ratios to full logits and one window at a time.
+"""Compare time and memory of scoring and of a LongCE step with the code of the paper's authors.
 
 Scoring is compared with the package of the paper's authors (`longppl` 0.3.0). It has no training step; the baseline of
 the step is the same formula written as their training script has it: full logits of the row and of each window.
@@ -65,7 +65,7 @@ class Setting(NamedTuple):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Arguments of whatever makes short contexts."""
+        """Return the arguments for functions that make short contexts."""
         return {"context_length": self.context_length, "stride": self.stride}
 
 
@@ -78,7 +78,7 @@ class Run(NamedTuple):
 
 
 def build(shape: str, vocabulary: int, seed: int) -> transformers.PreTrainedModel:
-    """A random Llama of one of the shapes."""
+    """Return a random Llama of one of the shapes."""
     torch.manual_seed(seed)
     config = AutoConfig.for_model(
         "llama", **SHAPES[shape], num_key_value_heads=2, vocab_size=vocabulary, max_position_embeddings=1 << 18
@@ -87,19 +87,19 @@ def build(shape: str, vocabulary: int, seed: int) -> transformers.PreTrainedMode
 
 
 def word_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
-    """One token per word ``w0``, ``w1``, .., so that the length of a text in tokens is exact."""
+    """Return a tokenizer of words ``w0``, ``w1``, .., so that the length of a text in tokens is exact."""
     backend = Tokenizer(models.WordLevel({f"w{index}": index for index in range(vocabulary)}, unk_token="w0"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
 def measure(function: Callable[[], object]) -> Run:
-    """Run it once."""
+    """Run a function once and measure its time and memory."""
     gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)  # or what an earlier run has freed would be used again, uncounted
+    ctypes.CDLL("libc.so.6").malloc_trim(0)  # otherwise memory freed by an earlier run would be reused, uncounted
     with open("/proc/self/clear_refs", "w") as stream:
-        stream.write("5")  # forget the peak of before
-    # With one thread its own time on the processor counts, whatever else runs on the machine.
+        stream.write("5")  # reset the peak
+    # With one thread, CPU time: it does not depend on what else runs on the machine.
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     before, started = _status("VmRSS"), clock()
     with contextlib.redirect_stdout(io.StringIO()):
@@ -121,7 +121,7 @@ def _available() -> float:
 
 
 def plain_longce_step(model: transformers.PreTrainedModel, ids: Tensor, context_length: int, stride: int) -> float:
-    """Loss and gradients with full logits, one window at a time."""
+    """Compute loss and gradients with full logits, one window at a time."""
     model.train()
     logits = model(input_ids=ids).logits
     losses = F.cross_entropy(logits[0, :-1], ids[0, 1:], reduction="none")
@@ -141,19 +141,19 @@ def plain_longce_step(model: transformers.PreTrainedModel, ids: Tensor, context_
 
 
 def longce_step(backbone: Backbone, batch: PackedBatch, sizes: dict[str, int]) -> float:
-    """The step as `LongContextLM` makes it."""
+    """Compute loss and gradients as `LongContextLM` does."""
     backbone.train()
     return _step(backbone, batch, LongCE(), short_log_likelihood(backbone, batch, **sizes))
 
 
 def cross_entropy_step(backbone: Backbone, batch: PackedBatch) -> float:
-    """The same without a short pass."""
+    """Compute loss and gradients of cross entropy."""
     backbone.train()
     return _step(backbone, batch, CrossEntropy())
 
 
 def stored_step(backbone: Backbone, batch: PackedBatch, stored: Tensor) -> float:
-    """The same with weights that come with the row."""
+    """Compute loss and gradients with weights stored beside the sequence."""
     backbone.train()
     return _step(backbone, PackedBatch(**batch, influence=stored), StoredInfluence())
 
@@ -170,7 +170,7 @@ def _step(backbone: Backbone, batch: PackedBatch, objective: Objective, short: S
 def authors_score(
     text: str, model: object, evaluator: object, tokenizer: object, setting: Setting, alpha: float, beta: float
 ) -> tuple[float, int]:
-    """LongPPL and the number of key tokens by the authors' package."""
+    """Return LongPPL and the number of key tokens by the authors' package."""
     out = compute_longppl(
         text, model, evaluator, tokenizer, tokenizer, None, setting.context_length, setting.stride, alpha, beta
     )
@@ -186,7 +186,7 @@ def score(
     alpha: float,
     beta: float,
 ) -> tuple[float, int]:
-    """The same as ``longce score`` computes it; the evaluator judges itself if there is no model."""
+    """Return both as ``longce score`` computes them; without a model the evaluator is the model."""
     document = encode_document(text, tokenizer)
     scores = score_text(text, evaluator, tokenizer, **setting.sizes, beta=beta)
     with torch.no_grad():
@@ -200,27 +200,29 @@ def score(
 
 
 def compare(setting: Setting, rounds: int, chosen: list[str]) -> dict[str, dict[str, Run]]:
-    """Medians of baseline and ours for each kind of work."""
+    """Return the medians of the baseline and of our code for each kind of work."""
     model, evaluator = (build(setting.shape, setting.vocabulary, seed) for seed in range(2))
     tokenizer = word_tokenizer(setting.vocabulary)
     ids = torch.randint(setting.vocabulary, (1, setting.length), generator=torch.Generator().manual_seed(0))
     text = " ".join(f"w{index}" for index in ids[0].tolist())
     batch = encode_document(text, tokenizer)
-    ours, judge = Backbone(model), Backbone(evaluator)
+    ours, our_evaluator = Backbone(model), Backbone(evaluator)
     enable_checkpointing(model, True)
-    thresholds = {key: _thresholds(scorer, batch, setting) for key, scorer in (("judge", judge), ("model", ours))}
+    thresholds = {
+        key: _thresholds(scorer, batch, setting) for key, scorer in (("evaluator", our_evaluator), ("model", ours))
+    }
 
     def step(kind: bool | str, function: Callable[[], float]) -> float:
         enable_checkpointing(model, kind)
         return function()
 
-    scoring = partial(authors_score, text, model, evaluator, tokenizer, setting, *thresholds["judge"])
+    scoring = partial(authors_score, text, model, evaluator, tokenizer, setting, *thresholds["evaluator"])
     alone = partial(authors_score, text, model, model, tokenizer, setting, *thresholds["model"])
     plain = partial(step, True, partial(plain_longce_step, model, ids, **setting.sizes))
     work: dict[str, dict[str, Callable[[], object]]] = {
         "score": {
             "baseline": scoring,
-            "ours": partial(score, text, ours, judge, tokenizer, setting, *thresholds["judge"]),
+            "ours": partial(score, text, ours, our_evaluator, tokenizer, setting, *thresholds["evaluator"]),
         },
         "score, evaluator = model": {
             "baseline": alone,
@@ -249,7 +251,7 @@ def compare(setting: Setting, rounds: int, chosen: list[str]) -> dict[str, dict[
 
 
 def _thresholds(scorer: Backbone, batch: PackedBatch, setting: Setting) -> tuple[float, float]:
-    """Alpha and beta with the shares of candidates and key tokens that are wanted."""
+    """Return the alpha and beta that give the wanted fractions of candidates and key tokens."""
     long, short = long_and_short(scorer, batch, **setting.sizes)
     differs = long != short
     alpha = (long - short)[differs].quantile(1 - KEYS).item()
@@ -257,7 +259,7 @@ def _thresholds(scorer: Backbone, batch: PackedBatch, setting: Setting) -> tuple
 
 
 def _baseline_memory(setting: Setting, name: str) -> float:
-    """MiB by the measured rule: 2 copies of the logits to score, 3.4 to train."""
+    """Estimate the MiB of the baseline by a measured rule: 2 copies of the logits to score, 3.4 to train."""
     return setting.length * setting.vocabulary * 4 / 2**20 * (3.4 if "step" in name else 2.0)
 
 
@@ -287,7 +289,7 @@ def _rows(setting: Setting, results: dict[str, dict[str, Run]]) -> list[str]:
 
 
 def _agreement(theirs: object, mine: object) -> str:
-    """LongPPL and key tokens, or the loss, of both."""
+    """Describe how far the two results agree."""
     if isinstance(theirs, tuple) and isinstance(mine, tuple):
         return f"LongPPL differs by {abs(mine[0] / theirs[0] - 1):.0e}, key tokens {theirs[1]} / {mine[1]}"
     assert isinstance(theirs, float)
@@ -299,7 +301,7 @@ def _agreement(theirs: object, mine: object) -> str:
 
 
 def machine_rates(setting: Setting) -> tuple[float, float]:
-    """GFLOP/s of matrix products and of causal attention here, at this setting's sizes: medians of 5."""
+    """Measure GFLOP/s of matrix products and causal attention on this machine: medians of 5."""
     shape, rows = SHAPES[setting.shape], setting.context_length + setting.stride
     left, right = torch.randn(rows, shape["hidden_size"]), torch.randn(shape["hidden_size"], shape["intermediate_size"])
     head = shape["hidden_size"] // shape["num_attention_heads"]
@@ -317,7 +319,7 @@ def _repeat(function: Callable[[], object]) -> None:
 
 
 def _floor_rows(setting: Setting, results: dict[str, dict[str, Run]]) -> list[str]:
-    """Measured time over the time that the floor's operations take at the rates of this machine."""
+    """Compare measured time with the time that the operations take at the rates of this machine."""
     gemm, attention = machine_rates(setting)
     shape = ModelShape.of(build(setting.shape, setting.vocabulary, 0).config)
     sizes = (setting.length, setting.context_length, setting.stride)
@@ -343,7 +345,7 @@ def _floor_rows(setting: Setting, results: dict[str, dict[str, Run]]) -> list[st
 def _scoring_floor(
     shape: ModelShape, tokens: int, context_length: int, stride: int, *, shared_pass: bool = False
 ) -> Flops:
-    """Count the least that an exact LongPPL takes: no unread logits or last-layer attention of the evaluator."""
+    """Count the operations that an exact LongPPL needs: no unused logits or last-layer attention of the evaluator."""
     total = scoring_flops(shape, shape, tokens, context_length, stride, shared_pass=shared_pass)
     if not shared_pass:
         total += Flops(-2.0 * (context_length + stride - 1) * shape.head_weights)
@@ -353,7 +355,7 @@ def _scoring_floor(
 
 
 def _growth(table: dict[Setting, dict[str, dict[str, Run]]]) -> list[str]:
-    """Exponents of time and memory in the length, from the shortest to the longest row of each vocabulary."""
+    """Fit exponents of time and memory in the length, from the shortest to the longest sequence of a vocabulary."""
     lines = []
     for vocabulary in sorted({setting.vocabulary for setting in table}):
         settings = sorted((s for s in table if s.vocabulary == vocabulary), key=lambda s: s.length)

@@ -1,8 +1,8 @@
-"""What the options that make LongCE's weights cheaper do to its gradient, on a model and texts of your own.
+"""Measure what the options that make LongCE's weights cheaper do to its gradient, on your model and texts.
 
 Each option is compared with exact LongCE on the same rows: cosine of the gradients, precision and recall of the key
 tokens (LSD > alpha and LCL > beta), and time of the short pass. For windows drawn at random also the size of the
-gradient's noise over several draws, relative to the exact gradient, and of what is left of it in their mean.
+gradient noise over several draws, relative to the exact gradient, and of the noise that is left in their mean.
 
     python benchmarks/cheaper_weights.py --model MODEL_FOLDER --files TEXT.. --context_length 64 --stride 16
 """
@@ -41,13 +41,13 @@ class Outcome:
 
 
 class Comparison:
-    """One model on some rows."""
+    """One model and some sequences."""
 
     def __init__(self, backbone: Backbone, rows: list[PackedBatch], options: argparse.Namespace) -> None:
         self.backbone, self.rows, self.options = backbone, rows, options
 
     def outcome(self, *, stride: int | None = None, dtype: Any = None, share: float = 1.0, seed: int = 0) -> Outcome:
-        """Of all rows with one setting of the short pass."""
+        """Compute gradient and key tokens of all sequences with one setting of the short pass."""
         short, seconds = [], 0.0
         for number, batch in enumerate(self.rows):
             started = time.process_time()
@@ -66,7 +66,7 @@ class Comparison:
         return self._outcome(LongCE(), self.rows, short, seconds)
 
     def stored(self, weights: list[Tensor]) -> Outcome:
-        """With weights from elsewhere."""
+        """Compute the gradient with given weights."""
         rows = [PackedBatch(**batch, influence=weight) for batch, weight in zip(self.rows, weights, strict=True)]
         return self._outcome(StoredInfluence(), rows, [None] * len(rows), 0.0)
 
@@ -88,7 +88,7 @@ class Comparison:
 
 
 def compare(comparison: Comparison, evaluator: str | None) -> Iterator[str]:
-    """Rows of the table."""
+    """Yield the rows of the table."""
     options = comparison.options
     exact = comparison.outcome()
     settings: dict[str, dict[str, Any]] = {
@@ -125,14 +125,14 @@ def compare(comparison: Comparison, evaluator: str | None) -> Iterator[str]:
 
 
 def stored_weights(evaluator: str, comparison: Comparison) -> list[Tensor]:
-    """Weights of the rows as ``longce influence`` finds them."""
+    """Compute the weights of the sequences as ``longce influence`` does."""
     options = comparison.options
-    judge = load_backbone(ModelConfig(evaluator)).eval().requires_grad_(False)
-    check_scoring(judge)
+    scorer = load_backbone(ModelConfig(evaluator)).eval().requires_grad_(False)
+    check_scoring(scorer)
     transfer = make_transfer(load_tokenizer(options.model), load_tokenizer(evaluator), add_special_tokens=True)
     weigh = row_influence if transfer is None else transfer.row_influence
     sizes = {"context_length": options.context_length, "stride": options.stride}
-    return [weigh(batch, judge, **sizes, gamma=5.0) for batch in comparison.rows]
+    return [weigh(batch, scorer, **sizes, gamma=5.0) for batch in comparison.rows]
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
-"""Documents per second of `longce predict` over a corpus, as a ratio to a loop over the code of the paper's authors.
+"""Compare `longce predict` over a corpus with a loop over the code of the paper's authors, in documents per second.
 
 Both read the same parquet file with the same random model, tokenizer and settings, in this process and in turn; medians
-of the rounds. The authors' loop calls `longppl.compute_longppl` with the model as its own evaluator for one document
-after the other. Ours is all of it: reading, tokenising, scoring, statistics and the shards on disk.
+of the rounds. The authors' loop calls `longppl.compute_longppl` with the model as its own evaluator, document by
+document. Our time includes everything: reading, tokenizing, scoring, statistics and writing shards.
 
     python benchmarks/corpus.py --documents 16 --rounds 3
 """
@@ -37,7 +37,7 @@ ALPHA, BETA = 0.5, -12.0  # of a random model
 
 
 def prepare(folder: Path, documents: int, lengths: tuple[int, int], vocabulary: int, width: int, layers: int) -> None:
-    """A random Llama with a tokenizer of words, and a parquet file of random documents."""
+    """Write a random Llama with a word tokenizer, and a parquet file of random documents."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(
         "llama",
@@ -63,7 +63,7 @@ def prepare(folder: Path, documents: int, lengths: tuple[int, int], vocabulary: 
 
 
 def theirs(folder: Path, context_length: int, stride: int) -> dict[int, tuple[float | None, float, int]]:
-    """LongPPL, perplexity and key tokens of each document, by the authors' code."""
+    """Return LongPPL, perplexity and key tokens of each document by the authors' code."""
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).eval()
     found = {}
@@ -77,7 +77,7 @@ def theirs(folder: Path, context_length: int, stride: int) -> dict[int, tuple[fl
 def ours(
     folder: Path, context_length: int, stride: int, batch_tokens: int | None = None
 ) -> dict[int, tuple[float | None, float, int]]:
-    """The same from the shards that the run has written."""
+    """Return the same from the shards that our run has written."""
     module = LongContextLM(str(folder / "model"), context_length=context_length, stride=stride)
     corpus = DocumentCorpus(str(folder / "corpus.parquet"), num_workers=0, batch_tokens=batch_tokens)
     with tempfile.TemporaryDirectory() as output:
@@ -95,7 +95,7 @@ def ours(
 
 
 def measure(function: Callable[[], dict]) -> tuple[float, dict]:
-    """Seconds of this process on the processor, which does not count what else runs on the machine; and the result."""
+    """Return the CPU seconds of this process, which do not count other work on the machine, and the result."""
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     started = clock()
     with contextlib.redirect_stdout(io.StringIO()):
@@ -104,7 +104,7 @@ def measure(function: Callable[[], dict]) -> tuple[float, dict]:
 
 
 def disagreement(first: dict, second: dict) -> float:
-    """Largest relative difference of LongPPL and perplexity; infinite if key tokens are not the same."""
+    """Return the largest relative difference of LongPPL and perplexity; infinite if the key tokens differ."""
     largest = 0.0
     for row, (*numbers, keys) in first.items():
         *others, other_keys = second[row]

@@ -1,15 +1,15 @@
-"""How fast text becomes packed rows and rows are read, beside `datasets.map`, and whether memory stays flat.
+"""Compare tokenizing and packing with `datasets.map`, and measure reading and peak memory.
 
     python benchmarks/data_pipeline.py --texts FOLDER_OF_TXT --tokenizer TOKENIZER_FOLDER --processes 2
 
-Tokenising and packing: texts in files to packed rows on disk. Against `datasets.Dataset.map(batched=True)` with the
-same tokenizer and the usual grouping into rows, in two sizes of batches of which the faster counts; loading the texts
-into its own format is not timed. Rounds alternate, the best of each counts.
+Tokenizing and packing: from text files to packed sequences on disk, against `datasets.Dataset.map(batched=True)` with
+the same tokenizer and the usual grouping, in two batch sizes of which the faster counts; converting the texts to its
+own format is not timed. Rounds alternate, and the best of each counts.
 
-Reading: packed rows in random order through the training loader, from a warm cache. A token is 8 bytes (int64) in a
-batch, beside its label and position, which are not counted, and 2 or 4 in the store.
+Reading: packed sequences in random order through the training loader, from a warm cache. A token is 8 bytes (int64) in
+a batch, plus its label and position, which are not counted, and 2 or 4 in the store.
 
-Memory: the largest resident memory of a process that tokenises a made-up corpus of that many gigabytes as it streams.
+Memory: the peak resident memory of a process that tokenizes a streamed synthetic corpus of that many gigabytes.
 """
 
 import argparse
@@ -37,12 +37,12 @@ from datamodules.sources.documents import Document, text_folder
 from datamodules.token_store.store import TokenStore, build_token_store
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 
-THEIR_BATCHES = (1000, 4)  # their default, and one that shares few long books out evenly
+THEIR_BATCHES = (1000, 4)  # their default, and one that distributes a few long books evenly
 
 
 @dataclass(frozen=True)
-class MadeUp:
-    """Documents of 10 to 500 kB, mostly short, until there are so many bytes."""
+class SyntheticTexts:
+    """Documents of 10 to 500 kB, mostly short, up to a total number of bytes."""
 
     total: float
 
@@ -56,8 +56,8 @@ class MadeUp:
             yield Document(str(number), text)
 
     def fingerprint(self) -> str:
-        """Enough to tell two sizes apart."""
-        return f"made up {self.total}"
+        """Return a name that depends on the size."""
+        return f"synthetic {self.total}"
 
 
 def ours(texts: Path, tokenizer: PreTrainedTokenizerFast, folder: Path, length: int) -> TokenStore:
@@ -69,7 +69,7 @@ def ours(texts: Path, tokenizer: PreTrainedTokenizerFast, folder: Path, length: 
 def theirs(
     dataset: Any, tokenizer: PreTrainedTokenizerFast, folder: Path, length: int, processes: int, size: int
 ) -> Any:
-    def tokenise(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
+    def tokenize(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
         ids = tokenizer(batch["text"], add_special_tokens=False, return_attention_mask=False)["input_ids"]
         return {"input_ids": [[*each, tokenizer.eos_token_id] for each in ids]}
 
@@ -79,13 +79,13 @@ def theirs(
 
     options = {"batched": True, "batch_size": size, "num_proc": processes, "load_from_cache_file": False}
     columns = dataset.column_names
-    tokens = dataset.map(tokenise, remove_columns=columns, cache_file_name=str(folder / "tokens.arrow"), **options)
+    tokens = dataset.map(tokenize, remove_columns=columns, cache_file_name=str(folder / "tokens.arrow"), **options)
     return tokens.map(group, cache_file_name=str(folder / "rows.arrow"), **options)
 
 
 def seconds(work: Callable[[Path], Any]) -> float:
-    """Of some work in a folder of its own."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "true"  # `datasets.map` switches it off, and leaves it so for C and Rust
+    """Time some work in a temporary folder."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"  # `datasets.map` switches it off and does not switch it on again
     with tempfile.TemporaryDirectory() as folder:
         started = time.perf_counter()
         work(Path(folder))
@@ -131,7 +131,7 @@ def read(options: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> Non
 
 
 def read_rate(rows: PackedRowDataset, workers: int, at_least: float) -> float:
-    """Rows per second, after an epoch that warms caches and starts workers."""
+    """Return sequences per second, after an epoch that warms caches and starts workers."""
     loader = ResumableLoader(
         rows,
         batch_size=1,
@@ -158,8 +158,8 @@ def memory(options: argparse.Namespace) -> None:
 
 
 def only_synthetic(gigabytes: float, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Tokenise a made-up corpus and print this process's memory and rate."""
-    taken = seconds(lambda folder: build_token_store(MadeUp(gigabytes * 1e9), tokenizer, cache_dir=folder))
+    """Tokenize a synthetic corpus and print the memory and rate of this process."""
+    taken = seconds(lambda folder: build_token_store(SyntheticTexts(gigabytes * 1e9), tokenizer, cache_dir=folder))
     unit = 1 if sys.platform == "darwin" else 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     print(f"{peak / 1e6:.0f} | {gigabytes * 1e3 / taken:.2f}")

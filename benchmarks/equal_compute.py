@@ -1,20 +1,22 @@
-"""LongCE and its variants against cross entropy at equal CPU time, on the made-up language: who recalls more from afar?
+"""Compare LongCE and its variants with cross entropy at equal CPU time, by recall from far context.
+
+The language is the synthetic one of `RecallDataModule`.
 
 Hypothesis, declared before any test run: of the three settings that recall best at equal CPU time on the tuning seeds,
 and the best of those that score their tokens themselves, each with its own learning rate, at least one recalls more
 than cross entropy with its own tuned learning rate on the test seeds (paired by seed: the same documents in the same
 order; two-sided sign-flip test over all seeds, each of these at a level of 0.05 / 4).
 
-A base model (2 layers, hidden size 64) learns rows of 128 tokens until it recalls; each run goes on from it in rows of
-512 tokens with a RoPE base of 4000. All runs of a comparison take the same CPU time: a step's cost is the median over
-rounds in which every setting makes a step in turn, so that a busy machine slows all of them, and a run makes as many
-steps as fit in what cross entropy takes for `--steps`. Lightning is left out, because its fixed costs would be a large
-part of a step of this size; windows share a pass, as on an accelerator. Beside it stands the cost by operations, as
-``longce plan`` counts them.
+A base model (2 layers, hidden size 64) learns sequences of 128 tokens until it recalls; each run continues it in
+sequences of 512 tokens with a RoPE base of 4000. All runs of a comparison take the same CPU time: a step's cost is the
+median over rounds in which every setting takes a step in turn, so that a busy machine slows all of them, and a run
+takes as many steps as fit in what cross entropy takes for `--steps`. Lightning is left out, because its fixed costs
+would be a large part of a step of this size; windows share a pass, as on an accelerator. The cost by operations, as
+``longce plan`` counts them, is given beside it.
 
     OMP_NUM_THREADS=1 python benchmarks/equal_compute.py --output runs/equal_compute [--quick]
 
-Every run's result is a file in the output folder; the same command goes on where it stopped, and prints the tables.
+The result of each run is a file in the output folder; the same command resumes, and prints the tables.
 """
 
 import argparse
@@ -77,7 +79,7 @@ SETTINGS: dict[str, Setting] = {
     "LongCE, first third": Setting(lambda steps: Scheduled(LongCE(), stop=steps // 3)),
     "LongCE, warm-up": Setting(lambda steps: Scheduled(LongCE(), warmup=steps // 3)),
     "LongCE, K=128, gamma=20": Setting(lambda _: LongCE(20.0), 128, 128),
-    "LongCE, K=128, normalised": Setting(lambda _: Normalized(LongCE()), 128, 128),
+    "LongCE, K=128, normalized": Setting(lambda _: Normalized(LongCE()), 128, 128),
     "LongCE, K=128, half CE": Setting(lambda _: Interpolated(LongCE()), 128, 128),
     "dense, K=128, half CE": Setting(lambda _: Interpolated(MutualInformation("absolute")), 128, 128),
     "PPMI, K=128, half CE": Setting(lambda _: Interpolated(MutualInformation("positive")), 128, 128),
@@ -98,7 +100,7 @@ def stored_json(path: Path, make: Callable[[], Any]) -> Any:
 
 
 def step_costs(base: dict[str, Tensor], names: tuple[str, ...], rounds: int) -> dict[str, float]:
-    """Median CPU seconds of a step with weights, by setting; every round each makes one, in turn."""
+    """Measure the median CPU seconds of a step with weights, by setting; in each round all take one in turn."""
     rows = training_rows(rounds, length=LENGTH, rows=ROWS, slot=16, seed=7_000)
     weights = torch.ones(ROWS, LENGTH)
     runs = {name: Run(long_model(base), SETTINGS[name], steps=3, learning_rate=1e-3, seed=0) for name in names}
@@ -115,7 +117,7 @@ def step_costs(base: dict[str, Tensor], names: tuple[str, ...], rounds: int) -> 
 
 
 def step_flops(shape: ModelShape) -> dict[str, float]:
-    """Operations of a step with weights, by setting."""
+    """Count the operations of a step with weights, by setting."""
     ce = ce_step_flops(shape, LENGTH, "none").total
     scoring = forward_flops(shape, LENGTH, LENGTH - 1).total + short_pass_flops(shape, LENGTH, 64, 64).total
     result = {"scoring": scoring * ROWS}
@@ -126,7 +128,7 @@ def step_flops(shape: ModelShape) -> dict[str, float]:
 
 
 def steps_within(name: str, costs: dict[str, float], budget: float) -> int:
-    """Optimizer steps that fit in a budget of seconds or operations; some steps of a schedule make no short pass."""
+    """Return the optimizer steps that fit in a budget of seconds or operations; schedules skip some short passes."""
     setting = SETTINGS[name]
     extra = costs["scoring"] if setting.objective(3).uses_stored_influence and setting.counts_scoring else 0.0
 
@@ -166,7 +168,7 @@ class Comparison:
         return Examination(ids, key_token_mask(*pair))
 
     def result(self, stage: str, name: str, learning_rate: float, seed: int) -> dict[str, Any]:
-        """Of one run, made or read."""
+        """Return the result of a run, which is read if it exists."""
         key = name.replace(" ", "_").replace("/", "-").replace(",", "")
         path = self.folder / "runs" / f"{stage}-{key}-{learning_rate:g}-{seed}.json"
         return stored_json(path, lambda: self._train(stage, name, learning_rate, seed))
@@ -204,7 +206,7 @@ def stored_rows(seed: int, steps: int) -> Tensor:
 
 
 def sign_flip_p(differences: list[float]) -> float:
-    """Two-sided p of the mean difference under the exact sign-flip distribution."""
+    """Return the two-sided p of the mean difference under the exact sign-flip distribution."""
     observed = abs(math.fsum(differences)) - 1e-12
     flips = itertools.product((1, -1), repeat=len(differences))
     return statistics.mean(
@@ -213,7 +215,7 @@ def sign_flip_p(differences: list[float]) -> float:
 
 
 def t_test(differences: list[float]) -> tuple[float, float]:
-    """Paired t and its two-sided p, by integrating the density of Student's distribution."""
+    """Return the paired t and its two-sided p, by integrating the density of Student's distribution."""
     n = len(differences)
     t = statistics.mean(differences) / max(statistics.stdev(differences) / math.sqrt(n), 1e-12)
     scale = math.gamma(n / 2) / (math.sqrt((n - 1) * math.pi) * math.gamma((n - 1) / 2))
@@ -226,11 +228,11 @@ def t_test(differences: list[float]) -> tuple[float, float]:
 
 
 def tune(comparison: Comparison, names: tuple[str, ...], finalists: int = 4) -> dict[str, list[Any]]:
-    """Learning rate, mean recall and number of tuning seeds by setting.
+    """Return learning rate, mean recall and number of tuning seeds by setting.
 
-    With one seed the two learning rates in the middle and the neighbour of the better one, for cross entropy all; then
-    the best two rates with the other seeds, too, for cross entropy, the settings that were best, and the two best of
-    those that score their tokens themselves.
+    First, with one seed: the two middle learning rates and the neighbor of the better one; all rates for cross entropy.
+    Then, with the other seeds: the best two rates of cross entropy, of the best settings, and of the two best settings
+    that score their tokens themselves.
     """
     first, *others = TUNING_SEEDS
     recall = {}
@@ -264,7 +266,7 @@ def tuning_table(comparison: Comparison, best: dict[str, list[Any]]) -> None:
 
 
 def test_table(comparison: Comparison, best: dict[str, list[Any]], seeds: tuple[int, ...]) -> None:
-    """CE and the settings that were best in tuning, on the test seeds, with paired tests."""
+    """Print cross entropy and the settings that were best in tuning, on the test seeds, with paired tests."""
     ranked = sorted((name for name in best if name != "CE"), key=lambda name: (-best[name][2], -best[name][1]))
     own = next((name for name in ranked if not SETTINGS[name].objective(3).uses_stored_influence), None)
     rivals = dict.fromkeys([*ranked[:3], *([] if own is None else [own])])

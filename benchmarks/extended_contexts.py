@@ -1,14 +1,14 @@
-"""A tiny model of short rows, extended by each method: how much it recalls, by length, before and after training.
+"""Measure how much a tiny model recalls beyond its length, extended by each method, before and after training.
 
-For each seed a base model learns the made-up language of `RecallDataModule` in rows of 64 tokens (the settings of
-`configs/quickstart/base.yaml`, but for four layers). Every method extends it to 512 tokens, and it is asked questions
-in documents of each length: the document ends in ``recall FIELD``, the field got its value in its first half and was
-not named since, and the answer counts if it is the likeliest of all words. Then it is trained further in rows of 512
-tokens, and asked again.
+For each seed a base model learns the synthetic language of `RecallDataModule` in sequences of 64 tokens (the settings
+of `configs/quickstart/base.yaml`, but for four layers). Every method extends it to 512 tokens, and it is asked
+questions in documents of each length: the document ends in ``recall FIELD``, the field got its value in its first half
+and is not named again, and the answer counts if it is the likeliest of all words. Then the model is trained further in
+sequences of 512 tokens, and asked again.
 
     python benchmarks/extended_contexts.py --seeds 3 --steps 150
 
-A model of language this is not: one fact is looked up by its name. RoPE bases are those that fit its size, not 500 000.
+This is not natural language: one fact is looked up by its name. RoPE bases fit the size of the model, not 500,000.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from lightning_modules.objectives import CrossEntropy, LongCE
 
 SHORT, LONG, BASE = 64, 512, 10_000.0
 LENGTHS = (64, 128, 256, 512)
-LAYERS = 4  # EABF leaves two of them as they are
+LAYERS = 4  # two of which EABF does not change
 CONFIG = Path(__file__).parent.parent / "configs" / "quickstart" / "base.yaml"
 METHODS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -55,7 +55,7 @@ def extension(method: str) -> dict[str, Any]:
 
 
 def questions(count: int, length: int) -> Iterator[torch.Tensor]:
-    """``[length]`` token ids of documents whose last token is the answer."""
+    """Yield ``[length]`` token ids of documents whose last token is the answer."""
     tokenizer = recall_tokenizer()
     tokenizer.eos_token = None
     found = 0
@@ -73,7 +73,7 @@ def questions(count: int, length: int) -> Iterator[torch.Tensor]:
 
 @torch.no_grad()
 def accuracy(backbone: Backbone, count: int, length: int) -> float:
-    """Share of the answers that are the likeliest word."""
+    """Return the fraction of answers that are the likeliest word."""
     rows = [make_row(ids.numpy(), torch.tensor([len(ids)]).numpy()) for ids in questions(count, length)]
     right = 0
     with eval_mode(backbone):
@@ -123,7 +123,7 @@ def further(path: Path, method: str, seed: int, steps: int, folder: Path) -> Bac
 
 
 def measure(options: argparse.Namespace, folder: Path) -> Iterator[tuple[str, str, int, float]]:
-    """Method, stage, length and accuracy, for each seed."""
+    """Yield method, stage, length and accuracy for each seed."""
     for seed in range(options.seeds):
         path = base_model(seed, folder, options.base_steps)
         for method in options.methods:

@@ -1,9 +1,9 @@
-"""Scoring and a LongCE step of an 8B-shaped random model on one GPU, at 32k and 128k tokens.
+"""Time scoring and a LongCE step of a random 8B-shaped model on one GPU, at 32k and 128k tokens.
 
 Prints seconds, tokens/s, peak memory beside the plan's, and the share of the card's bf16 peak (MFU) for each attention
 implementation; then, at the shortest length, what a LongCE step spends its time on. No weights, data or network are
-needed. By plan 7 minutes and 98 GiB on an H200, most of it at 128k, where only a pass and a step are timed. A case that
-the plan says does not fit is left out and named.
+needed. `longce plan` predicts 7 minutes and 98 GiB on an H200, most of it at 128k, where only a pass and a step are
+timed. A case that does not fit by plan is skipped and named.
 
     python benchmarks/on_gpu.py
     python benchmarks/on_gpu.py --layers 2 --vocabulary 1000 --lengths 512 --context_length 64 --stride 32 --device cpu
@@ -46,7 +46,7 @@ class Case(NamedTuple):
 
 
 def config_of(options: argparse.Namespace) -> transformers.PreTrainedConfig:
-    """The proportions of Llama-3.1-8B."""
+    """Return a config with the proportions of Llama-3.1-8B."""
     return AutoConfig.for_model(
         "llama",
         hidden_size=4096 if options.device == "cuda" else 64,
@@ -61,7 +61,7 @@ def config_of(options: argparse.Namespace) -> transformers.PreTrainedConfig:
 
 
 def build(config: transformers.PreTrainedConfig, attention: str, device: str) -> Backbone:
-    """A random model in bfloat16, made where it runs."""
+    """Build a random bfloat16 model on the device."""
     with torch.device(device):
         name = register_document_attention() if attention == "sdpa" else attention
         model = AutoModelForCausalLM.from_config(config, attn_implementation=name, dtype=torch.bfloat16)
@@ -72,7 +72,7 @@ def build(config: transformers.PreTrainedConfig, attention: str, device: str) ->
 
 
 def make_row(length: int, vocabulary: int, device: str) -> PackedBatch:
-    """One document of random tokens."""
+    """Return one document of random tokens."""
     ids = torch.randint(vocabulary, (1, length), generator=torch.Generator().manual_seed(0))
     labels = ids.clone()
     labels[:, 0] = IGNORE_INDEX
@@ -85,7 +85,7 @@ def make_row(length: int, vocabulary: int, device: str) -> PackedBatch:
 def cases(
     backbone: Backbone, config: transformers.PreTrainedConfig, length: int, options: argparse.Namespace
 ) -> Iterator[Case]:
-    """All that is timed at one length."""
+    """Yield everything that is timed at one length."""
     shape, row = ModelShape.of(config), make_row(length, options.vocabulary, options.device)
     pair = (options.context_length, options.stride)
     sizes = {"context_length": pair[0], "stride": pair[1]}
@@ -135,7 +135,7 @@ def cases(
 
 
 def timed(run: Callable[[], object], device: str, rounds: int) -> tuple[float, float]:
-    """Fewest seconds of some rounds, and GiB at the peak."""
+    """Return the fewest seconds of some rounds, and the peak in GiB."""
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
@@ -156,7 +156,7 @@ def _wait(device: str) -> None:
 
 
 def profiled(run: Callable[[], object], device: str) -> str:
-    """The kernels that take most of the time."""
+    """Return a table of the kernels that take most of the time."""
     activity = ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU
     with profile(activities=[activity]) as profiler:
         run()
@@ -166,7 +166,7 @@ def profiled(run: Callable[[], object], device: str) -> str:
 
 
 def time_attention(attention: str, options: argparse.Namespace) -> str:
-    """Print the rows of one attention implementation; its model is gone afterwards. Returns the profile of a step."""
+    """Print the rows of one attention implementation, free its model, and return the profile of a step."""
     if attention == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
         print("| flash_attention_2 | | not installed | | | | | |")
         return ""
@@ -179,7 +179,7 @@ def time_attention(attention: str, options: argparse.Namespace) -> str:
         shortest = length == min(options.lengths)
         for case in cases(backbone, config, length, options):
             if not shortest and case.name not in ("perplexity: one pass", "LongCE step, full"):
-                continue  # minutes each
+                continue  # each takes minutes
             if case.planned > free:
                 print(f"| {attention} | {length} | {case.name} | needs {case.planned / GIB:.0f} GiB | | | | |")
                 continue

@@ -1,4 +1,4 @@
-"""Tiny models that learn the made-up language by plain loops: what `equal_compute.py` trains, without Lightning."""
+"""Train tiny models on the synthetic language in plain loops without Lightning, for `equal_compute.py`."""
 
 import math
 import time
@@ -21,12 +21,16 @@ from lightning_modules.models.optimizations import short_precision
 from lightning_modules.models.short_context import short_log_likelihood
 from lightning_modules.objectives import CrossEntropy, Objective
 
-LENGTH, ROWS, FAR = 512, 4, 128  # tokens of a row, rows of a step, and what is far: K + d
+LENGTH, ROWS, FAR = (
+    512,
+    4,
+    128,
+)  # tokens of a sequence, sequences of a step, and the distance K + d from which on a value is far
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is compared: an objective, made for a run of so many steps, and its short pass."""
+    """An objective to compare, built for a number of steps, and its short pass."""
 
     objective: Callable[[int], Objective]
     context_length: int = 64
@@ -34,8 +38,8 @@ class Setting:
     window_share: float = 1.0
     short_dtype: Any = None
     gamma: float = 5.0  # of stored weights
-    scorer: str = "evaluator"  # of stored weights, or `base`, the model as it is before the training
-    counts_scoring: bool = True  # of stored weights, as part of the training
+    scorer: str = "evaluator"  # of stored weights; or `base`, the model before training
+    counts_scoring: bool = True  # of stored weights, as a part of training
 
 
 CROSS_ENTROPY = Setting(lambda _: CrossEntropy())
@@ -50,14 +54,14 @@ def token_ids() -> dict[str, int]:
 
 
 def documents(count: int, *, length: int, slot: int, seed: int) -> Tensor:
-    """``[count, length]`` int64 token ids, ``<bos>`` first."""
+    """Return ``[count, length]`` int64 token ids, ``<bos>`` first."""
     ids = token_ids()
     texts = recall_documents(count, length=length - 1, slot=slot, seed=seed)
     return torch.tensor([[ids["<bos>"], *(ids[word] for word in text.split())] for text in texts])
 
 
 def training_rows(steps: int, *, length: int, rows: int, slot: int, seed: int) -> Tensor:
-    """``[steps, rows, length]``, of documents twice as long, so that some begin in the middle as short windows do."""
+    """Return ``[steps, rows, length]`` token ids cut from longer documents, so that some begin mid-document."""
     halves = documents(-(-steps * rows // 2), length=2 * length, slot=slot, seed=seed).reshape(-1, length)
     order = torch.randperm(len(halves), generator=torch.Generator().manual_seed(seed))
     return halves[order][: steps * rows].reshape(steps, rows, length)
@@ -73,7 +77,7 @@ def batch_of(ids: Tensor) -> PackedBatch:
 
 
 def recalled(ids: Tensor, *, beyond: int) -> Tensor:
-    """``[B, T]`` bool: values after `recall`, last seen more than ``beyond`` tokens before."""
+    """Return ``[B, T]`` bool: values after `recall`, last seen more than ``beyond`` tokens before."""
     mask, recall = torch.zeros_like(ids, dtype=torch.bool), token_ids()[GET]
     for row, words in enumerate(ids.tolist()):
         seen: dict[int, int] = {}
@@ -127,7 +131,7 @@ class Run:
         )
 
     def step(self, batch: PackedBatch, number: int, stored: Tensor | None = None) -> float:
-        """Train on a batch as `LongContextLM` does; CPU seconds."""
+        """Train on a batch as `LongContextLM` does, and return the CPU seconds."""
         started = time.process_time()
         objective, setting = self.objective.at_step(number), self.setting
         batch = batch if stored is None else PackedBatch(**batch, influence=stored)
@@ -159,14 +163,14 @@ class Run:
 
 @dataclass
 class Examination:
-    """Documents nobody trains on, and an evaluator's key tokens in the first of them."""
+    """Held-out documents, and an evaluator's key tokens in the first of them."""
 
     ids: Tensor
     key_tokens: Tensor
 
     @torch.no_grad()
     def __call__(self, backbone: Backbone) -> dict[str, float]:
-        """Recall from afar (share of answers that are the likeliest word), perplexity and LongPPL."""
+        """Return far recall (fraction of answers that are the likeliest word), perplexity and LongPPL."""
         backbone.eval()
         far = recalled(self.ids, beyond=FAR)
         right = torch.cat([hits(backbone, *part) for part in zip(self.ids.split(50), far.split(50), strict=True)])
@@ -183,7 +187,7 @@ class Examination:
 
 
 def hits(backbone: Backbone, ids: Tensor, wanted: Tensor) -> Tensor:
-    """For each wanted token whether it is the likeliest."""
+    """Return for each wanted token whether it is the likeliest."""
     hidden = backbone.decoder(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
     return backbone.logits(hidden[wanted[:, 1:]]).argmax(-1) == ids[:, 1:][wanted[:, 1:]]
 
@@ -192,7 +196,7 @@ def hits(backbone: Backbone, ids: Tensor, wanted: Tensor) -> Tensor:
 
 
 def trained_base(folder: Path, seed: int, accuracy: float = 0.5) -> dict[str, Tensor]:
-    """Weights of a model that has learned to recall in rows of 128 tokens."""
+    """Return the weights of a model that has learned to recall in sequences of 128 tokens."""
 
     def learn() -> dict[str, Tensor]:
         torch.manual_seed(seed)
@@ -214,7 +218,7 @@ def trained_base(folder: Path, seed: int, accuracy: float = 0.5) -> dict[str, Te
 
 
 def trained_evaluator(folder: Path, base: dict[str, Tensor], steps: int) -> Backbone:
-    """A model that was trained longer, on dense text, in rows of 512 tokens."""
+    """Return a model trained longer, on dense text, in sequences of 512 tokens."""
 
     def learn() -> dict[str, Tensor]:
         run = Run(long_model(base), CROSS_ENTROPY, steps=steps, learning_rate=4e-3, seed=1)
@@ -226,7 +230,7 @@ def trained_evaluator(folder: Path, base: dict[str, Tensor], steps: int) -> Back
 
 
 def stored_tensors(path: Path, make: Callable[[], Any]) -> Any:
-    """Made once, read from then on."""
+    """Compute tensors once, and read them from then on."""
     if not path.exists():
         torch.save(make(), path.with_suffix(".part"))
         path.with_suffix(".part").rename(path)

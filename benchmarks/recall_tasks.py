@@ -1,9 +1,9 @@
-"""A tiny model learns a long-context task in short texts: how does it do there, and beyond; and one of random weights?
+"""Train a tiny model on a long-context task in short texts, and evaluate it there and in longer ones.
 
     python benchmarks/recall_tasks.py --output runs/recall_tasks
 
-Trains two layers on `passkey` as `longce evaluate` puts it, the answers only, for some minutes on one CPU thread, then
-evaluates it and a model of random weights by ``longce evaluate``. The two reports are in the output folder.
+Two layers learn the answers of `passkey` prompts as `longce evaluate` writes them, for some minutes on one CPU thread.
+``longce evaluate`` then scores this model and one with random weights. Both reports are in the output folder.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def main():
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level pairs with single digits, learned from some questions."""
+    """Train a byte-level BPE with single digits on some questions."""
     plain = Tokenizer(models.BPE())
     plain.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -89,7 +89,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, longest: int) -> Backbone:
 
 
 def train(backbone: Backbone, prompter: Prompter, lengths: list[int], seconds: float) -> None:
-    """Steps of about equally many tokens, each with new questions of one length; the rate falls to 0 with time."""
+    """Train in steps of about the same number of tokens, each with new questions of one length; the rate falls to 0."""
     optimizer = torch.optim.AdamW(backbone.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
     rng, started, step, asked = random.Random(0), time.process_time(), 0, 0
     backbone.train()
@@ -111,18 +111,18 @@ def train(backbone: Backbone, prompter: Prompter, lengths: list[int], seconds: f
 
 
 def forced(prompter: Prompter, length: int, index: int) -> ForcedAnswer:
-    """Of another seed than the evaluation's."""
+    """Return a question with another seed than in the evaluation."""
     example = Passkey().example(prompter, length, index, seed=1)
     return prompter.force(example.prompt, example.answer_prefix, example.target, example.answers)
 
 
 def answers_only(rows: list[ForcedAnswer], end: int) -> dict:
-    """A batch in which the answers are learned, and that the text ends behind them."""
+    """Return a batch that trains on the answers and on the end of the text after them."""
     ids = [torch.tensor([*row.input_ids, end]) for row in rows]
     tokens = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
     labels = torch.full_like(tokens, IGNORE_INDEX)
     for row, question in enumerate(rows):
-        written = slice(question.answer_start, len(ids[row]))  # the space before the answer, too
+        written = slice(question.answer_start, len(ids[row]))  # with the space before the answer
         labels[row, written] = tokens[row, written]
     return {
         "input_ids": tokens,

@@ -1,16 +1,15 @@
-"""Whether hours of training leave something behind: memory, open files, threads and processes, minute by minute.
+"""Check whether long training leaks memory, open files, threads or processes, minute by minute.
 
     python benchmarks/soak.py --minutes 30
 
-One process runs ``longce fit`` and ``longce validate`` again and again, in rows of 256 tokens: with LongCE, a loader
-process, an evaluation every 50 steps by an evaluator that is loaded and scores each time anew, checkpoints and
-TensorBoard. Another one looks at it every two seconds. Of each minute the table gives the largest values; memory is
-resident memory without that of the loader. Behind each training Python collects its garbage: until then cycles keep
-files open.
+One process runs ``longce fit`` and ``longce validate`` over and over, in sequences of 256 tokens: with LongCE, a loader
+process, an evaluation every 50 steps whose evaluator is loaded and scores each time, checkpoints and TensorBoard.
+Another process samples it every two seconds. The table has the largest values of each minute; memory is resident
+memory without that of the loader. After each training Python collects garbage, because cycles keep files open.
 
-Growth is the slope of a line through the samples behind the first third, which a process takes to reach its size. The
-verdict is about what is left behind: less than 2 MB per 1000 steps of growth, and no more open files, threads or
-processes in the last third than in the second one, by their medians: single samples catch what is open for a moment.
+Growth is the slope of a line through the samples after the first third, in which a process reaches its size. A run is
+flat if memory grows by less than 2 MB per 1000 steps, and the medians of open files, threads and processes are no
+higher in the last third than in the second: medians, because a single sample may catch a file that is open briefly.
 """
 
 import argparse
@@ -49,7 +48,7 @@ SILENT = ("--trainer.enable_progress_bar", "false")
 
 @dataclass(frozen=True)
 class Sample:
-    """What a process holds after some seconds."""
+    """Resources of a process after some seconds."""
 
     seconds: float
     steps: int
@@ -60,7 +59,7 @@ class Sample:
 
 
 def train(folder: Path, steps: int) -> None:
-    """Make models, then train and validate until somebody ends this process; counts its steps in a file."""
+    """Make models, then train and validate until this process is stopped, counting its steps in a file."""
     import torch
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -86,7 +85,7 @@ def train(folder: Path, steps: int) -> None:
 
 
 def sample(process: int, folder: Path, begin: float) -> Sample:
-    """Of a process, as Linux tells it."""
+    """Read the resources of a process from Linux."""
     status = dict(line.split(":", 1) for line in Path(f"/proc/{process}/status").read_text().splitlines())
     children = [Path(f"/proc/{process}/task/{task}/children") for task in os.listdir(f"/proc/{process}/task")]
     steps = folder / "steps"
@@ -101,7 +100,7 @@ def sample(process: int, folder: Path, begin: float) -> Sample:
 
 
 def watch(folder: Path, options: argparse.Namespace) -> Iterator[Sample]:
-    """Samples of a process that trains, until its time is over."""
+    """Yield samples of a training process until its time is over."""
     command = [sys.executable, __file__, "--train", str(folder), "--steps", str(options.steps)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with (folder / "log").open("wb") as log:
@@ -120,7 +119,7 @@ def watch(folder: Path, options: argparse.Namespace) -> Iterator[Sample]:
 
 
 def sample_if_there(process: int, folder: Path, begin: float) -> Sample | None:
-    """None if it, a thread or a file was just going while it was looked at."""
+    """Return a sample, or None if the process, a thread or a file ended meanwhile."""
     try:
         return sample(process, folder, begin)
     except (OSError, KeyError):
@@ -128,7 +127,7 @@ def sample_if_there(process: int, folder: Path, begin: float) -> Sample | None:
 
 
 def print_minutes(samples: Iterator[Sample]) -> list[Sample]:
-    """A line for each minute as it ends."""
+    """Print a line for each minute as it ends."""
     print("| minute | steps | resident MB | open files | threads | processes |\n|---|---|---|---|---|---|", flush=True)
     kept = []
     for minute, group in groupby(samples, lambda sample: int(sample.seconds // 60)):
@@ -143,17 +142,17 @@ def print_minutes(samples: Iterator[Sample]) -> list[Sample]:
 
 
 def verdict(samples: list[Sample]) -> str:
-    """What has grown behind the first third of the time."""
+    """Describe what has grown after the first third of the time."""
     trained = [sample for sample in samples if sample.steps]
     if not trained or trained[-1].seconds - trained[0].seconds < MINIMUM:
         return "Too short to say anything."
-    behind = trained[len(trained) // 3 :]
-    slope = 1000 * linear_regression([s.steps for s in behind], [s.megabytes for s in behind]).slope
-    middle = len(behind) // 2
+    later = trained[len(trained) // 3 :]
+    slope = 1000 * linear_regression([s.steps for s in later], [s.megabytes for s in later]).slope
+    middle = len(later) // 2
     more = [
         name
         for name in ("files", "threads", "children")
-        if median(getattr(s, name) for s in behind[middle:]) > median(getattr(s, name) for s in behind[:middle])
+        if median(getattr(s, name) for s in later[middle:]) > median(getattr(s, name) for s in later[:middle])
     ]
     flat = slope < BOUND and not more
     growth = f"{slope:+.2f} MB per 1000 steps (bound {BOUND:g})"
