@@ -163,8 +163,8 @@ class Comparison:
 
     def _examination(self, seed: int, count: int) -> Examination:
         ids = documents(count, length=LENGTH, slot=16, seed=seed)
-        judged = min(64, count)
-        pair = long_and_short(self.scorers["evaluator"], batch_of(ids[:judged]), context_length=64, stride=64)
+        scored = min(64, count)
+        pair = long_and_short(self.scorers["evaluator"], batch_of(ids[:scored]), context_length=64, stride=64)
         return Examination(ids, key_token_mask(*pair))
 
     def result(self, stage: str, name: str, learning_rate: float, seed: int) -> dict[str, Any]:

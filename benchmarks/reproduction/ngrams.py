@@ -1,4 +1,4 @@
-"""Words that a text repeats: what a reader who only remembers phrases would find easy (Appendix B.7 of the paper)."""
+"""Find words that a text repeats, easy for a reader who only remembers phrases (Appendix B.7 of the paper)."""
 
 import re
 
@@ -9,10 +9,10 @@ from lightning_modules.functional import merge_spans
 
 
 def repeated_ngram_spans(text: str, length: int = 3) -> Tensor:
-    """Character spans of the word n-grams that occurred before in the text.
+    """Return the character spans of word n-grams that occurred earlier in the text.
 
-    "Re-occurred N-grams (word-level, N > 2)" of Fang et al. (2025), Appendix B.7: every longer n-gram that comes again
-    consists of such ones of 3 words. Words are what stands between white space; the white space before a word is part
+    "Re-occurred N-grams (word-level, N > 2)" of Fang et al. (2025), Appendix B.7: every longer n-gram that
+    occurs again consists of 3-grams that do. Words are separated by white space; the white space before a word is part
     of its span, as it is of most tokens. Two occurrences may overlap.
 
     Args:

@@ -1,4 +1,4 @@
-"""``longce reproduce miniature``: trains and measures what is missing, then writes the report."""
+"""``longce reproduce miniature``: train and measure what is missing, then write the report."""
 
 import json
 import math
@@ -27,13 +27,13 @@ PACKAGES = ("longce", "torch", "lightning", "transformers", "numpy", "scipy", "m
 def reproduce_miniature(
     output: str = "runs/miniature", seeds: int = 1, config: str | None = None, text: str | None = None
 ) -> Path:
-    """The paper's experiments with tiny models of a made-up language, on one CPU thread, and a report of them.
+    """Run the paper's experiments with tiny models of a synthetic language on one CPU thread, and write a report.
 
-    What was made before is not made again: after an interruption, or for more seeds, give the same folder.
+    Finished runs are not repeated: to resume, or to add seeds, give the same folder.
 
     Args:
         output: Folder of the models and of the report.
-        seeds: Base models, with random weights of their own, that all experiments begin with.
+        seeds: Number of base models that all experiments start from, each with its own random weights.
         config: YAML file that declares the experiments; by default ``configs/reproduce/miniature.yaml``.
         text: Folder with ``train/*.txt`` and ``test/*.txt``, for experiments on real text
             (``configs/reproduce/haystack.yaml``).
@@ -42,7 +42,7 @@ def reproduce_miniature(
         The report, an HTML file.
 
     Raises:
-        ValueError: If the config declares what cannot be run, or the folder cannot be written to.
+        ValueError: If the config declares something that cannot be run, or the folder cannot be written to.
     """
     settings = read_settings(config, text)
     plan = make_plan(settings, seeds)
@@ -59,7 +59,7 @@ def reproduce_miniature(
 
 
 def table(found: list[Verdict]) -> str:
-    """Verdicts as text."""
+    """Format the verdicts as text."""
     width = max(len(verdict.outcome) for verdict in found)
     return "\n".join(f"{v.experiment}  {v.outcome:<{width}}  {v.claim}: {v.numbers}" for v in found)
 

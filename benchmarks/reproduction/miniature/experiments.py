@@ -1,4 +1,4 @@
-"""The paper's experiments as functions of what was measured: nothing here trains or scores."""
+"""Compute the paper's experiments from measurements: nothing here trains or scores."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +31,7 @@ from lightning_modules.functional import (
 
 
 def run_experiments(results: Results) -> dict[str, Any]:
-    """Numbers of all experiments, by letter, as JSON takes them."""
+    """Return the numbers of all experiments by letter, ready for JSON."""
     experiments: dict[str, Callable[[Results], dict[str, Any]]] = {
         "A": correlations,
         "B": objectives,
@@ -47,7 +47,7 @@ def run_experiments(results: Results) -> dict[str, Any]:
 
 
 def correlations(results: Results) -> dict[str, Any]:
-    """Each metric against accuracy over the models of a base seed (Tables 1, 6, 9, 11; Figures 1, 2, 5)."""
+    """Correlate each metric with accuracy over the models of a base seed (Tables 1, 6, 9, 11; Figures 1, 2, 5)."""
     return {"seeds": [_seed_correlations(results, seed) for seed in results.plan.seeds]}
 
 
@@ -71,7 +71,7 @@ def _seed_correlations(results: Results, seed: SeedPlan) -> dict[str, Any]:
 
 
 def correlation(values: Sequence[float], accuracies: Sequence[float]) -> dict[str, Any]:
-    """Pearson's and Spearman's correlation with bootstrap intervals, or why there are none."""
+    """Return Pearson's and Spearman's correlation with bootstrap intervals, or the reason why they are missing."""
     try:
         return {
             "pearson": pearson(values, accuracies),
@@ -87,7 +87,7 @@ def correlation(values: Sequence[float], accuracies: Sequence[float]) -> dict[st
 
 
 def objectives(results: Results) -> dict[str, Any]:
-    """CE against LongCE on the same rows, at equal steps, CPU time and FLOPs (Table 3, Figure 7, Table 10)."""
+    """Compare CE and LongCE on the same data, at equal steps, CPU time and FLOPs (Table 3, Figure 7, Table 10)."""
     pairs = [_pair(results, seed, rows) for seed in results.plan.seeds for rows in results.settings.objectives.seeds]
     return {"flops_ratio": flops_ratio(results.settings), "pairs": pairs}
 
@@ -125,20 +125,20 @@ def _short(results: Results, run: Run, step: int | None = None) -> dict[str, flo
 def equal_compute(
     cross_entropy: Sequence[Mapping[str, float]], longce: Sequence[Mapping[str, float]], step: int, flops_ratio: float
 ) -> dict[str, float]:
-    """How much more accurate LongCE is than CE after as many steps, CPU seconds and FLOPs.
+    """Return how much more accurate LongCE is than CE after equal steps, CPU seconds and FLOPs.
 
-    Between measurements accuracy is taken to be linear. The budget is what LongCE takes for its steps, or if CE did not
-    go on for so long, all that CE had.
+    Accuracy is interpolated linearly between measurements. The budget is that of LongCE's steps, or all that CE had if
+    that is less.
 
     Args:
         cross_entropy: ``step``, ``cpu_seconds`` and ``accuracy`` of CE, in ascending order.
-        longce: The same of LongCE.
-        step: At which both are compared, and LongCE's budget ends.
-        flops_ratio: FLOPs of a step of LongCE by those of a step of CE.
+        longce: The same for LongCE.
+        step: Step at which both are compared and LongCE's budget ends.
+        flops_ratio: FLOPs of a LongCE step divided by those of a CE step.
 
     Returns:
-        Differences of accuracy by ``steps``, ``cpu_seconds`` and ``flops``. Under ``cpu_ratio`` what a step of LongCE
-        took, by what one of CE took.
+        Differences of accuracy by ``steps``, ``cpu_seconds`` and ``flops``. ``cpu_ratio`` is the CPU time of a
+        LongCE step divided by that of a CE step.
     """
     costs = {
         "steps": (_column(cross_entropy, "step"), _column(longce, "step")),
@@ -159,10 +159,10 @@ def _column(curve: Sequence[Mapping[str, float]], name: str) -> NDArray[np.float
 
 
 def flops_ratio(settings: Miniature, windows: Windows | None = None) -> float:
-    """FLOPs of a step of LongCE by those of a step of CE: a forward pass of the windows more.
+    """Return FLOPs of a LongCE step, which also passes the windows forward, divided by those of a CE step.
 
-    A training step counts as three forward passes of its rows. Attention, which costs a short window less per token,
-    is left out, and so is what the last layer is spared of.
+    A training step counts as three forward passes of its sequences. Attention, which is cheaper per token in a short
+    window, is left out, and so are savings in the last layer.
     """
     length = settings.fine_tuning.sequence_length
     windows = windows or Windows(settings.context_length, settings.stride)
@@ -175,13 +175,13 @@ def flops_ratio(settings: Miniature, windows: Windows | None = None) -> float:
 
 
 def classification(results: Results) -> dict[str, Any]:
-    """How well LSD, and LSD with LCL, tell far answers from other tokens (Figures 3 and 4b)."""
-    judge, masks, settings = results.judge, results.masks, results.settings
+    """Measure how well LSD, and LSD with LCL, separate far answers from other tokens (Figures 3 and 4b)."""
+    evaluator, masks, settings = results.evaluator, results.masks, results.settings
     # A near answer needs no long context and is answered by it all the same: it is neither right nor wrong.
     asked = masks.covered & ~masks.near
     rules = {
-        "LSD": key_token_mask(judge.long, judge.short, alpha=settings.alpha, beta=-math.inf),
-        "LSD and LCL": key_token_mask(judge.long, judge.short, alpha=settings.alpha, beta=settings.beta),
+        "LSD": key_token_mask(evaluator.long, evaluator.short, alpha=settings.alpha, beta=-math.inf),
+        "LSD and LCL": key_token_mask(evaluator.long, evaluator.short, alpha=settings.alpha, beta=settings.beta),
     }
     return {
         "evaluator_accuracy": results.last(results.plan.evaluator).accuracy,
@@ -194,15 +194,15 @@ def classification(results: Results) -> dict[str, Any]:
 
 
 def classifier_scores(predicted: Tensor, true: Tensor) -> dict[str, float]:
-    """Scores of a classifier of two classes, by torchmetrics; one that has nothing to be a share of is 0.
+    """Score a binary classifier by torchmetrics; a ratio with an empty denominator is 0.
 
     Args:
-        predicted: ``[N]`` bool, which it takes for positive.
-        true: ``[N]`` bool, which are.
+        predicted: ``[N]`` bool predictions.
+        true: ``[N]`` bool labels.
 
     Returns:
-        ``precision``, ``recall``, ``f1``, ``accuracy`` and ``balanced_accuracy``, the mean of the shares of either
-        class that it finds.
+        ``precision``, ``recall``, ``f1``, ``accuracy`` and ``balanced_accuracy``, the mean recall of
+        the two classes.
     """
     recall, specificity = (float(score(predicted, true)) for score in (binary_recall, binary_specificity))
     return {
@@ -218,7 +218,7 @@ def classifier_scores(predicted: Tensor, true: Tensor) -> dict[str, float]:
 
 
 def hyperparameters(results: Results) -> dict[str, Any]:
-    """LongPPL's correlation by alpha and beta (Table 2), and LongCE by K and d (Table 7)."""
+    """Return LongPPL's correlation by alpha and beta (Table 2), and LongCE by K and d (Table 7)."""
     return {
         "thresholds": [_seed_thresholds(results, seed) for seed in results.plan.seeds],
         "windows": [entry for seed in results.plan.seeds for entry in _seed_windows(results, seed)],
@@ -226,14 +226,14 @@ def hyperparameters(results: Results) -> dict[str, Any]:
 
 
 def _seed_thresholds(results: Results, seed: SeedPlan) -> list[dict[str, Any]]:
-    judge, settings = results.judge, results.settings
+    evaluator, settings = results.evaluator, results.settings
     runs = list(seed.family.values())
     accuracies = [results.last(run).accuracy for run in runs]
     tokens = [results.laboratory.tokens(run) for run in runs]
     grid = []
     for alpha in settings.alphas:
         for beta in settings.betas:
-            key = results.masks.scored & key_token_mask(judge.long, judge.short, alpha=alpha, beta=beta)
+            key = results.masks.scored & key_token_mask(evaluator.long, evaluator.short, alpha=alpha, beta=beta)
             values = [float(long_perplexity(model.long, key)) for model in tokens]
             row = {"alpha": alpha, "beta": beta, "key_tokens": int(key.sum())}
             grid.append({**row, **correlation(values, accuracies)})
@@ -267,7 +267,7 @@ def _seed_windows(results: Results, seed: SeedPlan) -> list[dict[str, Any]]:
 
 
 def loss_by_context(results: Results) -> dict[str, Any]:
-    """The loss of the same tokens by the context they have, and the power law through it, by model.
+    """Return the loss of the same tokens by context length, and the power law fitted to it, by model.
 
     The curve is the one of Section 4 of Xiong et al. (2023), https://arxiv.org/abs/2309.16039.
     """
@@ -290,7 +290,7 @@ def loss_by_context(results: Results) -> dict[str, Any]:
 
 
 def accuracy_by_depth(results: Results) -> dict[str, Any]:
-    """Share of right answers by the depth of the place that has the answer (Liu et al., 2023)."""
+    """Return the fraction of right answers by the depth of the fact (Liu et al., 2023)."""
     models = {"evaluator": [results.plan.evaluator]}
     for seed in results.plan.seeds:
         models.setdefault("base, extended", []).append(seed.start)
@@ -315,5 +315,5 @@ def _longest(seed: SeedPlan) -> Any:
 
 
 def _at(measurements: list[Measurement], step: int | None) -> Measurement:
-    """The measurement at a step, or the last one."""
+    """Return the measurement at a step, or the last one."""
     return next((m for m in measurements if m.step == step), measurements[-1])

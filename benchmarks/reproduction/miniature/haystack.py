@@ -104,7 +104,7 @@ class HaystackCorpus:
     def training_data(
         self, rows: int, *, sequence_length: int, document_rows: int, slot: int, second_dialect: float, **options: Any
     ) -> "HaystackDataModule":
-        """Make rows to train on; arguments as those of `RecallCorpus.training_data`, ``slot`` in words."""
+        """Make training sequences; arguments as those of `RecallCorpus.training_data`, ``slot`` in words."""
         count, tokens = -(-rows // document_rows), document_rows * sequence_length
         source = HaystackSource(self, count, tokens, slot, options["seed"], second_dialect)
         return HaystackDataModule(source, sequence_length=sequence_length, **options)
@@ -114,9 +114,9 @@ class HaystackCorpus:
         for index in range(count):
             yield self.record("test", tokens, (EVALUATION_SEED + tokens, index), NATURAL_SLOT)
 
-    def questions(self, count: int, tokens: int, *, depths: int, behind: int) -> list[list[RecallRecord]]:
+    def questions(self, count: int, tokens: int, *, depths: int, distance: int) -> list[list[RecallRecord]]:
         """Write documents that end in an answer that was given once; arguments as those of `RecallCorpus.questions`."""
-        last = max(1 - (behind + _LARGEST_FACT) / tokens, 0.0)
+        last = max(1 - (distance + _LARGEST_FACT) / tokens, 0.0)
         return [
             [self._question(np.random.default_rng((seed, index, 1)), tokens, depth) for index in range(share)]
             for share, depth, seed in depth_parts(count, tokens, depths, last)
@@ -124,7 +124,7 @@ class HaystackCorpus:
 
     def fingerprint(self) -> str:
         """Return a text that changes when documents, questions or the tokenizer do."""
-        (question,) = self.questions(1, 96, depths=1, behind=0)[0]
+        (question,) = self.questions(1, 96, depths=1, distance=0)[0]
         texts = (next(iter(self.documents(1, 96))).text, question.text)
         books = hashlib.sha256(repr(self._fingerprints).encode()).hexdigest()
         return " ".join((*texts, books, tokenizer_hash(self._tokenizer)))
@@ -230,7 +230,7 @@ class HaystackSource:
 
 
 class HaystackDataModule(PackedTextDataModule):
-    """Rows of a `HaystackSource` to train on, the first of its documents to validate on."""
+    """Training sequences of a `HaystackSource`; its first documents are for validation."""
 
     def __init__(self, source: HaystackSource, **kwargs: Any) -> None:
         super().__init__("haystack", add_special_tokens=True, validation_documents=1, **kwargs)

@@ -1,4 +1,4 @@
-"""What every model is asked: two likelihoods of every token of the documents, and questions about them."""
+"""Measure every model: two likelihoods of every token of the documents, and answers to questions about them."""
 
 import math
 from collections.abc import Sequence
@@ -32,37 +32,37 @@ _TOKENS_PER_PASS = 8192
 
 @dataclass(frozen=True)
 class Tokens:
-    """What a model says of every token of the documents.
+    """Log-likelihoods of every token of the documents under a model.
 
     Attributes:
         long: ``[D, T]`` float32 log-likelihoods given everything before the token, in nats.
-        short: ``[D, T]`` float32 log-likelihoods given the short context, equal to ``long`` where there is none.
+        short: ``[D, T]`` float32 log-likelihoods given the short context, equal to ``long`` where it is missing.
     """
 
     long: Tensor
     short: Tensor
 
     def save(self, path: Path) -> None:
-        """Write a file in a folder that is not published yet."""
+        """Write the file into a folder that is not published yet."""
         save_file({"long": self.long.contiguous(), "short": self.short.contiguous()}, path)
 
     @classmethod
     def load(cls, path: Path) -> "Tokens":
-        """Read it."""
+        """Read the file."""
         return cls(**load_file(path))
 
 
 @dataclass(frozen=True)
 class Masks:
-    """``[D, T]`` bool: which tokens of the documents are what; none where the token is not scored.
+    """``[D, T]`` bool masks of the kinds of tokens in the documents; False where a token is not scored.
 
     Attributes:
-        scored: All but the first of each document.
-        covered: Those that have a short context beside the long one.
-        far: Answers that were last said farther back than any short context reaches.
+        scored: All but the first token of each document.
+        covered: Tokens with a short context.
+        far: Answers last mentioned farther back than any short context reaches.
         near: Other answers.
         local: Local words.
-        recurring: Words of N-grams (N > 2) that stood in the document before.
+        recurring: Words of n-grams (n > 2) that occurred earlier in the document.
     """
 
     scored: Tensor
@@ -87,11 +87,11 @@ METRICS = {
 
 
 class Examination:
-    """The documents and questions, tokenised once for all models.
+    """Documents and questions, tokenized once for all models.
 
     Args:
-        corpus: Where they come from.
-        settings: How many, and the short context.
+        corpus: Source of documents and questions.
+        settings: Their number, and the short context.
     """
 
     def __init__(self, corpus: Any, settings: Miniature) -> None:
@@ -113,16 +113,16 @@ class Examination:
         self._answers: dict[int, list[Tensor]] = {}
 
     def tokens(self, backbone: Backbone) -> Tokens:
-        """Long and short log-likelihoods under the model, as `longce score` has them from an evaluator."""
+        """Compute long and short log-likelihoods under the model, as `longce score` does."""
         sizes = {"context_length": self.settings.context_length, "stride": self.settings.stride}
         with eval_mode(backbone):
             scores = [score_text(text, backbone, self.tokenizer, **sizes) for text in self.texts]
         return Tokens(torch.stack([score.long for score in scores]), torch.stack([score.short for score in scores]))
 
     def right_answers(self, backbone: Backbone, length: int) -> list[float]:
-        """Share of the questions of a length that are answered right, by depth of the place of the answer.
+        """Return the fraction of right answers to questions of a length, by depth of the fact.
 
-        An answer is right if each of its tokens is the likeliest of all behind those before it.
+        An answer is right if each of its tokens is the likeliest given the preceding ones.
         """
         return [
             _share_right(backbone, batch, answers)
@@ -130,13 +130,13 @@ class Examination:
         ]
 
     def short_perplexity(self, backbone: Backbone) -> float:
-        """Perplexity of documents as long as the shortest rows."""
+        """Return the perplexity of documents as long as the shortest training sequences."""
         with torch.inference_mode(), eval_mode(backbone):
             log_likelihood = backbone(self.short_documents)
         return float(long_perplexity(log_likelihood, self.short_documents["labels"].ne(IGNORE_INDEX)))
 
     def loss_by_context(self, backbone: Backbone) -> list[float]:
-        """Mean loss in nats of the same last tokens of all documents, given so many tokens before them."""
+        """Return the mean loss in nats of the same last tokens of all documents, by number of preceding tokens."""
         contexts = self.settings.evaluation.contexts
         length = self.documents["input_ids"].shape[1]
         targets = length - max(contexts)
@@ -148,11 +148,11 @@ class Examination:
         return losses
 
     def questions(self, length: int) -> list[PackedBatch]:
-        """Questions of so many tokens, by depth; in long ones the place is beyond any short context."""
+        """Return questions of a length by depth; in long ones the fact is beyond any short context."""
         if length not in self._questions:
             evaluation = self.settings.evaluation
-            behind = self.reach if length > self.reach + 8 * evaluation.depths else 0
-            by_depth = self._corpus.questions(evaluation.questions, length, depths=evaluation.depths, behind=behind)
+            distance = self.reach if length > self.reach + 8 * evaluation.depths else 0
+            by_depth = self._corpus.questions(evaluation.questions, length, depths=evaluation.depths, distance=distance)
             self._questions[length] = [_stacked([r.text for r in part], self.tokenizer) for part in by_depth]
             self._answers[length] = [
                 _last_words(batch, part) for batch, part in zip(self._questions[length], by_depth, strict=True)
@@ -181,25 +181,25 @@ class Examination:
         )
 
 
-def token_metrics(model: Tokens, judge: Tokens, masks: Masks, settings: Miniature) -> dict[str, float]:
-    """Every metric of experiment A for one model.
+def token_metrics(model: Tokens, evaluator: Tokens, masks: Masks, settings: Miniature) -> dict[str, float]:
+    """Compute every metric of experiment A for one model.
 
     Args:
-        model: Its likelihoods of the documents.
-        judge: Those of the evaluator.
-        masks: What each token is.
+        model: Likelihoods of the documents under the model.
+        evaluator: The same under the evaluator.
+        masks: Kinds of tokens.
         settings: Thresholds.
 
     Returns:
-        By name; NaN where there is no token to average over.
+        Values by name; NaN without tokens to average over.
     """
     thresholds = {"alpha": settings.alpha, "beta": settings.beta}
     influences = {
-        "longppl": masks.scored & key_token_mask(judge.long, judge.short, **thresholds),
+        "longppl": masks.scored & key_token_mask(evaluator.long, evaluator.short, **thresholds),
         "perplexity": masks.scored,
-        "longppl_soft": masks.scored * soft_influence(judge.long, judge.short, gamma=settings.gamma),
+        "longppl_soft": masks.scored * soft_influence(evaluator.long, evaluator.short, gamma=settings.gamma),
         "longppl_without_lcl": masks.scored
-        & key_token_mask(judge.long, judge.short, alpha=settings.alpha, beta=-math.inf),
+        & key_token_mask(evaluator.long, evaluator.short, alpha=settings.alpha, beta=-math.inf),
         "longppl_self": masks.scored & key_token_mask(model.long, model.short, **thresholds),
         "perplexity_ngrams": masks.recurring,
         "perplexity_answers": masks.far,
@@ -210,7 +210,7 @@ def token_metrics(model: Tokens, judge: Tokens, masks: Masks, settings: Miniatur
 
 
 def _share_right(backbone: Backbone, batch: PackedBatch, answers: Tensor) -> float:
-    """Share of rows of which all tokens in the ``[B, T]`` mask are the likeliest."""
+    """Return the fraction of rows in which all tokens of the ``[B, T]`` mask are the likeliest."""
     rows = max(_TOKENS_PER_PASS // answers.shape[1], 1)
     right = 0
     with torch.inference_mode(), eval_mode(backbone):
@@ -223,21 +223,21 @@ def _share_right(backbone: Backbone, batch: PackedBatch, answers: Tensor) -> flo
 
 
 def _last_words(batch: PackedBatch, records: Sequence[Any]) -> Tensor:
-    """``[B, T]`` bool: tokens of the answer that ends each document."""
+    """Return ``[B, T]`` bool: tokens of the answer that ends each document."""
     starts = torch.tensor([record.spans("answer")[-1][0] for record in records])
     return batch["offsets"][..., 0] >= starts[:, None]
 
 
 def _stacked(texts: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> PackedBatch:
-    """Documents of equal length as one batch."""
+    """Stack documents of equal length into one batch."""
     rows = [document_row(text, tokenizer, name="document", add_special_tokens=True) for text in texts]
     if len({len(row["input_ids"]) for row in rows}) != 1:
-        raise ValueError("The corpus must give documents of as many tokens as asked for, all of them equally many.")
+        raise ValueError("The corpus must return documents of the requested length, all of the same length.")
     return collate_rows(rows)
 
 
 def _tail(batch: PackedBatch, length: int) -> PackedBatch:
-    """The last tokens of documents, as if they began there."""
+    """Cut documents to their last tokens, as if they began there."""
     rows = len(batch["input_ids"])
     labels = batch["labels"][:, -length:].clone()
     labels[:, 0] = IGNORE_INDEX

@@ -1,4 +1,4 @@
-"""All runs of a reproduction, in the order in which they can be made, and what was measured of them."""
+"""List all runs of a reproduction in the order in which they can be made, and look up their measurements."""
 
 from dataclasses import dataclass, replace
 
@@ -14,12 +14,12 @@ class SeedPlan:
     """The runs of one base seed.
 
     Attributes:
-        base: Trained on short rows.
-        start: The base under the RoPE base of fine-tuning.
-        family: By name; differ in local quality and range.
-        extensions: By name; the family's models of the shortest rows under other RoPE bases.
-        objectives: By objective and seed of the rows.
-        windows: LongCE by its K and d, on the rows of the first of those seeds.
+        base: Trained on short sequences.
+        start: The base model with the RoPE base of fine-tuning.
+        family: Models that differ in local quality and range, by name.
+        extensions: The family's models of the shortest sequences with other RoPE bases, by name.
+        objectives: Runs by objective and data seed.
+        windows: LongCE runs by K and d, on the data of the first of those seeds.
     """
 
     base: Run
@@ -31,18 +31,18 @@ class SeedPlan:
 
     @property
     def runs(self) -> list[Run]:
-        """All, parents first."""
+        """Return all runs, parents first."""
         groups = (self.family, self.extensions, self.objectives, self.windows)
         return [self.base, self.start, *(run for group in groups for run in group.values())]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The runs of all base seeds, and of the evaluator that judges them.
+    """The runs of all base seeds and of the evaluator.
 
     Attributes:
-        evaluator: It began with random weights of its own.
-        seeds: By base seed.
+        evaluator: Trained from its own random weights.
+        seeds: Runs by base seed.
     """
 
     evaluator: Run
@@ -50,18 +50,18 @@ class Plan:
 
     @property
     def runs(self) -> list[Run]:
-        """All, parents first."""
+        """Return all runs, parents first."""
         assert self.evaluator.parent is not None
         return [self.evaluator.parent, self.evaluator, *(run for seed in self.seeds for run in seed.runs)]
 
 
 @dataclass(frozen=True)
 class Results:
-    """Everything measured, as the experiments look it up.
+    """Everything measured, for the experiments.
 
     Attributes:
-        laboratory: Where the runs are.
-        plan: Which there are.
+        laboratory: Where the runs are stored.
+        plan: The runs.
     """
 
     laboratory: Laboratory
@@ -74,7 +74,7 @@ class Results:
 
     @property
     def masks(self) -> Masks:
-        """What each token of the documents is."""
+        """Kinds of the tokens of the documents."""
         return self.laboratory.examination.masks
 
     @property
@@ -83,29 +83,29 @@ class Results:
         return self.laboratory.tokens(self.plan.evaluator)
 
     def last(self, run: Run) -> Measurement:
-        """What was found of the finished model."""
+        """Return the last measurement of a run."""
         return self.laboratory.measurements(run)[-1]
 
     def metrics(self, run: Run, step: int | None = None) -> dict[str, float]:
-        """`token_metrics` of a model."""
-        return token_metrics(self.laboratory.tokens(run, step), self.judge, self.masks, self.settings)
+        """Return the `token_metrics` of a model."""
+        return token_metrics(self.laboratory.tokens(run, step), self.evaluator, self.masks, self.settings)
 
 
 def make_plan(settings: Miniature, seeds: int) -> Plan:
-    """What is to be made.
+    """Return the plan.
 
     Args:
         settings: The declared experiments.
-        seeds: Base models, each of random weights of its own, which all experiments begin with.
+        seeds: Base models that all experiments start from, each with its own random weights.
 
     Raises:
-        ValueError: If there is no base seed.
+        ValueError: If ``seeds`` is below 1.
     """
     if seeds < 1:
         raise ValueError(f"`seeds` is the number of base models and must be 1 or more, got {seeds}.")
     base, training = settings.base, settings.evaluator
-    judge = Run("evaluator/base", _EVALUATOR_SEED, base, base.rope_theta)
-    evaluator = Run("evaluator/final", _EVALUATOR_SEED + 1, training, training.rope_theta, judge)
+    evaluator_base = Run("evaluator/base", _EVALUATOR_SEED, base, base.rope_theta)
+    evaluator = Run("evaluator/final", _EVALUATOR_SEED + 1, training, training.rope_theta, evaluator_base)
     return Plan(evaluator, tuple(_seed_plan(settings, seed) for seed in range(seeds)))
 
 
@@ -179,7 +179,7 @@ def _objective(
         windows or Windows(settings.context_length, settings.stride),
         measured_at=steps,
         reported_at=max(objectives.steps),
-        # Of as many rows for both objectives: the order in which they come depends on how many there are.
+        # The same number of sequences for both objectives, because their order depends on it.
         rows=last * training.batch_size,
     )
 

@@ -1,4 +1,4 @@
-"""Figures of the report, as SVG."""
+"""Draw the figures of the report as SVG."""
 
 import io
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ _STYLE: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": Fa
 
 
 def figures(experiments: dict[str, Any]) -> dict[str, str]:
-    """SVG of each figure by its name, for the experiments there are."""
+    """Return the SVG of each figure by name, for the experiments that were run."""
     makers = {
         "correlation": ("A", _correlation),
         "objectives": ("B", _objectives),
@@ -42,23 +42,23 @@ def _axes(columns: int, width: float = 4.6, height: float = 3.4) -> tuple[Figure
 
 
 def _correlation(experiment: dict[str, Any]) -> Figure:
-    """Accuracy against PPL and LongPPL, a point per model, of the first base seed with its name."""
+    """Draw accuracy against PPL and LongPPL, a point per model; those of the first base seed are named."""
     figure, axes = _axes(2, 5.4, 4.2)
-    colours = {name: f"C{index}" for index, name in enumerate(_groups(experiment))}
+    colors = {name: f"C{index}" for index, name in enumerate(_groups(experiment))}
     for axis, metric, title in zip(axes, ("perplexity", "longppl"), ("PPL", "LongPPL"), strict=True):
         for number, seed in enumerate(experiment["seeds"]):
             for model in seed["models"]:
                 x, y = model[metric], model["accuracy"]
-                marker, colour = _MARKERS[model["group"]], colours[_group(model)]
-                axis.plot(x, y, marker, color=colour, alpha=1.0 if number == 0 else 0.4, markersize=5)
+                marker, color = _MARKERS[model["group"]], colors[_group(model)]
+                axis.plot(x, y, marker, color=color, alpha=1.0 if number == 0 else 0.4, markersize=5)
                 if number == 0 and model["group"] == "trained":
                     rows = model["name"].rpartition(" ")[2]
                     axis.annotate(rows, (x, y), xytext=(4, 3), textcoords="offset points", fontsize=7)
         axis.set(xscale="log", xlabel=f"{title} (log scale)", ylim=(-0.03, 1.03))
         _plain_ticks(axis)
     axes[0].set_ylabel("share of right answers")
-    for name, colour in colours.items():
-        axes[0].plot([], [], "s", color=colour, label=name)
+    for name, color in colors.items():
+        axes[0].plot([], [], "s", color=color, label=name)
     for name, marker in _MARKERS.items():
         axes[0].plot([], [], marker, color="grey", label=name)
     axes[0].legend(fontsize=7, frameon=False)
@@ -67,7 +67,7 @@ def _correlation(experiment: dict[str, Any]) -> Figure:
 
 
 def _plain_ticks(axis: Axes) -> None:
-    """20 and 100 instead of powers of 10."""
+    """Label ticks as 20 and 100, not as powers of 10."""
     for formatter in (axis.xaxis.set_major_formatter, axis.xaxis.set_minor_formatter):
         formatter(LogFormatter(minor_thresholds=(2, 0.6)))
 
@@ -81,18 +81,18 @@ def _group(model: dict[str, Any]) -> str:
 
 
 def _objectives(experiment: dict[str, Any]) -> Figure:
-    """Accuracy by step and by CPU time; thin lines are pairs, thick ones their mean by step."""
+    """Draw accuracy by step and by CPU time; thin lines are runs, thick ones their mean by step."""
     figure, axes = _axes(2)
     for axis, key, label in zip(
         axes, ("step", "cpu_seconds"), ("optimizer steps", "CPU seconds of training"), strict=True
     ):
-        for name, colour in (("CE", "C0"), ("LongCE", "C1")):
+        for name, color in (("CE", "C0"), ("LongCE", "C1")):
             curves = [pair["curves"][name] for pair in experiment["pairs"]]
             for curve in curves:
-                axis.plot([e[key] for e in curve], [e["accuracy"] for e in curve], color=colour, alpha=0.25, lw=0.8)
+                axis.plot([e[key] for e in curve], [e["accuracy"] for e in curve], color=color, alpha=0.25, lw=0.8)
             x = np.mean([[e[key] for e in curve] for curve in curves], axis=0)
             y = np.mean([[e["accuracy"] for e in curve] for curve in curves], axis=0)
-            axis.plot(x, y, "o-", color=colour, label=f"{name}, mean of {len(curves)}", lw=2, markersize=4)
+            axis.plot(x, y, "o-", color=color, label=f"{name}, mean of {len(curves)}", lw=2, markersize=4)
         axis.set_xlabel(label)
     axes[0].set_ylabel("share of right answers")
     axes[0].legend(frameon=False)
@@ -100,7 +100,7 @@ def _objectives(experiment: dict[str, Any]) -> Figure:
 
 
 def _contexts(experiment: dict[str, Any]) -> Figure:
-    """Loss of the same tokens by context, and the fitted power law of the evaluator and the models of a seed."""
+    """Draw the loss of the same tokens by context, with the power laws of the evaluator and the models of a seed."""
     figure, (axis,) = _axes(1, 6.4, 4.0)
     contexts = np.array(experiment["contexts"])
     smooth = np.geomspace(contexts[0], contexts[-1], 100)

@@ -1,4 +1,4 @@
-"""Use the synthetic language in experiments: training rows, annotated documents and questions."""
+"""Use the synthetic language in experiments: training sequences, annotated documents and questions."""
 
 from collections.abc import Iterator
 from itertools import chain
@@ -15,7 +15,7 @@ NATURAL_SLOT = 16
 
 
 def depth_parts(count: int, tokens: int, depths: int, last: float) -> Iterator[tuple[int, tuple[float, float], int]]:
-    """Divide questions among depths up to the last: yield their number, range of depths and seed."""
+    """Yield number, depth range and seed of the questions of each depth."""
     for part in range(depths):
         share = count * (part + 1) // depths - count * part // depths
         yield share, (last * part / depths, last * (part + 1) / depths), EVALUATION_SEED + 10 * tokens + part
@@ -28,7 +28,7 @@ class RecallCorpus:
     """
 
     remark = (
-        "A made-up language models one property of text, that a few of its tokens depend on the far past: what is"
+        "A synthetic language models one property of text, that a few of its tokens depend on the far past: what is"
         " reproduced here works as machinery, and how much it helps on natural language is not shown."
     )
 
@@ -39,14 +39,14 @@ class RecallCorpus:
     def training_data(
         self, rows: int, *, sequence_length: int, document_rows: int, slot: int, second_dialect: float, **options: Any
     ) -> RecallDataModule:
-        """Make rows to train on.
+        """Make training sequences.
 
         Args:
             rows: Number of rows.
             sequence_length: Tokens in each.
             document_rows: Rows that a document fills: all but the first begin in its middle.
             slot: Words from one event to the next, on average.
-            second_dialect: Share of the documents in the second dialect.
+            second_dialect: Fraction of the documents in the second dialect.
             **options: ``batch_size``, ``seed`` and ``cache_dir`` of the data module.
         """
         return RecallDataModule(
@@ -62,13 +62,13 @@ class RecallCorpus:
         """Write documents of ``tokens`` tokens to measure on."""
         return recall_records(count, length=tokens - 1, slot=NATURAL_SLOT, seed=EVALUATION_SEED + tokens)
 
-    def questions(self, count: int, tokens: int, *, depths: int, behind: int) -> list[list[RecallRecord]]:
+    def questions(self, count: int, tokens: int, *, depths: int, distance: int) -> list[list[RecallRecord]]:
         """Write documents that end in an answer that was given once, by the depth of that place.
 
         Of ``count`` documents, about ``count / depths`` are in each of the parts of equal length into which the places
-        are divided, from the front to the back; at least ``behind`` tokens separate place and answer.
+        are divided, from the front to the back; at least ``distance`` tokens separate place and answer.
         """
-        last = max(1 - (behind + 4) / tokens, 0.0)  # without the fact's 3 words and the first token
+        last = max(1 - (distance + 4) / tokens, 0.0)  # without the fact's 3 words and the first token
         return [
             list(recall_questions(share, length=tokens - 1, depth=depth, slot=NATURAL_SLOT, seed=seed))
             for share, depth, seed in depth_parts(count, tokens, depths, last)
@@ -76,5 +76,5 @@ class RecallCorpus:
 
     def fingerprint(self) -> str:
         """Return a text that changes when documents or questions do."""
-        samples = chain(self.documents(1, 64), self.questions(1, 64, depths=1, behind=0)[0])
+        samples = chain(self.documents(1, 64), self.questions(1, 64, depths=1, distance=0)[0])
         return " ".join(record.text for record in samples)

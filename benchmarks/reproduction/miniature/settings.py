@@ -1,4 +1,4 @@
-"""What ``longce reproduce miniature`` trains and asks, as declared in its config before anything is trained."""
+"""Read what ``longce reproduce miniature`` trains and measures, declared in its config before anything is trained."""
 
 import itertools
 from dataclasses import dataclass, field, replace
@@ -21,17 +21,17 @@ class Training:
     """One training run.
 
     Args:
-        sequence_length: Tokens per row.
+        sequence_length: Tokens per sequence.
         rope_theta: RoPE base.
-        slot: Words from one event to the next, on average.
-        steps: Optimizer steps, or how many at most.
-        batch_size: Rows per step.
+        slot: Mean number of words from one event to the next.
+        steps: Optimizer steps, at most.
+        batch_size: Sequences per step.
         lr: Learning rate, constant after the warm-up.
-        warmup: Steps in which it rises.
-        second_dialect: Share of the documents in the second dialect.
-        document_rows: Rows that a document fills.
-        stop_at: Share of right answers at the run's own length that ends the run; null for all steps.
-        check_every: Steps from one look at that share to the next.
+        warmup: Warm-up steps.
+        second_dialect: Fraction of the documents in the second dialect.
+        document_rows: Sequences that a document fills.
+        stop_at: Fraction of right answers at the training length that ends the run; null for all steps.
+        check_every: Steps between two checks of that fraction.
     """
 
     sequence_length: PositiveInt
@@ -49,7 +49,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Length:
-    """Rows of some models of the family, and their RoPE base."""
+    """Training length of some models of the family, and their RoPE base."""
 
     sequence_length: PositiveInt
     rope_theta: PositiveFloat
@@ -60,9 +60,9 @@ class Family:
     """Models that differ in local quality and in range; all combinations are trained.
 
     Args:
-        second_dialect: Shares of training documents in the dialect that is not evaluated.
-        lengths: Rows of the training.
-        extensions: RoPE bases under which the models of the shortest rows are measured besides, with no training.
+        second_dialect: Fractions of training documents in the dialect that is not evaluated.
+        lengths: Training lengths.
+        extensions: RoPE bases with which the models of the shortest sequences are also measured, untrained.
     """
 
     second_dialect: tuple[float, ...]
@@ -72,12 +72,12 @@ class Family:
 
 @dataclass(frozen=True)
 class Objectives:
-    """Runs that compare CE and LongCE on the same rows.
+    """Runs that compare CE and LongCE on the same sequences.
 
     Args:
-        seeds: Of the rows; both objectives see the same ones.
-        steps: When models are measured.
-        cross_entropy_steps: When the models of CE are measured besides: they go on until they took as much compute.
+        seeds: Data seeds; both objectives see the same sequences.
+        steps: Steps at which models are measured.
+        cross_entropy_steps: Further steps at which CE is measured: it trains until it has used as much compute.
     """
 
     seeds: tuple[NonNegativeInt, ...]
@@ -95,13 +95,13 @@ class Windows:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What every model is asked.
+    """Documents and questions that every model is measured on.
 
     Args:
-        documents: Documents of the longest rows.
-        questions: Questions of that length, and as many of the base's.
-        depths: Parts of the document among which the places of the answers are divided.
-        contexts: Tokens before the same last ones, for the loss by context.
+        documents: Documents of the longest training length.
+        questions: Questions of that length, and of the length of the base model.
+        depths: Parts of equal length of the document, by which the positions of the facts are spread.
+        contexts: Numbers of preceding tokens, for the loss by context.
     """
 
     documents: PositiveInt
@@ -115,7 +115,7 @@ class Miniature:
     """The whole reproduction; see ``configs/reproduce/miniature.yaml``.
 
     Raises:
-        ValueError: If parts do not go together.
+        ValueError: If settings contradict each other.
     """
 
     corpus: str
@@ -154,7 +154,7 @@ class Miniature:
             )
 
     def _check_values(self) -> None:
-        """What would be refused, or missed, only after the models were trained."""
+        """Check values that would otherwise be refused, or missed, only after training."""
         check_gamma(self.gamma)
         for alpha, beta in ((self.alpha, self.beta), *itertools.product(self.alphas, self.betas)):
             check_thresholds(alpha, beta)
@@ -173,14 +173,14 @@ class Miniature:
 
     @property
     def shortest(self) -> Length:
-        """The shortest rows of the family."""
+        """Shortest training length of the family."""
         return min(self.family.lengths, key=lambda length: length.sequence_length)
 
     def load_corpus(self) -> Any:
         """Make the corpus, such as `benchmarks.reproduction.miniature.recall_corpus.RecallCorpus`.
 
         Raises:
-            ValueError: If there is no such class, or it cannot be made of the arguments.
+            ValueError: If the class does not exist, or does not accept the arguments.
         """
         try:
             return import_object(self.corpus)(**self.corpus_arguments)
@@ -192,14 +192,14 @@ class Miniature:
 
 
 def read_settings(config: str | Path | None = None, text: str | None = None) -> Miniature:
-    """The declared experiments.
+    """Read the declared experiments.
 
     Args:
         config: YAML file with the arguments of `Miniature`; by default that of the checkout.
         text: The argument ``text`` of the corpus.
 
     Raises:
-        ValueError: If there is no such file, or it declares what cannot be run.
+        ValueError: If the file does not exist, or declares something that cannot be run.
     """
     path = Path(config or CONFIG)
     if not path.is_file():

@@ -1,4 +1,4 @@
-"""One run of the reproduction: a folder that is either whole, and then never made again, or not there."""
+"""Train one run of the reproduction into a folder, which is either complete or does not exist."""
 
 import hashlib
 import json
@@ -32,19 +32,19 @@ ObjectiveName = Literal["CE", "LongCE"]
 
 @dataclass(frozen=True)
 class Run:
-    """A model to be made and measured.
+    """A model to train and measure.
 
     Attributes:
         name: Unique, with a slash between groups, such as ``seed0/base``.
-        seed: Of the rows, and of the random weights if there are any.
-        training: How it is trained; None for a model that is only measured.
+        seed: Seed of the data, and of random weights.
+        training: Training settings; None for a model that is only measured.
         rope_theta: RoPE base.
-        parent: Whose last weights it begins with; None for random ones.
-        objective: What it minimises.
+        parent: Run whose last weights it starts from; None for random weights.
+        objective: Objective to minimize.
         windows: Short contexts of LongCE.
-        measured_at: Steps before the last one after which questions are asked.
-        reported_at: Step before the last one after which all is asked.
-        rows: How many the data have, if not as many as are trained on.
+        measured_at: Steps before the last one at which questions are asked.
+        reported_at: Step before the last one at which everything is measured.
+        rows: Number of sequences in the data, if not the number trained on.
     """
 
     name: str
@@ -60,12 +60,12 @@ class Run:
 
 
 class Report(TypedDict):
-    """What is asked of a model besides.
+    """Further measurements of a model.
 
     Attributes:
-        short_right: Share of right answers in the shortest documents, by depth.
-        short_perplexity: Of the shortest documents.
-        loss_by_context: In nats, for each of the contexts asked for.
+        short_right: Fraction of right answers in the shortest documents, by depth.
+        short_perplexity: Perplexity of the shortest documents.
+        loss_by_context: Loss in nats for each context length.
     """
 
     short_right: list[float]
@@ -75,13 +75,13 @@ class Report(TypedDict):
 
 @dataclass(frozen=True)
 class Measurement:
-    """What was found of a model.
+    """Measurements of a model.
 
     Attributes:
-        step: Optimizer steps it had.
-        cpu_seconds: Process time that those took, without measuring.
-        right: Share of right answers in the longest documents, by depth.
-        report: The rest, of the last step and of the one it was asked for.
+        step: Optimizer steps taken.
+        cpu_seconds: CPU time of these steps, without measuring.
+        right: Fraction of right answers in the longest documents, by depth.
+        report: Further measurements, at the last step and the requested one.
     """
 
     step: int
@@ -91,17 +91,17 @@ class Measurement:
 
     @property
     def accuracy(self) -> float:
-        """Share of right answers at all depths."""
+        """Fraction of right answers at all depths."""
         return sum(self.right) / len(self.right)
 
 
 @dataclass
 class Laboratory:
-    """What all runs share: settings, text, questions and the folder of results.
+    """Settings, text, questions and results folder, shared by all runs.
 
     Attributes:
         settings: The declared experiments.
-        folder: Where runs are kept.
+        folder: Folder of the runs.
     """
 
     settings: Miniature
@@ -124,25 +124,25 @@ class Laboratory:
         return repr((FORMAT, self.corpus.fingerprint(), shared, torch.__version__))
 
     def path(self, run: Run) -> Path:
-        """Folder of the run; its name has a hash of all that decides what is in it."""
+        """Return the folder of the run; its name has a hash of everything that its content depends on."""
         digest = hashlib.sha256(f"{self._address} {asdict(run)}".encode()).hexdigest()
         return self.folder / f"{run.name.replace('/', '-')}-{digest[:10]}"
 
     def is_done(self, run: Run) -> bool:
-        """Whether the run was made before."""
+        """Return whether the run is complete."""
         return (self.path(run) / "run.json").is_file()
 
     def measurements(self, run: Run) -> list[Measurement]:
-        """What was found in a run that is done, by step."""
+        """Read the measurements of a complete run, by step."""
         stored = json.loads((self.path(run) / "run.json").read_text())
         return [Measurement(**entry) for entry in stored["measurements"]]
 
     def tokens(self, run: Run, step: int | None = None) -> Tokens:
-        """The likelihoods of every token of the documents after a step with a report, by default the last."""
+        """Read the likelihoods of every token of the documents at a step with a report, by default the last."""
         return Tokens.load(self.path(run) / _tokens_file(self.measurements(run)[-1].step if step is None else step))
 
     def make(self, run: Run) -> None:
-        """Train and measure; an interrupted run begins again."""
+        """Train and measure; an interrupted run starts again."""
         self.folder.mkdir(parents=True, exist_ok=True)
         started = time.process_time()
         with atomic_folder(self.path(run)) as folder, _quiet():
@@ -215,7 +215,7 @@ ADAMW: dict[str, Any] = {"betas": (0.9, 0.98), "weight_decay": 0.01}
 
 
 class _Found:
-    """Collects measurements of one run."""
+    """Measurements of one run."""
 
     def __init__(self, examination: Examination, folder: Path) -> None:
         self.examination, self.folder = examination, folder
@@ -240,7 +240,7 @@ def _tokens_file(step: int) -> str:
 
 
 class _Watch(Callback):
-    """Measures when it is time, stops when enough is recalled, and counts the CPU seconds of training alone."""
+    """Measures at the declared steps, stops when enough is recalled, and counts the CPU seconds of training alone."""
 
     def __init__(self, run: Run, training: Training, found: _Found) -> None:
         self.run, self.training, self.found = run, training, found
@@ -280,7 +280,7 @@ def _warm_up(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_sch
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Dozens of runs in one process would each repeat what Lightning has to say of one."""
+    """Silence Lightning, whose messages dozens of runs in one process would repeat."""
     disabled = logging.root.manager.disable
     with warnings.catch_warnings(action="ignore"):
         disable_progress_bar()

@@ -1,8 +1,8 @@
-"""When a claim counts as reproduced: by thresholds and margins that were fixed before any result was looked at.
+"""Decide which claims are reproduced, by thresholds and margins fixed before any result was seen.
 
-Two rules came later, and are stricter: the budget of "equal training time" and "equal FLOPs" was cut to cross entropy's
-last step after the first base seed; and what LongCE gains became testable with three base seeds only when the results
-of single ones were seen to contradict each other.
+Two rules are later, and stricter. After the first base seed, the budget of "equal training time" and "equal FLOPs" was
+cut to the last step of cross entropy. When single base seeds contradicted each other, LongCE's gain became testable
+with three base seeds only.
 """
 
 import math
@@ -42,14 +42,14 @@ MIDDLE_LOSS = 0.05
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a claim.
+    """Verdict on a claim.
 
     Attributes:
         experiment: Letter of the experiment.
-        claim: What the paper says, and where.
-        rule: When it counts as reproduced.
-        outcome: Whether it is.
-        numbers: What that was decided by.
+        claim: The claim and its place in the paper.
+        rule: Condition under which it is reproduced.
+        outcome: Whether it is reproduced.
+        numbers: The numbers that decide it.
     """
 
     experiment: str
@@ -77,10 +77,10 @@ class _Finding:
 
 
 def verdicts(experiments: dict[str, Any]) -> list[Verdict]:
-    """The verdict on each claim, in the order of the experiments.
+    """Return the verdict on each claim, in the order of the experiments.
 
     Args:
-        experiments: What `benchmarks.reproduction.miniature.experiments.run_experiments` gives.
+        experiments: Result of `benchmarks.reproduction.miniature.experiments.run_experiments`.
     """
     rules: dict[str, Callable[[Any], Iterator[_Finding]]] = {
         "A": _correlations,
@@ -99,7 +99,7 @@ def verdicts(experiments: dict[str, Any]) -> list[Verdict]:
 
 
 def mean_spearman(experiment: dict[str, Any], metric: str) -> float:
-    """Mean over base seeds of a metric's Spearman correlation; NaN if one of them has none."""
+    """Return the mean over base seeds of a metric's Spearman correlation; NaN if one is missing."""
     return _mean([seed["correlations"]["trained"][metric].get("spearman", math.nan) for seed in experiment["seeds"]])
 
 
@@ -134,7 +134,7 @@ def _correlations(experiment: dict[str, Any]) -> Iterator[_Finding]:
     )
     yield weaker("Soft influence makes a weaker metric (Table 1)", "longppl_soft", WEAKER)
     yield weaker("Without the LCL condition it is weaker", "longppl_without_lcl", WEAKER)
-    yield weaker("A model that evaluates itself says less (Table 6)", "longppl_self", WEAKER)
+    yield weaker("A model that evaluates itself is less informative (Table 6)", "longppl_self", WEAKER)
     yield weaker("Recurring N-grams do not explain it (Table 11)", "perplexity_ngrams", CLEARLY_WEAKER)
 
 
@@ -180,7 +180,7 @@ def _classification(experiment: dict[str, Any]) -> Iterator[_Finding]:
         testable,
     )
     yield _Finding(
-        "The LCL condition sorts out what is hard in any context (Fig. 4b)",
+        "The LCL condition removes tokens that are hard in any context (Fig. 4b)",
         f"precision of {MIN_PRECISION} or more, and {MIN_PRECISION_GAIN} above that of LSD alone",
         both["precision"] >= MIN_PRECISION and both["precision"] - lsd["precision"] >= MIN_PRECISION_GAIN,
         f"precision {both['precision']:.3f} and {lsd['precision']:.3f}, recall {both['recall']:.3f}",
@@ -247,10 +247,10 @@ def _loss_by_context(experiment: dict[str, Any]) -> Iterator[_Finding]:
 def _accuracy_by_depth(experiment: dict[str, Any]) -> Iterator[_Finding]:
     shares = experiment["models"]["CE"]
     yield _Finding(
-        "What stands in the middle is found less often than at either end (Liu et al., 2023)",
+        "Facts in the middle are found less often than at either end (Liu et al., 2023)",
         f"{100 * MIDDLE_LOSS:.0f} points less than at the worse end, after CE",
         min(shares[0], shares[-1]) - shares[len(shares) // 2] >= MIDDLE_LOSS,
-        ", ".join(f"{100 * share:.0f}" for share in shares) + " % from the front to the end of what is far",
+        ", ".join(f"{100 * share:.0f}" for share in shares) + " % from the front to the end of the far part",
         len(shares) >= 3 and experiment["questions_per_depth"] >= 30,
     )
 

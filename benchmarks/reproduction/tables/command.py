@@ -1,4 +1,4 @@
-"""``longce reproduce TABLE``: a table of the paper measured again, ours beside theirs."""
+"""``longce reproduce TABLE``: measure a table of the paper again, and print our numbers beside it."""
 
 import json
 import shlex
@@ -47,23 +47,23 @@ def reproduce_table(
     """Measure what a table of the paper reports, and print ours beside it.
 
     Args:
-        table: Its name: ``table1`` to ``table12``, or ``table5-package``.
-        data: Data module whose test documents are measured on; counts tokens as it does.
-        output: Folder of results; what is there is not measured again, what failed is tried again.
+        table: Name of the table: ``table1`` to ``table12``, or ``table5-package``.
+        data: Data module whose test documents are measured; its tokenizer counts the tokens.
+        output: Folder of results. Finished measurements are not repeated; failed ones are.
         models: Names, hub ids, folders or NAME=PATH; by default the models of the table.
-        evaluators: Likewise; by default those of the table. Tables 1, 2 and 11 are of the first one.
-        merge: Measure nothing: read the results here, beside those in `output`.
+        evaluators: Likewise; by default those of the table. Tables 1, 2 and 11 use the first one.
+        merge: Measure nothing; also read the results in these folders.
         scores: Files with the benchmark scores of models or runs, as `longce correlate` reads them. Perplexities in
             them are left out.
         run: Train the models of the table, and export them, instead of printing the commands.
         fit_options: Further options of ``longce fit`` for each training, such as "-c configs/strategies/fsdp.yaml".
-        options: How models are measured.
+        options: Measurement settings.
 
     Returns:
-        What failed, a line for each.
+        One line per failure.
 
     Raises:
-        ValueError: If the table, a model, a score or a number is not to be used, or results do not belong together.
+        ValueError: If the table, a model, a score or a number cannot be used, or results have different settings.
     """
     chosen = find_table(table)
     known = read_scores(scores or [])
@@ -77,16 +77,16 @@ def reproduce_table(
         return [*(carry_out(runs) if run else []), *_report(chosen, {}, known, folders)]
     if run or fit_options:
         raise ValueError(f"{table} has no models to train: leave out `run` and `fit_options`.")
-    wanted, judges = _wanted(chosen, models, evaluators)
+    wanted, evaluator_models = _wanted(chosen, models, evaluators)
     if merge is None and chosen.kind in MEASURED:
-        _measure(data, folders[0], options, wanted, judges)
+        _measure(data, folders[0], options, wanted, evaluator_models)
     results = read_results(folders)
     if models is not None or merge is None:
         names = {model.name for model in wanted}
         results = {key: result for key, result in results.items() if key[0] in names}
-    concerned = list(judges) or [ITSELF]
-    if merge is not None and evaluators is None and chosen.kind == "perplexity" and judges:
-        concerned += sorted({evaluator for _, evaluator in results} - {ITSELF, *judges})
+    concerned = list(evaluator_models) or [ITSELF]
+    if merge is not None and evaluators is None and chosen.kind == "perplexity" and evaluator_models:
+        concerned += sorted({evaluator for _, evaluator in results} - {ITSELF, *evaluator_models})
     return _report(chosen, results, known, folders, concerned)
 
 
@@ -100,7 +100,7 @@ def _existing(name: str) -> Path:
 def _wanted(
     table: Table, models: Sequence[str] | None, evaluators: Sequence[str] | None
 ) -> tuple[list[NamedModel], dict[str, NamedModel]]:
-    """Models and evaluators; no evaluator means that each model is its own."""
+    """Return models and evaluators; without evaluators each model is its own."""
     if table.kind not in MEASURED:
         return [], {}
     rows = find_table("table5").rows if table.kind == "correlation" else table.rows
@@ -108,20 +108,24 @@ def _wanted(
     defaults = table.evaluators or tuple(column for column in table.columns if column in published()["models"])
     if not defaults and evaluators:
         raise ValueError(f"In {table.name} each model is its own evaluator: leave `evaluators` out.")
-    judges = [find_model(word) for word in evaluators or defaults]
-    for kind, named in (("models", wanted), ("evaluators", judges)):
+    evaluator_models = [find_model(word) for word in evaluators or defaults]
+    for kind, named in (("models", wanted), ("evaluators", evaluator_models)):
         if len({model.name for model in named}) < len(named):
             raise ValueError(f"`{kind}` must be different names, got {[model.name for model in named]}.")
-    return wanted, {judge.name: judge for judge in judges}
+    return wanted, {model.name: model for model in evaluator_models}
 
 
 def _measure(
-    data: Any, folder: Path, options: MeasureOptions, models: Sequence[NamedModel], judges: dict[str, NamedModel]
+    data: Any,
+    folder: Path,
+    options: MeasureOptions,
+    models: Sequence[NamedModel],
+    evaluator_models: dict[str, NamedModel],
 ) -> None:
     """Measure what is missing or has failed.
 
     Raises:
-        ValueError: If there are no documents, or a result there is of another model by the same name, or of other
+        ValueError: If there are no documents, or a stored result is of another model with the same name or has other
             settings.
     """
     if not callable(getattr(data, "source", None)):
@@ -138,12 +142,12 @@ def _measure(
     pending = []
     for model in models:
         missing = []
-        for name in judges or (ITSELF,):
+        for name in evaluator_models or (ITSELF,):
             result = there.get((model.name, name))
             if result is None or result.failure is not None:
                 missing.append(name)
                 continue
-            for role, path in (("model", model.path), ("evaluator", judges.get(name, model).path)):
+            for role, path in (("model", model.path), ("evaluator", evaluator_models.get(name, model).path)):
                 if (before := result.made_by[f"{role}_path"]) != path:
                     raise ValueError(
                         f"In '{folder}' the {role} of '{model.name}' by '{name}' is '{before}', and now '{path}'. Give"
@@ -151,7 +155,7 @@ def _measure(
                     )
         if missing:
             pending.append((model, missing))
-    measuring.measure(pending, judges)
+    measuring.measure(pending, evaluator_models)
 
 
 def _report(
@@ -161,7 +165,7 @@ def _report(
     folders: Sequence[Path],
     evaluators: Sequence[str] = (),
 ) -> list[str]:
-    """Print and write the table; what failed comes back."""
+    """Print and write the table; return the failures."""
     if table.kind == "correlation":
         table = replace(table, evaluators=tuple(evaluators))
     cells = ours(table, results, scores, folders)
@@ -186,7 +190,7 @@ def _report(
 
 
 def list_tables() -> str:
-    """Names and titles of all tables, a line for each."""
+    """Return names and titles of all tables, one per line."""
     return "".join(f"{name:<15} {entry['title']}\n" for name, entry in published()["tables"].items())
 
 
@@ -194,7 +198,7 @@ def reproduce_table_command(arguments: Sequence[str]) -> None:
     """Run ``longce reproduce TABLE``; exits with 1 if a model could not be measured or trained.
 
     Args:
-        arguments: ``reproduce`` and the words behind it.
+        arguments: ``reproduce`` and the words after it.
     """
     if "--list" in arguments:
         sys.stdout.write(list_tables())

@@ -1,4 +1,4 @@
-"""Scores models on the documents of the paper, one result file for each model and evaluator."""
+"""Score models on the documents of the paper, one result file per model and evaluator."""
 
 import hashlib
 import logging
@@ -38,13 +38,13 @@ log = logging.getLogger(__name__)
 def select_documents(
     source: Iterable[Document], tokenizer: PreTrainedTokenizerFast, *, count: int, min_tokens: int, max_tokens: int
 ) -> list[Document]:
-    """The first documents of a source that are long enough, cut where they are too long.
+    """Return the first documents of a source that are long enough, cut to the largest length.
 
     Args:
         source: Documents.
-        tokenizer: In whose tokens lengths are counted, without special tokens.
+        tokenizer: Counts the tokens, without special tokens.
         count: Documents to take.
-        min_tokens: Shorter documents are passed over.
+        min_tokens: Shorter documents are skipped.
         max_tokens: Tokens to keep.
 
     Raises:
@@ -61,22 +61,22 @@ def select_documents(
         if len(texts) == count:
             return texts
     raise ValueError(
-        f"Only {len(texts)} of the documents have {min_tokens:,} tokens, and {count} are wanted: lower `documents` or"
+        f"Only {len(texts)} of the documents have {min_tokens:,} tokens, but {count} are needed: lower `documents` or"
         " `min_tokens`, or name other data."
     )
 
 
 def threshold_name(alpha: float, beta: float) -> str:
-    """How a measure by key tokens is called in results."""
+    """Return the name of a key-token measure in results."""
     return f"alpha={alpha:g} beta={beta:g}" if math.isfinite(beta) else f"alpha={alpha:g} without LCL"
 
 
 def influences(document: PackedBatch, scores: TokenScores, *, gamma: float) -> dict[str, Tensor]:
-    """Every influence of the tables for the tokens of a model, given what the evaluator says of the text.
+    """Compute every influence of the tables for the tokens of a model from the scores of the evaluator.
 
     Args:
-        document: One row of the model's tokens.
-        scores: Of the same text, by the evaluator.
+        document: Batch of one document, in tokens of the model.
+        scores: Scores of the same text by the evaluator.
         gamma: Largest soft influence.
 
     Returns:
@@ -95,7 +95,7 @@ def influences(document: PackedBatch, scores: TokenScores, *, gamma: float) -> d
 
 
 def weighted_sums(log_likelihood: Tensor, weights: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
-    """For each influence ``[1, T]`` the sum of it times the log-likelihood, in nats, and its own sum; in float64."""
+    """Return for each ``[1, T]`` influence its product with the log-likelihoods, in nats, and its sum, in float64."""
     exact = log_likelihood.double()
     return {name: (float((exact * weight).sum()), float(weight.double().sum())) for name, weight in weights.items()}
 
@@ -106,7 +106,7 @@ class Measuring:
     Args:
         texts: The documents.
         output: Folder of results.
-        options: How they are measured.
+        options: Measurement settings.
     """
 
     def __init__(self, texts: Sequence[Document], output: Path, options: MeasureOptions) -> None:
@@ -122,73 +122,73 @@ class Measuring:
     def measure(
         self, pending: Sequence[tuple[NamedModel, Sequence[str]]], evaluators: Mapping[str, NamedModel]
     ) -> None:
-        """Measure what is pending and write a file for each as soon as it is done.
+        """Measure what is pending, and write each result as soon as it is done.
 
-        Evaluators go first, one at a time; what they say is kept on disk and serves all models. Whoever fails is
-        recorded with the reason, and the next one goes on.
+        Evaluators run first, one at a time; their scores are stored on disk and serve all models. A failure is recorded
+        with its reason, and the next one continues.
 
         Args:
             pending: Models, each with the names of the evaluators whose results are missing.
             evaluators: By name, those that are not the model itself.
         """
         wanted = dict.fromkeys(name for _, names in pending for name in names if name != ITSELF)
-        judges = {name: self._judge(evaluators[name]) for name in wanted}
+        loaded = {name: self._load_evaluator(evaluators[name]) for name in wanted}
         for model, names in pending:
-            own = {ITSELF: self._judge(model)} if ITSELF in names else {}
-            for result in self._measure_model(model, {name: (judges | own)[name] for name in names}):
+            own = {ITSELF: self._load_evaluator(model)} if ITSELF in names else {}
+            for result in self._measure_model(model, {name: (loaded | own)[name] for name in names}):
                 result.save(self.output)
                 if result.failure is not None:
                     log.error("%s by %s: %s", result.model, result.evaluator, result.failure)
 
-    def _judge(self, named: NamedModel) -> Evaluator | str:
-        """An evaluator that has scored all documents, or why it could not."""
+    def _load_evaluator(self, named: NamedModel) -> Evaluator | str:
+        """Return an evaluator that has scored all documents, or the reason why it failed."""
         try:
-            judge = Evaluator(replace(self.options, evaluator=named.path).evaluator_config())
+            evaluator = Evaluator(replace(self.options, evaluator=named.path).evaluator_config())
             times: list[float | None] = []
             for name, text, _ in tqdm(self.texts, desc=f"evaluator {named.name}", unit="document", disable=None):
-                stored = judge.path(text_sha256(text)).is_file()
+                stored = evaluator.path(text_sha256(text)).is_file()
                 started = time.perf_counter()
-                judge.scores(text, device=self.device, name=name)
+                evaluator.scores(text, device=self.device, name=name)
                 times.append(None if stored else time.perf_counter() - started)
-            judge.release()
-        except Exception as error:  # whatever a model's own code may raise: others shall go on
+            evaluator.release()
+        except Exception as error:  # a model's own code may raise anything, and others must continue
             return reason(error)
         save_times(self.output, named.name, self.settings, times)
-        return judge
+        return evaluator
 
-    def _measure_model(self, model: NamedModel, judges: Mapping[str, Evaluator | str]) -> list[Result]:
+    def _measure_model(self, model: NamedModel, loaded: Mapping[str, Evaluator | str]) -> list[Result]:
         """Measure a model by the key tokens of several evaluators, or record why one of them could not be used."""
-        working = {name: judge for name, judge in judges.items() if isinstance(judge, Evaluator)}
+        working = {name: evaluator for name, evaluator in loaded.items() if isinstance(evaluator, Evaluator)}
         try:
             identity = model_identity(self.options.loading(model.path))
             documents = self._score(model, working) if working else {}
         except Exception as error:
-            return [Result(model.name, name, self.settings, failure=reason(error)) for name in judges]
+            return [Result(model.name, name, self.settings, failure=reason(error)) for name in loaded]
         made_by = {"model_path": model.path, "model": identity, **_machine(self.device)}
         results = []
-        for name, judge in judges.items():
+        for name, evaluator in loaded.items():
             result = Result(model.name, name, self.settings, made_by, documents.get(name, []))
-            if isinstance(judge, Evaluator):
-                result.made_by = made_by | {"evaluator_path": judge.name, "evaluator": judge.identity}
+            if isinstance(evaluator, Evaluator):
+                result.made_by = made_by | {"evaluator_path": evaluator.name, "evaluator": evaluator.identity}
             else:
-                result.failure = f"evaluator: {judge}"
+                result.failure = f"evaluator: {evaluator}"
             results.append(result)
         return results
 
-    def _score(self, model: NamedModel, judges: Mapping[str, Evaluator]) -> dict[str, list[DocumentResult]]:
-        """One pass of the model over each document serves all evaluators."""
+    def _score(self, model: NamedModel, loaded: Mapping[str, Evaluator]) -> dict[str, list[DocumentResult]]:
+        """Score each document once for all evaluators."""
         scored = EvaluatedModel(self.options.loading(model.path), self.device)
         tokenizer = load_tokenizer(model.path, trust_remote_code=self.options.trust_remote_code)
-        found: dict[str, list[DocumentResult]] = {name: [] for name in judges}
+        found: dict[str, list[DocumentResult]] = {name: [] for name in loaded}
         for name, text, _ in tqdm(self.texts, desc=model.name, unit="document", disable=None):
             document = encode_document(text, tokenizer, name=name)
             started = time.perf_counter()
             log_likelihood = scored.log_likelihood(document)
             seconds = time.perf_counter() - started
-            for evaluator, judge in judges.items():
-                weights = influences(document, judge.scores(text, name=name), gamma=self.options.gamma)
+            for key, evaluator in loaded.items():
+                weights = influences(document, evaluator.scores(text, name=name), gamma=self.options.gamma)
                 sums = weighted_sums(log_likelihood, weights)
-                found[evaluator].append(DocumentResult(name, document["labels"].numel(), seconds, sums))
+                found[key].append(DocumentResult(name, document["labels"].numel(), seconds, sums))
         return found
 
 

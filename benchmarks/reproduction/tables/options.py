@@ -14,7 +14,7 @@ FIXED = {"evaluator", "alpha", "beta", "add_special_tokens", "evaluator_add_spec
 LISTS = {
     "models": ("+", "Names, hub ids, folders or NAME=PATH; by default the models of the table."),
     "evaluators": ("+", "Likewise; by default those of the table. Tables 1, 2 and 11 are of the first one."),
-    "merge": ("*", "Measure nothing; read these folders of results, too."),
+    "merge": ("*", "Measure nothing; also read the results in these folders."),
     "scores": ("+", "CSV or JSON files, or folders of them, with the benchmark scores of models or runs."),
 }
 """Options that take several words."""
@@ -22,14 +22,14 @@ LISTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class MeasureOptions(CommandConfig):
-    """How models are measured.
+    """Measurement settings.
 
     Args:
-        documents: Documents to measure on.
-        min_tokens: Shorter documents are passed over.
+        documents: Number of documents.
+        min_tokens: Shorter documents are skipped.
         max_tokens: Tokens kept of each document.
         gamma: Largest soft influence.
-        dtype: Of the weights of all models; ``auto`` keeps the stored one.
+        dtype: Data type of the weights of all models; ``auto`` keeps the stored one.
     """
 
     evaluator: str = ""
@@ -48,7 +48,7 @@ def add_table_options(parser: Any) -> None:
         " miniature` has options of its own."
     )
     parser.add_argument("table", type=str, help="table1 to table12, or table5-package.")
-    output = "Folder of results; what is there is not measured again, what failed is tried again."
+    output = "Folder of results. Finished measurements are not repeated; failed ones are."
     parser.add_argument("--output", type=str, default="runs/reproduce", help=output)
     for name, (count, text) in LISTS.items():
         parser.add_argument(f"--{name}", nargs=count, type=str, help=text)

@@ -1,4 +1,4 @@
-"""The cells of our tables, from results, times and benchmark scores."""
+"""Compute the cells of our tables from results, times and benchmark scores."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,13 +15,13 @@ Results = Mapping[tuple[str, str], Result]
 
 
 def ours(table: Table, results: Results, scores: Scores, folders: Sequence[Path]) -> Cells:
-    """What is known of the cells of a table.
+    """Return the known cells of a table.
 
     Args:
-        table: The paper's.
-        results: Of models and evaluators; failed ones count for nothing.
-        scores: Of benchmarks, by model or run.
-        folders: Of results, for the times of evaluators.
+        table: The table of the paper.
+        results: Results of models and evaluators; failed ones are ignored.
+        scores: Benchmark scores by model or run.
+        folders: Folders of results, for the times of evaluators.
     """
     good = {key: result for key, result in results.items() if result.failure is None}
     if table.kind == "training":
@@ -34,7 +34,7 @@ def ours(table: Table, results: Results, scores: Scores, folders: Sequence[Path]
 
 
 def correlation_cells(table: Table, results: Results, scores: Scores) -> Cells:
-    """Pearson correlation of measures and benchmark scores, over the models that have both, if they are 3 or more."""
+    """Return Pearson correlations of measures and benchmark scores over models with both, if there are at least 3."""
     cells: Cells = {}
     chosen = {model: result for (model, evaluator), result in results.items() if evaluator in table.evaluators[:1]}
     for row, measure in table.measures.items():
@@ -51,7 +51,7 @@ def correlation_cells(table: Table, results: Results, scores: Scores) -> Cells:
 
 
 def scored_models(table: Table, results: Results, scores: Scores) -> list[str]:
-    """The models that correlations are over, at most."""
+    """Return the models that correlations may use."""
     return sorted(
         model
         for (model, evaluator), result in results.items()
@@ -60,7 +60,7 @@ def scored_models(table: Table, results: Results, scores: Scores) -> list[str]:
 
 
 def training_cells(table: Table, scores: Scores) -> Cells:
-    """Scores of runs after some steps, the differences between runs, and averages over all tasks of a table."""
+    """Return scores of runs after some steps, the differences between runs, and averages over all tasks of a table."""
     cells: Cells = {}
     for row in table.rows:
         for column in table.columns:
@@ -108,7 +108,7 @@ def _time_cells(table: Table, results: Results, folders: Sequence[Path]) -> Cell
 
 
 def _longeval_cells(table: Table, scores: Scores) -> Cells:
-    """Accuracies by prompt length; the perplexities of answers are not measured here."""
+    """Return accuracies by prompt length; perplexities of answers are not measured here."""
     cells: Cells = {}
     for row in table.rows:
         model, _, quantity = row.partition(": ")

@@ -1,4 +1,4 @@
-"""The tables of the paper: what it prints, by whom it was measured, and ours beside it."""
+"""The published tables of the paper, and ours beside them."""
 
 import functools
 import math
@@ -24,17 +24,17 @@ class Table:
 
     Attributes:
         name: Such as ``table5``.
-        title: What its numbers are, with their unit.
-        kind: How its numbers come about.
+        title: Meaning and unit of its numbers.
+        kind: How its numbers are computed.
         columns: Names of its columns.
         rows: The numbers printed in each row, one for each column.
-        average: How values of documents become one: ``documents`` or ``tokens``.
-        evaluators: Who picks the key tokens, where no column says it.
-        measures: Of rows that are correlations: of which measure with the benchmark scores.
-        runs: Of rows that are trained models: the run, with or without its number of steps.
-        gains: Of rows that are differences: minuend and subtrahend.
-        overhead: What is printed beside times.
-        remark: What does not fit together, or how ours is to be read.
+        average: What values are averaged over: ``documents`` or ``tokens``.
+        evaluators: Evaluators, if they are not columns.
+        measures: For rows of correlations: the measure that is correlated with the scores.
+        runs: For rows of trained models: the run, with or without its number of steps.
+        gains: For rows of differences: minuend and subtrahend.
+        overhead: Published overhead, printed beside times.
+        remark: Inconsistencies, and how to read our numbers.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Table:
     remark: str = ""
 
     def cells(self) -> Cells:
-        """The printed numbers by row and column."""
+        """Return the published numbers by row and column."""
         return {
             (row, column): value
             for row, values in self.rows.items()
@@ -61,15 +61,15 @@ class Table:
 
 @functools.cache
 def published() -> dict[str, Any]:
-    """The file of published numbers: ``models``, ``runs`` of the training and ``tables``."""
+    """Read the file of published numbers: ``models``, ``runs`` of the training and ``tables``."""
     return dict(yaml.safe_load(PUBLISHED.read_text(encoding="utf-8")))
 
 
 def find_table(name: str) -> Table:
-    """A table by its name.
+    """Return a table by its name.
 
     Raises:
-        ValueError: If there is none of that name.
+        ValueError: If no table has that name.
     """
     tables = published()["tables"]
     if name not in tables:
@@ -87,7 +87,7 @@ class NamedModel:
     """A model under the name that tables give it.
 
     Attributes:
-        name: Of a row or column.
+        name: Name of a row or column.
         path: Hub id or local folder.
     """
 
@@ -96,7 +96,7 @@ class NamedModel:
 
 
 def find_model(word: str) -> NamedModel:
-    """A model as the command line names it: a name or hub id of the paper's, ``NAME=PATH``, or any hub id or folder.
+    """Find a model as the command line names it: a name or hub id of the paper, ``NAME=PATH``, any hub id or folder.
 
     Raises:
         ValueError: If one side of the ``=`` is empty, or the word can be neither a known name nor a path.
@@ -109,12 +109,12 @@ def find_model(word: str) -> NamedModel:
             return NamedModel(known, path or entry["path"])
     if not equals and "/" not in word and not Path(word).expanduser().exists():
         names = ", ".join(published()["models"])
-        raise ValueError(f"'{word}' is no model of the paper, hub id or folder. The paper's are: {names}.")
+        raise ValueError(f"'{word}' is not a model of the paper, a hub id or a folder. The paper has: {names}.")
     return NamedModel(name, path or word)
 
 
 def markdown(table: Table, ours: Cells) -> str:
-    """The table with ours beside the paper's, as Markdown; what is not known is blank."""
+    """Format the table as Markdown, our numbers beside those of the paper; unknown cells are blank."""
     rows = [*table.rows, *dict.fromkeys(row for row, _ in ours if row not in table.rows)]
     columns = [*table.columns, *dict.fromkeys(column for _, column in ours if column not in table.columns)]
     theirs = table.cells()
@@ -130,7 +130,7 @@ def markdown(table: Table, ours: Cells) -> str:
 
 
 def as_json(table: Table, ours: Cells) -> dict[str, Any]:
-    """The table as plain dictionaries: for each row and column ``paper`` and ``ours``, null where it is not known."""
+    """Return the table as dictionaries: for each row and column ``paper`` and ``ours``, null if unknown."""
     theirs = table.cells()
     cells: dict[str, dict[str, Any]] = {}
     for row, column in dict.fromkeys((*theirs, *ours)):

@@ -1,4 +1,4 @@
-"""Results as files: one for each model and evaluator, written when it is done, read from any number of folders."""
+"""Store one result file per model and evaluator, and read results from any number of folders."""
 
 import hashlib
 import json
@@ -18,12 +18,12 @@ ITSELF = "itself"
 
 @dataclass
 class DocumentResult:
-    """What one model makes of one document.
+    """Scores of one document under one model.
 
     Attributes:
-        name: Of the document.
-        tokens: Of the model, the first included.
-        seconds: Of the model's pass over it.
+        name: Name of the document.
+        tokens: Number of tokens of the model, with the first.
+        seconds: Time of the model's pass over it.
         sums: For each measure the sum of influence times log-likelihood, in nats, and the sum of the influence.
     """
 
@@ -35,15 +35,15 @@ class DocumentResult:
 
 @dataclass
 class Result:
-    """What one model makes of all documents, with the key tokens of one evaluator; or why it could not.
+    """Scores of all documents under one model with the key tokens of one evaluator, or the reason of a failure.
 
     Attributes:
         model: Name of the model in tables.
         evaluator: Name of the evaluator in tables, or `ITSELF`.
-        settings: What numbers depend on besides these two; results are only put together if they are equal.
-        made_by: Paths and identities of both, versions and device: what to look at when numbers differ.
-        documents: One entry for each.
-        failure: Why there are none.
+        settings: Everything else that numbers depend on; only results with equal settings are combined.
+        made_by: Paths and identities of both, versions and device, to compare when numbers differ.
+        documents: One entry per document.
+        failure: Reason if there are no documents.
     """
 
     model: str
@@ -54,7 +54,7 @@ class Result:
     failure: str | None = None
 
     def value(self, measure: str, average: Literal["documents", "tokens"]) -> float:
-        """A perplexity of the corpus.
+        """Return a perplexity of the corpus.
 
         Args:
             measure: Name of the influence.
@@ -74,7 +74,7 @@ class Result:
         return math.fsum(weight * math.exp(-total / weight) for total, weight in sums) / weights
 
     def save(self, folder: Path) -> None:
-        """Write the file in one step; a failure here leaves what another machine has measured meanwhile."""
+        """Write the file atomically; a failure never replaces a result that another machine has measured meanwhile."""
         path = result_path(folder, self.model, self.evaluator)
         if self.failure is None or not path.exists() or read_result(path).failure is not None:
             content = {"format": FORMAT, **asdict(self)}
@@ -82,12 +82,12 @@ class Result:
 
 
 def result_path(folder: Path, model: str, evaluator: str) -> Path:
-    """Where a result lies in a folder of results."""
+    """Return the path of a result in a folder of results."""
     return folder / "results" / file_name(model) / f"{file_name(evaluator)}.json"
 
 
 def file_name(name: str) -> str:
-    """A name as part of a path; other names give other parts."""
+    """Return a name as a part of a path; different names stay different."""
     if re.fullmatch(r"[\w+-][\w.+-]*", name):
         return name
     plain = re.sub(r"[^\w.+-]+", "-", name).strip("-.")
@@ -95,10 +95,10 @@ def file_name(name: str) -> str:
 
 
 def read_result(path: Path) -> Result:
-    """Read one file.
+    """Read one result.
 
     Raises:
-        ValueError: If it is no result.
+        ValueError: If the file is not a result.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -108,21 +108,21 @@ def read_result(path: Path) -> Result:
         return Result(**content)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"'{path}' is no result of `longce reproduce` ({error}). Delete it to measure again."
+            f"'{path}' is not a result of `longce reproduce` ({error}). Delete it to measure again."
         ) from error
 
 
 def read_results(folders: Iterable[Path], settings: dict[str, Any] | None = None) -> dict[tuple[str, str], Result]:
-    """All results of some folders, by model and evaluator.
+    """Read all results of some folders, by model and evaluator.
 
-    Where two folders have the same, one that succeeded goes before one that failed, then the folder named first.
+    If two folders have the same one, success is preferred to failure, then the folder named first.
 
     Args:
-        folders: Of this machine and of others.
-        settings: What they must have been measured with; by default what the first one was.
+        folders: Folders of results, of this machine or of others.
+        settings: Settings that all must have; by default those of the first.
 
     Raises:
-        ValueError: If two were measured with different settings, or a file is no result.
+        ValueError: If two were measured with different settings, or a file is not a result.
     """
     found: dict[tuple[str, str], Result] = {}
     origin = "this command"
@@ -145,7 +145,7 @@ def read_results(folders: Iterable[Path], settings: dict[str, Any] | None = None
 
 
 def reason(error: BaseException) -> str:
-    """One line that says what went wrong."""
+    """Return an error as one line."""
     return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
 
 

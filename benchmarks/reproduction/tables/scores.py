@@ -1,4 +1,4 @@
-"""Benchmark scores from result files, under the names of the paper's tables."""
+"""Read benchmark scores from result files, under the names of the paper's tables."""
 
 import math
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ STEPS = (50, 100, 200)
 
 
 def read_scores(paths: Sequence[str]) -> Scores:
-    """Read benchmark scores of models and runs, under the names that the tables have for them.
+    """Read benchmark scores of models and runs, under the names that the tables use.
 
     Perplexities are left out, as `reproduce` measures them itself; so are scores of ``longce evaluate`` that no
     table has.
@@ -38,7 +38,7 @@ def read_scores(paths: Sequence[str]) -> Scores:
 
 
 def benchmarks() -> set[str]:
-    """Names of scores: columns without their numbers of steps, and ``LongEval 2k``, .. by prompt length (Table 9)."""
+    """Return the names of scores: columns without steps, and ``LongEval 2k``, .. by prompt length (Table 9)."""
     columns = {
         column for table in published()["tables"].values() if table["kind"] in SCORED for column in table["columns"]
     }
@@ -47,7 +47,7 @@ def benchmarks() -> set[str]:
 
 
 def without_steps(column: str) -> tuple[str, int | None]:
-    """``LongBench 50`` is the score ``LongBench`` after 50 steps; other columns have no number of steps."""
+    """Split ``LongBench 50`` into ``LongBench`` and 50 steps; other columns have no number of steps."""
     name, _, steps = column.rpartition(" ")
     return (name, int(steps)) if name and steps.isdigit() and int(steps) in STEPS else (column, None)
 
@@ -66,7 +66,7 @@ def _add(scores: Scores, place: str, name: str, benchmark: str, score: float) ->
 
 
 def _table_name(model: str) -> str:
-    """Under which name tables have a model; names of runs' folders, and of models of the user's own, stay."""
+    """Return the name of a model in the tables; names of run folders and of other models stay."""
     name = Path(model).name if Path(model).expanduser().is_dir() else model
     try:
         return find_model(name).name

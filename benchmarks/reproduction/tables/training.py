@@ -1,4 +1,4 @@
-"""The commands behind the tables of trained models: fit, export, and what they will take."""
+"""List and run the commands of the tables of trained models: plan, fit and export."""
 
 import shlex
 import subprocess
@@ -16,7 +16,7 @@ CONFIGS = Path(__file__).parents[3] / "configs"
 
 @dataclass(frozen=True)
 class Step:
-    """A command of ``longce``, and the path that is there once it is done."""
+    """A ``longce`` command, and the path that exists once it is done."""
 
     words: tuple[str, ...]
     done: Path
@@ -31,9 +31,9 @@ class Run:
 
     Attributes:
         name: Such as ``A-LongCE``.
-        steps: After which its weights are measured.
-        output: Folder under which it and its exports lie.
-        options: Further words for ``longce fit``, which have the last word.
+        steps: Steps at which its weights are measured.
+        output: Folder of the run and its exports.
+        options: Further options of ``longce fit``, which override others.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Run:
     options: tuple[str, ...] = ()
 
     def settings(self) -> tuple[str, ...]:
-        """Configs and options, as `fit` and `plan` take them."""
+        """Return the configs and options of `fit` and `plan`."""
         entry = published()["runs"][self.name]
         layers = ("base", *(f"experiments/{name}" for name in entry["configs"]))
         words = [word for layer in layers for word in ("-c", f"configs/{layer}.yaml")]
@@ -50,28 +50,28 @@ class Run:
         return (*words, *self.options)
 
     def fit(self) -> Step:
-        """Train, or go on where an earlier start ended: the run has a folder of its own."""
+        """Return the command that trains, or resumes, the run in its folder."""
         logger = {"save_dir": str(self.output), "name": "runs", "version": self.name}
         words = [word for key, value in logger.items() for word in (f"--trainer.logger.init_args.{key}", value)]
         # One run serves all steps: after the warm-up the learning rate is constant.
         return Step(("fit", *self.settings(), *words, "--ckpt_path", "last"), self.weights(max(self.steps)))
 
     def plan(self) -> str:
-        """What says how long it takes, and how much memory."""
+        """Return the command that predicts time and memory."""
         return shlex.join(("longce", "plan", *self.settings(), "--gpu", "A100-80", "--gpus", "8"))
 
     def exports(self) -> list[Step]:
-        """The models after some steps as folders."""
+        """Return the commands that export the models after some steps."""
         steps = [(self.weights(step), self.output / "models" / f"{self.name}-{step}") for step in self.steps]
         return [Step(("export", str(weights), str(folder)), folder / "config.json") for weights, folder in steps]
 
     def weights(self, step: int) -> Path:
-        """Where `fit` leaves the weights after a step."""
+        """Return the path of the weights that `fit` writes at a step."""
         return self.output / "runs" / self.name / "checkpoints" / f"weights-{step}.ckpt"
 
 
 def table_runs(table: Table, output: Path, options: Sequence[str] = ()) -> list[Run]:
-    """The runs behind a table, in its order, each with the steps that the table reports."""
+    """Return the runs of a table in its order, each with the steps that the table reports."""
     columns = {steps for _, steps in map(without_steps, table.columns) if steps is not None}
     steps: dict[str, set[int]] = {}
     for word in table.runs.values():
@@ -84,7 +84,7 @@ def table_runs(table: Table, output: Path, options: Sequence[str] = ()) -> list[
 
 
 def script(runs: Sequence[Run], table: Table) -> str:
-    """All commands as a shell script; finished ones are passed over when it is started again."""
+    """Format all commands as a shell script, which skips finished ones when it is started again."""
     lines = [f"# {table.name}: {table.title}", "# Start it in the checkout. What is done is not done again.", "set -e"]
     for run in runs:
         lines += ["", f"# {run.name}. Time and memory: {run.plan()}"]
@@ -100,14 +100,14 @@ def script(runs: Sequence[Run], table: Table) -> str:
 
 
 def carry_out(runs: Sequence[Run], call: Callable[[Sequence[str]], None] | None = None) -> list[str]:
-    """Run all commands that are not done yet, each in a process of its own.
+    """Run all unfinished commands, each in its own process.
 
     Args:
         runs: The runs.
-        call: Runs ``longce`` with some words; raises if that fails.
+        call: Runs ``longce`` with these words; raises if that fails.
 
     Returns:
-        What failed, a line for each run; the other runs are done.
+        One line per failed run; the other runs are done.
     """
     failed = []
     for run in runs:

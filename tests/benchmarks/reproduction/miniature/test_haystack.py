@@ -39,7 +39,7 @@ def test_the_tokenizer_keeps_the_text_and_says_where_each_token_stands(corpus):
 def test_documents_have_exactly_the_tokens_asked_for(corpus, tokens):
     for record in corpus.documents(20, tokens):
         assert len(corpus.tokenizer()(record.text).input_ids) == tokens
-    for part in corpus.questions(20, tokens, depths=2, behind=0):
+    for part in corpus.questions(20, tokens, depths=2, distance=0):
         for record in part:
             assert len(corpus.tokenizer()(record.text).input_ids) == tokens
 
@@ -121,7 +121,7 @@ def test_an_answer_counts_up_to_its_last_token_that_could_be_another(corpus):
 
 
 def test_questions_are_answered_in_one_place_at_the_depth_asked_for(corpus):
-    parts = corpus.questions(40, 400, depths=4, behind=100)
+    parts = corpus.questions(40, 400, depths=4, distance=100)
     assert [len(part) for part in parts] == [10] * 4
     for number, part in enumerate(parts):
         for record in part:

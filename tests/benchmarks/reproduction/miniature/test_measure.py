@@ -76,7 +76,7 @@ def test_an_answer_of_several_tokens_is_right_if_each_is(settings, book_folder):
     config = LlamaConfig(vocab_size=340, initializer_range=1.0, **sizes)
     backbone = Backbone(AutoModelForCausalLM.from_config(config))
     assert examination.right_answers(backbone, 64) == [0.0, 0.0]
-    (batch, _), by_depth = examination.questions(64), corpus.questions(5, 64, depths=2, behind=0)
+    (batch, _), by_depth = examination.questions(64), corpus.questions(5, 64, depths=2, distance=0)
     lengths = [corpus.size(record.words[-1].text) for record in by_depth[0]]
     assert max(lengths) > 1
     for row, length in enumerate(lengths):
@@ -121,8 +121,8 @@ def test_masks_divide_the_scored_tokens_by_what_they_are(examination):
 
 def test_metrics_are_means_over_the_tokens_that_count(examination, settings):
     generator = torch.Generator().manual_seed(3)
-    judge, model = (Tokens(*(-4 * torch.rand(2, 16, 64, generator=generator))) for _ in range(2))
-    found = token_metrics(model, judge, examination.masks, settings)
+    evaluator, model = (Tokens(*(-4 * torch.rand(2, 16, 64, generator=generator))) for _ in range(2))
+    found = token_metrics(model, evaluator, examination.masks, settings)
 
     def expected(weight):
         pairs = [
@@ -141,9 +141,9 @@ def test_metrics_are_means_over_the_tokens_that_count(examination, settings):
         return lsd(tokens, row, t) > 2 and float(tokens.long[row, t]) > -2
 
     assert found["perplexity"] == pytest.approx(expected(lambda row, t: 1))
-    assert found["longppl"] == pytest.approx(expected(lambda row, t: key(judge, row, t)))
+    assert found["longppl"] == pytest.approx(expected(lambda row, t: key(evaluator, row, t)))
     assert found["longppl_self"] == pytest.approx(expected(lambda row, t: key(model, row, t)))
-    assert found["longppl_without_lcl"] == pytest.approx(expected(lambda row, t: lsd(judge, row, t) > 2))
-    assert found["longppl_soft"] == pytest.approx(expected(lambda row, t: min(math.exp(lsd(judge, row, t)), 5)))
+    assert found["longppl_without_lcl"] == pytest.approx(expected(lambda row, t: lsd(evaluator, row, t) > 2))
+    assert found["longppl_soft"] == pytest.approx(expected(lambda row, t: min(math.exp(lsd(evaluator, row, t)), 5)))
     assert found["perplexity_answers"] == pytest.approx(expected(lambda row, t: int(examination.masks.far[row, t])))
     assert found["perplexity_others"] == pytest.approx(expected(lambda row, t: 1 - int(examination.masks.far[row, t])))

@@ -6,7 +6,7 @@ def test_the_corpus_of_experiments(tmp_path):
     tokenizer = corpus.tokenizer()
     (document,) = corpus.documents(1, 100)
     assert len(tokenizer(document.text).input_ids) == 100
-    by_depth = corpus.questions(11, 300, depths=4, behind=128)
+    by_depth = corpus.questions(11, 300, depths=4, distance=128)
     assert [len(part) for part in by_depth] == [2, 3, 3, 3]
     for part in by_depth:
         for question in part:

@@ -106,11 +106,11 @@ def test_each_model_as_its_own_evaluator(reproduce, tmp_path, model_dir, reports
 def test_two_machines_a_broken_model_and_a_second_try(
     reproduce, tmp_path, model_dir, third_dir, evaluator_dir, monkeypatch
 ):
-    judge = ["--evaluators", f"E={evaluator_dir}"]
+    evaluator = ["--evaluators", f"E={evaluator_dir}"]
     broken = tmp_path / "broken"
     broken.mkdir()
-    assert reproduce("table5", "--models", f"broken={broken}", f"M={model_dir}", *judge, output="one") == 1
-    assert reproduce("table5", "--models", f"N={third_dir}", *judge, output="two") == 0
+    assert reproduce("table5", "--models", f"broken={broken}", f"M={model_dir}", *evaluator, output="one") == 1
+    assert reproduce("table5", "--models", f"N={third_dir}", *evaluator, output="two") == 0
     assert reproduce("table5", "--merge", str(tmp_path / "two"), output="one") == 1
     cells = table(tmp_path / "one")
     assert cells["N"] == table(tmp_path / "two")["N"]
@@ -125,7 +125,7 @@ def test_two_machines_a_broken_model_and_a_second_try(
     monkeypatch.setattr(
         EvaluatedModel, "log_likelihood", lambda self, row: (loaded.append(self.name), original(self, row))[1]
     )
-    assert reproduce("table5", "--models", f"broken={broken}", f"M={model_dir}", *judge, output="one") == 0
+    assert reproduce("table5", "--models", f"broken={broken}", f"M={model_dir}", *evaluator, output="one") == 0
     assert set(loaded) == {str(broken)}  # M is not measured again
     assert table(tmp_path / "one")["broken"]["PPL"]["ours"] == cells["N"]["PPL"]["ours"]
 
@@ -231,7 +231,7 @@ def test_bad_input_is_refused_before_any_model_is_loaded(
     refusals = [
         ("No table 'table13'", ("table13",), {}),
         ("and `miniature` with tiny models", ("tabel5",), {}),
-        ("'Mistrol' is no model of the paper", ("table5", "--models", "Mistrol"), {}),
+        ("'Mistrol' is not a model of the paper", ("table5", "--models", "Mistrol"), {}),
         ("must be different names", ("table5", "--models", "Yi", "Yi-6B-200k"), {}),
         ("each model is its own evaluator", ("table6", "--evaluators", "Llama-3.1-8B"), {}),
         ("was measured with `stride` = 16", ("table5", *one), {"stride": 32}),

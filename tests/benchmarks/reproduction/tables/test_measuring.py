@@ -27,7 +27,7 @@ def test_the_first_documents_that_are_long_enough_are_cut(tokenizer):
 
 def test_too_few_long_documents_are_refused(tokenizer):
     source = [Document("a", make_text(60))]
-    with pytest.raises(ValueError, match="Only 1 of the documents have 50 tokens, and 2 are wanted"):
+    with pytest.raises(ValueError, match="Only 1 of the documents have 50 tokens, but 2 are needed"):
         select_documents(source, tokenizer, count=2, min_tokens=50, max_tokens=90)
     with pytest.raises(ValueError, match="`min_tokens` must be from 1 to `max_tokens`, got 91 and 90"):
         select_documents(source, tokenizer, count=1, min_tokens=91, max_tokens=90)

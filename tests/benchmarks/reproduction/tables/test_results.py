@@ -79,7 +79,7 @@ def test_damaged_files_are_named(tmp_path, content):
     path = result_path(tmp_path, "M", "E")
     path.parent.mkdir(parents=True)
     path.write_text(content)
-    with pytest.raises(ValueError, match=r"M/E\.json' is no result"):
+    with pytest.raises(ValueError, match=r"M/E\.json' is not a result"):
         read_result(path)
 
 
