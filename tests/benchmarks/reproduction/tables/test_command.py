@@ -237,7 +237,7 @@ def test_bad_input_is_refused_before_any_model_is_loaded(
         ("was measured with `stride` = 16", ("table5", *one), {"stride": 32}),
         ("the model of 'M' by 'E' is", ("table5", "--models", f"M={evaluator_dir}", *one[2:]), {}),
         ("the evaluator of 'M' by 'E' is", ("table5", *one[:2], "--evaluators", f"E={model_dir}"), {}),
-        ("Only 3 of the documents have 100 tokens, and 9", ("table5", *one), {"documents": 9}),
+        ("Only 3 of the documents have 100 tokens, but 9", ("table5", *one), {"documents": 9}),
         ("No results in", ("table5", "--merge", str(tmp_path / "nowhere")), {}),
         ("No results at 'nowhere.csv'", ("table1", "--scores", "nowhere.csv"), {}),
         ("no models to train", ("table5", "--run"), {}),
