@@ -1,27 +1,31 @@
-"""The page in a real browser, where there is one."""
+"""The page in a real browser."""
 
 import pytest
 
 from lightning_modules.functional import key_token_mask, long_perplexity
 from tests.conftest import make_text
 from tests.lightning_modules.visualization.page.conftest import NASTY, make_inspection
-from tests.support.browser import browser_python, in_browser
+from tests.support.browser import launch_chromium, run_in_page
+
+LOADED = """
+        while (performance.getEntriesByName("longce-complete").length === 0) {
+          await new Promise((done) => setTimeout(done, 5));
+        }"""
 
 
 @pytest.fixture(scope="module")
-def python():
-    found = browser_python()
-    if found is None:
-        pytest.skip("no browser: PySide6 is not installed")
-    return found
+def browser():
+    with launch_chromium() as browser:
+        yield browser
 
 
-def test_the_document_is_shown_and_nothing_of_it_is_run(python, tokenizer, tmp_path):
+def test_the_document_is_shown_and_nothing_of_it_is_run(browser, tokenizer, tmp_path):
     path = make_inspection(tokenizer, name="<script>alert(3)</script>").save(tmp_path / "page.html")
-    found = in_browser(
-        python,
+    found = run_in_page(
+        browser,
         path,
-        """
+        LOADED
+        + """
         const article = document.getElementById("document");
         document.getElementById("next").click();
         const elements = article.querySelectorAll("script, img").length;
@@ -36,13 +40,14 @@ def test_the_document_is_shown_and_nothing_of_it_is_run(python, tokenizer, tmp_p
     assert found["requests"] == [path.as_uri()]
 
 
-def test_sliders_and_keys_move_through_key_tokens(python, tokenizer, tmp_path):
+def test_sliders_and_keys_move_through_key_tokens(browser, tokenizer, tmp_path):
     inspection = make_inspection(tokenizer, text=make_text(400))
     path = inspection.save(tmp_path / "page.html")
-    found = in_browser(
-        python,
+    found = run_in_page(
+        browser,
         path,
-        """
+        LOADED
+        + """
         const slider = document.getElementById("alpha-slider");
         const text = (id) => document.getElementById(id).textContent;
         const later = () => new Promise((done) => requestAnimationFrame(() => setTimeout(done, 0)));
@@ -59,7 +64,6 @@ def test_sliders_and_keys_move_through_key_tokens(python, tokenizer, tmp_path):
         }
         return [counted, places];""",
     )
-    assert "error" not in found, found["error"]
     (count, longppl, alpha), places = found["result"]
     key = key_token_mask(inspection.scores.long, inspection.scores.short, alpha=4.5)
     assert (count, alpha) == (f"{int(key.sum()):,}", "4.5")
@@ -70,9 +74,9 @@ def test_sliders_and_keys_move_through_key_tokens(python, tokenizer, tmp_path):
     assert all(is_key for _, _, is_key in places)
 
 
-def test_the_frame_of_a_notebook_shows_the_page(python, tokenizer, tmp_path):
+def test_the_frame_of_a_notebook_shows_the_page(browser, tokenizer, tmp_path):
     frame = tmp_path / "notebook.html"
     frame.write_text(f"<!doctype html><meta charset=utf-8>{make_inspection(tokenizer)._repr_html_()}", encoding="utf-8")
-    found = in_browser(python, frame, "return document.querySelector('iframe').contentDocument === null;")
+    found = run_in_page(browser, frame, "return document.querySelector('iframe').contentDocument === null;")
     assert found["result"] is True  # an origin of its own: it cannot reach the notebook
     assert found["messages"] == []
