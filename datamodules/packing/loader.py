@@ -2,15 +2,21 @@
 
 import logging
 import os
+import platform
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from datamodules.packing.samplers import RowSampler
 from datamodules.packing.sequences import Row
+
+FORK_IS_SAFE = (3, 11, 10)
+"""First version of Python in which a fork cannot hang because a C++ thread, such as those of gloo, enters Python then."""
 
 _log = logging.getLogger(__name__)
 
@@ -65,4 +71,9 @@ def worker_options(num_workers: int) -> dict[str, Any]:
     """Return options of a loader whose worker processes may tokenize."""
     if num_workers:  # forked workers cannot use the tokenizer's threads, and warn of it unless told
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        if sys.version_info < FORK_IS_SAFE and torch.distributed.is_initialized():
+            rank_zero_warn(
+                f"Python {platform.python_version()} sometimes hangs when a training process starts loader workers"
+                " (https://github.com/python/cpython/issues/112275): use Python 3.11.10 or later, or `num_workers=0`."
+            )
     return {"num_workers": num_workers, "pin_memory": torch.cuda.is_available()}

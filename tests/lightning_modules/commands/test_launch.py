@@ -12,6 +12,7 @@ import psutil
 import pytest
 import yaml
 
+from datamodules.packing.loader import FORK_IS_SAFE
 from lightning_modules.commands.launch import _is_user_error
 from lightning_modules.utilities.orphans import LAUNCHER
 from tests.support.fault_runs import BASE, ROOT, new_run, prepare
@@ -37,8 +38,8 @@ def start(folder, *words, restarts=0):
 def finish(launcher, run, seconds=120):
     """Return the exit status of a launcher.
 
-    On a machine that is very busy, one run in some dozens hangs as it starts or as it stops, and the cause is not found
-    yet: the stacks of its processes are printed, and the test is an expected failure.
+    Before 3.11.10 Python itself may hang where a process starts its loader worker, one run in some dozens on a very busy
+    machine (https://github.com/python/cpython/issues/112275). Such a run is an expected failure there.
     """
     try:
         return launcher.wait(seconds)
@@ -52,7 +53,8 @@ def finish(launcher, run, seconds=120):
             process.send_signal(signal.SIGABRT)  # faulthandler writes its stack
         time.sleep(2)
         sys.stderr.write(run.log())
-        pytest.xfail(f"the run hangs after {seconds} s")
+        hang = f"the run hangs after {seconds} s"
+        (pytest.xfail if sys.version_info < FORK_IS_SAFE else pytest.fail)(hang)
 
 
 def ranks(launcher):
