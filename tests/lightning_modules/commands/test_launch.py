@@ -38,8 +38,8 @@ def start(folder, *words, restarts=0):
 def finish(launcher, run, seconds=120):
     """Return the exit status of a launcher.
 
-    Before 3.11.10 Python itself may hang when a process starts its loader worker, on a very busy machine one run in some
-    dozens (https://github.com/python/cpython/issues/112275). Such a run is an expected failure there.
+    Python before 3.11.10 may hang when a process starts its loader worker, on a busy machine one run in some dozens
+    (https://github.com/python/cpython/issues/112275). Such a run is an expected failure there.
     """
     try:
         return launcher.wait(seconds)
