@@ -12,10 +12,10 @@ from torch import Tensor
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional import (
     ShortContext,
-    largest_influence,
     mutual_information,
     soft_influence,
-    threshold_influence,
+    threshold_weights,
+    top_fraction_weights,
 )
 from lightning_modules.functional.influence import Part, check_fraction, check_gamma, check_part, check_threshold
 
@@ -58,7 +58,7 @@ class Objective(ABC):
         If only some windows were scored, the weights of their tokens are scaled up around those of tokens without a
         short context, so that weights are right on average: ``1 + (I - 1) / fraction`` for LongCE. They can be below 0.
         """
-        weights = self.token_weights(long, long if short is None else short.filled(long), batch)
+        weights = self.token_weights(long, long if short is None else short.fill_missing(long), batch)
         if short is not None and short.window_fraction < 1:
             unhelped = self.token_weights(long, long, batch)
             weights = unhelped + (weights - unhelped) / short.window_fraction
@@ -163,10 +163,10 @@ class Sparse(Objective):
         self.threshold, self.fraction, self.pointwise = threshold, fraction, fraction is None
 
     def token_weights(self, long: Tensor, short: Tensor, batch: PackedBatch) -> Tensor:
-        """`threshold_influence` or `largest_influence`."""
+        """`threshold_weights` or `top_fraction_weights`."""
         if self.fraction is None:
-            return threshold_influence(long, short, threshold=self.threshold)
-        return largest_influence(long, short, batch["labels"].ne(IGNORE_INDEX), fraction=self.fraction)
+            return threshold_weights(long, short, threshold=self.threshold)
+        return top_fraction_weights(long, short, batch["labels"].ne(IGNORE_INDEX), fraction=self.fraction)
 
 
 class Wrapper(Objective):

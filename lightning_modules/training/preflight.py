@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from lightning_modules.batch import PackedBatch
-from lightning_modules.functional.windows import check_context, check_window_share
+from lightning_modules.functional.windows import check_context, check_window_fraction
 from lightning_modules.models.adapters import quantization_config
 from lightning_modules.models.attention import DOCUMENT_SDPA
 from lightning_modules.models.backbone import Backbone
@@ -41,7 +41,7 @@ class Trainee(Protocol):
 def check_settings(module: Trainee, head_kernel: str | None) -> None:
     """Check the constructor's arguments, and warn of one that has no effect any more."""
     check_context(module.context_length, module.stride)
-    check_window_share(module.short_window_share)
+    check_window_fraction(module.short_window_share)
     check_drawn_windows(module.objective, module.short_window_share)
     if head_kernel not in (None, "chunked"):
         rank_zero_warn("`model.head_kernel` has no effect any more and will be removed: leave it out.")

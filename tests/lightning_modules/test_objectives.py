@@ -4,10 +4,10 @@ import torch
 from lightning_modules.batch import IGNORE_INDEX
 from lightning_modules.functional import (
     ShortContext,
-    largest_influence,
     mutual_information,
     soft_influence,
-    threshold_influence,
+    threshold_weights,
+    top_fraction_weights,
 )
 from lightning_modules.objectives import (
     CrossEntropy,
@@ -91,7 +91,7 @@ def test_weights_of_mutual_information_and_of_a_threshold_are_normalized():
     for objective, expected in (
         (MutualInformation(), mutual_information(*PAIR)),
         (MutualInformation("negative", 2.0), mutual_information(*PAIR, part="negative", shift=2.0)),
-        (Sparse(0.1), threshold_influence(*PAIR, threshold=0.1)),
+        (Sparse(0.1), threshold_weights(*PAIR, threshold=0.1)),
     ):
         assert torch.equal(objective.token_weights(*PAIR, BATCH), expected)
         assert objective.normalized
@@ -201,7 +201,7 @@ def test_sparse_weights_of_a_fraction_and_means_over_each_sequence():
     assert not objective.pointwise
     assert not objective.normalized
     chosen = Sparse(fraction=0.25).token_weights(*PAIR, BATCH)
-    assert torch.equal(chosen, largest_influence(*PAIR, scored, fraction=0.25))
+    assert torch.equal(chosen, top_fraction_weights(*PAIR, scored, fraction=0.25))
     assert chosen.sum(-1).tolist() == [12, 12]
     weights = objective(PAIR[0], ShortContext(PAIR[1], scored), BATCH)
     torch.testing.assert_close(weights, chosen * 4)
