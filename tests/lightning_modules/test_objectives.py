@@ -52,7 +52,7 @@ def test_stored_influence_is_taken_as_it_is_and_capped():
 def test_stored_influence_and_its_objective_belong_together():
     check_influence(StoredInfluence(), "in 'x'")
     check_influence(LongCE(), None)
-    with pytest.raises(ValueError, match=r"StoredInfluence takes stored.*`longce influence`.*`data.influence`"):
+    with pytest.raises(ValueError, match=r"StoredInfluence needs stored.*`longce influence`.*`data.influence`"):
         check_influence(StoredInfluence(), None)
     with pytest.raises(ValueError, match=r"LongCE would ignore the stored token weights in 'x'"):
         check_influence(LongCE(), "in 'x'")
@@ -160,8 +160,8 @@ def test_a_wrapper_of_the_users_own_keeps_the_schedule():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Interpolated(LongCE(), 1.5), "cross_entropy_share=1.5"),
-        (lambda: Interpolated(LongCE(), float("nan")), "cross_entropy_share=nan"),
+        (lambda: Interpolated(LongCE(), 1.5), "from 0 to 1, got 1.5"),
+        (lambda: Interpolated(LongCE(), float("nan")), "from 0 to 1, got nan"),
         (lambda: Scheduled(LongCE(), start=3, stop=3), "`stop` must be above 3"),
         (lambda: Scheduled(LongCE(), warmup=3, stop=1), "`stop` must be above 1"),
         (lambda: MutualInformation("both"), "got 'both'"),
