@@ -82,7 +82,7 @@ class Comparison:
             (loss / len(rows)).backward()
             if short is not None:
                 thresholds = {"alpha": self.options.alpha, "beta": self.options.beta}
-                keys.append(key_token_mask(known, short.filled(known), **thresholds))
+                keys.append(key_token_mask(known, short.fill_missing(known), **thresholds))
         parts = [p.grad.flatten() for p in self.backbone.parameters() if p.grad is not None]
         return Outcome(torch.cat(parts).clone(), keys, seconds)
 

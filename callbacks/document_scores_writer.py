@@ -144,8 +144,8 @@ class DocumentScoresWriter(Callback):
         found = {"model": pl_module.scoring_settings()["model"], "checkpoint": _checkpoint_identity(trainer)}
         if not found.items() <= self._settings.items():
             raise ValueError("The model or checkpoint changed while it was loaded. Start again when it is complete.")
-        rungs = pl_module.document_scorer().rungs
-        contexts = rungs.contexts if rungs is not None else ()
+        lengths = pl_module.document_scorer().context_lengths
+        contexts = lengths.contexts if lengths is not None else ()
         self._table = ScoreTable(self._corpus.column_types, contexts, per_token=self.per_token, **self.statistics)
         self._documents = self._tokens = 0  # in the shards of this process and run
         self._started = self._shard_begun = time.monotonic()

@@ -177,7 +177,7 @@ class KeyTokenInspector(Callback):
         lengths = {"context_length": pl_module.context_length, "stride": pl_module.stride}
         with trainer.precision_plugin.forward_context():
             short = short_log_likelihood(pl_module.backbone, batch, **lengths, wanted=wanted)
-        return short.filled(long)
+        return short.fill_missing(long)
 
     def _inspect(self, pl_module: Any, batch: PackedBatch, row: int, long: Tensor, short: Tensor) -> InspectedDocument:
         tokens = batch["document_boundaries"][row][-1]

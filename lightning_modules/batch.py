@@ -1,4 +1,4 @@
-"""The contract between the data and the model: one batch of packed rows."""
+"""The contract between data and model: one batch of packed sequences."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -11,38 +11,38 @@ IGNORE_INDEX = -100
 """Label of a token that is not scored."""
 
 MAX_SEQUENCE_LENGTH = 2**27
-"""Tokens of a row, at most: a thousand times what is trained on today, and few enough to be planned and packed."""
+"""Longest sequence in tokens: a thousand times what is trained on today, and short enough to plan and pack."""
 
 
 class DocumentRef(NamedTuple):
-    """Where a document of a corpus comes from, by which its scores are filed."""
+    """Where a document of a corpus comes from; its scores are filed under it."""
 
     key: str  # name of the document in the corpus; not necessarily unique
-    file: str  # name of its file. File and row together are unique
-    row: int  # number of its row or line in the file, from 0 on
-    columns: dict[str, Any]  # what else of the corpus goes with its scores, by name
-    truncated: bool = False  # whether tokens were cut off at its end
-    error: str | None = None  # why it cannot be scored, if it cannot
+    file: str  # name of its file; file and row together are unique
+    row: int  # index of its row or line in the file
+    columns: dict[str, Any]  # other columns of the corpus that are stored with its scores, by name
+    truncated: bool = False  # whether its end was cut off
+    error: str | None = None  # why it cannot be scored, or None
 
 
 class PackedBatch(TypedDict):
-    """Rows of one or several documents each; entry ``t`` of every per-token tensor speaks of token ``t``.
+    """Sequences of one or several documents; entry ``t`` of every per-token tensor is about token ``t``.
 
     Attributes:
-        input_ids: ``[B, T]`` int64 token ids; rows shorter than ``T`` are padded on the right with any valid id.
+        input_ids: ``[B, T]`` int64 token ids; sequences shorter than ``T`` are padded on the right with any valid id.
         labels: ``[B, T]`` int64, equal to ``input_ids`` where the token is scored and ``IGNORE_INDEX`` elsewhere:
             the first token of each document (it has no context), prompts that are not learned, and padding.
-        position_ids: ``[B, T]`` int64 positions that restart at 0 with each document.
-        document_boundaries: For each row the ascending token indices ``[0, end of document 1, end of document 2, ..]``.
-            Contexts never cross a boundary; tokens after the last one are padding. Plain integers, because they
-            decide the shape of the work and must be known without asking the accelerator.
-        text: For each row the text of its one document (evaluation only).
+        position_ids: ``[B, T]`` int64 positions, which restart at 0 in each document.
+        document_boundaries: For each sequence the ascending token indices ``[0, end of document 1, end of document 2,
+            ..]``. Contexts never cross a boundary; tokens after the last one are padding. These are plain integers,
+            because they decide the shapes of the computation and must be known without waiting for the accelerator.
+        text: For each sequence the text of its only document (evaluation only).
         offsets: ``[B, T, 2]`` int64 character span ``[start, end)`` of each token in ``text`` (evaluation only).
-        names: For each row the name of its one document, as messages and result files cite it (evaluation only).
-        influence: ``[B, T]`` float32 token weights that were computed beforehand (training with stored weights only).
-        origins: For each row where its one document comes from; none of a row that only keeps processes in step
-            (documents of a corpus only).
-        failed: Documents of the corpus that should be in this batch, and are not for an error.
+        names: For each sequence the name of its only document in messages and result files (evaluation only).
+        influence: ``[B, T]`` float32 soft influence that was computed in advance (training with stored weights only).
+        origins: For each sequence the source of its only document, and nothing for a dummy sequence that keeps
+            processes in lockstep (documents of a corpus only).
+        failed: Documents of the corpus that belong in this batch but could not be read or tokenized.
     """
 
     input_ids: Tensor
@@ -57,8 +57,8 @@ class PackedBatch(TypedDict):
     failed: NotRequired[list[DocumentRef]]
 
 
-def packed_row(documents: Sequence[Tensor]) -> PackedBatch:
-    """Pack ``[n]`` int64 token ids of documents into one row, in which all but their first tokens are scored."""
+def pack_sequence(documents: Sequence[Tensor]) -> PackedBatch:
+    """Pack the ``[n]`` int64 token ids of documents into one sequence; all but their first tokens are scored."""
     tokens = torch.cat(list(documents)).unsqueeze(0)
     boundaries = [0, *accumulate(map(len, documents))]
     labels = tokens.clone()
@@ -68,12 +68,12 @@ def packed_row(documents: Sequence[Tensor]) -> PackedBatch:
 
 
 def unscored_token(device: torch.device) -> PackedBatch:
-    """Return a sequence of one token that is not scored: the cheapest pass through a model."""
-    return packed_row([torch.zeros(1, dtype=torch.int64, device=device)])
+    """Return a batch of one token that is not scored, for the cheapest possible forward pass."""
+    return pack_sequence([torch.zeros(1, dtype=torch.int64, device=device)])
 
 
 def batch_to(batch: PackedBatch, device: torch.device) -> PackedBatch:
-    """The batch with what a model reads on `device`; text and offsets stay where they are."""
+    """Return the batch with the tensors that a model reads moved to ``device``; text and offsets stay."""
     moved = batch.copy()
     moved["input_ids"] = batch["input_ids"].to(device, non_blocking=True)
     moved["labels"] = batch["labels"].to(device, non_blocking=True)

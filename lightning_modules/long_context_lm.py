@@ -1,4 +1,4 @@
-"""The LightningModule: a causal LM, an objective, and nothing that judges it."""
+"""The LightningModule: a causal LM and its training objective. Evaluators are callbacks."""
 
 import zlib
 from collections.abc import Callable, Sequence
@@ -35,42 +35,42 @@ from lightning_modules.training.sequence_parallel import SequenceGroup, sequence
 from lightning_modules.training.step_statistics import TrainingStatistics
 
 REFERENCE_TOKENS = 2**15
-"""Divisor of a batch's loss: any number gives the same step, if it is the same in all batches and processes. About the
-tokens of a sequence keeps float16 gradients in range; a power of 2 rounds nothing."""
+"""Constant divisor of a batch's loss. `on_before_optimizer_step` cancels it, so any constant gives the same step. One
+near the length of a sequence keeps float16 gradients in range, and a power of 2 adds no rounding."""
 
 
 class LongContextLM(LightningModule):
-    """Fine-tunes a Hugging Face causal LM on packed sequences, logs its perplexity and scores documents with it.
+    """A Hugging Face causal LM that is fine-tuned on packed sequences and scores documents.
 
     The defaults are those of the paper (Appendix A.2 of Fang et al., 2025, https://arxiv.org/abs/2410.23771).
 
     Args:
-        pretrained_model_name_or_path: A hub id or a local folder with weights; a ``config.json`` file, or null with a
-            `model_config` that names a ``model_type``, for random weights.
-        objective: Weights of the tokens in the loss.
+        pretrained_model_name_or_path: A hub id or a local folder with weights. For random weights, a ``config.json``
+            file, or null and a `model_config` with a ``model_type``.
+        objective: Token weights of the loss.
         context_length: Length K of the shortest short context, in tokens.
         stride: Number d of tokens that share one short window.
-        short_dtype: Type of the short pass: ``bfloat16``, or by default that of the long one.
-        short_window_share: Share of the short windows that is computed, drawn at random for each batch. The influence
-            of their tokens is scaled up so that weights are right on average (and may be below 0).
-        dtype: Type of the weights: float32 for training in mixed precision, ``auto`` for the stored one.
+        short_dtype: Dtype of the short pass: ``bfloat16``, or by default that of the long pass.
+        short_window_share: Fraction of the short windows that are computed, sampled at random for each batch. The
+            weights of their tokens are scaled up so that the expected weights are right; they can be negative.
+        dtype: Dtype of the parameters: float32 for training in mixed precision, ``auto`` for the stored dtype.
         head_kernel: Deprecated, without effect.
-        ladder: Also score documents in several context lengths in prediction: ``{contexts: [4096, 8192, 16384]}``.
-        optimizer: Takes the trainable parameters.
-        lr_scheduler: Takes the optimizer and steps once per optimizer step; the default warms up over 20 steps.
+        ladder: In prediction, also score documents in several context lengths: ``{contexts: [4096, 8192, 16384]}``.
+        optimizer: Called with the trainable parameters.
+        lr_scheduler: Called with the optimizer, and stepped with it; the default warms up over 20 steps.
         loading: The other fields of `lightning_modules.models.config.ModelConfig`, such as `lora`.
     """
 
     token_observer: Callable[[Tensor, Tensor, ShortContext | None, Tensor], None] | None = None
-    """Called with the ``[B, T]`` log-likelihoods, weights, short context and labels of each batch, for a callback."""
+    """Hook for a callback: takes the ``[B, T]`` log-likelihoods, weights, short context and labels of each batch."""
 
     run_id: str | None = None
-    """Id of the run that trains the model; its checkpoints carry it."""
+    """Id of the run that trains the model, stored in its checkpoints."""
 
     def __init__(
         self,
         pretrained_model_name_or_path: str | None = None,
-        objective: Objective = LongCE(),  # noqa: B008, it holds one number and is never changed
+        objective: Objective = LongCE(),  # noqa: B008, it is never changed
         context_length: PositiveInt = 4096,
         stride: PositiveInt = 1024,
         short_dtype: ShortDType | None = None,
@@ -91,10 +91,10 @@ class LongContextLM(LightningModule):
         self.short_window_share = short_window_share
         preflight.check_settings(self, head_kernel)
         self.loading = ModelConfig(pretrained_model_name_or_path, dtype=dtype, **loading)
-        # Checkpoints leave out stored weights that adapters do not change; a fingerprint identifies them.
+        # Checkpoints of adapters do not contain the frozen base weights; a fingerprint identifies those.
         lora, stored = self.loading.lora, has_weights(pretrained_model_name_or_path)
         self._adapters_only = lora is not None and not changes_base(lora) and stored
-        self._fingerprint: str | None = None
+        self._frozen_fingerprint: str | None = None
         self.strict_loading = not self._adapters_only
         self._make_optimizer = optimizer
         self._make_lr_scheduler = lr_scheduler
@@ -108,10 +108,14 @@ class LongContextLM(LightningModule):
     def training_step(self, batch: PackedBatch, batch_idx: int) -> Tensor:
         preflight.check_batch(self, batch, self._sequence_group)
         objective = self.objective.at_step(self.global_step)
-        # The short pass first, so that its buffers never meet the activations that the long pass keeps.
+        # 1. Score the short contexts, without gradient. First, so that their buffers are free again before the long
+        #    pass allocates activations.
         short = self.short_context(batch, batch_idx) if objective.uses_short_context else None
+        # 2. Score the whole documents, with gradient.
         long = self.log_likelihood(batch)
+        # 3. Weight each token by the effect of the long context (Equation 7).
         token_weights = objective(long.detach(), short, batch)
+        # 4. Sum the weighted losses (Equation 6). `on_before_optimizer_step` turns the sum into a mean.
         loss = long_cross_entropy(long, token_weights, batch["labels"], divisor=REFERENCE_TOKENS)
         preflight.check_finite(loss, self, batch_idx)
         total = loss.detach() * REFERENCE_TOKENS
@@ -121,13 +125,13 @@ class LongContextLM(LightningModule):
         return loss
 
     def log_likelihood(self, batch: PackedBatch) -> Tensor:
-        """Return ``[B, T]`` log-likelihoods of a batch given everything before each token, with gradient."""
+        """Compute ``[B, T]`` log-likelihoods given the whole preceding document, with gradient."""
         group = self._sequence_group
-        return self.backbone(batch) if group is None else group.shared_log_likelihood(self.backbone, batch)
+        return self.backbone(batch) if group is None else group.sharded_log_likelihood(self.backbone, batch)
 
     def short_context(self, batch: PackedBatch, batch_idx: int) -> ShortContext:
         """Score a batch in short contexts, without gradient."""
-        # Counted over all epochs, so that a resumed run continues. Processes that share sequences draw together.
+        # The windows drawn depend on the batch's number over all epochs, so that a resumed run draws the same ones.
         batches = self.trainer.fit_loop.epoch_loop.total_batch_idx if self._trainer else batch_idx
         seed = zlib.crc32(f"{torch.initial_seed()} {batches} {self.global_rank}".encode())
         group = self._sequence_group
@@ -138,23 +142,26 @@ class LongContextLM(LightningModule):
                 context_length=self.context_length,
                 stride=self.stride,
                 window_fraction=self.short_window_share,
-                seed=seed if group is None else group.agreed(seed),
+                seed=seed if group is None else group.broadcast(seed),
                 shared_by=None if group is None else group.processes,
             )
 
     @override
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Normalize the gradients once per optimizer step, and log means over all its tokens.
+        """Turn the gradients of a sum over tokens into those of a mean, once per optimizer step, and log means.
 
-        The gradients are those of a sum over its tokens. A mean of the batches' means would count the tokens of a batch
-        with few of them (padding, prompts, the end of an epoch) for more than others.
+        A mean of batch means would give more weight to the tokens of a batch that has few of them (padding, prompts,
+        the end of an epoch).
         """
+        # 1. Sum up the tokens and losses of all batches and processes of the step.
         values = self._statistics.compute(self.trainer.strategy)
-        # Lightning has divided the loss by the batches of a step, the strategy the gradients by the processes.
-        divided_by = REFERENCE_TOKENS * self.trainer.accumulate_grad_batches * self.trainer.world_size
+        # 2. Replace the divisors so far by the step's. Lightning divided the loss by the number of batches, and the
+        #    strategy divided the gradients by the number of processes.
+        divisor = REFERENCE_TOKENS * self.trainer.accumulate_grad_batches * self.trainer.world_size
         for parameter in self.parameters():
             if parameter.grad is not None:
-                parameter.grad.div_(self._statistics.step_divisor / divided_by)
+                parameter.grad.div_(self._statistics.step_divisor / divisor)
+        # 3. Log the means and start over.
         self._statistics.reset()
         self.log_dict({f"train/{name}": value for name, value in values.items()}, batch_size=1)
         self.log("loss", values["loss"], prog_bar=True, logger=False, batch_size=1)
@@ -171,21 +178,21 @@ class LongContextLM(LightningModule):
         preflight.check_fit(self, self.trainer.datamodule)  # type: ignore[attr-defined]
         # Hugging Face models arrive in eval mode and Lightning keeps it: dropout and checkpointing would be off.
         self.backbone.train()
-        self.on_validation_start()  # the model scores as well
+        self.on_validation_start()  # training needs the same scoring checks
 
     @override
     def on_fit_end(self) -> None:
         if self.trainer.num_training_batches == 0:
-            raise ValueError("There is nothing to train on: the training set has no batch. Check `data` and its paths.")
+            raise ValueError("There is nothing to train on: the training set is empty. Check `data` and its paths.")
 
     @override
     def on_train_batch_start(self, batch: PackedBatch, batch_idx: int) -> None:
         if not self.backbone.training:
-            raise RuntimeError("The model is in eval mode, so dropout and gradient checkpointing are off.")
+            raise RuntimeError("The model is in eval mode, without dropout and gradient checkpointing: call `train()`.")
         self._statistics.start_clock()
 
     def stop_clock(self) -> None:
-        """Do not count the time until the next batch as training time."""
+        """Stop counting training time until the next batch."""
         self._statistics.stop_clock()
 
     # ---------------------------------------------------------------------------------------------------- evaluation
@@ -201,28 +208,28 @@ class LongContextLM(LightningModule):
 
     @override
     def predict_step(self, batch: PackedBatch, batch_idx: int) -> Sequence[TokenScores | Failed]:
-        """Return long and short log-likelihoods of each document. A document of a corpus may fail by itself."""
+        """Return the long and short log-likelihoods of each document, or why a document of a corpus has failed."""
         self.backbone.check_token_ids(batch)
         scorer = self.document_scorer()
         return scorer.try_to_score(batch) if "origins" in batch else scorer.score(batch)
 
     def document_scorer(self) -> DocumentScorer:
-        """Return the scorer of documents, once the model is there."""
+        """Return a scorer of documents with the loaded model."""
         sizes = (self.context_length, self.stride)
-        rungs = None if self.ladder is None else self.ladder.model_rungs(self.backbone, *sizes)
-        return DocumentScorer(self.backbone, str(self.loading.pretrained_model_name_or_path), *sizes, rungs)
+        lengths = None if self.ladder is None else self.ladder.resolve_for_model(self.backbone, *sizes)
+        return DocumentScorer(self.backbone, str(self.loading.pretrained_model_name_or_path), *sizes, lengths)
 
     def scoring_settings(self) -> dict[str, Any]:
-        """Return everything except its tokens that a document's scores depend on, before the model is loaded."""
+        """Return all settings that a document's scores depend on, known before the model is loaded."""
         return scoring_settings(self.loading, self.context_length, self.stride, self.ladder)
 
     @override
     def on_validation_start(self) -> None:
         self.backbone.check_rotary_dtype()
-        with self.trainer.precision_plugin.forward_context():  # flash attention takes no float32
+        with self.trainer.precision_plugin.forward_context():  # flash attention does not support float32
             check_scoring(self.backbone)
             if self._sequence_group is not None:
-                self._sequence_group.check(self.backbone)
+                self._sequence_group.check_backbone(self.backbone)
 
     @override
     def on_validation_epoch_start(self) -> None:
@@ -247,13 +254,13 @@ class LongContextLM(LightningModule):
         if "backbone" not in self._modules:
             if (group := self._sequence_group) is not None:
                 preflight.check_early(self, None, group.size)
-                # In the place of `auto`, which may be another.
+                # `auto` may choose another implementation.
                 self.loading = replace(self.loading, attn_implementation="sdpa")
             self.backbone = load_trainer_backbone(self._trainer, self.loading)
             if self._trainer:
-                self.to(self.trainer.strategy.root_device)  # metrics, and the module's own device
-            # Now: `precision: bf16-true` rounds the weights only after a checkpoint is read.
-            self._fingerprint = frozen_fingerprint(self) if self._adapters_only else None
+                self.to(self.trainer.strategy.root_device)  # moves the metrics and sets `self.device`
+            # Computed now, because a checkpoint is loaded before `precision: bf16-true` rounds the weights.
+            self._frozen_fingerprint = frozen_fingerprint(self) if self._adapters_only else None
 
     @property
     def _sequence_group(self) -> SequenceGroup | None:
@@ -261,14 +268,14 @@ class LongContextLM(LightningModule):
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        add_contents(checkpoint, self, self.training_facts(), self._fingerprint)
+        add_contents(checkpoint, self, self.training_facts(), self._frozen_fingerprint)
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        check_contents(checkpoint, self, self._fingerprint)
+        check_contents(checkpoint, self, self._frozen_fingerprint)
 
     def training_facts(self) -> TrainingFacts:
-        """Return what is known of the run so far, for checkpoints and for the card of an exported model."""
+        """Return facts about the run so far, for checkpoints and the card of an exported model."""
         return TrainingFacts(
             **loading_facts(self.loading, self.backbone.base_model.config),
             **objective_facts(self.objective, self.context_length, self.stride),

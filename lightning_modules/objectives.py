@@ -1,4 +1,4 @@
-"""Training objectives: how much each token counts in the loss, as a function of its long and short log-likelihood."""
+"""Training objectives: token weights of the loss, computed from the long and short log-likelihoods."""
 
 import copy
 from abc import ABC, abstractmethod
@@ -12,73 +12,74 @@ from torch import Tensor
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional import (
     ShortContext,
-    largest_influence,
     mutual_information,
     soft_influence,
-    threshold_influence,
+    threshold_weights,
+    top_fraction_weights,
 )
 from lightning_modules.functional.influence import Part, check_fraction, check_gamma, check_part, check_threshold
 
 
 class Objective(ABC):
-    """Weights for the tokens of a batch; the loss is `long_cross_entropy` with them.
+    """Token weights of the loss `long_cross_entropy`.
 
-    A weighting of your own is a subclass with one pure function, `token_weights`.
+    To define your own weighting, subclass this and implement one pure function, `token_weights`.
     """
 
     uses_short_context: bool = True
-    """Whether `token_weights` looks at ``short``; if not, the passes over short windows are saved."""
+    """Whether `token_weights` uses ``short``; if not, the short pass is skipped."""
 
     pointwise: bool = True
-    """Whether the weight of a token depends on no other token, so that short windows can be left out at random."""
+    """Whether each weight depends on its own token only, so that short windows can be sampled."""
 
     uses_stored_influence: bool = False
-    """Whether weights come with the batch (`data.influence`)."""
+    """Whether the batch contains the weights (`data.influence`)."""
 
     largest_weight: float | None = None
-    """Cap of the weights; the fraction of tokens at the cap is logged. None without one."""
+    """Cap of the weights, or None; the fraction of tokens at the cap is logged."""
 
     normalized: bool = False
-    """Whether the loss of an optimizer step is divided by the sum of its weights, instead of the number of tokens."""
+    """Whether an optimizer step divides its loss by the sum of the weights, not by the number of scored tokens."""
 
     @abstractmethod
     def token_weights(self, long: Tensor, short: Tensor, batch: PackedBatch) -> Tensor:
-        """Return the weight of each token; what it is for a token that is not scored does not matter.
+        """Return the ``[B, T]`` weight of each token; values at unscored tokens are ignored.
 
         Args:
             long: ``[B, T]`` log-likelihoods given everything before the token, in nats; 0 where it is not scored.
             short: ``[B, T]`` log-likelihoods given the short context, equal to ``long`` for a token without one.
-            batch: The whole sequences, also where several processes share them.
+            batch: The batch, with whole sequences even if several processes share them.
         """
 
     @torch.no_grad()
     def __call__(self, long: Tensor, short: ShortContext | None, batch: PackedBatch) -> Tensor:
         """Return ``[B, T]`` token weights, 0 where a token is not scored.
 
-        If only some windows were scored, the weights of their tokens are scaled up around those of tokens without a
-        short context, so that weights are right on average: ``1 + (I - 1) / fraction`` for LongCE. They can be below 0.
+        If only a random sample of the windows was scored, the weights are scaled up so that their expected value is
+        right: ``1 + (I - 1) / fraction`` for LongCE. They can be negative.
         """
-        weights = self.token_weights(long, long if short is None else short.filled(long), batch)
+        weights = self.token_weights(long, long if short is None else short.fill_missing(long), batch)
         if short is not None and short.window_fraction < 1:
-            unhelped = self.token_weights(long, long, batch)
-            weights = unhelped + (weights - unhelped) / short.window_fraction
+            # Scale the difference from the weight that a token has without a short context.
+            without_short = self.token_weights(long, long, batch)
+            weights = without_short + (weights - without_short) / short.window_fraction
         return weights.to(long.dtype).masked_fill(batch["labels"].eq(IGNORE_INDEX), 0)
 
     def __init_subclass__(cls) -> None:
         if "influence" in vars(cls):
-            rank_zero_warn(f"`{cls.__name__}.influence(long, short)`: call it `token_weights(long, short, batch)`.")
+            rank_zero_warn(f"`{cls.__name__}.influence(long, short)` is now `token_weights(long, short, batch)`.")
             cls.token_weights = lambda self, long, short, _: self.influence(long, short)  # type: ignore
         if "normalised" in vars(cls):
-            rank_zero_warn(f"`{cls.__name__}.normalised`: call it `normalized`.")
+            rank_zero_warn(f"`{cls.__name__}.normalised` is now `normalized`.")
             cls.normalized = vars(cls)["normalised"]
 
     def at_step(self, step: int) -> "Objective":
-        """Return the objective of an optimizer step, counted from 0, for those that change in training."""
+        """Return the objective to use in an optimizer step, counted from 0."""
         return self
 
 
 class CrossEntropy(Objective):
-    """Every token counts the same (Equation 5 of Fang et al., 2025)."""
+    """Cross entropy: every token has weight 1 (Equation 5 of Fang et al., 2025)."""
 
     uses_short_context = False
 
@@ -88,7 +89,7 @@ class CrossEntropy(Objective):
 
 
 class LongCE(Objective):
-    """A token is weighted by how many times likelier the long context makes it (Equations 6, 7 of Fang et al., 2025).
+    """LongCE: weight each token by how many times likelier the long context makes it (Equations 6 and 7).
 
     Args:
         gamma: Largest token weight, 1 or more.
@@ -99,17 +100,17 @@ class LongCE(Objective):
         self.gamma = self.largest_weight = gamma
 
     def token_weights(self, long: Tensor, short: Tensor, batch: PackedBatch) -> Tensor:
-        """`soft_influence`, capped at ``gamma``."""
+        """Return the `soft_influence`, capped at ``gamma``."""
         return soft_influence(long, short, gamma=self.gamma)
 
 
 class StoredInfluence(LongCE):
-    """LongCE with weights that ``longce influence`` computed beforehand: a step costs what cross entropy costs.
+    """LongCE with weights that ``longce influence`` computed in advance, at the cost of cross entropy.
 
-    They are those of a fixed evaluator: an approximation of LongCE, which asks the model itself at every step.
+    The weights are those of a fixed evaluator; in LongCE they come from the trained model at every step.
 
     Args:
-        gamma: Largest token weight, 1 or more; the stored weights are capped at it again.
+        gamma: Largest token weight, 1 or more; it also caps the stored weights.
     """
 
     uses_short_context = False
@@ -121,14 +122,14 @@ class StoredInfluence(LongCE):
 
 
 class MutualInformation(Objective):
-    """A token is weighted by its mutual information with the far context (PPMI, NPMI, dense; Helm et al., 2025).
+    """Weight each token by its mutual information with the far context (PPMI, NPMI, dense; Helm et al., 2025).
 
-    The weights are scaled to a mean of 1 over all scored tokens of an optimizer step; a step of zeros changes nothing.
-    The paper (https://arxiv.org/abs/2503.09202) scales them over each sequence: ``Normalized`` with ``mean_over:
-    sequence``. Its dense weights are ``part: absolute``, interpolated with cross entropy (`Interpolated`).
+    The weights are scaled to a mean of 1 over all scored tokens of an optimizer step; if all are 0, the step has no
+    gradient. The paper (https://arxiv.org/abs/2503.09202) scales them over each sequence: use ``Normalized`` with
+    ``mean_over: sequence``. Its dense weights are ``part: absolute``, interpolated with cross entropy (`Interpolated`).
 
     Args:
-        part: ``positive`` for tokens that the long context makes likelier, ``negative`` for those that it makes less
+        part: ``positive`` for tokens that the long context makes likelier, ``negative`` for tokens that it makes less
             likely, ``absolute`` for both.
         shift: How many times likelier one context must make a token than the other; above 0, and 1 for ``absolute``.
     """
@@ -141,18 +142,18 @@ class MutualInformation(Objective):
         self.shift = shift
 
     def token_weights(self, long: Tensor, short: Tensor, batch: PackedBatch) -> Tensor:
-        """`mutual_information`."""
+        """Return the `mutual_information`."""
         return mutual_information(long, short, part=self.part, shift=self.shift)
 
 
 class Sparse(Objective):
-    """Only tokens that the far context changes much count: sparse weights of Helm et al. (2025).
+    """Train only on tokens that the far context changes a lot: the sparse weights of Helm et al. (2025).
 
-    They are scaled as those of `MutualInformation`. In the paper they are a ``fraction`` of each sequence.
+    They are scaled like those of `MutualInformation`. The paper selects a ``fraction`` of each sequence.
 
     Args:
-        threshold: Smallest difference of log-likelihoods, in nats; 0 or more.
-        fraction: Instead of a threshold, take this fraction of each sequence, the tokens whose difference is largest.
+        threshold: Smallest absolute difference of the log-likelihoods, in nats; 0 or more.
+        fraction: Select this fraction of each sequence instead, the tokens with the largest differences.
     """
 
     normalized = True
@@ -163,14 +164,14 @@ class Sparse(Objective):
         self.threshold, self.fraction, self.pointwise = threshold, fraction, fraction is None
 
     def token_weights(self, long: Tensor, short: Tensor, batch: PackedBatch) -> Tensor:
-        """`threshold_influence` or `largest_influence`."""
+        """Return the `threshold_weights` or `top_fraction_weights`."""
         if self.fraction is None:
-            return threshold_influence(long, short, threshold=self.threshold)
-        return largest_influence(long, short, batch["labels"].ne(IGNORE_INDEX), fraction=self.fraction)
+            return threshold_weights(long, short, threshold=self.threshold)
+        return top_fraction_weights(long, short, batch["labels"].ne(IGNORE_INDEX), fraction=self.fraction)
 
 
 class Wrapper(Objective):
-    """An objective made from another one, whose properties it has by default."""
+    """An objective around another one, from which it takes its properties by default."""
 
     def __init__(self, objective: Objective) -> None:
         self.objective = objective
@@ -181,11 +182,11 @@ class Wrapper(Objective):
         self.pointwise = objective.pointwise
 
     def token_weights(self, long: Tensor, short: Tensor, batch: PackedBatch) -> Tensor:
-        """Return the weights of the other one."""
+        """Return the weights of the inner objective."""
         return self.objective.token_weights(long, short, batch)
 
     def at_step(self, step: int) -> Objective:
-        """Return the same around the other objective at that step."""
+        """Return this wrapper around the inner objective of the step."""
         inner = self.objective.at_step(step)
         if inner is self.objective:
             return self
@@ -197,21 +198,21 @@ class Wrapper(Objective):
         return wrapper
 
 
-def innermost(objective: Objective) -> Objective:
-    """Return an objective without its wrappers."""
+def unwrap(objective: Objective) -> Objective:
+    """Return the objective inside all wrappers."""
     while isinstance(objective, Wrapper):
         objective = objective.objective
     return objective
 
 
 class Normalized(Wrapper):
-    """The weights of another objective, scaled so that their mean is 1.
+    """Weights of another objective, scaled to a mean of 1.
 
     Args:
-        objective: The other one.
-        mean_over: ``step``: over all scored tokens of all batches and processes of an optimizer step; the logged
-            weights are those before the scaling. ``sequence``: over each training sequence by itself, as Helm et al.
-            (2025) do; a sequence whose weights are all 0 gets weights of 1.
+        objective: The objective whose weights are scaled.
+        mean_over: ``step``: over all scored tokens of all batches and processes of an optimizer step; the log shows
+            the weights before scaling. ``sequence``: over each training sequence separately, as in Helm et al. (2025);
+            a sequence whose weights are all 0 gets weights of 1.
     """
 
     def __init__(self, objective: Objective, mean_over: Literal["step", "sequence"] = "step") -> None:
@@ -222,7 +223,7 @@ class Normalized(Wrapper):
             self.pointwise, self.largest_weight = False, None
 
     def token_weights(self, long: Tensor, short: Tensor, batch: PackedBatch) -> Tensor:
-        """Return the other weights, scaled over each sequence; a mean over a step is known at its end."""
+        """Return the weights, scaled over each sequence; for a mean over a step, the step's divisor does it."""
         weights = self.objective.token_weights(long, short, batch)
         if self.normalized:
             return weights
@@ -240,50 +241,50 @@ class Normalised(Normalized):
 
 
 class Interpolated(Wrapper):
-    r"""A mean of cross entropy and another objective.
+    r"""Weighted mean of cross entropy and another objective.
 
     .. math:: w_t = \lambda + (1 - \lambda) I_t
 
-    Weights that are scaled over an optimizer step are mixed first, and scaled to a mean of 1 then. Helm et al. (2025)
-    scale each sequence first: interpolate a ``Normalized`` objective with ``mean_over: sequence``.
+    Weights that are normalized over an optimizer step are interpolated before that. Helm et al. (2025) normalize each
+    sequence first: to do the same, interpolate a ``Normalized`` objective with ``mean_over: sequence``.
 
     Args:
-        objective: The other one.
-        cross_entropy_share: Share of cross entropy, from 0 to 1.
+        objective: The other objective.
+        cross_entropy_share: Fraction of cross entropy, from 0 to 1.
     """
 
     def __init__(self, objective: Objective, cross_entropy_share: float = 0.5) -> None:
         if not 0 <= cross_entropy_share <= 1:
-            raise ValueError(f"`cross_entropy_share` must be from 0 to 1, got {cross_entropy_share=}.")
+            raise ValueError(f"`cross_entropy_share` must be from 0 to 1, got {cross_entropy_share}.")
         super().__init__(objective)
         self.cross_entropy_share = cross_entropy_share
         if objective.largest_weight is not None:
             self.largest_weight = cross_entropy_share + (1 - cross_entropy_share) * objective.largest_weight
 
     def token_weights(self, long: Tensor, short: Tensor, batch: PackedBatch) -> Tensor:
-        """Return the mean of 1 and the other weight."""
+        """Return the weighted mean of 1 and the other objective's weights."""
         other, cap = self.objective.token_weights(long, short, batch), self.objective.largest_weight
         weight = self.cross_entropy_share + (1 - self.cross_entropy_share) * other
         if cap is None or self.largest_weight is None:
             return weight
-        # Or rounding would decide what is at the cap.
+        # Assign the cap exactly: rounding must not decide which weights are at it.
         return torch.where(other >= torch.tensor(cap, dtype=other.dtype), self.largest_weight, weight)
 
     def at_step(self, step: int) -> Objective:
-        """Return the same around the other objective at that step."""
+        """Return the interpolation with the other objective of the step."""
         return Interpolated(self.objective.at_step(step), self.cross_entropy_share)
 
 
 class Scheduled(Wrapper):
-    """Another objective for a part of the training, with a warm-up of its weights; cross entropy before and after.
+    """Another objective between two optimizer steps, with a warm-up of its weights; cross entropy before and after.
 
-    Where it is cross entropy, it costs what cross entropy costs, without a short pass.
+    The steps with cross entropy need no short pass.
 
     Args:
-        objective: The other one.
-        start: Optimizer step with which it begins, counted from 0.
-        warmup: Number of steps over which the weights go from 1 to the full ones.
-        stop: Optimizer step from which on it is cross entropy again; null for never.
+        objective: The objective between the two steps.
+        start: First optimizer step with the objective, counted from 0.
+        warmup: Number of steps over which the weights go from 1 to their full value.
+        stop: First optimizer step with cross entropy again, or null to keep the objective.
     """
 
     def __init__(
@@ -293,14 +294,14 @@ class Scheduled(Wrapper):
         warmup: NonNegativeInt = 0,
         stop: NonNegativeInt | None = None,
     ) -> None:
-        first = start + (warmup > 0)  # the warm-up begins with a weight of 1
+        first = start + (warmup > 0)  # in the first step of a warm-up, all weights are still 1
         if stop is not None and stop <= first:
-            raise ValueError(f"`stop` must be above {first}, or no step has weights, got {stop}.")
+            raise ValueError(f"`stop` must be above {first}, or no step would use the objective, got {stop}.")
         super().__init__(objective)
         self.start, self.warmup, self.stop = start, warmup, stop
 
     def at_step(self, step: int) -> Objective:
-        """Return cross entropy, a mean of it and the other objective, or the other objective."""
+        """Return cross entropy, the objective, or an interpolation of both during the warm-up."""
         if step < self.start or (self.stop is not None and step >= self.stop):
             return CrossEntropy()
         objective, passed = self.objective.at_step(step), step - self.start

@@ -369,7 +369,7 @@ def test_model_configs(changes, words, place, model_dir, evaluator_dir, tmp_path
 SCORE = [
     ("--context_length", "0", "Not of type PositiveInt: 0"),
     ("--stride", "-5", "Not of type PositiveInt: -5"),
-    ("--alpha", "1e999", "`alpha` must be 0 or more and finite"),
+    ("--alpha", "1e999", "`alpha` must be finite and 0 or more"),
     ("--alpha", "-1", "`alpha`"),
     ("--beta", "5", "`beta` must be negative"),
     ("--max_tokens", "0", "Given value: 0"),

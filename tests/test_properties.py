@@ -144,7 +144,7 @@ def test_long_perplexity_of_other_shapes_and_types(log_likelihood, influence):
     metric = LongPerplexity()
     for function in (long_perplexity, metric):
         if log_likelihood.shape != influence.shape:
-            refused(lambda function=function: function(log_likelihood, influence), "must have one shape")
+            refused(lambda function=function: function(log_likelihood, influence), "must have the same shape")
         elif (log_likelihood.double()[influence != 0] > 0.1).any():
             refused(lambda function=function: function(log_likelihood, influence), "not losses")
         else:
@@ -209,7 +209,7 @@ def test_labels(seed, row, column, label):
             refused(
                 lambda way=way: next(itertools.islice(_one_way(hidden, head, labels, way), 1)),
                 f"Label {label} ",
-                "Token 0 has no context",
+                "The first token has no context",
             )
 
 
@@ -319,7 +319,7 @@ def test_transferred_influence(tokens, targets):
     if influence.isfinite().all() and all(0 <= start <= stop for start, stop in offsets + targets):
         same_numbers(call(), reference.transfer_influence(influence.tolist(), offsets, targets))
     else:
-        refused(call, "`influence` must be finite", "offsets` must be spans")
+        refused(call, "`influence` must be finite", "offsets` must be character spans")
 
 
 @hypothesis.given(tensors(), tensors(), tensors())

@@ -21,7 +21,7 @@ from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.identity import check_same_model, model_identity
 from lightning_modules.models.loading import load_backbone, load_config
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer, tokenizer_hash
-from lightning_modules.objectives import LongCE, StoredInfluence, innermost
+from lightning_modules.objectives import LongCE, StoredInfluence, unwrap
 from lightning_modules.scoring.config import InfluenceConfig
 from lightning_modules.scoring.influence_transfer import Transfer, make_transfer, row_influence
 from lightning_modules.utilities.collectives import gathered, patient_group
@@ -121,7 +121,7 @@ class InfluenceTrainer(Trainer):
 
     def _check(self, model: LongContextLM, datamodule: LightningDataModule) -> dict[str, Any]:
         """Return the settings of the weights, after the checks that need nothing to be loaded."""
-        objective = innermost(model.objective)
+        objective = unwrap(model.objective)
         if not isinstance(objective, (LongCE, StoredInfluence)):
             raise ValueError(
                 f"`longce influence` computes the weights of LongCE, and `model.objective` is"

@@ -1,4 +1,7 @@
-"""Pure torch: windows, influence, loss and metric as functions of the log-likelihoods of tokens."""
+"""The paper's equations in pure torch: short windows, log-likelihoods, token weights, loss and metric."""
+
+import warnings
+from typing import Any
 
 from lightning_modules.functional.alignment import (
     character_units,
@@ -10,11 +13,11 @@ from lightning_modules.functional.alignment import (
 from lightning_modules.functional.authors_alignment import merge_touching_spans, scan_token_mask
 from lightning_modules.functional.influence import (
     key_token_mask,
-    largest_influence,
     long_short_difference,
     mutual_information,
     soft_influence,
-    threshold_influence,
+    threshold_weights,
+    top_fraction_weights,
 )
 from lightning_modules.functional.log_likelihood import token_log_likelihood
 from lightning_modules.functional.long_cross_entropy import long_cross_entropy
@@ -32,7 +35,6 @@ __all__ = [
     "fit_power_law",
     "greedy_targets",
     "key_token_mask",
-    "largest_influence",
     "likeliest_tokens",
     "long_cross_entropy",
     "long_perplexity",
@@ -44,8 +46,19 @@ __all__ = [
     "short_context_windows",
     "soft_influence",
     "span_token_mask",
-    "threshold_influence",
+    "threshold_weights",
     "token_log_likelihood",
+    "top_fraction_weights",
     "transfer_influence",
     "unit_spans",
 ]
+
+_RENAMED = {"threshold_influence": "threshold_weights", "largest_influence": "top_fraction_weights"}
+
+
+def __getattr__(name: str) -> Any:
+    """Return a renamed function by its old name, with a warning."""
+    if name not in _RENAMED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(f"`{name}` is now called `{_RENAMED[name]}`: the old name will be removed.", stacklevel=2)
+    return globals()[_RENAMED[name]]

@@ -1,4 +1,4 @@
-"""From tokens of one tokenizer to tokens of another, by way of the characters of the text."""
+"""Transfer of key tokens and weights between tokenizers, through the characters of the text (Equations 9 and 10)."""
 
 import torch
 from torch import Tensor
@@ -7,11 +7,10 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def merge_spans(spans: Tensor) -> Tensor:
-    """Join character spans that touch or overlap.
+    """Merge character spans that touch or overlap.
 
     Args:
-        spans: ``[N, 2]`` integer spans ``[start, end)`` in ascending order of their starts; empty ones are
-            dropped.
+        spans: ``[N, 2]`` integer spans ``[start, end)`` in ascending order of their starts; empty spans are dropped.
 
     Returns:
         ``[M, 2]`` disjoint ascending spans with at least one character between them.
@@ -23,29 +22,32 @@ def merge_spans(spans: Tensor) -> Tensor:
         >>> merge_spans(torch.tensor([[0, 3], [3, 7], [8, 9]])).tolist()
         [[0, 7], [8, 9]]
     """
-    if spans.ndim == 2 and spans.shape[1] == 2:  # special tokens have [0, 0] at any place
+    # 1. Drop empty spans. Special tokens have the span [0, 0] wherever they are, which is out of order.
+    if spans.ndim == 2 and spans.shape[1] == 2:
         spans = spans[spans[:, 1] != spans[:, 0]]
     _check_spans(spans)
     if len(spans) == 0:
         return spans
-    reach = spans[:, 1].cummax(0).values
-    apart = spans[1:, 0] > reach[:-1]
-    edge = apart.new_ones(1)
-    return torch.stack([spans[torch.cat([edge, apart]), 0], reach[torch.cat([apart, edge])]], dim=1)
+    # 2. There is a gap after a span if the next one starts after everything so far has ended.
+    furthest_end = spans[:, 1].cummax(0).values
+    gap = spans[1:, 0] > furthest_end[:-1]
+    edge = gap.new_ones(1)
+    # 3. A merged span starts after a gap and ends before the next one.
+    return torch.stack([spans[torch.cat([edge, gap]), 0], furthest_end[torch.cat([gap, edge])]], dim=1)
 
 
 def character_units(offsets: Tensor) -> Tensor:
-    """Return the unit of each token: tokens that share a character are one unit.
+    """Return the unit of each token: tokens that share a character form one unit.
 
-    Byte-level vocabularies and byte fallback split a letter into several tokens, and normalizers split a ligature. No
-    span of characters holds one part of a letter without the others, so such tokens are key together or not at all.
+    Byte-level vocabularies and byte fallback split a letter into several tokens, and normalizers split a ligature. A
+    character span cannot contain part of a letter, so the tokens of a letter are key tokens together or not at all.
 
     Args:
         offsets: ``[N, 2]`` integer character span of each token, in any order.
 
     Returns:
-        ``[N]`` int64 unit numbers, ascending with the characters. A token without characters is a separate unit,
-        after all others.
+        ``[N]`` int64 unit numbers in the order of the text. Each token without characters is a unit by itself,
+        numbered after all others.
 
     Raises:
         ValueError: If ``offsets`` is not ``[N, 2]`` of integers.
@@ -58,14 +60,14 @@ def character_units(offsets: Tensor) -> Tensor:
     start, end = offsets.unbind(-1)
     covering = (end > start).nonzero().squeeze(-1)
     covering = covering[start[covering].argsort()]
-    # A token begins a unit where no earlier token reaches beyond its first character.
-    reach = end[covering].cummax(0).values
-    begins = torch.ones_like(covering, dtype=torch.bool)
-    begins[1:] = start[covering][1:] >= reach[:-1]
+    # A token starts a new unit if no earlier token extends past its first character.
+    furthest_end = end[covering].cummax(0).values
+    starts_unit = torch.ones_like(covering, dtype=torch.bool)
+    starts_unit[1:] = start[covering][1:] >= furthest_end[:-1]
     units = torch.empty_like(start, dtype=torch.int64)
-    units[covering] = begins.long().cumsum(0) - 1
+    units[covering] = starts_unit.long().cumsum(0) - 1
     empty = (end <= start).nonzero().squeeze(-1)
-    units[empty] = begins.sum() + torch.arange(len(empty), device=offsets.device)
+    units[empty] = starts_unit.sum() + torch.arange(len(empty), device=offsets.device)
     return units
 
 
@@ -74,7 +76,7 @@ def unit_spans(offsets: Tensor, units: Tensor) -> Tensor:
 
     Args:
         offsets: ``[N, 2]`` integer character span of each token.
-        units: ``[N]`` as `character_units` returns them.
+        units: ``[N]`` unit numbers from `character_units`.
 
     Example:
         >>> unit_spans(torch.tensor([[0, 3], [3, 5], [4, 6]]), torch.tensor([0, 1, 1])).tolist()
@@ -88,7 +90,7 @@ def unit_spans(offsets: Tensor, units: Tensor) -> Tensor:
 
 
 def span_token_mask(offsets: Tensor, spans: Tensor) -> Tensor:
-    """Return which tokens lie wholly inside one span.
+    """Return which tokens lie entirely inside one span.
 
     Equation 9 of Fang et al. (2025), https://arxiv.org/abs/2410.23771: the key tokens of the evaluated model are
     those whose characters all belong to key tokens of the evaluator. Tokens that share a character are inside together
@@ -96,7 +98,7 @@ def span_token_mask(offsets: Tensor, spans: Tensor) -> Tensor:
 
     Args:
         offsets: ``[N, 2]`` character span of each token; a token without characters (a special token) is never inside.
-        spans: ``[M, 2]`` ascending disjoint spans, as `merge_spans` returns them.
+        spans: ``[M, 2]`` ascending disjoint spans from `merge_spans`.
 
     Returns:
         ``[N]`` bool.
@@ -111,36 +113,39 @@ def span_token_mask(offsets: Tensor, spans: Tensor) -> Tensor:
     """
     _check_spans(spans)
     if (spans[1:, 0] < spans[:-1, 1]).any():
-        raise ValueError("Spans must be disjoint: join those that overlap by `merge_spans`.")
+        raise ValueError("Spans must be disjoint: merge overlapping spans with `merge_spans`.")
+    # 1. Test units instead of tokens, so that tokens that share a character get one answer.
     units = character_units(offsets)
     if len(spans) == 0 or len(units) == 0:
         return torch.zeros_like(units, dtype=torch.bool)
     start, end = unit_spans(offsets, units).to(spans.dtype).unbind(-1)
+    # 2. Spans are sorted and disjoint: only the last one that starts at or before a unit can contain it.
     span = torch.searchsorted(spans[:, 0].contiguous(), start.contiguous(), right=True) - 1
     inside = (span >= 0) & (end <= spans[span.clamp(min=0), 1])
+    # 3. Give each token the answer of its unit; a unit without characters is not inside.
     return (inside & (end > start))[units]
 
 
 def transfer_influence(influence: Tensor, offsets: Tensor, target_offsets: Tensor) -> Tensor:
-    r"""Soft influence of tokens of another tokenizer: the average over their characters.
+    r"""Transfer soft influence to the tokens of another tokenizer: average it over their characters.
 
     .. math:: w'_i = \frac{1}{|x'_i|} \sum_{t_j \in x'_i} w(t_j)
 
     Equation 10 of Fang et al. (2025), https://arxiv.org/abs/2410.23771, where :math:`w(t_j)` is the influence of the
-    token that character :math:`t_j` belongs to. Tokens that share a character (bytes of one letter) share its
-    influence equally; a character that belongs to none has influence 1, as a token without a long context has.
+    token that contains character :math:`t_j`. A character that several tokens share (the bytes of one letter) has their
+    mean influence. A character outside of all tokens has influence 1, like a token without a long context.
 
     Args:
         influence: ``[N]`` influence of the evaluator's tokens.
-        offsets: ``[N, 2]`` character span of each of them.
+        offsets: ``[N, 2]`` character span of each of these tokens.
         target_offsets: ``[M, 2]`` character span of each token of the evaluated model, in the same text.
 
     Returns:
         ``[M]`` float64 influence; 0 for a token without characters.
 
     Raises:
-        ValueError: If ``influence`` and ``offsets`` disagree in length, an influence is not finite, or a span does not
-            run forward from a character of the text.
+        ValueError: If ``influence`` and ``offsets`` disagree in length, an influence is not finite, or a span starts
+            before character 0 or ends before it starts.
 
     Example:
         >>> transfer_influence(torch.tensor([1.0, 4.0]), torch.tensor([[0, 2], [2, 4]]), torch.tensor([[0, 4], [3, 5]]))
@@ -153,26 +158,28 @@ def transfer_influence(influence: Tensor, offsets: Tensor, target_offsets: Tenso
     for name, spans in (("offsets", offsets), ("target_offsets", target_offsets)):
         _check_offsets(name, spans)
         if (spans[..., 0] < 0).any() or (spans[..., 1] < spans[..., 0]).any():
-            raise ValueError(f"`{name}` must be spans of characters, counted from 0, whose ends are not before starts.")
-    if not influence.isfinite().all():  # in running sums NaN would spread to every later token
+            raise ValueError(f"`{name}` must be character spans [start, end) with 0 <= start <= end.")
+    if not influence.isfinite().all():  # the cumulative sums below would spread NaN to every later token
         token = int(influence.isfinite().logical_not().nonzero()[0])
         raise ValueError(f"`influence` must be finite, got {influence[token].item()} for token {token}.")
     offsets, target_offsets = offsets.long(), target_offsets.long()
-    ends = [part.max() for part in (offsets, target_offsets) if part.numel()]
+    ends = [spans.max() for spans in (offsets, target_offsets) if spans.numel()]
     length = int(max(ends, default=torch.zeros(()))) + 1
-    # Each token is added at its first character and subtracted after its last: a running sum covers each character.
-    # Two more running sums turn "per character" into "per token" without a loop.
-    owners = _coverage(torch.ones_like(influence), offsets, length)
-    total = _coverage(influence, offsets, length)
-    per_character = torch.where(owners.round() > 0, total / owners.round().clamp(min=1), 1.0)
+    # 1. Compute the influence of each character: the mean over the tokens that contain it.
+    token_count = _sum_per_character(torch.ones_like(influence), offsets, length).round()
+    total = _sum_per_character(influence, offsets, length)
+    per_character = torch.where(token_count > 0, total / token_count.clamp(min=1), 1.0)
+    # 2. Average over the characters of each target token. Differences of a cumulative sum need no loop over tokens.
     prefix = torch.cat([per_character.new_zeros(1), per_character.cumsum(0)])
     start, end = target_offsets[..., 0], target_offsets[..., 1]
-    characters = end - start
-    return (prefix[end] - prefix[start]) / characters.clamp(min=1)
+    return (prefix[end] - prefix[start]) / (end - start).clamp(min=1)
 
 
-def _coverage(weight: Tensor, offsets: Tensor, length: int) -> Tensor:
-    """Sum of the weights of the tokens that cover each character, ``[length]`` float64."""
+def _sum_per_character(weight: Tensor, offsets: Tensor, length: int) -> Tensor:
+    """Return ``[length]`` float64 sums of the weights of the tokens that contain each character.
+
+    A token's weight is added at its first character and subtracted after its last; a cumulative sum does the rest.
+    """
     change = torch.zeros(length, dtype=torch.float64, device=weight.device)
     change.index_add_(0, offsets[:, 0], weight.double())
     change.index_add_(0, offsets[:, 1], -weight.double())

@@ -1,8 +1,8 @@
-"""From an evaluator's tokens to those of another model exactly as the package `longppl` 0.3.0 does it.
+"""Transfer of key tokens between tokenizers exactly as the authors' package `longppl` 0.3.0 does it.
 
-Its differences from the paper's Equation 9, kept so that published numbers can be compared: only spans that touch
-exactly are joined, so that equal or overlapping ones (tokens that share a character) stay apart, and the scan below can
-pass over a span for good.
+It differs from the paper's Equation 9, and is kept for comparisons with published numbers: only exactly adjacent spans
+are merged, so equal and overlapping spans (tokens that share a character) stay separate, and `scan_token_mask` never
+returns to a span that it has passed.
 """
 
 import torch
@@ -10,32 +10,32 @@ from torch import Tensor
 
 
 def merge_touching_spans(spans: Tensor) -> Tensor:
-    """Join each character span to the next one where it ends exactly where that one starts.
+    """Merge each character span with the next one if it ends exactly where the next one starts.
 
     Args:
-        spans: ``[N, 2]`` integer spans in the order of their tokens, empty ones among them.
+        spans: ``[N, 2]`` integer spans in the order of their tokens, including empty ones.
 
     Returns:
-        ``[M, 2]`` spans, which may be empty, equal or overlapping. ``merge_intervals`` of the package.
+        ``[M, 2]`` spans, which may be empty, equal or overlapping, as ``merge_intervals`` of the package returns them.
 
     Example:
         >>> merge_touching_spans(torch.tensor([[0, 3], [3, 4], [3, 4], [4, 9]])).tolist()
         [[0, 4], [3, 9]]
     """
-    apart = spans[1:, 0] != spans[:-1, 1]
-    edge = apart.new_ones(min(len(spans), 1))
-    return torch.stack([spans[torch.cat([edge, apart]), 0], spans[torch.cat([apart, edge]), 1]], dim=1)
+    gap = spans[1:, 0] != spans[:-1, 1]
+    edge = gap.new_ones(min(len(spans), 1))
+    return torch.stack([spans[torch.cat([edge, gap]), 0], spans[torch.cat([gap, edge]), 1]], dim=1)
 
 
 def scan_token_mask(offsets: Tensor, spans: Tensor) -> Tensor:
-    """Return which tokens a single scan over tokens and spans finds inside a span.
+    """Return which tokens lie inside a span, as found by one simultaneous scan over tokens and spans.
 
     Args:
-        offsets: ``[N, 2]`` character span of each token; one without characters counts where its place is in a span.
-        spans: ``[M, 2]`` as `merge_touching_spans` returns them.
+        offsets: ``[N, 2]`` character span of each token; an empty span counts if its position is inside a span.
+        spans: ``[M, 2]`` spans from `merge_touching_spans`.
 
     Returns:
-        ``[N]`` bool. ``cal_overlap`` of the package.
+        ``[N]`` bool, as ``cal_overlap`` of the package returns it.
 
     Example:
         >>> scan_token_mask(torch.tensor([[0, 3], [3, 3], [3, 7], [8, 9]]), torch.tensor([[2, 7]])).tolist()

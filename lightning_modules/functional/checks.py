@@ -1,4 +1,4 @@
-"""Checks of numbers and shapes before any work; they read no values of tensors."""
+"""Argument checks that do not read tensor values, and so never wait for an accelerator."""
 
 import os
 from numbers import Integral
@@ -7,11 +7,11 @@ from typing import Any
 from torch import Tensor
 
 MAX_PROCESSES = max(64, 4 * (os.cpu_count() or 1))
-"""Largest number of processes of one kind that this machine is asked for."""
+"""Largest number of worker processes that an option may ask for on this machine."""
 
 
 def check_count(name: str, value: Any, *, minimum: int = 1, maximum: int | None = None) -> None:
-    """Raise a ``ValueError`` unless the argument of that name is an integer from ``minimum`` to ``maximum``."""
+    """Raise a ``ValueError`` that cites ``name`` unless ``value`` is an integer from ``minimum`` to ``maximum``."""
     whole = isinstance(value, Integral) and not isinstance(value, bool)
     if not whole or value < minimum or (maximum is not None and value > maximum):
         limits = f"of {minimum} or more" if maximum is None else f"from {minimum} to {maximum:,}"
@@ -19,9 +19,9 @@ def check_count(name: str, value: Any, *, minimum: int = 1, maximum: int | None 
 
 
 def check_pair(long: Tensor, short: Tensor) -> None:
-    """Raise a ``ValueError`` for log-likelihoods of different shapes, which would be broadcast, or of integers."""
+    """Raise a ``ValueError`` for log-likelihoods that are integers, or whose shapes differ and would be broadcast."""
     if long.shape != short.shape or not (long.is_floating_point() and short.is_floating_point()):
-        kinds = [f"{str(part.dtype).removeprefix('torch.')} {list(part.shape)}" for part in (long, short)]
+        kinds = [f"{str(given.dtype).removeprefix('torch.')} {list(given.shape)}" for given in (long, short)]
         raise ValueError(
-            f"`long` and `short` must be floating point log-likelihoods of one shape, got {' and '.join(kinds)}."
+            f"`long` and `short` must be floating-point log-likelihoods of the same shape, got {' and '.join(kinds)}."
         )

@@ -1,4 +1,4 @@
-"""Effect of the long context on each token: pure functions of the pair of log-likelihoods."""
+"""Key tokens and token weights: pure functions of the long and short log-likelihoods."""
 
 import math
 from typing import Literal, get_args
@@ -9,15 +9,16 @@ from torch import Tensor
 from lightning_modules.functional.checks import check_pair
 
 Part = Literal["positive", "negative", "absolute"]
-"""Which tokens a mutual information weighs: those that the long context helps, those that it harms, or both."""
+"""Which tokens get a weight: those that the long context makes likelier, those it makes less likely, or both."""
 
 
 def long_short_difference(long: Tensor, short: Tensor) -> Tensor:
-    r"""How much likelier the long context makes each token (LSD), in nats.
+    r"""Compute the long-short difference (LSD): how much likelier the long context makes each token, in nats.
 
     .. math:: \mathrm{LSD}(x_t) = \log P(x_t \mid \text{long context}) - \log P(x_t \mid \text{short context})
 
-    Equation 2 of Fang et al. (2025), https://arxiv.org/abs/2410.23771. Differentiable; the functions below are not.
+    Equation 2 of Fang et al. (2025), https://arxiv.org/abs/2410.23771. It is differentiable; the functions below are
+    not.
 
     Args:
         long: ``[B, T]`` log-likelihoods given everything before the token, in nats.
@@ -27,7 +28,7 @@ def long_short_difference(long: Tensor, short: Tensor) -> Tensor:
         ``[B, T]`` differences in nats, 0 for a token that has no short context; NaN where both are ``-inf``.
 
     Raises:
-        ValueError: If shapes disagree, or either is not of floating point.
+        ValueError: If the shapes differ, or either is not floating point.
 
     Example:
         >>> long_short_difference(torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -4.0]))
@@ -38,7 +39,7 @@ def long_short_difference(long: Tensor, short: Tensor) -> Tensor:
 
 
 def key_token_mask(long: Tensor, short: Tensor, *, alpha: float = 2.0, beta: float = -2.0) -> Tensor:
-    r"""Key tokens: the long context helps much, and with it the token is predicted well.
+    r"""Return the key tokens: the long context helps a lot, and the model predicts the token well with it.
 
     .. math:: \mathrm{LSD}(x_t) > \alpha \ \text{and}\ \mathrm{LCL}(x_t) > \beta
 
@@ -47,15 +48,17 @@ def key_token_mask(long: Tensor, short: Tensor, *, alpha: float = 2.0, beta: flo
     Args:
         long: ``[B, T]`` log-likelihoods given everything before the token, in nats.
         short: ``[B, T]`` log-likelihoods given the short context, equal to ``long`` for a token without one.
-        alpha: Threshold of the long-short difference, in nats; 0 or more, or tokens without a long context would count.
-        beta: Threshold of the long log-likelihood, in nats; below 0, or no token could count. ``-inf`` drops it.
+        alpha: Threshold of the long-short difference, in nats. It must be 0 or more, or tokens that have no long
+            context would count.
+        beta: Threshold of the long log-likelihood, in nats. It must be below 0, or no token could count; ``-inf``
+            disables it.
 
     Returns:
         ``[B, T]`` bool.
 
     Raises:
-        ValueError: If ``alpha`` is negative or infinite, ``beta`` is not negative, or either is not a number, or shapes
-            disagree.
+        ValueError: If ``alpha`` is negative or infinite, ``beta`` is not negative, either is NaN, or the shapes
+            differ.
 
     Example:
         >>> key_token_mask(torch.tensor([-1.0, -1.0, -3.0]), torch.tensor([-1.0, -4.0, -9.0]))
@@ -66,30 +69,30 @@ def key_token_mask(long: Tensor, short: Tensor, *, alpha: float = 2.0, beta: flo
 
 
 def check_thresholds(alpha: float, beta: float) -> None:
-    """Refuse thresholds of key tokens that no or meaningless tokens could pass with a ``ValueError``."""
+    """Raise a ``ValueError`` for thresholds that no token could pass, or that tokens without a long context would."""
     if not 0 <= alpha < math.inf:
-        raise ValueError(f"`alpha` must be 0 or more and finite: a key token gains from the long context, got {alpha}.")
+        raise ValueError(f"`alpha` must be finite and 0 or more: a key token gains from the long context, got {alpha}.")
     if not beta < 0:
-        raise ValueError(f"`beta` must be negative: it bounds a log-likelihood from below, got {beta}.")
+        raise ValueError(f"`beta` must be negative, because it is a lower bound of a log-likelihood, got {beta}.")
 
 
 def soft_influence(long: Tensor, short: Tensor, *, gamma: float = 5.0) -> Tensor:
-    r"""LongCE weight of a token: how many times likelier the long context makes it, capped.
+    r"""Compute the LongCE weight of each token: how many times likelier the long context makes it, capped.
 
     .. math:: I_t = \min\big(\exp(\ell_t^{long} - \ell_t^{short}),\ \gamma\big)
 
-    Equation 7 of Fang et al. (2025), https://arxiv.org/abs/2410.23771. It carries no gradient.
+    Equation 7 of Fang et al. (2025), https://arxiv.org/abs/2410.23771. The result carries no gradient.
 
     Args:
         long: ``[B, T]`` log-likelihoods given everything before the token, in nats.
         short: ``[B, T]`` log-likelihoods given the short context, equal to ``long`` for a token without one.
-        gamma: Largest weight; 1 or more, or a token that the long context helps would count for less.
+        gamma: Largest weight. It must be 1 or more, because 1 is the weight of a token without a short context.
 
     Returns:
         ``[B, T]`` weights in ``[0, gamma]``, 1 for a token that has no short context; NaN where both are ``-inf``.
 
     Raises:
-        ValueError: If ``gamma`` is below 1, or more than the log-likelihoods' type can hold, or shapes disagree.
+        ValueError: If ``gamma`` is below 1 or beyond the range of the log-likelihoods' dtype, or the shapes differ.
 
     Example:
         >>> soft_influence(torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -9.0]))
@@ -97,42 +100,42 @@ def soft_influence(long: Tensor, short: Tensor, *, gamma: float = 5.0) -> Tensor
     """
     check_gamma(gamma, long.dtype if long.is_floating_point() else torch.float32)
     difference = long_short_difference(long.detach(), short.detach())
-    # Not `exp(difference).clamp(max=gamma)`: its rounding would decide whether a weight is at the cap.
+    # Compare before `exp`: in `exp(difference).clamp(max=gamma)` rounding would decide whether a weight is at the cap.
     return torch.where(difference >= math.log(gamma), float(gamma), difference.exp())
 
 
 def check_gamma(gamma: float, dtype: torch.dtype = torch.float32) -> None:
-    """Refuse a largest weight that is below 1, no number, or beyond what `dtype` holds with a ``ValueError``."""
+    """Raise a ``ValueError`` for a largest weight that is below 1, NaN, or beyond the range of ``dtype``."""
     if not 1 <= gamma <= torch.finfo(dtype).max:
         raise ValueError(
-            "`gamma` caps weights that are 1 for an unhelped token, so it must be >= 1 and finite, at most"
-            f" {torch.finfo(dtype).max:.4g} in {str(dtype).removeprefix('torch.')}, got {gamma}."
+            "`gamma` caps weights that are 1 where the long context makes no difference: it must be from 1 to"
+            f" {torch.finfo(dtype).max:.4g}, the largest {str(dtype).removeprefix('torch.')} number, got {gamma}."
         )
 
 
 def mutual_information(long: Tensor, short: Tensor, *, part: Part = "positive", shift: float = 1.0) -> Tensor:
-    r"""How much a token and its far context tell of each other, given the short context, in nats.
+    r"""Compute the mutual information of each token and its far context, given the short context, in nats.
 
     .. math:: \mathrm{PMI}_t = \ell_t^{long} - \ell_t^{short}, \qquad
         w_t = \max(\pm\mathrm{PMI}_t - \log s, 0) \ \text{or}\ |\mathrm{PMI}_t|
 
-    The pointwise mutual information is the LSD of Fang et al. (2025). Its parts are weights of Helm et al. (2025),
+    The pointwise mutual information is the LSD of Fang et al. (2025). Its parts are the weights of Helm et al. (2025),
     "Token Weighting for Long-Range Language Modeling", https://arxiv.org/abs/2503.09202: ``positive`` is their PPMI,
-    ``negative`` their NPMI (the negative part, not the measure divided by its largest value), ``absolute`` their dense
-    score. They scale the weights to a mean of 1 over each row; here they are as they are. It carries no gradient.
+    ``negative`` their NPMI (the negative part, not normalized PMI), ``absolute`` their dense score. They scale the
+    weights to a mean of 1 over each sequence; this function does not. The result carries no gradient.
 
     Args:
         long: ``[B, T]`` log-likelihoods given everything before the token, in nats.
         short: ``[B, T]`` log-likelihoods given the short context, equal to ``long`` for a token without one.
         part: Which tokens get a weight.
-        shift: How many times likelier one context must make a token than the other for a weight above 0; above 0. A
-            value other than 1 has no meaning for ``absolute``.
+        shift: How many times likelier one context must make a token than the other for a weight above 0. It must be
+            above 0, and 1 for ``absolute``.
 
     Returns:
         ``[B, T]`` weights, 0 or more; for ``shift`` 1 they are 0 for a token that has no short context.
 
     Raises:
-        ValueError: If ``part`` is unknown, or ``shift`` is not above 0, infinite, or not 1 for ``absolute``.
+        ValueError: If ``part`` is unknown, or ``shift`` is 0 or less, infinite, or not 1 for ``absolute``.
 
     Example:
         >>> mutual_information(torch.tensor([-1.0, -1.0, -3.0]), torch.tensor([-1.0, -4.0, -1.0]))
@@ -146,22 +149,22 @@ def mutual_information(long: Tensor, short: Tensor, *, part: Part = "positive", 
 
 
 def check_part(part: str, shift: float) -> None:
-    """Refuse an unknown part of the mutual information and a shift without a meaning with a ``ValueError``."""
+    """Raise a ``ValueError`` for an unknown part of the mutual information, or a shift that has no meaning."""
     if part not in get_args(Part):
         raise ValueError(f"`part` must be one of {', '.join(get_args(Part))}, got '{part}'.")
     if not 0 < shift < math.inf:
-        raise ValueError(f"`shift` divides a ratio of likelihoods, so it must be above 0 and finite, got {shift}.")
+        raise ValueError(f"`shift` divides a likelihood ratio, so it must be finite and above 0, got {shift}.")
     if part == "absolute" and shift != 1:
-        raise ValueError(f"`shift` moves the border between two parts, and 'absolute' takes both: leave out {shift}.")
+        raise ValueError(f"`shift` must be 1 for `part: absolute`, which takes all tokens, got {shift}: leave it out.")
 
 
-def threshold_influence(long: Tensor, short: Tensor, *, threshold: float = 0.5) -> Tensor:
-    r"""1 for a token that the far context changes much, for better or worse, and 0 for the others.
+def threshold_weights(long: Tensor, short: Tensor, *, threshold: float = 0.5) -> Tensor:
+    r"""Return weight 1 for tokens that the far context changes a lot, for better or worse, and 0 for the others.
 
     .. math:: w_t = [\, |\ell_t^{long} - \ell_t^{short}| > \tau \,]
 
-    A pointwise variant of the sparse weights of Helm et al. (2025), https://arxiv.org/abs/2503.09202, which are those
-    of `largest_influence`: here the weight of a token depends on no other token. It carries no gradient.
+    A pointwise variant of the sparse weights of Helm et al. (2025), https://arxiv.org/abs/2503.09202: the weight of a
+    token does not depend on other tokens, as it does in `top_fraction_weights`. The result carries no gradient.
 
     Args:
         long: ``[B, T]`` log-likelihoods given everything before the token, in nats.
@@ -172,10 +175,10 @@ def threshold_influence(long: Tensor, short: Tensor, *, threshold: float = 0.5) 
         ``[B, T]`` weights, 0 or 1; 0 for a token that has no short context.
 
     Raises:
-        ValueError: If ``threshold`` is negative, infinite or not a number.
+        ValueError: If ``threshold`` is negative, infinite or NaN.
 
     Example:
-        >>> threshold_influence(torch.tensor([-1.0, -1.0, -3.0]), torch.tensor([-1.0, -4.0, -1.0]))
+        >>> threshold_weights(torch.tensor([-1.0, -1.0, -3.0]), torch.tensor([-1.0, -4.0, -1.0]))
         tensor([0., 1., 1.])
     """
     check_threshold(threshold)
@@ -183,27 +186,25 @@ def threshold_influence(long: Tensor, short: Tensor, *, threshold: float = 0.5) 
 
 
 def check_threshold(threshold: float) -> None:
-    """Refuse a threshold of a size that is negative, infinite or not a number with a ``ValueError``."""
+    """Raise a ``ValueError`` for a threshold that is negative, infinite or NaN."""
     if not 0 <= threshold < math.inf:
-        raise ValueError(
-            f"`threshold` bounds the size of a difference, so it must be >= 0 and finite, got {threshold}."
-        )
+        raise ValueError(f"`threshold` is for absolute differences, so it must be finite and >= 0, got {threshold}.")
 
 
-def largest_influence(long: Tensor, short: Tensor, scored: Tensor, *, fraction: float) -> Tensor:
-    r"""Select the tokens of each sequence that the far context changes most, for better or worse.
+def top_fraction_weights(long: Tensor, short: Tensor, scored: Tensor, *, fraction: float) -> Tensor:
+    r"""Return weight 1 for the fraction of each sequence that the far context changes most, for better or worse.
 
     .. math:: w_t = [\, |\ell_t^{long} - \ell_t^{short}| \ge q \,]
 
     The sparse weights of Helm et al. (2025), https://arxiv.org/abs/2503.09202: for each sequence ``q`` is such that
-    ``fraction`` of its scored tokens have weight 1, at least one. Tokens with equal differences are treated alike, and
-    tokens without a difference have weight 0. It carries no gradient.
+    ``fraction`` of its scored tokens, and at least one, have weight 1. Tokens with equal differences have equal
+    weights, and tokens without a difference have weight 0. The result carries no gradient.
 
     Args:
         long: ``[B, T]`` log-likelihoods given everything before the token, in nats.
         short: ``[B, T]`` log-likelihoods given the short context, equal to ``long`` for a token without one.
-        scored: ``[B, T]`` bool.
-        fraction: Above 0, at most 1.
+        scored: ``[B, T]`` bool, which tokens are scored.
+        fraction: Fraction of the scored tokens, above 0 and at most 1.
 
     Returns:
         ``[B, T]`` weights, 0 or 1.
@@ -213,17 +214,17 @@ def largest_influence(long: Tensor, short: Tensor, scored: Tensor, *, fraction: 
 
     Example:
         >>> long, short = torch.tensor([[0.0, -1.0, -1.0, -3.0]]), torch.tensor([[0.0, -1.5, -4.0, -2.0]])
-        >>> largest_influence(long, short, torch.tensor([[False, True, True, True]]), fraction=0.67)
+        >>> top_fraction_weights(long, short, torch.tensor([[False, True, True, True]]), fraction=0.67)
         tensor([[0., 0., 1., 1.]])
     """
     check_fraction(fraction)
-    size = long_short_difference(long.detach(), short.detach()).abs().masked_fill(~scored, 0)
-    count = (fraction * scored.sum(-1, keepdim=True)).round().long().clamp(1, size.shape[-1])
-    smallest = size.sort(dim=-1, descending=True).values.gather(-1, count - 1)
-    return ((size >= smallest) & (size > 0)).to(long.dtype)
+    change = long_short_difference(long.detach(), short.detach()).abs().masked_fill(~scored, 0)
+    count = (fraction * scored.sum(-1, keepdim=True)).round().long().clamp(1, change.shape[-1])
+    threshold = change.sort(dim=-1, descending=True).values.gather(-1, count - 1)
+    return ((change >= threshold) & (change > 0)).to(long.dtype)
 
 
 def check_fraction(fraction: float) -> None:
-    """Refuse a fraction of tokens that is not in (0, 1] with a ``ValueError``."""
+    """Raise a ``ValueError`` for a fraction of tokens that is not in (0, 1]."""
     if not 0 < fraction <= 1:
         raise ValueError(f"`fraction` must be above 0 and at most 1, got {fraction}.")

@@ -1,4 +1,4 @@
-"""A head that is one matrix product, with logits in tiles that never leave the processor's cache."""
+"""Log-likelihoods of a linear head, from logits in tiles that are small enough to stay in the processor's cache."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 class LinearHead(NamedTuple):
     """Maps ``[.., D]`` hidden states to ``[.., V]`` logits: ``cap(scale * (weight @ h + bias))``.
 
-    Called like any other head; code for linear heads needs less memory and fewer products.
+    It can be called like any other head. `linear_log_likelihood` needs less memory and fewer matrix products with it.
     """
 
     weight: Tensor  # [V, D]
@@ -21,16 +21,16 @@ class LinearHead(NamedTuple):
     soft_cap: float | None = None  # the logits become tanh(logits / soft_cap) * soft_cap, after the scale
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
-        """``[.., V]`` logits."""
+        """Return ``[.., V]`` logits."""
         logits = F.linear(hidden_states, self.weight, self.bias)
         if self.scale != 1.0:
             logits = logits * self.scale
         return logits if self.soft_cap is None else torch.tanh(logits / self.soft_cap) * self.soft_cap
 
     def operands(self, hidden_states: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return hidden states, weight and bias of the product that gives the logits before the cap.
+        """Return the operands of the matrix product, ``hidden_states @ weight.T + bias``: the logits before the cap.
 
-        The scale is in them. By default they have the type that autocast would give them.
+        The scale is already applied to them. Their dtype is by default the one that autocast would give them.
         """
         bias = self.bias
         if self.scale != 1.0:
@@ -42,24 +42,25 @@ class LinearHead(NamedTuple):
 
 
 def logits_buffer(operand: Tensor, rows: int, columns: int) -> Tensor | None:
-    """Return ``[rows, columns]`` memory for logits to be reused; None where `wide_linear` allocates them."""
-    return None if _widens(operand) else operand.new_empty(rows, columns)
+    """Return a reusable ``[rows, columns]`` buffer for logits, or None where `wide_linear` has to allocate them."""
+    return None if _multiplies_into_float32(operand) else operand.new_empty(rows, columns)
 
 
 def wide_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tensor | None) -> Tensor:
-    """Return ``[n, V]`` logits ``rows @ weight.T + bias``, in the first rows and columns of the buffer if there is one.
+    """Return ``[n, V]`` logits ``rows @ weight.T + bias``, written to the start of the buffer if there is one.
 
-    Float32 where the device multiplies half-precision operands into it: a logit of 20 in bfloat16 is off by 0.06.
+    They are float32 where the device can multiply half-precision operands into it: in bfloat16 a logit of 20 is off by
+    0.06.
     """
     if buffer is None:
-        logits = _widening_product(rows, weight)
+        logits = _multiply_into_float32(rows, weight)
     else:
         logits = torch.mm(rows, weight.T, out=buffer[: len(rows), : len(weight)])
     return logits if bias is None else logits.add_(bias)
 
 
 def wide_logits(rows: Tensor, head: "Callable[[Tensor], Tensor] | LinearHead") -> Tensor:
-    """``[n, V]`` logits of ``[n, D]`` hidden states, float32 or wider; as exact as those that tokens are scored by."""
+    """Return ``[n, V]`` logits of ``[n, D]`` hidden states in float32 or wider, as exact as those used for scoring."""
     if isinstance(head, LinearHead):
         operands, weight, bias = head.operands(rows)
         logits = wide_linear(operands, weight, bias, logits_buffer(operands, len(operands), len(weight)))
@@ -69,25 +70,31 @@ def wide_logits(rows: Tensor, head: "Callable[[Tensor], Tensor] | LinearHead") -
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def _widens(operand: Tensor) -> bool:
+def _multiplies_into_float32(operand: Tensor) -> bool:
     return operand.device.type == "cuda" and operand.dtype in (torch.bfloat16, torch.float16)
 
 
-def _widening_product(rows: Tensor, weight: Tensor) -> Tensor:
+def _multiply_into_float32(rows: Tensor, weight: Tensor) -> Tensor:
     return torch.mm(rows, weight.T, out_dtype=torch.float32)
 
 
 def linear_log_likelihood(hidden_states: Tensor, head: LinearHead, targets: Tensor, *, chunk_size: int) -> Tensor:
-    """Compute the log-likelihood of each target, without ever holding the logits of a chunk.
+    """Compute the log-likelihood of each target, with logits for one tile of the vocabulary at a time.
 
-    Logits exist for a tile of the vocabulary at a time, few enough to stay in a processor's cache: writing them to main
-    memory and reading them again costs as much time as a fifth of the product itself. The backward pass computes them
-    again, four products with the weight instead of three, and forms the gradients tile by tile in the same memory.
-    The forward pass is the same with and without gradient, so that equal inputs have equal log-likelihoods.
+    A tile is small enough for the processor's cache: writing logits to main memory and reading them back would take
+    another fifth of the time of the matrix product. The backward pass recomputes the logits, which makes four products
+    with the weight instead of three, and computes the gradients tile by tile in the same buffer. The forward pass is
+    the same with and without gradient, so equal inputs have equal log-likelihoods.
 
-    From ``[N, D]`` hidden states and ``[N]`` int64 targets follow ``[N]`` log-likelihoods in nats; float32, or float64
-    for float64 operands. Gradients flow once to the hidden states and to the weight and bias of the head. A matrix
-    product takes ``chunk_size`` hidden states.
+    Args:
+        hidden_states: ``[N, D]`` hidden states, each of which predicts one target.
+        head: The linear head.
+        targets: ``[N]`` int64 token ids.
+        chunk_size: Number of hidden states in a matrix product.
+
+    Returns:
+        ``[N]`` log-likelihoods in nats; float32, or float64 for float64 operands. Gradients of first order flow to the
+        hidden states and to the weight and bias of the head.
     """
     result: Tensor = _LinearLogLikelihood.apply(
         hidden_states, head.weight, head.bias, targets, head.scale, head.soft_cap, chunk_size
@@ -111,33 +118,39 @@ class _LinearLogLikelihood(torch.autograd.Function):
     ) -> Tensor:
         ctx.head, ctx.chunk_size = (scale, soft_cap), min(chunk_size, max(1, len(targets)))
         operands = LinearHead(weight, bias, scale).operands(hidden_states)
-        ctx.dtype = operands[0].dtype  # autocast may be off when gradients are computed
-        tiles = _Tiles(*operands, soft_cap, ctx.chunk_size)
-        chunks = [part.split(ctx.chunk_size) for part in (operands[0], targets)]
-        parts = [_forward_chunk(tiles, *chunk) for chunk in zip(*chunks, strict=True)]
-        log_likelihood, total = (torch.cat(part) for part in zip(*parts, strict=True))
-        ctx.save_for_backward(hidden_states, weight, bias, targets, total)
+        ctx.dtype = operands[0].dtype  # autocast may be off in the backward pass
+        tiles = _VocabularyTiles(*operands, soft_cap, ctx.chunk_size)
+        chunks = zip(operands[0].split(ctx.chunk_size), targets.split(ctx.chunk_size), strict=True)
+        results = [_forward_chunk(tiles, *chunk) for chunk in chunks]
+        log_likelihood, log_sum_exp = (torch.cat(tensors) for tensors in zip(*results, strict=True))
+        # The log-sum-exp of each token is saved instead of its logits: V times smaller.
+        ctx.save_for_backward(hidden_states, weight, bias, targets, log_sum_exp)
         return log_likelihood
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_states, weight, bias, targets, total = ctx.saved_tensors
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_states, weight, bias, targets, log_sum_exp = ctx.saved_tensors
         scale, soft_cap = ctx.head
         with torch.autocast(hidden_states.device.type, enabled=False):
+            # 1. Rebuild the operands of the forward pass, in its dtype.
             operands = LinearHead(weight, bias, scale).operands(hidden_states, ctx.dtype)
-            tiles = _Tiles(*operands, soft_cap, ctx.chunk_size)
+            tiles = _VocabularyTiles(*operands, soft_cap, ctx.chunk_size)
+            # 2. Allocate the gradients. Those of weight and bias are sums over all tokens, so they are float32: a sum
+            #    of many small numbers stops growing in bfloat16.
             grad_hidden = torch.empty_like(hidden_states)
-            # Float32, because many small contributions are summed: in bfloat16 the sum would stop growing.
             wide = torch.promote_types(ctx.dtype, torch.float32)
             grad_weight, grad_bias = (
-                torch.zeros_like(parameter, dtype=wide) if wanted else None
-                for parameter, wanted in zip((weight, bias), ctx.needs_input_grad[1:3], strict=True)
+                torch.zeros_like(parameter, dtype=wide) if needs_grad else None
+                for parameter, needs_grad in zip((weight, bias), ctx.needs_input_grad[1:3], strict=True)
             )
-            chunks = [part.split(ctx.chunk_size) for part in (operands[0], targets, total, upstream, grad_hidden)]
-            for rows, chunk_targets, chunk_total, chunk_upstream, target in zip(*chunks, strict=True):
-                grad = _backward_chunk(tiles, rows, chunk_targets, chunk_total, chunk_upstream, grad_weight, grad_bias)
-                target.copy_(grad.mul_(scale))
+            # 3. Go through the chunks: each writes the gradient of its hidden states and adds to the other two. The
+            #    forward pass multiplied hidden states and bias by the scale, so their gradients are multiplied as well.
+            per_token = (operands[0], targets, log_sum_exp, grad_output, grad_hidden)
+            chunks = zip(*(tensor.split(ctx.chunk_size) for tensor in per_token), strict=True)
+            for rows, chunk_targets, chunk_lse, chunk_grad, grad_rows in chunks:
+                grad = _backward_chunk(tiles, rows, chunk_targets, chunk_lse, chunk_grad, grad_weight, grad_bias)
+                grad_rows.copy_(grad.mul_(scale))
             if grad_bias is not None:
                 grad_bias = grad_bias.mul_(scale).to(bias.dtype)
             if grad_weight is not None:
@@ -145,105 +158,118 @@ class _LinearLogLikelihood(torch.autograd.Function):
         return grad_hidden, grad_weight, grad_bias, None, None, None, None
 
 
-class _Tiles:
-    """The logits of a chunk of hidden states, a tile of the vocabulary at a time, in memory for one tile."""
+class _VocabularyTiles:
+    """Logits of a chunk of hidden states for one tile of the vocabulary at a time, in a buffer of one tile."""
 
     def __init__(
         self, rows: Tensor, weight: Tensor, bias: Tensor | None, soft_cap: float | None, chunk_size: int
     ) -> None:
         self.weight, self.bias, self.soft_cap = weight, bias, soft_cap
-        self.width = max(1, _tile_elements(rows) // chunk_size)
+        self.width = max(1, _count_tile_elements(rows) // chunk_size)
         self.buffer = logits_buffer(rows, chunk_size, min(self.width, len(weight)))
 
-    def of(self, rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Yield tokens of the vocabulary and their ``[n, tile]`` logits, in memory that the next tile overwrites."""
+    def iterate(self, rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Yield token ids of a tile and their ``[n, tile]`` logits, in a buffer that the next tile overwrites."""
         for start in range(0, len(self.weight), self.width):
             columns = slice(start, start + self.width)
-            yield columns, self._logits(rows, columns)  # no name here holds them, or the next tile's would meet them
+            # Yielded without a name: a reference here would keep this tile alive while the next one is computed.
+            yield columns, self._compute_logits(rows, columns)
 
-    def _logits(self, rows: Tensor, columns: slice) -> Tensor:
+    def _compute_logits(self, rows: Tensor, columns: slice) -> Tensor:
         bias = None if self.bias is None else self.bias[columns]
         logits = wide_linear(rows, self.weight[columns], bias, self.buffer)
         return logits if self.soft_cap is None else logits.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
 
 
-def _forward_chunk(tiles: _Tiles, rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``[n]`` log-likelihoods and ``[n]`` log-sum-exps over the vocabulary, by a running sum over tiles."""
+def _forward_chunk(tiles: _VocabularyTiles, rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``[n]`` log-likelihoods and ``[n]`` log-sum-exps over the vocabulary, accumulated over its tiles."""
     wide = torch.promote_types(rows.dtype, torch.float32)
-    total = rows.new_full((len(targets), 1), -torch.inf, dtype=wide)
-    target_logit = torch.zeros_like(total)
-    for columns, logits in tiles.of(rows):
-        index, inside = _target_columns(targets, columns, logits.shape[1])
-        target_logit = torch.where(inside, logits.gather(-1, index).to(wide), target_logit)
-        parts = logits.to(wide)
-        # A bias may be -inf, for tokens that do not exist, and a whole tile of them has no softmax.
-        tile_total = log_sum_exp_and_softmax(parts) if tiles.bias is None else parts.logsumexp(-1, keepdim=True)
-        total = torch.logaddexp(total, tile_total)
-        del logits, parts
-    return (target_logit - total).squeeze(-1), total.squeeze(-1)
+    log_sum_exp = rows.new_full((len(targets), 1), -torch.inf, dtype=wide)
+    target_logit = torch.zeros_like(log_sum_exp)
+    for columns, logits in tiles.iterate(rows):
+        index, in_tile = _locate_targets(targets, columns, logits.shape[1])
+        target_logit = torch.where(in_tile, logits.gather(-1, index).to(wide), target_logit)
+        wide_tile = logits.to(wide)
+        # A bias may be -inf, for ids without a token. A tile of nothing else has no softmax.
+        if tiles.bias is None:
+            tile_log_sum_exp = log_sum_exp_and_softmax(wide_tile)
+        else:
+            tile_log_sum_exp = wide_tile.logsumexp(-1, keepdim=True)
+        log_sum_exp = torch.logaddexp(log_sum_exp, tile_log_sum_exp)
+        del logits, wide_tile  # before the next tile is computed
+    return (target_logit - log_sum_exp).squeeze(-1), log_sum_exp.squeeze(-1)
 
 
 def _backward_chunk(
-    tiles: _Tiles,
+    tiles: _VocabularyTiles,
     rows: Tensor,
     targets: Tensor,
-    total: Tensor,
-    upstream: Tensor,
+    log_sum_exp: Tensor,
+    grad_output: Tensor,
     grad_weight: Tensor | None,
     grad_bias: Tensor | None,
 ) -> Tensor:
-    """Return the ``[n, D]`` gradient of the hidden states, and add to those of weight and bias."""
-    grad_rows = torch.zeros_like(rows, dtype=total.dtype)
-    for columns, logits in tiles.of(rows):
-        grad = logits.to(total.dtype)
-        slope = None if tiles.soft_cap is None else 1 - (grad / tiles.soft_cap).square()
-        index, inside = _target_columns(targets, columns, grad.shape[1])
-        differentiate_softmax_(grad, index, inside, total, upstream)
-        if slope is not None:
-            grad.mul_(slope)
+    """Return the ``[n, D]`` gradient of the hidden states, and add to the gradients of weight and bias."""
+    grad_rows = torch.zeros_like(rows, dtype=log_sum_exp.dtype)
+    for columns, logits in tiles.iterate(rows):
+        # 1. Turn the logits into their gradient, in place.
+        grad_logits = logits.to(log_sum_exp.dtype)
+        grad_cap = None if tiles.soft_cap is None else 1 - (grad_logits / tiles.soft_cap).square()
+        index, in_tile = _locate_targets(targets, columns, grad_logits.shape[1])
+        differentiate_softmax_(grad_logits, index, in_tile, log_sum_exp, grad_output)
+        if grad_cap is not None:
+            grad_logits.mul_(grad_cap)
+        # 2. Add its products to the gradients of bias, hidden states and weight.
         if grad_bias is not None:
-            grad_bias[columns] += grad.sum(0)
-        grad = grad.to(rows.dtype)
-        _add_product(grad_rows, grad, tiles.weight[columns])
+            grad_bias[columns] += grad_logits.sum(0)
+        grad_logits = grad_logits.to(rows.dtype)
+        _add_product_(grad_rows, grad_logits, tiles.weight[columns])
         if grad_weight is not None:
-            _add_product(grad_weight[columns], grad.T, rows)
-        del logits, grad
+            _add_product_(grad_weight[columns], grad_logits.T, rows)
+        del logits, grad_logits  # before the next tile is computed
     return grad_rows
 
 
-def differentiate_softmax_(logits: Tensor, index: Tensor, inside: Tensor, total: Tensor, upstream: Tensor) -> None:
-    """Replace ``[n, v]`` logits, of all tokens or some, by the gradient in them of the targets' log-likelihoods.
+def differentiate_softmax_(
+    logits: Tensor, index: Tensor, in_tile: Tensor, log_sum_exp: Tensor, grad_output: Tensor
+) -> None:
+    """Replace logits by their gradient: ``grad_output * (one_hot(target) - softmax(logits))``.
 
-    ``[n, 1]`` columns of the targets count where they are ``inside`` these tokens; ``[n]`` totals are log-sum-exps over
-    the whole vocabulary, and ``[n]`` upstream gradients those of the log-likelihoods.
+    Args:
+        logits: ``[n, v]`` logits of the whole vocabulary or a tile of it.
+        index: ``[n, 1]`` columns of the targets.
+        in_tile: ``[n, 1]`` bool, whether the target is one of these columns.
+        log_sum_exp: ``[n]`` over the whole vocabulary.
+        grad_output: ``[n]`` gradients of the log-likelihoods.
     """
-    upstream = upstream.to(logits.dtype).unsqueeze(-1)
-    logits.sub_(total.unsqueeze(-1)).exp_().mul_(-upstream)  # minus the probabilities ..
-    logits.scatter_add_(-1, index, torch.where(inside, upstream, 0.0))  # .. and one for the target
+    grad_output = grad_output.to(logits.dtype).unsqueeze(-1)
+    logits.sub_(log_sum_exp.unsqueeze(-1)).exp_().mul_(-grad_output)
+    logits.scatter_add_(-1, index, torch.where(in_tile, grad_output, 0.0))
 
 
-def _target_columns(targets: Tensor, columns: slice, width: int) -> tuple[Tensor, Tensor]:
-    """Return ``[n, 1]`` columns of the targets in a tile, and whether they are in it."""
+def _locate_targets(targets: Tensor, columns: slice, width: int) -> tuple[Tensor, Tensor]:
+    """Return ``[n, 1]`` columns of the targets in a tile, and whether they are in the tile."""
     index = targets.unsqueeze(-1) - columns.start
     return index.clamp(0, width - 1), (index >= 0) & (index < width)
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add ``left @ right`` to ``total`` in place, without a temporary result where their dtypes agree."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     else:
         total += left @ right
 
 
-def _tile_elements(operand: Tensor) -> int:
+def _count_tile_elements(operand: Tensor) -> int:
     return 2**21 if operand.device.type == "cpu" else 2**27
 
 
 def log_sum_exp_and_softmax(logits: Tensor) -> Tensor:
-    """Return ``[n, 1]`` log-sum-exp of ``[n, V]`` logits of float32 or float64, which their softmax replaces.
+    """Return the ``[n, 1]`` log-sum-exp of ``[n, V]`` float32 or float64 logits, and replace them by their softmax.
 
-    The kernel of softmax reads the logits once, where log-sum-exp and exponential take several passes. The sum follows
-    from the largest probability.
+    The softmax kernel reads the logits once, while log-sum-exp and exponential make several passes. The log-sum-exp
+    follows from the largest logit and its probability.
     """
     largest = logits.amax(-1, keepdim=True)
     if logits.device.type == "cpu":

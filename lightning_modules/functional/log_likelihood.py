@@ -1,4 +1,4 @@
-"""From hidden states to the log-likelihood of each token, without ever holding the logits of a sequence."""
+"""Log-likelihood of each token from hidden states, without ever holding the logits of a whole sequence."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,12 +13,12 @@ from lightning_modules.functional.checks import check_count
 from lightning_modules.functional.linear_head import LinearHead, differentiate_softmax_, linear_log_likelihood
 
 Head = Callable[[Tensor], Tensor] | LinearHead
-"""Maps ``[N, D]`` hidden states to ``[N, V]`` logits. A module or function, not a weight: a LoRA adapter, a bias, a
-soft cap or a logit scale belong to it. A `LinearHead` is the fastest and needs the least memory."""
+"""Maps ``[N, D]`` hidden states to ``[N, V]`` logits. It is a module or function, not a weight, because it includes any
+LoRA adapter, bias, soft cap or logit scale. A `LinearHead` is the fastest and needs the least memory."""
 
 
 def token_log_likelihood(hidden_states: Tensor, head: Head, labels: Tensor, *, chunk_size: int | None = None) -> Tensor:
-    r"""Log-likelihood of each scored token given the tokens before it.
+    r"""Compute the log-likelihood of each scored token given the tokens before it.
 
     .. math:: \ell_t = \log P(x_t \mid x_{<t})
 
@@ -26,18 +26,18 @@ def token_log_likelihood(hidden_states: Tensor, head: Head, labels: Tensor, *, c
     ``chunk_size`` tokens at a time and only for scored ones; the backward pass recomputes them chunk by chunk.
 
     Args:
-        hidden_states: ``[B, T, D]`` last hidden states, entry ``t`` having seen tokens ``0 .. t``.
+        hidden_states: ``[B, T, D]`` last hidden states; entry ``t`` has seen tokens ``0 .. t``.
         head: Maps ``[N, D]`` hidden states to ``[N, V]`` logits.
         labels: ``[B, T]`` int64 token ids; ``IGNORE_INDEX`` where a token is not scored, column 0 always.
         chunk_size: Scored tokens whose logits exist at the same time; by default 512, and 2048 on an accelerator.
 
     Returns:
         ``[B, T]`` log-likelihoods in nats, 0 where a token is not scored; float32, or float64 for float64 logits.
-        Gradients flow to the hidden states and to what ``head`` holds.
+        Gradients flow to the hidden states and to the parameters of ``head``.
 
     Raises:
-        ValueError: If shapes or types disagree, ``chunk_size`` is not 1 or more, or column 0 is scored. On a
-            CPU also if a label is beyond the head's logits; an accelerator would have to be waited for.
+        ValueError: If shapes or dtypes are wrong, ``chunk_size`` is below 1, or column 0 is scored. On CPU also if a
+            label has no logit; on an accelerator this check would have to wait for it.
 
     Example:
         >>> hidden_states, head = torch.zeros(1, 3, 4), torch.nn.Linear(4, 2, bias=False)
@@ -45,62 +45,67 @@ def token_log_likelihood(hidden_states: Tensor, head: Head, labels: Tensor, *, c
         tensor([[1.0000, 0.5000, 0.5000]], grad_fn=<ExpBackward0>)
     """
     check_chunk_size(chunk_size)
-    rows, targets, scored = scored_tokens(hidden_states, labels)
+    # 1. Select the hidden states that predict a scored token.
+    predicting, targets, scored = select_scored(hidden_states, labels)
+    # 2. Score their targets chunk by chunk.
     chunk_size = chunk_size or default_chunk_size(hidden_states)
     if isinstance(head, LinearHead):
         check_targets(targets, len(head.weight))
-        found = linear_log_likelihood(rows, head, targets, chunk_size=chunk_size)
+        of_scored = linear_log_likelihood(predicting, head, targets, chunk_size=chunk_size)
     else:
-        # `split`, not slices: the gradient of each slice would be as long as the whole.
+        # `split`, not slices: the gradient of each slice would be as large as the whole tensor.
         size = min(chunk_size, max(1, len(targets)))
-        chunks = zip(rows.split(size), targets.split(size), strict=True)
-        found = torch.cat([_chunk_log_likelihood(*chunk, head) for chunk in chunks])
-    return found.new_zeros(labels.shape).masked_scatter(scored, found)
+        chunks = zip(predicting.split(size), targets.split(size), strict=True)
+        of_scored = torch.cat([_score_chunk(*chunk, head) for chunk in chunks])
+    # 3. Put the results where the tokens are; the other entries are 0.
+    return of_scored.new_zeros(labels.shape).masked_scatter(scored, of_scored)
 
 
-def _chunk_log_likelihood(rows: Tensor, targets: Tensor, head: Head) -> Tensor:
-    """Score a chunk by a head that may be anything; with gradient, its logits are recomputed in the backward pass."""
+def _score_chunk(hidden_states: Tensor, targets: Tensor, head: Head) -> Tensor:
+    """Score a chunk with any kind of head; the backward pass recomputes its logits."""
 
-    def forward(rows: Tensor) -> Tensor:
-        logits = head(rows)
+    def forward(hidden_states: Tensor) -> Tensor:
+        logits = head(hidden_states)
         check_targets(targets, logits.shape[-1])
         result: Tensor = _TargetLogLikelihood.apply(logits, targets)
         return result
 
-    # `checkpoint` restores the random state, for heads with dropout in their adapters.
-    return checkpoint(forward, rows, use_reentrant=False) if torch.is_grad_enabled() else forward(rows)
+    # `checkpoint` restores the random state, for heads whose adapters have dropout.
+    return (
+        checkpoint(forward, hidden_states, use_reentrant=False) if torch.is_grad_enabled() else forward(hidden_states)
+    )
 
 
 class _TargetLogLikelihood(torch.autograd.Function):
-    """``[n]`` log-likelihoods of targets from ``[n, V]`` logits; `F.cross_entropy` holds a second chunk of them."""
+    """``[n]`` log-likelihoods of targets from ``[n, V]`` logits; `F.cross_entropy` would keep two copies of these."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        total = wide.logsumexp(-1)
-        ctx.save_for_backward(logits, targets, total)
-        return wide.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - total
+        log_sum_exp = wide.logsumexp(-1)
+        ctx.save_for_backward(logits, targets, log_sum_exp)
+        return wide.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - log_sum_exp
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
-        logits, targets, total = ctx.saved_tensors
-        grad = logits.to(total.dtype, copy=True)
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        logits, targets, log_sum_exp = ctx.saved_tensors
+        grad_logits = logits.to(log_sum_exp.dtype, copy=True)
         index = targets.unsqueeze(-1)
-        differentiate_softmax_(grad, index, torch.ones_like(index, dtype=torch.bool), total, upstream)
-        return grad.to(logits.dtype), None
+        differentiate_softmax_(grad_logits, index, torch.ones_like(index, dtype=torch.bool), log_sum_exp, grad_output)
+        return grad_logits.to(logits.dtype), None
 
 
 def default_chunk_size(hidden_states: Tensor) -> int:
-    """Return enough rows for fast matrix products, few enough that their logits take little memory."""
+    """Return a chunk size with fast matrix products and logits that take little memory."""
     return 512 if hidden_states.device.type == "cpu" else 2048
 
 
-def scored_tokens(hidden_states: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the ``[N, D]`` hidden states that predict scored tokens, their ``[N]`` ids and ``[B, T]`` where they are.
+def select_scored(hidden_states: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the ``[N, D]`` hidden states that predict scored tokens, the ``[N]`` token ids and their ``[B, T]`` mask.
 
     Raises:
-        ValueError: If shapes or types disagree, or column 0 is scored.
+        ValueError: If shapes or dtypes are wrong, or column 0 is scored.
     """
     if hidden_states.ndim != 3 or hidden_states.shape[:2] != labels.shape:
         raise ValueError(
@@ -109,36 +114,35 @@ def scored_tokens(hidden_states: Tensor, labels: Tensor) -> tuple[Tensor, Tensor
         )
     if labels.dtype != torch.int64 or not hidden_states.is_floating_point():
         raise ValueError(
-            "`hidden_states` must be of floating point and `labels` int64,"
-            f" got {hidden_states.dtype} and {labels.dtype}."
+            f"`hidden_states` must be floating point and `labels` int64, got {hidden_states.dtype} and {labels.dtype}."
         )
     scored = labels.ne(IGNORE_INDEX)
     if scored[:, :1].any():
         row = int(scored[:, 0].nonzero()[0])
         raise ValueError(
-            f"Token 0 has no context to be scored in: set `labels[:, 0]` to {IGNORE_INDEX}"
+            f"The first token has no context and cannot be scored: set `labels[:, 0]` to {IGNORE_INDEX}"
             f" (row {row} has {int(labels[row, 0])})."
         )
-    # One synchronization with the accelerator for all tokens: their number.
+    # The number of scored tokens is the only value that the CPU has to wait for.
     index = scored.flatten().nonzero().squeeze(-1)
-    # The one-token shift of the whole project: position t - 1 predicts token t.
+    # The only one-token shift in the project: the hidden state at t - 1 predicts token t.
     return hidden_states.flatten(0, 1).index_select(0, index - 1), labels.flatten().index_select(0, index), scored
 
 
-def check_targets(targets: Tensor, logits: int) -> None:
-    """Raise a ``ValueError`` for tokens without a logit, where the check need not wait for an accelerator."""
+def check_targets(targets: Tensor, vocabulary_size: int) -> None:
+    """Raise a ``ValueError`` for targets without a logit. Only on CPU: the check would wait for an accelerator."""
     if targets.device.type != "cpu" or len(targets) == 0:
         return
     smallest, largest = targets.min(), targets.max()
-    if smallest < 0 or largest >= logits:
+    if smallest < 0 or largest >= vocabulary_size:
         wrong = int(smallest if smallest < 0 else largest)
         raise ValueError(
-            f"Label {wrong} is none of the {logits} tokens that the head knows (0 to {logits - 1}), nor {IGNORE_INDEX},"
-            " which says that a token is not scored."
+            f"Label {wrong} is out of range: it must be a token id from 0 to {vocabulary_size - 1}, or {IGNORE_INDEX}"
+            " for a token that is not scored."
         )
 
 
 def check_chunk_size(chunk_size: int | None) -> None:
-    """Raise a ``ValueError`` for a chunk without tokens."""
+    """Raise a ``ValueError`` for a chunk size below 1."""
     if chunk_size is not None:
         check_count("`chunk_size`", chunk_size)

@@ -1,4 +1,4 @@
-"""The training loss."""
+"""LongCE, the training loss (Equation 6)."""
 
 from torch import Tensor
 
@@ -19,14 +19,14 @@ def long_cross_entropy(
         log_likelihood: ``[B, T]`` log-likelihoods in nats; gradients flow through these.
         token_weights: ``[B, T]`` weights; gradients do not flow through these.
         labels: ``[B, T]`` int64, ``IGNORE_INDEX`` where a token is not scored.
-        divisor: Divide the sum by this constant instead of the number of scored tokens. Training does so, because that
-            number is known only when all batches and processes of an optimizer step are.
+        divisor: Divide the sum by this constant instead of the number of scored tokens. Training does so, because the
+            number is not known before the last batch of an optimizer step.
 
     Returns:
         Scalar loss in nats per scored token; 0 when no token is scored.
 
     Raises:
-        ValueError: If shapes disagree.
+        ValueError: If the shapes differ.
 
     Example:
         >>> import torch
@@ -36,11 +36,12 @@ def long_cross_entropy(
     """
     if not log_likelihood.shape == token_weights.shape == labels.shape:
         raise ValueError(
-            "`log_likelihood`, `token_weights` and `labels` must have one shape [B, T],"
+            "`log_likelihood`, `token_weights` and `labels` must have the same shape [B, T],"
             f" got {list(log_likelihood.shape)}, {list(token_weights.shape)} and {list(labels.shape)}."
         )
     scored = labels.ne(IGNORE_INDEX)
-    # Both, or NaN in the one of a token that is not scored would be in the gradient of the other.
-    log_likelihood, token_weights = (part.masked_fill(~scored, 0) for part in (log_likelihood, token_weights.detach()))
+    # Mask both factors: NaN in one of them at an unscored token would reach the gradient through the product.
+    log_likelihood = log_likelihood.masked_fill(~scored, 0)
+    token_weights = token_weights.detach().masked_fill(~scored, 0)
     total = -(log_likelihood * token_weights).sum()
     return total / (scored.sum().clamp(min=1) if divisor is None else divisor)

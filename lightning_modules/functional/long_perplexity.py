@@ -1,30 +1,30 @@
-"""Perplexity over the tokens that matter."""
+"""LongPPL: perplexity over key tokens (Equation 4)."""
 
 import torch
 from torch import Tensor
 
-_ROUNDING = 0.1
-"""Nats by which rounding may lift a log-likelihood above 0: 1e-7 in float32, 0.06 where a logit of 20 is bfloat16. Any
-corpus has tokens with a larger loss, so losses are still told from log-likelihoods."""
+_ROUNDING_TOLERANCE = 0.1
+"""Nats by which rounding may lift a log-likelihood above 0: 1e-7 in float32, 0.06 if a logit of 20 is bfloat16. Every
+corpus has tokens with a larger loss, so a caller who passes losses by mistake still gets an error."""
 
 
 def long_perplexity(log_likelihood: Tensor, influence: Tensor) -> Tensor:
-    r"""LongPPL: exponential of the influence-weighted mean negative log-likelihood.
+    r"""Compute LongPPL: the exponential of the influence-weighted mean negative log-likelihood.
 
     .. math:: \mathrm{LongPPL} = \exp\Big(-\frac{\sum_t I_t \, \ell_t}{\sum_t I_t}\Big)
 
-    Equation 4 of Fang et al. (2025), https://arxiv.org/abs/2410.23771. The influence decides what it measures: the
+    Equation 4 of Fang et al. (2025), https://arxiv.org/abs/2410.23771. The influence decides what is measured: the
     key tokens of an evaluator give LongPPL, its soft influence gives soft LongPPL, all scored tokens give perplexity.
 
     Args:
-        log_likelihood: ``[..]`` log-likelihoods in nats, under the evaluated model: 0 or less.
+        log_likelihood: ``[..]`` log-likelihoods under the evaluated model in nats, 0 or less.
         influence: ``[..]`` bool or float weights of the same shape, 0 or more; 0 for tokens that are not scored.
 
     Returns:
-        float64 scalar; NaN unless the influences sum to more than 0.
+        Scalar, float64; NaN unless the influences sum to more than 0.
 
     Raises:
-        ValueError: If shapes disagree, or a token that counts has a log-likelihood above 0.
+        ValueError: If the shapes differ, or a token with influence has a log-likelihood above 0.
 
     Example:
         >>> long_perplexity(torch.tensor([0.5, 0.25, 0.125]).log(), torch.tensor([False, True, True]))
@@ -37,24 +37,27 @@ def _long_perplexity_update(log_likelihood: Tensor, influence: Tensor) -> tuple[
     """Return the weighted sum of log-likelihoods, the sum of weights and the largest log-likelihood, in float64."""
     if log_likelihood.shape != influence.shape:
         raise ValueError(
-            "`log_likelihood` and `influence` must have one shape,"
+            "`log_likelihood` and `influence` must have the same shape,"
             f" got {list(log_likelihood.shape)} and {list(influence.shape)}."
         )
     weight, scores = influence.detach().double(), log_likelihood.detach().double()
-    counts = weight != 0
-    # A token of weight 0 must not matter even if its log-likelihood is -inf: 0 * inf is NaN.
-    weighted = torch.where(counts, scores * weight, 0.0)
-    # The extra element gives `amax` a value for an empty batch.
-    largest = torch.cat([torch.where(counts, scores, -torch.inf).flatten(), scores.new_full((1,), -torch.inf)]).amax()
+    has_weight = weight != 0
+    # A token of weight 0 must not count even if its log-likelihood is -inf: 0 * inf is NaN.
+    weighted = torch.where(has_weight, scores * weight, 0.0)
+    # `amax` of an empty batch is an error, hence the extra element.
+    largest = torch.cat(
+        [torch.where(has_weight, scores, -torch.inf).flatten(), scores.new_full((1,), -torch.inf)]
+    ).amax()
     return weighted.sum(), weight.sum(), largest
 
 
 def _long_perplexity_compute(log_likelihood: Tensor, influence: Tensor, largest: Tensor) -> Tensor:
-    # Checked here and not in each update: reading a value makes the CPU wait for the GPU.
-    if largest > _ROUNDING:
+    """Return LongPPL from the sums of `_long_perplexity_update`."""
+    # Checked here and not in each update, because reading a value makes the CPU wait for the GPU.
+    if largest > _ROUNDING_TOLERANCE:
         raise ValueError(
-            f"A log-likelihood is {float(largest):.4g}, and the logarithm of a probability is never above 0: pass"
-            " log-likelihoods, not losses (a loss is the negative log-likelihood)."
+            f"A log-likelihood is {float(largest):.4g}, but must be 0 or less: pass log-likelihoods, not losses (a"
+            " loss is the negative log-likelihood)."
         )
-    # Weights that cancel would divide by 0 and give 0 or infinity, depending on the sign of the sum.
+    # Weights that sum to 0 would give 0 or infinity, depending on the sign of the numerator.
     return torch.where(influence > 0, torch.exp(-log_likelihood / influence), torch.nan)

@@ -1,4 +1,4 @@
-"""Likeliest tokens and greedy choices, without ever holding the logits of a sequence."""
+"""Likeliest tokens and greedy predictions, without ever holding the logits of a whole sequence."""
 
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from lightning_modules.functional.log_likelihood import (
     check_chunk_size,
     check_targets,
     default_chunk_size,
-    scored_tokens,
+    select_scored,
 )
 
 
@@ -21,31 +21,31 @@ class LikeliestTokens(NamedTuple):
     """The likeliest tokens at each position, best first."""
 
     token_ids: Tensor  # [B, T, k] int64
-    log_likelihood: Tensor  # [B, T, k] in nats, of each of them in the place of token t
+    log_likelihood: Tensor  # [B, T, k] in nats, of each of them as token t
 
 
 @torch.no_grad()
 def likeliest_tokens(
     hidden_states: Tensor, head: Head, labels: Tensor, *, count: int = 5, chunk_size: int | None = None
 ) -> LikeliestTokens:
-    """Return the tokens that are likeliest in the place of each scored token, given the tokens before it.
+    """Return the likeliest candidates for each scored token, given the tokens before it.
 
-    Equal to ``head(hidden_states).log_softmax(-1).topk(count)``, moved by one token, but logits exist for
+    Equal to ``head(hidden_states).log_softmax(-1).topk(count)`` shifted by one token, but logits exist for
     ``chunk_size`` tokens at a time and only for scored ones.
 
     Args:
-        hidden_states: ``[B, T, D]`` last hidden states, entry ``t`` having seen tokens ``0 .. t``.
+        hidden_states: ``[B, T, D]`` last hidden states; entry ``t`` has seen tokens ``0 .. t``.
         head: Maps ``[N, D]`` hidden states to ``[N, V]`` logits.
         labels: ``[B, T]`` int64 token ids; ``IGNORE_INDEX`` where a token is not scored, column 0 always.
-        count: Number k of tokens.
+        count: Number k of candidates.
         chunk_size: Scored tokens whose logits exist at the same time; by default 512, and 2048 on an accelerator.
 
     Returns:
         ``[B, T, count]`` token ids and log-likelihoods in nats, float32, or float64 for float64 logits; both are 0
-        where a token is not scored. It carries no gradient.
+        where a token is not scored. The result carries no gradient.
 
     Raises:
-        ValueError: If ``count`` is not from 1 to the number of logits, and as `token_log_likelihood` does.
+        ValueError: If ``count`` is not from 1 to the vocabulary size, or as `token_log_likelihood` does.
 
     Example:
         >>> hidden_states, head = torch.zeros(1, 2, 4), torch.nn.Linear(4, 3)
@@ -56,10 +56,10 @@ def likeliest_tokens(
     """
     check_chunk_size(chunk_size)
     check_count("`count`", count)
-    predictors, _, scored = scored_tokens(hidden_states, labels)
+    predicting, _, scored = select_scored(hidden_states, labels)
     token_ids, log_likelihood = [], []
-    for rows in predictors.split(chunk_size or default_chunk_size(hidden_states)):
-        logits = wide_logits(rows, head)
+    for chunk in predicting.split(chunk_size or default_chunk_size(hidden_states)):
+        logits = wide_logits(chunk, head)
         check_count("`count`", count, maximum=logits.shape[-1])
         largest, tokens = logits.topk(count)
         token_ids.append(tokens)
@@ -73,25 +73,25 @@ def likeliest_tokens(
 
 @torch.no_grad()
 def greedy_targets(
-    predictors: Tensor, head: Head, targets: Tensor, *, chunk_size: int | None = None
+    hidden_states: Tensor, head: Head, targets: Tensor, *, chunk_size: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the log-likelihood of each target, and whether no other token is likelier.
 
-    Equal to `token_log_likelihood` where both are asked for the same tokens, but one hidden state may predict several
-    targets (the choices of a question), and the results carry no gradient.
+    The log-likelihoods equal those of `token_log_likelihood`, but the caller pairs hidden states with targets, so that
+    one state may predict several (the choices of a question). The results carry no gradient.
 
     Args:
-        predictors: ``[N, D]`` hidden states.
+        hidden_states: ``[N, D]`` hidden states, already shifted: state ``i`` predicts target ``i``.
         head: Maps ``[n, D]`` hidden states to ``[n, V]`` logits.
-        targets: ``[N]`` int64 token ids, entry ``i`` of which hidden state ``i`` predicts.
+        targets: ``[N]`` int64 token ids.
         chunk_size: Targets whose logits exist at the same time; by default 512, and 2048 on an accelerator.
 
     Returns:
-        ``[N]`` log-likelihoods in nats, float32 or float64 for float64 logits, and ``[N]`` bool. Of several tokens that
-        are equally likely the one with the smallest id counts as the likeliest.
+        ``[N]`` log-likelihoods in nats, float32 or float64 for float64 logits, and ``[N]`` bool. If several tokens are
+        equally likely, the one with the smallest id counts as the likeliest.
 
     Raises:
-        ValueError: If shapes or types disagree, or on a CPU if a target is beyond the head's logits.
+        ValueError: If shapes or dtypes are wrong, or on CPU if a target has no logit.
 
     Example:
         >>> head = torch.nn.Linear(1, 3, bias=False)
@@ -100,15 +100,15 @@ def greedy_targets(
         tensor([ True, False])
     """
     check_chunk_size(chunk_size)
-    if predictors.ndim != 2 or targets.shape != predictors.shape[:1] or targets.dtype != torch.int64:
+    if hidden_states.ndim != 2 or targets.shape != hidden_states.shape[:1] or targets.dtype != torch.int64:
         raise ValueError(
-            "`predictors` must be [N, D] and `targets` [N] of int64,"
-            f" got {list(predictors.shape)}, {list(targets.shape)} and {targets.dtype}."
+            "`hidden_states` must be [N, D] and `targets` [N] of int64,"
+            f" got {list(hidden_states.shape)}, {list(targets.shape)} and {targets.dtype}."
         )
-    size = chunk_size or default_chunk_size(predictors)
+    size = chunk_size or default_chunk_size(hidden_states)
     log_likelihood, likeliest = [], []
-    for rows, tokens in zip(predictors.split(size), targets.split(size), strict=True):
-        logits = wide_logits(rows, head)
+    for chunk, tokens in zip(hidden_states.split(size), targets.split(size), strict=True):
+        logits = wide_logits(chunk, head)
         check_targets(tokens, logits.shape[-1])
         likeliest.append(logits.argmax(-1) == tokens)
         log_likelihood.append(-F.cross_entropy(logits, tokens, reduction="none"))

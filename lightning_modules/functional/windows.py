@@ -1,4 +1,4 @@
-"""The sliding windows that give every token a short context."""
+"""Sliding windows that give every token a short context (Appendix A.1)."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -12,7 +12,7 @@ from lightning_modules.functional.checks import check_count
 
 
 class Window(NamedTuple):
-    """Feed the tokens ``start .. stop - 1`` and keep the predictions of ``scored .. stop - 1``."""
+    """One short forward pass: feed tokens ``start .. stop - 1`` and score tokens ``scored .. stop - 1``."""
 
     start: int
     scored: int
@@ -20,34 +20,34 @@ class Window(NamedTuple):
 
 
 class ShortContext(NamedTuple):
-    """Log-likelihoods of the tokens of a batch given their short contexts."""
+    """Log-likelihoods of a batch's tokens given their short contexts."""
 
     log_likelihood: Tensor  # [B, T] in nats, 0 for a token without a short context
-    has_short_context: Tensor  # [B, T] bool, where there is one
-    window_fraction: float = 1.0  # fraction of the windows that was scored, if they were drawn at random
+    has_short_context: Tensor  # [B, T] bool
+    window_fraction: float = 1.0  # fraction of the windows that were scored, drawn at random if below 1
 
-    def filled(self, long: Tensor) -> Tensor:
-        """Return ``[B, T]`` short log-likelihoods that are the long ones for tokens without a short context."""
+    def fill_missing(self, long: Tensor) -> Tensor:
+        """Return ``[B, T]`` short log-likelihoods, equal to the long ones for tokens without a short context."""
         return torch.where(self.has_short_context, self.log_likelihood.to(long.dtype), long)
 
 
 def short_context_windows(
     document_boundaries: Sequence[int], *, context_length: int = 4096, stride: int = 1024
 ) -> list[Window]:
-    """Windows in which a token sees at least ``context_length`` and fewer than ``context_length + stride`` tokens.
+    """Return windows in which each scored token sees K to K + d - 1 preceding tokens.
 
-    Appendix A.1 of Fang et al. (2025), https://arxiv.org/abs/2410.23771, in each document by itself. The first
-    window of a document is left out: it sees the same tokens as the whole document does, so that the long-short
-    difference of its tokens is 0 by definition. The tokens before it have no short context at all.
+    Appendix A.1 of Fang et al. (2025), https://arxiv.org/abs/2410.23771, for each document separately. The first
+    window of a document is left out: its tokens see the same context in the long pass, so their long-short difference
+    is 0 by definition.
 
     Args:
-        document_boundaries: Ascending token indices ``[0, end of document 1, ..]`` of one row.
+        document_boundaries: Ascending token indices ``[0, end of document 1, ..]`` of one sequence.
         context_length: Length K of the shortest short context, in tokens.
         stride: Number d of tokens that share one window.
 
     Returns:
-        Windows in ascending order; none for documents of ``context_length + stride`` tokens or fewer. Windows are
-        ``context_length + stride`` tokens long, except that the last one of a document may be shorter.
+        Windows in ascending order; none for documents of K + d tokens or fewer. Each is K + d tokens long, except that
+        the last one of a document may be shorter.
 
     Raises:
         ValueError: If ``context_length`` or ``stride`` is not an integer of 1 or more, or the boundaries do not ascend.
@@ -69,7 +69,7 @@ def short_context_windows(
 
 
 def check_context(context_length: int, stride: int, sequence_length: int | None = None) -> None:
-    """Refuse a short context that would silently make every long-short difference 0.
+    """Raise a ``ValueError`` for a short context that would silently make every long-short difference 0.
 
     Raises:
         ValueError: If ``context_length`` or ``stride`` is not an integer of 1 or more, or no token of a sequence of
@@ -79,16 +79,16 @@ def check_context(context_length: int, stride: int, sequence_length: int | None 
     check_count("`stride` (d)", stride)
     if sequence_length is not None and context_length + stride >= sequence_length:
         raise ValueError(
-            f"No token of a sequence of {sequence_length} tokens has a longer context than the short one: "
-            f"`context_length` + `stride` is {context_length} + {stride} = {context_length + stride}. "
-            "Lower them or use longer sequences."
+            f"`context_length` + `stride` = {context_length} + {stride} = {context_length + stride} must be below the"
+            f" sequence length of {sequence_length} tokens, or no token has a longer context than the short one. Lower"
+            " them or use longer sequences."
         )
 
 
-def row_windows(
+def batch_windows(
     document_boundaries: Sequence[Sequence[int]], *, context_length: int, stride: int
 ) -> list[tuple[int, Window]]:
-    """The windows of all rows of a batch, each with the index of its row."""
+    """Return the windows of all sequences of a batch, each with the row index of its sequence."""
     return [
         (row, window)
         for row, boundaries in enumerate(document_boundaries)
@@ -97,33 +97,33 @@ def row_windows(
 
 
 def draw_windows(
-    windows: Sequence[tuple[int, Window]], share: float, *, seed: int
+    windows: Sequence[tuple[int, Window]], fraction: float, *, seed: int
 ) -> tuple[list[tuple[int, Window]], float]:
-    """Draw about a ``share`` of the windows without replacement, at least one, each as likely as any other.
+    """Draw about this fraction of the windows, and at least one, uniformly without replacement.
 
-    The draw depends on the seed only. Returns the windows in their order, and the share of them that was drawn, which
-    is each one's probability.
+    Returns:
+        The drawn windows in their original order, and the fraction that was drawn: the probability of each window.
 
     Raises:
-        ValueError: If ``share`` is not in (0, 1].
+        ValueError: If ``fraction`` is not in (0, 1].
     """
-    check_window_share(share)
-    count = max(1, round(share * len(windows)))
+    check_window_fraction(fraction)
+    count = max(1, round(fraction * len(windows)))
     if count >= len(windows):
         return list(windows), 1.0
     order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed))
     return [windows[index] for index in order[:count].sort().values.tolist()], count / len(windows)
 
 
-def check_window_share(share: float) -> None:
-    """Raise a ``ValueError`` for a share of windows that is not in (0, 1]."""
-    if not 0 < share <= 1:
-        raise ValueError(f"`short_window_share` must be above 0 and at most 1, which is all windows, got {share}.")
+def check_window_fraction(fraction: float) -> None:
+    """Raise a ``ValueError`` for a fraction of windows that is not in (0, 1]."""
+    if not 0 < fraction <= 1:
+        raise ValueError(f"`short_window_share` must be above 0 and at most 1 (all windows), got {fraction}.")
 
 
 def trim_windows(windows: Sequence[tuple[int, Window]], wanted: Tensor) -> list[tuple[int, Window]]:
-    """Let windows of rows end at the last of the ``[B, T]`` wanted tokens they score; drop those that score none."""
-    wanted = wanted.cpu()  # the shape of the work: one look at the accelerator for all windows
+    """Shorten windows to end at the last of the ``[B, T]`` wanted tokens that they score; drop windows without any."""
+    wanted = wanted.cpu()  # one transfer for all windows
     trimmed = []
     for row, (start, scored, stop) in windows:
         tokens = wanted[row, scored:stop].nonzero()
@@ -133,9 +133,9 @@ def trim_windows(windows: Sequence[tuple[int, Window]], wanted: Tensor) -> list[
 
 
 def window_batch(batch: PackedBatch, windows: Sequence[tuple[int, Window]]) -> PackedBatch:
-    """Return ``[W, longest window]`` rows, one for each window of a row, in which only its own tokens are scored.
+    """Return a ``[W, longest window]`` batch with one sequence per window, in which only its own tokens are scored.
 
-    Shorter windows are padded on the right, where causal attention never looks.
+    Positions restart at 0. Shorter windows are padded on the right, which causal attention never sees.
     """
     device = batch["input_ids"].device
     table = torch.tensor([(row, *window) for row, window in windows])

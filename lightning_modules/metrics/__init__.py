@@ -1,4 +1,4 @@
-"""torchmetrics classes over the functional core."""
+"""torchmetrics classes around the functional core."""
 
 from lightning_modules.metrics.long_perplexity import LongPerplexity
 

@@ -1,4 +1,4 @@
-"""Perplexity over the tokens that matter, as a torchmetrics class."""
+"""LongPPL as a torchmetrics class."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,12 +13,12 @@ from lightning_modules.functional.long_perplexity import _long_perplexity_comput
 class LongPerplexity(Metric):
     """Corpus LongPPL: sums over batches and processes, one exponential at the end.
 
-    The influence given to `update` decides what it measures: the key tokens of an evaluator give LongPPL, its soft
-    influence gives soft LongPPL, the mask of all scored tokens gives ordinary perplexity. The average is over tokens,
-    not over documents (Equation 4 of Fang et al., 2025, https://arxiv.org/abs/2410.23771, for a corpus). NaN unless
+    The influence given to `update` decides what is measured: the key tokens of an evaluator give LongPPL, its soft
+    influence gives soft LongPPL, the mask of all scored tokens gives ordinary perplexity. The mean is over tokens, not
+    over documents (Equation 4 of Fang et al., 2025, https://arxiv.org/abs/2410.23771, for a corpus). It is NaN unless
     the influences sum to more than 0.
 
-    Log-likelihoods above 0, such as losses passed by mistake, are an error of `compute`: `update` only keeps the
+    Log-likelihoods above 0, such as losses passed by mistake, raise an error in `compute`. `update` only keeps the
     largest one, so that no batch waits for the GPU.
 
     Example:
@@ -45,7 +45,7 @@ class LongPerplexity(Metric):
         self.add_state("largest", torch.tensor(-torch.inf, dtype=torch.float64), dist_reduce_fx="max")
 
     def update(self, log_likelihood: Tensor, influence: Tensor) -> None:
-        """Add log-likelihoods (nats, any shape) and influences of the same shape."""
+        """Add a batch of log-likelihoods in nats, of any shape, and influences of the same shape."""
         total, weight, largest = _long_perplexity_update(log_likelihood, influence)
         self.log_likelihood += total
         self.influence += weight
@@ -55,12 +55,12 @@ class LongPerplexity(Metric):
         """Return LongPPL of everything seen since the last reset, float64.
 
         Raises:
-            ValueError: If a token that counts has a log-likelihood above 0.
+            ValueError: If a token with influence has a log-likelihood above 0.
         """
         return _long_perplexity_compute(self.log_likelihood, self.influence, self.largest)
 
     def plot(self, val: Tensor | Sequence[Tensor] | None = None, ax: Any = None) -> Any:
-        """Plot one value or several of them, by default the present one, as every torchmetrics metric does."""
+        """Plot one or several values, by default the current one, like every torchmetrics metric."""
         return self._plot(val, ax)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], exclude_state: Sequence[str] = "") -> "LongPerplexity":

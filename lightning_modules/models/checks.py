@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
-from lightning_modules.batch import IGNORE_INDEX, packed_row
+from lightning_modules.batch import IGNORE_INDEX, pack_sequence
 from lightning_modules.models.attention import DOCUMENT_SDPA
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.context_extension.rope_types import ROPE_TYPES
@@ -210,13 +210,13 @@ def _head_error(backbone: Backbone, document: Tensor, logits: Tensor) -> float:
 
 def _score_packed(backbone: Backbone, documents: Sequence[Tensor]) -> Tensor:
     """Log-likelihoods of all tokens but the first of each document, packed into one row."""
-    row = packed_row(documents)
+    row = pack_sequence(documents)
     return backbone(row)[row["labels"] != IGNORE_INDEX]
 
 
 def _trims(backbone: Backbone, document: Tensor, tolerance: float) -> bool:
     """Whether the last layer gives the same for the last tokens if it works on them only."""
-    row = packed_row([document])
+    row = pack_sequence([document])
     start = len(document) // 2 + 1
     backbone.trims_last_layer = True
     try:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional import ShortContext, token_log_likelihood
-from lightning_modules.functional.windows import Window, draw_windows, row_windows, trim_windows, window_batch
+from lightning_modules.functional.windows import Window, batch_windows, draw_windows, trim_windows, window_batch
 from lightning_modules.models.backbone import Backbone, HeadFunction
 from lightning_modules.models.context_extension.rotary_checks import check_static
 from lightning_modules.models.lockstep import lockstep
@@ -50,7 +50,7 @@ def short_log_likelihood(
     check_static(backbone.base_model.config, compares=True)
     short = torch.zeros_like(batch["labels"], dtype=torch.promote_types(backbone.base_model.dtype, torch.float32))
     has_short_context = torch.zeros_like(batch["labels"], dtype=torch.bool)
-    windows = row_windows(batch["document_boundaries"], context_length=context_length, stride=stride)
+    windows = batch_windows(batch["document_boundaries"], context_length=context_length, stride=stride)
     windows, drawn = draw_windows(windows, window_fraction, seed=seed)
     if wanted is not None:
         windows = trim_windows(windows, wanted)
@@ -117,8 +117,8 @@ def long_and_short(
             # The short pass first: its buffers never meet the results of the long one.
             short = short_log_likelihood(backbone, batch, **sizes)
             long = run(backbone, batch)
-            return long, short.filled(long)
+            return long, short.fill_missing(long)
         long = run(backbone, batch)
         short = short_log_likelihood(backbone, batch, **sizes, wanted=long > beta)
         skipped = (long <= beta) & (batch["position_ids"] >= context_length + stride)
-        return long, short.filled(long).masked_fill(skipped, torch.nan)
+        return long, short.fill_missing(long).masked_fill(skipped, torch.nan)

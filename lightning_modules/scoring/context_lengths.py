@@ -1,4 +1,4 @@
-"""How far back a document's dependencies reach: the same last tokens in longer and longer contexts."""
+"""Scores of a document's last tokens in several context lengths, to see how far back its dependencies reach."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -12,27 +12,27 @@ from lightning_modules.functional import Window
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.short_context import score_windows
 
-LONGEST = 2**20
-"""Largest rung of a ladder that ends where the model does, for a model that names no length."""
+MAX_AUTO_CONTEXT = 2**20
+"""Limit of ``contexts: auto``, in tokens, for a model without a maximum length."""
 
 
 @dataclass(frozen=True)
 class ContextLadder:
-    r"""The rungs of a context ladder, which all score the same tokens.
+    r"""Context lengths in which the same tokens of a document are scored.
 
-    The scoring window of a document of ``n`` tokens is its last ``w``. With ``P = n - w``, the rung of context length
-    ``c`` is one pass over the tokens ``x_{P-c} .. x_{n-1}``, with positions from 0 on, of which the predictions of
-    the last ``w`` are kept: token ``x_{P+i}`` sees exactly the ``c + i`` tokens before it, so that a rung is a window
-    of the sliding definition (Appendix A.1 of Fang et al., 2025, https://arxiv.org/abs/2410.23771) of K = ``c`` and
-    d = ``w``. A document has the rungs with ``c <= P``. Where ``c = P``, the rung is the pass over the whole document.
+    These are its last ``w`` of ``n`` tokens. For context length ``c``, with ``P = n - w``, one forward pass over
+    ``x_{P-c} .. x_{n-1}`` scores them, with positions from 0: token ``x_{P+i}`` sees exactly the ``c + i`` tokens
+    before it. This is a sliding window with K = ``c`` and d = ``w`` (Appendix A.1 of Fang et al., 2025,
+    https://arxiv.org/abs/2410.23771). Only context lengths ``c <= P`` fit into a document; ``c = P`` is the whole
+    document.
 
     Args:
-        contexts: Context lengths in tokens, ascending; ``auto`` for the powers of two times the model's
-            ``context_length``, as far as the model's positions reach.
-        window: Tokens that every rung scores; by default the model's ``stride``.
+        contexts: Ascending context lengths in tokens, or ``auto``: the model's ``context_length`` times powers of two,
+            up to the model's maximum length.
+        window: Number of tokens to score in every context length; by default the model's ``stride``.
 
     Raises:
-        ValueError: If the lengths do not ascend from 1 or more.
+        ValueError: If the lengths are not ascending and above 0.
     """
 
     contexts: list[PositiveInt] | Literal["auto"] = "auto"
@@ -42,49 +42,59 @@ class ContextLadder:
         if self.contexts == "auto":
             return
         if not self.contexts or any(longer <= shorter for shorter, longer in pairwise([0, *self.contexts])):
-            raise ValueError(f"`ladder.contexts` must be ascending lengths, or 'auto', got {list(self.contexts)}.")
+            raise ValueError(
+                f"`ladder.contexts` must be 'auto' or ascending lengths above 0, got {list(self.contexts)}."
+            )
 
-    def rungs(self, *, context_length: int, stride: int, longest: int | None) -> "Rungs":
-        """Return the rungs for a model with this K and d that was made for the ``longest`` text, if that is known."""
+    def resolve(self, *, context_length: int, stride: int, max_length: int | None) -> "ContextLengths":
+        """Return the lengths for a model with this K and d, and this maximum length if it has one."""
         window = self.window or stride
         if self.contexts != "auto":
-            return Rungs(tuple(self.contexts), window)
-        longest = LONGEST if longest is None else longest
-        powers = (context_length << doubling for doubling in range(longest.bit_length()))
-        return Rungs(tuple(context for context in powers if context <= longest) or (context_length,), window)
+            return ContextLengths(tuple(self.contexts), window)
+        max_length = MAX_AUTO_CONTEXT if max_length is None else max_length
+        powers = (context_length << doubling for doubling in range(max_length.bit_length()))
+        contexts = tuple(context for context in powers if context <= max_length)
+        return ContextLengths(contexts or (context_length,), window)
 
-    def model_rungs(self, backbone: Backbone, context_length: int, stride: int) -> "Rungs":
-        """Return the rungs for a model that has been loaded, scored with these lengths."""
+    def resolve_for_model(self, backbone: Backbone, context_length: int, stride: int) -> "ContextLengths":
+        """Return the lengths for a loaded model with this K and d."""
         config = backbone.base_model.config.get_text_config(decoder=True)
-        longest = getattr(config, "max_position_embeddings", None)
-        return self.rungs(context_length=context_length, stride=stride, longest=longest)
+        max_length = getattr(config, "max_position_embeddings", None)
+        return self.resolve(context_length=context_length, stride=stride, max_length=max_length)
 
 
 @dataclass(frozen=True)
-class Rungs:
-    """A ladder whose lengths are all numbers: ascending ``contexts``, and the ``window`` that they score, in tokens."""
+class ContextLengths:
+    """A ladder resolved to numbers: ascending ``contexts`` and the ``window`` to score, in tokens."""
 
     contexts: tuple[int, ...]
     window: int
 
     def log_likelihood(self, backbone: Backbone, batch: PackedBatch, long: Tensor) -> list[dict[int, Tensor]]:
-        """Score the last tokens of each document on each rung that it has.
+        """Score the last tokens of each document in each context length that fits into it.
 
-        From ``[B, T]`` rows of one document each and their ``[B, T]`` long log-likelihoods follow for each row ``[w]``
-        log-likelihoods in nats by context length.
+        Args:
+            backbone: The model.
+            batch: ``[B, T]`` batch with one document per sequence.
+            long: ``[B, T]`` log-likelihoods given the whole document, in nats.
+
+        Returns:
+            For each document ``[w]`` log-likelihoods in nats, by context length.
         """
-        found: list[dict[int, Tensor]] = [{} for _ in batch["document_boundaries"]]
+        scores: list[dict[int, Tensor]] = [{} for _ in batch["document_boundaries"]]
         windows: dict[int, list[tuple[int, Window]]] = {context: [] for context in self.contexts}
         for row, boundaries in enumerate(batch["document_boundaries"]):
             stop = boundaries[-1]
             start = stop - self.window
             for context in self.contexts:
                 if context == start:
-                    found[row][context] = long[row, start:stop]
+                    scores[row][context] = long[row, start:stop]
                 elif context < start:
                     windows[context].append((row, Window(start - context, start, stop)))
-        for alike in windows.values():
-            for group, scores in score_windows(backbone, batch, alike):
-                for own, (row, window) in zip(scores, group, strict=True):
-                    found[row][window.scored - window.start] = own[window.scored - window.start :]
-        return [dict(sorted(rungs.items())) for rungs in found]
+        # One context length at a time, because windows of one length share forward passes.
+        for equal_windows in windows.values():
+            for group, log_likelihood in score_windows(backbone, batch, equal_windows):
+                for of_window, (row, window) in zip(log_likelihood, group, strict=True):
+                    context = window.scored - window.start
+                    scores[row][context] = of_window[context:]
+        return [dict(sorted(by_context.items())) for by_context in scores]

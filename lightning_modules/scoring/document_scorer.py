@@ -1,4 +1,4 @@
-"""Log-likelihoods of documents, with failures kept per document."""
+"""Long and short log-likelihoods of documents; a document that fails does not stop the others."""
 
 import math
 from collections.abc import Sequence
@@ -16,39 +16,39 @@ from lightning_modules.models.identity import model_identity
 from lightning_modules.models.loading import has_weights
 from lightning_modules.models.lockstep import lockstep
 from lightning_modules.models.short_context import long_and_short
-from lightning_modules.scoring.context_lengths import ContextLadder, Rungs
+from lightning_modules.scoring.context_lengths import ContextLadder, ContextLengths
 from lightning_modules.scoring.token_scores import TokenScores, text_sha256
 from lightning_modules.utilities.identity import content_hash
 
 
 @dataclass
 class Failed:
-    """Reason why a document has no scores, in their place."""
+    """Result of a document that could not be scored, with the reason."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class DocumentScorer:
-    """Computes long and short log-likelihoods of documents, and those in other context lengths.
+    """Scores documents in long and short contexts, and optionally in several context lengths.
 
-    The scores carry the ``name`` of the model. ``context_length`` and ``stride`` are K and d, in tokens.
+    ``name`` identifies the model in the scores. ``context_length`` and ``stride`` are K and d, in tokens.
     """
 
     backbone: Backbone
     name: str
     context_length: int
     stride: int
-    rungs: Rungs | None = None
+    context_lengths: ContextLengths | None = None
 
     def score(self, batch: PackedBatch, *, beta: float | None = None) -> list[TokenScores]:
-        """Score rows of one document each, with ``text`` and ``offsets``; ``beta`` is that of `long_and_short`."""
+        """Score a batch with one document per sequence, ``text`` and ``offsets``; for ``beta`` see `long_and_short`."""
         ladders: list[dict[int, Tensor]] = [{} for _ in batch["document_boundaries"]]
         with lockstep(self.backbone):
             sizes = {"context_length": self.context_length, "stride": self.stride}
             long, short = long_and_short(self.backbone, batch, **sizes, beta=beta)
-            if self.rungs is not None:
-                ladders = self.rungs.log_likelihood(self.backbone, batch, long)
+            if self.context_lengths is not None:
+                ladders = self.context_lengths.log_likelihood(self.backbone, batch, long)
         return [
             TokenScores(
                 text_sha256=text_sha256(batch["text"][row]),
@@ -60,15 +60,15 @@ class DocumentScorer:
                 long=long[row, : boundaries[-1]].float().cpu(),
                 short=short[row, : boundaries[-1]].float().cpu(),
                 floor=-math.inf if beta is None else beta,
-                rungs={context: scores.float().cpu() for context, scores in ladders[row].items()},
+                context_scores={context: scores.float().cpu() for context, scores in ladders[row].items()},
             )
             for row, boundaries in enumerate(batch["document_boundaries"])
         ]
 
     def try_to_score(self, batch: PackedBatch) -> list[TokenScores | Failed]:
-        """Score like `score`, but let single documents fail: too long for the model or the memory, or not finite.
+        """Score documents like `score`, but return `Failed` if one is too long or its scores are not finite.
 
-        All other errors are those of the run.
+        A document is too long if it exceeds the model's positions or the memory. Other errors are raised.
 
         Raises:
             RuntimeError: If memory runs out while weights are sharded: the other processes wait for this one's shard.
@@ -81,15 +81,15 @@ class DocumentScorer:
                 fitting.append(row)
             except ValueError as error:
                 results[row] = Failed(str(error))
-        with lockstep(self.backbone):  # in which this process takes part even if nothing fits
+        with lockstep(self.backbone):  # even if no document fits, because other processes may have some
             if fitting:
-                scored = self._in_parts(batch if len(fitting) == len(results) else rows_of(batch, fitting))
+                scored = self._score_or_split(batch if len(fitting) == len(results) else select_rows(batch, fitting))
                 for row, result in zip(fitting, scored, strict=True):
-                    results[row] = result if isinstance(result, Failed) else checked(result)
+                    results[row] = result if isinstance(result, Failed) else check_finite(result)
         return results
 
-    def _in_parts(self, batch: PackedBatch) -> list[TokenScores | Failed]:
-        """Score all documents at once, or one after the other if memory runs out."""
+    def _score_or_split(self, batch: PackedBatch) -> list[TokenScores | Failed]:
+        """Score all documents at once, or one by one if memory runs out."""
         rows = len(batch["document_boundaries"])
         try:
             return [*self.score(batch)]
@@ -98,20 +98,20 @@ class DocumentScorer:
                 raise
             if self.backbone.is_sharded:
                 error.add_note(
-                    "Processes with sharded weights cannot skip a document that one of them has no memory for"
-                    f" ({_sizes(batch)}): lower `data.max_tokens`, or use more processes."
+                    f"One process has not enough memory for its documents ({_format_lengths(batch)}), and with sharded"
+                    " weights it cannot skip them: lower `data.max_tokens`, or use more processes."
                 )
                 raise
-        # Only here does the error no longer hold the tensors of the failed pass.
+        # After the `except` block, the error no longer keeps the tensors of the failed pass alive.
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         if rows == 1:
-            return [Failed(f"out of memory ({_sizes(batch)})")]
-        return [self._in_parts(rows_of(batch, [row]))[0] for row in range(rows)]
+            return [Failed(f"out of memory ({_format_lengths(batch)})")]
+        return [self._score_or_split(select_rows(batch, [row]))[0] for row in range(rows)]
 
 
-def rows_of(batch: PackedBatch, rows: Sequence[int]) -> PackedBatch:
-    """Return some documents of a batch, padded to the longest of them."""
+def select_rows(batch: PackedBatch, rows: Sequence[int]) -> PackedBatch:
+    """Return the documents of these rows, padded to the longest of them."""
     width = max(batch["document_boundaries"][row][-1] for row in rows)
     index = torch.tensor(rows, device=batch["input_ids"].device)
     return PackedBatch(
@@ -124,34 +124,31 @@ def rows_of(batch: PackedBatch, rows: Sequence[int]) -> PackedBatch:
     )
 
 
-def checked(scores: TokenScores) -> TokenScores | Failed:
-    """Return the scores if all are finite, else the failure."""
-    parts = torch.cat([scores.long, scores.short, *scores.rungs.values()])
-    if (wrong := int((~parts.isfinite()).sum())) == 0:
+def check_finite(scores: TokenScores) -> TokenScores | Failed:
+    """Return the scores if all are finite, and `Failed` otherwise."""
+    values = torch.cat([scores.long, scores.short, *scores.context_scores.values()])
+    if (wrong := int((~values.isfinite()).sum())) == 0:
         return scores
-    return Failed(f"{wrong} of {len(parts)} log-likelihoods are not finite ({len(scores.long)} tokens)")
+    return Failed(f"{wrong} of {len(values)} log-likelihoods are not finite ({len(scores.long)} tokens)")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether memory ran out; torch's error for main memory has no separate class."""
+    """Return whether an error means that memory ran out; torch has no error class for main memory."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
 
 
-def _sizes(batch: PackedBatch) -> str:
+def _format_lengths(batch: PackedBatch) -> str:
     return " + ".join(str(boundaries[-1]) for boundaries in batch["document_boundaries"]) + " tokens"
 
 
 def scoring_settings(
     loading: ModelConfig, context_length: int, stride: int, ladder: ContextLadder | None
 ) -> dict[str, Any]:
-    """Return everything except its tokens that a document's scores depend on, as plain values.
-
-    The model need not be loaded yet.
-    """
+    """Return all settings that a document's scores depend on, as plain values, without loading the model."""
     path = loading.pretrained_model_name_or_path
     if has_weights(path):
         model: str | None = model_identity(loading)
-    else:  # random weights, or those of a checkpoint; a config if there is a path
+    else:  # random weights, or weights from a checkpoint; the path, if any, is that of a config
         model = None if path is None else f"sha256:{content_hash(Path(path).expanduser())}"
     names = ("model_config", "context_extension", "dtype", "lora", "quantization")
     return {

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lightning_modules.batch import PackedBatch, batch_to
 from lightning_modules.functional import LikeliestTokens, likeliest_tokens
-from lightning_modules.functional.windows import row_windows
+from lightning_modules.functional.windows import batch_windows
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.checks import check_scoring, check_weight_files
 from lightning_modules.models.identity import check_same_model, model_identity
@@ -91,7 +91,7 @@ def long_and_short_alternatives(
     Raises:
         ValueError: If ``count`` is not from 1 to the size of the vocabulary, or a length is below 1.
     """
-    windows = row_windows(batch["document_boundaries"], context_length=context_length, stride=stride)
+    windows = batch_windows(batch["document_boundaries"], context_length=context_length, stride=stride)
     head_fn = partial(likeliest_tokens, count=count)
     with eval_mode(backbone):
         long = LikeliestTokens(*(part.cpu() for part in backbone(batch, head_fn=head_fn)))

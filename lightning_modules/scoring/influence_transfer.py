@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lightning_modules.batch import PackedBatch
 from lightning_modules.functional import soft_influence, transfer_influence
-from lightning_modules.functional.windows import row_windows
+from lightning_modules.functional.windows import batch_windows
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.short_context import long_and_short
 from lightning_modules.models.tokenization.detokenization import TokenCharacters
@@ -27,7 +27,7 @@ def row_influence(batch: PackedBatch, backbone: Backbone, *, context_length: int
     token that is not scored or has no short context.
     """
     backbone.check_token_ids(batch)
-    if not row_windows(batch["document_boundaries"], context_length=context_length, stride=stride):
+    if not batch_windows(batch["document_boundaries"], context_length=context_length, stride=stride):
         return torch.ones_like(batch["labels"], dtype=torch.float32)
     long, short = long_and_short(backbone, batch, context_length=context_length, stride=stride)
     return soft_influence(long, short, gamma=gamma).float()

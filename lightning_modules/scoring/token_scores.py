@@ -1,4 +1,4 @@
-"""The stored pair: long and short log-likelihoods of every token of one document, in one safe file."""
+"""Long and short log-likelihoods of the tokens of one document, and their file format."""
 
 import hashlib
 import json
@@ -17,26 +17,26 @@ from lightning_modules.functional import merge_spans, soft_influence
 from lightning_modules.utilities.files import write_atomically
 
 FORMAT = "longce-token-scores-2"
-_RUNG = "context_"
+_CONTEXT_PREFIX = "context_"
 _SPAN = re.compile(r"\[\s*(\d+)\s*,\s*(\d+)\s*\]")
 
 
 @dataclass  # not frozen: Lightning walks through predictions and refuses frozen ones
 class TokenScores:
-    """Long and short log-likelihoods of the tokens of one document; thresholds are applied afterwards.
+    """Long and short log-likelihoods of the tokens of one document, independent of thresholds.
 
     Attributes:
         text_sha256: Hash of the document's UTF-8 text.
         evaluator: Identity of the model that scored it (`lightning_modules.models.identity`).
         context_length: Length K of the shortest short context, in tokens.
         stride: Number d of tokens that shared one window.
-        token_ids: ``[N]`` int64 tokens of the document, as the evaluator's tokenizer makes them.
+        token_ids: ``[N]`` int64 tokens of the document from the evaluator's tokenizer.
         offsets: ``[N, 2]`` int64 character span of each token.
         long: ``[N]`` float32 log-likelihoods given everything before the token, in nats.
         short: ``[N]`` float32 log-likelihoods given the short context, equal to ``long`` for a token without one.
-        floor: Only of tokens likelier than this in the long context, in nats, is the short log-likelihood known; of
-            others it is NaN. Key tokens need no more for a ``beta`` of this or above.
-        rungs: ``[w]`` float32 log-likelihoods of the last w tokens by context length, if there is a context ladder.
+        floor: The short log-likelihood is NaN for tokens whose long one is this or less, in nats. Key tokens for a
+            ``beta`` of this or above do not need them.
+        context_scores: ``[w]`` float32 log-likelihoods of the last w tokens by context length, from a `ContextLadder`.
     """
 
     text_sha256: str
@@ -48,26 +48,29 @@ class TokenScores:
     long: Tensor
     short: Tensor
     floor: float = -math.inf
-    rungs: dict[int, Tensor] = field(default_factory=dict)
+    context_scores: dict[int, Tensor] = field(default_factory=dict)
 
     def soft_influence(self, *, gamma: float = 5.0) -> Tensor:
-        """``[N]`` soft influence of each token.
+        """Return the ``[N]`` soft influence of the tokens.
 
         Raises:
-            ValueError: If the short log-likelihood of some tokens is not known.
+            ValueError: If some short log-likelihoods were not computed.
         """
         if self.floor > -math.inf:
-            raise ValueError(f"The short log-likelihoods below a long one of {self.floor} nats were not computed.")
+            raise ValueError(
+                "Soft influence needs all short log-likelihoods, and those of tokens with a long log-likelihood of"
+                f" {self.floor} nats or less were not computed: score the text again without `key_tokens_only`."
+            )
         return soft_influence(self.long, self.short, gamma=gamma)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the file in one step: a reader sees all of it or none, also after a kill.
+        """Write the file atomically: readers see all of it or nothing, even after a crash.
 
         Raises:
             OSError: If the folder cannot be written to.
         """
         tensors = {"token_ids": self.token_ids, "offsets": self.offsets, "long": self.long, "short": self.short}
-        tensors |= {f"{_RUNG}{context}": scores for context, scores in self.rungs.items()}
+        tensors |= {f"{_CONTEXT_PREFIX}{context}": scores for context, scores in self.context_scores.items()}
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         header = {
             "format": FORMAT,
@@ -78,7 +81,7 @@ class TokenScores:
         }
         if self.floor > -math.inf:
             header["floor"] = repr(self.floor)
-        header["checksum"] = _checksum(header, tensors)
+        header["checksum"] = _compute_checksum(header, tensors)
         write_atomically(Path(path), save(tensors, metadata=header))
 
     @classmethod
@@ -86,7 +89,7 @@ class TokenScores:
         """Read a file and verify its checksum.
 
         Raises:
-            ValueError: If the file is torn, was changed, or does not hold token scores.
+            ValueError: If the file is truncated or changed, or does not contain token scores.
             FileNotFoundError: If it does not exist.
         """
         if not Path(path).is_file():
@@ -97,32 +100,33 @@ class TokenScores:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a mapping
         except (SafetensorError, OSError) as error:
             raise ValueError(f"'{path}' cannot be read as token scores ({error}).") from error
-        if header.get("format") != FORMAT or header.pop("checksum", None) != _checksum(header, tensors):
-            raise ValueError(f"'{path}' is damaged, of another version or no file of token scores ({FORMAT}).")
-        rungs = {int(name[len(_RUNG) :]): tensors.pop(name) for name in sorted(tensors) if name.startswith(_RUNG)}
+        if header.get("format") != FORMAT or header.pop("checksum", None) != _compute_checksum(header, tensors):
+            raise ValueError(f"'{path}' is damaged, or does not contain token scores in the format {FORMAT}.")
+        names = [name for name in tensors if name.startswith(_CONTEXT_PREFIX)]
+        context_scores = {int(name.removeprefix(_CONTEXT_PREFIX)): tensors.pop(name) for name in names}
         return cls(
             text_sha256=header["text_sha256"],
             evaluator=header["evaluator"],
             context_length=int(header["context_length"]),
             stride=int(header["stride"]),
             floor=float(header.get("floor", -math.inf)),
-            rungs=dict(sorted(rungs.items())),
+            context_scores=dict(sorted(context_scores.items())),
             **tensors,
         )
 
 
 def text_sha256(text: str) -> str:
-    """Return the hash that names a document in caches and result files."""
+    """Return the hash that identifies a document in caches and result files."""
     return hashlib.sha256(text.encode("utf-8", errors="surrogatepass")).hexdigest()
 
 
 def read_key_spans(path: str | os.PathLike[str], *, merge: bool = True) -> Tensor:
     """Read ``[M, 2]`` int64 key spans in the text format of the paper's authors: ``[start, end];[start, end];..``.
 
-    Spans that touch or overlap are joined, or come as they are (``merge``). An empty file holds none.
+    Spans that touch or overlap are merged if ``merge`` is set. The file is parsed, never evaluated.
 
     Raises:
-        ValueError: If the file holds anything but ascending spans; it is parsed, never evaluated.
+        ValueError: If the file contains anything but ascending spans.
     """
     text = Path(path).read_text(encoding="utf-8").strip()
     spans = []
@@ -131,15 +135,15 @@ def read_key_spans(path: str | os.PathLike[str], *, merge: bool = True) -> Tenso
         if match is None:
             raise ValueError(f"'{path}', span {number}: expected '[start, end]', got '{entry.strip()[:40]}'.")
         spans.append([int(match[1]), int(match[2])])
-    read = torch.tensor(spans, dtype=torch.int64).reshape(-1, 2)
+    unmerged = torch.tensor(spans, dtype=torch.int64).reshape(-1, 2)
     try:
-        merged = merge_spans(read)
-        return merged if merge else read
+        merged = merge_spans(unmerged)  # also checks the order
+        return merged if merge else unmerged
     except ValueError as error:
         raise ValueError(f"'{path}': {error}") from error
 
 
-def _checksum(header: dict[str, str], tensors: dict[str, Tensor]) -> str:
+def _compute_checksum(header: dict[str, str], tensors: dict[str, Tensor]) -> str:
     digest = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
     for name in sorted(tensors):
         digest.update(f"{name}{list(tensors[name].shape)}{tensors[name].dtype}".encode())

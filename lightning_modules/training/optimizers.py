@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LinearLR
 
-# As class and arguments, so that a saved config can hold them.
+# Class and arguments, so that they can be written to a saved config.
 OPTIMIZER: dict[str, Any] = {
     "class_path": "torch.optim.AdamW",
     "init_args": {"lr": 2e-5, "betas": (0.9, 0.95), "weight_decay": 0.0},
@@ -20,10 +20,10 @@ LR_SCHEDULER: dict[str, Any] = {
 
 
 def default_optimizer(parameters: Iterable[Tensor]) -> Optimizer:
-    """Make the paper's AdamW."""
+    """Return the paper's AdamW."""
     return torch.optim.AdamW(parameters, **OPTIMIZER["init_args"])
 
 
 def default_lr_scheduler(optimizer: Optimizer) -> LinearLR:
-    """Make the paper's schedule: a warm-up over 20 steps, then a constant rate."""
+    """Return the paper's schedule: a warm-up over 20 steps, then a constant learning rate."""
     return LinearLR(optimizer, **LR_SCHEDULER["init_args"])

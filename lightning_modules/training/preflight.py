@@ -1,4 +1,4 @@
-"""Checks before training: everything that is known to fail is refused before hours of work."""
+"""Checks before training, so that a run that must fail does so at once."""
 
 from dataclasses import replace
 from typing import Any, Protocol
@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from lightning_modules.batch import PackedBatch
-from lightning_modules.functional.windows import check_context, check_window_share
+from lightning_modules.functional.windows import check_context, check_window_fraction
 from lightning_modules.models.adapters import quantization_config
 from lightning_modules.models.attention import DOCUMENT_SDPA
 from lightning_modules.models.backbone import Backbone
@@ -21,7 +21,7 @@ from lightning_modules.models.context_extension.rotary_checks import check_stati
 from lightning_modules.models.loading import check_quantization, has_weights, load_backbone, load_config
 from lightning_modules.models.optimizations import ShortDType
 from lightning_modules.models.tokenization.tokenizer import warn_of_other_tokenizer
-from lightning_modules.objectives import Objective, innermost
+from lightning_modules.objectives import Objective, unwrap
 from lightning_modules.training.export.facts import loaded_tokenizer
 from lightning_modules.training.sequence_parallel import SequenceGroup
 
@@ -39,21 +39,21 @@ class Trainee(Protocol):
 
 
 def check_settings(module: Trainee, head_kernel: str | None) -> None:
-    """Check the constructor's arguments, and warn of one that has no effect any more."""
+    """Check the constructor's arguments, and warn about an option that has no effect anymore."""
     check_context(module.context_length, module.stride)
-    check_window_share(module.short_window_share)
+    check_window_fraction(module.short_window_share)
     check_drawn_windows(module.objective, module.short_window_share)
     if head_kernel not in (None, "chunked"):
-        rank_zero_warn("`model.head_kernel` has no effect any more and will be removed: leave it out.")
+        rank_zero_warn("`model.head_kernel` has no effect anymore and will be removed: leave it out.")
 
 
 def check_early(module: Trainee, sequence_length: int | None, sequence_parallel_size: int = 1) -> None:
-    """Refuse what must fail, before text is tokenized or weights are loaded; without training no length is given."""
+    """Check settings before text is tokenized or weights are loaded; ``sequence_length`` is None without training."""
     objective, loading = module.objective, module.loading
     if not objective.uses_short_context and (module.short_dtype is not None or module.short_window_share < 1):
         rank_zero_warn(
-            f"`short_dtype` and `short_window_share` have no effect: {type(objective).__name__} looks at no short"
-            " context."
+            f"`short_dtype` and `short_window_share` have no effect: {type(objective).__name__} does not use short"
+            " contexts."
         )
     if sequence_length is not None and objective.uses_short_context:
         check_context(module.context_length, module.stride, sequence_length)
@@ -61,7 +61,7 @@ def check_early(module: Trainee, sequence_length: int | None, sequence_parallel_
     check_sequence_parallelism(config, sequence_parallel_size, loading.attn_implementation)
     if has_weights(path := loading.pretrained_model_name_or_path):
         check_weight_files(path)
-    if loading.lora is not None:  # peft reports wrong names and values when it builds
+    if loading.lora is not None:  # peft checks names and values only when it builds the adapters
         load_backbone(replace(loading, quantization=None), with_weights=False)
     _check_quantization(loading, config, fits=sequence_length is not None)
     if sequence_length is not None:
@@ -69,17 +69,17 @@ def check_early(module: Trainee, sequence_length: int | None, sequence_parallel_
 
 
 def _check_quantization(loading: ModelConfig, config: PreTrainedConfig, *, fits: bool) -> None:
-    """Raise a ``ValueError`` for quantized weights that are missing, or that training would have to change."""
+    """Raise a ``ValueError`` for quantization without weights to quantize, or full training of quantized weights."""
     if loading.quantization is not None:
         check_quantization(loading.pretrained_model_name_or_path, config)
         quantization_config(loading.quantization, compute_dtype=torch.float32)
     quantized = loading.quantization is not None or getattr(config, "quantization_config", None) is not None
     if fits and quantized and loading.lora is None:
-        raise ValueError("Quantised weights cannot be trained: set `model.lora`, which trains adapters over them.")
+        raise ValueError("Quantized weights cannot be trained: set `model.lora` to train adapters instead.")
 
 
 def check_fit(module: Trainee, data: Any) -> None:
-    """Check the loaded model and its data module when training starts, and warn of settings that add noise."""
+    """Check the loaded model and its data module at the start of training, and warn about settings that add noise."""
     objective, loading = module.objective, module.loading
     check_cap(objective, getattr(data, "influence_cap", None))
     check_static(module.backbone.base_model.config, compares=objective.uses_short_context)
@@ -88,19 +88,19 @@ def check_fit(module: Trainee, data: Any) -> None:
         warn_of_other_tokenizer(tokenizer, path, loading.revision)
     if objective.uses_short_context and module.backbone.has_dropout:
         rank_zero_warn(
-            "The model has dropout: it is on where the loss is computed and off in the short context, so that part"
-            " of every token weight is noise. Set `attention_dropout` and `lora_dropout` to 0."
+            "The model has dropout, which adds noise to every token weight: it is on in the long pass and off in the"
+            " short one. Set `attention_dropout` and `lora_dropout` to 0."
         )
 
 
 def check_batch(module: Trainee, batch: PackedBatch, group: SequenceGroup | None) -> None:
-    """Refuse a training batch that the model, the objective or the group that shares it cannot work with."""
+    """Raise a ``ValueError`` for a training batch that does not fit the model, the objective or the sequence group."""
     module.backbone.check_token_ids(batch)
     check_influence(module.objective, "that come with the sequences" if "influence" in batch else None)
     if module.objective.uses_short_context:
         check_context(module.context_length, module.stride, batch["input_ids"].shape[1])
     if group is not None:
-        group.check_same(batch)
+        group.check_same_batch(batch)
 
 
 def check_finite(loss: Tensor, module: LightningModule, batch_idx: int) -> None:
@@ -114,14 +114,14 @@ def check_finite(loss: Tensor, module: LightningModule, batch_idx: int) -> None:
 
 
 def check_influence(objective: Objective, influence: str | None) -> None:
-    """Refuse stored weights that the objective would ignore, and an objective whose stored weights are missing.
+    """Raise a ``ValueError`` for stored weights that the objective would ignore, or that it needs and are missing.
 
-    ``influence`` names the place of the stored weights; None without any.
+    ``influence`` describes where the stored weights are, and is None without any.
     """
     name = type(objective).__name__
     if objective.uses_stored_influence and influence is None:
         raise ValueError(
-            f"The objective {name} takes stored token weights, and the data module gives none: make them with"
+            f"The objective {name} needs stored token weights, and the data module has none: compute them with"
             " `longce influence` and set `data.influence` to their folder, or choose another `model.objective`."
         )
     if influence is not None and not objective.uses_stored_influence:
@@ -132,12 +132,12 @@ def check_influence(objective: Objective, influence: str | None) -> None:
 
 
 def check_drawn_windows(objective: Objective, window_fraction: float) -> None:
-    """Refuse to leave out windows if the weights would then be wrong on average, or a divisor 0 or below."""
+    """Raise a ``ValueError`` for sampled windows if the expected weights would be wrong, or a divisor could be 0."""
     if window_fraction < 1 and (objective.normalized or not objective.pointwise):
         reason = (
-            "divides by the sum of its weights, and those of windows drawn at random can be below 0"
+            "divides by the sum of its weights, and weights from sampled windows can be negative"
             if objective.pointwise
-            else "compares the tokens of a sequence, all of which need their short context"
+            else "compares the tokens of a sequence, so all of them need a short context"
         )
         raise ValueError(
             f"The objective {type(objective).__name__} {reason}: set `model.short_window_share` to 1 instead of"
@@ -146,8 +146,8 @@ def check_drawn_windows(objective: Objective, window_fraction: float) -> None:
 
 
 def check_cap(objective: Objective, stored: float | None) -> None:
-    """Refuse weights that were stored with a smaller cap than the objective's, which would have no effect."""
-    objective = innermost(objective)
+    """Raise a ``ValueError`` for weights stored with a smaller cap than the objective's, which would have no effect."""
+    objective = unwrap(objective)
     cap = objective.largest_weight
     if objective.uses_stored_influence and stored is not None and cap is not None and stored < cap:
         raise ValueError(
@@ -157,7 +157,7 @@ def check_cap(objective: Objective, stored: float | None) -> None:
 
 
 def check_sequence_parallelism(config: PreTrainedConfig, size: int, attn_implementation: str = "auto") -> None:
-    """Refuse a model whose heads ``size`` processes cannot share, or whose attention is not plain causal `sdpa`."""
+    """Raise a ``ValueError`` unless ``size`` divides the heads and all layers have plain causal `sdpa` attention."""
     if size == 1:
         return
     text: Any = config.get_text_config(decoder=True)
@@ -165,24 +165,24 @@ def check_sequence_parallelism(config: PreTrainedConfig, size: int, attn_impleme
     key_heads = getattr(text, "num_key_value_heads", None) or heads
     if heads % size or (key_heads % size and size % key_heads):
         raise ValueError(
-            f"`sequence_parallel_size` {size} must divide the {heads} attention heads of the model, and divide its"
-            f" {key_heads} key-value heads or be a multiple of them: set another one."
+            f"`sequence_parallel_size` = {size} must divide the model's {heads} attention heads, and divide its"
+            f" {key_heads} key-value heads or be a multiple of them."
         )
     if attn_implementation not in ("auto", "sdpa", DOCUMENT_SDPA):
         raise ValueError(
-            f"Processes share rows with torch's `sdpa` only, which has flash attention in it, not with"
+            f"Sequence parallelism supports torch's `sdpa` only, which includes flash attention, not"
             f" '{attn_implementation}': set `attn_implementation: sdpa`."
         )
     if (pattern := (getattr(text, "rope_parameters", None) or {}).get("rope_type")) in PATTERNS:
         raise ValueError(
-            f"The attention pattern '{pattern}' computes attention in its own way, which processes cannot share: extend"
-            " the context by 'eabf', 'abf', 'yarn' or another method without a pattern."
+            f"Sequence parallelism does not support the attention pattern '{pattern}': extend the context with 'eabf',"
+            " 'abf', 'yarn' or another method without a pattern."
         )
     layers = set(getattr(text, "layer_types", None) or ())
     window = None if layers else getattr(text, "sliding_window", None)
     if window is not None or layers - {"full_attention"}:
         kind = f"a sliding window of {window}" if window is not None else ", ".join(sorted(layers))
         raise ValueError(
-            f"Processes cannot share the rows of a model whose layers have not only full attention ({kind}): set"
-            " `context_extension.full_attention: true` if it is a sliding window, or take another model."
+            f"Sequence parallelism supports full attention only, and this model has {kind}: set"
+            " `context_extension.full_attention: true` for a sliding window, or use another model."
         )

@@ -86,7 +86,7 @@ def success(output):
 def test_each_document_has_the_row_that_its_log_likelihoods_make(run, model_dir, tmp_path):
     module = run(model={"ladder": ContextLadder([8, 32], window=8)}, writer={"per_token": "float32", "gamma": 3.0})
     tokenizer = load_tokenizer(str(model_dir))
-    scorer = DocumentScorer(module.backbone, "", 16, 8, module.document_scorer().rungs)
+    scorer = DocumentScorer(module.backbone, "", 16, 8, module.document_scorer().context_lengths)
     found = rows(tmp_path / "out")
     assert [row["n"] for row in found] == list(range(6))
     for number, row in enumerate(found):

@@ -136,7 +136,7 @@ def test_stored_weights_and_objective_must_agree(folder):
     batch = row(0)
     module = lm(folder, objective=StoredInfluence())
     module.configure_model()
-    with pytest.raises(ValueError, match="the data module gives none"):
+    with pytest.raises(ValueError, match="the data module has none"):
         module.training_step(batch, 0)
     module.objective = CrossEntropy()
     batch["influence"] = torch.ones(1, LENGTH)

@@ -97,9 +97,9 @@ def test_under_autocast_the_copies_of_the_weights_do_not_add_up():
 @pytest.mark.parametrize("training", [True, False])
 def test_where_half_precision_is_multiplied_into_float32_there_is_one_chunk_as_well(training, monkeypatch):
     """As on a GPU, with a stand-in for its product."""
-    monkeypatch.setattr(linear_head, "_widens", lambda operand: operand.dtype == torch.bfloat16)
-    monkeypatch.setattr(linear_head, "_widening_product", lambda rows, weight: rows.float() @ weight.float().T)
-    monkeypatch.setattr(linear_head, "_tile_elements", lambda _: 512 * VOCABULARY // 3)
+    monkeypatch.setattr(linear_head, "_multiplies_into_float32", lambda operand: operand.dtype == torch.bfloat16)
+    monkeypatch.setattr(linear_head, "_multiply_into_float32", lambda rows, weight: rows.float() @ weight.float().T)
+    monkeypatch.setattr(linear_head, "_count_tile_elements", lambda _: 512 * VOCABULARY // 3)
     weight = nn.Parameter(torch.randn(VOCABULARY, HIDDEN).bfloat16())
     hidden = torch.randn(1, 4096, HIDDEN).bfloat16().requires_grad_(training)
     labels = torch.randint(VOCABULARY, (1, 4096))

@@ -4,10 +4,10 @@ import torch
 from lightning_modules.batch import IGNORE_INDEX
 from lightning_modules.functional import (
     ShortContext,
-    largest_influence,
     mutual_information,
     soft_influence,
-    threshold_influence,
+    threshold_weights,
+    top_fraction_weights,
 )
 from lightning_modules.objectives import (
     CrossEntropy,
@@ -52,7 +52,7 @@ def test_stored_influence_is_taken_as_it_is_and_capped():
 def test_stored_influence_and_its_objective_belong_together():
     check_influence(StoredInfluence(), "in 'x'")
     check_influence(LongCE(), None)
-    with pytest.raises(ValueError, match=r"StoredInfluence takes stored.*`longce influence`.*`data.influence`"):
+    with pytest.raises(ValueError, match=r"StoredInfluence needs stored.*`longce influence`.*`data.influence`"):
         check_influence(StoredInfluence(), None)
     with pytest.raises(ValueError, match=r"LongCE would ignore the stored token weights in 'x'"):
         check_influence(LongCE(), "in 'x'")
@@ -91,7 +91,7 @@ def test_weights_of_mutual_information_and_of_a_threshold_are_normalized():
     for objective, expected in (
         (MutualInformation(), mutual_information(*PAIR)),
         (MutualInformation("negative", 2.0), mutual_information(*PAIR, part="negative", shift=2.0)),
-        (Sparse(0.1), threshold_influence(*PAIR, threshold=0.1)),
+        (Sparse(0.1), threshold_weights(*PAIR, threshold=0.1)),
     ):
         assert torch.equal(objective.token_weights(*PAIR, BATCH), expected)
         assert objective.normalized
@@ -160,8 +160,8 @@ def test_a_wrapper_of_the_users_own_keeps_the_schedule():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Interpolated(LongCE(), 1.5), "cross_entropy_share=1.5"),
-        (lambda: Interpolated(LongCE(), float("nan")), "cross_entropy_share=nan"),
+        (lambda: Interpolated(LongCE(), 1.5), "from 0 to 1, got 1.5"),
+        (lambda: Interpolated(LongCE(), float("nan")), "from 0 to 1, got nan"),
         (lambda: Scheduled(LongCE(), start=3, stop=3), "`stop` must be above 3"),
         (lambda: Scheduled(LongCE(), warmup=3, stop=1), "`stop` must be above 1"),
         (lambda: MutualInformation("both"), "got 'both'"),
@@ -201,7 +201,7 @@ def test_sparse_weights_of_a_fraction_and_means_over_each_sequence():
     assert not objective.pointwise
     assert not objective.normalized
     chosen = Sparse(fraction=0.25).token_weights(*PAIR, BATCH)
-    assert torch.equal(chosen, largest_influence(*PAIR, scored, fraction=0.25))
+    assert torch.equal(chosen, top_fraction_weights(*PAIR, scored, fraction=0.25))
     assert chosen.sum(-1).tolist() == [12, 12]
     weights = objective(PAIR[0], ShortContext(PAIR[1], scored), BATCH)
     torch.testing.assert_close(weights, chosen * 4)

@@ -12,7 +12,7 @@ from tokenizers.models import BPE
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from lightning_modules.batch import PackedBatch, packed_row
+from lightning_modules.batch import PackedBatch, pack_sequence
 from lightning_modules.functional import character_units, unit_spans
 from lightning_modules.models.tokenization.slow_tokenizers import SlowBackend
 
@@ -159,7 +159,7 @@ def encode_document(
     if len(ids) == 0:
         raise ValueError(f"The tokenizer '{tokenizer.name_or_path}' finds no token in document '{name}'.")
     _warn_of_unread_text(text, ids, offsets, tokenizer, name)
-    return PackedBatch(**packed_row([ids]), text=[text], offsets=offsets.unsqueeze(0), names=[name])
+    return PackedBatch(**pack_sequence([ids]), text=[text], offsets=offsets.unsqueeze(0), names=[name])
 
 
 def _warn_of_unread_text(

@@ -1,4 +1,4 @@
-"""Statistics of a document's long-range dependence, from the log-likelihoods of its tokens."""
+"""Columns of a document's scores: statistics of its long-range dependence."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -13,9 +13,9 @@ from lightning_modules.scoring.token_scores import TokenScores
 
 PERCENTILES = (10, 25, 75, 90, 99)
 THIRDS = (1, 2, 3)
-RUNG_STATISTICS = ("mean", "key_token_ratio", "positive", "p90")
+LADDER_STATISTICS = ("mean", "key_token_ratio", "positive", "p90")
 WHOLE = "whole"
-"""The whole document's context, in names of columns."""
+"""Name of the whole document's context in column names."""
 
 COLUMNS: dict[str, type] = {
     "tokens": int,
@@ -35,40 +35,40 @@ COLUMNS: dict[str, type] = {
     "benefit_soft": float,
     **{f"benefit_third_{third}": float for third in THIRDS},
 }
-"""Names and types of what `document_scores` gives."""
+"""Names and types of the columns of `document_scores`."""
 
 
 def document_scores(
     scores: TokenScores, *, alpha: float = 2.0, beta: float = -2.0, gamma: float = 5.0
 ) -> dict[str, int | float | None]:
-    r"""One row of a table of documents.
+    r"""Compute the statistics of a document: one row of a table of documents.
 
     The context benefit of a token is its long-short difference, Equation 2 of Fang et al. (2025),
-    https://arxiv.org/abs/2410.23771. It is that of the tokens from ``context_length + stride`` on: those before them
-    see the same tokens in their short context as in the long one, so that their difference of 0 has no meaning.
+    https://arxiv.org/abs/2410.23771. It is defined for tokens from index ``context_length + stride`` on. Earlier tokens
+    have the same long and short context, so their difference is always 0.
 
     Args:
         scores: Long and short log-likelihoods of the document's tokens.
-        alpha: A key token's long-short difference exceeds it, in nats.
-        beta: A key token's long log-likelihood exceeds it, in nats.
+        alpha: Threshold of a key token's long-short difference, in nats.
+        beta: Threshold of a key token's long log-likelihood, in nats.
         gamma: Largest weight of the soft-weighted benefit.
 
     Returns:
-        Values by the names in `COLUMNS`, None for what the document is too short for, sums in float64:
+        Values by the names in `COLUMNS`, or None if the document is too short; sums are float64:
 
         - ``tokens``, ``scored_tokens`` (all but the first), ``compared_tokens`` (with a short context), ``key_tokens``;
-        - ``key_token_ratio``: key tokens among the compared ones;
-        - ``tokens_sharing_characters``, ``tokens_without_characters``: shares of the tokens; they matter only to
+        - ``key_token_ratio``: fraction of the compared tokens that are key tokens;
+        - ``tokens_sharing_characters``, ``tokens_without_characters``: fractions of the tokens; they matter only for
           evaluated models with another tokenizer;
-        - ``longppl``: exponential of the mean negative long log-likelihood of the key tokens (Equation 4, the model
-          being its own evaluator), None without any; ``perplexity``: the same of all scored tokens;
+        - ``longppl``: LongPPL with the model as its own evaluator (Equation 4), None without key tokens;
+          ``perplexity``: the same over all scored tokens;
         - ``benefit_mean``, ``_median``, ``_std``, ``_p10`` .. ``_p99`` (percentiles, linear between tokens), in nats;
-        - ``benefit_positive``: share of the compared tokens with a benefit above 0;
+        - ``benefit_positive``: fraction of the compared tokens with a benefit above 0;
         - ``benefit_soft``: mean benefit weighted by the soft influence ``min(exp(benefit), gamma)`` (Equation 7);
         - ``benefit_third_1`` .. ``_3``: mean benefit of the compared tokens in each third of the document's tokens.
 
     Raises:
-        ValueError: If a threshold makes no sense, or short log-likelihoods are not known.
+        ValueError: If a threshold is out of range, or some short log-likelihoods were not computed.
     """
     key = find_key_tokens(scores, alpha=alpha, beta=beta).mask.numpy()
     weight = scores.soft_influence(gamma=gamma).double().numpy()
@@ -81,17 +81,17 @@ def document_scores(
         "compared_tokens": max(tokens - start, 0),
         "key_tokens": int(key.sum()),
         **measure_coverage(Tokens(scores.token_ids, scores.offsets), None, "tokens").shares(),
-        "perplexity": _perplexity(long[1:]),
+        "perplexity": _compute_perplexity(long[1:]),
     }
     if tokens > start:
         benefit, thirds = (long - short)[start:], np.arange(start, tokens) * 3 // tokens
-        values |= _benefit(benefit, weight[start:])
-        values |= {f"benefit_third_{third}": _mean(benefit[thirds == third - 1]) for third in THIRDS}
-        values |= {"key_token_ratio": float(key[start:].mean()), "longppl": _perplexity(long[key])}
+        values |= _summarize_benefit(benefit, weight[start:])
+        values |= {f"benefit_third_{third}": _mean_or_none(benefit[thirds == third - 1]) for third in THIRDS}
+        values |= {"key_token_ratio": float(key[start:].mean()), "longppl": _compute_perplexity(long[key])}
     return values
 
 
-def _benefit(benefit: NDArray[np.float64], weight: NDArray[np.float64]) -> dict[str, float]:
+def _summarize_benefit(benefit: NDArray[np.float64], weight: NDArray[np.float64]) -> dict[str, float]:
     percentiles = np.percentile(benefit, PERCENTILES)
     return {
         "benefit_mean": float(benefit.mean()),
@@ -104,57 +104,59 @@ def _benefit(benefit: NDArray[np.float64], weight: NDArray[np.float64]) -> dict[
 
 
 def ladder_columns(contexts: Sequence[int]) -> dict[str, type]:
-    """Names and types of what `ladder_scores` gives for a ladder of these context lengths."""
+    """Return names and types of the columns of `ladder_scores` for these context lengths."""
     if not contexts:
         return {}
-    pairs: list[tuple[int, int | str]] = [*_pairs([*contexts]), (contexts[0], WHOLE)]
-    return {_name(*pair, statistic): float for pair in pairs for statistic in RUNG_STATISTICS}
+    pairs: list[tuple[int, int | str]] = [*_pair_contexts([*contexts]), (contexts[0], WHOLE)]
+    return {_name_column(*pair, statistic): float for pair in pairs for statistic in LADDER_STATISTICS}
 
 
 def ladder_scores(
     scores: TokenScores, contexts: Sequence[int], *, alpha: float = 2.0, beta: float = -2.0
 ) -> dict[str, float | None]:
-    """Compute what each longer context adds for the last tokens of the document (`ContextLadder`).
+    """Compute the benefit of longer contexts for the last tokens of a document (`ContextLadder`).
+
+    Pairs of context lengths are compared: the first with every other one, each with the next, and the first with the
+    ``whole`` document.
 
     Returns:
-        Values by the names in `ladder_columns`, None for rungs that the document does not have. A pair of context
-        lengths is that of the first rung with another, that of a rung with the next, and that of the first with the
-        ``whole`` document. ``ladder_<shorter>_<longer>_mean`` is the mean benefit of the longer context in nats,
-        ``_key_token_ratio`` the share of tokens that it makes key tokens, ``_positive`` the share with a benefit above
-        0, and ``_p90`` the 90th percentile of the benefit.
+        Values by the names in `ladder_columns`, or None for lengths that do not fit into the document.
+        ``ladder_<shorter>_<longer>_mean`` is the mean benefit of the longer context in nats, ``_key_token_ratio`` the
+        fraction of tokens that it makes key tokens, ``_positive`` the fraction with a benefit above 0, and ``_p90`` the
+        90th percentile of the benefit.
     """
     values: dict[str, float | None] = dict.fromkeys(ladder_columns(contexts))
-    rungs: dict[Any, Any] = dict(scores.rungs)
-    if not rungs:
+    by_context: dict[Any, Any] = dict(scores.context_scores)
+    if not by_context:
         return values
-    first, window = contexts[0], len(scores.rungs[contexts[0]])
+    first, window = contexts[0], len(scores.context_scores[contexts[0]])
     whole: list[tuple[int, int | str]] = []
     if len(scores.long) - window > first:
-        rungs[WHOLE], whole = scores.long[-window:], [(first, WHOLE)]
-    for shorter, longer in [*_pairs([context for context in contexts if context in rungs]), *whole]:
-        key = key_token_mask(rungs[longer], rungs[shorter], alpha=alpha, beta=beta).numpy()
-        benefit = (rungs[longer].double() - rungs[shorter].double()).numpy()
-        found = (benefit.mean(), key.mean(), (benefit > 0).mean(), np.percentile(benefit, 90))
-        names = [_name(shorter, longer, statistic) for statistic in RUNG_STATISTICS]
-        values |= dict(zip(names, map(float, found), strict=True))
+        by_context[WHOLE], whole = scores.long[-window:], [(first, WHOLE)]
+    for shorter, longer in [*_pair_contexts([context for context in contexts if context in by_context]), *whole]:
+        key = key_token_mask(by_context[longer], by_context[shorter], alpha=alpha, beta=beta).numpy()
+        benefit = (by_context[longer].double() - by_context[shorter].double()).numpy()
+        statistics = (benefit.mean(), key.mean(), (benefit > 0).mean(), np.percentile(benefit, 90))
+        names = [_name_column(shorter, longer, statistic) for statistic in LADDER_STATISTICS]
+        values |= dict(zip(names, map(float, statistics), strict=True))
     return values
 
 
-def _pairs(contexts: list[int]) -> list[tuple[int, int]]:
-    """The first rung with each other, and each with the next."""
+def _pair_contexts(contexts: list[int]) -> list[tuple[int, int]]:
+    """Return pairs of the first context length with each other one, and of each with the next."""
     return [*((contexts[0], longer) for longer in contexts[1:]), *pairwise(contexts[1:])]
 
 
-def _name(shorter: int, longer: int | str, statistic: str) -> str:
+def _name_column(shorter: int, longer: int | str, statistic: str) -> str:
     return f"ladder_{shorter}_{longer}_{statistic}"
 
 
-def _mean(values: NDArray[np.float64]) -> float | None:
+def _mean_or_none(values: NDArray[np.float64]) -> float | None:
     return float(values.mean()) if len(values) else None
 
 
-def _perplexity(log_likelihood: NDArray[np.float64]) -> float | None:
+def _compute_perplexity(log_likelihood: NDArray[np.float64]) -> float | None:
     if not len(log_likelihood):
         return None
-    with np.errstate(over="ignore"):  # more than 1.8e308 is infinite
+    with np.errstate(over="ignore"):  # above 1.8e308 it is inf
         return float(np.exp(-log_likelihood.mean()))

@@ -254,6 +254,6 @@ def _pass(
     start = min(len(continuation.context) for _, continuation in asked) - 1
     with last_layer_reads_from(backbone.decoder, start if backbone.trims_last_layer else 0):
         hidden_states = backbone.hidden_states(batch)
-    predictors = [hidden_states[row, len(c.context) - 1 :][: len(c.tokens)] for row, c in asked]
+    predicting = [hidden_states[row, len(c.context) - 1 :][: len(c.tokens)] for row, c in asked]
     targets = torch.tensor([token for _, continuation in asked for token in continuation.tokens])
-    return greedy_targets(torch.cat(predictors), backbone.head, targets.to(backbone.device))
+    return greedy_targets(torch.cat(predicting), backbone.head, targets.to(backbone.device))

@@ -40,7 +40,7 @@ def scored(tmp_path):
     for place, number in enumerate(order.tolist()):
         name = "x/a.parquet" if number < 12 else "x/b.jsonl"
         origin = DocumentRef(f"d{number}", name, number % 12, {"source": "ab"[number % 2]})
-        scores = make_scores(12 + number, number, rungs=(CONTEXTS[: 1 + number % 2], 3))
+        scores = make_scores(12 + number, number, ladder=(CONTEXTS[: 1 + number % 2], 3))
         table.add(origin, Failed("broken") if number == 5 else scores)
         if place % 8 == 7:
             header = {"settings": {}, "source": module.source_settings(), "files": versions}
@@ -91,7 +91,7 @@ def test_the_largest(scored):
     ranked = [row["key"] for row in sorted(some, key=lambda row: -row["perplexity"])]
     assert keys(scored, top=0.5, rank_by="perplexity", where="tokens > 20") == set(ranked[: round(len(some) / 2)])
     assert len(keys(scored, top=7, rank_by="key_tokens")) == 7, "of equal ones as many as asked for"
-    with pytest.raises(ValueError, match="None of the documents"):  # whose ladder has one rung
+    with pytest.raises(ValueError, match="None of the documents"):  # whose ladder has one length
         select(str(scored / "scores"), top=7, rank_by="ladder_4_8_mean", where="source == 'a'")
 
 

@@ -8,7 +8,7 @@ from lightning_modules.functional import (
     long_short_difference,
     mutual_information,
     soft_influence,
-    threshold_influence,
+    threshold_weights,
 )
 
 
@@ -88,10 +88,10 @@ def test_mutual_information_matches_one_token_at_a_time_in_float64(part, shift):
 
 def test_threshold_is_strict_and_looks_at_both_signs():
     long, short = torch.tensor([-1.0, -1.0, -1.0, -3.0]), torch.tensor([-1.0, -3.0, -3.5, -0.5])
-    assert threshold_influence(long, short, threshold=2.0).tolist() == [0.0, 0.0, 1.0, 1.0]
+    assert threshold_weights(long, short, threshold=2.0).tolist() == [0.0, 0.0, 1.0, 1.0]
 
 
-@pytest.mark.parametrize("weigh", [mutual_information, threshold_influence])
+@pytest.mark.parametrize("weigh", [mutual_information, threshold_weights])
 def test_weights_carry_no_gradient_and_are_0_without_a_short_context(weigh):
     long = torch.tensor([-1.0, -2.0], requires_grad=True)
     weights = weigh(long, long)
@@ -106,9 +106,9 @@ def test_weights_carry_no_gradient_and_are_0_without_a_short_context(weigh):
         (mutual_information, {"shift": 0.0}, "`shift`.*0.0"),
         (mutual_information, {"shift": math.inf}, "`shift`.*inf"),
         (mutual_information, {"shift": math.nan}, "`shift`.*nan"),
-        (mutual_information, {"part": "absolute", "shift": 2.0}, "leave out 2.0"),
-        (threshold_influence, {"threshold": -0.5}, "`threshold`.*-0.5"),
-        (threshold_influence, {"threshold": math.nan}, "`threshold`.*nan"),
+        (mutual_information, {"part": "absolute", "shift": 2.0}, "got 2.0: leave it out"),
+        (threshold_weights, {"threshold": -0.5}, "`threshold`.*-0.5"),
+        (threshold_weights, {"threshold": math.nan}, "`threshold`.*nan"),
     ],
 )
 def test_weights_without_a_meaning_are_refused(weigh, settings, message):

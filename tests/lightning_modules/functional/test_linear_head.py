@@ -23,7 +23,7 @@ def problem(dtype=torch.float64, bias=True, **transform):
 @pytest.fixture(params=[1, 7, 57, 10_000])
 def tile(request, monkeypatch):
     """Tokens of the vocabulary in a tile, for chunks of 4 rows."""
-    monkeypatch.setattr(linear_head, "_tile_elements", lambda _: 4 * request.param)
+    monkeypatch.setattr(linear_head, "_count_tile_elements", lambda _: 4 * request.param)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -122,7 +122,7 @@ def test_half_precision_and_autocast_give_float32():
 
 
 def test_nothing_is_as_large_as_the_logits_of_a_chunk(monkeypatch):
-    monkeypatch.setattr(linear_head, "_tile_elements", lambda _: 16 * 4)
+    monkeypatch.setattr(linear_head, "_count_tile_elements", lambda _: 16 * 4)
     hidden, head, labels = problem()
     with Watch() as watch, torch.no_grad():
         token_log_likelihood(hidden, head, labels, chunk_size=16)
@@ -146,7 +146,7 @@ class Watch(TorchDispatchMode):
 
 @pytest.mark.parametrize(("width", "products"), [(0.5, 57), (1, 57), (7, 9), (57, 1), (10_000, 1)])
 def test_a_tile_is_as_wide_as_its_elements_allow_and_one_token_at_least(monkeypatch, width, products):
-    monkeypatch.setattr(linear_head, "_tile_elements", lambda _: int(16 * width))
+    monkeypatch.setattr(linear_head, "_count_tile_elements", lambda _: int(16 * width))
     hidden, head, labels = problem()
     rows = hidden[labels != IGNORE_INDEX][:16]
     with Watch() as watch, torch.no_grad():
@@ -156,7 +156,8 @@ def test_a_tile_is_as_wide_as_its_elements_allow_and_one_token_at_least(monkeypa
 
 def test_a_tile_fits_a_processors_cache_and_fills_an_accelerator():
     mebibytes = {
-        device: 4 * linear_head._tile_elements(torch.empty(1, device=device)) / 2**20 for device in ("cpu", "meta")
+        device: 4 * linear_head._count_tile_elements(torch.empty(1, device=device)) / 2**20
+        for device in ("cpu", "meta")
     }
     assert 1 <= mebibytes["cpu"] <= 16
     assert 256 <= mebibytes["meta"] <= 1024
@@ -206,8 +207,8 @@ def test_the_sum_over_the_vocabulary_is_wider_than_half_precision_logits(bias):
 @pytest.mark.parametrize("bias", [True, False])
 def test_where_a_device_widens_the_product_nothing_is_rounded(tile, monkeypatch, bias):
     """As on a GPU, whose product of half-precision operands is float32."""
-    monkeypatch.setattr(linear_head, "_widens", lambda operand: operand.dtype == torch.bfloat16)
-    monkeypatch.setattr(linear_head, "_widening_product", lambda rows, weight: rows.float() @ weight.float().T)
+    monkeypatch.setattr(linear_head, "_multiplies_into_float32", lambda operand: operand.dtype == torch.bfloat16)
+    monkeypatch.setattr(linear_head, "_multiply_into_float32", lambda rows, weight: rows.float() @ weight.float().T)
     hidden, head, _ = problem(torch.bfloat16, bias=bias, soft_cap=2.0)
     exact = LinearHead(head.weight.double(), None if head.bias is None else head.bias.double(), soft_cap=2.0)
     targets = torch.arange(17)

@@ -40,7 +40,7 @@ def test_loss_that_context_does_not_lower():
 @pytest.mark.parametrize(
     ("context", "loss", "message"),
     [
-        ([1.0, 2.0], [1.0, 2.0], "3 lengths of context, got 2"),
+        ([1.0, 2.0], [1.0, 2.0], "at least 3 context lengths, got 2"),
         ([1.0, 2.0, 2.0], [1.0, 2.0, 3.0], "got 2"),
         ([0.0, 2.0, 3.0], [1.0, 2.0, 3.0], "above 0"),
         ([1.0, 2.0, 3.0], [1.0, math.nan, 3.0], "finite"),

@@ -85,10 +85,10 @@ def test_greedy_targets_matches_one_token_at_a_time_in_float64(chunk_size, kind)
     torch.manual_seed(0)
     module = torch.nn.Linear(5, 11)
     linear = LinearHead(module.weight, module.bias, 1.5, 4.0 if kind == "capped" else None)
-    predictors, targets = torch.randn(7, 5), torch.randint(11, (7,))
+    hidden_states, targets = torch.randn(7, 5), torch.randint(11, (7,))
     with torch.no_grad():
         weight, bias = module.weight.double(), module.bias.double()
-        logits = predictors.double() @ weight.T + bias
+        logits = hidden_states.double() @ weight.T + bias
         if kind != "module":
             logits = logits * 1.5
         if kind == "capped":
@@ -96,7 +96,7 @@ def test_greedy_targets_matches_one_token_at_a_time_in_float64(chunk_size, kind)
     targets[::2] = logits.argmax(-1)[::2]
     expected = torch.stack([row.log_softmax(0)[target] for row, target in zip(logits, targets, strict=True)])
     found, likeliest = greedy_targets(
-        predictors, module if kind == "module" else linear, targets, chunk_size=chunk_size
+        hidden_states, module if kind == "module" else linear, targets, chunk_size=chunk_size
     )
     torch.testing.assert_close(found, expected.float())
     assert likeliest.tolist() == [int(row.argmax()) == int(t) for row, t in zip(logits, targets, strict=True)]
@@ -113,14 +113,14 @@ def test_greedy_targets_nothing_to_score_and_bad_input():
         own = torch.nn.Linear(2, 3, dtype=dtype)
         found, _ = greedy_targets(torch.zeros(0, 2, dtype=dtype), own, torch.zeros(0, dtype=torch.int64))
         assert found.dtype == wide
-    for predictors, targets in (
+    for hidden_states, targets in (
         (torch.zeros(2, 2), torch.zeros(1, dtype=torch.int64)),
         (torch.zeros(2, 2), torch.zeros(2, dtype=torch.int32)),
         (torch.zeros(2, 2, 2), torch.zeros(2, dtype=torch.int64)),
     ):
-        with pytest.raises(ValueError, match=r"`predictors` must be \[N, D\] and `targets` \[N\] of int64"):
-            greedy_targets(predictors, head, targets)
+        with pytest.raises(ValueError, match=r"`hidden_states` must be \[N, D\] and `targets` \[N\] of int64"):
+            greedy_targets(hidden_states, head, targets)
     with pytest.raises(ValueError, match="`chunk_size` must be an integer"):
         greedy_targets(torch.zeros(1, 2), head, torch.tensor([0]), chunk_size=-1)
-    with pytest.raises(ValueError, match="Label 3 is none of the 3 tokens"):
+    with pytest.raises(ValueError, match="Label 3 is out of range"):
         greedy_targets(torch.zeros(1, 2), head, torch.tensor([3]))

@@ -5,7 +5,7 @@ import torch
 
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional import Window, short_context_windows
-from lightning_modules.functional.windows import check_context, draw_windows, row_windows, trim_windows, window_batch
+from lightning_modules.functional.windows import batch_windows, check_context, draw_windows, trim_windows, window_batch
 
 
 @pytest.mark.parametrize("n", range(1, 40))
@@ -66,7 +66,7 @@ def test_window_batch():
     assert batch["document_boundaries"] == [[0, 7], [0, 5], [0, 3]]
 
 
-WINDOWS = row_windows([[0, 9, 40], [0, 30]], context_length=4, stride=2)
+WINDOWS = batch_windows([[0, 9, 40], [0, 30]], context_length=4, stride=2)
 
 
 def test_windows_of_a_batch_name_their_rows():

@@ -510,8 +510,8 @@ def lora_on_the_head():
 def test_half_precision_rounds_the_same_with_and_without_gradient(make, widens, precision, monkeypatch):
     """Or the long-short difference of each token would be noise."""
     if widens:  # as on a GPU
-        monkeypatch.setattr(linear_head, "_widens", lambda operand: operand.dtype == torch.bfloat16)
-        monkeypatch.setattr(linear_head, "_widening_product", lambda rows, weight: rows.float() @ weight.float().T)
+        monkeypatch.setattr(linear_head, "_multiplies_into_float32", lambda operand: operand.dtype == torch.bfloat16)
+        monkeypatch.setattr(linear_head, "_multiply_into_float32", lambda rows, weight: rows.float() @ weight.float().T)
     scorer = Backbone(make().eval())
     scorer = scorer.bfloat16() if precision == "true" else scorer
     batch = packed(documents(30, 8), documents(40))

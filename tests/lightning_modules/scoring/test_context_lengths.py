@@ -3,7 +3,7 @@ import torch
 
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.tokenization.tokenizer import encode_document
-from lightning_modules.scoring.context_lengths import LONGEST, ContextLadder, Rungs
+from lightning_modules.scoring.context_lengths import MAX_AUTO_CONTEXT, ContextLadder, ContextLengths
 from lightning_modules.scoring.document_scorer import DocumentScorer
 from lightning_modules.scoring.token_scores import TokenScores
 from tests.conftest import make_text, tiny_model
@@ -12,7 +12,7 @@ from tests.support import reference
 
 def scored(model, tokenizer, contexts, window, words=60, **settings):
     document = encode_document(make_text(words), tokenizer)
-    scorer = DocumentScorer(Backbone(model), "tiny", 12, 4, Rungs(tuple(contexts), window), **settings)
+    scorer = DocumentScorer(Backbone(model), "tiny", 12, 4, ContextLengths(tuple(contexts), window), **settings)
     return document["input_ids"][0], scorer.score(document)[0]
 
 
@@ -22,9 +22,9 @@ def test_each_rung_is_a_pass_over_its_context_alone(tokenizer):
     ids, scores = scored(model, tokenizer, (1, 7, 30, 64), 10)
     start = len(ids) - 10
     assert len(ids) > 80
-    assert list(scores.rungs) == [1, 7, 30, 64]
+    assert list(scores.context_scores) == [1, 7, 30, 64]
     with torch.no_grad():
-        for context, own in scores.rungs.items():
+        for context, own in scores.context_scores.items():
             expected = reference.document_log_likelihood(model, ids[start - context :])[context:]
             torch.testing.assert_close(own.double(), expected, rtol=1e-6, atol=1e-6)
             assert (own - scores.long[start:]).abs().max() > 0.01, "and no other context"
@@ -38,15 +38,15 @@ def test_the_longest_rung_is_the_long_pass_where_they_are_the_same(tokenizer, mo
     _, without = scored(model, tokenizer, (), 10)
     before = len(passes)
     _, scores = scored(model, tokenizer, (16, len(ids) - 10, len(ids)), 10)
-    assert len(passes) - before == before + 1, "one pass for the rung of 16"
-    assert torch.equal(scores.rungs[len(ids) - 10], scores.long[-10:])
-    assert torch.equal(scores.rungs[16], first.rungs[16])
-    assert list(scores.rungs) == [16, len(ids) - 10]
-    assert without.rungs == {}
+    assert len(passes) - before == before + 1, "one pass for the context length 16"
+    assert torch.equal(scores.context_scores[len(ids) - 10], scores.long[-10:])
+    assert torch.equal(scores.context_scores[16], first.context_scores[16])
+    assert list(scores.context_scores) == [16, len(ids) - 10]
+    assert without.context_scores == {}
 
 
 def test_rows_of_a_batch_have_the_rungs_that_they_have_alone(tokenizer):
-    model, rungs = tiny_model(vocab_size=len(tokenizer)), Rungs((8, 40), 6)
+    model, lengths = tiny_model(vocab_size=len(tokenizer)), ContextLengths((8, 40), 6)
     rows = [encode_document(make_text(words, words), tokenizer) for words in (1, 8, 70)]
     width = max(row["input_ids"].shape[1] for row in rows)
     batch = {
@@ -56,8 +56,8 @@ def test_rows_of_a_batch_have_the_rungs_that_they_have_alone(tokenizer):
     batch["document_boundaries"] = [row["document_boundaries"][0] for row in rows]
     backbone = Backbone(model)
     with torch.no_grad():
-        together = rungs.log_likelihood(backbone, batch, backbone(batch))
-        alone = [rungs.log_likelihood(backbone, row, backbone(row))[0] for row in rows]
+        together = lengths.log_likelihood(backbone, batch, backbone(batch))
+        alone = [lengths.log_likelihood(backbone, row, backbone(row))[0] for row in rows]
     assert [sorted(own) for own in together] == [[], [8], [8, 40]]
     for own, expected in zip(together, alone, strict=True):
         for context in own:
@@ -68,17 +68,19 @@ def test_the_ladder_is_stored_with_the_scores(tokenizer, tmp_path):
     _, scores = scored(tiny_model(vocab_size=len(tokenizer)), tokenizer, (100, 8), 6)
     scores.save(tmp_path / "x.safetensors")
     loaded = TokenScores.load(tmp_path / "x.safetensors")
-    assert list(loaded.rungs) == [8, 100]
-    assert all(torch.equal(loaded.rungs[context], scores.rungs[context]) for context in loaded.rungs)
+    assert list(loaded.context_scores) == [8, 100]
+    assert all(
+        torch.equal(loaded.context_scores[context], scores.context_scores[context]) for context in loaded.context_scores
+    )
 
 
 def test_automatic_rungs_double_up_to_the_length_of_the_model():
     sizes = {"context_length": 4096, "stride": 1024}
-    assert ContextLadder().rungs(**sizes, longest=32768) == Rungs((4096, 8192, 16384, 32768), 1024)
-    assert ContextLadder(window=7).rungs(**sizes, longest=40_000) == Rungs((4096, 8192, 16384, 32768), 7)
-    assert ContextLadder().rungs(**sizes, longest=1024).contexts == (4096,)
-    assert ContextLadder().rungs(**sizes, longest=None).contexts[-1] == LONGEST
-    assert ContextLadder([3, 5]).rungs(**sizes, longest=4).contexts == (3, 5)
+    assert ContextLadder().resolve(**sizes, max_length=32768) == ContextLengths((4096, 8192, 16384, 32768), 1024)
+    assert ContextLadder(window=7).resolve(**sizes, max_length=40_000) == ContextLengths((4096, 8192, 16384, 32768), 7)
+    assert ContextLadder().resolve(**sizes, max_length=1024).contexts == (4096,)
+    assert ContextLadder().resolve(**sizes, max_length=None).contexts[-1] == MAX_AUTO_CONTEXT
+    assert ContextLadder([3, 5]).resolve(**sizes, max_length=4).contexts == (3, 5)
 
 
 @pytest.mark.parametrize(

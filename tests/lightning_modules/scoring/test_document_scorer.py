@@ -6,8 +6,8 @@ import torch
 from lightning_modules.models import lockstep
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.tokenization.tokenizer import encode_document
-from lightning_modules.scoring.context_lengths import Rungs
-from lightning_modules.scoring.document_scorer import DocumentScorer, Failed, is_out_of_memory, rows_of
+from lightning_modules.scoring.context_lengths import ContextLengths
+from lightning_modules.scoring.document_scorer import DocumentScorer, Failed, is_out_of_memory, select_rows
 from tests.conftest import make_text, tiny_model
 
 
@@ -46,7 +46,7 @@ CPU = RuntimeError("[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: c
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), CPU], ids=repr)
 def test_what_does_not_fit_together_is_scored_alone_and_what_does_not_fit_alone_fails(tokenizer, error):
     backbone, batch = Backbone(tiny_model(vocab_size=len(tokenizer))), make_batch(tokenizer, 10, 60, 20)
-    expected = [scorer(backbone).score(rows_of(batch, [row]))[0] for row in range(3)]
+    expected = [scorer(backbone).score(select_rows(batch, [row]))[0] for row in range(3)]
     long = batch["document_boundaries"][1][1]
     no_room_for(backbone, long - 1, error)
     first, second, third = scorer(backbone).try_to_score(batch)
@@ -80,9 +80,9 @@ def test_more_tokens_than_learned_positions(tokenizer):
     batch = make_batch(tokenizer, 60, 5)
     failed, scored = scorer(Backbone(model)).try_to_score(batch)
     assert "64 learned positions" in failed.reason
-    expected = scorer(Backbone(model)).score(rows_of(batch, [1]))[0]
+    expected = scorer(Backbone(model)).score(select_rows(batch, [1]))[0]
     assert torch.equal(scored.long, expected.long)
-    (alone,) = scorer(Backbone(model)).try_to_score(rows_of(batch, [0]))
+    (alone,) = scorer(Backbone(model)).try_to_score(select_rows(batch, [0]))
     assert alone == failed
 
 
@@ -93,7 +93,7 @@ def test_a_process_whose_documents_fail_makes_the_passes_of_the_others(tokenizer
     monkeypatch.setattr(lockstep, "any_rank", lambda works, device: works or others.pop(0))
     forward = backbone.forward
     backbone.forward = lambda batch, **k: passes.append(batch["input_ids"].numel()) or forward(batch, **k)
-    scorer(backbone, rungs=Rungs((8,), 4)).try_to_score(make_batch(tokenizer, 60))
+    scorer(backbone, context_lengths=ContextLengths((8,), 4)).try_to_score(make_batch(tokenizer, 60))
     assert passes == [1, 1]
 
 
@@ -103,5 +103,5 @@ def test_scores_that_are_no_numbers(tokenizer):
     model.model.embed_tokens.weight.data[batch["input_ids"][1, 1]] = torch.nan
     results = scorer(backbone).try_to_score(batch)
     assert "log-likelihoods are not finite" in results[1].reason
-    alone = [scorer(backbone).try_to_score(rows_of(batch, [row]))[0] for row in range(2)]
+    alone = [scorer(backbone).try_to_score(select_rows(batch, [row]))[0] for row in range(2)]
     assert [isinstance(result, Failed) for result in alone] == [isinstance(result, Failed) for result in results]

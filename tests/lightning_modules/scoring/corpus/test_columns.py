@@ -13,13 +13,13 @@ OFFSETS = [[2 * (t // 3) + (t % 3 == 2), 2 * (t // 3) + 1 + (t % 3 == 2) * (t % 
 """Of each three tokens two share a character, and the third one has a character or none by turns."""
 
 
-def make_scores(tokens, seed=0, context_length=6, stride=3, rungs=()):
+def make_scores(tokens, seed=0, context_length=6, stride=3, ladder=()):
     generator = torch.Generator().manual_seed(seed)
     long = -torch.empty(tokens).exponential_(0.5, generator=generator)
     short = long - 2 * torch.randn(tokens, generator=generator)
     short[: context_length + stride] = long[: context_length + stride]
     long[0] = short[0] = 0
-    window = rungs[1] if rungs else 0
+    window = ladder[1] if ladder else 0
     return TokenScores(
         text_sha256="",
         evaluator="",
@@ -29,7 +29,9 @@ def make_scores(tokens, seed=0, context_length=6, stride=3, rungs=()):
         offsets=torch.tensor(OFFSETS[:tokens]),
         long=long,
         short=short,
-        rungs={c: long[-window:] - torch.randn(window, generator=generator) for c in (rungs[0] if rungs else ())},
+        context_scores={
+            c: long[-window:] - torch.randn(window, generator=generator) for c in (ladder[0] if ladder else ())
+        },
     )
 
 
@@ -122,14 +124,14 @@ def test_thresholds_without_a_meaning_are_refused():
 
 def test_ladder_against_its_definition():
     contexts, window = (4, 8, 16), 5
-    scores = make_scores(40, rungs=(contexts, window))
+    scores = make_scores(40, ladder=(contexts, window))
     found = ladder_scores(scores, contexts, alpha=0.3, beta=-3.0)
     assert list(found) == list(ladder_columns(contexts))
     whole = scores.long[-window:]
-    rungs = {**scores.rungs, "whole": whole}
+    by_context = {**scores.context_scores, "whole": whole}
     for shorter, longer in ((4, 8), (4, 16), (8, 16), (4, "whole")):
-        benefit = [a - b for a, b in zip(rungs[longer].tolist(), rungs[shorter].tolist(), strict=True)]
-        keys = [v > 0.3 and a > -3.0 for v, a in zip(benefit, rungs[longer].tolist(), strict=True)]
+        benefit = [a - b for a, b in zip(by_context[longer].tolist(), by_context[shorter].tolist(), strict=True)]
+        keys = [v > 0.3 and a > -3.0 for v, a in zip(benefit, by_context[longer].tolist(), strict=True)]
         expected = {
             "mean": statistics.fmean(benefit),
             "key_token_ratio": sum(keys) / window,
@@ -143,10 +145,10 @@ def test_ladder_against_its_definition():
 
 
 def test_rungs_that_a_document_does_not_have_are_null():
-    found = ladder_scores(make_scores(40, rungs=((4, 8), 5)), (4, 8, 64))
+    found = ladder_scores(make_scores(40, ladder=((4, 8), 5)), (4, 8, 64))
     known = {name.rpartition("_")[0] for name, value in found.items() if value is not None and name.endswith("mean")}
     assert known == {"ladder_4_8", "ladder_4_whole"}
     assert not any(value is not None for value in ladder_scores(make_scores(40), (4, 8)).values())
-    as_long = make_scores(9, rungs=((4,), 5))  # its whole context is the first rung
+    as_long = make_scores(9, ladder=((4,), 5))  # its whole context is the first length
     assert ladder_scores(as_long, (4, 8))["ladder_4_whole_mean"] is None
     assert ladder_scores(make_scores(9), ()) == {}
