@@ -196,7 +196,7 @@ def test_stored_influence_survives_a_kill_and_trains_like_longce_without_short_p
     monkeypatch.setattr(InfluenceWriter, "write", lambda self, n, w: computed.extend(n) or write(self, n, w))
     longce(*command, monkeypatch=monkeypatch, folder=tmp_path)
     printed = capsys.readouterr().out
-    count = int(re.search(r"Weights of (\d+) rows of 128 tokens", printed)[1])
+    count = int(re.search(r"Token weights of (\d+) sequences of 128 tokens", printed)[1])
     assert sorted(computed) == list(range(count))[-len(computed) :]
     assert len(computed) == count - 3
     advice = printed.split("Train with: ")[1].split()
@@ -241,7 +241,7 @@ def test_stored_influence_that_nobody_uses_or_has(experiment, tmp_path, monkeypa
 
 
 def test_unknown_command(tmp_path, monkeypatch, capsys):
-    assert "no command 'fiit'" in refused("fiit", monkeypatch=monkeypatch, folder=tmp_path, capsys=capsys)
+    assert "unknown command 'fiit'" in refused("fiit", monkeypatch=monkeypatch, folder=tmp_path, capsys=capsys)
 
 
 @pytest.mark.slow
