@@ -40,7 +40,7 @@ class PackedBatch(TypedDict):
         offsets: ``[B, T, 2]`` int64 character span ``[start, end)`` of each token in ``text`` (evaluation only).
         names: For each row the name of its one document, as messages and result files cite it (evaluation only).
         influence: ``[B, T]`` float32 token weights that were computed beforehand (training with stored weights only).
-        origins: For each row where its one document comes from; none of a row that only keeps processes in step
+        document_refs: For each row where its one document comes from; none of a row that only keeps processes in step
             (documents of a corpus only).
         failed: Documents of the corpus that should be in this batch, and are not for an error.
     """
@@ -53,7 +53,7 @@ class PackedBatch(TypedDict):
     offsets: NotRequired[Tensor]
     names: NotRequired[list[str]]
     influence: NotRequired[Tensor]
-    origins: NotRequired[list[DocumentRef]]
+    document_refs: NotRequired[list[DocumentRef]]
     failed: NotRequired[list[DocumentRef]]
 
 

@@ -204,7 +204,7 @@ class LongContextLM(LightningModule):
         """Return long and short log-likelihoods of each document. A document of a corpus may fail by itself."""
         self.backbone.check_token_ids(batch)
         scorer = self.document_scorer()
-        return scorer.try_to_score(batch) if "origins" in batch else scorer.score(batch)
+        return scorer.try_to_score(batch) if "document_refs" in batch else scorer.score(batch)
 
     def document_scorer(self) -> DocumentScorer:
         """Return the scorer of documents, once the model is there."""

@@ -173,7 +173,7 @@ OPTIONS = [
     ("--model.pretrained_model_name_or_path", "https://x/y", "does not exist"),
     ("--data.sequence_length", str(10**30), "at most 134,217,728 tokens"),
     ("--data.num_workers", "1000000", "`num_workers` must be an integer from 0 to"),
-    ("--data.long_documents", "{longer_than: 9, weight: 1e12}", "set it to 1 to 1000"),
+    ("--data.long_documents", "{longer_than: 9, weight: 1e12}", "must be between 1 and 1000"),
     ("--data.packing", "worst", "packing"),
     ("--data.tokenizer", "", "give a local folder or a hub id"),
     ("--data.train", "/nowhere/*.jsonl", "No file to read at"),

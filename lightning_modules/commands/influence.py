@@ -47,7 +47,7 @@ class InfluenceScorer(LightningModule):
     @override
     def configure_model(self) -> None:
         # If no sequence is left, no process loads the model. Otherwise all do, because DDP compares their weights.
-        if "backbone" in self._modules or self._rows.remaining == 0:
+        if "backbone" in self._modules or self._row_data.remaining == 0:
             return
         autocast = str(self.trainer.precision).endswith("-mixed")
         device = self.trainer.strategy.root_device
@@ -79,10 +79,10 @@ class InfluenceScorer(LightningModule):
     def on_predict_batch_end(
         self, outputs: Any, batch: tuple[list[int], PackedBatch], batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        self._rows.write(batch[0], outputs)
+        self._row_data.write(batch[0], outputs)
 
     @property
-    def _rows(self) -> Any:
+    def _row_data(self) -> Any:
         """The data module. Its class is in `datamodules`, which this package does not import."""
         return self.trainer.datamodule  # type: ignore[attr-defined]
 

@@ -31,10 +31,10 @@ class Agent(LocalElasticAgent):
 
     def stopped_cleanly(self) -> bool:
         """Return whether every process of this machine saved and exited with status 0 after a signal."""
-        processes = self._processes()
+        processes = self._worker_processes()
         return bool(processes) and all(process.poll() == 0 for process in processes)
 
-    def _processes(self) -> list[subprocess.Popen[bytes]]:
+    def _worker_processes(self) -> list[subprocess.Popen[bytes]]:
         handlers = getattr(self._pcontext, "subprocess_handlers", {})
         return [handler.proc for handler in handlers.values()]
 
@@ -53,7 +53,7 @@ class Agent(LocalElasticAgent):
         SIGUSR1 also requeues the job.
         """
         requeues = death_sig == signal.SIGUSR1 and "SLURM_JOB_ID" in os.environ
-        running = [process for process in self._processes() if process.poll() is None]
+        running = [process for process in self._worker_processes() if process.poll() is None]
         for process in running:
             process.send_signal(signal.SIGUSR1 if requeues else signal.SIGTERM)
         deadline = time.monotonic() + timeout

@@ -77,8 +77,8 @@ def test_training_goes_on_as_if_nobody_had_asked(model_dir, task_dir, tmp_path, 
     steps = []
     monkeypatch.setattr(
         LongContextTasks,
-        "_ask",
-        lambda self, trainer, module, ask=LongContextTasks._ask: (
+        "_run_tasks",
+        lambda self, trainer, module, ask=LongContextTasks._run_tasks: (
             steps.append(trainer.global_step) or ask(self, trainer, module)
         ),
     )

@@ -29,14 +29,14 @@ def stop_with(error: Exception) -> NoReturn:
     if isinstance(error, ConnectionError):  # an OSError, but caused by another process and not by the user
         _exit_with_remedy(error)
     elif isinstance(error, ValueError | OSError | FloatingPointError) or "MisconfigurationException" in kinds:
-        _exit(error, status=2)
+        _exit_with_message(error, status=2)
     if isinstance(error, IncompleteError):
-        _exit(error, status=1)
+        _exit_with_message(error, status=1)
     if isinstance(error, MemoryError) or "OutOfMemoryError" in kinds:
         error.add_note(
             "Memory is insufficient: `longce plan` estimates what these settings need and suggests cheaper ones."
         )
-        _exit(error, status=1)
+        _exit_with_message(error, status=1)
     if isinstance(error, RuntimeError):
         _exit_with_remedy(error)
     error.add_note(
@@ -57,11 +57,11 @@ def _exit_with_remedy(error: BaseException) -> None:
                     f"{remedy} Then run the same command again; `fit` resumes with `--ckpt_path RUN_FOLDER`."
                     f" (Original error: {original})"
                 )
-                _exit(known, status=1)
+                _exit_with_message(known, status=1)
         found = found.__cause__ or found.__context__
 
 
-def _exit(error: BaseException, *, status: int) -> NoReturn:
+def _exit_with_message(error: BaseException, *, status: int) -> NoReturn:
     if os.environ.get("LONGCE_TRACEBACK"):
         traceback.print_exc()
     cause = _root_cause(error)
