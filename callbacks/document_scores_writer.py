@@ -79,10 +79,10 @@ class DocumentScoresWriter(Callback):
         self.shard_rows = shard_rows
         self.shard_minutes = shard_minutes
         self._settings: dict[str, Any] = {}
-        self._before: ExistingScores | None = None
+        self._existing: ExistingScores | None = None
         self._lock: RunLock | None = None
         self._table: ScoreTable | None = None  # while documents are scored
-        self._asked_at: float | None = None
+        self._stop_requested_at: float | None = None
 
     def existing_scores(self) -> ExistingScores:
         """Return what earlier runs have written; no other run writes there from now on."""
@@ -91,8 +91,8 @@ class DocumentScoresWriter(Callback):
             self._lock = RunLock(self.shards.folder.local)
             self._lock.begin()
             self.shards.folder.remove_unfinished()  # of killed runs: no other run writes there now
-        self._before = self.shards.existing_scores()
-        return self._before
+        self._existing = self.shards.existing_scores()
+        return self._existing
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -114,9 +114,9 @@ class DocumentScoresWriter(Callback):
             **self.statistics,
             "per_token": self.per_token and f"{self.per_token}, null where there is no value",  # once 0
         }
-        refusal = trainer.strategy.broadcast(self._refusal())
+        refusal = trainer.strategy.broadcast(self._refusal_reason())
         if refusal is not None:
-            self._leave()
+            self._release_lock()
             raise ValueError(refusal)
         if trainer.is_global_zero:
             self.shards.folder.remove(SUCCESS)
@@ -125,17 +125,17 @@ class DocumentScoresWriter(Callback):
         if self._lock is not None:
             self._lock.join(trainer.global_rank)
 
-    def _refusal(self) -> str | None:
+    def _refusal_reason(self) -> str | None:
         """Return why these documents cannot be scored into the folder, as the first process knows."""
         if clash := clashes(list(self._corpus.column_types)):
             return f"`data.columns` names {clash}, which are columns of the scores: rename them in the corpus."
-        if self._before is None or not self._before.settings:
+        if self._existing is None or not self._existing.settings:
             return None
         try:
-            check_settings(self._before.settings, self._settings, self.shards.folder)
+            check_settings(self._existing.settings, self._settings, self.shards.folder)
         except ValueError as error:
             return str(error)
-        rank_zero_info(f"{self._before.counts['documents']:,} documents are in {self.shards.folder} already.")
+        rank_zero_info(f"{self._existing.counts['documents']:,} documents are in {self.shards.folder} already.")
         return None
 
     @override
@@ -153,7 +153,7 @@ class DocumentScoresWriter(Callback):
         self._bar = progress_bar(f"Scoring{processes}", unit="doc", total=self._corpus.expected())
         self._patient = patient_group()
         if threading.current_thread() is threading.main_thread():  # only there may signals be handled
-            signal.signal(signal.SIGTERM, self._asked_to_stop)  # the trainer puts the old handler back
+            signal.signal(signal.SIGTERM, self._handle_sigterm)  # the trainer puts the old handler back
 
     @override
     def on_predict_batch_end(
@@ -161,24 +161,26 @@ class DocumentScoresWriter(Callback):
     ) -> None:
         assert self._table is not None
         scored: Sequence[TokenScores | Failed] = outputs
-        for origin, scores in zip(batch["origins"], scored, strict=False):  # an idle process has a row of no document
-            self._table.add(origin, scores)
-        for origin in batch["failed"]:
-            self._table.add(origin, Failed(str(origin.error)))
+        for ref, scores in zip(
+            batch["document_refs"], scored, strict=False
+        ):  # an idle process has a row of no document
+            self._table.add(ref, scores)
+        for ref in batch["failed"]:
+            self._table.add(ref, Failed(str(ref.error)))
         rate = (self._tokens + self._table.tokens) / max(time.monotonic() - self._started, 1e-9)
         self._bar.set_postfix_str(f"{tqdm.format_sizeof(rate)} tokens/s", refresh=False)
         self._bar.update(self._documents + len(self._table) - self._bar.n)
         minutes = (time.monotonic() - self._shard_begun) / 60
         full = len(self._table) >= self.shard_rows or self._table.tokens >= _SHARD_TOKENS
-        if full or minutes >= self.shard_minutes or self._asked_at is not None:
+        if full or minutes >= self.shard_minutes or self._stop_requested_at is not None:
             self._write_shard(trainer)
 
-    def _asked_to_stop(self, number: int, _: FrameType | None) -> None:
+    def _handle_sigterm(self, number: int, _: FrameType | None) -> None:
         # Every process continues: one that stopped by itself would leave the others waiting.
-        if self._asked_at is None:
-            self._asked_at = time.monotonic()
+        if self._stop_requested_at is None:
+            self._stop_requested_at = time.monotonic()
             os.write(2, b"longce: SIGTERM: each batch is written at once from now on; another one ends the run.\n")
-        elif time.monotonic() - self._asked_at > ECHO:
+        elif time.monotonic() - self._stop_requested_at > ECHO:
             os._exit(128 + number)
 
     def _write_shard(self, trainer: Trainer) -> None:
@@ -202,12 +204,12 @@ class DocumentScoresWriter(Callback):
         self._write_shard(trainer)
         self._bar.close()
         found = gathered((self._corpus.read_progress(), self._documents), self._patient)
-        error = trainer.strategy.broadcast(self._finished(found) if trainer.is_global_zero else None)
+        error = trainer.strategy.broadcast(self._write_success(found) if trainer.is_global_zero else None)
         self._table = None
         if error is not None:  # in all processes, so that none waits and each ends with the same status
             raise error
 
-    def _finished(self, found: list[tuple[ReadProgress, int]]) -> Exception | None:
+    def _write_success(self, found: list[tuple[ReadProgress, int]]) -> Exception | None:
         """Write the counts of all documents in the first process; return an error if some are missing."""
         unreadable = sorted({reason for progress, _ in found for reason in progress.unreadable})
         if unreadable:
@@ -225,7 +227,7 @@ class DocumentScoresWriter(Callback):
         if not complete:
             rank_zero_info("Not all documents are done: run the same command, without a limit of batches, to resume.")
             return None
-        before = 0 if self._before is None else sum(map(len, self._before.rows.values()))
+        before = 0 if self._existing is None else sum(map(len, self._existing.rows.values()))
         there, due = sum(map(len, written.rows.values())), before + sum(each.documents for each, _ in found)
         if there != due:
             return ValueError(
@@ -234,7 +236,7 @@ class DocumentScoresWriter(Callback):
         found_counts = {**written.counts, "repeated_keys": self._repeated_keys(), "shards": written.shards}
         content = json.dumps({**found_counts, "settings": self._settings}, indent=2) + "\n"
         self.shards.folder.write(SUCCESS, content.encode())
-        rank_zero_info(_report(found_counts, str(self.shards.folder)))
+        rank_zero_info(_describe_counts(found_counts, str(self.shards.folder)))
         return None
 
     def _repeated_keys(self) -> int:
@@ -252,13 +254,13 @@ class DocumentScoresWriter(Callback):
                 self._write_shard(trainer)
         finally:
             self._table = None
-            self._leave()
+            self._release_lock()
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._leave()
+        self._release_lock()
 
-    def _leave(self) -> None:
+    def _release_lock(self) -> None:
         if self._lock is not None:
             self._lock.leave()
             self._lock = None
@@ -269,7 +271,7 @@ def _checkpoint_identity(trainer: Trainer) -> str | None:
     return None if trainer.ckpt_path is None else f"sha256:{content_hash(Path(trainer.ckpt_path))}"
 
 
-def _report(found: dict[str, int], place: str) -> str:
+def _describe_counts(found: dict[str, int], place: str) -> str:
     repeated = f" {found['repeated_keys']:,} have a key that others have." if found["repeated_keys"] else ""
     return (
         f"{found.get('documents', 0):,} documents with {found.get('tokens', 0):,} tokens in {place}:"

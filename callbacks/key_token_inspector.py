@@ -99,7 +99,7 @@ class KeyTokenInspector(Callback):
         if isinstance(pl_module, LongContextLM):
             pl_module.token_observer = None
 
-    def _begin(self, trainer: Trainer, pl_module: Any) -> None:
+    def _open_panels(self, trainer: Trainer, pl_module: Any) -> None:
         """Find the writers; the layout of custom scalars is written once for each."""
         if self._writers:
             return
@@ -113,7 +113,7 @@ class KeyTokenInspector(Callback):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._begin(trainer, pl_module)
+        self._open_panels(trainer, pl_module)
         if not self._writers or not trainer.is_global_zero or not isinstance(pl_module, LongContextLM):
             return
         objective = pl_module.objective
@@ -141,7 +141,7 @@ class KeyTokenInspector(Callback):
 
     @override
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._begin(trainer, pl_module)
+        self._open_panels(trainer, pl_module)
         self._inspected, self._positions = [], PositionSums(1)
 
     @override
@@ -154,18 +154,20 @@ class KeyTokenInspector(Callback):
             raise ValueError("`KeyTokenInspector` needs rows with `text` and `offsets`; this data module gives none.")
         long, scored = outputs["log_likelihood"], batch["labels"].ne(IGNORE_INDEX)
         self._positions.add(batch["position_ids"][scored].cpu(), -long[scored].cpu())
-        rows = self._chosen(batch)
-        short = self._short(trainer, pl_module, batch, rows, long)
+        rows = self._choose_rows(batch)
+        short = self._score_short(trainer, pl_module, batch, rows, long)
         for row in rows:
-            self._inspected.append(self._inspect(pl_module, batch, row, long[row], short[row]))
+            self._inspected.append(self._inspect_document(pl_module, batch, row, long[row], short[row]))
 
-    def _chosen(self, batch: PackedBatch) -> list[int]:
+    def _choose_rows(self, batch: PackedBatch) -> list[int]:
         rows = [row for row, text in enumerate(batch["text"]) if text]
         if isinstance(self.documents, int):
             return rows[: self.documents - len(self._inspected)]
         return [row for row in rows if {batch["names"][row], *batch["names"][row].split()[:1]} & set(self.documents)]
 
-    def _short(self, trainer: Trainer, pl_module: Any, batch: PackedBatch, rows: list[int], long: Tensor) -> Tensor:
+    def _score_short(
+        self, trainer: Trainer, pl_module: Any, batch: PackedBatch, rows: list[int], long: Tensor
+    ) -> Tensor:
         """Return ``[B, T]`` short log-likelihoods of some rows, and the long ones elsewhere.
 
         Where weights are sharded, all processes take part, with or without such rows.
@@ -179,7 +181,9 @@ class KeyTokenInspector(Callback):
             short = short_log_likelihood(pl_module.backbone, batch, **lengths, wanted=wanted)
         return short.fill_missing(long)
 
-    def _inspect(self, pl_module: Any, batch: PackedBatch, row: int, long: Tensor, short: Tensor) -> InspectedDocument:
+    def _inspect_document(
+        self, pl_module: Any, batch: PackedBatch, row: int, long: Tensor, short: Tensor
+    ) -> InspectedDocument:
         tokens = batch["document_boundaries"][row][-1]
         key = None
         if self._evaluator is not None and self._evaluator.evaluator is None:  # precomputed spans

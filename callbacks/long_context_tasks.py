@@ -99,9 +99,9 @@ class LongContextTasks(Callback):
         self._loaded: LoadedTasks | None = None
         self._prompter: Prompter | None = None
         self._questions: list[Question] = []
-        self._began: float | None = None
+        self._train_start: float | None = None
         self._seconds = 0.0
-        self._asked_at = 0
+        self._last_step = 0
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -115,40 +115,40 @@ class LongContextTasks(Callback):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._prepare(trainer, pl_module)
+        self._prepare_questions(trainer, pl_module)
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._prompter is None:  # `longce validate`
-            self._prepare(trainer, pl_module)
+            self._prepare_questions(trainer, pl_module)
 
     on_test_start = on_validation_start
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._began, self._seconds, self._asked_at = time.perf_counter(), 0.0, trainer.global_step
+        self._train_start, self._seconds, self._last_step = time.perf_counter(), 0.0, trainer.global_step
         if self.at_start:
             self._log_now(trainer, pl_module)
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         step = trainer.global_step
-        due = self.every_n_steps is not None and step != self._asked_at and step % self.every_n_steps == 0
+        due = self.every_n_steps is not None and step != self._last_step and step % self.every_n_steps == 0
         if due and between_steps(trainer):
-            self._asked_at = step
+            self._last_step = step
             self._log_now(trainer, pl_module)
 
     @override
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.sanity_checking or (self.every_n_steps is not None and trainer.state.fn == TrainerFn.FITTING):
             return
-        values = self._ask(trainer, pl_module)
+        values = self._run_tasks(trainer, pl_module)
         tensors = {name: torch.tensor(value, dtype=torch.float32) for name, value in values.items()}
         pl_module.log_dict(tensors, sync_dist=True)  # equal on all processes, except for the seconds
 
     on_test_epoch_end = on_validation_epoch_end
 
-    def _prepare(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def _prepare_questions(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Make this process's questions, and check that all others can be made and asked."""
         assert isinstance(pl_module, LongContextLM)
         if sequence_group(trainer.strategy) is not None:
@@ -173,11 +173,11 @@ class LongContextTasks(Callback):
 
     def _log_now(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Ask, and log at this very step, whatever `log_every_n_steps` is."""
-        values = self._ask(trainer, pl_module)
+        values = self._run_tasks(trainer, pl_module)
         for logger in trainer.loggers:
             logger.log_metrics(values, step=trainer.global_step)
 
-    def _ask(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
+    def _run_tasks(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
         """Ask all questions, draw figures, and return the values to log."""
         assert isinstance(pl_module, LongContextLM)
         pl_module.stop_clock()
@@ -185,18 +185,18 @@ class LongContextTasks(Callback):
         values: dict[str, float] = {}
         with isolate_rng(), trainer.precision_plugin.forward_context():  # flash attention does not take float32
             if self.keys:
-                values |= self._ask_ours(trainer, pl_module)
+                values |= self._run_longce_tasks(trainer, pl_module)
             if self._loaded:
-                values |= self._ask_theirs(trainer, pl_module)
+                values |= self._run_harness_tasks(trainer, pl_module)
         if pl_module.device.type == "cuda":
             torch.cuda.empty_cache()  # training would not find the caches' memory in chunks that it can use
         self._seconds += (seconds := time.perf_counter() - started)
         values["tasks/seconds"] = seconds
-        if self._began is not None:
-            values["tasks/time_share"] = self._seconds / (time.perf_counter() - self._began)
+        if self._train_start is not None:
+            values["tasks/time_share"] = self._seconds / (time.perf_counter() - self._train_start)
         return values
 
-    def _ask_ours(self, trainer: Trainer, pl_module: LongContextLM) -> dict[str, float]:
+    def _run_longce_tasks(self, trainer: Trainer, pl_module: LongContextLM) -> dict[str, float]:
         assert self._prompter is not None
         results = gathered(put_questions(pl_module.backbone, self._prompter, self._questions, self.config.mode))
         by_key = {result.key: result for part in results for result in part}
@@ -209,7 +209,7 @@ class LongContextTasks(Callback):
             writer.add_text("tasks/answers", as_markdown_table(answer_table(in_order)), trainer.global_step)
         return {f"tasks/{name}": value for name, value in summary.logged().items()}
 
-    def _ask_theirs(self, trainer: Trainer, pl_module: LongContextLM) -> dict[str, float]:
+    def _run_harness_tasks(self, trainer: Trainer, pl_module: LongContextLM) -> dict[str, float]:
         """Return the metrics of all tasks, groups and sets of the harness, by the names they are logged under."""
         from lightning_modules.tasks.harness.evaluation import aggregate, evaluate_task, set_scores
         from lightning_modules.tasks.harness.model import HarnessModel

@@ -41,8 +41,8 @@ class TokenScoresWriter(BasePredictionWriter):
         batch: Any,
         *_: Any,
     ) -> None:
-        for origin in batch.get("failed", []):
-            _log.warning("'%s' has no scores: %s", origin.key, origin.error)
+        for ref in batch.get("failed", []):
+            _log.warning("'%s' has no scores: %s", ref.key, ref.error)
         for scores, text in zip(prediction, batch["text"], strict=True):
             if isinstance(scores, Failed):
                 _log.warning("A document beginning with %r has no scores: %s.", text[:_BEGINNING], scores.reason)

@@ -1,4 +1,4 @@
-"""Data modules that turn text into packed rows."""
+"""Data modules that turn text into packed sequences."""
 
 from datamodules.corpora import GovReportDataModule, PG19DataModule, PileArxivDataModule
 from datamodules.corpus.module import DocumentCorpus

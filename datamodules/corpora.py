@@ -20,8 +20,8 @@ class PG19DataModule(PackedTextDataModule):
 
     Args:
         tokenizer: Tokenizer of the model: hub id or local folder.
-        path: A hub dataset in parquet form with the columns ``short_book_title`` and ``text``; or a local folder,
-            either of such parquet files or in the original layout: ``train/<id>.txt``, ``validation/<id>.txt``,
+        path: A parquet dataset on the hub with the columns ``short_book_title`` and ``text``; or a local folder of such
+            parquet files, or one in the original layout: ``train/<id>.txt``, ``validation/<id>.txt``,
             ``test/<id>.txt`` and, for the titles, ``metadata.csv`` (id, title, year, url; no header).
         revision: Branch, tag or commit of a hub dataset.
         **kwargs: See :class:`PackedTextDataModule`.
@@ -38,11 +38,11 @@ class PG19DataModule(PackedTextDataModule):
     def source(self, split: Split) -> Source:
         folder = Path(self.path).expanduser()
         if any((folder / name).is_dir() and next((folder / name).glob("*.txt"), None) for name in ("train", split)):
-            return text_folder(folder / split, _titles(folder / "metadata.csv"))
+            return text_folder(folder / split, _read_titles(folder / "metadata.csv"))
         return HubDataset(self.path, split, name_columns=("short_book_title",), revision=self.revision)
 
 
-def _titles(metadata: Path) -> dict[str, str]:
+def _read_titles(metadata: Path) -> dict[str, str]:
     """Read the title of each book by its id."""
     if not metadata.exists():
         return {}
@@ -51,16 +51,16 @@ def _titles(metadata: Path) -> dict[str, str]:
 
 
 class PileArxivDataModule(PackedTextDataModule):
-    """Papers of the arXiv part of the Pile (Gao et al., 2020, https://arxiv.org/abs/2101.00027).
+    """Papers of the arXiv subset of the Pile (Gao et al., 2020, https://arxiv.org/abs/2101.00027).
 
-    Documents of the Pile's other parts are passed over.
+    Documents of the Pile's other subsets are skipped.
 
     Args:
         tokenizer: Tokenizer of the model: hub id or local folder.
-        path: One of: a hub dataset in parquet form with the columns ``text`` and ``meta``; a local folder of such
-            files; a local folder with JSON-lines files named ``train*``, ``val*`` and ``test*`` or in subfolders of
+        path: One of: a parquet dataset on the hub with the columns ``text`` and ``meta``; a local folder of such
+            files; a local folder with JSON-lines files named ``train*``, ``val*`` and ``test*``, or in subfolders with
             these names; a single JSON-lines file, whose documents are then split by a hash of their text. JSON-lines
-            files hold ``text`` and ``meta.pile_set_name``, and may be compressed (``.zst``, ``.gz``).
+            files have ``text`` and ``meta.pile_set_name``, and may be compressed (``.zst``, ``.gz``).
         holdout: For a single file: one of this many documents is held out for validation, and one for test.
         revision: Branch, tag or commit of a hub dataset.
         **kwargs: See :class:`PackedTextDataModule`.
@@ -95,10 +95,10 @@ class GovReportDataModule(PackedTextDataModule):
 
     Args:
         tokenizer: Tokenizer of the model: hub id or local folder.
-        path: A hub dataset in parquet form with the text in `text_column`; a local folder of such files; or JSON-lines
+        path: A parquet dataset on the hub with the text in `text_column`; a local folder of such files; or JSON-lines
             files with the text in ``input``, ``report`` or ``text``: a folder with files named ``val*`` and ``test*``,
-            or a single file, used for validation and test alike.
-        text_column: Column of the text in parquet data.
+            or a single file for both validation and test.
+        text_column: Name of the text column in parquet data.
         revision: Branch, tag or commit of a hub dataset.
         **kwargs: See :class:`PackedTextDataModule`.
     """

@@ -1,4 +1,4 @@
-"""Train on several corpora, each with its share of the rows."""
+"""Train on a mixture of corpora, each with its fraction of the sequences."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -20,7 +20,7 @@ from datamodules.sources.documents import Source
 from datamodules.sources.splits import Split
 from lightning_modules.models.tokenization.tokenizer import tokenizer_hash
 
-# Settings of the training as a whole, which a source cannot change.
+# Settings of the whole run, which a source cannot change.
 _COMMON = ("tokenizer", "tokenizer_revision", "sequence_length")
 _NOT_PASSED_ON = ("batch_size", "validation_batch_size", "num_workers", "seed", "influence", "curriculum")
 
@@ -31,24 +31,25 @@ class MixtureSource(TypedDict):
     """One source of a mixture."""
 
     class_path: str  # of a data module such as `datamodules.TextDataModule`
-    init_args: NotRequired[dict[str, Any]]  # missing ones of `PackedTextDataModule` are the mixture's
-    weight: NotRequired[float]  # 1 if not given
+    init_args: NotRequired[dict[str, Any]]  # missing arguments of `PackedTextDataModule` come from the mixture
+    weight: NotRequired[float]  # 1 by default
 
 
 class MixtureDataModule(PackedTextDataModule):
-    """Rows of several data modules by weight; see `MixtureSampler` for their order.
+    """Weighted mixture of the sequences of several data modules; see `MixtureSampler` for their order.
 
-    Weights are shares of rows, and so of tokens. An epoch ends before a source would begin again; the others continue
-    in the next one where they stopped. No row repeats before all of its source have been seen, and the log reports how
-    often each source is seen when training begins. A source may be used for evaluation only.
+    Weights are fractions of the sequences, and therefore of the tokens. An epoch ends before any source would repeat;
+    the others continue in the next epoch where they stopped. No sequence repeats before all sequences of its source
+    have been used, and the log reports each source's sequences per epoch when training begins. A source may be used for
+    evaluation only.
 
     Args:
         tokenizer: Tokenizer of the model: hub id or local folder.
-        sources: The data modules by names of your choice, each with ``class_path``, ``init_args`` and ``weight``. They
-            take the mixture's settings, such as ``long_documents``, unless they set them.
-        weights: Weights by source, in place of those in `sources`; ``longce select --weights`` writes them.
-        evaluate_on: Sources whose validation and test documents are evaluated on; null for all. `validation_documents`
-            and `test_documents` count those of each source.
+        sources: Data modules by names of your choice, each with ``class_path``, ``init_args`` and ``weight``. They
+            inherit the mixture's settings, such as ``long_documents``, unless they set them.
+        weights: Weights by source, which replace those in `sources`; ``longce select --weights`` writes them.
+        evaluate_on: Sources with documents to validate and test on; null for all. `validation_documents` and
+            `test_documents` apply to each source.
         **kwargs: See :class:`PackedTextDataModule`.
     """
 
@@ -63,11 +64,13 @@ class MixtureDataModule(PackedTextDataModule):
     ) -> None:
         super().__init__(tokenizer, **kwargs)
         if self.influence:
-            raise ValueError("Rows of a mixture have no stored token weights: leave `influence` out.")
+            raise ValueError("A mixture does not support stored token weights: remove `influence`.")
         if not sources:
             raise ValueError("`sources` is empty: name at least one data module.")
         if weights is not None and (other := sorted(set(weights) ^ set(sources))):
-            raise ValueError(f"`weights` and `sources` must name the same sources, and {other} are in one only.")
+            raise ValueError(
+                f"`weights` and `sources` must name the same sources, but {other} are only in one of them."
+            )
         if unknown := set(evaluate_on or ()) - set(sources):
             raise ValueError(f"`evaluate_on` names {sorted(unknown)}, but the sources are {sorted(sources)}.")
         settings = {name: value for name, value in kwargs.items() if name not in _NOT_PASSED_ON and value is not None}
@@ -76,37 +79,38 @@ class MixtureDataModule(PackedTextDataModule):
         for name, source in sources.items():
             weight = float((weights or {}).get(name, source.get("weight", 1.0)))
             if not 0 < weight < float("inf"):
-                raise ValueError(f"The weight of source {name!r} must be above 0, got {weight}. Or leave it out.")
+                raise ValueError(f"The weight of source {name!r} must be above 0, got {weight}: change or remove it.")
             self.weights[name] = weight
-            with _naming(name):
-                self.modules[name] = _module(source, settings | {"tokenizer": tokenizer})
+            with _source_errors(name):
+                self.modules[name] = _make_module(source, settings | {"tokenizer": tokenizer})
         self.evaluated = {name: self.modules[name] for name in evaluate_on or sources}
         self.mixed_rows: dict[str, PackedRowDataset] = {}
 
     @override
     def source(self, split: Split) -> Source | None:
-        raise ValueError("The documents of a mixture are those of its `modules`.")
+        raise ValueError("A mixture has no documents itself: ask its `modules`.")
 
     @override
     def training_rows(self) -> PackedRowDataset | None:
         raise ValueError(
-            "A mixture has rows of several sources: inspect them, or make token weights, for each source by itself."
+            "A mixture has sequences of several sources: inspect them, or compute token weights, for one source at a"
+            " time."
         )
 
     @override
     def prepare_data(self) -> None:
-        stage = self._stage()
+        stage = self._trainer_stage()
         for name, module in self.evaluated.items():
-            with _naming(name):
+            with _source_errors(name):
                 module._check_evaluation_source(stage)
         if stage == "fit":
             self.check_trainer()
             for name, module in self.modules.items():
-                with _naming(name):
+                with _source_errors(name):
                     if tokenizer_hash(module.tokenizer) != tokenizer_hash(self.tokenizer):
-                        raise ValueError("its tokenizer differs. All rows of a training need one vocabulary.")
+                        raise ValueError("its tokenizer differs, but all sequences of a run need one vocabulary.")
                     if module._token_store() is None and name not in self.evaluated:
-                        raise ValueError("it has nothing to train on. Leave it out, or evaluate on it.")
+                        raise ValueError("it has no training documents. Remove it, or add it to `evaluate_on`.")
 
     @override
     def setup(self, stage: str) -> None:
@@ -114,15 +118,18 @@ class MixtureDataModule(PackedTextDataModule):
             rows = {name: module.training_rows() for name, module in self.modules.items()}
             self.mixed_rows = {name: each for name, each in rows.items() if each is not None}
         if stage in ("fit", "validate"):
-            self.validation = self._chained("validation")
+            self.validation = self._join_documents("validation")
         if stage in ("test", "predict"):
-            self.test = self._chained("test")
+            self.test = self._join_documents("test")
 
     @override
     def train_dataloader(self) -> DataLoader[Row]:
         if not self.mixed_rows:
-            raise ValueError("The mixture has no training rows: it only evaluates, or `setup('fit')` was not called.")
-        rank, world_size = self._reader()
+            raise ValueError(
+                "The mixture has no training sequences: all sources are for evaluation, or `setup('fit')`"
+                " was not called."
+            )
+        rank, world_size = self._reader_rank()
         sampler = MixtureSampler(
             {name: len(rows) for name, rows in self.mixed_rows.items()},
             self.weights,
@@ -132,13 +139,14 @@ class MixtureDataModule(PackedTextDataModule):
         )
         for name, count in sampler.counts.items():
             rank_zero_only(_log.info)(
-                f"{name}: {count} of its {sampler.rows_of[name]} rows in each epoch of {len(sampler) * world_size}."
+                f"{name}: each epoch of {len(sampler) * world_size:,} sequences has {count:,} of its"
+                f" {sampler.rows_of[name]:,} sequences."
             )
         return self._training_loader(list(self.mixed_rows.values()), sampler)
 
-    def _chained(self, split: Split) -> DocumentDataset:
+    def _join_documents(self, split: Split) -> DocumentDataset:
         """Join the evaluation documents of all sources."""
-        datasets = [each._documents(split) for each in self.evaluated.values()]
+        datasets = [each._read_documents(split) for each in self.evaluated.values()]
         return DocumentDataset(
             chain.from_iterable(each.documents for each in datasets),
             self.tokenizer,
@@ -147,14 +155,14 @@ class MixtureDataModule(PackedTextDataModule):
         )
 
 
-def _module(source: MixtureSource, settings: Mapping[str, Any]) -> PackedTextDataModule:
-    """Make the data module of a source, with the mixture's settings unless it sets them."""
+def _make_module(source: MixtureSource, settings: Mapping[str, Any]) -> PackedTextDataModule:
+    """Create the data module of a source, with the mixture's settings where it has none."""
     given = dict(source.get("init_args") or {})
     for common in _COMMON:
         if common in given and given[common] != settings.get(common):
-            raise ValueError(f"it has `{common}` = {given[common]!r}, which is the mixture's to set. Leave it out.")
+            raise ValueError(f"it sets `{common}` to {given[common]!r}, which only the mixture can set: remove it.")
     if unfit := sorted(set(given) & set(_NOT_PASSED_ON)):
-        raise ValueError(f"it has {unfit}, which have no meaning for a part of a mixture. Leave them out.")
+        raise ValueError(f"it sets {unfit}, which have no effect in a source of a mixture: remove them.")
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(PackedTextDataModule, "data")
     plain = {key: asdict(value) if is_dataclass(value) else value for key, value in settings.items()}  # type: ignore[arg-type]
@@ -163,8 +171,8 @@ def _module(source: MixtureSource, settings: Mapping[str, Any]) -> PackedTextDat
 
 
 @contextmanager
-def _naming(name: str) -> Iterator[None]:
-    """Add the name of the source to an error."""
+def _source_errors(name: str) -> Iterator[None]:
+    """Prefix errors with the name of the source."""
     try:
         yield
     except (ValueError, jsonargparse.ArgumentError) as error:

@@ -1,4 +1,4 @@
-"""Turn documents into packed training rows and whole evaluation documents."""
+"""Base class of data modules with packed training sequences and whole evaluation documents."""
 
 import zlib
 from abc import ABC, abstractmethod
@@ -34,36 +34,37 @@ from lightning_modules.utilities.files import default_cache_dir
 
 
 class PackedTextDataModule(LightningDataModule, ABC):
-    """Packed rows of text for training, whole documents for evaluation.
+    """Packed sequences for training and whole documents for evaluation.
 
     The training text is tokenized once, into a cache that later runs share; evaluation documents are tokenized as they
-    are read. Rows are divided among processes here, so run the trainer with ``use_distributed_sampler=False``.
+    are read. The data module shards sequences itself, so run the trainer with ``use_distributed_sampler=False``.
 
     A subclass implements ``source``, which returns the documents of each split.
 
     Args:
         tokenizer: Tokenizer of the model: hub id or local folder.
-        sequence_length: Tokens per training row.
-        packing: How documents become rows: ``concat`` cuts them wherever a row ends; ``best_fit`` cuts only what is
-            longer than a row and pads a little; ``chunk`` takes each row from one document and drops what fills none.
-        batch_size: Training rows per batch and process.
+        sequence_length: Tokens per training sequence.
+        packing: How documents are packed into sequences: ``concat`` cuts documents wherever a sequence ends;
+            ``best_fit`` cuts only documents longer than a sequence, and pads a little; ``chunk`` fills each sequence
+            from one document and drops the remaining tokens.
+        batch_size: Training sequences per batch and process.
         validation_batch_size: Documents per batch and process in validation, test and prediction.
-        num_workers: Processes that read rows ahead; 0 reads them in the training process, which is fast enough.
-        cache_dir: Folder for tokenized text; ``$LONGCE_CACHE`` or ``~/.cache/longce`` if not given.
-        isolate_documents: Whether contexts end at document boundaries. If not, a row counts as one document.
-        loss_on_prompt: Whether prompts of training documents are learned, which helped where they are long (Table 9 of
+        num_workers: Processes that load sequences; 0 loads them in the training process, which is fast enough.
+        cache_dir: Folder for tokenized text; by default ``$LONGCE_CACHE`` or ``~/.cache/longce``.
+        isolate_documents: Whether contexts end at document boundaries. If not, a sequence counts as one document.
+        loss_on_prompt: Whether prompts of training documents are scored, which helped if they are long (Table 9 of
             Xiong et al., 2023, https://arxiv.org/abs/2309.16039).
-        add_special_tokens: Whether the tokenizer puts its special tokens around each document. Training documents end
-            with the end-of-text token either way.
-        validation_documents: Documents to validate on, the first of the split; null for all.
-        validation_length: Tokens kept of each evaluation document: a number, ``whole`` for all, or null for
+        add_special_tokens: Whether the tokenizer adds special tokens to each document. Training documents end with the
+            end-of-text token either way.
+        validation_documents: Number of documents to validate on, from the start of the split; null for all.
+        validation_length: Maximum tokens of each evaluation document: a number, ``whole`` for no limit, or null for
             ``sequence_length``.
-        test_documents: Documents to test on and predict for, the first of the split; null for all.
-        seed: Seed of the order of the training rows, which depends on it and the epoch only.
+        test_documents: Number of documents for test and prediction, from the start of the split; null for all.
+        seed: Seed of the order of the training sequences, which depends only on the seed and the epoch.
         tokenizer_revision: Branch, tag or commit of a tokenizer on the hub.
-        influence: Folder of token weights that ``longce influence`` has made of these rows; they come with each batch.
+        influence: Folder of token weights that ``longce influence`` computed for these sequences.
         long_documents: Train on long documents more often: ``{longer_than: 32768, weight: 2}``.
-        curriculum: Shorter rows in the first part of training: ``{sequence_length: 4096, share: 0.8}``.
+        curriculum: Shorter sequences in the first part of training: ``{sequence_length: 4096, share: 0.8}``.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class PackedTextDataModule(LightningDataModule, ABC):
         super().__init__()
         if influence and (long_documents or curriculum):
             raise ValueError(
-                "Stored token weights (`influence`) are of rows that hold each token once and are not cut: leave out"
+                "Stored token weights (`influence`) need sequences that have each token once and are not cut: remove"
                 " `influence`, or `long_documents` and `curriculum`."
             )
         if sequence_length > MAX_SEQUENCE_LENGTH:
@@ -135,11 +136,11 @@ class PackedTextDataModule(LightningDataModule, ABC):
 
     @override
     def prepare_data(self) -> None:
-        stage = self._stage()
+        stage = self._trainer_stage()
         self._check_evaluation_source(stage)
         if stage == "fit":
             self.check_trainer()
-            if self.influence:  # refuse wrong weights before an hour of tokenizing
+            if self.influence:  # refuse wrong weights before text is tokenized, which may take hours
                 known = {"sequence_length": self.sequence_length, "isolate_documents": self.isolate_documents}
                 InfluenceStore(Path(self.influence).expanduser()).check(known)
             self._token_store()
@@ -153,9 +154,9 @@ class PackedTextDataModule(LightningDataModule, ABC):
                 rows.influence = InfluenceStore(Path(self.influence).expanduser()).check(rows.identity())
             self.rows = rows
         if stage in ("fit", "validate"):
-            self.validation = self._documents("validation")
+            self.validation = self._read_documents("validation")
         if stage in ("test", "predict"):
-            self.test = self._documents("test")
+            self.test = self._read_documents("test")
 
     @override
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
@@ -164,8 +165,8 @@ class PackedTextDataModule(LightningDataModule, ABC):
             self._switch = round(self.curriculum.share * self.trainer.estimated_stepping_batches)
             if before not in (None, self._switch):
                 rank_zero_warn(
-                    f"Rows become long after step {self._switch} of the run; for the checkpoint's run it was {before}."
-                    " Other `trainer.max_steps`, `accumulate_grad_batches` or `curriculum` have moved it."
+                    f"The curriculum ends after step {self._switch}; when the checkpoint was saved, it ended after step"
+                    f" {before}. `trainer.max_steps`, `accumulate_grad_batches` or `curriculum` has changed."
                 )
             if self.trainer.global_step < self._switch:
                 return cut_rows(batch, self.curriculum.sequence_length)
@@ -183,8 +184,10 @@ class PackedTextDataModule(LightningDataModule, ABC):
     def train_dataloader(self) -> DataLoader[Row]:
         if self.rows is None:
             name = type(self).__name__
-            raise ValueError(f"{name} has no training rows: it only evaluates, or `setup('fit')` was not called.")
-        rank, world_size = self._reader()
+            raise ValueError(
+                f"{name} has no training sequences: it is for evaluation, or `setup('fit')` was not called."
+            )
+        rank, world_size = self._reader_rank()
         sampler = RowSampler(len(self.rows), seed=self.seed, rank=rank, world_size=world_size)
         return self._training_loader([self.rows], sampler)
 
@@ -201,12 +204,12 @@ class PackedTextDataModule(LightningDataModule, ABC):
         return self._evaluation_loader(self.test, "predict")
 
     def training_rows(self) -> PackedRowDataset | None:
-        """Return the packed rows, tokenized on the first call; None without a training split."""
+        """Return the packed sequences, tokenized on the first call; None without a training split."""
         store = self._token_store()
         if store is None:
             return None
         if not self.loss_on_prompt and store.prompt_lengths is None:
-            raise ValueError("`loss_on_prompt: false`, and no training document has a prompt. Leave it out.")
+            raise ValueError("`loss_on_prompt: false` needs prompts, but no training document has one: remove it.")
         boundaries = store.document_boundaries
         if self.long_documents:
             order = self.long_documents.order(boundaries)
@@ -220,10 +223,10 @@ class PackedTextDataModule(LightningDataModule, ABC):
     def inspect(
         self, rows: Sequence[int] | None = None, *, count: int = 3, width: int = 400, names: bool = False
     ) -> str:
-        """Show training rows, by default the first `count`; see `datamodules.packing.preview`."""
+        """Describe training sequences, by default the first `count`; see `datamodules.packing.preview`."""
         dataset = self.training_rows()
         if dataset is None:
-            raise ValueError(f"{type(self).__name__} has no training rows: there is nothing to inspect.")
+            raise ValueError(f"{type(self).__name__} has no training sequences to inspect.")
         return preview(
             dataset,
             self.tokenizer,
@@ -234,25 +237,25 @@ class PackedTextDataModule(LightningDataModule, ABC):
         )
 
     def influence_rows(self, made_from: dict[str, Any], folder: str | None = None) -> InfluenceRows:
-        """Return the training rows as ``longce influence`` reads them, to keep weights in `folder` or `influence`.
+        """Return the data module of ``longce influence``, which stores token weights in `folder` or `influence`.
 
-        ``made_from`` is what the weights depend on in addition to the rows: their cap ``gamma``, the evaluator, ..
+        ``made_from`` is everything else that the weights depend on: ``gamma``, the evaluator, ..
         """
         if self.long_documents:
-            raise ValueError("Token weights are stored once for each token: leave `long_documents` out.")
+            raise ValueError("Token weights are stored once per token: remove `long_documents`, which repeats tokens.")
         place = folder or self.influence
         return InfluenceRows(self, made_from, Path(place).expanduser() if place else None)
 
     @property
     def influence_cap(self) -> float | None:
-        """Cap of the stored weights; None without any."""
+        """Cap of the stored weights; None without stored weights."""
         stored = None if self.rows is None else self.rows.influence
         return None if stored is None else float(stored.header["made_from"]["gamma"])
 
     def check_trainer(self) -> None:
-        """Raise a ``ValueError`` if the curriculum needs the number of steps and the trainer has no last one."""
+        """Raise a ``ValueError`` if the curriculum needs the number of steps and the trainer has no limit."""
         if self.curriculum and self.trainer and self.trainer.max_steps < 0 and (self.trainer.max_epochs or -1) < 0:
-            raise ValueError("`curriculum.share` is a share of all steps: give `trainer.max_steps` or `max_epochs`.")
+            raise ValueError("`curriculum.share` is a fraction of all steps: set `trainer.max_steps` or `max_epochs`.")
 
     def _training_loader(self, parts: Sequence[PackedRowDataset], sampler: RowSampler) -> ResumableLoader:
         rows: Dataset[Row] = parts[0] if len(parts) == 1 else ConcatDataset(parts)
@@ -261,7 +264,7 @@ class PackedTextDataModule(LightningDataModule, ABC):
         return loader
 
     def _token_store(self) -> TokenStore | None:
-        """Open the tokenized training text, which is made on the first call."""
+        """Open the tokenized training text; the first call tokenizes it."""
         source = self.source("train")
         if source is None:
             return None
@@ -269,11 +272,11 @@ class PackedTextDataModule(LightningDataModule, ABC):
             source, self.tokenizer, cache_dir=self.cache_dir, add_special_tokens=self.add_special_tokens
         )
 
-    def _stage(self) -> str:
+    def _trainer_stage(self) -> str:
         return self.trainer.state.fn if self.trainer and self.trainer.state.fn else "fit"
 
     def _check_evaluation_source(self, stage: str) -> None:
-        """Read one document to evaluate on: a hub dataset is fetched, and a wrong path fails before hours of work."""
+        """Read one evaluation document, so that a hub dataset is downloaded and a wrong path fails early."""
         next(iter(self._evaluation_source("test" if stage in ("test", "predict") else "validation")), None)
 
     def _evaluation_source(self, split: Split) -> Source:
@@ -282,7 +285,7 @@ class PackedTextDataModule(LightningDataModule, ABC):
             raise ValueError(f"{type(self).__name__} has no {split} documents.")
         return source
 
-    def _documents(self, split: Split) -> DocumentDataset:
+    def _read_documents(self, split: Split) -> DocumentDataset:
         length = None if self.validation_length == "whole" else self.validation_length or self.sequence_length
         count = self.validation_documents if split == "validation" else self.test_documents
         return DocumentDataset(
@@ -296,19 +299,19 @@ class PackedTextDataModule(LightningDataModule, ABC):
         if documents is None:
             raise RuntimeError(f"{type(self).__name__} has read no documents yet: call `setup({stage!r})` first.")
         rank, world_size = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
-        # All processes get the same number of rows, or some would wait forever: those past the last are empty.
+        # All processes need the same number of documents, or some would wait forever: indices past the end are empty.
         numbers = range(rank, -(-len(documents) // world_size) * world_size, world_size)
         return DataLoader(documents, batch_size=self.validation_batch_size, sampler=numbers, **self.loader_options())
 
     def loader_options(self) -> dict[str, Any]:
-        """Return options that all loaders share."""
+        """Return the options that all loaders share."""
         return {
             "collate_fn": collate_rows,
             "persistent_workers": self.num_workers > 0,
             **worker_options(self.num_workers),
         }
 
-    def _reader(self) -> tuple[int, int]:
-        """Return rank and number of readers of training rows; processes that share rows have one rank."""
-        share = self.trainer.distributed_sampler_kwargs if self.trainer else None
-        return (share["rank"], share["num_replicas"]) if share else (0, 1)
+    def _reader_rank(self) -> tuple[int, int]:
+        """Return rank and number of readers of sequences; processes that split the same sequences have one rank."""
+        sampler = self.trainer.distributed_sampler_kwargs if self.trainer else None
+        return (sampler["rank"], sampler["num_replicas"]) if sampler else (0, 1)

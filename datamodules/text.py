@@ -1,4 +1,4 @@
-"""Train on any corpus: files of text, JSON lines or parquet, local or remote, or a hub dataset."""
+"""Data modules for any corpus: text, JSON-lines or parquet files, local or remote, or a hub dataset."""
 
 from pathlib import Path
 from typing import Any
@@ -23,29 +23,29 @@ class TextDataModule(PackedTextDataModule):
 
     Each of `train`, `validation` and `test` is one of:
 
-    - a file, or a folder (searched to any depth), of ``.txt`` (a document each), ``.jsonl`` or ``.json`` (a document on
-      each line; all three also as ``.gz`` and ``.zst``) or ``.parquet`` (a document in each row);
-    - a pattern of such files, with ``*``, or ``**`` for any depth;
+    - a file, or a folder (searched recursively), of ``.txt`` (one document per file), ``.jsonl`` or ``.json`` (one
+      document per line; all three also as ``.gz`` and ``.zst``) or ``.parquet`` (one document per row);
+    - a glob pattern of such files, with ``*``, or ``**`` for any depth;
     - one of these as an fsspec URL: ``s3://``, ``gs://``, ``https://``, ``hf://datasets/owner/name/folder``, .. It is
-      read as a stream. Credentials are found as the package for the protocol finds them; other than ``https`` and
-      ``hf`` it is to be installed (s3fs, gcsfs, adlfs);
-    - the id of a hub dataset in parquet form, of which the split of this name is taken.
+      read as a stream. Protocols other than ``https`` and ``hf`` need a package (s3fs, gcsfs, adlfs), which also finds
+      the credentials;
+    - the id of a parquet dataset on the hub, whose split of this name is used.
 
-    Text is tokenized again when the content or the order of the files has changed. All bytes of local files are hashed
-    for this, once for each file; elsewhere the checksum or ETag counts that the server reports.
+    Text is tokenized again if the content or the order of the files has changed. Local files are identified by a hash
+    of their bytes, computed once per file; remote files by the checksum or ETag that the server reports.
 
     Args:
         tokenizer: Tokenizer of the model: hub id or local folder.
-        train: Documents to train on; null to evaluate only.
+        train: Documents to train on; null to only evaluate.
         validation: Documents to validate on; null with a `holdout`.
-        test: Documents to test on and predict for; null with a `holdout`, or without any.
-        text_field: Field of JSON lines, or column of parquet files, that holds the text.
-        prompt_field: Field of JSON lines that holds a prompt, to which the text is the response. A document is the two
-            joined as they are, so that separators and chat templates belong into them.
-        name_field: Field or column by which messages and results cite a document; by default its file and line or row.
-        where: ``[field, value]``: only the documents whose field holds that value; dots reach into nested fields.
-        holdout: Hold out one in this many training documents for validation, and one for test; a hash of the text
-            decides.
+        test: Documents for test and prediction; null with a `holdout`, or if neither is run.
+        text_field: Field of JSON lines, or column of parquet files, with the text.
+        prompt_field: Field of JSON lines with a prompt, to which the text is the response. Both are joined without a
+            separator, so include separators and chat templates in them.
+        name_field: Field or column that names documents in messages and results; by default file and line or row.
+        where: ``[field, value]``: use only documents whose field has this value; dots reach into nested fields.
+        holdout: Hold out one in this many training documents for validation, and one for test, chosen by a hash of the
+            text.
         revision: Branch, tag or commit of a hub dataset.
         **kwargs: See :class:`PackedTextDataModule`.
     """
@@ -68,10 +68,11 @@ class TextDataModule(PackedTextDataModule):
         super().__init__(tokenizer, **kwargs)
         if holdout is not None and (train is None or validation is not None or test is not None):
             raise ValueError(
-                "`holdout` takes validation and test documents from `train`: give `train`, and not the others."
+                "`holdout` takes validation and test documents from `train`: set `train`, and remove `validation` and"
+                " `test`."
             )
         if prompt_field is None and not self.loss_on_prompt:
-            raise ValueError("`loss_on_prompt: false` needs to know the prompts: name their field by `prompt_field`.")
+            raise ValueError("`loss_on_prompt: false` needs prompts: set `prompt_field` to their field.")
         self.paths: dict[Split, str | None] = {"train": train, "validation": validation, "test": test}
         self.text_field = text_field
         self.prompt_field = prompt_field
@@ -84,80 +85,81 @@ class TextDataModule(PackedTextDataModule):
     def source(self, split: Split) -> Source | None:
         path = self.paths["train" if self.holdout else split]
         if path is not None:
-            source = self._source(path, split)
+            source = self._find_source(path, split)
             return HashSplit(source, split, self.holdout) if self.holdout else source
         if split == "train":
             return None
-        raise ValueError(f"There are no {split} documents: give `{split}`, or a `holdout` of the training documents.")
+        raise ValueError(f"There are no {split} documents: set `{split}`, or a `holdout` of the training documents.")
 
-    def _source(self, path: str, split: Split) -> Source:
+    def _find_source(self, path: str, split: Split) -> Source:
         names = () if self.name_field is None else (self.name_field,)
         on_hub = not is_url(path) and "*" not in path and not Path(path).expanduser().exists()
         files = () if on_hub else find_files(path)
         if self.prompt_field is not None and (on_hub or not files[0].name.endswith(JSON_LINES)):
-            raise ValueError(f"`prompt_field` needs JSON lines, and '{path}' is something else. Convert it.")
+            raise ValueError(f"`prompt_field` needs JSON lines, but '{path}' has another format. Convert it.")
         if on_hub:
             hub_split: Split = "train" if self.holdout else split
             return HubDataset(path, hub_split, self.text_field, names, self.where, self.revision)
         kind = next(kind for kind in (JSON_LINES, PARQUET, TEXT) if files[0].name.endswith(kind))
         if other := next((file for file in files if not file.name.endswith(kind)), None):
             raise ValueError(
-                f"'{path}' holds files of different kinds, such as {files[0].name} and {other.name}."
-                " Give a pattern that fits one kind, such as folder/**/*.jsonl."
+                f"'{path}' has files of different kinds, such as {files[0].name} and {other.name}."
+                " Use a pattern that matches one kind, such as folder/**/*.jsonl."
             )
         if kind != TEXT:
             return RecordFiles(files, (self.text_field,), names, self.where, self.prompt_field)
         if self.where is not None:
             raise ValueError(
-                f"`where` = {self.where} needs documents with fields, and '{path}' holds text. Leave it out."
+                f"`where` = {self.where} needs documents with fields, but '{path}' has plain text. Remove it."
             )
         return TextFiles(files)
 
 
 class StreamingTextDataModule(TextDataModule):
-    """A corpus that is tokenized and packed while it is read, and too large for a token cache on disk.
+    """A corpus too large for a token cache on disk, tokenized and packed while it is read.
 
-    Rows are not shuffled: documents follow each other as in their files, and only the files are read in random order.
-    So shuffle the documents when you write them. The order depends on `seed`, the number of processes and
-    `num_workers`, and an interrupted run resumes at the very token. `trainer.max_steps` is needed.
+    Sequences are not shuffled: files are read in random order, but the documents of a file in their order. Shuffle
+    documents when you write the files. The order depends on `seed`, the number of processes and `num_workers`, and an
+    interrupted run resumes at the exact token. `trainer.max_steps` is required.
 
     Args:
-        num_workers: Processes that read and tokenize, each its own files; each of them tokenizes with one thread.
-        **kwargs: See :class:`TextDataModule`; `train` names files, and not a hub dataset.
+        num_workers: Processes that read and tokenize, each with its own files and one thread.
+        **kwargs: See :class:`TextDataModule`; `train` must name files, not a hub dataset.
     """
 
     @override
     def prepare_data(self) -> None:
-        if self._stage() == "fit":
+        if self._trainer_stage() == "fit":
             self.check_trainer()
-            self.train_dataloader()  # refuses what cannot be streamed
-        self._check_evaluation_source(self._stage())
+            self.train_dataloader()  # refuses settings that cannot be streamed
+        self._check_evaluation_source(self._trainer_stage())
 
     @override
     def setup(self, stage: str) -> None:
-        super().setup("validate" if stage == "fit" else stage)  # which has no rows to prepare
+        super().setup("validate" if stage == "fit" else stage)  # without packed sequences
 
     @override
     def training_rows(self) -> PackedRowDataset | None:
         raise ValueError(
-            "StreamingTextDataModule keeps no rows: use TextDataModule for mixtures, token weights and inspection."
+            "StreamingTextDataModule does not store sequences: use TextDataModule for mixtures, token weights and"
+            " inspection."
         )
 
     @override
     def train_dataloader(self) -> DataLoader[Row]:
         if self.influence or self.long_documents:
             raise ValueError(
-                "`influence` and `long_documents` need the whole corpus: leave them out, or do not stream."
+                "`influence` and `long_documents` need the whole corpus: remove them, or use TextDataModule."
             )
         if self.packing != "concat" or not self.loss_on_prompt:
             raise ValueError(
-                "A stream supports `packing: concat` and `loss_on_prompt: true` only: set them, or do not stream."
+                "A stream supports only `packing: concat` and `loss_on_prompt: true`: set them, or use TextDataModule."
             )
         if self.trainer is None or self.trainer.max_steps < 0:
-            raise ValueError("A stream has no end: give `trainer.max_steps`.")
+            raise ValueError("A stream has no end: set `trainer.max_steps`.")
         if (source := self.source("train")) is None:
-            raise ValueError("There is nothing to train on: give `train`.")
-        rank, world_size = self._reader()
+            raise ValueError("`train` is missing: name the documents to train on.")
+        rank, world_size = self._reader_rank()
         rows = StreamedRows(
             file_sources(source),
             Encoder(self.tokenizer, add_special_tokens=self.add_special_tokens),

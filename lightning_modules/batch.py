@@ -39,8 +39,8 @@ class PackedBatch(TypedDict):
         text: For each sequence the text of its only document (evaluation only).
         offsets: ``[B, T, 2]`` int64 character span ``[start, end)`` of each token in ``text`` (evaluation only).
         names: For each sequence the name of its only document in messages and result files (evaluation only).
-        influence: ``[B, T]`` float32 soft influence that was computed in advance (training with stored weights only).
-        origins: For each sequence the source of its only document, and nothing for a dummy sequence that keeps
+        influence: ``[B, T]`` float32 token weights that were computed in advance (training with stored weights only).
+        document_refs: For each sequence the source of its only document, and nothing for a dummy sequence that keeps
             processes in lockstep (documents of a corpus only).
         failed: Documents of the corpus that belong in this batch but could not be read or tokenized.
     """
@@ -53,7 +53,7 @@ class PackedBatch(TypedDict):
     offsets: NotRequired[Tensor]
     names: NotRequired[list[str]]
     influence: NotRequired[Tensor]
-    origins: NotRequired[list[DocumentRef]]
+    document_refs: NotRequired[list[DocumentRef]]
     failed: NotRequired[list[DocumentRef]]
 
 

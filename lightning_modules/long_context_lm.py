@@ -211,7 +211,7 @@ class LongContextLM(LightningModule):
         """Return the long and short log-likelihoods of each document, or why a document of a corpus has failed."""
         self.backbone.check_token_ids(batch)
         scorer = self.document_scorer()
-        return scorer.try_to_score(batch) if "origins" in batch else scorer.score(batch)
+        return scorer.try_to_score(batch) if "document_refs" in batch else scorer.score(batch)
 
     def document_scorer(self) -> DocumentScorer:
         """Return a scorer of documents with the loaded model."""

@@ -80,7 +80,7 @@ CONFIGS = {
     "unknown key": ("m0del:\n  stride: 3\n", "m0del"),
     "base 60": ("trainer:\n  min_steps: 2:3:4\n", "Given value: 2:3:4"),
     "base 60 with a point": ("trainer:\n  gradient_clip_val: 1:30.5\n", "Given value: 1:30.5"),
-    "base 8": ("trainer:\n  max_steps: 010\n", "line 2: '010' is a number to base 8"),
+    "base 8": ("trainer:\n  max_steps: 010\n", "line 2: '010' is an octal number"),
     "null for settings": ("data:\n  init_args: null\n", "line 2: `init_args` is null"),
     "null in nested settings": (
         "data:\n  init_args:\n    sequence_length:\n",
@@ -96,8 +96,8 @@ CONFIGS = {
     ),
     "no objective": ("model:\n  objective: null\n", "Not a valid subclass of Objective. Got value: None"),
     "no optimizer": ("model:\n  optimizer: null\n", "model.optimizer"),
-    "no model": ("model: null\n", "`model` must hold settings"),
-    "a list for the model": ("model: [1]\n", "`model` must hold settings"),
+    "no model": ("model: null\n", "`model` must be a mapping of settings"),
+    "a list for the model": ("model: [1]\n", "`model` must be a mapping of settings"),
     "a class that is not there": ("trainer:\n  callbacks:\n    - class_path: no.such.Class\n", "no.such.Class"),
     "a class of another kind": ("trainer:\n  callbacks:\n    - class_path: torch.nn.Linear\n", "torch.nn.Linear"),
 }
@@ -147,8 +147,8 @@ OPTIONS = [
     ("--model.lora", "{target_modules: [q_proj], lora_alpha: .nan}", "`lora.lora_alpha` scales"),
     ("--model.lora", "{target_modules: [q_proj], r: 0}", "`r` should be a positive integer"),
     ("--model.lora", "{rank: 3}", "`lora` has no 'rank'"),
-    ("--model.lora", '{"r": 010}', "'010' is a number to base 8"),
-    ("--trainer.devices", "[010]", "'010' is a number to base 8"),
+    ("--model.lora", '{"r": 010}', "'010' is an octal number"),
+    ("--trainer.devices", "[010]", "'010' is an octal number"),
     ("--model.objective", "{no: [mapping", "model.objective"),
     ("--model.model_config", "{rope_parameters: {rope_type: nosuch}}", "'nosuch', which transformers does not know"),
     ("--model.model_config", "{rope_parameters: {rope_type: linear, factor: 0.5}}", "a number of 1 or more, got 0.5"),
@@ -173,7 +173,7 @@ OPTIONS = [
     ("--model.pretrained_model_name_or_path", "https://x/y", "does not exist"),
     ("--data.sequence_length", str(10**30), "at most 134,217,728 tokens"),
     ("--data.num_workers", "1000000", "`num_workers` must be an integer from 0 to"),
-    ("--data.long_documents", "{longer_than: 9, weight: 1e12}", "set it to 1 to 1000"),
+    ("--data.long_documents", "{longer_than: 9, weight: 1e12}", "must be between 1 and 1000"),
     ("--data.packing", "worst", "packing"),
     ("--data.tokenizer", "", "give a local folder or a hub id"),
     ("--data.train", "/nowhere/*.jsonl", "No file to read at"),
@@ -182,7 +182,7 @@ OPTIONS = [
     ("--data.cache_dir", "/proc/longce", "LONGCE_CACHE"),
     ("--trainer.devices", "0", "devices"),
     ("--trainer.devices", "100000", "`trainer.devices` must be an integer from 1 to"),
-    ("--trainer.devices", "-2", "`trainer` cannot be made"),
+    ("--trainer.devices", "-2", "The settings of `trainer` are not valid"),
     ("--trainer.strategy", "nosuch", "invalid strategy name"),
     ("--trainer.accelerator", "quantum", "invalid accelerator name"),
     ("--trainer.accumulate_grad_batches", "0", "`trainer.accumulate_grad_batches` must be above 0"),
@@ -192,7 +192,7 @@ OPTIONS = [
     ("--trainer.max_steps", "-5", "max_steps"),
     ("--trainer.max_time", "banana", "DD:HH:MM:SS"),
     ("--seed_everything", "-1", "not in bounds"),
-    ("--nosuch", "1", "There is no option `--nosuch`"),
+    ("--nosuch", "1", "Unknown option `--nosuch`"),
     ("--ckpt_path", "/dev/zero", "is not a file"),
     ("--ckpt_path", "s3://x/y", "not loaded from the web"),
 ]
@@ -487,7 +487,7 @@ def test_other_commands(run, capsys, monkeypatch, tmp_path):
     assert "does not exist" in refused("export", "none.ckpt", "out", capsys=capsys)
     (tmp_path / "int.ckpt").write_bytes(b"")
     assert "is torn" in refused("export", "int.ckpt", "out", capsys=capsys)
-    assert "no command 'fiit'" in refused("fiit", capsys=capsys)
+    assert "unknown command 'fiit'" in refused("fiit", capsys=capsys)
     plan = {
         "from 1 to 134,217,728": ["--gpu", "H200", "--data.sequence_length", str(10**30)],
         "known cards": ["--gpu", "nosuch"],

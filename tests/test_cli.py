@@ -171,8 +171,8 @@ original = InfluenceWriter.write
 def write(self, *arguments):
     original(self, *arguments)
     if len(self.rows) - len(self.remaining()) == 3:
-        self._journal.write(b"half a row")
-        self._journal.flush()
+        self._own_journal.write(b"half a row")
+        self._own_journal.flush()
         os.kill(os.getpid(), signal.SIGKILL)
 InfluenceWriter.write = write
 main()
@@ -196,7 +196,7 @@ def test_stored_influence_survives_a_kill_and_trains_like_longce_without_short_p
     monkeypatch.setattr(InfluenceWriter, "write", lambda self, n, w: computed.extend(n) or write(self, n, w))
     longce(*command, monkeypatch=monkeypatch, folder=tmp_path)
     printed = capsys.readouterr().out
-    count = int(re.search(r"Weights of (\d+) rows of 128 tokens", printed)[1])
+    count = int(re.search(r"Token weights of (\d+) sequences of 128 tokens", printed)[1])
     assert sorted(computed) == list(range(count))[-len(computed) :]
     assert len(computed) == count - 3
     advice = printed.split("Train with: ")[1].split()
@@ -241,7 +241,7 @@ def test_stored_influence_that_nobody_uses_or_has(experiment, tmp_path, monkeypa
 
 
 def test_unknown_command(tmp_path, monkeypatch, capsys):
-    assert "no command 'fiit'" in refused("fiit", monkeypatch=monkeypatch, folder=tmp_path, capsys=capsys)
+    assert "unknown command 'fiit'" in refused("fiit", monkeypatch=monkeypatch, folder=tmp_path, capsys=capsys)
 
 
 @pytest.mark.slow
@@ -351,14 +351,14 @@ def test_data_inspect_shows_the_rows_of_fit_and_loads_no_model(experiment, tmp_p
     longce(*settings, *options, monkeypatch=monkeypatch, folder=tmp_path)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "packing      best_fit, documents isolated"
-    assert re.fullmatch(r"rows         \d+ rows of 128 tokens; documents cut: 4, tokens dropped: 0 .*", lines[2])
-    assert [line.split()[1] for line in lines if line.startswith("row ")] == ["1", "0"]
+    assert re.fullmatch(r"packed into  \d+ sequences of 128 tokens; documents cut: 4, tokens dropped: 0 .*", lines[2])
+    assert [line.split()[1] for line in lines if line.startswith("sequence ")] == ["1", "0"]
     assert "document 0 (0 Book 0), tokens 0 to 128 of" in lines[-2]
     assert re.fullmatch(r"    \| .{20,} \[[\d,]+ characters\] .{20,}", lines[-1])
     longce(*settings, "--count", "0", monkeypatch=monkeypatch, folder=tmp_path)
-    assert "row 0" not in capsys.readouterr().out
+    assert "sequence 0" not in capsys.readouterr().out
     refusals = {
-        "there are rows 0 to": ["--rows", "9999"],
+        "indices of sequences from 0 to": ["--rows", "9999"],
         "rows": ["--rows", "-1"],
         "width": ["--width", "0"],
         "packing": ["--data.packing", "worst_fit"],
@@ -424,7 +424,7 @@ def test_the_curriculum_lengthens_rows_after_its_share_of_the_steps(tmp_path, mo
     for curriculum, message in (
         ("{sequence_length: 32, share: 0.8}", "No token of a sequence of 32 tokens has a longer context"),
         ("{sequence_length: 48, share: 0.8}", "`curriculum.sequence_length` = 48 must divide"),
-        ("{sequence_length: 64, share: 2}", "`curriculum.share` is the share of steps with short rows"),
+        ("{sequence_length: 64, share: 2}", "`curriculum.share` is the fraction of steps with short sequences"),
     ):
         assert message in refused(*fit, curriculum, monkeypatch=monkeypatch, folder=tmp_path, capsys=capsys)
 

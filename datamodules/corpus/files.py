@@ -80,26 +80,26 @@ class CorpusFiles:
         return dict(zip(chosen, file_identities(files[name] for name in chosen), strict=True))
 
     def read(self, part: Part, wanted: Callable[[int], bool]) -> Iterator[tuple[DocumentRef, str]]:
-        """Yield origin and text of the wanted rows of a part; a broken document has an ``error`` and no text.
+        """Yield ref and text of the wanted rows of a part; a broken document has an ``error`` and no text.
 
         A ``ValueError`` means that the rest of the file cannot be read.
         """
         file, name = self.files[part.file], self.names[part.file]
-        for row, record in self._records(file, part, wanted):
-            origin = DocumentRef(name if is_text(name) else f"{name}:{row}", name, row, {})
+        for row, record in self._read_wanted(file, part, wanted):
+            ref = DocumentRef(name if is_text(name) else f"{name}:{row}", name, row, {})
             text = ""
             try:
                 content = record()
-                origin = self._with_key(origin, content, f"{file}:{row}")  # also for a document without text
-                text = self._text(content, f"{file}:{row}")
+                ref = self._with_key(ref, content, f"{file}:{row}")  # also for a document without text
+                text = self._read_text(content, f"{file}:{row}")
             except (ValueError, OverflowError) as error:  # the latter for dates and durations beyond Python's
-                origin = origin._replace(error=" ".join(str(error).split()))
-            yield origin, text
+                ref = ref._replace(error=" ".join(str(error).split()))
+            yield ref, text
 
-    def _with_key(self, origin: DocumentRef, record: Mapping[str, Any], place: str) -> DocumentRef:
+    def _with_key(self, ref: DocumentRef, record: Mapping[str, Any], place: str) -> DocumentRef:
         """Add the corpus's own key and columns."""
-        key = origin.key
-        if self.columns.key is not None and not is_text(origin.file):
+        key = ref.key
+        if self.columns.key is not None and not is_text(ref.file):
             if (own := nested(record, self.columns.key)) is None:
                 raise ValueError(f"{place}: no key in {self.columns.key!r}.")
             key = checked_text(str(own), f"{place}, {self.columns.key!r}")
@@ -109,15 +109,15 @@ class CorpusFiles:
                 checked_text(value, f"{place}, {column!r}")
             elif value is not None and self.column_types[column] == pyarrow.string():
                 values[column] = json.dumps(value, default=str)
-        return origin._replace(key=key, columns=values)
+        return ref._replace(key=key, columns=values)
 
-    def _text(self, record: Mapping[str, Any], place: str) -> str:
+    def _read_text(self, record: Mapping[str, Any], place: str) -> str:
         if (text := nested(record, self.columns.text)) is None:
             found = "it is null" if self.columns.text in record else f"only {sorted(record)[:_FIELDS]}"
             raise ValueError(f"{place}: no text in {self.columns.text!r}, {found}.")
         return checked_text(text, place)
 
-    def _records(
+    def _read_wanted(
         self, file: File, part: Part, wanted: Callable[[int], bool]
     ) -> Iterator[tuple[int, Callable[[], Mapping[str, Any]]]]:
         """Yield the number of each wanted row, and a function that returns its columns or raises a ``ValueError``."""
@@ -138,7 +138,7 @@ def find_corpus(paths: Sequence[str], columns: CorpusColumns, *, lenient: bool =
     """
     named: dict[str, File] = {}
     for path in paths:
-        for name, file in _named(path):
+        for name, file in _name_files(path):
             if str(named.setdefault(name, file)) != str(file):
                 raise ValueError(
                     f"Two files are called '{name}': {named[name]} and {file}. Give a folder or pattern above both,"
@@ -146,7 +146,7 @@ def find_corpus(paths: Sequence[str], columns: CorpusColumns, *, lenient: bool =
                 )
     names, files = tuple(named), tuple(named.values())
     with ThreadPoolExecutor(_READERS) as pool:
-        found = list(pool.map(partial(_parts, columns=columns), range(len(files)), files))
+        found = list(pool.map(partial(_split_file, columns=columns), range(len(files)), files))
     types: dict[str, pyarrow.DataType] = {}
     for file, (_, own) in zip(files, found, strict=True):
         for column, kind in own.items():
@@ -165,7 +165,7 @@ def find_corpus(paths: Sequence[str], columns: CorpusColumns, *, lenient: bool =
     return CorpusFiles(files, names, tuple(parts), columns, column_types)
 
 
-def _named(path: str) -> Iterator[tuple[str, File]]:
+def _name_files(path: str) -> Iterator[tuple[str, File]]:
     """Find the files at a path, each with its path relative to the folder, or to where the pattern begins."""
     files = find_files(path)
     folder = path.partition("*")[0].rpartition("/")[0] or "." if "*" in path else path  # before the first wildcard
@@ -176,7 +176,7 @@ def _named(path: str) -> Iterator[tuple[str, File]]:
         yield checked_text(str(name), f"The name of {str(name)!r}"), file
 
 
-def _parts(index: int, file: File, columns: CorpusColumns) -> tuple[list[Part], dict[str, pyarrow.DataType]]:
+def _split_file(index: int, file: File, columns: CorpusColumns) -> tuple[list[Part], dict[str, pyarrow.DataType]]:
     """Divide a file into parts; also return the types of the columns that go with the scores, if it has types."""
     if not file.name.endswith(PARQUET):
         size = (file_size(file) or MAX_DOCUMENT) * (_UNPACKED if is_packed(file) else 1)
@@ -185,7 +185,7 @@ def _parts(index: int, file: File, columns: CorpusColumns) -> tuple[list[Part], 
         try:
             table = opened_table(stream, file)
             given = (columns.text, columns.key, *columns.others)
-            types = {name: _type(table.schema_arrow, name, file) for name in given if name}
+            types = {name: _column_type(table.schema_arrow, name, file) for name in given if name}
             _check_text_type(types[columns.text], columns.text, file)
             parts, first = [], 0
             for number in range(table.num_row_groups):
@@ -200,7 +200,7 @@ def _parts(index: int, file: File, columns: CorpusColumns) -> tuple[list[Part], 
     return parts, {name: types[name] for name in columns.others}
 
 
-def _type(schema: pyarrow.Schema, path: str, file: File) -> pyarrow.DataType:
+def _column_type(schema: pyarrow.Schema, path: str, file: File) -> pyarrow.DataType:
     fields: Iterable[pyarrow.Field] = schema
     kind = None
     for name in path.split("."):
@@ -239,7 +239,7 @@ def _bytes_per_line(files: Sequence[File], required: Sequence[str], *, lenient: 
     Files without any of the required fields are refused, as all their documents would fail.
     """
     with ThreadPoolExecutor(_READERS) as pool:
-        samples = list(pool.map(lambda file: _sample(file, required), files))
+        samples = list(pool.map(lambda file: _sample_lines(file, required), files))
     seen = [(file, sample) for file, sample in zip(files, samples, strict=True) if sample.lines]
     wrong = [(file, sample) for file, sample in seen if not sample.present.issuperset(required)]
     if wrong and (not lenient or len(wrong) == len(seen)):
@@ -254,7 +254,7 @@ def _bytes_per_line(files: Sequence[File], required: Sequence[str], *, lenient: 
     return sum(sample.size for sample in samples) / lines if lines else None
 
 
-def _sample(file: File, required: Sequence[str]) -> _Sample:
+def _sample_lines(file: File, required: Sequence[str]) -> _Sample:
     """Read the first lines; more of them if they are long and none has shown all required fields."""
     lines = size = 0
     fields: set[str] = set()

@@ -109,7 +109,7 @@ class DocumentCorpus(LightningDataModule):
         rank, world_size = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
         if rank == 0:
             try:
-                found = self._found()
+                found = self._find_documents()
             except (ValueError, OSError) as error:  # or the others would wait for it
                 found = error
         gathered(None, group)  # hashing a corpus may take hours, and a broadcast gives up after half an hour
@@ -126,8 +126,8 @@ class DocumentCorpus(LightningDataModule):
     def predict_dataloader(self) -> CorpusLoader:
         strategy = self.trainer.strategy if self.trainer else None
         alone = strategy is None or type(strategy) in (SingleDeviceStrategy, DDPStrategy)
-        in_step = None if alone else strategy
-        self._loader = CorpusLoader(self.stream, in_step=in_step, **worker_options(self.num_workers))
+        lockstep = None if alone else strategy
+        self._loader = CorpusLoader(self.stream, lockstep=lockstep, **worker_options(self.num_workers))
         return self._loader
 
     @property
@@ -183,7 +183,7 @@ class DocumentCorpus(LightningDataModule):
     def documents(
         self, rows: Mapping[str, NDArray[np.int64]], versions: Mapping[str, str]
     ) -> Iterator[tuple[DocumentRef, str]]:
-        """Read the origin and whole text of the documents with these row numbers, file after file.
+        """Read the ref and whole text of the documents with these row numbers, file after file.
 
         ``versions`` identify the content of the files when the documents were scored.
         """
@@ -195,7 +195,7 @@ class DocumentCorpus(LightningDataModule):
             if (numbers := rows.get(corpus.names[part.file])) is not None:
                 yield from corpus.read(part, frozenset(numbers.tolist()).__contains__)
 
-    def _found(self) -> tuple[CorpusFiles, dict[str, str], Mapping[str, NDArray[np.int64]]]:
+    def _find_documents(self) -> tuple[CorpusFiles, dict[str, str], Mapping[str, NDArray[np.int64]]]:
         """Find the files, the identity of their content, and their rows that are done."""
         corpus = find_corpus(self.files, self.column_names, lenient=self.allowed_failures == 1)
         versions = corpus.versions()

@@ -33,22 +33,22 @@ class CorpusRows:
     max_tokens: int | None
     overlong: Literal["cut", "skip"]
 
-    def __call__(self, origin: DocumentRef, text: str) -> tuple[DocumentRef, Row | None]:
-        """Return the row and its origin; without a row, the origin has the ``error``."""
-        if origin.error is not None:
-            return origin, None
+    def __call__(self, ref: DocumentRef, text: str) -> tuple[DocumentRef, Row | None]:
+        """Return the row and its ref; without a row, the ref has the ``error``."""
+        if ref.error is not None:
+            return ref, None
         kept = self.max_tokens if self.overlong == "cut" else None
         try:
             row = document_row(
-                text, self.tokenizer, name=origin.key, add_special_tokens=self.add_special_tokens, max_tokens=kept
+                text, self.tokenizer, name=ref.key, add_special_tokens=self.add_special_tokens, max_tokens=kept
             )
         except ValueError as error:
-            return origin._replace(error=str(error)), None
+            return ref._replace(error=str(error)), None
         tokens = len(row["input_ids"])
         if self.max_tokens is not None and tokens > self.max_tokens:
             reason = f"{LEFT_OUT}{tokens} tokens are more than `max_tokens` = {self.max_tokens}"
-            return origin._replace(error=reason), None
-        return origin._replace(truncated=len(row["text"]) < len(text)), row
+            return ref._replace(error=reason), None
+        return ref._replace(truncated=len(row["text"]) < len(text)), row
 
 
 class Reading(NamedTuple):
@@ -93,7 +93,7 @@ class CorpusStream(IterableDataset[Reading]):
     def __iter__(self) -> Iterator[Reading]:
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
-        return self._batches(self.rank * workers + worker, self.world_size * workers)
+        return self._make_batches(self.rank * workers + worker, self.world_size * workers)
 
     def expected(self, workers: int) -> int | None:
         """Estimate how many documents this process gets."""
@@ -101,19 +101,19 @@ class CorpusStream(IterableDataset[Reading]):
             return None
         rows = [max((part.about or 0) - len(done), 0) for part, done in zip(self.parts, self.done, strict=True)]
         own = range(self.rank * workers, (self.rank + 1) * workers)
-        taken = [share for stream in own for share in self._shares(stream, self.world_size * workers)]
+        taken = [share for stream in own for share in self._own_shares(stream, self.world_size * workers)]
         return round(sum(rows[share.part] / share.step for share in taken))
 
-    def _shares(self, stream: int, streams: int) -> list["Share"]:
+    def _own_shares(self, stream: int, streams: int) -> list["Share"]:
         both = zip(self.parts, self.done, strict=True)
         left = [part.size * (1 - len(done) / part.rows) if part.rows else part.size for part, done in both]
         return shares(left, stream, streams)
 
-    def _batches(self, stream: int, streams: int) -> Iterator[Reading]:
+    def _make_batches(self, stream: int, streams: int) -> Iterator[Reading]:
         pool: list[tuple[DocumentRef, Row]] = []
         failed: list[DocumentRef] = []
         unreadable: list[str] = []
-        for item in self._documents(stream, streams):
+        for item in self._read_documents(stream, streams):
             if isinstance(item, str):
                 unreadable.append(item)
             elif item[1] is None:
@@ -121,13 +121,13 @@ class CorpusStream(IterableDataset[Reading]):
             else:
                 pool.append((item[0], item[1]))
             if self._is_full(pool) or len(failed) >= _FAILED:
-                yield from self._readings(pool, failed, unreadable)
+                yield from self._make_readings(pool, failed, unreadable)
                 pool, failed, unreadable = [], [], []
-        yield from self._readings(pool, failed, unreadable)
+        yield from self._make_readings(pool, failed, unreadable)
 
-    def _documents(self, stream: int, streams: int) -> Iterator[tuple[DocumentRef, Row | None] | str]:
-        """Yield origin and row of each document of a stream, or why the rest of a part cannot be read."""
-        for index, first, step in self._shares(stream, streams):
+    def _read_documents(self, stream: int, streams: int) -> Iterator[tuple[DocumentRef, Row | None] | str]:
+        """Yield ref and row of each document of a stream, or why the rest of a part cannot be read."""
+        for index, first, step in self._own_shares(stream, streams):
             part, rows = self.parts[index], self.done[index]
             done = frozenset(rows[rows % step == first].tolist())  # of a large file only this stream's own
 
@@ -135,8 +135,8 @@ class CorpusStream(IterableDataset[Reading]):
                 return row % step == first and row not in done
 
             try:
-                for origin, text in self.corpus.read(part, wanted):
-                    yield self.make_row(origin, text)
+                for ref, text in self.corpus.read(part, wanted):
+                    yield self.make_row(ref, text)
             except (ValueError, OSError) as error:
                 yield f"{self.corpus.names[part.file]}: {' '.join(str(error).split())}"
 
@@ -146,12 +146,12 @@ class CorpusStream(IterableDataset[Reading]):
         tokens = sum(len(row["input_ids"]) for _, row in pool)
         return len(pool) >= POOL_DOCUMENTS or tokens >= POOL_BATCHES * self.batch_tokens
 
-    def _readings(
+    def _make_readings(
         self, pool: list[tuple[DocumentRef, Row]], failed: list[DocumentRef], unreadable: list[str]
     ) -> Iterator[Reading]:
-        for group in _groups(pool, self.batch_tokens or 0):
+        for group in _group_by_length(pool, self.batch_tokens or 0):
             batch = collate_rows([row for _, row in group])
-            batch["origins"], batch["failed"] = [origin for origin, _ in group], failed
+            batch["document_refs"], batch["failed"] = [ref for ref, _ in group], failed
             yield Reading(batch, unreadable)
             failed, unreadable = [], []
         if failed or unreadable:
@@ -188,7 +188,7 @@ def shares(sizes: Sequence[float], stream: int, streams: int) -> list[Share]:
     return own
 
 
-def _groups(pool: list[tuple[DocumentRef, Row]], batch_tokens: int) -> Iterator[list[tuple[DocumentRef, Row]]]:
+def _group_by_length(pool: list[tuple[DocumentRef, Row]], batch_tokens: int) -> Iterator[list[tuple[DocumentRef, Row]]]:
     """Group documents of similar length up to ``batch_tokens`` tokens with padding, or one longer document."""
     group: list[tuple[DocumentRef, Row]] = []
     for item in sorted(pool, key=lambda item: len(item[1]["input_ids"])):
@@ -203,47 +203,47 @@ def _groups(pool: list[tuple[DocumentRef, Row]], batch_tokens: int) -> Iterator[
 def idle_batch() -> PackedBatch:
     """Return one unscored token of no document, for a process without documents while others have some."""
     batch = collate_rows([empty_row()])
-    batch["origins"], batch["failed"] = [], []
+    batch["document_refs"], batch["failed"] = [], []
     return batch
 
 
-def _as_it_is(reading: Any) -> Any:
+def _pass_through(reading: Any) -> Any:
     return reading
 
 
 class CorpusLoader:
     """Loader of the batches of a process.
 
-    With the strategy ``in_step``, processes make the same number of steps: each waits for all in each step, and gets
+    With the strategy ``lockstep``, processes make the same number of steps: each waits for all in each step, and gets
     an `idle_batch` when it has no documents left.
     """
 
     def __init__(
-        self, stream: CorpusStream, *, num_workers: int = 0, pin_memory: bool = False, in_step: Strategy | None = None
+        self, stream: CorpusStream, *, num_workers: int = 0, pin_memory: bool = False, lockstep: Strategy | None = None
     ) -> None:
         self.stream = stream
-        self.in_step = in_step
+        self.lockstep = lockstep
         self._options: dict[str, Any] = {"num_workers": num_workers, "pin_memory": pin_memory}
-        self._documents = 0
+        self._read_documents = 0
         self._complete = False
         self._unreadable: list[str] = []
 
     def __iter__(self) -> Iterator[PackedBatch]:
-        batches = iter(DataLoader(self.stream, batch_size=None, collate_fn=_as_it_is, **self._options))
+        batches = iter(DataLoader(self.stream, batch_size=None, collate_fn=_pass_through, **self._options))
         while True:
             reading = next(batches, None)
             done = reading is None
-            if done if self.in_step is None else self.in_step.reduce_boolean_decision(done, all=True):
+            if done if self.lockstep is None else self.lockstep.reduce_boolean_decision(done, all=True):
                 break
             if reading is None:
                 yield idle_batch()
                 continue
             batch, unreadable = reading
             self._unreadable += unreadable
-            self._documents += len(batch["origins"]) + len(batch["failed"])
+            self._read_documents += len(batch["document_refs"]) + len(batch["failed"])
             yield batch
         self._complete = True
 
     def read_progress(self) -> ReadProgress:
         """Return what this process has read so far."""
-        return ReadProgress(self._documents, self._complete, self._unreadable)
+        return ReadProgress(self._read_documents, self._complete, self._unreadable)

@@ -75,7 +75,7 @@ class InfluenceWriter:
     def remaining(self) -> NDArray[np.int64]:
         """Return the ascending numbers of the rows that are not computed yet."""
         missing = np.full(len(self.rows), not self.complete)
-        for row, _ in self._stored():
+        for row, _ in self._read_journals():
             missing[row] = False
         return np.flatnonzero(missing)
 
@@ -84,10 +84,10 @@ class InfluenceWriter:
         records = np.zeros(len(numbers), self._record)
         records["row"] = numbers
         records["weights"] = narrow(weights, self.made_from["gamma"])
-        records["checksum"] = [_checksum(record) for record in records]
-        self._journal.write(records.tobytes())
-        self._journal.flush()
-        os.fsync(self._journal.fileno())
+        records["checksum"] = [_record_checksum(record) for record in records]
+        self._own_journal.write(records.tobytes())
+        self._own_journal.flush()
+        os.fsync(self._own_journal.fileno())
 
     def finish(self) -> bool:
         """Make the store if all rows are there, in one process when the others are done; return whether it is there."""
@@ -96,19 +96,19 @@ class InfluenceWriter:
                 if len(self.remaining()):
                     return False
                 with atomic_file(self.folder / WEIGHTS) as file:
-                    statistics = self._merge(file)
+                    statistics = self._merge_journals(file)
                 self._write_header(complete=True, statistics=statistics)  # before the journals go
             for pattern in (f"{BUILDING}{WEIGHTS}*", JOURNALS):
                 for path in self.folder.glob(pattern):
                     path.unlink()
             return True
 
-    def _merge(self, file: BinaryIO) -> dict[str, float]:
+    def _merge_journals(self, file: BinaryIO) -> dict[str, float]:
         """Write every row's weights at the place of its tokens in the stream; return means over the scored tokens."""
         file.truncate(self.tokens * DTYPE.itemsize)
         done = np.zeros(len(self.rows), dtype=bool)
         sums = np.zeros(3)
-        for row, weights in self._stored():
+        for row, weights in self._read_journals():
             if done[row]:
                 continue
             done[row] = True
@@ -128,16 +128,16 @@ class InfluenceWriter:
         names = ("weight_mean", "weight_above_1", "weight_at_cap")
         return dict(zip(names, (sums / max(scored, 1)).tolist(), strict=True))
 
-    def _stored(self) -> Iterator[tuple[int, NDArray[np.float16]]]:
+    def _read_journals(self) -> Iterator[tuple[int, NDArray[np.float16]]]:
         """Yield number and weights of each complete row in the journals."""
         for journal in sorted(self.folder.glob(JOURNALS)):
             whole = journal.stat().st_size // self._record.itemsize
             for record in np.memmap(journal, self._record, mode="r", shape=(whole,)) if whole else ():
-                if record["checksum"] == _checksum(record) and 0 <= record["row"] < len(self.rows):
+                if record["checksum"] == _record_checksum(record) and 0 <= record["row"] < len(self.rows):
                     yield int(record["row"]), record["weights"]
 
     @cached_property
-    def _journal(self) -> BinaryIO:
+    def _own_journal(self) -> BinaryIO:
         descriptor, _ = create_file(self.folder, "rows-", ".journal")
         to_disk(self.folder)
         return os.fdopen(descriptor, "wb")
@@ -234,5 +234,5 @@ def narrow(weights: NDArray[np.float32], cap: float) -> NDArray[np.float16]:
     return np.where(weights >= np.float32(cap), top, weights.astype(DTYPE))
 
 
-def _checksum(record: np.void) -> int:
+def _record_checksum(record: np.void) -> int:
     return zlib.crc32(record["weights"].tobytes(), zlib.crc32(record["row"].tobytes()))

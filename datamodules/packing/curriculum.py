@@ -1,4 +1,4 @@
-"""Train on short rows first and long rows later: the same rows in the same order, cut until the switch."""
+"""Train on short sequences first and long ones later: the same sequences in the same order, cut until the switch."""
 
 from dataclasses import dataclass
 
@@ -12,18 +12,19 @@ from lightning_modules.functional.checks import check_count
 
 @dataclass(frozen=True)
 class LengthCurriculum:
-    """Rows that are cut into shorter ones in the first part of training.
+    """Settings of a length curriculum, which cuts sequences into shorter ones in the first part of training.
 
-    After Xiong et al. (2023), https://arxiv.org/abs/2309.16039, Section 4.4: rows of 4k for 80 % of the steps and of
-    32k for the rest reached the perplexity of 32k from the start with 40 % fewer operations; Qasper lost (Table 10).
+    After Xiong et al. (2023), https://arxiv.org/abs/2309.16039, Section 4.4: sequences of 4k for 80 % of the steps and
+    of 32k for the rest reached the perplexity of 32k from the start with 40 % fewer FLOPs, but a lower score on Qasper
+    (Table 10).
 
-    Before the switch each row of a batch is cut into ``data.sequence_length / sequence_length`` rows. So batches have
-    the same tokens in the same order as without a curriculum, and no token is lost or seen twice; the pieces of a row,
-    which are often of one document, are in one batch.
+    Before the switch, each sequence of a batch is cut into ``data.sequence_length / sequence_length`` chunks. Batches
+    thus have the same tokens in the same order as without a curriculum, and no token is lost or repeated; the chunks of
+    a sequence, often from one document, stay in one batch.
 
     Args:
-        sequence_length: Tokens per row before the switch; it divides ``data.sequence_length``.
-        share: Share of the optimizer steps before the switch, between 0 and 1.
+        sequence_length: Tokens per sequence before the switch; a divisor of ``data.sequence_length``.
+        share: Fraction of the optimizer steps before the switch, between 0 and 1.
     """
 
     sequence_length: PositiveInt
@@ -33,32 +34,32 @@ class LengthCurriculum:
         check_count("`curriculum.sequence_length`", self.sequence_length)
         if not 0 < self.share < 1:
             raise ValueError(
-                f"`curriculum.share` is the share of steps with short rows, between 0 and 1, got {self.share}."
-                " Without short rows leave `curriculum` out; without long ones lower `sequence_length`."
+                f"`curriculum.share` is the fraction of steps with short sequences and must be between 0 and 1, got"
+                f" {self.share}. For none remove `curriculum`; for all lower `sequence_length`."
             )
 
     def check(self, sequence_length: int) -> None:
-        """Raise a ``ValueError`` if rows of ``sequence_length`` cannot be cut into equal, shorter ones."""
+        """Raise a ``ValueError`` if sequences of ``sequence_length`` cannot be cut into equal, shorter chunks."""
         if not 0 < self.sequence_length < sequence_length or sequence_length % self.sequence_length:
             raise ValueError(
                 f"`curriculum.sequence_length` = {self.sequence_length} must divide `sequence_length` ="
-                f" {sequence_length} and be smaller: rows are cut into equal pieces before the switch."
+                f" {sequence_length} and be smaller: sequences are cut into equal chunks before the switch."
             )
 
 
 def cut_rows(batch: PackedBatch, length: int) -> PackedBatch:
-    """Cut ``[B, T]`` rows into up to ``[B * ceil(T / length), length]``, in the order of the text.
+    """Cut ``[B, T]`` sequences into at most ``[B * ceil(T / length), length]`` chunks, in the order of the text.
 
-    Contexts do not reach back into the preceding piece, so the first token of each is not scored. The last piece of a
-    row is padded if needed, and padding alone is left out.
+    Contexts do not reach into the preceding chunk, so the first token of each chunk is not scored. The last chunk of a
+    sequence is padded if needed; chunks of padding only are left out.
     """
-    pieces = []
+    chunks = []
     for index, boundaries in enumerate(batch["document_boundaries"]):
         for start in range(0, boundaries[-1], length):
             stop = min(start + length, boundaries[-1])
             ends = [boundary - start for boundary in boundaries if start < boundary < stop] + [stop - start]
-            piece = make_row(batch["input_ids"][index, start:stop].numpy(), np.array(ends))
-            piece["labels"] = batch["labels"][index, start:stop].clone()  # prompts may be ignored
-            piece["labels"][0] = IGNORE_INDEX
-            pieces.append(padded_row(piece, length))
-    return collate_rows(pieces)
+            chunk = make_row(batch["input_ids"][index, start:stop].numpy(), np.array(ends))
+            chunk["labels"] = batch["labels"][index, start:stop].clone()  # prompts may be ignored
+            chunk["labels"][0] = IGNORE_INDEX
+            chunks.append(padded_row(chunk, length))
+    return collate_rows(chunks)

@@ -1,4 +1,4 @@
-"""Tokenize whole documents for evaluation, with the text and the characters of each token."""
+"""Tokenize whole documents for evaluation, with their text and character offsets."""
 
 from collections.abc import Iterable
 from typing import cast
@@ -14,10 +14,10 @@ from lightning_modules.models.tokenization.tokenizer import encode_document
 
 
 class DocumentDataset(Dataset[Row]):
-    """Row ``i`` is the first ``length`` tokens of document ``i``, or all of them.
+    """Dataset whose item ``i`` is the first ``length`` tokens of document ``i``, or all of them.
 
-    An index past the last document gives an empty row, which scores nothing: with it every process makes the same
-    number of forward passes. Documents are held in memory as text, and each process tokenizes only its own.
+    An index past the last document gives an unscored token, so that every process makes the same number of forward
+    passes. Documents are held in memory as text, and each process tokenizes only its own.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class DocumentDataset(Dataset[Row]):
         self.tokenizer = tokenizer
         self.length = length
         self.add_special_tokens = add_special_tokens
-        self._rows: dict[int, Row] = {}  # validation repeats
+        self._rows: dict[int, Row] = {}  # cached, because validation repeats
 
     def __len__(self) -> int:
         return len(self.documents)
@@ -60,13 +60,13 @@ def document_row(
     add_special_tokens: bool = False,
     max_tokens: int | None = None,
 ) -> Row:
-    """Tokenize a whole document as a row; arguments as those of `encode_document`."""
+    """Tokenize a whole document as one sequence, with the arguments of `encode_document`."""
     batch = encode_document(text, tokenizer, name=name, add_special_tokens=add_special_tokens, max_tokens=max_tokens)
     names = ("input_ids", "labels", "position_ids", "document_boundaries", "text", "offsets")
     return cast(Row, {key: batch[key][0] for key in names} | {"name": name})  # type: ignore[literal-required]
 
 
 def empty_row() -> Row:
-    """Return one unscored token of no document."""
+    """Return a sequence of one unscored token that belongs to no document."""
     row = make_row(np.zeros(1, dtype=np.int64), np.array([1]))
     return {**row, "text": "", "offsets": torch.zeros(1, 2, dtype=torch.int64), "name": ""}

@@ -22,15 +22,15 @@ _log = logging.getLogger(__name__)
 
 
 class ResumableLoader(DataLoader[Row]):
-    """Load batches of a :class:`RowSampler`; Lightning keeps the loader's state in every checkpoint.
+    """Loader of the batches of a :class:`RowSampler`, whose state Lightning saves in every checkpoint.
 
-    A plain loader would begin a resumed epoch with the batches that were already trained on. The state is the epoch and
-    the number of its batches that are done: the order is a function of the seed and the epoch.
+    A plain loader would start a resumed epoch with batches that were already trained on. The state is the epoch and the
+    number of its finished batches, because the order depends only on the seed and the epoch.
     """
 
-    sampler: RowSampler  # or Lightning's own, for `overfit_batches`: the first rows, again and again
+    sampler: RowSampler  # or Lightning's own for `overfit_batches`, which repeats the first sequences
     batch_size: int
-    content = 0  # checksum of the rows: another text may have the same number of them
+    content = 0  # checksum of the sequences: another text may have the same number of them
     _batches = 0
     _resume: dict[str, Any] | None = None
 
@@ -39,8 +39,8 @@ class ResumableLoader(DataLoader[Row]):
         if not isinstance(self.sampler, RowSampler):
             yield from super().__iter__()
             return
-        # A generator, so that nothing is read before the first batch is asked for: Lightning makes the iterator of a
-        # resumed run before it sets the epoch of the sampler, and workers would read ahead in the order of epoch 0.
+        # This is a generator, so that nothing is read before the first batch is requested: Lightning creates the
+        # iterator of a resumed run before it sets the sampler's epoch, and workers would prefetch batches of epoch 0.
         resume, self._resume = self._resume, None
         self._batches = resume["batches"] if resume and resume["epoch"] == self.sampler.epoch else 0
         self.sampler.skip = self._batches * self.batch_size
@@ -49,27 +49,27 @@ class ResumableLoader(DataLoader[Row]):
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of batches of this epoch handed out so far, and what rows and order depend on."""
+        """Return the number of batches of this epoch so far, and everything that the order depends on."""
         if not isinstance(self.sampler, RowSampler):
             return {}
-        return {"epoch": self.sampler.epoch, "batches": self._batches, **self._order()}
+        return {"epoch": self.sampler.epoch, "batches": self._batches, **self._order_settings()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Skip the batches that are already done in the next epoch."""
-        order = self._order() if isinstance(self.sampler, RowSampler) else {}
+        """Skip the finished batches in the next epoch."""
+        order = self._order_settings() if isinstance(self.sampler, RowSampler) else {}
         changed = {name: (state.get(name), value) for name, value in order.items() if state.get(name) != value}
         if changed:
-            _log.warning("The epoch starts over: its rows are not those of the checkpoint (then, now): %s.", changed)
+            _log.warning("The epoch starts over, because the data has changed (then, now): %s.", changed)
         else:
             self._resume = state
 
-    def _order(self) -> dict[str, Any]:
+    def _order_settings(self) -> dict[str, Any]:
         return {**self.sampler.order(), "batch_size": int(self.batch_size), "content": self.content}
 
 
 def worker_options(num_workers: int) -> dict[str, Any]:
     """Return options of a loader whose worker processes may tokenize."""
-    if num_workers:  # forked workers cannot use the tokenizer's threads, and warn of it unless told
+    if num_workers:  # forked workers cannot use the tokenizer's threads, and would warn about it
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         if sys.version_info < FORK_IS_SAFE and torch.distributed.is_initialized():
             rank_zero_warn(

@@ -1,4 +1,7 @@
-"""Pack documents of any length into rows of one length, by arithmetic on token indices."""
+"""Pack documents of any length into sequences of equal length, by arithmetic on token indices.
+
+A row is one packed sequence; `PackedRows` is the table of them.
+"""
 
 import logging
 from bisect import bisect_left, insort
@@ -19,39 +22,39 @@ Packing = Literal["chunk", "concat", "best_fit"]
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Segments of the token stream that make up each row, which is padded after them to ``sequence_length`` tokens.
+    """Table of packed sequences: the segments of the token stream in each row, to be padded to ``sequence_length``.
 
-    Row ``r`` is ``segments[row_borders[r] : row_borders[r + 1]]``, and a segment lies in one document.
+    Row ``r`` is ``segments[row_boundaries[r] : row_boundaries[r + 1]]``. A segment lies within one document.
     """
 
     segments: NDArray[np.int64]  # [s, 2] start and stop in the token stream
-    row_borders: NDArray[np.int64]  # [r + 1]
+    row_boundaries: NDArray[np.int64]  # [r + 1]
     sequence_length: int
     dropped_tokens: int
-    truncated_documents: int  # of which some tokens are in a row, but not all in the same one
+    truncated_documents: int  # documents with tokens in a row, but not all of them in the same row
 
     def __len__(self) -> int:
-        """Number of rows."""
-        return len(self.row_borders) - 1
+        """Return the number of rows."""
+        return len(self.row_boundaries) - 1
 
     def row(self, index: int) -> NDArray[np.int64]:
-        """``[k, 2]`` segments of one row, in order."""
-        return self.segments[self.row_borders[index] : self.row_borders[index + 1]]
+        """Return the ``[k, 2]`` segments of one row, in order."""
+        return self.segments[self.row_boundaries[index] : self.row_boundaries[index + 1]]
 
     @property
     def tokens(self) -> int:
-        """Tokens in all rows, without padding."""
+        """Number of tokens in all rows, without padding."""
         return int((self.segments[:, 1] - self.segments[:, 0]).sum())
 
     @property
     def padded_tokens(self) -> int:
-        """Positions of padding in all rows."""
+        """Number of padding tokens in all rows."""
         return len(self) * self.sequence_length - self.tokens
 
     def __str__(self) -> str:
         places, stream = len(self) * self.sequence_length, self.tokens + self.dropped_tokens
         return (
-            f"{len(self):,} rows of {self.sequence_length:,} tokens; documents cut: {self.truncated_documents:,},"
+            f"{len(self):,} sequences of {self.sequence_length:,} tokens; documents cut: {self.truncated_documents:,},"
             f" tokens dropped: {self.dropped_tokens:,} ({self.dropped_tokens / max(stream, 1):.2%}),"
             f" padding: {self.padded_tokens:,} ({self.padded_tokens / max(places, 1):.2%})"
         )
@@ -60,34 +63,34 @@ class PackedRows:
 def pack_documents(
     document_boundaries: NDArray[np.int64], sequence_length: int, packing: Packing = "concat"
 ) -> PackedRows:
-    """Pack documents into rows, which are in the order of their first tokens, as are the segments of each row.
+    """Pack documents into rows. Rows, and the segments within each row, are in the order of their first tokens.
 
-    ``document_boundaries`` are ``[n + 1]`` ascending token indices ``[0, end of document 1, end of document 2, ..]``. A
-    document may be empty; it is in no row.
+    ``document_boundaries`` are ``[n + 1]`` ascending token indices ``[0, end of document 1, end of document 2, ..]``.
+    Empty documents are allowed and are left out.
     """
     rows = {"chunk": chunk, "concat": concat, "best_fit": best_fit}[packing](document_boundaries, sequence_length)
     if len(rows) == 0:
         longest = int(np.diff(document_boundaries).max(initial=0))
         raise ValueError(
-            f"No document fills a row of `sequence_length` = {sequence_length:,}: the longest has {longest:,} tokens."
-            " Lower it, or set `packing: best_fit`, which puts several documents into a row."
+            f"No document has `sequence_length` = {sequence_length:,} tokens: the longest has {longest:,}. Lower"
+            " `sequence_length`, or set `packing: best_fit`, which puts several documents into a sequence."
             if packing == "chunk" and longest
-            else f"{document_boundaries[-1]:,} tokens do not fill one row of `sequence_length` = {sequence_length:,}."
-            " Give more text or lower `sequence_length`."
+            else f"{document_boundaries[-1]:,} tokens do not fill one sequence of `sequence_length` ="
+            f" {sequence_length:,}. Add text or lower `sequence_length`."
         )
     return rows
 
 
 @dataclass(frozen=True)
 class LongDocuments:
-    """How often long documents are trained on.
+    """Oversampling of long documents.
 
-    After Xiong et al. (2023), https://arxiv.org/abs/2309.16039, whose ablation (Section 4.2) tempers it: "the quality
-    of the data plays a more critical role than the length of texts".
+    After Xiong et al. (2023), https://arxiv.org/abs/2309.16039, whose ablation (Section 4.2) limits the expected
+    benefit: "the quality of the data plays a more critical role than the length of texts".
 
     Args:
-        longer_than: Documents of more tokens than this are long.
-        weight: How often each is seen per pass over the short ones; with 1.5, every other one is seen twice.
+        longer_than: Documents with more tokens than this are long.
+        weight: How often each long document occurs; with 1.5, every other one occurs twice.
     """
 
     longer_than: PositiveInt
@@ -96,12 +99,12 @@ class LongDocuments:
     def __post_init__(self) -> None:
         check_count("`long_documents.longer_than`", self.longer_than)
         if not 1 <= self.weight <= 1000:
-            raise ValueError(f"`long_documents.weight` repeats documents: set it to 1 to 1000, got {self.weight}.")
+            raise ValueError(f"`long_documents.weight` must be between 1 and 1000, got {self.weight}.")
 
     def order(self, document_boundaries: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return documents in the order in which they are packed: all of them, then the long ones again, and so on.
+        """Return the indices of documents in packing order: all documents, then the long ones again, and so on.
 
-        A copy is never next to its original, where a model without isolated documents would copy it.
+        A repeated document is never next to its original, where a model with contexts across documents would copy it.
 
         Example:
             >>> LongDocuments(longer_than=2, weight=2.5).order(np.array([0, 3, 5, 9])).tolist()
@@ -114,9 +117,9 @@ class LongDocuments:
         order = np.concatenate([np.arange(len(lengths)), np.tile(long, whole - 1), long[np.diff(turns) > 0]])
         tokens, total, repeated = (int(lengths[part].sum()) for part in (long, slice(None), order))
         rank_zero_only(_log.info)(
-            f"{len(long)} of {len(lengths)} documents are longer than {self.longer_than} tokens:"
-            f" {tokens / max(total, 1):.1%} of the tokens, {(tokens + repeated - total) / max(repeated, 1):.1%} with"
-            " their repetitions."
+            f"{len(long)} of {len(lengths)} documents are longer than {self.longer_than} tokens. They have"
+            f" {tokens / max(total, 1):.1%} of the tokens, and"
+            f" {(tokens + repeated - total) / max(repeated, 1):.1%} with repetitions."
         )
         return order
 
@@ -124,26 +127,28 @@ class LongDocuments:
 def pack_in_order(
     document_boundaries: NDArray[np.int64], order: NDArray[np.int64], sequence_length: int, packing: Packing = "concat"
 ) -> PackedRows:
-    """Pack the documents as if the stream had them in another order, some of them more than once.
+    """Pack documents in another order than that of the stream; a document may occur more than once.
 
     Example:
         >>> rows = pack_in_order(np.array([0, 3, 5]), order=np.array([1, 0, 0]), sequence_length=4)
         >>> [rows.row(index).tolist() for index in range(len(rows))]
         [[[3, 5], [0, 2]], [[2, 3], [0, 3]]]
     """
+    # 1. Pack a virtual stream that has the documents in this order.
     lengths = np.diff(document_boundaries)[order]
     boundaries = np.concatenate([[0], np.cumsum(lengths)])
     rows = pack_documents(boundaries, sequence_length, packing)
+    # 2. Shift each segment from its document's place in the virtual stream to the place in the actual one.
     place = document_of(rows.segments[:, 0], boundaries)
     shift = document_boundaries[order[place]] - boundaries[place]
     return replace(rows, segments=rows.segments + shift[:, None])
 
 
 def chunk(document_boundaries: NDArray[np.int64], sequence_length: int) -> PackedRows:
-    """Each row from one document: its first tokens, its next tokens, and so on.
+    """Fill each row from one document: its first tokens, its next tokens, and so on.
 
-    No row mixes documents and none is padded. The end of a document that does not fill a row is dropped, and so is
-    every shorter document. The authors of LongCE do this with long documents; short ones they pad, and train on the
+    No row mixes documents or is padded. The remaining tokens of a document that do not fill a row are dropped, and so
+    is every shorter document. The authors of LongCE do this with long documents, but pad short ones and train on the
     padding.
 
     Example:
@@ -151,15 +156,15 @@ def chunk(document_boundaries: NDArray[np.int64], sequence_length: int) -> Packe
         >>> [rows.row(index).tolist() for index in range(len(rows))], rows.dropped_tokens
         ([[[3, 7]], [[7, 11]]], 4)
     """
-    starts = _whole_rows(document_boundaries, sequence_length)
+    starts = _find_whole_rows(document_boundaries, sequence_length)
     segments = np.stack([starts, starts + sequence_length], axis=1)
-    return _rows(document_boundaries, sequence_length, segments, np.arange(len(starts) + 1, dtype=np.int64))
+    return _make_rows(document_boundaries, sequence_length, segments, np.arange(len(starts) + 1, dtype=np.int64))
 
 
 def concat(document_boundaries: NDArray[np.int64], sequence_length: int) -> PackedRows:
     """Concatenate the documents and cut every ``sequence_length`` tokens.
 
-    No padding, and only the incomplete last row is dropped. A document cut at a row's end continues in the next row as
+    Nothing is padded, and only the incomplete last row is dropped. A document that is cut continues in the next row as
     a separate segment, without the preceding context.
 
     Example:
@@ -167,21 +172,24 @@ def concat(document_boundaries: NDArray[np.int64], sequence_length: int) -> Pack
         >>> [rows.row(index).tolist() for index in range(len(rows))], rows.dropped_tokens
         ([[[0, 3], [3, 4]], [[4, 8]]], 1)
     """
+    # 1. Rows start at every multiple of the sequence length; the last multiple is the end of the last row.
     cuts = np.arange(int(document_boundaries[-1]) // sequence_length + 1, dtype=np.int64) * sequence_length
-    # Two ascending runs: a stable sort merges them, which is many times faster than `np.union1d`.
+    # 2. Segments start at every row and at every document. Both arrays ascend, and a stable sort merges two ascending
+    #    runs many times faster than `np.union1d`.
     edges = np.sort(np.concatenate([document_boundaries[document_boundaries < cuts[-1]], cuts]), kind="stable")
-    edges = edges[np.diff(edges, prepend=-1) > 0]
+    edges = edges[np.diff(edges, prepend=-1) > 0]  # drop duplicates, which are documents at a row's start or empty
     segments = np.stack([edges[:-1], edges[1:]], axis=1)
-    return _rows(document_boundaries, sequence_length, segments, np.searchsorted(edges, cuts))
+    # 3. A row begins with the segment that starts at its cut.
+    return _make_rows(document_boundaries, sequence_length, segments, np.searchsorted(edges, cuts))
 
 
 def best_fit(document_boundaries: NDArray[np.int64], sequence_length: int) -> PackedRows:
-    """Put whole documents into rows, each where it leaves the least room, with as few cuts as possible.
+    """Put whole documents into rows by best-fit-decreasing, so that as few documents as possible are cut.
 
-    Best-fit-decreasing of Ding et al. (2024), "Fewer Truncations Improve Language Modeling",
-    https://arxiv.org/abs/2404.10830: whole rows are cut off the front of a document longer than a row; what remains,
-    and every other document, goes whole, longest first, into the row with the least room that holds it. The rest of a
-    row is padded.
+    The algorithm of Ding et al. (2024), "Fewer Truncations Improve Language Modeling",
+    https://arxiv.org/abs/2404.10830. A document longer than a row fills whole rows from its front. Its remaining
+    tokens, and every shorter document, are placed uncut, longest first, into the fullest row that has room for them.
+    Free space in a row is padded.
 
     Example:
         >>> rows = best_fit(np.array([0, 3, 8, 9]), sequence_length=4)
@@ -190,26 +198,32 @@ def best_fit(document_boundaries: NDArray[np.int64], sequence_length: int) -> Pa
         >>> rows.padded_tokens, rows.truncated_documents
         (3, 1)
     """
-    starts = _whole_rows(document_boundaries, sequence_length)
+    # 1. Long documents fill whole rows from their front.
+    starts = _find_whole_rows(document_boundaries, sequence_length)
+    # 2. The remaining tokens of each document, or all of a short one, are an item to be placed uncut.
     rests = np.diff(document_boundaries) % sequence_length
     ends = document_boundaries[1:][rests > 0]
     rests = rests[rests > 0]
+    # 3. Number the rows: first the whole ones, then the bins of the items.
     row = np.concatenate([np.arange(len(starts)), len(starts) + best_fit_decreasing(rests, sequence_length)])
     segments = np.concatenate(
         [np.stack([starts, starts + sequence_length], axis=1), np.stack([ends - rests, ends], axis=1)]
     )
+    # 4. Order rows by their first token, and segments within a row by position: the result does not depend on how the
+    #    bins were numbered.
     first = np.full(int(row.max(initial=-1)) + 1, np.iinfo(np.int64).max)
     np.minimum.at(first, row, segments[:, 0])
-    row = first[row]  # a row goes by the name of its first token
+    row = first[row]
     order = np.lexsort((segments[:, 0], row))
     boundaries = np.append(np.flatnonzero(np.diff(row[order], prepend=-1)), len(order))
-    return _rows(document_boundaries, sequence_length, segments, boundaries, order)
+    return _make_rows(document_boundaries, sequence_length, segments, boundaries, order)
 
 
 def best_fit_decreasing(lengths: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
-    """Assign ``[n]`` items to bins, which are numbered from 0: longest first, each to the fullest bin that holds it.
+    """Assign ``[n]`` items to bins numbered from 0: longest first, each to the fullest bin that has room for it.
 
-    Items of one length are handled together, with a binary search for each: fast for any number of items.
+    Items of equal length are placed together, with one binary search for each group of bins, so the number of items
+    hardly matters.
 
     Example:
         >>> best_fit_decreasing(np.array([3, 5, 2, 4]), capacity=7).tolist()
@@ -223,11 +237,15 @@ def best_fit_decreasing(lengths: NDArray[np.int64], capacity: int) -> NDArray[np
     for size, count in zip(sizes[::-1].tolist(), counts[::-1].tolist(), strict=True):
         items, done = order[done : done + count], done + count
         while len(items):
+            # 1. All candidates have the same free space, the least that is enough for one item.
             free, candidates = bins.tightest(size, len(items))
-            each = free // size  # a bin that took one item is the fullest that holds the next, until none fits
+            # 2. Fill them one by one: a bin that took an item is now the fullest with room for the next, until it is
+            #    too full.
+            each = free // size
             used = min(-(-len(items) // each), len(candidates))
             placed, items = items[: used * each], items[used * each :]
             bin_of[placed] = np.repeat(candidates[:used], each)[: len(placed)]
+            # 3. Return them by their new free space: filled, the last one with perhaps fewer items, and untouched.
             in_last = len(placed) - (used - 1) * each
             bins.put(free - each * size, candidates[: used - 1])
             bins.put(free - in_last * size, candidates[used - 1 : used])
@@ -236,7 +254,7 @@ def best_fit_decreasing(lengths: NDArray[np.int64], capacity: int) -> NDArray[np
 
 
 class _Bins:
-    """Bins that are not full, by their free space."""
+    """Bins with free space, grouped by how much they have."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -245,7 +263,7 @@ class _Bins:
         self._bins: dict[int, list[NDArray[np.int64]]] = {}
 
     def tightest(self, size: int, items: int) -> tuple[int, NDArray[np.int64]]:
-        """Remove the bins with the least space that holds ``size``, or open as many as the items fill."""
+        """Remove and return the bins with the least free space of at least ``size``, or open new ones for all items."""
         index = bisect_left(self._free, size)
         if index < len(self._free):
             free = self._free.pop(index)
@@ -254,7 +272,7 @@ class _Bins:
         return self._capacity, np.arange(first, self._opened, dtype=np.int64)
 
     def put(self, free: int, bins: NDArray[np.int64]) -> None:
-        """Keep bins for later, unless they are full."""
+        """Add bins with this free space, unless they are full."""
         if free == 0 or len(bins) == 0:
             return
         if free not in self._bins:
@@ -263,29 +281,29 @@ class _Bins:
         self._bins[free].append(bins)
 
 
-def _whole_rows(document_boundaries: NDArray[np.int64], sequence_length: int) -> NDArray[np.int64]:
-    """Find where rows begin that are filled by one document, when each document is cut from its front."""
+def _find_whole_rows(document_boundaries: NDArray[np.int64], sequence_length: int) -> NDArray[np.int64]:
+    """Return the start of each row that one document fills, when every document is cut from its front."""
     whole = np.diff(document_boundaries) // sequence_length
     before = np.cumsum(whole) - whole
     number_in_document = np.arange(int(whole.sum()), dtype=np.int64) - np.repeat(before, whole)
     return np.repeat(document_boundaries[:-1], whole) + number_in_document * sequence_length
 
 
-def _rows(
+def _make_rows(
     document_boundaries: NDArray[np.int64],
     sequence_length: int,
     segments: NDArray[np.int64],
-    row_borders: NDArray[np.int64],
+    row_boundaries: NDArray[np.int64],
     order: NDArray[np.int64] | slice = slice(None),
 ) -> PackedRows:
-    """Make rows of segments in this order, and count what they lost."""
+    """Make rows of segments in the given order, and count dropped tokens and truncated documents."""
     document = document_of(segments[:, 0], document_boundaries)
     begun, ended = document_boundaries[document] == segments[:, 0], document_boundaries[document + 1] == segments[:, 1]
     truncated = np.zeros(len(document_boundaries), dtype=bool)
     truncated[document[~(begun & ended)]] = True
     return PackedRows(
         segments=segments[order],
-        row_borders=row_borders,
+        row_boundaries=row_boundaries,
         sequence_length=int(sequence_length),
         dropped_tokens=int(document_boundaries[-1]) - int((segments[:, 1] - segments[:, 0]).sum()),
         truncated_documents=int(truncated.sum()),

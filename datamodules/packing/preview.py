@@ -1,4 +1,4 @@
-"""Show training rows as text: what each holds, and where documents begin, end and are cut."""
+"""Show training sequences as text, with the boundaries and cuts of their documents."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
@@ -20,22 +20,22 @@ def preview(
     width: int,
     documents: Iterable[Document] | None = None,
 ) -> str:
-    """Summarize training rows, and show those with the given numbers.
+    """Summarize the training sequences, and show those with the given indices.
 
-    Texts of more than `width` characters are shown without their middles. The names of the training `documents` are
-    shown if these are given; they are read up to the last one shown.
+    The middle of texts with more than `width` characters is left out. Names are shown if `documents`, the training
+    documents, are given, which are then read up to the last one shown.
     """
     if any(not 0 <= number < len(rows) for number in numbers):
-        raise ValueError(f"`rows` {list(numbers)}: there are rows 0 to {len(rows) - 1:,}.")
-    shown = {document for number in numbers for document in _documents(rows, number)}
-    titles = _names(documents, shown) if documents is not None else {}
-    lines = list(_summary(rows, packing))
+        raise ValueError(f"`rows` must be indices of sequences from 0 to {len(rows) - 1:,}, got {list(numbers)}.")
+    shown = {document for number in numbers for document in _documents_in_row(rows, number)}
+    titles = _read_names(documents, shown) if documents is not None else {}
+    lines = list(_describe_packing(rows, packing))
     for number in numbers:
-        lines += ["", *_row(rows, number, titles, tokenizer, width)]
+        lines += ["", *_describe_row(rows, number, titles, tokenizer, width)]
     return "\n".join(lines) + "\n"
 
 
-def _summary(rows: PackedRowDataset, packing: str) -> Iterator[str]:
+def _describe_packing(rows: PackedRowDataset, packing: str) -> Iterator[str]:
     packed, lengths = rows.rows, np.diff(rows.store.document_boundaries)
     isolated = "documents isolated" if rows.isolate_documents else "contexts cross document boundaries"
     yield f"packing      {packing}, {isolated}"
@@ -43,34 +43,34 @@ def _summary(rows: PackedRowDataset, packing: str) -> Iterator[str]:
         f"documents    {len(lengths):,} of {lengths.sum():,} tokens: median {np.median(lengths):,.0f},"
         f" longest {lengths.max():,}, {np.count_nonzero(lengths == 0):,} empty"
     )
-    yield f"rows         {packed}"
-    scored, places = _scored_tokens(rows), len(packed) * packed.sequence_length
-    prompts = "" if rows.store.prompt_lengths is None or rows.loss_on_prompt else ", prompts are not"
-    yield f"scored       {scored:,} tokens ({scored / places:.2%} of the rows){prompts}"
+    yield f"packed into  {packed}"
+    scored, places = _count_scored_tokens(rows), len(packed) * packed.sequence_length
+    prompts = "" if rows.store.prompt_lengths is None or rows.loss_on_prompt else ", not counting prompts"
+    yield f"scored       {scored:,} tokens ({scored / places:.2%} of all positions){prompts}"
 
 
-def _scored_tokens(rows: PackedRowDataset) -> int:
-    """Count the labels of all rows that are not ignored, without making any."""
+def _count_scored_tokens(rows: PackedRowDataset) -> int:
+    """Count the labels that are not ignored in all sequences, without building the sequences."""
     segments = rows.rows.segments
-    first = np.full(len(segments), int(rows.isolate_documents))  # a first token has no context
-    first[rows.rows.row_borders[:-1]] = 1
+    first = np.full(len(segments), int(rows.isolate_documents))  # the first token of a document has no context
+    first[rows.rows.row_boundaries[:-1]] = 1
     unscored = first if rows.loss_on_prompt else np.maximum(first, rows.prompt_lengths(segments))
     return rows.rows.tokens - int(unscored.sum())
 
 
-def _row(
+def _describe_row(
     rows: PackedRowDataset, number: int, names: dict[int, str], tokenizer: PreTrainedTokenizerFast, width: int
 ) -> Iterator[str]:
     segments = rows.rows.row(number)
     lengths = segments[:, 1] - segments[:, 0]
     padded = rows.rows.sequence_length - int(lengths.sum())
-    yield f"row {number:,}      tokens {lengths.sum():,}, documents {len(segments):,}, padding {padded:,}"
+    yield f"sequence {number:,}   tokens {lengths.sum():,}, documents {len(segments):,}, padding {padded:,}"
     place = 0
     for (start, stop), document, prompt in zip(
-        segments.tolist(), _documents(rows, number), rows.prompt_lengths(segments).tolist(), strict=True
+        segments.tolist(), _documents_in_row(rows, number), rows.prompt_lengths(segments).tolist(), strict=True
     ):
         name = f" ({visible(names[document])})" if document in names else ""
-        part, end = _part(rows, document, start, stop), place + stop - start
+        part, end = _describe_segment(rows, document, start, stop), place + stop - start
         yield f"  {place:,} to {end:,}: document {document:,}{name}, {part}"
         place = end
         tokens = rows.store.tokens[start:stop].tolist()
@@ -80,27 +80,27 @@ def _row(
                 yield f"    {title}| {shortened(text, width)}"
 
 
-def _part(rows: PackedRowDataset, document: int, start: int, stop: int) -> str:
+def _describe_segment(rows: PackedRowDataset, document: int, start: int, stop: int) -> str:
     """Describe which tokens of a document a segment holds, and where it was cut."""
     begin, end = rows.store.document_boundaries[document : document + 2].tolist()
     if (start, stop) == (begin, end):
         return "whole"
-    cuts = [name for name, cut in (("in front", start > begin), ("behind", stop < end)) if cut]
-    return f"tokens {start - begin:,} to {stop - begin:,} of {end - begin:,}, cut {' and '.join(cuts)}"
+    cuts = [name for name, cut in (("start", start > begin), ("end", stop < end)) if cut]
+    return f"tokens {start - begin:,} to {stop - begin:,} of {end - begin:,}, cut at the {' and '.join(cuts)}"
 
 
-def _documents(rows: PackedRowDataset, number: int) -> list[int]:
-    """Return the index of the document of each segment of a row."""
+def _documents_in_row(rows: PackedRowDataset, number: int) -> list[int]:
+    """Return the document index of each segment of a sequence."""
     return document_of(rows.rows.row(number)[:, 0], rows.store.document_boundaries).tolist()
 
 
-def _names(documents: Iterable[Document], wanted: set[int]) -> dict[int, str]:
+def _read_names(documents: Iterable[Document], wanted: set[int]) -> dict[int, str]:
     first = islice(with_text(documents), max(wanted, default=-1) + 1)
     return {index: document.name for index, document in enumerate(first) if index in wanted}
 
 
 def shortened(text: str, width: int) -> str:
-    r"""Shorten a text to one line, without its middle if it has more than `width` characters.
+    r"""Shorten a text to one line; the middle is left out if it has more than `width` characters.
 
     Example:
         >>> shortened("one\ntwo three four", 8)
@@ -113,7 +113,7 @@ def shortened(text: str, width: int) -> str:
 
 
 def visible(text: str) -> str:
-    r"""Escape every character that does not print, or moves the cursor.
+    r"""Escape every character that is not printable or moves the cursor.
 
     Example:
         >>> visible("a\tb\x1b[2J 日本 🙂")

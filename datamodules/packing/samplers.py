@@ -1,4 +1,4 @@
-"""Choose which rows of which source each process sees, and in which order."""
+"""Samplers that choose the sequences of each process and their order."""
 
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
@@ -11,32 +11,32 @@ from typing_extensions import override
 
 
 class RowSampler(Sampler[int]):
-    """Training rows of one process, in an order that depends on ``seed`` and the epoch only.
+    """Sampler of the sequences of one process, in an order that depends only on ``seed`` and the epoch.
 
-    All processes see the same number of rows and no row twice; up to ``world_size - 1`` rows are left out, not the same
-    ones in each epoch.
+    All processes get the same number of sequences, and no sequence twice. Each epoch leaves out up to
+    ``world_size - 1`` sequences, different ones each time.
     """
 
     def __init__(self, rows: int, *, seed: int = 0, rank: int = 0, world_size: int = 1) -> None:
         if rows < world_size:
             raise ValueError(
-                f"{rows} row(s) are not enough for {world_size} processes. Give more text, or lower `sequence_length`"
-                " or the number of devices."
+                f"{rows} sequence(s) are not enough for {world_size} processes. Add text, or lower `sequence_length` or"
+                " the number of devices."
             )
         self.rows = rows
         self.seed = seed
         self.rank = rank
         self.world_size = world_size
         self.epoch = 0
-        self.skip = 0  # rows of this process that an interrupted epoch had already
+        self.skip = 0  # sequences of this process that an interrupted epoch has already used
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order; Lightning calls this at the start of each epoch."""
+        """Set the epoch, which decides the order; Lightning calls this at the start of each epoch."""
         self.epoch = epoch
 
     def order(self) -> dict[str, Any]:
-        """Return what the order depends on in addition to the epoch, as plain numbers that a checkpoint may hold."""
-        # The command line's numbers have their own classes, which a checkpoint loaded without pickle refuses.
+        """Return the settings that decide the order in addition to the epoch, as numbers for a checkpoint."""
+        # Numbers from the command line have classes of jsonargparse, which loading with `weights_only` refuses.
         return {"rows": int(self.rows), "seed": int(self.seed), "world_size": int(self.world_size)}
 
     def __len__(self) -> int:
@@ -48,12 +48,12 @@ class RowSampler(Sampler[int]):
 
 
 class MixtureSampler(RowSampler):
-    """Sampler of rows of several sources by weight; the order depends on seed, epoch, weights and number of processes.
+    """Sampler of several weighted sources; the order depends on seed, epoch, weights and number of processes.
 
-    An epoch ends before a source would begin again. It has the share of each source to less than one row, evenly
-    spread: of the first ``n`` rows of an epoch, over all processes, source ``i`` of ``m`` with share ``s`` has
-    ``n * s`` to within ``1.5 + s * m / 2`` rows. From epoch to epoch, a source passes through all of its rows in random
-    order, then in another one. Rows of the second source are numbered after those of the first.
+    An epoch ends before any source would repeat. Each source's number of sequences is exact to less than one, and
+    sources are evenly spread: among the first ``n`` sequences of an epoch over all processes, source ``i`` of ``m``
+    with fraction ``s`` has ``n * s`` to within ``1.5 + s * m / 2``. Across epochs, a source goes through all of its
+    sequences in random order before it repeats any. Indices of the second source follow those of the first.
     """
 
     def __init__(
@@ -82,13 +82,14 @@ class MixtureSampler(RowSampler):
         return {**super().order(), "rows": list(self.rows_of.values()), "counts": list(self.counts.values())}
 
     def epoch_order(self, epoch: int) -> NDArray[np.int64]:
-        """Return ``[sum of counts]`` rows of an epoch; process ``r`` has every ``world_size``-th from the ``r``-th."""
+        """Return ``[sum of counts]`` indices of an epoch; process ``r`` takes every ``world_size``-th from ``r``."""
+        # Sequence k of the n of a source is due at (k + 0.5) / n of the epoch: sorting spreads all sources evenly.
         due = np.concatenate([(np.arange(count) + 0.5) / count for count in self.counts.values()])
-        rows = np.concatenate([self._rows(index, epoch) for index in range(len(self.counts))])
+        rows = np.concatenate([self._draw_rows(index, epoch) for index in range(len(self.counts))])
         return rows[np.argsort(due, kind="stable")]
 
-    def _rows(self, source: int, epoch: int) -> NDArray[np.int64]:
-        """Return the rows of a source in an epoch: the next ones of its passes, which continue from epoch to epoch."""
+    def _draw_rows(self, source: int, epoch: int) -> NDArray[np.int64]:
+        """Return a source's indices in an epoch: the next ones of its passes, which continue across epochs."""
         sizes, counts = list(self.rows_of.values()), list(self.counts.values())
         rows, first, last = sizes[source], epoch * counts[source], (epoch + 1) * counts[source]
         passes = range(first // rows, (last - 1) // rows + 1)
@@ -97,7 +98,7 @@ class MixtureSampler(RowSampler):
 
 
 def epoch_counts(rows: Mapping[str, int], weights: Mapping[str, float], world_size: int) -> dict[str, int]:
-    """Compute the rows of each source in an epoch: no more than it has, and its share to less than one row.
+    """Compute each source's number of sequences in an epoch: no more than it has, exact to less than one sequence.
 
     Example:
         >>> epoch_counts({"books": 100, "code": 90}, {"books": 2, "code": 1}, world_size=4)
@@ -114,7 +115,8 @@ def epoch_counts(rows: Mapping[str, int], weights: Mapping[str, float], world_si
     for name, count in counts.items():
         if count == 0:
             raise ValueError(
-                f"Source {name!r} has no row in an epoch of {length} ({', '.join(f'{n}: {r}' for n, r in rows.items())}"
-                " rows). Give it more weight, or all sources more text; with several processes, use fewer."
+                f"Source {name!r} has no sequence in an epoch of {length} (available:"
+                f" {', '.join(f'{n}: {r}' for n, r in rows.items())}). Raise its weight, add text to all sources, or"
+                " use fewer processes."
             )
     return counts

@@ -1,4 +1,4 @@
-"""Make training rows of packed tokens, and batches of rows."""
+"""Build training sequences of packed tokens, and batches of sequences."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 
 
 class Row(TypedDict):
-    """One row of a :class:`PackedBatch`: the same keys without the batch dimension."""
+    """One sequence of a :class:`PackedBatch`: the same keys without the batch dimension."""
 
     input_ids: Tensor
     labels: Tensor
@@ -35,10 +35,10 @@ class Row(TypedDict):
 
 @dataclass(eq=False)
 class PackedRowDataset(Dataset[Row]):
-    """Training rows, read from the token store when they are asked for.
+    """Training sequences, read from the token store on access.
 
-    All have ``rows.sequence_length`` tokens, of which the last may be padding after the last boundary: every step takes
-    the same memory, and no process waits for another with longer rows.
+    All sequences have ``rows.sequence_length`` tokens, with padding after the last boundary: every step takes the same
+    memory, and no process waits for another with longer sequences.
     """
 
     store: TokenStore
@@ -65,9 +65,9 @@ class PackedRowDataset(Dataset[Row]):
         return padded_row(row, self.rows.sequence_length)
 
     def identity(self) -> dict[str, Any]:
-        """Return all that the rows depend on: equal identities mean equal tokens in equal contexts."""
+        """Return everything the sequences depend on: equal identities mean equal tokens in equal contexts."""
         packing = hashlib.sha256()
-        for part in (self.rows.segments, self.rows.row_borders):
+        for part in (self.rows.segments, self.rows.row_boundaries):
             packing.update(np.ascontiguousarray(part, dtype="<i8").reshape(-1).data)
         return {
             "token_store": self.store.folder.name,  # a hash of the text and the tokenizer
@@ -77,14 +77,14 @@ class PackedRowDataset(Dataset[Row]):
         }
 
     def checksum(self) -> int:
-        """Compute a CRC-32 that is the same for equal rows, wherever and whenever they were made."""
+        """Compute a CRC-32 that depends only on the content of the sequences."""
         checksum = zlib.crc32(json.dumps(self.store.manifest["crc32"], sort_keys=True).encode())
-        for part in (self.rows.segments, self.rows.row_borders):
+        for part in (self.rows.segments, self.rows.row_boundaries):
             checksum = zlib.crc32(np.ascontiguousarray(part, dtype="<i8").reshape(-1).data, checksum)
         return checksum
 
     def prompt_lengths(self, segments: NDArray[np.int64]) -> NDArray[np.int64]:
-        """``[k]`` tokens at the front of each of ``[k, 2]`` segments that belong to the prompt of its document."""
+        """Return how many tokens at the front of each of ``[k, 2]`` segments belong to the prompt of its document."""
         lengths = segments[:, 1] - segments[:, 0]
         if self.store.prompt_lengths is None:
             return np.zeros_like(lengths)
@@ -94,7 +94,7 @@ class PackedRowDataset(Dataset[Row]):
 
 
 def make_row(tokens: NDArray[np.int64], document_ends: NDArray[np.int64]) -> Row:
-    """Make a row whose documents end at the given token indices; the last one is the length of the row."""
+    """Make a sequence whose documents end at the given token indices; the last one is the length of the sequence."""
     starts = np.concatenate([[0], document_ends[:-1]])
     input_ids = torch.from_numpy(tokens)
     labels = input_ids.clone()
@@ -109,7 +109,7 @@ def make_row(tokens: NDArray[np.int64], document_ends: NDArray[np.int64]) -> Row
 
 
 def padded_row(row: Row, length: int) -> Row:
-    """Pad a training row after its last boundary with tokens that are not scored."""
+    """Pad a training sequence on the right, after its last boundary, with tokens that are not scored."""
     if missing := length - len(row["input_ids"]):
         row["input_ids"] = F.pad(row["input_ids"], (0, missing))
         row["labels"] = F.pad(row["labels"], (0, missing), value=IGNORE_INDEX)
@@ -120,7 +120,7 @@ def padded_row(row: Row, length: int) -> Row:
 
 
 def collate_rows(rows: list[Row]) -> PackedBatch:
-    """Stack rows of one kind; shorter ones are padded on the right, after their last boundary."""
+    """Stack sequences with the same keys; pad shorter ones on the right, after their last boundary."""
     batch = PackedBatch(
         input_ids=pad_sequence([row["input_ids"] for row in rows], batch_first=True),
         labels=pad_sequence([row["labels"] for row in rows], batch_first=True, padding_value=IGNORE_INDEX),

@@ -135,10 +135,10 @@ def recall_questions(
     if length < 8:
         raise ValueError(f"A question takes 7 words and a genre: `length` must be at least 8, got {length}.")
     for index in range(count):
-        yield _question(np.random.default_rng((seed, index, 1)), length, depth, slot)
+        yield _draw_question(np.random.default_rng((seed, index, 1)), length, depth, slot)
 
 
-def _question(rng: np.random.Generator, length: int, depth: tuple[float, float], slot: int) -> RecallRecord:
+def _draw_question(rng: np.random.Generator, length: int, depth: tuple[float, float], slot: int) -> RecallRecord:
     field, value = any_fact(rng)
     place = min(max(int(rng.uniform(*depth) * length), 1), length - 6)
     writer = Writer(tuple(rng.integers(2**32, size=2).tolist()), slot, without=field)
@@ -206,14 +206,14 @@ class Writer:
         yield [Word(genre, "other")]
         written = 1
         while written < length:
-            event = self._event(genre, values, unset, known)
+            event = self._draw_event(genre, values, unset, known)
             between = int(rng.integers(1, 2 * (slot - len(event))))  # `slot - len(event)` on average
             if event:
                 yield event
             yield [Word(next(local)) for _ in range(between)]
             written += len(event) + between
 
-    def _event(self, genre: str, values: dict[str, str], unset: list[str], known: list[str]) -> list[Word]:
+    def _draw_event(self, genre: str, values: dict[str, str], unset: list[str], known: list[str]) -> list[Word]:
         """Draw the next event, if any; a field that gets its value moves from `unset` to `known`."""
         kind = self.rng.random()
         if kind < 0.3 and unset:

@@ -43,7 +43,7 @@ def recall_tokenizer() -> PreTrainedTokenizerFast:
         >>> tokenizer.convert_ids_to_tokens(tokenizer("let city citla").input_ids)
         ['<bos>', 'let', 'city', 'citla']
     """
-    vocabulary = {word: index for index, word in enumerate(_vocabulary())}
+    vocabulary = {word: index for index, word in enumerate(_list_vocabulary())}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", vocabulary["<bos>"])])
@@ -59,7 +59,7 @@ def field_values() -> dict[str, tuple[str, ...]]:
         >>> field_values()["city"][:3]
         ('citba', 'citda', 'citfa')
     """
-    return {field: tuple(field[:3] + end for end in _syllables()[:VALUES_PER_FIELD]) for field in FIELDS}
+    return {field: tuple(field[:3] + end for end in _list_syllables()[:VALUES_PER_FIELD]) for field in FIELDS}
 
 
 @cache
@@ -70,14 +70,14 @@ def genre_words() -> dict[str, tuple[str, ...]]:
         >>> genre_words()["fable"][:3]
         ('fablba', 'fablda', 'fablfa')
     """
-    return {genre: tuple(genre[:4] + end for end in _syllables()[:WORDS_PER_GENRE]) for genre in GENRES}
+    return {genre: tuple(genre[:4] + end for end in _list_syllables()[:WORDS_PER_GENRE]) for genre in GENRES}
 
 
 def local_stream(rng: np.random.Generator, length: int, *, dialect: Dialect = 0) -> Iterator[str]:
     """Yield local words, each one of the 24 successors of the preceding word, the first ones more often (Zipf)."""
     likelihood = np.arange(1, _SUCCESSORS + 1) ** -1.3
     ranks = rng.choice(_SUCCESSORS, size=length, p=likelihood / likelihood.sum()).tolist()
-    words, successors = _local_words(), _successors(dialect)
+    words, successors = _local_words(), _draw_successors(dialect)
     current = int(rng.integers(_LOCAL_WORDS))
     for rank in ranks:
         current = successors[current][rank]
@@ -85,7 +85,7 @@ def local_stream(rng: np.random.Generator, length: int, *, dialect: Dialect = 0)
 
 
 @cache
-def _successors(dialect: Dialect) -> list[list[int]]:
+def _draw_successors(dialect: Dialect) -> list[list[int]]:
     """Draw the words that may follow each local word: one grammar, whatever the documents' seed."""
     rng = np.random.default_rng(dialect)
     popularity = np.arange(1, _LOCAL_WORDS + 1) ** -0.8
@@ -94,17 +94,17 @@ def _successors(dialect: Dialect) -> list[list[int]]:
 
 
 @cache
-def _syllables() -> tuple[str, ...]:
+def _list_syllables() -> tuple[str, ...]:
     return tuple(consonant + vowel for vowel in "aeiou" for consonant in "bdfgklmnprstvz")
 
 
 @cache
 def _local_words() -> tuple[str, ...]:
-    pairs = [first + second for first in _syllables() for second in _syllables()]
+    pairs = [first + second for first in _list_syllables() for second in _list_syllables()]
     return tuple(pairs[:: len(pairs) // _LOCAL_WORDS][:_LOCAL_WORDS])
 
 
-def _vocabulary() -> list[str]:
+def _list_vocabulary() -> list[str]:
     """Every word once: 4 special tokens, 3 markers, 256 local words, 16 fields of 16 values, 16 genres of 12 words."""
     typed = [
         word for table in (field_values(), genre_words()) for name, words in table.items() for word in (name, *words)

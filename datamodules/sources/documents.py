@@ -84,7 +84,7 @@ class RecordFiles:
                 record = parse()
                 if self.where is None or nested(record, self.where[0]) == self.where[1]:
                     found = True
-                    yield self._document(record, file, number)
+                    yield self._make_document(record, file, number)
         if not found:
             wanted = f" with {self.where[0]} == {self.where[1]!r}" if self.where else ""
             raise NoDocumentError(f"No document{wanted} in {', '.join(map(str, self.files))}. Name other files.")
@@ -93,7 +93,7 @@ class RecordFiles:
         """Content and order of the files, and which documents are taken."""
         return f"records {files_fingerprint(self.files)} {self.text_fields} {self.where} {self.prompt_field}"
 
-    def _document(self, record: dict[str, Any], file: File, number: int) -> Document:
+    def _make_document(self, record: dict[str, Any], file: File, number: int) -> Document:
         place = f"{file}:{number}"
         present = [name for name in self.text_fields if name in record]
         if not present:

@@ -31,7 +31,7 @@ class HubDataset:
 
     def __iter__(self) -> Iterator[Document]:
         found = False
-        for number, record in enumerate(self._dataset):
+        for number, record in enumerate(self._loaded_dataset):
             if self.where and nested(record, self.where[0]) != self.where[1]:
                 continue
             found = True
@@ -44,13 +44,13 @@ class HubDataset:
 
     def fingerprint(self) -> str:
         """Identify the content of local files, or the commit on the hub, and which documents are taken."""
-        dataset = self._dataset  # refuses what it cannot load
-        content = _local_content(Path(self.path).expanduser()) or dataset._fingerprint
+        dataset = self._loaded_dataset  # refuses what it cannot load
+        content = _hash_local_content(Path(self.path).expanduser()) or dataset._fingerprint
         return f"hub {content} {self.split} {self.revision} {self.text_column} {self.where}"
 
     @cached_property
-    def _dataset(self) -> Any:
-        dataset = _load(self.path, self.split, self.revision)
+    def _loaded_dataset(self) -> Any:
+        dataset = _load_split(self.path, self.split, self.revision)
         if self.text_column not in dataset.column_names:
             raise ValueError(
                 f"Split {self.split!r} of {self.path!r} has no column {self.text_column!r} for the text,"
@@ -64,14 +64,14 @@ def holds_parquet(path: Path) -> bool:
     return path.is_dir() and next(path.rglob("*.parquet"), None) is not None
 
 
-def _local_content(folder: Path) -> str | None:
+def _hash_local_content(folder: Path) -> str | None:
     """Hash a local folder's data and the files that assign them to splits; None without such a folder."""
     if not folder.is_dir():
         return None
     return content_hash(folder, [file for file in folder.rglob("*") if file.suffix in (".parquet", ".md", ".json")])
 
 
-def _load(path: str, split: str, revision: str | None) -> Any:
+def _load_split(path: str, split: str, revision: str | None) -> Any:
     local = Path(path).expanduser()
     # Refuse impossible paths at once: the hub takes half a minute, and a .txt would be split into lines.
     if local.exists() and not holds_parquet(local):
@@ -85,7 +85,7 @@ def _load(path: str, split: str, revision: str | None) -> Any:
             f"`path` = {path!r} is no local file or folder, and not of the form `owner/name` of a hub dataset."
             " Correct the path."
         )
-    content = _local_content(local)
+    content = _hash_local_content(local)
     # `datasets` keeps a copy of local files by path and time of change: keep one for each content.
     cache_dir = None if content is None else str(Path(datasets.config.HF_DATASETS_CACHE) / "by-content" / content)
     try:

@@ -56,7 +56,7 @@ class RemoteFile:
     def open(self, mode: Literal["rb"]) -> BinaryIO:
         """Open the file, whose bytes are fetched as they are read; a ``ValueError`` if they cannot be."""
         try:
-            return cast(BinaryIO, io.BufferedReader(self._connected().open(self.path, mode), _READ_AHEAD))
+            return cast(BinaryIO, io.BufferedReader(self._reconnect().open(self.path, mode), _READ_AHEAD))
         except OSError as error:
             raise ValueError(f"{self}: cannot be read ({error}). Check the network and your access rights.") from error
 
@@ -66,7 +66,7 @@ class RemoteFile:
         info = self.info
         if not any(info.get(key) for key in (*_CHECKSUMS, *_TAGS, *_TIMES)):  # lists of files may have fewer details
             with suppress(OSError):
-                info = {**info, **self._connected().info(self.path)}
+                info = {**info, **self._reconnect().info(self.path)}
 
         def first(keys: Iterable[str]) -> str | None:
             return next((f"{key} {info[key]}" for key in keys if info.get(key)), None)
@@ -86,7 +86,7 @@ class RemoteFile:
             )
         return combined_hash([str(self), file_size(self), tag or time])
 
-    def _connected(self) -> fsspec.AbstractFileSystem:
+    def _reconnect(self) -> fsspec.AbstractFileSystem:
         """The file system, which does not survive the fork of a loader's worker, but its pickle does."""
         return pickle.loads(pickle.dumps(self.system))
 
@@ -141,7 +141,7 @@ def file_size(file: File) -> int | None:
 def _local_files(path: str) -> list[Path]:
     root = Path(path).expanduser()
     if root.is_dir():
-        found = [file for file in _files_below(root, frozenset()) if not _hidden(file.relative_to(root))]
+        found = [file for file in _files_below(root, frozenset()) if not _is_hidden(file.relative_to(root))]
     else:
         found = [Path(name) for name in glob.glob(str(root), recursive=True)] if "*" in path else [root]
     return sorted(file for file in found if file.is_file())
@@ -160,7 +160,7 @@ def _files_below(folder: Path, parents: frozenset[Path]) -> Iterator[Path]:
 def _remote_files(path: str) -> Sequence[File]:
     try:
         system, root = url_to_fs(path)
-        infos = _listed(system, root)
+        infos = _list_files(system, root)
     except ImportError as error:
         raise ValueError(f"'{path}' needs a package that is not installed: {error} (by `pip install`).") from error
     except FileNotFoundError as error:
@@ -172,7 +172,7 @@ def _remote_files(path: str) -> Sequence[File]:
     return [RemoteFile(system, name, infos[name]) for name in sorted(infos) if infos[name]["type"] == "file"]
 
 
-def _listed(system: fsspec.AbstractFileSystem, root: str) -> dict[str, dict[str, Any]]:
+def _list_files(system: fsspec.AbstractFileSystem, root: str) -> dict[str, dict[str, Any]]:
     """List path and description of the file, of the folder's files, or of matches of the pattern, in one request."""
     if "*" in root:
         return system.glob(root, detail=True)
@@ -180,8 +180,8 @@ def _listed(system: fsspec.AbstractFileSystem, root: str) -> dict[str, dict[str,
     if info["type"] == "file":
         return {root: info}
     found = system.find(root, detail=True)
-    return {name: info for name, info in found.items() if not _hidden(PurePosixPath(name.removeprefix(root)))}
+    return {name: info for name, info in found.items() if not _is_hidden(PurePosixPath(name.removeprefix(root)))}
 
 
-def _hidden(path: PurePosixPath | Path) -> bool:
+def _is_hidden(path: PurePosixPath | Path) -> bool:
     return any(part.startswith((".", "_")) for part in path.parts)

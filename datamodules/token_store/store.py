@@ -52,7 +52,7 @@ class TokenStore:
                 if name != TOKENS:
                     self._check_content(name)
         except (OSError, ValueError) as error:
-            raise ValueError(_damaged(self.folder, error)) from error
+            raise ValueError(_damage_message(self.folder, error)) from error
 
     @cached_property
     def manifest(self) -> dict[str, Any]:
@@ -93,12 +93,12 @@ class TokenStore:
                     return
             self._check_content(TOKENS)
         except (OSError, ValueError) as error:
-            raise ValueError(_damaged(self.folder, error)) from error
+            raise ValueError(_damage_message(self.folder, error)) from error
         with suppress(OSError):  # another user's
             (self.folder / VERIFIED).write_text(json.dumps(state))
 
     def _check_content(self, name: str) -> None:
-        if _checksum(self.folder / name) != self.manifest["crc32"][name]:
+        if _file_checksum(self.folder / name) != self.manifest["crc32"][name]:
             raise ValueError(f"{name} is not what was written")
 
     def __reduce__(self) -> tuple[type["TokenStore"], tuple[Path]]:
@@ -114,21 +114,21 @@ def build_token_store(
     named by a hash of all that decides its content, and appears in one step when it is complete. If several processes
     need the same store, one tokenizes while the others wait.
     """
-    recipe = _recipe(source, tokenizer, add_special_tokens)
+    recipe = _make_recipe(source, tokenizer, add_special_tokens)
     folder = cache_dir / sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
     if folder.exists():
         with suppress(ValueError):
-            return _verified(folder)
+            return _open_verified(folder)
     writable_folder(cache_dir)
     with exclusive(folder):
         if folder.exists():  # damaged, or made by the process that we have waited for
             try:
-                return _verified(folder)
+                return _open_verified(folder)
             except ValueError as error:
                 _log.warning("The token store %s is damaged (%s): building it again.", folder, error.__cause__)
             remove_folder(folder)
         with atomic_folder(folder) as temporary:
-            _write(temporary, source, tokenizer, recipe)
+            _write_store(temporary, source, tokenizer, recipe)
             if source.fingerprint() != recipe["source"]:
                 raise ValueError(
                     "The training text changed while it was tokenized. Start again when nothing writes to it."
@@ -136,17 +136,17 @@ def build_token_store(
         return TokenStore(folder)
 
 
-def _verified(folder: Path) -> TokenStore:
+def _open_verified(folder: Path) -> TokenStore:
     store = TokenStore(folder)
     store.verify()
     return store
 
 
-def _damaged(folder: Path, reason: Exception) -> str:
+def _damage_message(folder: Path, reason: Exception) -> str:
     return f"The token store {folder} is damaged ({reason}). Prepare the data again: it is then rebuilt."
 
 
-def _recipe(source: Source, tokenizer: PreTrainedTokenizerFast, add_special_tokens: bool) -> dict[str, Any]:
+def _make_recipe(source: Source, tokenizer: PreTrainedTokenizerFast, add_special_tokens: bool) -> dict[str, Any]:
     vocabulary = vocabulary_size(tokenizer)
     return {
         "format": FORMAT,
@@ -159,7 +159,7 @@ def _recipe(source: Source, tokenizer: PreTrainedTokenizerFast, add_special_toke
     }
 
 
-def _write(folder: Path, source: Source, tokenizer: PreTrainedTokenizerFast, recipe: dict[str, Any]) -> None:
+def _write_store(folder: Path, source: Source, tokenizer: PreTrainedTokenizerFast, recipe: dict[str, Any]) -> None:
     encoder = Encoder(tokenizer, add_special_tokens=recipe["add_special_tokens"])
     documents = tokens = checksum = 0
     prompts: list[NDArray[np.int64]] = []
@@ -186,7 +186,8 @@ def _write(folder: Path, source: Source, tokenizer: PreTrainedTokenizerFast, rec
         "documents": documents,
         "tokens": tokens,
         "bytes": {name: (folder / name).stat().st_size for name in (*_CONTENT, *optional)},
-        "crc32": {TOKENS: checksum} | {name: _checksum(folder / name) for name in (DOCUMENT_BOUNDARIES, *optional)},
+        "crc32": {TOKENS: checksum}
+        | {name: _file_checksum(folder / name) for name in (DOCUMENT_BOUNDARIES, *optional)},
     }
     (folder / MANIFEST).write_bytes(_manifest_text(manifest))
     state = {name: file_state(folder / name) for name in _CONTENT}
@@ -200,7 +201,7 @@ def _manifest_text(manifest: dict[str, Any]) -> bytes:
     return (json.dumps(manifest | {"checksum": checksum}, indent=2) + "\n").encode()
 
 
-def _checksum(path: Path) -> int:
+def _file_checksum(path: Path) -> int:
     checksum = 0
     with path.open("rb") as file:
         while content := file.read(1 << 20):

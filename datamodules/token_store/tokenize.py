@@ -66,7 +66,7 @@ class Encoder:
         return TokenizedBatch(
             tokens=tokens,
             lengths=np.array([len(each) for each in ids]),
-            prompt_lengths=np.array([_prompt_length(*each) for each in zip(encodings, prompt_ends, strict=True)]),
+            prompt_lengths=np.array([_count_prompt_tokens(*each) for each in zip(encodings, prompt_ends, strict=True)]),
             text_bytes=sum(len(text.encode()) for text in texts),
         )
 
@@ -75,7 +75,7 @@ class Encoder:
         return ids if self._end_of_text is None or ids[-1:] == [self._end_of_text] else [*ids, self._end_of_text]
 
 
-def _prompt_length(encoding: Encoding, prompt_end: int) -> int:
+def _count_prompt_tokens(encoding: Encoding, prompt_end: int) -> int:
     """Count the tokens before the first one that reaches beyond the prompt's characters."""
     if prompt_end == 0:
         return 0
@@ -87,7 +87,7 @@ def tokenized(documents: Iterable[Document], encoder: Encoder) -> Generator[Toke
     pending: deque[Future[TokenizedBatch]] = deque()
     with ThreadPoolExecutor(AHEAD) as pool:
         try:
-            for batch in _batches(documents):
+            for batch in _group_documents(documents):
                 pending.append(pool.submit(encoder, batch))
                 if len(pending) > AHEAD:
                     yield pending.popleft().result()
@@ -98,7 +98,7 @@ def tokenized(documents: Iterable[Document], encoder: Encoder) -> Generator[Toke
                 future.cancel()
 
 
-def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+def _group_documents(documents: Iterable[Document]) -> Iterator[list[Document]]:
     """Group documents: enough for all the tokenizer's threads, and few enough for memory."""
     batch: list[Document] = []
     characters = 0

@@ -1,4 +1,4 @@
-"""``longce evaluate``: long-context tasks and tasks of lm-evaluation-harness for any Hugging Face model."""
+"""``longce evaluate``: evaluate any Hugging Face model on long-context tasks and tasks of lm-evaluation-harness."""
 
 import os
 from typing import Any
@@ -18,18 +18,18 @@ from lightning_modules.utilities.files import writable_folder
 
 
 def evaluate(model: str, output: str, **options: Any) -> str:
-    """Score a model on tasks, write a report, and return its tables.
+    """Evaluate a model on tasks, write a report, and return its tables.
 
-    Questions that the folder already answers are not asked again: after an interruption, or for more tasks, lengths or
-    questions, name the same folder. Several processes (``torchrun``, or RANK and WORLD_SIZE in the environment) share
-    the questions of one folder, each with its own copy of the model. Arguments are the fields of `EvaluationConfig`.
+    Answers that are already in the folder are reused: name the same folder to resume after an interruption, or to add
+    tasks, lengths or questions. Several processes (``torchrun``, or RANK and WORLD_SIZE in the environment) split the
+    questions of one folder, each with its own copy of the model. Arguments are the fields of `EvaluationConfig`.
     """
     config = EvaluationConfig(model, output, **options)
-    rank, processes = _process()
+    rank, processes = _read_rank()
     ours, theirs = split_tasks(config.tasks)
     config.check_used(ours, theirs)
     writable_folder(config.output_folder, remedy="Name another folder by `--output`.")
-    device = find_device(_process_device(config.device))
+    device = find_device(_choose_device(config.device))
     source: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
     numerics: dict[str, Any] = {"dtype": config.dtype, "attn_implementation": config.attn_implementation}
     loading = ModelConfig(model, **source, **numerics)
@@ -52,18 +52,18 @@ def evaluate(model: str, output: str, **options: Any) -> str:
     return "\n\n".join(run.report() for run in runs)
 
 
-def _process() -> tuple[int, int]:
-    """Return the rank and the number of processes, as torchrun and clusters set them."""
+def _read_rank() -> tuple[int, int]:
+    """Return the rank and the number of processes that torchrun or a cluster has set."""
     words = [os.environ.get(name, default) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"))]
     try:
         rank, processes = (int(word) for word in words)
     except ValueError:
         rank, processes = 0, 0
     if not 0 <= rank < processes:
-        raise ValueError(f"RANK must be a number from 0 and below WORLD_SIZE, got {words[0]!r} and {words[1]!r}.")
+        raise ValueError(f"RANK must be 0 or more and below WORLD_SIZE, got {words[0]!r} and {words[1]!r}.")
     return rank, processes
 
 
-def _process_device(device: str) -> str:
+def _choose_device(device: str) -> str:
     local = os.environ.get("LOCAL_RANK")
     return f"cuda:{local}" if device == "auto" and local is not None and torch.cuda.is_available() else device

@@ -1,4 +1,4 @@
-"""Run ``longce influence``: an evaluator goes once through the training rows, on any number of devices."""
+"""``longce influence``: compute the token weights of all training sequences with an evaluator, on any devices."""
 
 import sys
 import warnings
@@ -28,9 +28,13 @@ from lightning_modules.utilities.collectives import gathered, patient_group
 
 
 class InfluenceScorer(LightningModule):
-    """Runs an evaluator over numbered training rows and hands their weights to the data module that gave them.
+    """Evaluator that scores training sequences and passes their token weights back to the data module.
 
-    The settings are context length, stride and gamma; a transfer is for an evaluator with its own tokenizer.
+    Args:
+        loading: How the evaluator is loaded.
+        settings: Context length, stride and gamma.
+        transfer: Maps weights between tokenizers; None if the evaluator has the tokenizer of the training data.
+        identity: Content hash of the evaluator.
     """
 
     def __init__(
@@ -42,8 +46,8 @@ class InfluenceScorer(LightningModule):
 
     @override
     def configure_model(self) -> None:
-        # With no row left no process loads the model; otherwise all need it, as DDP compares weights.
-        if "backbone" in self._modules or self._rows.remaining == 0:
+        # If no sequence is left, no process loads the model. Otherwise all do, because DDP compares their weights.
+        if "backbone" in self._modules or self._row_data.remaining == 0:
             return
         autocast = str(self.trainer.precision).endswith("-mixed")
         device = self.trainer.strategy.root_device
@@ -59,14 +63,15 @@ class InfluenceScorer(LightningModule):
 
     @override
     def predict_step(self, batch: tuple[list[int], PackedBatch], batch_idx: int) -> Tensor:
-        """Return ``[B, T]`` float32 weights of the rows."""
+        """Return ``[B, T]`` float32 token weights."""
         numbers, rows = batch
         weigh = row_influence if self._transfer is None else self._transfer.row_influence
         influence = weigh(rows, self.backbone, **self._settings)
         if not torch.isfinite(influence).all():
             raise FloatingPointError(
-                f"The evaluator gives weights that are not finite in row(s) {numbers}: {self.backbone.base_model.dtype}"
-                " is too narrow for it, or its weights are damaged. Choose another `--evaluator_dtype` or evaluator."
+                f"The evaluator's token weights of sequence(s) {numbers} are not finite:"
+                f" {self.backbone.base_model.dtype} overflows, or the model file is damaged. Choose another"
+                " `--evaluator_dtype` or evaluator."
             )
         return influence
 
@@ -74,11 +79,11 @@ class InfluenceScorer(LightningModule):
     def on_predict_batch_end(
         self, outputs: Any, batch: tuple[list[int], PackedBatch], batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        self._rows.write(batch[0], outputs)
+        self._row_data.write(batch[0], outputs)
 
     @property
-    def _rows(self) -> Any:
-        """The data module: a class of `datamodules`, which is not imported here."""
+    def _row_data(self) -> Any:
+        """The data module. Its class is in `datamodules`, which this package does not import."""
         return self.trainer.datamodule  # type: ignore[attr-defined]
 
 
@@ -86,14 +91,14 @@ class InfluenceTrainer(Trainer):
     """Trainer that can also run ``longce influence``."""
 
     def influence(self, model: LongContextLM, datamodule: LightningDataModule, evaluator: str, **options: Any) -> None:
-        """Store LongCE weights of the training rows by an evaluator, so that training makes no short pass.
+        """Compute and store LongCE token weights with an evaluator, so that training needs no short-context pass.
 
-        Takes the configs of ``longce fit``: the rows are those of ``data``, context length, stride and gamma those of
-        ``model`` (whose weights are not loaded), devices and precision those of ``trainer``. Evaluator and options are
-        the fields of `InfluenceConfig`. A killed run resumes where it stopped.
+        Takes the configs of ``longce fit``: sequences come from ``data``, context length, stride and gamma from
+        ``model`` (whose weights are not loaded), devices and precision from ``trainer``. Evaluator and options are the
+        fields of `InfluenceConfig`. A killed run resumes where it stopped.
         """
         config = InfluenceConfig(evaluator, **options)
-        settings = self._check(model, datamodule)
+        settings = self._check_settings(model, datamodule)
         load_config(loading := config.loading())
         source: dict[str, Any] = {"revision": loading.revision, "trust_remote_code": loading.trust_remote_code}
         tokenizer = load_tokenizer(config.evaluator_tokenizer or evaluator, **source)
@@ -110,30 +115,32 @@ class InfluenceTrainer(Trainer):
             "precision": str(self.precision),
         }
         scorer = InfluenceScorer(loading, settings, transfer, made_from["evaluator"])
-        # When the weights are complete already, nothing is left to do: do not warn.
+        # If the weights are already complete, the data loader is empty; Lightning would warn about that.
         warnings.filterwarnings("ignore", message="Total length of .* across ranks is zero")
         rows = datamodule.influence_rows(made_from, config.output)  # type: ignore[attr-defined]
         self.predict(scorer, datamodule=rows, return_predictions=False)
-        gathered(None, patient_group())  # the shares of a long run may differ by more than half an hour
+        gathered(None, patient_group())  # ranks may finish more than half an hour apart, beyond the default timeout
         if self.is_global_zero:
             rows.writer.finish()
             sys.stdout.write(report(rows))
 
-    def _check(self, model: LongContextLM, datamodule: LightningDataModule) -> dict[str, Any]:
-        """Return the settings of the weights, after the checks that need nothing to be loaded."""
+    def _check_settings(self, model: LongContextLM, datamodule: LightningDataModule) -> dict[str, Any]:
+        """Return the settings of the weights, after all checks that need no model or data."""
         objective = unwrap(model.objective)
         if not isinstance(objective, (LongCE, StoredInfluence)):
             raise ValueError(
-                f"`longce influence` computes the weights of LongCE, and `model.objective` is"
+                f"`longce influence` computes the token weights of LongCE, but `model.objective` is"
                 f" {type(objective).__name__}: set it to LongCE or StoredInfluence."
             )
         if not callable(getattr(datamodule, "influence_rows", None)):
-            raise ValueError(f"`data` has no packed training rows to weigh: {type(datamodule).__name__}.")
+            raise ValueError(
+                f"`longce influence` needs packed training sequences: {type(datamodule).__name__} has none."
+            )
         check_context(model.context_length, model.stride, getattr(datamodule, "sequence_length", None))
         if not isinstance(self.strategy, (SingleDeviceStrategy, DDPStrategy)):
             raise ValueError(
-                f"Each process scores different rows and holds the whole evaluator, so that `trainer.strategy` must be"
-                f" 'auto' or 'ddp', not {type(self.strategy).__name__}."
+                "Each process scores its own sequences with a full copy of the evaluator, so `trainer.strategy` must be"
+                f" 'auto' or 'ddp', got {type(self.strategy).__name__}."
             )
         return {
             "context_length": int(model.context_length),
@@ -143,16 +150,19 @@ class InfluenceTrainer(Trainer):
 
 
 def report(rows: Any) -> str:
-    """Describe what was done, and how to train with it, as text for a terminal."""
+    """Summarize the stored weights, and print the options to train with them."""
     writer, folder, header = rows.writer, Path(rows.folder), rows.writer.header
     made_from, total = header["made_from"], len(writer.rows)
     if not header["complete"]:
         missing = len(writer.remaining())
-        return f"{total - missing:,} of {total:,} rows are weighed in {folder}\nRun the same command again to resume.\n"
+        return (
+            f"{folder} has token weights of {total - missing:,} of {total:,} sequences.\n"
+            "Run the same command again to resume.\n"
+        )
     values = header["statistics"]
     return (
-        f"Weights of {total:,} rows of {made_from['sequence_length']:,} tokens in {folder}"
-        f"{'' if rows.remaining else ' (complete already)'}\n"
+        f"Token weights of {total:,} sequences of {made_from['sequence_length']:,} tokens in {folder}"
+        f"{'' if rows.remaining else ' (already complete)'}\n"
         f"mean {values['weight_mean']:.4f}, above 1: {values['weight_above_1']:.1%},"
         f" at the cap of {made_from['gamma']:g}: {values['weight_at_cap']:.1%}\n"
         f"Train with: --data.influence {folder} --model.objective StoredInfluence"

@@ -1,4 +1,4 @@
-"""Start the processes of a run by torchrun's agent, and restart them after a crash."""
+"""``longce launch``: start the processes of a run with torchrun's agent, and restart them after a crash."""
 
 import contextlib
 import os
@@ -27,14 +27,14 @@ _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 
 
 class Agent(LocalElasticAgent):
-    """Torchrun's agent, which here does not repeat what a user must fix, and knows whether a stop was clean."""
+    """Torchrun's agent that does not restart after a user error, and reports whether a stop was clean."""
 
     def stopped_cleanly(self) -> bool:
-        """Whether every process of this machine has saved and ended with status 0 after a signal."""
-        processes = self._processes()
+        """Return whether every process of this machine saved and exited with status 0 after a signal."""
+        processes = self._worker_processes()
         return bool(processes) and all(process.poll() == 0 for process in processes)
 
-    def _processes(self) -> list[subprocess.Popen[bytes]]:
+    def _worker_processes(self) -> list[subprocess.Popen[bytes]]:
         handlers = getattr(self._pcontext, "subprocess_handlers", {})
         return [handler.proc for handler in handlers.values()]
 
@@ -47,13 +47,13 @@ class Agent(LocalElasticAgent):
 
     @override
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        """Ask the processes to save and stop, by a signal they handle, and kill those that run after the timeout.
+        """Signal the processes to save and stop, and kill those that still run after the timeout.
 
-        Torchrun would signal their data loaders as well, whose end is an error before anything is saved. SIGUSR1 under
-        SLURM also requeues the job.
+        Torchrun would also signal their data loaders, whose death is an error before anything is saved. Under SLURM,
+        SIGUSR1 also requeues the job.
         """
         requeues = death_sig == signal.SIGUSR1 and "SLURM_JOB_ID" in os.environ
-        running = [process for process in self._processes() if process.poll() is None]
+        running = [process for process in self._worker_processes() if process.poll() is None]
         for process in running:
             process.send_signal(signal.SIGUSR1 if requeues else signal.SIGTERM)
         deadline = time.monotonic() + timeout
@@ -64,11 +64,11 @@ class Agent(LocalElasticAgent):
 
 
 def launch(words: Sequence[str], options: Namespace) -> int:
-    """Run a command of ``longce``, given by its words, in several processes.
+    """Run a ``longce`` command, given by its words, in several processes, and return the exit status.
 
-    The exit status is 0 after success or a clean stop, 2 for a user error, above 128 for a signal, and 1 otherwise.
+    The status is 0 after success or a clean stop, 2 for a user error, above 128 for a signal, and 1 otherwise.
     """
-    # Torch 2.13: without this variable, restarted processes read the addresses of their predecessors in the store.
+    # Torch 2.13: without this variable, restarted processes read the addresses of the crashed ones from the store.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = _SIGNALS
     os.environ[LAUNCHER] = str(os.getpid())
@@ -98,17 +98,18 @@ def launch(words: Sequence[str], options: Namespace) -> int:
         return 0 if agent.stopped_cleanly() else 128 + stopped.sigval
     spec.rdzv_handler.shutdown()
     for failure in failures:
-        ending = f"by {failure.signal_name()}" if failure.exitcode < 0 else f"with status {failure.exitcode}"
-        sys.stderr.write(f"longce: error: process {failure.local_rank} (pid {failure.pid}) ended {ending}.\n")
+        killed = failure.exitcode < 0
+        ending = f"was killed by {failure.signal_name()}" if killed else f"exited with status {failure.exitcode}"
+        sys.stderr.write(f"longce: error: process {failure.local_rank} (pid {failure.pid}) {ending}.\n")
     if not failures:
         return 0
     if _is_user_error(failures):
         return _USER_ERROR
-    sys.stderr.write("longce: see its output above. To resume a `fit`: the same command, with `--ckpt_path RUN`.\n")
+    sys.stderr.write("longce: see its output above. To resume `fit`, add `--ckpt_path RUN_FOLDER` to the command.\n")
     return 1
 
 
 def _is_user_error(failures: Iterable[ProcessFailure]) -> bool:
-    """Return whether the first process that ended did so for what a user must fix; the others end because of it."""
+    """Return whether the first process to fail had a user error; the others fail because of it."""
     first = min(failures, key=lambda failure: failure.timestamp, default=None)
     return first is not None and first.exitcode == _USER_ERROR

@@ -1,4 +1,4 @@
-"""The embedded default: four ordinary runs of the command line that need nothing but this repository."""
+"""``longce quickstart``: four ordinary runs of ``longce fit`` and ``validate`` that need only this repository."""
 
 import shlex
 import sys
@@ -15,17 +15,17 @@ from lightning_modules.training.evaluation import FOLDER
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 RUNS = (
-    ("A tiny model learns the made-up language, in short rows.", "fit", "quickstart/base.yaml"),
-    ("It continues in long rows and becomes the evaluator.", "fit", "quickstart/evaluator.yaml"),
-    ("The evaluator judges the model as it was after its short rows.", "validate", "quickstart/longce.yaml"),
-    ("That model is fine-tuned in long rows with LongCE.", "fit", "quickstart/longce.yaml"),
+    ("Train a tiny base model on short sequences of a synthetic language.", "fit", "quickstart/base.yaml"),
+    ("Continue on long sequences: this model becomes the evaluator.", "fit", "quickstart/evaluator.yaml"),
+    ("Measure LongPPL of the base model.", "validate", "quickstart/longce.yaml"),
+    ("Fine-tune the base model on long sequences with LongCE.", "fit", "quickstart/longce.yaml"),
 )
 
 
 def quickstart(run: Callable[[Sequence[str]], LightningCLI], options: Sequence[str] = ()) -> None:
-    """Make a corpus, train a tiny evaluator and fine-tune a tiny model; the options go to each of these runs."""
-    # These matrices are tiny. A second thread saves seconds on an idle machine, and where another process runs too the
-    # threads wait for each other for minutes.
+    """Generate a corpus, train a tiny evaluator and fine-tune a tiny model; each run gets the options."""
+    # The matrices are tiny: a second thread saves seconds on an idle machine, and on a busy one the threads wait for
+    # each other for minutes.
     torch.set_num_threads(1)
     started = time.monotonic()
     # The last two runs share a folder, so that TensorBoard shows them together.
@@ -34,14 +34,14 @@ def quickstart(run: Callable[[Sequence[str]], LightningCLI], options: Sequence[s
         words = [command, "-c", str(CONFIGS / "base.yaml"), "-c", str(CONFIGS / config), *options]
         if config == "quickstart/longce.yaml":
             words += ["--trainer.logger.init_args.version", version]
-        _say(f"\n[{number}/{len(RUNS)}] {purpose}\n$ longce {shlex.join(words)}")
+        _print_line(f"\n[{number}/{len(RUNS)}] {purpose}\n$ longce {shlex.join(words)}")
         log_dir = run(words).trainer.log_dir
-    _say(f"\n{summary(str(log_dir))}\n")
-    _say(f"Done in {time.monotonic() - started:.0f} s. See it: tensorboard --logdir {log_dir}")
+    _print_line(f"\n{summary(str(log_dir))}\n")
+    _print_line(f"Done in {time.monotonic() - started:.0f} s. To see the curves: tensorboard --logdir {log_dir}")
 
 
 def summary(log_dir: str) -> str:
-    """Make a table of LongPPL and perplexity by step, from the events of a run and of its evaluations."""
+    """Return a table of LongPPL and perplexity by step, from the TensorBoard events of a run and its evaluations."""
     columns: dict[str, dict[int, float]] = {"LongPPL": {}, "perplexity": {}}
     for folder in (Path(log_dir), *Path(log_dir, FOLDER).iterdir()):
         events = EventAccumulator(str(folder))
@@ -52,6 +52,6 @@ def summary(log_dir: str) -> str:
     return table.to_string(index=False, na_rep="nan", float_format="{:.2f}".format)
 
 
-def _say(text: str) -> None:
+def _print_line(text: str) -> None:
     sys.stdout.write(text + "\n")
     sys.stdout.flush()

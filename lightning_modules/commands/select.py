@@ -197,10 +197,10 @@ def _read_documents(
     documents = chosen.select(["key", "file", "row"]).to_pandas()
     places = pd.Series(documents.index, index=pd.MultiIndex.from_frame(documents[["file", "row"]]))
     rows = {file: own.to_numpy() for file, own in documents.groupby("file")["row"]}
-    for origin, text in corpus.documents(rows, shards.existing_scores().versions):
-        place = int(places[origin.file, origin.row])
-        if origin.error is not None or origin.key != documents["key"][place]:
-            raise ValueError(f"Row {origin.row} of '{origin.file}' is not the document that was scored any more.")
+    for ref, text in corpus.documents(rows, shards.existing_scores().versions):
+        place = int(places[ref.file, ref.row])
+        if ref.error is not None or ref.key != documents["key"][place]:
+            raise ValueError(f"Row {ref.row} of '{ref.file}' is not the document that was scored any more.")
         yield place, text
 
 

@@ -8,18 +8,18 @@ class SelectConfig:
     """Settings of `longce select`.
 
     Args:
-        where: Comparisons of columns, joined by ``and``, ``or`` and ``not``, with parentheses:
+        where: Condition on columns with ``and``, ``or``, ``not``, arithmetic and parentheses, such as
             ``key_token_ratio > 0.02 and tokens >= 32768``.
-        top: Take the documents with the largest `rank_by` of those that meet the conditions: a fraction up to 1 (all of
-            them), or a number from 2.
-        rank_by: Column that ranks documents, and whose means `weights` are.
-        by: Column that names a document's source; ``folder`` for the folder of its file.
-        output: File of the chosen ones: ``.txt`` for their keys, one per line, ``.parquet`` or ``.jsonl`` for the
-            documents with ``text`` and scores. An existing file is replaced. A document whose key is empty or has
-            several lines is left out of a ``.txt`` file, with a warning.
-        files: The documents' files, if they are no longer where they were scored; as `data.files`.
-        weights: YAML file for the mean `rank_by` of each source, as `data.weights` of a mixture of these sources:
-            add it to the experiment by ``-c``.
+        top: Keep the documents with the largest `rank_by` among those that meet the conditions: a fraction up to 1
+            (all), or a number of 2 or more.
+        rank_by: Column that ranks documents, and whose mean per source is written to `weights`.
+        by: Column that names a document's source; ``folder`` is the folder of its file.
+        output: File for the selected documents: ``.txt`` for their keys, one per line, ``.parquet`` or ``.jsonl`` for
+            ``text`` and scores. An existing file is replaced. A document whose key is empty or has several lines is
+            left out of a ``.txt`` file, with a warning.
+        files: Files of the documents, as in `data.files`, if they have moved since they were scored.
+        weights: YAML file for the mean `rank_by` of each source, as `data.weights` of a mixture of these sources. Add
+            it to an experiment with ``-c``.
     """
 
     where: str | None = None

@@ -19,16 +19,16 @@ class JudgingConfig:
     """Which tokens an evaluator finds key, and how it is loaded.
 
     Args:
-        evaluator: Hub id or local folder of a model with a long context; its tokenizer may be another one than that
-            of the model that is judged.
+        evaluator: Hub id or local folder of the long-context model that finds key tokens. Its tokenizer may differ
+            from that of the evaluated model.
         context_length: Length K of the shortest short context, in the evaluator's tokens.
         stride: Number d of tokens that share one short window.
-        alpha: A key token's long-short difference exceeds it, in nats.
-        beta: A key token's long log-likelihood exceeds it, in nats.
-        dtype: Type of the weights; ``auto`` keeps the stored one.
-        attn_implementation: As in transformers; ``auto`` is flash attention where it is installed.
-        cache_dir: Folder of the stored scores; by default in ``$LONGCE_CACHE`` or ``~/.cache/longce``.
-        trust_remote_code: Run code from the model's repository; off unless you trust it.
+        alpha: Key tokens have a long-short difference (LSD) above alpha, in nats.
+        beta: Key tokens have a long-context log-likelihood (LCL) above beta, in nats.
+        dtype: Type of the weights; ``auto`` keeps the stored type.
+        attn_implementation: As in transformers; ``auto`` is flash attention if it is installed.
+        cache_dir: Folder for the evaluator's scores; by default ``$LONGCE_CACHE`` or ``~/.cache/longce``.
+        trust_remote_code: Run code from the model's repository.
 
     Raises:
         ValueError: If a number has no meaning.
@@ -67,13 +67,13 @@ class EvaluatorConfig(JudgingConfig):
     """Settings of an evaluator.
 
     Args:
-        key_tokens: How key tokens come from the evaluator's tokens to the model's: ``paper`` (the same tokens as they
-            are, others by Equation 9), or ``authors``, exactly as their package does, for published numbers.
-        tokenizer: Hub id or local folder of the evaluator's tokenizer; by default that of the evaluator.
+        key_tokens: How key tokens are mapped to the model's tokens: ``paper`` (unchanged for the same tokens, else by
+            Equation 9), or ``authors``, exactly as the authors' package does, to compare with published numbers.
+        tokenizer: Hub id or local folder of the evaluator's tokenizer; by default the evaluator's own.
         revision: Branch, tag or commit of the evaluator on the hub.
-        add_special_tokens: Whether the evaluator's tokenizer adds its own, as in the paper's code.
-        sharded: Divide the evaluator among all processes (FSDP2) instead of loading all of it in each: for one that
-            does not fit on a device beside the model in training. Works with every strategy.
+        add_special_tokens: Whether the evaluator's tokenizer adds special tokens, as in the authors' code.
+        sharded: Shard the evaluator across all processes (FSDP2) instead of loading a full copy in each, for an
+            evaluator that does not fit on a device next to the trained model. Works with every strategy.
 
     Raises:
         ValueError: If the rule is unknown.
@@ -93,13 +93,13 @@ class EvaluatorConfig(JudgingConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class CommandConfig(JudgingConfig):
-    """What `longce score` and `longce inspect` share: settings of an evaluator and of the model that it judges.
+    """Settings that `longce score` and `longce inspect` share, of the evaluator and of the evaluated model.
 
     Args:
-        max_tokens: Tokens of each document to keep; all by default.
-        add_special_tokens: Whether the model's tokenizer adds its own; off, as in the code of the paper's authors.
-        evaluator_add_special_tokens: Whether the evaluator's tokenizer adds its own; on, as in their code.
-        device: Such as ``cuda:0`` or ``cpu``; ``auto`` is the first GPU, if there is one.
+        max_tokens: Maximum number of tokens of each document; by default, documents are not truncated.
+        add_special_tokens: Whether the model's tokenizer adds special tokens; by default not, as in the authors' code.
+        evaluator_add_special_tokens: Whether the evaluator's tokenizer adds special tokens, as in the authors' code.
+        device: Device such as ``cuda:0`` or ``cpu``; ``auto`` is the first GPU, or the CPU.
     """
 
     max_tokens: PositiveInt | None = None
@@ -126,12 +126,12 @@ class ScoreConfig(CommandConfig):
     """Settings of `longce score`.
 
     Args:
-        model: Hub id or local folder of the model to be judged.
-        key_tokens: How key tokens come from the evaluator's tokens to the model's: ``paper`` (the same tokens as they
-            are, others by Equation 9), or ``authors``, exactly as their package does, for published numbers.
-        key_tokens_only: Spare the evaluator's short pass tokens that cannot be key because their long log-likelihood is
-            at most ``beta``. Its stored scores then serve no lower ``beta``, and no soft influence, later.
-        output: JSON file to write the result to.
+        model: Hub id or local folder of the model to evaluate.
+        key_tokens: How key tokens are mapped to the model's tokens: ``paper`` (unchanged for the same tokens, else by
+            Equation 9), or ``authors``, exactly as the authors' package does, to compare with published numbers.
+        key_tokens_only: Skip the evaluator's short pass for tokens that cannot be key, because their long-context
+            log-likelihood is at most ``beta``. The stored scores then cannot serve a lower ``beta`` or soft LongPPL.
+        output: JSON file for the results.
     """
 
     model: str
@@ -142,12 +142,12 @@ class ScoreConfig(CommandConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class InspectConfig(CommandConfig):
-    """Settings of `longce inspect`; in the page alpha and beta can be moved.
+    """Settings of `longce inspect`; the page has sliders for alpha and beta.
 
     Args:
-        model: Hub id or local folder of a model to be judged by the key tokens; any tokenizer.
-        alternatives: How many of the likeliest tokens to show at each token, given the long and the short context; 0
-            saves the evaluator's second pass over the text, and half or more of the size of the page.
+        model: Hub id or local folder of a model to evaluate on the key tokens; its tokenizer may differ.
+        alternatives: Number of likeliest tokens to show at each position, given the long and the short context; 0 skips
+            the evaluator's second pass over the text, and at least halves the size of the page.
     """
 
     model: str | None = None
@@ -165,16 +165,16 @@ class InfluenceConfig:
     """Settings of `longce influence`.
 
     Args:
-        evaluator: Hub id or local folder of the model that weighs the tokens. Each process holds all of it.
-        evaluator_tokenizer: Hub id or local folder of its tokenizer; by default that of the evaluator. With the
-            tokenizer of the rows, tokens are scored as they are, else by way of the text.
+        evaluator: Hub id or local folder of the model that computes the token weights. Each process loads a full copy.
+        evaluator_tokenizer: Hub id or local folder of the evaluator's tokenizer; by default its own. If it differs from
+            the tokenizer of the training data, the evaluator scores the text and weights are mapped by characters.
         evaluator_revision: Branch, tag or commit on the hub.
-        evaluator_add_special_tokens: Whether the evaluator's tokenizer adds its own, where texts are scored.
-        evaluator_dtype: Type of the evaluator's weights; ``auto`` keeps the stored one.
+        evaluator_add_special_tokens: Whether the evaluator's tokenizer adds special tokens to a text.
+        evaluator_dtype: Type of the evaluator's weights; ``auto`` keeps the stored type.
         evaluator_attn_implementation: The evaluator's attention, as in transformers.
         evaluator_model_config: Values that replace those of the evaluator's config, such as ``rope_parameters``.
-        evaluator_trust_remote_code: Run code from the evaluator's repository; off unless you trust it.
-        output: Folder of the weights; by default `data.influence`, or one in the data module's cache.
+        evaluator_trust_remote_code: Run code from the evaluator's repository.
+        output: Folder for the weights; by default `data.influence`, or a folder in the data module's cache.
     """
 
     evaluator: str

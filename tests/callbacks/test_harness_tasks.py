@@ -77,8 +77,8 @@ def test_training_goes_on_as_if_nobody_had_asked(model_dir, task_dir, tmp_path, 
     steps = []
     monkeypatch.setattr(
         LongContextTasks,
-        "_ask",
-        lambda self, trainer, module, ask=LongContextTasks._ask: (
+        "_run_tasks",
+        lambda self, trainer, module, ask=LongContextTasks._run_tasks: (
             steps.append(trainer.global_step) or ask(self, trainer, module)
         ),
     )
@@ -106,7 +106,7 @@ def test_training_goes_on_as_if_nobody_had_asked(model_dir, task_dir, tmp_path, 
 
 
 def test_bad_arguments_are_refused(model_dir, task_dir, tmp_path, rows, monkeypatch):
-    with pytest.raises(ValueError, match="`tasks` must be a list of one or more, got 'letter'"):
+    with pytest.raises(ValueError, match="`tasks` must be a non-empty list, got 'letter'"):
         LongContextTasks("letter")
     away = LongContextTasks(["away"], include_path=str(task_dir))
     monkeypatch.setattr(LongContextLM, "configure_model", None)  # no model is loaded by then

@@ -151,5 +151,5 @@ def test_there_is_nothing_to_train_on(word_tokenizer, tmp_path):
     module = GovReportDataModule(word_tokenizer, path=str(tmp_path / "reports.jsonl"))
     module.prepare_data()
     module.setup("fit")
-    with pytest.raises(ValueError, match="GovReportDataModule has no training rows: it only evaluates"):
+    with pytest.raises(ValueError, match="GovReportDataModule has no training sequences: it is for evaluation"):
         module.train_dataloader()

@@ -66,8 +66,8 @@ def test_rows_come_by_weight(corpora, word_tokenizer, caplog):
     assert len(loader) == 8
     assert (tokens.count(1), tokens.count(2)) == (12, 4)
     assert all(tokens[start : start + 4].count(2) == 1 for start in range(0, 16, 4))
-    assert "a: 12 of its 12 rows in each epoch of 16." in caplog.text
-    assert "b: 4 of its 8 rows in each epoch of 16." in caplog.text
+    assert "a: each epoch of 16 sequences has 12 of its 12 sequences." in caplog.text
+    assert "b: each epoch of 16 sequences has 4 of its 8 sequences." in caplog.text
 
 
 def test_processes_and_workers_share_the_same_order(corpora, word_tokenizer):
@@ -140,10 +140,10 @@ def changed(folder, **values):
         ({"weight": float("nan")}, "weight of source 'a' must be above 0"),
         (
             {"sequence_length": 8},
-            "Source 'a' of the mixture: it has `sequence_length` = 8, which is the mixture's to set",
+            "Source 'a' of the mixture: it sets `sequence_length` to 8, which only the mixture can set",
         ),
-        ({"tokenizer": "other"}, "Source 'a' of the mixture: it has `tokenizer` = 'other'"),
-        ({"batch_size": 8}, "which have no meaning for a part"),
+        ({"tokenizer": "other"}, "Source 'a' of the mixture: it sets `tokenizer` to 'other'"),
+        ({"batch_size": 8}, "which have no effect in a source"),
         ({"train_path": "x"}, "(?s)Source 'a' of the mixture: .*train_path"),
         ({"class_path": "datamodules.Nothing"}, "(?s)Source 'a' of the mixture: .*Nothing"),
         ({"class_path": "torch.nn.Linear"}, "Source 'a' of the mixture"),
@@ -155,13 +155,13 @@ def test_bad_sources_are_named(corpora, word_tokenizer, values, message):
 
 
 def test_what_makes_no_sense_is_refused(corpora, word_tokenizer, byte_tokenizer):
-    with pytest.raises(ValueError, match="no stored token weights"):
+    with pytest.raises(ValueError, match="does not support stored token weights"):
         mixture(corpora, word_tokenizer, influence="folder")
     with pytest.raises(ValueError, match=r"names \['c'\], but the sources are \['a', 'b'\]"):
         mixture(corpora, word_tokenizer, evaluate_on=["c"])
     with pytest.raises(ValueError, match="`sources` is empty"):
         MixtureDataModule(word_tokenizer, sources={})
-    with pytest.raises(ValueError, match="Source 'a' of the mixture: it has nothing to train on"):
+    with pytest.raises(ValueError, match="Source 'a' of the mixture: it has no training documents"):
         mixture(corpora, word_tokenizer, changed(corpora, train=None), evaluate_on=["b"]).prepare_data()
     with pytest.raises(ValueError, match="make token weights, for each source by itself"):
         mixture(corpora, word_tokenizer).training_rows()

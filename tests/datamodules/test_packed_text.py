@@ -346,9 +346,9 @@ def test_the_loss_of_prompts_is_a_choice(word_tokenizer, root):
 
 
 def test_prompts_that_nobody_has_named_are_no_reason_to_guess(word_tokenizer, root):
-    with pytest.raises(ValueError, match="`loss_on_prompt: false`, and no training document has a prompt"):
+    with pytest.raises(ValueError, match="`loss_on_prompt: false` needs prompts, but no training document"):
         ready(word_tokenizer, root, loss_on_prompt=False)
-    with pytest.raises(ValueError, match="name their field by `prompt_field`"):
+    with pytest.raises(ValueError, match="set `prompt_field` to their field"):
         TextDataModule(word_tokenizer, train="x", loss_on_prompt=False)
     for path in (str(root / "train" / "0.txt"), "owner/name"):
         with pytest.raises(ValueError, match="`prompt_field` needs JSON lines"):

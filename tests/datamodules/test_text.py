@@ -123,9 +123,9 @@ def test_what_makes_no_sense_is_refused(tmp_path, word_tokenizer):
         module(train=str(tmp_path / "x.jsonl"), holdout=2).source("train")
     (tmp_path / "x.jsonl").unlink()
     for more in ({"validation": "y"}, {"test": "y"}, {"train": None}):
-        with pytest.raises(ValueError, match="give `train`, and not the others"):
+        with pytest.raises(ValueError, match="set `train`, and remove"):
             module(**{"train": "x", "holdout": 5, **more})
-    with pytest.raises(ValueError, match="no validation documents: give `validation`, or a `holdout`"):
+    with pytest.raises(ValueError, match="no validation documents: set `validation`, or a `holdout`"):
         module(train="x").source("validation")
     assert module(validation="x").source("train") is None
     write_corpus(tmp_path, ".txt")

@@ -114,7 +114,7 @@ COMMANDS = {
     "longce export": Reading(
         f"{CHECKPOINT} exported", "exported", ("exported/model.safetensors", "exported/README.md")
     ),
-    "longce data inspect -c ..": Reading(prints=r"(?s)rows of 128 tokens.*\nrow 0"),
+    "longce data inspect -c ..": Reading(prints=r"(?s)sequences of 128 tokens.*\nsequence 0"),
     "longce plan -c .. --gpu H200": Reading("", "(?s)LongCE.*GiB"),
     "longce predict -c configs/base.yaml -c configs/score_corpus.yaml": SCORE_CORPUS,
     "longce select scores": Reading(prints="(?s)documents"),

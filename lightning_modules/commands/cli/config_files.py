@@ -1,4 +1,4 @@
-"""Check configs and option values as jsonargparse reads them: each key once, and numbers as they look."""
+"""Stricter YAML for configs and options: duplicate keys and octal numbers are errors."""
 
 import os
 import re
@@ -17,14 +17,14 @@ _MOVED = {
     "lightning_modules.sequence_parallelism": "lightning_modules.training.sequence_parallel",
     "lightning_modules.sharding": "lightning_modules.training.fsdp",
 }
-"""Modules that have moved, with their new names."""
+"""New names of modules that have moved."""
 
 _OLD_PATH = re.compile(rf"\b(?<!\.)({'|'.join(map(re.escape, _MOVED))})(?=\.\w)")
 _OCTAL = re.compile(r"[-+]?0[0-7_]*[1-7][0-7_]*")
 
 
 def use_checked_yaml() -> None:
-    """Let jsonargparse refuse a key given twice and a number to base 8, and read ``2:30`` as text."""
+    """Make jsonargparse refuse duplicate keys and octal numbers, and read ``2:30`` as text."""
     loader = get_yaml_default_loader()
     loader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
     loader.add_constructor("tag:yaml.org,2002:str", _construct_text)
@@ -33,7 +33,7 @@ def use_checked_yaml() -> None:
 
 
 def check_config_files(arguments: Sequence[str]) -> None:
-    """Check the configs, mappings and lists in a command line, so that a message can name the file or the option."""
+    """Check the configs, mappings and lists in a command line, and name the file or the option in the error."""
     for index, word in enumerate(arguments):
         option, _, value = word.partition("=")
         value = value or (arguments[index + 1] if index + 1 < len(arguments) else "")
@@ -44,7 +44,7 @@ def check_config_files(arguments: Sequence[str]) -> None:
 
 
 def rename_old_paths(text: str) -> str:
-    """Replace class paths of modules that have moved, with a warning that gives the new one."""
+    """Replace class paths of modules that have moved, with a warning that names the new path."""
     for old in sorted(set(_OLD_PATH.findall(text))):
         warnings.warn(f"The module `{old}` is now `{_MOVED[old]}`: change the class path.", FutureWarning, stacklevel=2)
     return _OLD_PATH.sub(lambda match: _MOVED[match[1]], text)
@@ -67,11 +67,11 @@ def _construct_mapping(loader: Any, node: yaml.MappingNode) -> Any:
 
 
 def _construct_number(loader: Any, node: yaml.ScalarNode) -> Any:
-    if ":" in node.value:  # a number to base 60 in YAML 1.1 and text in YAML 1.2: a typed option then refuses it
+    if ":" in node.value:  # a base-60 number in YAML 1.1, text in YAML 1.2; numeric options then refuse it
         return node.value
     if _OCTAL.fullmatch(node.value):  # 010 is 8 in YAML 1.1, and 10 in YAML 1.2 and on the command line
         raise yaml.YAMLError(
-            f"line {node.start_mark.line + 1}: '{node.value}' is a number to base 8. Leave out its first 0, or quote it"
+            f"line {node.start_mark.line + 1}: '{node.value}' is an octal number. Remove its leading zero, or quote it"
             " if it is text."
         )
     return loader.construct_yaml_int(node) if node.tag.endswith(":int") else loader.construct_yaml_float(node)
@@ -84,7 +84,7 @@ def _construct_text(loader: Any, node: yaml.ScalarNode) -> str:
 def _check_file(name: str) -> None:
     if not os.path.isfile(name):
         if name.endswith((".yaml", ".yml")) and "\n" not in name:
-            raise ValueError(f"There is no config '{name}'.")
+            raise ValueError(f"The config '{name}' does not exist.")
         return  # a pipe, or YAML instead of a file
     try:
         yaml.load(Path(name).read_text(encoding="utf-8-sig"), Loader=get_yaml_default_loader())
@@ -95,7 +95,7 @@ def _check_file(name: str) -> None:
 
 
 def _check_collection(option: str, value: str) -> None:
-    """Check the value of an option: jsonargparse would drop the message, and only report the wrong type."""
+    """Check a mapping or list given as an option: jsonargparse would only report that its type is wrong."""
     try:
         yaml.load(value, Loader=get_yaml_default_loader())
     except yaml.MarkedYAMLError:  # text that is not YAML

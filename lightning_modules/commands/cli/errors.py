@@ -1,4 +1,4 @@
-"""Report errors: what went wrong and what to do about it, or a traceback of an unexpected error."""
+"""Error reports: what went wrong and how to fix it, or the traceback of an unexpected error."""
 
 import os
 import re
@@ -9,66 +9,69 @@ from typing import NoReturn
 from lightning_modules.utilities.errors import IncompleteError
 
 _REMEDIES = {
-    "DataLoader worker": "A loader process was killed, by the system if memory ran out: lower `data.num_workers`.",
+    "DataLoader worker": (
+        "A data loader process was killed, probably because memory ran out: lower `data.num_workers`."
+    ),
     "Connection (closed|reset) by peer|gloo|NCCL": (
-        "Another process of the run has ended or does not answer: see its own output."
+        "Another process of the run has ended or does not respond: see its output."
     ),
 }
 """Advice for errors of torch, by a pattern of their message."""
 
 
 def stop_with(error: Exception) -> NoReturn:
-    """Report an error and exit: with 2 for what the user can fix, with 1 for what failed on the way.
+    """Print an error and exit: with status 2 for a user error, and 1 for a failure during the run.
 
-    ``LONGCE_TRACEBACK=1`` shows where it arose. An unexpected error is raised again, with a note.
+    ``LONGCE_TRACEBACK=1`` also prints the traceback. An unexpected error is raised again, with a note.
     """
-    kinds = {kind.__name__ for kind in type(error).__mro__}  # of Lightning and torch, which may not be imported
-    if isinstance(error, ConnectionError):  # another process has ended: nothing that a user must fix here
+    # Compare by name: the classes of Lightning and torch may not be imported yet.
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    if isinstance(error, ConnectionError):  # an OSError, but caused by another process and not by the user
         _exit_with_remedy(error)
     elif isinstance(error, ValueError | OSError | FloatingPointError) or "MisconfigurationException" in kinds:
-        _exit(error, status=2)
+        _exit_with_message(error, status=2)
     if isinstance(error, IncompleteError):
-        _exit(error, status=1)
+        _exit_with_message(error, status=1)
     if isinstance(error, MemoryError) or "OutOfMemoryError" in kinds:
         error.add_note(
-            "There is too little memory: `longce plan` estimates what these settings take, and what takes less."
+            "Memory is insufficient: `longce plan` estimates what these settings need and suggests cheaper ones."
         )
-        _exit(error, status=1)
+        _exit_with_message(error, status=1)
     if isinstance(error, RuntimeError):
         _exit_with_remedy(error)
     error.add_note(
-        "longce has no explanation for this. It may be a setting that a package below it does not take, or a bug: the"
-        " last lines above name the file. Please report it with the command and its configs."
+        "This error is unexpected: either a dependency does not accept one of the settings, or it is a bug in longce."
+        " The last lines of the traceback name the file. Please report it with the command and its configs."
     )
     raise error
 
 
 def _exit_with_remedy(error: BaseException) -> None:
-    """Explain a known error of torch, and return after any other."""
+    """Exit with an explanation of a known error of torch; return for any other error."""
     found: BaseException | None = error
-    while found is not None:  # torch reports a killed loader wherever the process is, in the course of another error
+    while found is not None:  # torch reports a killed loader at any point, also while another error is handled
         for pattern, remedy in _REMEDIES.items():
             if re.search(pattern, str(found)):
-                noticed = str(found).partition("\n")[0]
+                original = str(found).partition("\n")[0]
                 known = RuntimeError(
-                    f"{remedy} Then run the same command again, `fit` with `--ckpt_path FOLDER` of the run."
-                    f" (Noticed by: {noticed})"
+                    f"{remedy} Then run the same command again; `fit` resumes with `--ckpt_path RUN_FOLDER`."
+                    f" (Original error: {original})"
                 )
-                _exit(known, status=1)
+                _exit_with_message(known, status=1)
         found = found.__cause__ or found.__context__
 
 
-def _exit(error: BaseException, *, status: int) -> NoReturn:
+def _exit_with_message(error: BaseException, *, status: int) -> NoReturn:
     if os.environ.get("LONGCE_TRACEBACK"):
         traceback.print_exc()
     cause = _root_cause(error)
     message = "\n".join([str(cause) or type(cause).__name__, *getattr(cause, "__notes__", [])])
-    sys.stderr.write(f"longce: error: {message}\n(Set LONGCE_TRACEBACK=1 to see where.)\n")
+    sys.stderr.write(f"longce: error: {message}\n(Set LONGCE_TRACEBACK=1 for the traceback.)\n")
     sys.exit(status)
 
 
 def _root_cause(error: BaseException) -> BaseException:
-    """Return what a class named in a config complained of, without the parser's list of all it tried."""
+    """Return the error that a class in a config raised, without the parser's list of the types it tried."""
     while str(error).startswith("Does not validate") and (cause := error.__cause__ or error.__context__) is not None:
         error = cause
     return error

@@ -1,4 +1,4 @@
-"""LightningCLI for ``fit`` and its kin, and for the commands that take its options."""
+"""LightningCLI for ``fit``, ``validate``, ``test`` and ``predict``, and for the commands that take their options."""
 
 import logging
 import re
@@ -40,7 +40,7 @@ from lightning_modules.utilities.orphans import children_end_with_us
 
 
 class ConciseParser(LightningArgumentParser):
-    """Reports what is wrong with a value without a list of all types that were tried, and without the whole config."""
+    """Parser whose errors leave out the list of all types that were tried and the whole config."""
 
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
@@ -53,13 +53,13 @@ class ConciseParser(LightningArgumentParser):
 
 
 class LongceCLI(LightningCLI):
-    """LightningCLI in which the command line has the last word, also over a checkpoint."""
+    """LightningCLI in which the command line takes precedence over everything, including the checkpoint."""
 
     def __init__(self, args: ArgsType = None, run: bool = True, **settings: Any) -> None:
         logging.getLogger("lightning").handlers.clear()  # the root logger prints its messages already
         self.preemption = Preemption()
         self.training_run = Run()
-        self._asked: str | None = None  # --ckpt_path, as it was given
+        self._requested_checkpoint: str | None = None  # --ckpt_path, as it was given
         try:
             super().__init__(
                 LongContextLM,
@@ -67,7 +67,7 @@ class LongceCLI(LightningCLI):
                 run=run,
                 auto_configure_optimizers=False,
                 save_config_callback=None,  # `Run` saves it
-                # The data modules share documents and rows out themselves: without repeating any.
+                # The data modules shard documents and sequences themselves, without repeating any.
                 trainer_defaults={
                     "use_distributed_sampler": False,
                     "callbacks": [RunMember(self.training_run), RandomStates(), self.preemption],
@@ -86,15 +86,13 @@ class LongceCLI(LightningCLI):
 
     @override
     def _parse_ckpt_path(self) -> None:
-        """Leave the configuration as given: Lightning lets a checkpoint override the command line in silence."""
+        """Keep the configuration as given: Lightning would silently let a checkpoint override the command line."""
 
     @override
     def before_instantiate_classes(self) -> None:
-        """Refuse a config without settings of the model, and null where a class needs a value."""
+        """Refuse a ``model`` that is not a mapping, and null where a class needs a value."""
         if not isinstance(self._get(self.config, "model"), jsonargparse.Namespace):
-            raise ValueError(
-                "`model` must hold settings of the model, as keys and values: leave it out, or correct it."
-            )
+            raise ValueError("`model` must be a mapping of settings: correct it, or leave it out for the defaults.")
         # Without this setting jsonargparse takes null for a value that was not given.
         jsonargparse.set_parsing_settings(unset_sentinel=True)
         try:
@@ -107,7 +105,7 @@ class LongceCLI(LightningCLI):
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Write and read checkpoints by our plugin, unless the config names another."""
+        """Write and read checkpoints with `CheckedCheckpointIO`, unless the config names another plugin."""
         options = self._get(self.config_init, "trainer")
         _check_trainer(options)
         plugins = options.get("plugins") or []
@@ -116,8 +114,8 @@ class LongceCLI(LightningCLI):
             plugins.append(CheckedCheckpointIO())
         try:
             return super().instantiate_trainer(**{"plugins": plugins, **kwargs})
-        except TypeError as error:  # Lightning's, of some values
-            raise ValueError(f"`trainer` cannot be made: {error}") from error
+        except TypeError as error:  # Lightning raises it for some wrong values
+            raise ValueError(f"The settings of `trainer` are not valid: {error}") from error
 
     @override
     def _run_subcommand(self, subcommand: str) -> None:
@@ -126,7 +124,7 @@ class LongceCLI(LightningCLI):
 
     @override
     def after_instantiate_classes(self) -> None:
-        """Refuse what cannot work now: nothing is tokenized or loaded yet."""
+        """Refuse settings that cannot work, before anything is tokenized or loaded."""
         if self.subcommand is None:
             return
         check_strategy(self.trainer.strategy)
@@ -140,50 +138,50 @@ class LongceCLI(LightningCLI):
             stored = getattr(self.datamodule, "influence", None)
             check_influence(self.model.objective, stored and f"in '{stored}'")
             check_checkpoint_folders(self.trainer)
-            if self.trainer.is_global_zero and not self._tries_out:
+            if self.trainer.is_global_zero and not self._is_dry_run:
                 self.training_run.begin(owned_folders(self.trainer))
-        self._asked = options.ckpt_path
+        self._requested_checkpoint = options.ckpt_path
         if self.subcommand == "predict":
-            options.return_predictions = False  # callbacks write them, and memory would not hold those of a corpus
+            options.return_predictions = False  # callbacks write them; those of a corpus would not fit in memory
         logger = self._get(self.config, "trainer").logger
         options.ckpt_path = find_checkpoint(options.ckpt_path, self.trainer, logger, resume=fits)
-        self._record(None if options.ckpt_path in (None, "best", "hpc") else Path(options.ckpt_path), logger)
+        self._save_config(None if options.ckpt_path in (None, "best", "hpc") else Path(options.ckpt_path), logger)
 
     @property
-    def _tries_out(self) -> bool:
+    def _is_dry_run(self) -> bool:
         """Whether nothing is logged or saved."""
         return bool(self._get(self.config, "trainer").fast_dev_run)
 
-    def _record(self, checkpoint: Path | None, logger: Any) -> None:
-        """Save the config where this command writes its logs, and name the run."""
+    def _save_config(self, checkpoint: Path | None, logger: Any) -> None:
+        """Save the config in the folder of this command's logs, and set the run's id."""
         fits = self.subcommand == "fit"
         if checkpoint is not None and not fits:
             at_checkpoint_step(self.trainer, checkpoint)
-        if not self.trainer.is_global_zero or self._tries_out:
+        if not self.trainer.is_global_zero or self._is_dry_run:
             return
         config = self.config[str(self.subcommand)]
         text = self._parser(self.subcommand).dump(config, skip_none=False)
         if fits:
-            named = checkpoint is not None and str(checkpoint) == self._asked
+            named = checkpoint is not None and str(checkpoint) == self._requested_checkpoint
             self.training_run.record(checkpoint, text, config.seed_everything, named=named)
             self.model.run_id = self.training_run.id
         else:
             place_evaluation(self.trainer, str(self.subcommand), checkpoint, text, numbered=is_numbered(logger))
 
     def fit(self, **arguments: Any) -> None:
-        """Train, and print how to resume after a stop that was asked for."""
+        """Train; after SIGTERM or Ctrl-C, print how to resume."""
         try:
             self.trainer.fit(**arguments)
-        except SystemExit as stopped:  # of status 0 after SIGTERM, 1 after Ctrl-C
+        except SystemExit as stopped:  # status 0 after SIGTERM, 1 after Ctrl-C
             if isinstance(stopped, SIGTERMException) or isinstance(stopped.__context__, KeyboardInterrupt):
                 say_how_to_go_on(self.trainer)
             if isinstance(stopped, SIGTERMException) and self.trainer.is_global_zero:
-                self.preemption.requeue(goes_on=goes_on(self._asked, self.trainer))
+                self.preemption.requeue(goes_on=goes_on(self._requested_checkpoint, self.trainer))
             raise
 
 
 def _check_trainer(options: Any) -> None:
-    """Raise a ``ValueError`` for numbers that Lightning's Trainer accepts, and that make no sense for training."""
+    """Raise a ``ValueError`` for numbers that Lightning's Trainer accepts but that make no sense for training."""
     for name in ("accumulate_grad_batches", "val_check_interval", "gradient_clip_val", "limit_train_batches"):
         value = options.get(name)
         if isinstance(value, int | float) and (value < 0 or (value == 0 and name != "gradient_clip_val")):
@@ -194,19 +192,19 @@ def _check_trainer(options: Any) -> None:
 
 
 class InfluenceCLI(LongceCLI):
-    """The same configs for ``longce influence``; logger, callbacks and checkpoints of a training take no part."""
+    """LightningCLI of ``longce influence``: the configs of ``fit``, without logger, callbacks and checkpoints."""
 
     def __init__(self) -> None:
         super().__init__(trainer_class=InfluenceTrainer)
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """The one command, and what of its arguments is no option."""
+        """Return the one subcommand, and its arguments that are not options."""
         return {"influence": {"model", "datamodule"}}
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Accept what else a saved config of ``longce fit`` holds."""
+        """Accept the further keys of a config that ``longce fit`` saved."""
         super().add_arguments_to_parser(parser)
         accept_saved_config(parser)
 
@@ -218,11 +216,11 @@ class InfluenceCLI(LongceCLI):
 
     @override
     def after_instantiate_classes(self) -> None:
-        """The model in training is not loaded, and the command checks the rest itself."""
+        """Skip the checks of ``fit``: the trained model is not loaded, and the command checks the rest itself."""
 
 
 class PartCLI(LongceCLI):
-    """The options of ``longce fit`` and of another command, which are read and not acted upon."""
+    """Parser for the options of ``longce fit`` plus those of another command; it runs nothing."""
 
     def __init__(self, add_options: Callable[[Any], None]) -> None:
         self._add_options = add_options
@@ -235,14 +233,14 @@ class PartCLI(LongceCLI):
 
     @override
     def _set_seed(self) -> None:
-        """Nothing is random here."""
+        """Skip seeding: nothing here is random."""
 
     @override
     def instantiate_classes(self) -> None:
-        """Neither model nor data module nor trainer is made, unless `make` is called."""
+        """Instantiate nothing; `make` instantiates the model or the data module on demand."""
 
     def make(self, name: str) -> Any:
-        """Return the ``model`` or ``data`` of the config, without the other one."""
+        """Instantiate only the ``model`` or only the ``data`` of the config."""
         parser = jsonargparse.ArgumentParser()
         if name == "model":
             parser.add_class_arguments(LongContextLM, name)

@@ -1,10 +1,11 @@
-"""The command line: `main`, which imports what a command needs once its words are checked."""
+"""Entry point of the `longce` command, which imports torch only after the arguments are checked."""
 
 import logging
 import multiprocessing
 import sys
 import warnings
 from collections.abc import Sequence
+from importlib.metadata import version
 
 from lightning_modules.commands.cli.config_files import check_config_files, rename_old_paths, use_checked_yaml
 from lightning_modules.commands.cli.errors import stop_with
@@ -15,43 +16,46 @@ from lightning_modules.utilities.user_modules import find_user_modules, user_mod
 USAGE = """\
 usage: longce COMMAND [OPTIONS]
 
-Key-token long-context language modelling: LongPPL to measure, LongCE to train.
+Key-token long-context language modeling: measure with LongPPL, train with LongCE.
 
 commands:
-  quickstart  make a corpus, train a tiny evaluator and fine-tune a tiny model with LongCE, all offline
-  score       LongPPL and perplexity of text files, by a model and an evaluator
-  evaluate    scores of any model on long-context tasks (RULER, LongEval, ..) and on those of lm-evaluation-harness
-  inspect     one HTML page of a document: key tokens, and what both contexts say of each token
-  fit         fine-tune a model, evaluated by LongPPL as it trains
+  quickstart  generate a corpus, train a tiny evaluator and fine-tune a tiny model with LongCE, all offline
+  score       compute LongPPL and perplexity of a model on text files
+  evaluate    evaluate a model on long-context tasks (RULER, LongEval, ..) and tasks of lm-evaluation-harness
+  inspect     show the key tokens of a document, and its likelihoods in long and short context, as an HTML page
+  fit         fine-tune a model and evaluate its LongPPL during training
   validate    evaluate a model on the validation documents
   test        evaluate a model on the test documents
-  predict     score documents: a corpus into a table (`configs/score_corpus.yaml`), or every token of the test documents
-  select      the documents of a scored corpus that pass conditions, as ids or text, and weights of their sources
-  data        `data inspect`: what the training rows hold, as text, with document boundaries
-  influence   LongCE weights of the training rows by an evaluator, so that training makes no short pass
-  correlate   LongPPL and perplexity of many models against their benchmark scores
-  export      a checkpoint of `fit` as a folder that transformers loads
-  reproduce   the paper's experiments: `miniature` with tiny models, `table1` .. `table12` with real ones (`--list`)
-  launch      any of these commands in several processes, which are restarted after a crash
-  plan        FLOPs, time, memory and cost of `fit` and of scoring on given GPUs, without weights or a GPU
+  predict     score a corpus into a table (`configs/score_corpus.yaml`), or every token of the test documents
+  select      select documents of a scored corpus, and weight its sources for a mixture
+  data        `data inspect`: show packed training sequences as text, with document boundaries
+  influence   compute LongCE token weights with an evaluator, so that training needs no short-context pass
+  correlate   correlate LongPPL and perplexity of many models with their benchmark scores
+  export      convert a checkpoint of `fit` into a folder that transformers loads
+  reproduce   repeat the paper's experiments: `miniature` with tiny models, `table1` .. `table12` with real ones
+  launch      run any of these commands in several processes, and restart them after a crash
+  plan        estimate FLOPs, time, memory and cost of `fit` and of scoring, without weights or a GPU
 
-`longce COMMAND --help` explains the options of each."""
+`longce COMMAND --help` lists the options of a command; `longce --version` prints the version."""
 
-# A worker that is spawned, or forked from a server, imports the main program and unpickles its work, without `main`.
+# A spawned worker, or one forked from a server, imports this module and unpickles its work without calling `main`.
 if getattr(multiprocessing.current_process(), "_inheriting", False):
     find_user_modules()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the console script; it exits with 0 after success, 2 for what the user can fix, 1 for the rest."""
+    """Run the console script. The exit status is 0 after success, 2 for a user error, and 1 for any other error."""
     end_with_launcher()
     arguments = [rename_old_paths(word) for word in (sys.argv[1:] if arguments is None else arguments)]
-    _set_up_messages()
+    _configure_messages()
+    if arguments[:1] == ["--version"]:
+        sys.stdout.write(f"longce {version('longce')}\n")
+        sys.exit(0)
     if not arguments or arguments[0] in ("-h", "--help"):
         sys.stdout.write(USAGE + "\n")
         sys.exit(0 if arguments else 2)
     if arguments[0] not in COMMANDS and not arguments[0].startswith("-"):
-        sys.stderr.write(f"longce: error: no command '{arguments[0]}'.\n\n{USAGE}\n")
+        sys.stderr.write(f"longce: error: unknown command '{arguments[0]}'.\n\n{USAGE}\n")
         sys.exit(2)
     try:
         use_checked_yaml()
@@ -65,30 +69,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
         stop_with(error)
 
 
-def _set_up_messages() -> None:
-    """Plain lines for people: ours, and of others what concerns them."""
+def _configure_messages() -> None:
+    """Print log messages and warnings as plain lines, and drop those of libraries that do not concern the user."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    # It checks the settings of its own RoPE types only; ours are checked where they are made.
+    # Transformers validates only its own RoPE types; ours are validated when they are made.
     logging.getLogger("transformers.modeling_rope_utils").addFilter(
         lambda record: "Missing validation function" not in record.getMessage()
     )
     for noisy in ("httpx", "httpx2", "datasets", "fsspec", "tensorboard"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    logging.getLogger("DeepSpeed").addFilter(_to_stderr)
-    # A faster kernel for 4-bit weights on CPUs, which hardly any run has.
+    logging.getLogger("DeepSpeed").addFilter(_redirect_to_stderr)
+    # bitsandbytes recommends a faster 4-bit kernel for CPUs, which hardly any run needs.
     logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(lambda record: "gemm_4bit" not in record.getMessage())
     # Lightning advertises other products at every start.
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
         lambda record: "Tip:" not in record.getMessage()
     )
     warnings.formatwarning = lambda message, category, *_, **__: f"{category.__name__}: {message}\n"
-    warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # Lightning's use of torch
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # Lightning calls a deprecated function of torch
     warnings.filterwarnings("ignore", message="The dirpath has changed")  # each run has its own
     warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")  # `Run` checks that
 
 
-def _to_stderr(record: logging.LogRecord) -> bool:
-    """DeepSpeed's own handler writes to standard output, which is for results."""
+def _redirect_to_stderr(record: logging.LogRecord) -> bool:
+    """Pass a record to the root logger: DeepSpeed's own handler writes to standard output, which is for results."""
     if "Setting accelerator to CPU" not in record.getMessage():
         logging.getLogger().handle(record)
     return False

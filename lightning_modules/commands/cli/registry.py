@@ -1,4 +1,4 @@
-"""All commands. Each checks its words first, and imports torch and the rest only to work."""
+"""All commands of `longce`. Each parses its arguments first, and imports torch only to work."""
 
 import argparse
 import json
@@ -27,9 +27,10 @@ from lightning_modules.utilities.text_files import check_output, read_text
 
 def score_command(arguments: Sequence[str]) -> None:
     """Run ``longce score`` and print its table."""
-    parser = _make_parser("score", "LongPPL and perplexity of a model on text files, by an evaluator.", ScoreConfig)
+    description = "Compute LongPPL and perplexity of a model on text files, with the key tokens of an evaluator."
+    parser = _make_parser("score", description, ScoreConfig)
     parser.add_argument("files", nargs="+", type=str, help="UTF-8 text files, one document each.")
-    options = _parse(parser, arguments)
+    options = _parse_options(parser, arguments)
     for file in options["files"]:
         read_text(file)
     from lightning_modules.scoring.score import score, table
@@ -39,17 +40,16 @@ def score_command(arguments: Sequence[str]) -> None:
 
 def evaluate_command(arguments: Sequence[str]) -> None:
     """Run ``longce evaluate`` and print its table."""
-    description = "Score a model on long-context tasks and tasks of lm-evaluation-harness."
+    description = "Evaluate a model on long-context tasks and tasks of lm-evaluation-harness."
     skip = ("tasks", "lengths", "depths")
-    parser = _make_parser(arguments[0], description, EvaluationConfig, skip=skip)  # also by its former name
+    parser = _make_parser(arguments[0], description, EvaluationConfig, skip=skip)  # `evaluate` or `harness`
     names = "Names of tasks, groups and sets, import paths of your own tasks, and task files of lm-evaluation-harness."
     parser.add_argument("--tasks", nargs="+", type=str, default=["ruler_synthetic"], help=names)
-    parser.add_argument(
-        "--lengths", nargs="+", type=PositiveInt, default=[4096], help="Tokens of prompt and answer together."
-    )
-    depths = "How many evenly spaced depths of the answers, or which, from 0 (front) to 1 (end); drawn by default."
+    lengths = "Lengths of prompt and answer together, in tokens."
+    parser.add_argument("--lengths", nargs="+", type=PositiveInt, default=[4096], help=lengths)
+    depths = "Number of evenly spaced answer depths, or the depths, from 0 (front) to 1 (end); random by default."
     parser.add_argument("--depths", nargs="+", type=NonNegativeFloat, help=depths)
-    options = _parse(parser, arguments)
+    options = _parse_options(parser, arguments)
     match options["depths"]:
         case [count] if count > 1 and count.is_integer():
             options["depths"] = int(count)
@@ -65,18 +65,19 @@ def harness_command(arguments: Sequence[str]) -> None:
 
 
 def inspect_command(arguments: Sequence[str]) -> None:
-    """Run ``longce inspect``, write its page and report where it is."""
-    description = "A document as a page: its key tokens, and both contexts of each token."
+    """Run ``longce inspect``, write its page and print the path."""
+    description = "Show the key tokens of a document, and its likelihoods in long and short context, as an HTML page."
     parser = _make_parser("inspect", description, InspectConfig)
     parser.add_argument("file", type=str, help="UTF-8 text file.")
-    parser.add_argument("--output", type=str | None, help="The page; by default FILE.html in the working directory.")
-    options = _parse(parser, arguments)
+    output_help = "HTML file to write; by default FILE.html in the working directory."
+    parser.add_argument("--output", type=str | None, help=output_help)
+    options = _parse_options(parser, arguments)
     file, output = options.pop("file"), options.pop("output")
     output = f"{Path(file).name}.html" if output is None else output
     text = read_text(file)
     check_output(output)
     if Path(output).exists() and Path(output).samefile(file):
-        raise ValueError(f"`output` '{output}' is the document, which the page would replace: name another file.")
+        raise ValueError(f"`output` '{output}' is the document itself: name another file for the page.")
     from lightning_modules.visualization.page.document import inspect_document
 
     inspection = inspect_document(text, name=Path(file).name, **options)
@@ -85,13 +86,16 @@ def inspect_command(arguments: Sequence[str]) -> None:
 
 
 def export_command(arguments: Sequence[str]) -> None:
-    """Run ``longce export`` and report where the model is."""
-    parser = _make_parser("export", "Export a checkpoint of `longce fit` for transformers.", ExportOptions)
-    parser.add_argument("checkpoint", type=str, help="What `longce fit` wrote: a file, or a folder of FSDP2.")
+    """Run ``longce export`` and print the path of the model."""
+    description = "Convert a checkpoint of `longce fit` into a folder that transformers loads."
+    parser = _make_parser("export", description, ExportOptions)
+    checkpoint = "Checkpoint of `longce fit`: a file, or a folder with the shards of FSDP2."
+    parser.add_argument("checkpoint", type=str, help=checkpoint)
     parser.add_argument("output_dir", type=str, help="Folder to write; an earlier export there is replaced.")
-    parser.add_argument("--tokenizer", type=str | None, help="Hub id or folder; by default that of the training.")
+    tokenizer = "Hub id or local folder of a tokenizer; by default the tokenizer of the training run."
+    parser.add_argument("--tokenizer", type=str | None, help=tokenizer)
     parser.add_argument("--tokenizer_revision", type=str | None, help="Branch, tag or commit of the tokenizer.")
-    options = _parse(parser, arguments)
+    options = _parse_options(parser, arguments)
     from lightning_modules.training.export.checkpoint import export_checkpoint
 
     sys.stdout.write(f"{export_checkpoint(**options)}\n")
@@ -101,15 +105,16 @@ def correlate_command(arguments: Sequence[str]) -> None:
     """Run ``longce correlate`` and print its table."""
     description = "Correlate LongPPL and perplexity of many models with their benchmark scores."
     parser = _make_parser("correlate", description)
-    parser.add_argument("files", nargs="+", type=str, help="Result files, CSV files, or NAME=FILE.")
-    metrics = "Perplexities; by default those of `longce score` and of tables."
+    files = "Result files of `longce score` and `longce evaluate`, CSV files, or NAME=FILE to name the model."
+    parser.add_argument("files", nargs="+", type=str, help=files)
+    metrics = "Names of perplexities; by default those of `longce score` and of the CSV files."
     parser.add_argument("--metrics", nargs="+", type=str, help=metrics)
-    scores = "Benchmark scores; by default averages, or all if no file has averages."
+    scores = "Names of benchmark scores; by default the averages, or all scores if no file has averages."
     parser.add_argument("--scores", nargs="+", type=str, help=scores)
     output = "Folder for correlation.json, report.md, report.html and the figures."
     parser.add_argument("--output", type=str, required=True, help=output)
     parser.add_argument("--log_axis", type=bool, default=False, help="Draw perplexities on logarithmic axes.")
-    options = _parse(parser, arguments)
+    options = _parse_options(parser, arguments)
     from lightning_modules.commands.correlate.command import correlate
 
     sys.stdout.write(correlate(**options))
@@ -117,9 +122,9 @@ def correlate_command(arguments: Sequence[str]) -> None:
 
 def select_command(arguments: Sequence[str]) -> None:
     """Run ``longce select`` and print its tables."""
-    parser = _make_parser("select", "Choose documents by the scores that `longce predict` has written.", SelectConfig)
+    parser = _make_parser("select", "Select documents by the scores that `longce predict` wrote.", SelectConfig)
     parser.add_argument("scores", type=str, help="Folder or fsspec URL of the scores.")
-    options = _parse(parser, arguments)
+    options = _parse_options(parser, arguments)
     from lightning_modules.commands.select import select
 
     sys.stdout.write(select(**options))
@@ -128,11 +133,11 @@ def select_command(arguments: Sequence[str]) -> None:
 def reproduce_command(arguments: Sequence[str]) -> None:
     """Run ``longce reproduce miniature`` or ``longce reproduce TABLE``."""
     if arguments[1:2] == ["miniature"]:
-        description = "The paper's experiments with tiny models of a synthetic language, on one CPU thread."
+        description = "Repeat the paper's experiments with tiny models of a synthetic language, on one CPU thread."
         parser = _make_parser("reproduce miniature", description)
-        output = "Folder of the models and of the report; what is there is not made again."
+        output = "Folder for the models and the report; finished models there are reused."
         parser.add_argument("--output", type=str, default="runs/miniature", help=output)
-        seeds = "Base models, with random weights of their own, that all experiments begin with."
+        seeds = "Number of base models, each from different random weights; every experiment runs on each of them."
         parser.add_argument("--seeds", type=int, default=1, help=seeds)
         config = "YAML file of the experiments; by default configs/reproduce/miniature.yaml."
         parser.add_argument("--config", type=str | None, help=config)
@@ -153,7 +158,7 @@ def reproduce_command(arguments: Sequence[str]) -> None:
 
 
 def _make_parser(command: str, description: str, settings: type | None = None, *, skip: Sequence[str] = ()) -> Any:
-    """Return the parser of a command, with an option for each field of its settings but those to ``skip``."""
+    """Return the parser of a command, with an option for each field of its settings except those in ``skip``."""
     parser = jsonargparse.ArgumentParser(prog=f"longce {command}", description=description)
     if settings is not None:
         parser.add_argument("-c", "--config", action="config", help="YAML file with options of this command.")
@@ -161,8 +166,8 @@ def _make_parser(command: str, description: str, settings: type | None = None, *
     return parser
 
 
-def _parse(parser: Any, arguments: Sequence[str]) -> dict[str, Any]:
-    """Return the options in the words after a command, without the configs they came from."""
+def _parse_options(parser: Any, arguments: Sequence[str]) -> dict[str, Any]:
+    """Parse the arguments after the command's name; the result does not contain the config files."""
     options: dict[str, Any] = parser.parse_args(list(arguments[1:])).as_dict()
     options.pop("config", None)
     return options
@@ -183,7 +188,7 @@ def plan_command(arguments: Sequence[str]) -> None:
     gpu = find_gpu(options.gpu, tflops=options.gpu_tflops, memory=options.gpu_memory)
     if options.output is not None:
         if Path(options.output).is_dir():
-            raise ValueError(f"`output` must be a file, and '{options.output}' is a folder.")
+            raise ValueError(f"`output` must be a file, but '{options.output}' is a folder.")
         writable_folder(Path(options.output).absolute().parent, remedy="Name another file by `--output`.")
     experiment = read_experiment(cli.make("model"), options)
     plan = Planner(experiment, gpu, options.price_per_gpu_hour).plan()
@@ -197,7 +202,9 @@ def data_command(arguments: Sequence[str]) -> None:
     if arguments[1:2] in (["-h"], ["--help"]):
         arguments = ["data", "inspect", "--help"]
     if arguments[1:2] != ["inspect"]:
-        raise ValueError("`longce data` has one command: `longce data inspect`, with the options of `longce fit`.")
+        raise ValueError(
+            "`longce data` has one subcommand: use `longce data inspect`, with the options of `longce fit`."
+        )
     check_options(arguments[2:], add_data_options)
     from lightning_modules.commands.cli.lightning_cli import PartCLI
 
@@ -205,10 +212,10 @@ def data_command(arguments: Sequence[str]) -> None:
     cli = PartCLI(add_data_options)
     options = cli.config
     if options.get("data") is None:
-        raise ValueError("There are no data to inspect: name a data module by `data`, as for `longce fit`.")
+        raise ValueError("`data` is missing: name the data module to inspect, as for `longce fit`.")
     module = cli.make("data")
     if not callable(getattr(module, "inspect", None)):
-        raise ValueError(f"`data` has no packed training rows to inspect: {type(module).__name__}.")
+        raise ValueError(f"`longce data inspect` needs packed training sequences, which {type(module).__name__} lacks.")
     sys.stdout.write(
         module.inspect(options.rows or None, count=options.count, width=options.width, names=options.names)
     )
@@ -224,11 +231,11 @@ def influence_command(arguments: Sequence[str]) -> None:
 
 
 def quickstart_command(arguments: Sequence[str]) -> None:
-    """Run ``longce quickstart``; further options go to each of its runs."""
+    """Run ``longce quickstart``, and pass its options to each of its runs."""
     if "-h" in arguments or "--help" in arguments:
         sys.stdout.write(
-            "usage: longce quickstart [OPTIONS of longce fit]\n\nMake a corpus, train a tiny evaluator and fine-tune a"
-            " tiny model with LongCE, all offline.\n"
+            "usage: longce quickstart [OPTIONS of longce fit]\n\nGenerate a corpus, train a tiny evaluator and"
+            " fine-tune a tiny model with LongCE, all offline.\n"
         )
         return
     check_options(arguments[1:])
@@ -247,33 +254,37 @@ def run_experiment(arguments: Sequence[str]) -> Any:
 
 
 def launch_command(arguments: Sequence[str]) -> None:
-    """Run ``longce launch`` and exit with the status of the command it starts."""
+    """Run ``longce launch`` and exit with the status of the launched command."""
     parser = argparse.ArgumentParser(
         prog="longce launch",
         usage="longce launch --nproc_per_node N [OPTIONS] -- COMMAND ..",
-        description="Run a command of longce in several processes, restart them after a crash, and stop them together."
-        " On SIGTERM, SIGINT, SIGHUP and SIGUSR1 all processes save and stop.",
+        description="Run a longce command in several processes, restart them after a crash, and stop them together."
+        " On SIGTERM, SIGINT, SIGHUP and SIGUSR1, all processes save a checkpoint and stop.",
     )
     parser.add_argument("--nproc_per_node", type=PositiveInt, required=True, help="processes on this machine")
-    parser.add_argument("--nnodes", type=PositiveInt, default=1, help="machines, each with this command (default: 1)")
-    parser.add_argument("--rdzv_endpoint", metavar="HOST:PORT", help="where several machines meet")
-    parser.add_argument("--max_restarts", type=NonNegativeInt, default=0, help="restarts after a crash (default: 0)")
+    nodes = "number of machines; run this command on each of them (default: 1)"
+    parser.add_argument("--nnodes", type=PositiveInt, default=1, help=nodes)
+    parser.add_argument("--rdzv_endpoint", metavar="HOST:PORT", help="rendezvous endpoint of several machines")
+    restarts = "how often to restart after a crash (default: 0)"
+    parser.add_argument("--max_restarts", type=NonNegativeInt, default=0, help=restarts)
     parser.add_argument(
         "--shutdown_timeout",
         type=PositiveInt,
         default=300,
-        help="seconds from a signal to SIGKILL: an optimizer step and a checkpoint must fit in (default: 300)",
+        help="seconds from a signal to SIGKILL, enough for an optimizer step and a checkpoint (default: 300)",
     )
-    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND ..", help="such as: -- fit -c FILE")
+    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND ..", help="for example: -- fit -c FILE")
     options = parser.parse_args(list(arguments[1:]))
     words = options.words[1:] if options.words[:1] == ["--"] else options.words
     if not words or words[0] not in COMMANDS or words[0] == "launch":
-        parser.error(f"after `--` comes a command of longce and its options, got {words[:1]}.")
+        got = f"got '{words[0]}'" if words else "got nothing"
+        parser.error(f"expected a longce command and its options after `--`, {got}.")
     if options.nnodes > 1 and options.rdzv_endpoint is None:
-        parser.error("several machines need `--rdzv_endpoint HOST:PORT`, the same on each.")
+        parser.error("several machines need `--rdzv_endpoint HOST:PORT`, the same on each machine.")
     if options.max_restarts and words[0] == "fit" and not any(word.startswith("--ckpt_path") for word in words):
         parser.error(
-            "a restarted `fit` would begin again: add `--ckpt_path last` to the command, and name the run's `version`."
+            "a restarted `fit` would start from step 0: add `--ckpt_path last` to the command and set the logger's"
+            " `version`."
         )
     from lightning_modules.commands.launch import launch
 

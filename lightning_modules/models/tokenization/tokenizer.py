@@ -5,6 +5,7 @@ import json
 import re
 import warnings
 from pathlib import Path
+from weakref import WeakSet
 
 import torch
 from tokenizers import Encoding, Tokenizer
@@ -18,6 +19,9 @@ from lightning_modules.models.tokenization.slow_tokenizers import SlowBackend
 
 _TOKENIZER_FILES = ("tokenizer.*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 """Every folder of a tokenizer with a vocabulary has one of these."""
+
+_tokenizers_with_gaps: WeakSet[PreTrainedTokenizerFast] = WeakSet()
+"""Tokenizers that a warning has already reported for dropping characters."""
 
 
 def load_tokenizer(
@@ -165,7 +169,7 @@ def encode_document(
 def _warn_of_unread_text(
     text: str, ids: Tensor, offsets: Tensor, tokenizer: PreTrainedTokenizerFast, name: str
 ) -> None:
-    """Warn if a tokenizer knows or covers little of a text."""
+    """Warn if a tokenizer knows or covers little of a text. Missing characters are reported once per tokenizer."""
     unknown = 0.0 if tokenizer.unk_token_id is None else ids.eq(tokenizer.unk_token_id).float().mean().item()
     if unknown > 0.1:
         warnings.warn(
@@ -174,10 +178,13 @@ def _warn_of_unread_text(
             stacklevel=3,
         )
     covered = int(unit_spans(offsets, character_units(offsets)).diff(dim=1).sum())
-    if covered < 0.9 * len("".join(text.split())):  # many tokenizers leave out white space
+    # Many tokenizers leave out white space, so it does not count as uncovered.
+    if covered < 0.9 * len("".join(text.split())) and tokenizer not in _tokenizers_with_gaps:
+        _tokenizers_with_gaps.add(tokenizer)
         warnings.warn(
-            f"The tokens of document '{name}' cover {covered:,} of its {len(text):,} characters: the tokenizer"
-            f" '{tokenizer.name_or_path}' drops the others, and scores say nothing about them.",
+            f"The tokenizer '{tokenizer.name_or_path}' drops characters, which are then not scored: the tokens of"
+            f" document '{name}' cover {covered:,} of its {len(text):,} characters. Further documents are not"
+            " reported.",
             stacklevel=3,
         )
 

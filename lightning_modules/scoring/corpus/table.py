@@ -55,10 +55,10 @@ class ScoreTable:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def add(self, origin: DocumentRef, scores: TokenScores | Failed) -> None:
+    def add(self, ref: DocumentRef, scores: TokenScores | Failed) -> None:
         """Add the row of a document."""
-        row = {"key": origin.key, "file": origin.file, "row": origin.row, "truncated": origin.truncated}
-        row |= origin.columns
+        row = {"key": ref.key, "file": ref.file, "row": ref.row, "truncated": ref.truncated}
+        row |= ref.columns
         if isinstance(scores, Failed):
             row["error"] = scores.reason
         else:

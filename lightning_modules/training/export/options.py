@@ -1,4 +1,4 @@
-"""What an export is to be like; importable without torch."""
+"""Options of an export; importable without torch."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,16 +6,16 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """The choices of an export.
+    """Options of an export.
 
     Args:
-        adapters: ``merged`` into the weights, or ``kept`` apart, with the base model's config in ``base/``.
-        dtype: Of the weights of a whole model: ``auto`` is that of `model.dtype`, to which merged adapters are rounded;
-            ``float32`` rounds nothing, ``bfloat16`` halves the files.
-        legacy_rope_keys: Write ``rope_theta`` and ``rope_scaling`` for transformers 4 beside ``rope_parameters``;
-            refused where they would not make it right.
-        eabf_as_abf: Export a model trained with EABF as plain ABF, which every reader computes: logits then differ
-            beyond the original length.
+        adapters: ``merged`` into the weights, or ``kept`` separate, with the base model's config in ``base/``.
+        dtype: Type of the weights of a full model. ``auto`` is `model.dtype`, to which merged adapters are rounded;
+            ``float32`` does not round; ``bfloat16`` halves the file size.
+        legacy_rope_keys: Also write ``rope_theta`` and ``rope_scaling`` for transformers 4; an error if these keys
+            cannot express the model's RoPE.
+        eabf_as_abf: Export a model trained with EABF as plain ABF, which other libraries support: logits then differ
+            beyond the original context length.
     """
 
     adapters: Literal["merged", "kept"] = "merged"
@@ -29,5 +29,5 @@ class ExportOptions:
 
     @property
     def kept(self) -> bool:
-        """Whether adapters stay apart."""
+        """Whether adapters stay separate."""
         return self.adapters == "kept"

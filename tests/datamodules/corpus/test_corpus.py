@@ -46,7 +46,7 @@ def write_lines(path, *records, packed=False):
 def all_of(files):
     """Every document by file and row; of a broken one the error."""
     read = chain.from_iterable(files.read(part, lambda _: True) for part in files.parts)
-    return {(origin.file, origin.row): origin.error or text for origin, text in read}
+    return {(ref.file, ref.row): ref.error or text for ref, text in read}
 
 
 @pytest.fixture
@@ -114,8 +114,8 @@ def test_keys_and_columns(tmp_path):
     write_lines(tmp_path / "p" / "b.jsonl", {"text": "z", "id": "q", "year": 3, "meta": {"set": ["B"]}})
     files = find_corpus([str(tmp_path / "p")], CorpusColumns("text", "id", ("year", "meta.set")))
     assert set(files.column_types.values()) == {pyarrow.string()}
-    ((origin, _),) = files.read(files.parts[-1], lambda _: True)
-    assert origin == DocumentRef("q", "b.jsonl", 0, {"year": "3", "meta.set": '["B"]'})
+    ((ref, _),) = files.read(files.parts[-1], lambda _: True)
+    assert ref == DocumentRef("q", "b.jsonl", 0, {"year": "3", "meta.set": '["B"]'})
 
 
 def test_columns_that_are_not_there_or_differ(tmp_path):
@@ -292,9 +292,9 @@ def test_settings_of_the_data_module(folder, word_tokenizer):
     corpus.setup("predict")
     (first, second) = list(corpus.predict_dataloader())
     assert first["text"] == ["a b"]
-    assert first["origins"] == [DocumentRef("b.jsonl:0", "b.jsonl", 0, {}, truncated=True)]
+    assert first["document_refs"] == [DocumentRef("b.jsonl:0", "b.jsonl", 0, {}, truncated=True)]
     assert first["labels"].tolist() == [[IGNORE_INDEX, 2]]
-    assert second["origins"][0].truncated is False
+    assert second["document_refs"][0].truncated is False
     assert corpus.read_progress() == (2, True, [])
     assert corpus.expected() == 2
     skipping = DocumentCorpus(
@@ -302,9 +302,9 @@ def test_settings_of_the_data_module(folder, word_tokenizer):
     )
     skipping.setup("predict")
     (batch,) = list(skipping.predict_dataloader())
-    errors = {origin.file: origin.error for origin in batch["failed"]}
+    errors = {ref.file: ref.error for ref in batch["failed"]}
     assert errors["t.txt"] == "left out: 3 tokens are more than `max_tokens` = 2"
-    assert {origin.key for origin in batch["origins"]} == {"b.jsonl:2", "z.json.gz:0"}
+    assert {ref.key for ref in batch["document_refs"]} == {"b.jsonl:2", "z.json.gz:0"}
     assert skipping.scoring_settings()["max_tokens"] == 2
     assert skipping.scoring_settings()["tokenizer"] == corpus.scoring_settings()["tokenizer"]
 
@@ -343,8 +343,8 @@ def test_each_document_comes_once_to_one_process(folder, word_tokenizer, world_s
         attached(corpus, strategy=strategy, rank=rank, world_size=world_size).setup("predict")
         expected += corpus.expected()
         batches = list(CorpusLoader(corpus.stream, num_workers=workers))
-        assert all(len(batch["origins"]) == 1 for batch in batches)
-        seen += [origin.row for batch in batches for origin in batch["origins"]]
+        assert all(len(batch["document_refs"]) == 1 for batch in batches)
+        seen += [ref.row for batch in batches for ref in batch["document_refs"]]
     assert sorted(seen) == list(range(8))
     assert abs(expected - 8) <= world_size
 
@@ -356,7 +356,7 @@ def test_what_is_done_is_left_out_before_it_is_tokenised(folder, word_tokenizer,
     written = ExistingScores(done, {name: versions[name] for name in done}, {}, {}, 1)
     attached(corpus, object(), Keeper(written)).setup("predict")
     read = []
-    monkeypatch.setattr(corpus.stream, "make_row", lambda origin, text: read.append(text) or (origin, None))
+    monkeypatch.setattr(corpus.stream, "make_row", lambda ref, text: read.append(text) or (ref, None))
     list(CorpusLoader(corpus.stream))
     assert sorted(read) == ["a b 3", "a b 5", "a b 6", "a b 7", "a b c", "c"]
     assert len(corpus.stream.parts) == 4, "a row group and a text file are not opened any more"
@@ -378,7 +378,7 @@ def test_a_file_that_cannot_be_read_further_is_told_and_the_others_are_read(fold
     (folder / "z.json.gz").write_bytes(packed[:-9])
     corpus = DocumentCorpus(str(folder), tokenizer=word_tokenizer, num_workers=0)
     corpus.setup("predict")
-    seen = {origin.file for batch in corpus.predict_dataloader() for origin in batch["origins"]}
+    seen = {ref.file for batch in corpus.predict_dataloader() for ref in batch["document_refs"]}
     assert seen >= {"web/a.parquet", "b.jsonl", "t.txt"}
     (unreadable,) = corpus.read_progress().unreadable
     assert "z.json.gz: the compressed file is damaged" in unreadable
@@ -393,21 +393,23 @@ def test_batches_of_several_documents_waste_little(tmp_path, word_tokenizer):
         batches = list(corpus.predict_dataloader())
         assert [tuple(batch["input_ids"].shape) for batch in batches] == expected
     for batch in batches:
-        for origin, boundaries, text in zip(batch["origins"], batch["document_boundaries"], batch["text"], strict=True):
-            assert boundaries == [0, lengths[origin.row]]
-            assert len(text.split()) == lengths[origin.row]
+        for ref, boundaries, text in zip(
+            batch["document_refs"], batch["document_boundaries"], batch["text"], strict=True
+        ):
+            assert boundaries == [0, lengths[ref.row]]
+            assert len(text.split()) == lengths[ref.row]
 
 
 def test_processes_in_step_get_an_idle_row_until_all_are_done(folder, word_tokenizer):
     corpus = DocumentCorpus(f"{folder}/t.txt", tokenizer=word_tokenizer, num_workers=0)
     corpus.setup("predict")
-    batches = list(CorpusLoader(corpus.stream, in_step=OwnStrategy([False, False, True])))
-    assert [len(batch["origins"]) for batch in batches] == [1, 0, 0]
+    batches = list(CorpusLoader(corpus.stream, lockstep=OwnStrategy([False, False, True])))
+    assert [len(batch["document_refs"]) for batch in batches] == [1, 0, 0]
     assert all(batch["failed"] == [] for batch in batches)
     assert batches[-1]["labels"].eq(IGNORE_INDEX).all()
     for strategy, waits in ((SingleDeviceStrategy(), False), (DDPStrategy(), False), (OwnStrategy([]), True)):
         attached(corpus, strategy=strategy)
-        assert (corpus.predict_dataloader().in_step is not None) == waits
+        assert (corpus.predict_dataloader().lockstep is not None) == waits
 
 
 def test_bad_settings(tmp_path, folder):
@@ -443,8 +445,8 @@ def set_up_slowly(rank, port, folder):
     corpus.trainer = SimpleNamespace(
         global_rank=rank, world_size=2, callbacks=[], strategy=SimpleNamespace(broadcast=broadcast)
     )
-    found = corpus._found
-    corpus._found = lambda: time.sleep(2) or found()
+    found = corpus._find_documents
+    corpus._find_documents = lambda: time.sleep(2) or found()
     corpus.setup("predict")
     assert set(corpus.stream.corpus.names) == set(corpus._versions)
     dist.barrier()

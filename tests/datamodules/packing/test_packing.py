@@ -91,11 +91,11 @@ def test_every_token_once_or_dropped_and_no_segment_crosses_a_border(packing, le
     sizes = [sum(stop - start for start, stop in row) for row in rows]
     assert all(0 < filled <= size for filled in sizes)
     assert packed.padded_tokens == sum(size - filled for filled in sizes)
-    assert packed.row_borders[0] == 0
-    assert packed.row_borders[-1] == len(packed.segments)
+    assert packed.row_boundaries[0] == 0
+    assert packed.row_boundaries[-1] == len(packed.segments)
     assert rows == sorted(rows)
     assert all(row == sorted(row) for row in rows)
-    assert packed.segments.dtype == packed.row_borders.dtype == np.int64
+    assert packed.segments.dtype == packed.row_boundaries.dtype == np.int64
 
 
 @pytest.mark.parametrize("packing", STRATEGIES)
@@ -190,7 +190,7 @@ def test_rows_written_out(packing, lengths, size, rows, dropped, truncated):
 
 def test_what_is_said_of_the_rows():
     assert str(pack_documents(borders_of([3, 6, 4]), 4, "chunk")) == (
-        "2 rows of 4 tokens; documents cut: 1, tokens dropped: 5 (38.46%), padding: 0 (0.00%)"
+        "2 sequences of 4 tokens; documents cut: 1, tokens dropped: 5 (38.46%), padding: 0 (0.00%)"
     )
     assert "tokens dropped: 0 (0.00%), padding: 3 (25.00%)" in str(pack_documents(borders_of([3, 6]), 4, "best_fit"))
 
@@ -198,7 +198,7 @@ def test_what_is_said_of_the_rows():
 @pytest.mark.parametrize("packing", STRATEGIES)
 @pytest.mark.parametrize(
     ("lengths", "message"),
-    [([0, 0], "0 tokens do not fill one row of `sequence_length` = 5"), ([], "0 tokens do not fill")],
+    [([0, 0], "0 tokens do not fill one sequence of `sequence_length` = 5"), ([], "0 tokens do not fill")],
 )
 def test_refuses_what_has_no_rows(packing, lengths, message):
     with pytest.raises(ValueError, match=message):
@@ -206,9 +206,9 @@ def test_refuses_what_has_no_rows(packing, lengths, message):
 
 
 def test_refuses_documents_too_short():
-    with pytest.raises(ValueError, match="10 tokens do not fill one row of `sequence_length` = 11"):
+    with pytest.raises(ValueError, match="10 tokens do not fill one sequence of `sequence_length` = 11"):
         pack_documents(borders_of([4, 6]), 11)
-    with pytest.raises(ValueError, match=r"the longest has 6 tokens.*`packing: best_fit`"):
+    with pytest.raises(ValueError, match=r"the longest has 6\..*`packing: best_fit`"):
         pack_documents(borders_of([4, 6]), 7, "chunk")
     assert len(pack_documents(borders_of([4, 6]), 11, "best_fit")) == 1
 
@@ -297,7 +297,7 @@ def test_the_order_of_the_corpus_changes_nothing(lengths):
     plain = pack_documents(boundaries, 4)
     ordered = pack_in_order(boundaries, np.arange(len(lengths)), 4)
     assert np.array_equal(plain.segments, ordered.segments)
-    assert np.array_equal(plain.row_borders, ordered.row_borders)
+    assert np.array_equal(plain.row_boundaries, ordered.row_boundaries)
 
 
 @given(REPEATED, st.sampled_from([1.0, 1.3, 2.0, 2.5, 4.0]))
@@ -313,9 +313,9 @@ def test_copies_stand_behind_the_whole_corpus_and_are_reported(caplog):
     caplog.set_level("INFO")
     order = LongDocuments(longer_than=3, weight=3).order(borders_of([4, 3, 5, 1]))
     assert order.tolist() == [0, 1, 2, 3, 0, 2, 0, 2]
-    assert "2 of 4 documents are longer than 3 tokens: 69.2% of the tokens, 87.1% with" in caplog.text
+    assert "2 of 4 documents are longer than 3 tokens. They have 69.2% of the tokens, and 87.1% with" in caplog.text
 
 
 def test_a_weight_below_one_is_refused():
-    with pytest.raises(ValueError, match=r"set it to 1 to 1000, got 0\.5"):
+    with pytest.raises(ValueError, match=r"must be between 1 and 1000, got 0\.5"):
         LongDocuments(longer_than=3, weight=0.5)

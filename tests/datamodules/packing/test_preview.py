@@ -32,18 +32,18 @@ def test_a_report_written_out(module):
         == """\
 packing      best_fit, documents isolated
 documents    3 of 15 tokens: median 5, longest 8, 0 empty
-rows         3 rows of 5 tokens; documents cut: 1, tokens dropped: 0 (0.00%), padding: 0 (0.00%)
-scored       7 tokens (46.67% of the rows), prompts are not
+packed into  3 sequences of 5 tokens; documents cut: 1, tokens dropped: 0 (0.00%), padding: 0 (0.00%)
+scored       7 tokens (46.67% of all positions), not counting prompts
 
-row 2      tokens 5, documents 1, padding 0
-  0 to 5: document 2 (three), tokens 0 to 5 of 8, cut behind
+sequence 2   tokens 5, documents 1, padding 0
+  0 to 5: document 2 (three), tokens 0 to 5 of 8, cut at the end
     prompt   | e f g h
     response | a
 
-row 1      tokens 5, documents 2, padding 0
+sequence 1   tokens 5, documents 2, padding 0
   0 to 2: document 1 (t\\two), whole
     | h <eos>
-  2 to 5: document 2 (three), tokens 5 to 8 of 8, cut in front
+  2 to 5: document 2 (three), tokens 5 to 8 of 8, cut at the start
     | b c <eos>
 """
     )
@@ -58,15 +58,17 @@ def test_scored_tokens_are_those_with_labels(module, packing, loss_on_prompt, is
     data = module(sequence_length=length, **settings)
     rows = data.training_rows()
     scored = sum(int((rows[number]["labels"] != IGNORE_INDEX).sum()) for number in range(len(rows)))
-    assert f"\nscored       {scored} tokens ({scored / (len(rows) * length):.2%} of the rows)" in data.inspect()
+    assert f"\nscored       {scored} tokens ({scored / (len(rows) * length):.2%} of all positions)" in data.inspect()
 
 
 def test_which_rows(module):
     data = module(sequence_length=2)
-    shown = [[line.split()[1] for line in data.inspect(**o).splitlines() if line.startswith("row ")] for o in OPTIONS]
+    shown = [
+        [line.split()[1] for line in data.inspect(**o).splitlines() if line.startswith("sequence ")] for o in OPTIONS
+    ]
     assert shown == [["0", "1", "2"], ["0"], [], ["6"], [str(number) for number in range(7)]]
     for rows in ([7], [0, -1]):
-        with pytest.raises(ValueError, match=r"there are rows 0 to 6\."):
+        with pytest.raises(ValueError, match=r"sequences from 0 to 6, got"):
             data.inspect(rows)
 
 
@@ -88,7 +90,7 @@ def test_names_are_read_no_further_than_needed(module, monkeypatch):
         fingerprint = source.fingerprint
 
     monkeypatch.setattr(data, "source", lambda split: Counted())
-    assert "(" not in data.inspect([3]).split("row 3")[1]
+    assert "(" not in data.inspect([3]).split("sequence 3")[1]
     assert read == []
     assert "(three)" in data.inspect([3], names=True)
     assert read == ["one", "t\two", "three"]
@@ -98,7 +100,7 @@ def test_names_are_read_no_further_than_needed(module, monkeypatch):
 
 
 def test_a_module_that_only_evaluates_is_refused(word_tokenizer):
-    with pytest.raises(ValueError, match="no training rows: there is nothing to inspect"):
+    with pytest.raises(ValueError, match="no training sequences to inspect"):
         TextDataModule(word_tokenizer, validation="x").inspect()
 
 

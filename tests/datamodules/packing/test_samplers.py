@@ -94,9 +94,9 @@ def test_the_smallest_example_by_hand():
 
 
 def test_a_source_without_a_row_is_refused():
-    with pytest.raises(ValueError, match=r"Source 'b' has no row in an epoch of 10 \(a: 10, b: 5 rows\)"):
+    with pytest.raises(ValueError, match=r"Source 'b' has no sequence in an epoch of 10 \(available: a: 10, b: 5\)"):
         epoch_counts({"a": 10, "b": 5}, {"a": 100, "b": 1}, world_size=1)
-    with pytest.raises(ValueError, match="2 row\\(s\\) are not enough for 3 processes"):
+    with pytest.raises(ValueError, match="2 sequence\\(s\\) are not enough for 3 processes"):
         MixtureSampler({"a": 1, "b": 1}, {"a": 1, "b": 1}, world_size=3)
 
 
@@ -113,5 +113,5 @@ def test_order_depends_on_seed_and_epoch_only():
 
 
 def test_refuses_more_processes_than_rows():
-    with pytest.raises(ValueError, match=r"1 row\(s\) are not enough for 2 processes"):
+    with pytest.raises(ValueError, match=r"1 sequence\(s\) are not enough for 2 processes"):
         RowSampler(1, world_size=2)

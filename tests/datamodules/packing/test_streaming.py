@@ -206,7 +206,7 @@ def test_other_streams_are_refused(corpus_folder, wide_tokenizer, byte_tokenizer
         {"train": f"{corpus_folder}/[0-3].jsonl*"},
     ):
         other = module(corpus_folder, wide_tokenizer, **options).train_dataloader()
-        with pytest.raises(ValueError, match="resumes only as it was"):
+        with pytest.raises(ValueError, match="resumes only with the same settings"):
             other.load_state_dict(state)
     with pytest.raises(ValueError, match=r"the checkpoint differs in .*'tokenizer'"):
         module(corpus_folder, byte_tokenizer).train_dataloader().load_state_dict(state)
@@ -214,11 +214,11 @@ def test_other_streams_are_refused(corpus_folder, wide_tokenizer, byte_tokenizer
     module(corpus_folder, wide_tokenizer).train_dataloader().load_state_dict(state)
     filtered = module(corpus_folder, wide_tokenizer)
     filtered.where = ("lang", "de")
-    with pytest.raises(ValueError, match="resumes only as it was"):
+    with pytest.raises(ValueError, match="resumes only with the same settings"):
         filtered.train_dataloader().load_state_dict(state)
     with (corpus_folder / "3.jsonl").open("a") as file:
         file.write('\n{"text": "w0"}')
-    with pytest.raises(ValueError, match="resumes only as it was"):
+    with pytest.raises(ValueError, match="resumes only with the same settings"):
         module(corpus_folder, wide_tokenizer).train_dataloader().load_state_dict(state)
 
 
@@ -237,7 +237,7 @@ def test_the_file_in_progress_must_be_the_same(corpus_folder, wide_tokenizer):
         resumed = module(corpus_folder, wide_tokenizer).train_dataloader()
         resumed.load_state_dict(state)
         if changed:
-            with pytest.raises(ValueError, match=rf"{in_progress.name} has changed since the checkpoint was written"):
+            with pytest.raises(ValueError, match=rf"{in_progress.name} has changed since the checkpoint was saved"):
                 first_of(resumed, 1)
         in_progress.write_text(content)
     first_of(resumed, 1)
@@ -250,8 +250,8 @@ def test_the_file_in_progress_must_be_the_same(corpus_folder, wide_tokenizer):
 def test_what_cannot_be_streamed_is_refused(corpus_folder, wide_tokenizer):
     made = functools.partial(module, corpus_folder, wide_tokenizer)
     for options, message in (
-        ({"max_steps": -1}, r"give `trainer\.max_steps`"),
-        ({"train": None}, "give `train`"),
+        ({"max_steps": -1}, r"set `trainer\.max_steps`"),
+        ({"train": None}, "`train` is missing"),
         ({"train": "owner/name"}, "Only files can be streamed"),
         ({"num_workers": 7}, r"6 file\(s\) are not enough for 1 process\(es\) x 7 worker"),
         ({"influence": "folder"}, "need the whole corpus"),
@@ -260,7 +260,7 @@ def test_what_cannot_be_streamed_is_refused(corpus_folder, wide_tokenizer):
     ):
         with pytest.raises(ValueError, match=message):
             made(**options)
-    with pytest.raises(ValueError, match="keeps no rows"):
+    with pytest.raises(ValueError, match="does not store sequences"):
         made().training_rows()
 
 
@@ -272,7 +272,7 @@ def test_files_without_a_wanted_document_are_passed_over(corpus_folder, wide_tok
     assert rows_of(data(where=("lang", "en")).train_dataloader()) == [[11, 12, 11, 12, 11], [12, 11, 12, 11, 12]]
     nothing = data()
     nothing.where = ("lang", "de")
-    with pytest.raises(ValueError, match="None of the 6 files of stream 0 holds a document"):
+    with pytest.raises(ValueError, match="The 6 files of stream 0 have no document"):
         next(iter(nothing.train_dataloader()))
 
 

@@ -90,7 +90,7 @@ def test_an_edit_that_restores_size_and_time_is_noticed(word_tokenizer, tmp_path
 def test_a_copied_or_renamed_folder_is_not_tokenized_again(word_tokenizer, tmp_path, monkeypatch):
     text_file(tmp_path / "one" / "x.txt", "a b")
     assert tokens_of(text_folder(tmp_path / "one"), word_tokenizer, tmp_path) == [1, 2, 0]
-    monkeypatch.setattr(token_store, "_write", None)
+    monkeypatch.setattr(token_store, "_write_store", None)
     shutil.copytree(tmp_path / "one", tmp_path / "copy", copy_function=shutil.copyfile)
     (tmp_path / "copy" / "x.txt").rename(tmp_path / "copy" / "y.txt")
     assert tokens_of(text_folder(tmp_path / "copy"), word_tokenizer, tmp_path) == [1, 2, 0]

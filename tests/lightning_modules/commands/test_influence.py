@@ -135,7 +135,7 @@ def test_complete_weights_are_not_computed_again(own, model_dir, texts, monkeypa
     monkeypatch.setattr(influence_trainer, "load_backbone", None)
     run(model_dir, texts, own)
     printed = capsys.readouterr().out
-    assert "complete already" in printed
+    assert "already complete" in printed
     assert f"--data.influence {own} --model.objective StoredInfluence --model.objective.gamma 4\n" in printed
 
 
@@ -207,9 +207,9 @@ def test_two_processes_share_the_rows_and_equal_one(own, model_dir, texts):
 def test_what_cannot_work_is_refused_before_anything_is_loaded(model_dir, texts, monkeypatch):
     monkeypatch.setattr(influence_trainer, "load_backbone", None)
     monkeypatch.setattr(Folder, "training_rows", None)
-    with pytest.raises(ValueError, match=r"LongCE, and `model.objective` is CrossEntropy"):
+    with pytest.raises(ValueError, match=r"LongCE, but `model.objective` is CrossEntropy"):
         run(model_dir, texts, texts / "x", objective=CrossEntropy())
-    with pytest.raises(ValueError, match=r"LongCE, and `model.objective` is CrossEntropy"):
+    with pytest.raises(ValueError, match=r"LongCE, but `model.objective` is CrossEntropy"):
         run(model_dir, texts, texts / "x", objective=Normalized(CrossEntropy()))
     with pytest.raises(ValueError, match=r"No model at '\./nowhere'"):
         run(model_dir, texts, texts / "x", evaluator="./nowhere")
@@ -217,7 +217,7 @@ def test_what_cannot_work_is_refused_before_anything_is_loaded(model_dir, texts,
     data.sequence_length = 32
     with pytest.raises(ValueError, match=r"24 \+ 8 = 32"):
         run(model_dir, texts, texts / "x", data=data)
-    with pytest.raises(ValueError, match="no packed training rows"):
+    with pytest.raises(ValueError, match="needs packed training sequences"):
         run(model_dir, texts, texts / "x", data=torch.nn.Module(), objective=Normalized(StoredInfluence()))
 
 
@@ -225,5 +225,5 @@ def test_weights_that_are_no_numbers_stop_the_run(model_dir, texts, monkeypatch)
     monkeypatch.setattr(
         influence_trainer, "row_influence", lambda batch, *_, **__: torch.full(batch["labels"].shape, torch.nan)
     )
-    with pytest.raises(FloatingPointError, match=r"not finite in row\(s\) \[0, 1\].*evaluator_dtype"):
+    with pytest.raises(FloatingPointError, match=r"sequence\(s\) \[0, 1\] are not finite.*evaluator_dtype"):
         run(model_dir, texts, texts / "nan")

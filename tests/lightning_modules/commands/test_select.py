@@ -39,9 +39,9 @@ def scored(tmp_path):
     order = np.random.default_rng(0).permutation(24)
     for place, number in enumerate(order.tolist()):
         name = "x/a.parquet" if number < 12 else "x/b.jsonl"
-        origin = DocumentRef(f"d{number}", name, number % 12, {"source": "ab"[number % 2]})
+        ref = DocumentRef(f"d{number}", name, number % 12, {"source": "ab"[number % 2]})
         scores = make_scores(12 + number, number, ladder=(CONTEXTS[: 1 + number % 2], 3))
-        table.add(origin, Failed("broken") if number == 5 else scores)
+        table.add(ref, Failed("broken") if number == 5 else scores)
         if place % 8 == 7:
             header = {"settings": {}, "source": module.source_settings(), "files": versions}
             header["counts"] = counts(table.table())

@@ -177,7 +177,7 @@ def test_missing_config_and_unknown_command(tmp_path, capsys):
         with pytest.raises(SystemExit) as stop:
             main(["reproduce", *arguments])
         assert stop.value.code == 2
-    assert "There is no config" in capsys.readouterr().err
+    assert "does not exist" in capsys.readouterr().err
 
 
 def test_help(capsys):

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from dataclasses import fields
+from importlib.metadata import version
 
 import jsonargparse
 import pytest
@@ -43,6 +44,11 @@ def test_help_imports_no_torch(command, tmp_path):
     assert result.stdout.startswith("usage: longce")
 
 
+def test_version(tmp_path):
+    result = run("--version", folder=tmp_path)
+    assert (result.returncode, result.stdout) == (0, f"longce {version('longce')}\n")
+
+
 @pytest.mark.parametrize("command", [*COMMANDS, "data inspect", "reproduce miniature"])
 def test_an_unknown_option_is_refused_without_torch(command, tmp_path):
     result = run(*command.split(), "--nonsense", "3", folder=tmp_path)
@@ -55,12 +61,12 @@ def test_an_unknown_option_is_refused_without_torch(command, tmp_path):
     ("words", "message"),
     [
         ("", "usage: longce"),
-        ("fiit", "no command 'fiit'"),
+        ("fiit", "unknown command 'fiit'"),
         ("score --model a --evaluator b missing.txt", "No file 'missing.txt'"),
         ("score --model a --evaluator b --stride x missing.txt", "stride"),
         ("inspect --evaluator b missing.txt", "No file 'missing.txt'"),
         ("evaluate --model a", "output"),
-        ("fit -c missing.yaml", "There is no config 'missing.yaml'."),
+        ("fit -c missing.yaml", "The config 'missing.yaml' does not exist."),
         ("fit --modle.stride 3", "Did you mean `--model`?"),
         ("plan --gpuss 3", "Did you mean `--gpus`?"),
         ("fit -c twice.yaml", "given twice"),

@@ -122,7 +122,7 @@ def test_bad_input_is_refused_before_the_model_is_loaded(guessing_dir, tmp_path,
 def test_a_process_without_a_place(guessing_dir, tmp_path, monkeypatch, rank, processes):
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", processes)
-    with pytest.raises(ValueError, match=f"RANK must be a number .* got '{rank}' and '{processes}'"):
+    with pytest.raises(ValueError, match=f"RANK must be 0 or more .* got '{rank}' and '{processes}'"):
         evaluate(str(guessing_dir), str(tmp_path), **TASKS)
 
 

@@ -20,13 +20,13 @@ class Kept(LongContextTasks):
         super().__init__([GUESS, SEVERAL], [48, 80], samples=3, **settings)
         self.rounds = []
 
-    def _ask_ours(self, trainer, pl_module):
+    def _run_longce_tasks(self, trainer, pl_module):
         def kept(results):
             self.rounds.append(results)
             return summarize(results)
 
         with mock.patch("callbacks.long_context_tasks.summarize", kept):
-            return super()._ask_ours(trainer, pl_module)
+            return super()._run_longce_tasks(trainer, pl_module)
 
 
 def train(setup, root, processes, strategy):

@@ -115,7 +115,7 @@ def test_our_tasks_and_theirs_in_one_command(model_dir, task_dir, tmp_path, aske
 def test_options_that_no_named_task_reads_are_refused(task_dir):
     with pytest.raises(ValueError, match=r"`limit`, `log_samples`: only tasks of lm-evaluation-harness have"):
         evaluate("model", "out", tasks=["passkey"], limit=3, log_samples=True)
-    with pytest.raises(ValueError, match="`depths`: only longce's tasks have this option"):
+    with pytest.raises(ValueError, match="Only longce's tasks read `depths`"):
         evaluate("model", "out", tasks=["letter"], include_path=str(task_dir), depths=3)
 
 

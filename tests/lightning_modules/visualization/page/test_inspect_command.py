@@ -118,7 +118,7 @@ def test_bad_input_is_named_before_any_model_is_loaded(file, model_dir, evaluato
         "`alternatives` must be an integer from 0 to 20, got 21": [file, *judge, "--alternatives", "21"],
         "Given value: 0": [file, *judge, "--max_tokens", "0"],
         "no/folder/out.html": [file, *judge, "--output", "no/folder/out.html"],
-        "is the document, which the page would replace": [file, *judge, "--output", "texts/../texts/a report.txt"],
+        "is the document itself": [file, *judge, "--output", "texts/../texts/a report.txt"],
         "evaluator": [file],
         "--strides": [file, *judge, "--strides", "4"],
     }
