@@ -1,15 +1,15 @@
 #!/bin/bash
-# LongCE on two nodes of eight GPUs, resumed by SLURM until it is done: sbatch configs/slurm.sh
+# LongCE on two nodes of eight GPUs, requeued by SLURM until it is done: sbatch configs/slurm.sh
 #SBATCH --job-name=longce
 #SBATCH --nodes=2
-#SBATCH --ntasks-per-node=1     # one `longce launch` per node, which starts a process per GPU
+#SBATCH --ntasks-per-node=1     # one `longce launch` per node, which starts one process per GPU
 #SBATCH --gpus-per-node=8
 #SBATCH --cpus-per-task=64
 #SBATCH --time=24:00:00
-#SBATCH --signal=USR1@600       # ten minutes before the end all processes save, and the job is requeued
+#SBATCH --signal=USR1@600       # ten minutes before the time limit all processes save, and the job is requeued
 #SBATCH --requeue
 #SBATCH --open-mode=append
-# The cluster's KillWait applies to `scancel`: it should be at least --shutdown_timeout.
+# `scancel` waits for the cluster's KillWait before it kills, so KillWait should be at least --shutdown_timeout.
 
 export MAIN_NODE=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 srun --kill-on-bad-exit=1 longce launch \
