@@ -166,6 +166,7 @@ def test_a_wrapper_of_the_users_own_keeps_the_schedule():
         (lambda: Scheduled(LongCE(), warmup=3, stop=1), "`stop` must be above 1"),
         (lambda: MutualInformation("both"), "got 'both'"),
         (lambda: Sparse(-1.0), "`threshold`.*-1.0"),
+        (lambda: Sparse(fraction=0.0), "`fraction`.*got 0.0"),
     ],
 )
 def test_numbers_without_a_meaning_are_refused(make, message):

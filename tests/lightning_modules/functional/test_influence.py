@@ -9,6 +9,7 @@ from lightning_modules.functional import (
     mutual_information,
     soft_influence,
     threshold_weights,
+    top_fraction_weights,
 )
 
 
@@ -91,6 +92,31 @@ def test_threshold_is_strict_and_looks_at_both_signs():
     assert threshold_weights(long, short, threshold=2.0).tolist() == [0.0, 0.0, 1.0, 1.0]
 
 
+@pytest.mark.parametrize("fraction", [0.01, 0.25, 0.5, 0.99, 1.0])
+def test_the_fraction_of_each_sequence_that_changes_most_has_weight_1(fraction):
+    generator = torch.Generator().manual_seed(3)
+    long, short = (-3 * torch.rand(3, 17, generator=generator) for _ in range(2))
+    scored = torch.rand(3, 17, generator=generator) < 0.7
+    long[2], short[1, 4] = short[2], long[1, 4]  # a sequence without any change, and a token without one
+    weights = top_fraction_weights(long.requires_grad_(), short, scored, fraction=fraction)
+    for row in range(3):
+        change = [abs(float(long[row, t] - short[row, t])) for t in range(17) if scored[row, t]]
+        kept = sorted(change, reverse=True)[: max(1, round(fraction * len(change)))]
+        expected = [
+            bool(scored[row, t]) and abs(float(long[row, t] - short[row, t])) >= max(kept[-1], 1e-12) for t in range(17)
+        ]
+        assert weights[row].bool().tolist() == expected
+    assert not weights.requires_grad
+
+
+@pytest.mark.parametrize("fraction", [0.0, -0.1, 1.01, math.nan])
+def test_fractions_without_a_meaning_are_refused(fraction):
+    with pytest.raises(ValueError, match="`fraction` must be above 0 and at most 1"):
+        top_fraction_weights(
+            torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool), fraction=fraction
+        )
+
+
 @pytest.mark.parametrize("weigh", [mutual_information, threshold_weights])
 def test_weights_carry_no_gradient_and_are_0_without_a_short_context(weigh):
     long = torch.tensor([-1.0, -2.0], requires_grad=True)
@@ -109,6 +135,7 @@ def test_weights_carry_no_gradient_and_are_0_without_a_short_context(weigh):
         (mutual_information, {"part": "absolute", "shift": 2.0}, "got 2.0: leave it out"),
         (threshold_weights, {"threshold": -0.5}, "`threshold`.*-0.5"),
         (threshold_weights, {"threshold": math.nan}, "`threshold`.*nan"),
+        (threshold_weights, {"threshold": math.inf}, "`threshold`.*inf"),
     ],
 )
 def test_weights_without_a_meaning_are_refused(weigh, settings, message):
