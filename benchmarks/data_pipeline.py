@@ -160,9 +160,15 @@ def memory(options: argparse.Namespace) -> None:
 def only_synthetic(gigabytes: float, tokenizer: PreTrainedTokenizerFast) -> None:
     """Tokenize a synthetic corpus and print the memory and rate of this process."""
     taken = seconds(lambda folder: build_token_store(SyntheticTexts(gigabytes * 1e9), tokenizer, cache_dir=folder))
-    unit = 1 if sys.platform == "darwin" else 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    print(f"{peak / 1e6:.0f} | {gigabytes * 1e3 / taken:.2f}")
+    print(f"{peak_megabytes():.0f} | {gigabytes * 1e3 / taken:.2f}")
+
+
+def peak_megabytes() -> float:
+    """Return the peak resident memory of this process, without that of the process that started it."""
+    status = Path("/proc/self/status")
+    if status.exists():  # `ru_maxrss` includes the peak of the parent process on Linux
+        return next(int(line.split()[1]) / 1e3 for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
 
 
 def main() -> None:
