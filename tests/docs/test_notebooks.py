@@ -83,9 +83,9 @@ def test_fine_tune_with_longce(tmp_path):
 @pytest.mark.long
 def test_key_tokens_in_full(tmp_path):
     output = run("key_tokens", tmp_path)
-    kinds = dict(re.findall(r"^(never|within the short context|only 128 .* more) .* (\d+)$", output, re.MULTILINE))
-    far, others = int(kinds.pop("only 128 tokens back and more")), sum(map(int, kinds.values()))
-    assert kinds["never"] == "0"
+    kinds = dict(re.findall(r"^(none|within the short context|128\+ tokens back) .* (\d+)$", output, re.MULTILINE))
+    far, others = int(kinds.pop("128+ tokens back")), sum(map(int, kinds.values()))
+    assert kinds["none"] == "0"
     assert far > 60
     assert far > 3 * others
     counts = [count for _, count in numbers(r"^K = (\d+) +(\d+) key tokens", output)]

@@ -129,7 +129,9 @@ COMMANDS = {
     # First commands of the pages
     "longce score report1.txt report2.txt --model mistralai/Mistral-7B-v0.1 --evaluator meta-llama/Llama-3.1-8B"
     " --context_length 4096 --stride 1024 --alpha 2 --beta -2 --output out.json": Reading("", SCORED, ("out.json",)),
-    "longce data inspect -c configs/base.yaml -c experiment.yaml --rows 0 7": Reading(prints=r"(?s)\nrow 0.*\nrow 7"),
+    "longce data inspect -c configs/base.yaml -c experiment.yaml --rows 0 7": Reading(
+        prints=r"(?s)\nsequence 0.*sequence 7"
+    ),
     f"longce export {CHECKPOINT} DIR": Reading("", "DIR", ("DIR/model.safetensors",)),
     "longce reproduce miniature --output runs/miniature": MINIATURE,
     "longce evaluate --model mistralai/Mistral-7B-v0.1 --tasks ruler_synthetic longeval --lengths 4096 8192 16384"
