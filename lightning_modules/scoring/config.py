@@ -1,4 +1,4 @@
-"""Settings of an evaluator, and of the commands that evaluate texts by one; importable without torch."""
+"""Settings of an evaluator and of the commands that use one; importable without torch."""
 
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
@@ -8,30 +8,30 @@ from jsonargparse.typing import PositiveInt
 from lightning_modules.models.config import DType, ModelConfig
 
 Rule = Literal["paper", "authors"]
-"""How key tokens come from the evaluator's tokens to the model's."""
+"""How key tokens are transferred from the evaluator's tokens to the model's."""
 
 MAX_ALTERNATIVES = 20
-"""At 128k tokens each takes more than a megabyte of the page."""
+"""Limit of alternatives per token: at 128k tokens, each adds more than a megabyte to the page."""
 
 
 @dataclass(frozen=True)
-class JudgingConfig:
-    """Which tokens an evaluator finds key, and how it is loaded.
+class ScoringConfig:
+    """Definition of key tokens, and how the evaluator is loaded.
 
     Args:
-        evaluator: Hub id or local folder of a model with a long context; its tokenizer may be another one than that
-            of the model that is judged.
+        evaluator: Hub id or local folder of a long-context model. Its tokenizer may differ from that of the evaluated
+            model.
         context_length: Length K of the shortest short context, in the evaluator's tokens.
         stride: Number d of tokens that share one short window.
-        alpha: A key token's long-short difference exceeds it, in nats.
-        beta: A key token's long log-likelihood exceeds it, in nats.
-        dtype: Type of the weights; ``auto`` keeps the stored one.
+        alpha: Threshold of a key token's long-short difference, in nats.
+        beta: Threshold of a key token's long log-likelihood, in nats.
+        dtype: Dtype of the weights; ``auto`` keeps the stored one.
         attn_implementation: As in transformers; ``auto`` is flash attention where it is installed.
         cache_dir: Folder of the stored scores; by default in ``$LONGCE_CACHE`` or ``~/.cache/longce``.
-        trust_remote_code: Run code from the model's repository; off unless you trust it.
+        trust_remote_code: Run code from the model's repository. Enable it only for repositories that you trust.
 
     Raises:
-        ValueError: If a number has no meaning.
+        ValueError: If a number is out of range.
     """
 
     evaluator: str
@@ -52,7 +52,7 @@ class JudgingConfig:
         check_thresholds(self.alpha, self.beta)
 
     def loading(self, name: str, revision: str | None = None) -> ModelConfig:
-        """Return how a model of this name is loaded."""
+        """Return the settings to load a model with this name."""
         return ModelConfig(
             name,
             revision=revision,
@@ -63,17 +63,17 @@ class JudgingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluatorConfig(JudgingConfig):
+class EvaluatorConfig(ScoringConfig):
     """Settings of an evaluator.
 
     Args:
-        key_tokens: How key tokens come from the evaluator's tokens to the model's: ``paper`` (the same tokens as they
-            are, others by Equation 9), or ``authors``, exactly as their package does, for published numbers.
+        key_tokens: How key tokens are transferred to the model's tokens: ``paper`` (unchanged if both have the same
+            tokens, else by Equation 9), or ``authors``, exactly as their package does, for published numbers.
         tokenizer: Hub id or local folder of the evaluator's tokenizer; by default that of the evaluator.
         revision: Branch, tag or commit of the evaluator on the hub.
-        add_special_tokens: Whether the evaluator's tokenizer adds its own, as in the paper's code.
-        sharded: Divide the evaluator among all processes (FSDP2) instead of loading all of it in each: for one that
-            does not fit on a device beside the model in training. Works with every strategy.
+        add_special_tokens: Whether the evaluator's tokenizer adds special tokens, as in the authors' code.
+        sharded: Shard the evaluator across all processes (FSDP2), for one that does not fit on a device together with
+            the model in training. Works with every strategy.
 
     Raises:
         ValueError: If the rule is unknown.
@@ -92,14 +92,14 @@ class EvaluatorConfig(JudgingConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CommandConfig(JudgingConfig):
-    """What `longce score` and `longce inspect` share: settings of an evaluator and of the model that it judges.
+class CommandConfig(ScoringConfig):
+    """Common settings of `longce score` and `longce inspect`.
 
     Args:
-        max_tokens: Tokens of each document to keep; all by default.
-        add_special_tokens: Whether the model's tokenizer adds its own; off, as in the code of the paper's authors.
-        evaluator_add_special_tokens: Whether the evaluator's tokenizer adds its own; on, as in their code.
-        device: Such as ``cuda:0`` or ``cpu``; ``auto`` is the first GPU, if there is one.
+        max_tokens: Number of tokens to keep of each document; all by default.
+        add_special_tokens: Whether the model's tokenizer adds special tokens; off by default, as in the authors' code.
+        evaluator_add_special_tokens: The same for the evaluator's tokenizer; on by default, as in the authors' code.
+        device: Device such as ``cuda:0`` or ``cpu``; ``auto`` is the first GPU, or the CPU without one.
     """
 
     max_tokens: PositiveInt | None = None
@@ -116,7 +116,7 @@ class CommandConfig(JudgingConfig):
 
     def evaluator_config(self, key_tokens: Rule = "paper") -> EvaluatorConfig:
         """Return the settings of the evaluator."""
-        shared = {each.name: getattr(self, each.name) for each in fields(JudgingConfig)}
+        shared = {each.name: getattr(self, each.name) for each in fields(ScoringConfig)}
         special = self.evaluator_add_special_tokens
         return EvaluatorConfig(**shared, key_tokens=key_tokens, add_special_tokens=special)
 
@@ -126,12 +126,12 @@ class ScoreConfig(CommandConfig):
     """Settings of `longce score`.
 
     Args:
-        model: Hub id or local folder of the model to be judged.
-        key_tokens: How key tokens come from the evaluator's tokens to the model's: ``paper`` (the same tokens as they
-            are, others by Equation 9), or ``authors``, exactly as their package does, for published numbers.
-        key_tokens_only: Spare the evaluator's short pass tokens that cannot be key because their long log-likelihood is
-            at most ``beta``. Its stored scores then serve no lower ``beta``, and no soft influence, later.
-        output: JSON file to write the result to.
+        model: Hub id or local folder of the model to evaluate.
+        key_tokens: How key tokens are transferred to the model's tokens: ``paper`` (unchanged if both have the same
+            tokens, else by Equation 9), or ``authors``, exactly as their package does, for published numbers.
+        key_tokens_only: Skip tokens in the evaluator's short pass that cannot be key, because their long log-likelihood
+            is at most ``beta``. The stored scores can then not be used for a lower ``beta`` or for soft influence.
+        output: JSON file for the result.
     """
 
     model: str
@@ -142,12 +142,12 @@ class ScoreConfig(CommandConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class InspectConfig(CommandConfig):
-    """Settings of `longce inspect`; in the page alpha and beta can be moved.
+    """Settings of `longce inspect`; alpha and beta can also be changed on the page.
 
     Args:
-        model: Hub id or local folder of a model to be judged by the key tokens; any tokenizer.
-        alternatives: How many of the likeliest tokens to show at each token, given the long and the short context; 0
-            saves the evaluator's second pass over the text, and half or more of the size of the page.
+        model: Hub id or local folder of a model to evaluate on the key tokens, with any tokenizer.
+        alternatives: Number of likeliest tokens to show at each token, given the long and the short context. 0 saves
+            the evaluator's second pass over the text, and half or more of the page's size.
     """
 
     model: str | None = None
@@ -165,16 +165,16 @@ class InfluenceConfig:
     """Settings of `longce influence`.
 
     Args:
-        evaluator: Hub id or local folder of the model that weighs the tokens. Each process holds all of it.
-        evaluator_tokenizer: Hub id or local folder of its tokenizer; by default that of the evaluator. With the
-            tokenizer of the rows, tokens are scored as they are, else by way of the text.
+        evaluator: Hub id or local folder of the model that weights the tokens. Each process loads all of it.
+        evaluator_tokenizer: Hub id or local folder of its tokenizer; by default that of the evaluator. If it is the
+            tokenizer of the training sequences, these are scored directly, and otherwise their text is.
         evaluator_revision: Branch, tag or commit on the hub.
-        evaluator_add_special_tokens: Whether the evaluator's tokenizer adds its own, where texts are scored.
-        evaluator_dtype: Type of the evaluator's weights; ``auto`` keeps the stored one.
-        evaluator_attn_implementation: The evaluator's attention, as in transformers.
-        evaluator_model_config: Values that replace those of the evaluator's config, such as ``rope_parameters``.
-        evaluator_trust_remote_code: Run code from the evaluator's repository; off unless you trust it.
-        output: Folder of the weights; by default `data.influence`, or one in the data module's cache.
+        evaluator_add_special_tokens: Whether the evaluator's tokenizer adds special tokens to a text.
+        evaluator_dtype: Dtype of the evaluator's weights; ``auto`` keeps the stored one.
+        evaluator_attn_implementation: Attention implementation of the evaluator, as in transformers.
+        evaluator_model_config: Values that override the evaluator's config, such as ``rope_parameters``.
+        evaluator_trust_remote_code: Run code from the evaluator's repository. Enable it only if you trust it.
+        output: Folder for the weights; by default `data.influence`, or a folder in the data module's cache.
     """
 
     evaluator: str
@@ -188,7 +188,7 @@ class InfluenceConfig:
     output: str | None = None
 
     def loading(self) -> ModelConfig:
-        """Return how the evaluator is loaded."""
+        """Return the settings to load the evaluator."""
         return ModelConfig(
             self.evaluator,
             self.evaluator_model_config,
