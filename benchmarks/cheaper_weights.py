@@ -28,7 +28,7 @@ from lightning_modules.models.optimizations import short_precision
 from lightning_modules.models.short_context import short_log_likelihood
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
 from lightning_modules.objectives import LongCE, Objective, StoredInfluence
-from lightning_modules.scoring.influence_transfer import make_transfer, row_influence
+from lightning_modules.scoring.influence_transfer import compute_influence, make_transfer
 
 
 @dataclass
@@ -130,7 +130,7 @@ def stored_weights(evaluator: str, comparison: Comparison) -> list[Tensor]:
     scorer = load_backbone(ModelConfig(evaluator)).eval().requires_grad_(False)
     check_scoring(scorer)
     transfer = make_transfer(load_tokenizer(options.model), load_tokenizer(evaluator), add_special_tokens=True)
-    weigh = row_influence if transfer is None else transfer.row_influence
+    weigh = compute_influence if transfer is None else transfer.compute_influence
     sizes = {"context_length": options.context_length, "stride": options.stride}
     return [weigh(batch, scorer, **sizes, gamma=5.0) for batch in comparison.rows]
 

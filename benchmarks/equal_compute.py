@@ -62,7 +62,7 @@ from lightning_modules.objectives import (
     Sparse,
     StoredInfluence,
 )
-from lightning_modules.scoring.influence_transfer import row_influence
+from lightning_modules.scoring.influence_transfer import compute_influence
 
 LEARNING_RATES = (4e-3, 8e-3, 16e-3, 32e-3)
 TUNING_SEEDS, TEST_SEEDS = (100, 101), tuple(range(8))
@@ -111,7 +111,7 @@ def step_costs(base: dict[str, Tensor], names: tuple[str, ...], rounds: int) -> 
             weighed = [step for step in range(3) if run.objective.at_step(step).uses_short_context]
             times[name].append(run.step(batch_of(ids), max(weighed, default=0), stored))
         started = time.process_time()
-        row_influence(batch_of(ids), runs["CE"].backbone, context_length=64, stride=64, gamma=5.0)
+        compute_influence(batch_of(ids), runs["CE"].backbone, context_length=64, stride=64, gamma=5.0)
         times["scoring"].append(time.process_time() - started)
     return {name: statistics.median(values[2:]) for name, values in times.items()}
 
@@ -182,7 +182,7 @@ class Comparison:
         for number, ids in enumerate(rows):
             batch, stored = batch_of(ids), None
             if run.objective.uses_stored_influence:
-                stored = row_influence(
+                stored = compute_influence(
                     batch, self.scorers[setting.scorer], context_length=64, stride=64, gamma=setting.gamma
                 )
             seconds += run.step(batch, number, stored)

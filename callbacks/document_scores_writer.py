@@ -23,7 +23,7 @@ from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.scoring.corpus.failures import check_failures
 from lightning_modules.scoring.corpus.protocols import ReadProgress, ScoredCorpus
 from lightning_modules.scoring.corpus.shards import SUCCESS, ExistingScores, ScoreShards, check_settings
-from lightning_modules.scoring.corpus.table import ScoreTable, TokenType, clashes, counts
+from lightning_modules.scoring.corpus.table import ScoreTable, TokenType, count_rows, find_reserved_names
 from lightning_modules.scoring.document_scorer import Failed
 from lightning_modules.scoring.token_scores import TokenScores
 from lightning_modules.training.preemption import ECHO
@@ -127,7 +127,7 @@ class DocumentScoresWriter(Callback):
 
     def _refusal_reason(self) -> str | None:
         """Return why these documents cannot be scored into the folder, as the first process knows."""
-        if clash := clashes(list(self._corpus.column_types)):
+        if clash := find_reserved_names(list(self._corpus.column_types)):
             return f"`data.columns` names {clash}, which are columns of the scores: rename them in the corpus."
         if self._existing is None or not self._existing.settings:
             return None
@@ -191,7 +191,7 @@ class DocumentScoresWriter(Callback):
                 "settings": self._settings,
                 "source": self._corpus.source_settings(),
                 "files": self._corpus.versions(table["file"].unique().to_pylist()),
-                "counts": counts(table),
+                "counts": count_rows(table),
             }
             self.shards.write(table, header, trainer.global_rank)
             self._documents += len(self._table)

@@ -24,7 +24,7 @@ from lightning_modules.scoring.key_tokens import (
     Tokens,
     document_tokens,
     measure_coverage,
-    move_soft_influence,
+    transfer_soft_influence,
 )
 from lightning_modules.scoring.token_scores import read_key_spans, text_sha256
 
@@ -114,7 +114,7 @@ class ExternalEvaluator(Callback):
         judged = self.evaluator.evaluate(text, tokens, device=device, name=name)
         self.judged[judged.scores.text_sha256] = judged
         hard[:end] = judged.key
-        soft[:end] = move_soft_influence(judged.scores, tokens, gamma=self.gamma)
+        soft[:end] = transfer_soft_influence(judged.scores, tokens, gamma=self.gamma)
         return hard & scored, soft * scored, judged.coverage
 
     def _precomputed_spans(self, text: str, name: str) -> Tensor:
@@ -182,7 +182,7 @@ class ExternalEvaluator(Callback):
             "key_token_share": key_tokens / max(scored, 1),
             "documents_without_key_tokens": without,
             "documents_aligned_by_characters": coverage.by_characters,
-            **coverage.shares(),
+            **coverage.fractions(),
         }
         if self.evaluator is not None:
             values["longppl_soft"] = self.longppl_soft.compute()

@@ -373,7 +373,7 @@ SCORE = [
     ("--alpha", "-1", "`alpha`"),
     ("--beta", "5", "`beta` must be negative"),
     ("--max_tokens", "0", "Given value: 0"),
-    ("--device", "meta", "computes nothing"),
+    ("--device", "meta", "does not compute anything"),
     ("--device", "cuda:9", "not available"),
     ("--dtype", "int8", "Literal['auto'"),
     ("--output", "/proc/x.json", "Cannot write to the folder /proc"),
@@ -415,7 +415,7 @@ def test_files_that_are_scored_twice(place, model_dir, evaluator_dir, tmp_path, 
     shutil.copy(place / "0.txt", tmp_path / "copy.txt")
     options = ["--model", model_dir, "--evaluator", evaluator_dir, "--context_length", "32", "--stride", "16"]
     main([*map(str, ["score", place / "0.txt", tmp_path / "copy.txt", *options])])
-    assert "copy.txt' holds the same text as" in caplog.text
+    assert "copy.txt' has the same text as" in caplog.text
 
 
 def test_pipes_that_end_early(run, model_dir, capsys):

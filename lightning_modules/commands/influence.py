@@ -23,7 +23,7 @@ from lightning_modules.models.loading import load_backbone, load_config
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer, tokenizer_hash
 from lightning_modules.objectives import LongCE, StoredInfluence, unwrap
 from lightning_modules.scoring.config import InfluenceConfig
-from lightning_modules.scoring.influence_transfer import Transfer, make_transfer, row_influence
+from lightning_modules.scoring.influence_transfer import InfluenceTransfer, compute_influence, make_transfer
 from lightning_modules.utilities.collectives import gathered, patient_group
 
 
@@ -38,7 +38,7 @@ class InfluenceScorer(LightningModule):
     """
 
     def __init__(
-        self, loading: ModelConfig, settings: dict[str, Any], transfer: Transfer | None, identity: str
+        self, loading: ModelConfig, settings: dict[str, Any], transfer: InfluenceTransfer | None, identity: str
     ) -> None:
         super().__init__()
         self._loading, self._settings = loading, settings
@@ -65,7 +65,7 @@ class InfluenceScorer(LightningModule):
     def predict_step(self, batch: tuple[list[int], PackedBatch], batch_idx: int) -> Tensor:
         """Return ``[B, T]`` float32 token weights."""
         numbers, rows = batch
-        weigh = row_influence if self._transfer is None else self._transfer.row_influence
+        weigh = compute_influence if self._transfer is None else self._transfer.compute_influence
         influence = weigh(rows, self.backbone, **self._settings)
         if not torch.isfinite(influence).all():
             raise FloatingPointError(

@@ -1,4 +1,4 @@
-"""Settings of an evaluator, and of the commands that evaluate texts by one; importable without torch."""
+"""Settings of an evaluator and of the commands that use one; importable without torch."""
 
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
@@ -8,15 +8,15 @@ from jsonargparse.typing import PositiveInt
 from lightning_modules.models.config import DType, ModelConfig
 
 Rule = Literal["paper", "authors"]
-"""How key tokens come from the evaluator's tokens to the model's."""
+"""How key tokens are transferred from the evaluator's tokens to the model's."""
 
 MAX_ALTERNATIVES = 20
-"""At 128k tokens each takes more than a megabyte of the page."""
+"""Limit of alternatives per token: at 128k tokens, each adds more than a megabyte to the page."""
 
 
 @dataclass(frozen=True)
-class JudgingConfig:
-    """Which tokens an evaluator finds key, and how it is loaded.
+class ScoringConfig:
+    """Definition of key tokens, and how the evaluator is loaded.
 
     Args:
         evaluator: Hub id or local folder of the long-context model that finds key tokens. Its tokenizer may differ
@@ -31,7 +31,7 @@ class JudgingConfig:
         trust_remote_code: Run code from the model's repository.
 
     Raises:
-        ValueError: If a number has no meaning.
+        ValueError: If a number is out of range.
     """
 
     evaluator: str
@@ -52,7 +52,7 @@ class JudgingConfig:
         check_thresholds(self.alpha, self.beta)
 
     def loading(self, name: str, revision: str | None = None) -> ModelConfig:
-        """Return how a model of this name is loaded."""
+        """Return the settings to load a model with this name."""
         return ModelConfig(
             name,
             revision=revision,
@@ -63,7 +63,7 @@ class JudgingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluatorConfig(JudgingConfig):
+class EvaluatorConfig(ScoringConfig):
     """Settings of an evaluator.
 
     Args:
@@ -92,7 +92,7 @@ class EvaluatorConfig(JudgingConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CommandConfig(JudgingConfig):
+class CommandConfig(ScoringConfig):
     """Settings that `longce score` and `longce inspect` share, of the evaluator and of the evaluated model.
 
     Args:
@@ -116,7 +116,7 @@ class CommandConfig(JudgingConfig):
 
     def evaluator_config(self, key_tokens: Rule = "paper") -> EvaluatorConfig:
         """Return the settings of the evaluator."""
-        shared = {each.name: getattr(self, each.name) for each in fields(JudgingConfig)}
+        shared = {each.name: getattr(self, each.name) for each in fields(ScoringConfig)}
         special = self.evaluator_add_special_tokens
         return EvaluatorConfig(**shared, key_tokens=key_tokens, add_special_tokens=special)
 
@@ -188,7 +188,7 @@ class InfluenceConfig:
     output: str | None = None
 
     def loading(self) -> ModelConfig:
-        """Return how the evaluator is loaded."""
+        """Return the settings to load the evaluator."""
         return ModelConfig(
             self.evaluator,
             self.evaluator_model_config,

@@ -66,7 +66,7 @@ class DocumentScorer:
         ]
 
     def try_to_score(self, batch: PackedBatch) -> list[TokenScores | Failed]:
-        """Score documents like `score`, but return `Failed` if one is too long or its scores are not finite.
+        """Score documents like `score`, but return `Failed` for those that are too long or not finite.
 
         A document is too long if it exceeds the model's positions or the memory. Other errors are raised.
 

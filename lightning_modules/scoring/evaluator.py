@@ -1,4 +1,4 @@
-"""The external evaluator: a frozen model that measures the effect of the long context on each token of a text."""
+"""The evaluator: a frozen model that measures the effect of the long context on each token of a text."""
 
 import hashlib
 import logging
@@ -45,14 +45,14 @@ def score_text(
     evaluator: str = "",
     beta: float | None = None,
 ) -> TokenScores:
-    """Compute long and short log-likelihoods of every token of a text, in main memory.
+    """Compute the long and short log-likelihoods of all tokens of a text, in main memory.
 
-    The authors of the paper add special tokens for evaluators. ``name`` is that of the document in messages,
-    ``evaluator`` that of the model in the scores. With ``beta``, short log-likelihoods that key tokens at this
-    threshold or above do not need are left out.
+    ``name`` is the document's name in messages, and ``evaluator`` the model's name in the scores. With ``beta``, short
+    log-likelihoods are skipped that key tokens at this threshold or above do not need. Special tokens are added by
+    default, as the authors do for evaluators.
 
     Raises:
-        ValueError: If the text is empty, or the tokenizer is not the one of the model.
+        ValueError: If the text is empty, or the tokenizer does not belong to the model.
     """
     batch = encode_document(text, tokenizer, name=name, add_special_tokens=add_special_tokens)
     backbone.check_token_ids(batch)
@@ -61,18 +61,18 @@ def score_text(
 
 
 class EvaluatedDocument(NamedTuple):
-    """Key tokens of a document for an evaluated model, and how an evaluator found them."""
+    """Key tokens of a document for an evaluated model, and how they were found."""
 
     key: Tensor  # [N] bool, the key tokens
-    alignment: Alignment  # how they came from the evaluator's tokens
-    coverage: Coverage  # how both models' tokens cover the characters
+    alignment: Alignment  # how they were transferred from the evaluator's tokens
+    coverage: Coverage  # how the tokens of both models cover the characters
     scores: TokenScores  # the evaluator's log-likelihoods
 
 
 class Alternatives(NamedTuple):
-    """Likeliest tokens at each position given everything before it, and given the short context.
+    """Likeliest candidates for each token given the long and the short context.
 
-    Where a token has no short context, or is not scored, both are equal.
+    Both are equal for a token that has no short context or is not scored.
     """
 
     long: LikeliestTokens
@@ -83,21 +83,21 @@ class Alternatives(NamedTuple):
 def long_and_short_alternatives(
     backbone: Backbone, batch: PackedBatch, *, count: int = 5, context_length: int, stride: int
 ) -> Alternatives:
-    """Find the likeliest tokens in both contexts, by the passes that score the tokens (`long_and_short`).
+    """Find the likeliest candidates for each token in both contexts, with the forward passes of `long_and_short`.
 
     Returns:
         ``[B, T, count]`` token ids and log-likelihoods in nats for each context, in main memory.
 
     Raises:
-        ValueError: If ``count`` is not from 1 to the size of the vocabulary, or a length is below 1.
+        ValueError: If ``count`` is not from 1 to the vocabulary size, or a length is below 1.
     """
     windows = batch_windows(batch["document_boundaries"], context_length=context_length, stride=stride)
     head_fn = partial(likeliest_tokens, count=count)
     with eval_mode(backbone):
-        long = LikeliestTokens(*(part.cpu() for part in backbone(batch, head_fn=head_fn)))
-    short = LikeliestTokens(*(part.clone() for part in long))
-    for group, found in score_windows(backbone, batch, windows, head_fn=head_fn):
-        for target, source in zip(short, found, strict=True):
+        long = LikeliestTokens(*(tensor.cpu() for tensor in backbone(batch, head_fn=head_fn)))
+    short = LikeliestTokens(*(tensor.clone() for tensor in long))
+    for group, likeliest in score_windows(backbone, batch, windows, head_fn=head_fn):
+        for target, source in zip(short, likeliest, strict=True):
             rows = source.cpu()
             for window, (row, (start, scored, stop)) in zip(rows, group, strict=True):
                 target[row, scored:stop] = window[scored - start : stop - start]
@@ -105,14 +105,14 @@ def long_and_short_alternatives(
 
 
 class Evaluator:
-    """Scores texts by a frozen model, which is loaded for the first text without stored scores.
+    """Scores texts with a frozen model and caches the scores; the model is loaded when a text has no stored scores.
 
     Args:
-        config: Which model, and how it scores. If it is sharded, all processes must ask for scores equally often; one
-            without a text calls `join` instead.
+        config: The model and how it scores. If it is sharded, all processes must request scores equally often; a
+            process without a text calls `join` instead.
 
     Raises:
-        ValueError: If the model or its tokenizer cannot be found, or the cache cannot be written.
+        ValueError: If the model or its tokenizer does not exist, or the cache is not writable.
     """
 
     def __init__(self, config: EvaluatorConfig) -> None:
@@ -141,14 +141,14 @@ class Evaluator:
         name: str = "document",
         key_tokens_only: bool = False,
     ) -> EvaluatedDocument:
-        """Find the key tokens of a model in a text, by the thresholds and the rule of the settings.
+        """Find the key tokens of a text for an evaluated model, with the configured thresholds and rule.
 
         Args:
             text: The document.
-            tokens: The document in the model's tokens.
+            tokens: The document in the evaluated model's tokens.
             device: Device of the evaluator.
             name: Name of the document in messages.
-            key_tokens_only: Skip the short pass of tokens that cannot be key.
+            key_tokens_only: Skip tokens in the short pass that cannot be key.
         """
         alpha, beta, rule = self.config.alpha, self.config.beta, self.config.key_tokens
         scores = self.scores(text, device=device, name=name, beta=beta if key_tokens_only else None)
@@ -158,75 +158,77 @@ class Evaluator:
     def scores(
         self, text: str, *, device: torch.device | str = "cpu", name: str = "document", beta: float | None = None
     ) -> TokenScores:
-        """Return scores of a text, from memory, from disk or from the model, which is loaded if needed.
+        """Return the scores of a text, from memory, from disk, or computed with the model.
 
         Args:
             text: The document.
             device: Device of the model.
             name: Name of the document in messages.
-            beta: Score only what key tokens at this threshold or above need. By default the scores serve any
-                threshold and soft influence.
+            beta: Compute only what key tokens at this threshold or above need. By default the scores can be used for
+                any threshold and for soft influence.
         """
         sha256 = text_sha256(text)
-        known = self._scores.get(sha256)
-        if known is None or known.floor > (-math.inf if beta is None else beta):
-            known = self._stored(sha256) or (None if beta is None else self._stored(sha256, beta))
-        with self._lockstep(device, has_text=known is None):
-            if known is None:
-                known = self._score(text, device, name, beta)
-        self._scores[sha256] = known
-        return known
+        scores = self._scores.get(sha256)
+        if scores is None or scores.floor > (-math.inf if beta is None else beta):
+            # Complete scores can be used for key tokens as well.
+            scores = self._read_stored(sha256) or (None if beta is None else self._read_stored(sha256, beta))
+        with self._lockstep(device, has_text=scores is None):
+            if scores is None:
+                scores = self._compute_and_store(text, device, name, beta)
+        self._scores[sha256] = scores
+        return scores
 
     def alternatives(
         self, text: str, *, count: int = 5, device: torch.device | str = "cpu", name: str = "document"
     ) -> Alternatives:
-        """Find the `count` likeliest tokens at each position of a text, in both contexts; they are not stored."""
+        """Find the ``count`` likeliest candidates for each token of a text in both contexts; they are not stored."""
         batch = self.encode(text, name=name)
-        backbone = self._model(device)
+        backbone = self._get_backbone(device)
         backbone.check_token_ids(batch)
         sizes = {"context_length": self.config.context_length, "stride": self.config.stride}
-        found = long_and_short_alternatives(backbone, batch_to(batch, backbone.device), count=count, **sizes)
-        return Alternatives(*(LikeliestTokens(*(part[0] for part in context)) for context in found))
+        both = long_and_short_alternatives(backbone, batch_to(batch, backbone.device), count=count, **sizes)
+        return Alternatives(*(LikeliestTokens(*(tensor[0] for tensor in context)) for context in both))
 
     def encode(self, text: str, *, name: str = "document", max_tokens: int | None = None) -> PackedBatch:
-        """Return a text in the evaluator's tokens, as a batch of one; the arguments are those of `encode_document`."""
+        """Return a text in the evaluator's tokens as a batch of one; for the arguments see `encode_document`."""
         return encode_document(
             text, self.tokenizer, name=name, add_special_tokens=self.config.add_special_tokens, max_tokens=max_tokens
         )
 
     def join(self, *, device: torch.device | str = "cpu") -> None:
-        """Take part in the passes of processes that score a text, if the model is sharded."""
+        """Take part in the forward passes of other processes if the model is sharded."""
         with self._lockstep(device, has_text=False):
             pass
 
     @contextmanager
     def _lockstep(self, device: torch.device | str, *, has_text: bool) -> Iterator[None]:
-        """Run the same number of passes in all processes, if any of them has a text to score."""
+        """Keep a sharded model's processes in lockstep, if any of them has a text to score."""
         if self.config.sharded and any_rank(has_text, device):
-            backbone = self._model(device)
+            backbone = self._get_backbone(device)
             with torch.inference_mode(mode=False), lockstep(backbone):
                 yield
         else:
             yield
 
     def release(self) -> None:
-        """Free the model's memory; its scores stay."""
+        """Free the model's memory, and keep the scores."""
         if self._backbone is not None:
             self._backbone = None
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
 
     def path(self, sha256: str, *, partial: bool = False) -> Path:
-        """Return the file of the scores of the text with this hash; ``partial`` ones serve key tokens only."""
+        """Return the file for the scores of the text with this hash; ``partial`` scores are for key tokens only."""
         config = self.config
         numerics = (config.dtype, config.attn_implementation)
-        reading = (config.context_length, config.stride, config.add_special_tokens)
-        settings = (FORMAT, self.identity, tokenizer_hash(self.tokenizer), numerics, *reading)
+        lengths = (config.context_length, config.stride)
+        tokenizer = tokenizer_hash(self.tokenizer)
+        settings = (FORMAT, self.identity, tokenizer, numerics, *lengths, config.add_special_tokens)
         name = (sha256, settings, "key tokens only") if partial else (sha256, settings)
         key = hashlib.sha256(repr(name).encode()).hexdigest()
         return self.cache_dir / key[:2] / f"{key}.safetensors"
 
-    def _stored(self, sha256: str, beta: float | None = None) -> TokenScores | None:
+    def _read_stored(self, sha256: str, beta: float | None = None) -> TokenScores | None:
         try:
             scores = TokenScores.load(self.path(sha256, partial=beta is not None))
         except FileNotFoundError:
@@ -234,14 +236,14 @@ class Evaluator:
         except ValueError as error:
             log.warning("%s It is scored again.", error)
             return None
-        enough = scores.floor <= (-math.inf if beta is None else beta)
-        return scores if scores.text_sha256 == sha256 and enough else None
+        is_sufficient = scores.floor <= (-math.inf if beta is None else beta)
+        return scores if scores.text_sha256 == sha256 and is_sufficient else None
 
-    def _score(self, text: str, device: torch.device | str, name: str, beta: float | None) -> TokenScores:
+    def _compute_and_store(self, text: str, device: torch.device | str, name: str, beta: float | None) -> TokenScores:
         try:
             scores = score_text(
                 text,
-                self._model(device),
+                self._get_backbone(device),
                 self.tokenizer,
                 context_length=self.config.context_length,
                 stride=self.config.stride,
@@ -252,38 +254,38 @@ class Evaluator:
             )
         except torch.OutOfMemoryError as error:
             error.add_note(
-                f"The evaluator '{self.name}' was scoring '{name}' ({len(text):,} characters): load it in bfloat16,"
-                " or score on its own before training (`longce score`), which leaves its scores in the cache."
+                f"The evaluator '{self.name}' ran out of memory in '{name}' ({len(text):,} characters): load it in"
+                " bfloat16, or run `longce score` before training, which stores the scores in the cache."
             )
             raise
         self._store(scores, name, partial=beta is not None)
         return scores
 
     def _store(self, scores: TokenScores, name: str, *, partial: bool) -> None:
-        """Store scores for later runs; a full disk is a warning, as they are in memory."""
+        """Store scores for later runs; failing to do so is a warning, because they are also in memory."""
         try:
             scores.save(self.path(scores.text_sha256, partial=partial))
         except OSError as error:
             log.warning(
-                "The scores of '%s' could not be stored in %s (%s): the next run scores it again. Free some room, or"
-                " set `cache_dir` or $LONGCE_CACHE to another disk.",
+                "The scores of '%s' could not be stored in %s (%s), so the next run computes them again. Free some"
+                " space, or set `cache_dir` or $LONGCE_CACHE to another disk.",
                 name,
                 self.cache_dir,
                 error.strerror or error,
             )
 
-    def _model(self, device: torch.device | str) -> Backbone:
+    def _get_backbone(self, device: torch.device | str) -> Backbone:
         if self._backbone is None:
             log.info("Loading the evaluator '%s'.", self.name)
             with torch.inference_mode(mode=torch.is_inference_mode_enabled() and not self.config.sharded):
-                backbone = self._load(device)
+                backbone = self._load_backbone(device)
             check_same_model(self.identity, self._loading)
             self._backbone = backbone
         return self._backbone
 
-    def _load(self, device: torch.device | str) -> Backbone:
+    def _load_backbone(self, device: torch.device | str) -> Backbone:
         if self.config.sharded:
-            from lightning_modules.training.fsdp import load_sharded_backbone, world_mesh  # which imports Lightning
+            from lightning_modules.training.fsdp import load_sharded_backbone, world_mesh  # imports Lightning
 
             if (mesh := world_mesh(device)) is not None:
                 backbone = load_sharded_backbone(self._loading, mesh, device=device).eval().requires_grad_(False)

@@ -1,4 +1,4 @@
-"""LongCE weights of packed sequences by an evaluator, with their tokenizer or another one."""
+"""LongCE weights of packed sequences from an evaluator, with the same tokenizer or another one."""
 
 import json
 import logging
@@ -20,11 +20,13 @@ from lightning_modules.scoring.evaluator import score_text
 log = logging.getLogger(__name__)
 
 
-def row_influence(batch: PackedBatch, backbone: Backbone, *, context_length: int, stride: int, gamma: float) -> Tensor:
-    """Compute LongCE weights of packed sequences by a model with the same tokenizer, as LongCE itself does.
+def compute_influence(
+    batch: PackedBatch, backbone: Backbone, *, context_length: int, stride: int, gamma: float
+) -> Tensor:
+    """Compute LongCE weights of packed sequences with an evaluator that has the same tokenizer.
 
-    The ``[B, T]`` rows are where the model is. Their ``[B, T]`` float32 weights are at most ``gamma``, and 1 for a
-    token that is not scored or has no short context.
+    The batch must be on the evaluator's device. The ``[B, T]`` float32 weights are at most ``gamma``, and 1 for a token
+    that is not scored or has no short context.
     """
     backbone.check_token_ids(batch)
     if not batch_windows(batch["document_boundaries"], context_length=context_length, stride=stride):
@@ -34,24 +36,24 @@ def row_influence(batch: PackedBatch, backbone: Backbone, *, context_length: int
 
 
 @dataclass(frozen=True)
-class Transfer:
-    """Computes LongCE weights of packed sequences by a model with another tokenizer, through characters (Equation 10).
+class InfluenceTransfer:
+    """Computes LongCE weights of packed sequences with an evaluator that has another tokenizer (Equation 10).
 
-    ``characters`` turns the rows' tokens into text for the evaluator's tokenizer.
+    ``characters`` turns the sequences' tokens into text for the evaluator's tokenizer.
     """
 
     characters: TokenCharacters
     tokenizer: PreTrainedTokenizerFast
     add_special_tokens: bool
 
-    def row_influence(
+    def compute_influence(
         self, batch: PackedBatch, backbone: Backbone, *, context_length: int, stride: int, gamma: float
     ) -> Tensor:
-        """Like the function `row_influence`; context length and stride count the evaluator's tokens.
+        """Compute weights like the function `compute_influence`, with lengths in the evaluator's tokens.
 
-        Each document of a row, or the part of it that is in the row, is decoded, scored as a text and its weights are
-        averaged over the characters of the row's tokens. A token without characters (the end of a text, bytes of a
-        character that was cut in two) has weight 1.
+        Each document, or the part of it that is in the sequence, is decoded and scored as a text. The weights are
+        averaged over the characters of the sequence's tokens. A token without characters (an end-of-text token, bytes
+        of an incomplete character) has weight 1.
         """
         influence = torch.ones(batch["labels"].shape, dtype=torch.float32)
         ids = batch["input_ids"].cpu()
@@ -82,25 +84,26 @@ class Transfer:
 
 
 def make_transfer(
-    rows: PreTrainedTokenizerFast, evaluator: PreTrainedTokenizerFast, *, add_special_tokens: bool
-) -> Transfer | None:
-    """Return how weights get from the evaluator's tokens to those of the rows, or None if the tokens are the same.
+    sequences: PreTrainedTokenizerFast, evaluator: PreTrainedTokenizerFast, *, add_special_tokens: bool
+) -> InfluenceTransfer | None:
+    """Return the transfer from the evaluator's tokens to the sequences', or None if both have the same tokens.
 
-    A ``ValueError`` is raised if the tokens of the rows cannot be turned into text.
+    Raises:
+        ValueError: If the sequences' tokens cannot be turned into text.
     """
-    if same_ids(rows, evaluator):
+    if have_same_ids(sequences, evaluator):
         return None
     log.info("The evaluator has another tokenizer: its weights are transferred through the characters.")
-    return Transfer(TokenCharacters(rows), evaluator, add_special_tokens=add_special_tokens)
+    return InfluenceTransfer(TokenCharacters(sequences), evaluator, add_special_tokens=add_special_tokens)
 
 
-def same_ids(one: PreTrainedTokenizerFast, other: PreTrainedTokenizerFast) -> bool:
-    """Whether two tokenizers turn every text into the same ids, leaving aside the special tokens they may add to it.
+def have_same_ids(one: PreTrainedTokenizerFast, other: PreTrainedTokenizerFast) -> bool:
+    """Return whether two tokenizers give every text the same ids, apart from the special tokens that they add.
 
-    Rows are ids already: what a tokenizer would put around a text, or where it would cut it, changes none of them.
+    Training sequences consist of ids, so added special tokens, truncation and padding do not matter.
     """
-    parts = [json.loads(tokenizer.backend_tokenizer.to_str()) for tokenizer in (one, other)]
-    for part in parts:
+    settings = [json.loads(tokenizer.backend_tokenizer.to_str()) for tokenizer in (one, other)]
+    for tokenizer in settings:
         for name in ("post_processor", "truncation", "padding"):
-            part.pop(name, None)
-    return parts[0] == parts[1]
+            tokenizer.pop(name, None)
+    return settings[0] == settings[1]

@@ -1,14 +1,14 @@
-"""The one definition of a key token, for every command.
+"""The definition of a key token that all commands share.
 
-Equation 4 of Fang et al. (2025), https://arxiv.org/abs/2410.23771, defines the key tokens of the evaluator. They
-determine those of an evaluated model:
+Equation 4 of Fang et al. (2025), https://arxiv.org/abs/2410.23771, defines the key tokens of the evaluator. They are
+transferred to an evaluated model as follows:
 
-1. If both read the text as the same tokens at the same characters, these are the key tokens.
-2. Otherwise the evaluator's key tokens become spans of characters, and a token is key when it lies wholly inside one
-   (Equation 9). Tokens that share a character are one unit on both sides: key together or not at all, decided by their
-   summed log-likelihoods.
+1. If both models have the same tokens at the same characters, the key tokens are the same.
+2. Otherwise the evaluator's key tokens become character spans, and a token is key if it lies entirely inside one
+   (Equation 9). Tokens that share a character form one unit on both sides: they are key together or not at all, decided
+   by the sum of their log-likelihoods.
 
-The rule ``authors`` always goes by spans, exactly as the package `longppl` 0.3.0 does.
+The rule ``authors`` always uses spans, exactly as the package `longppl` 0.3.0 does.
 """
 
 from collections.abc import Iterable
@@ -32,14 +32,14 @@ from lightning_modules.scoring.config import Rule
 from lightning_modules.scoring.token_scores import TokenScores
 
 Alignment = Literal["tokens", "characters", "authors"]
-"""How key tokens came from the evaluator's tokens to those of the evaluated model."""
+"""How key tokens were transferred from the evaluator's tokens to those of the evaluated model."""
 
-NOTABLE_SHARE = 0.01
-"""A warning reports tokens that share characters or cover none if more than this fraction of all tokens do."""
+NOTABLE_FRACTION = 0.01
+"""Fraction of tokens that share characters or cover none above which a warning reports them."""
 
 
 class Tokens(NamedTuple):
-    """How a model reads a document."""
+    """Tokens of a document for one model."""
 
     ids: Tensor  # [N] int64 token ids
     offsets: Tensor  # [N, 2] int64 character span of each token
@@ -49,47 +49,47 @@ class KeyTokens(NamedTuple):
     """Key tokens of an evaluated model."""
 
     mask: Tensor  # [N] bool
-    alignment: Alignment  # how they came from the evaluator's tokens
+    alignment: Alignment  # how they were transferred from the evaluator's tokens
 
 
 class Coverage(NamedTuple):
-    """How tokens cover the characters of one document, or of several; special tokens around a text are left out."""
+    """Counts of how tokens cover the characters of documents, without the special tokens around a text."""
 
-    by_characters: int = 0  # documents whose key tokens came by way of characters
-    tokens: int = 0  # number of the model's tokens
-    sharing: int = 0  # those that share a character with another one
-    without: int = 0  # those without a character
-    evaluator_tokens: int = 0  # number of the evaluator's tokens; 0 if they are not known
-    evaluator_sharing: int = 0  # those that share a character with another one
-    evaluator_without: int = 0  # those without a character
+    by_characters: int = 0  # documents whose key tokens were transferred through characters
+    tokens: int = 0  # tokens of the model
+    sharing: int = 0  # .. that share a character with another token
+    without: int = 0  # .. without characters
+    evaluator_tokens: int = 0  # tokens of the evaluator; 0 if unknown
+    evaluator_sharing: int = 0  # .. that share a character with another token
+    evaluator_without: int = 0  # .. without characters
 
-    def shares(self) -> dict[str, float]:
-        """Return the shares of tokens of each kind, named as in results."""
-        shares = {
+    def fractions(self) -> dict[str, float]:
+        """Return the fractions of tokens of each kind, by their names in results."""
+        fractions = {
             "tokens_sharing_characters": self.sharing / max(self.tokens, 1),
             "tokens_without_characters": self.without / max(self.tokens, 1),
         }
         if self.evaluator_tokens:
-            shares["evaluator_tokens_sharing_characters"] = self.evaluator_sharing / self.evaluator_tokens
-            shares["evaluator_tokens_without_characters"] = self.evaluator_without / self.evaluator_tokens
-        return shares
+            fractions["evaluator_tokens_sharing_characters"] = self.evaluator_sharing / self.evaluator_tokens
+            fractions["evaluator_tokens_without_characters"] = self.evaluator_without / self.evaluator_tokens
+        return fractions
 
     def warning(self) -> str | None:
-        """Return a warning if many tokens share a character or cover none, and key tokens depend on it."""
+        """Return a warning if key tokens depend on many tokens that share a character or cover none."""
         odd = self.sharing + self.without, self.evaluator_sharing + self.evaluator_without
         sizes = self.tokens, self.evaluator_tokens
-        if not self.by_characters or all(n <= NOTABLE_SHARE * size for n, size in zip(odd, sizes, strict=True)):
+        if not self.by_characters or all(n <= NOTABLE_FRACTION * size for n, size in zip(odd, sizes, strict=True)):
             return None
         return (
             f"{odd[0] / max(sizes[0], 1):.1%} of the model's tokens and {odd[1] / max(sizes[1], 1):.1%} of the"
-            " evaluator's share a character with another one or cover none, and key tokens came as spans of characters,"
-            " which cannot tell such tokens apart. With an evaluator that has the model's tokenizer, and `key_tokens:"
-            " paper`, each token is decided by itself."
+            " evaluator's share a character with another one or cover none, and key tokens were transferred as"
+            " character spans, which cannot distinguish such tokens. With `key_tokens: paper` and an evaluator that has"
+            " the model's tokenizer, each token is decided by itself."
         )
 
 
 def document_tokens(batch: PackedBatch, row: int = 0) -> Tokens:
-    """Return the tokens of the one document of a row, without padding, in main memory."""
+    """Return the tokens of a sequence with one document, without padding, in main memory."""
     end = batch["document_boundaries"][row][-1]
     return Tokens(batch["input_ids"][row, :end].cpu(), batch["offsets"][row, :end].cpu())
 
@@ -106,84 +106,87 @@ def find_key_tokens(
 
     Args:
         scores: The evaluator's log-likelihoods of the document.
-        tokens: How the evaluated model reads the same text; by default as the evaluator does.
-        alpha: A key token's long-short difference exceeds it, in nats.
-        beta: A key token's long log-likelihood exceeds it, in nats.
+        tokens: The same text in the evaluated model's tokens; by default the evaluator's own.
+        alpha: Threshold of a key token's long-short difference, in nats.
+        beta: Threshold of a key token's long log-likelihood, in nats.
         rule: ``paper``, or ``authors`` for the numbers of their package.
 
     Returns:
-        The mask of the model's tokens, special ones and the first token included (they are never key but by accident of
-        the rule ``authors``), and how it came about.
+        The mask of the model's tokens, and how it was found. The mask includes special tokens and the first token,
+        which the rule ``paper`` never makes key.
 
     Raises:
-        ValueError: If a threshold makes no sense, or the scores are not known down to ``beta``.
+        ValueError: If a threshold is out of range, or the scores do not extend down to ``beta``.
     """
     key = evaluator_key_tokens(scores, alpha=alpha, beta=beta)
     tokens = Tokens(scores.token_ids, scores.offsets) if tokens is None else tokens
     if rule == "authors":
         spans = merge_touching_spans(scores.offsets[key])
         return KeyTokens(scan_token_mask(tokens.offsets, spans), "authors")
-    if (same := same_tokens(Tokens(scores.token_ids, scores.offsets), tokens)) is not None:
+    # Step 1 of the module's docstring: the same tokens, except for special tokens around the text.
+    if (same := match_tokens(Tokens(scores.token_ids, scores.offsets), tokens)) is not None:
         mask = torch.zeros(len(tokens.ids), dtype=torch.bool)
         mask[same[1]] = key[same[0]]
         return KeyTokens(mask, "tokens")
+    # Step 2: through characters.
     return KeyTokens(span_token_mask(tokens.offsets, key_spans(scores, alpha=alpha, beta=beta)), "characters")
 
 
-def move_soft_influence(scores: TokenScores, tokens: Tokens, *, gamma: float = 5.0) -> Tensor:
-    """Return the evaluator's soft influence for the tokens of an evaluated model.
+def transfer_soft_influence(scores: TokenScores, tokens: Tokens, *, gamma: float = 5.0) -> Tensor:
+    """Transfer the evaluator's soft influence to the tokens of an evaluated model.
 
-    The same tokens keep their influence; others get the average over their characters (Equation 10). The result is
-    ``[N]`` float64, 0 for special tokens around the document.
+    Identical tokens keep their influence; others get the mean over their characters (Equation 10). The result is
+    ``[N]`` float64, and 0 for special tokens around the document.
 
     Raises:
-        ValueError: If the short log-likelihood of some tokens is not known.
+        ValueError: If some short log-likelihoods were not computed.
     """
     influence = scores.soft_influence(gamma=gamma)
-    if (same := same_tokens(Tokens(scores.token_ids, scores.offsets), tokens)) is not None:
-        moved = torch.zeros(len(tokens.ids), dtype=torch.float64)
-        moved[same[1]] = influence[same[0]].double()
-        return moved
+    if (same := match_tokens(Tokens(scores.token_ids, scores.offsets), tokens)) is not None:
+        transferred = torch.zeros(len(tokens.ids), dtype=torch.float64)
+        transferred[same[1]] = influence[same[0]].double()
+        return transferred
     return transfer_influence(influence, scores.offsets, tokens.offsets)
 
 
 def evaluator_key_tokens(scores: TokenScores, *, alpha: float = 2.0, beta: float = -2.0) -> Tensor:
-    """Return the ``[N]`` key tokens among the evaluator's own: Equation 4.
+    """Return the ``[N]`` mask of the key tokens among the evaluator's tokens (Equation 4).
 
     Raises:
-        ValueError: If a threshold makes no sense, or the scores are not known down to ``beta``.
+        ValueError: If a threshold is out of range, or the scores do not extend down to ``beta``.
     """
     _check_floor(scores, beta)
     return key_token_mask(scores.long, scores.short, alpha=alpha, beta=beta)
 
 
 def key_spans(scores: TokenScores, *, alpha: float = 2.0, beta: float = -2.0) -> Tensor:
-    """Return the ``[M, 2]`` character spans of the key units, those that touch joined.
+    """Return the ``[M, 2]`` character spans of the key units; adjacent spans are merged.
 
     Raises:
-        ValueError: If a threshold makes no sense, or the scores are not known down to ``beta``.
+        ValueError: If a threshold is out of range, or the scores do not extend down to ``beta``.
     """
     _check_floor(scores, beta)
     units = character_units(scores.offsets)
     spans = unit_spans(scores.offsets, units)
-    # A unit is predicted token after token: the logarithms of the factors of its likelihood add up.
-    long, short = (torch.zeros(len(spans)).index_add(0, units, part) for part in (scores.long, scores.short))
+    # The likelihood of a unit is the product of its tokens' likelihoods, so log-likelihoods are added up.
+    long, short = (torch.zeros(len(spans)).index_add(0, units, values) for values in (scores.long, scores.short))
     return merge_spans(spans[key_token_mask(long, short, alpha=alpha, beta=beta)])
 
 
 def measure_coverage(tokens: Tokens, scores: TokenScores | None, alignment: Alignment) -> Coverage:
-    """Count how the tokens of a model cover a document, and those of an evaluator if its scores are known."""
-    counts = _count(tokens.offsets) + (() if scores is None else _count(scores.offsets))
+    """Count how the tokens of a model, and those of an evaluator if given, cover the characters of a document."""
+    counts = _count_kinds(tokens.offsets) + (() if scores is None else _count_kinds(scores.offsets))
     return Coverage(int(alignment != "tokens"), *counts)
 
 
-def add_coverage(parts: Iterable[Coverage]) -> Coverage:
+def add_coverage(documents: Iterable[Coverage]) -> Coverage:
     """Add up the coverage of documents."""
-    return Coverage(*map(sum, zip(Coverage(), *parts, strict=True)))
+    return Coverage(*map(sum, zip(Coverage(), *documents, strict=True)))
 
 
-def _count(offsets: Tensor) -> tuple[int, int, int]:
-    inner = offsets[_inner(offsets)]
+def _count_kinds(offsets: Tensor) -> tuple[int, int, int]:
+    """Return the numbers of tokens, of tokens that share a character, and of tokens without characters."""
+    inner = offsets[_find_inner_range(offsets)]
     units = character_units(inner)
     members = torch.bincount(units, minlength=1)[units]
     return len(inner), int((members > 1).sum()), int((inner[:, 0] == inner[:, 1]).sum())
@@ -191,26 +194,26 @@ def _count(offsets: Tensor) -> tuple[int, int, int]:
 
 def _check_floor(scores: TokenScores, beta: float) -> None:
     if beta < scores.floor:
-        raise ValueError(f"These scores know key tokens for a `beta` of {scores.floor} or above, got {beta}.")
+        raise ValueError(f"These scores can be used for a `beta` of {scores.floor} or above only, got {beta}.")
 
 
-def same_tokens(one: Tokens, other: Tokens) -> tuple[slice, slice] | None:
-    """Return the ranges in which two readings of a text are equal, special tokens around it aside; None if they differ.
+def match_tokens(one: Tokens, other: Tokens) -> tuple[slice, slice] | None:
+    """Return the ranges in which two tokenizations of a text have the same ids and offsets, or None if they differ.
 
-    Equal are tokens with the same ids at the same characters.
+    The ranges may leave out special tokens around the text, and nothing else.
     """
-    if _equal(one, other):
+    if _are_equal(one, other):
         return slice(0, len(one.ids)), slice(0, len(other.ids))
-    inner = _inner(one.offsets), _inner(other.offsets)
-    parts = (Tokens(tokens.ids[part], tokens.offsets[part]) for tokens, part in zip((one, other), inner, strict=True))
-    return inner if _equal(*parts) else None
+    ranges = _find_inner_range(one.offsets), _find_inner_range(other.offsets)
+    inner = (Tokens(tokens.ids[at], tokens.offsets[at]) for tokens, at in zip((one, other), ranges, strict=True))
+    return ranges if _are_equal(*inner) else None
 
 
-def _equal(one: Tokens, other: Tokens) -> bool:
+def _are_equal(one: Tokens, other: Tokens) -> bool:
     return torch.equal(one.ids, other.ids) and torch.equal(one.offsets, other.offsets)
 
 
-def _inner(offsets: Tensor) -> slice:
+def _find_inner_range(offsets: Tensor) -> slice:
     """Return the range from the first to the last token with characters, without the special tokens around a text."""
     covering = (offsets[:, 1] > offsets[:, 0]).nonzero()
     return slice(int(covering[0]), int(covering[-1]) + 1) if len(covering) else slice(0, 0)

@@ -1,4 +1,4 @@
-"""LongPPL and perplexity of text files in one call."""
+"""LongPPL and perplexity of text files (``longce score``)."""
 
 import hashlib
 import json
@@ -33,26 +33,26 @@ log = logging.getLogger(__name__)
 def score(files: str | Sequence[str], model: str, evaluator: str, **options: Any) -> dict[str, Any]:
     """Compute LongPPL and perplexity of a model on text files, with the key tokens of an evaluator.
 
-    The evaluator goes first and is freed before the model is loaded: both never share the accelerator. If both are the
-    same and read the same tokens, one long pass serves both.
+    The evaluator is freed before the model is loaded, so they never share the accelerator. If they are the same model
+    with the same tokens, the evaluator's long pass is used for both.
 
     Args:
         files: UTF-8 text files, one document each.
         model: Hub id or local folder of the model to evaluate.
-        evaluator: Hub id or local folder of the model that picks the key tokens; any tokenizer.
+        evaluator: Hub id or local folder of the model that finds the key tokens, with any tokenizer.
         options: The other fields of `lightning_modules.scoring.config.ScoreConfig`.
 
     Returns:
-        ``longppl``, ``perplexity``, ``key_tokens`` and ``tokens`` of the corpus (averages over tokens, not documents)
-        and under ``documents`` the same for each file, in order, with its name under ``file``. ``longppl`` is NaN
-        without key tokens, ``perplexity`` for a document of a single token. ``alignment`` is how key
-        tokens came from the evaluator's tokens: ``tokens`` (both read the same tokens), ``characters`` (Equation 9) or
-        ``authors``. ``tokens_sharing_characters`` and ``tokens_without_characters`` are shares of the model's tokens,
-        the same names after ``evaluator_`` of the evaluator's. ``model`` is its name, and ``settings`` what the numbers
-        also depend on: the texts by their hash, the evaluator, lengths, thresholds.
+        ``longppl``, ``perplexity``, ``key_tokens`` and ``tokens`` of the corpus (means over tokens, not documents), and
+        under ``documents`` the same for each file, in order, with its name under ``file``. ``longppl`` is NaN without
+        key tokens, ``perplexity`` for a document of a single token. ``alignment`` is how key tokens were transferred
+        from the evaluator's tokens: ``tokens`` (both have the same tokens), ``characters`` (Equation 9) or ``authors``.
+        ``tokens_sharing_characters`` and ``tokens_without_characters`` are fractions of the model's tokens; with the
+        prefix ``evaluator_``, of the evaluator's. ``model`` is its name, and ``settings`` contains everything else that
+        the numbers depend on: a hash of the texts, the evaluator, lengths, thresholds.
 
     Raises:
-        ValueError: If a file, a model or a number cannot be used; before any model is loaded, where that can be known.
+        ValueError: If a file, a model or a number cannot be used; if possible before any model is loaded.
     """
     config = ScoreConfig(model=model, evaluator=evaluator, **options)
     files = [files] if isinstance(files, str) else files
@@ -61,29 +61,30 @@ def score(files: str | Sequence[str], model: str, evaluator: str, **options: Any
     if config.output is not None:
         check_output(config.output)
     evaluated_model = EvaluatedModel(config.loading(model), find_device(config.device))
-    scorer = Evaluator(config.evaluator_config(config.key_tokens))
+    evaluator_model = Evaluator(config.evaluator_config(config.key_tokens))
     documents = evaluated_model.read(
         texts,
         add_special_tokens=config.add_special_tokens,
         max_tokens=config.max_tokens,
         trimmed_offsets=config.key_tokens == "authors",
     )
-    same = model_identity(evaluated_model.config) == scorer.identity
-    found = []
+    same = model_identity(evaluated_model.config) == evaluator_model.identity
+    scored = []
     for document in tqdm(documents, desc="evaluator", unit="document", disable=None):
         name, tokens = document["names"][0], document_tokens(document)
         settings: dict[str, Any] = {"device": evaluated_model.device, "key_tokens_only": config.key_tokens_only}
-        evaluated = scorer.evaluate(document["text"][0], tokens, name=name, **settings)
-        found.append((document, evaluated, _shared_pass(document, evaluated.scores) if same else None))
-    scorer.release()
-    result = {**_evaluate(found, evaluated_model), "model": model, "settings": _settings(config, texts.values())}
+        evaluated = evaluator_model.evaluate(document["text"][0], tokens, name=name, **settings)
+        scored.append((document, evaluated, _reuse_long_pass(document, evaluated.scores) if same else None))
+    evaluator_model.release()
+    settings = _describe_settings(config, texts.values())
+    result = {**_evaluate(scored, evaluated_model), "model": model, "settings": settings}
     if config.output is not None:
         write_atomically(Path(config.output), (json.dumps(plain(result), indent=2) + "\n").encode())
     return result
 
 
-def _settings(config: ScoreConfig, texts: Iterable[str]) -> dict[str, Any]:
-    """Return everything except the model that the numbers depend on, to compare results."""
+def _describe_settings(config: ScoreConfig, texts: Iterable[str]) -> dict[str, Any]:
+    """Return all settings that the numbers depend on, except the model."""
     names = ("max_tokens", "add_special_tokens", "evaluator", "evaluator_add_special_tokens")
     numbers = ("context_length", "stride", "alpha", "beta")
     return {
@@ -94,7 +95,7 @@ def _settings(config: ScoreConfig, texts: Iterable[str]) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """Return the result of `score` as text: a row per document, one for the corpus, and how key tokens were found."""
+    """Format the result of `score` as a text table with a row per document and one for the corpus."""
     rows = [*result["documents"], {**result, "file": f"corpus of {len(result['documents'])}"}]
     width = max(len("document"), *(len(row["file"]) for row in rows))
     lines = [f"{'document':<{width}} {'tokens':>10} {'key tokens':>10} {'LongPPL':>12} {'perplexity':>12}"]
@@ -107,20 +108,20 @@ def table(result: dict[str, Any]) -> str:
     lines.insert(-1, "-" * len(lines[0]))
     lines.append(
         f"Key tokens aligned by {result['alignment']}; {result['tokens_sharing_characters']:.1%} of the tokens share a"
-        f" character, {result['tokens_without_characters']:.1%} cover none; of the evaluator's"
+        f" character, {result['tokens_without_characters']:.1%} cover none; of the evaluator's tokens"
         f" {result.get('evaluator_tokens_sharing_characters', 0):.1%} and"
         f" {result.get('evaluator_tokens_without_characters', 0):.1%}."
     )
     return "\n".join(lines)
 
 
-def _shared_pass(document: PackedBatch, scores: TokenScores) -> torch.Tensor | None:
-    """Return the long log-likelihoods of an evaluator that is the model itself, if both have the same tokens."""
+def _reuse_long_pass(document: PackedBatch, scores: TokenScores) -> torch.Tensor | None:
+    """Return the evaluator's long log-likelihoods if they are of the model's tokens, and None otherwise."""
     return scores.long.unsqueeze(0) if torch.equal(scores.token_ids, document["input_ids"][0]) else None
 
 
 class EvaluatedModel:
-    """The evaluated model, loaded for the first document that it has not scored as the evaluator."""
+    """The evaluated model, which is loaded when it has to score a document."""
 
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
         self.config, self.device = config, device
@@ -128,23 +129,23 @@ class EvaluatedModel:
         self._backbone: Backbone | None = None
 
     def read(self, texts: Mapping[str, str], *, trimmed_offsets: bool = False, **options: Any) -> list[PackedBatch]:
-        """Return documents by their names in the model's tokens, without loading its weights.
+        """Tokenize documents, given by name, without loading the model's weights.
 
         Options are those of `encode_document`.
 
         Raises:
-            ValueError: If the model is not there, or its files are damaged, or its tokenizer is another model's.
+            ValueError: If the model does not exist, its files are damaged, or its tokenizer does not belong to it.
         """
         config = load_config(self.config)
         check_weight_files(self.name)
-        trusted = self.config.trust_remote_code
-        tokenizer = load_tokenizer(self.name, trust_remote_code=trusted, trimmed_offsets=trimmed_offsets)
+        trust = self.config.trust_remote_code
+        tokenizer = load_tokenizer(self.name, trust_remote_code=trust, trimmed_offsets=trimmed_offsets)
         documents = [encode_document(text, tokenizer, name=name, **options) for name, text in texts.items()]
         _check_vocabulary(documents, config, self.name)
         return documents
 
     def log_likelihood(self, document: PackedBatch) -> torch.Tensor:
-        """Return ``[1, T]`` log-likelihoods of one document in nats, in main memory."""
+        """Compute the ``[1, T]`` log-likelihoods of a document in nats, in main memory."""
         if self._backbone is None:
             self._backbone = load_frozen(self.config, self.device)
         self._backbone.check_token_ids(document)
@@ -153,13 +154,14 @@ class EvaluatedModel:
 
 
 def _evaluate(
-    found: list[tuple[PackedBatch, EvaluatedDocument, torch.Tensor | None]], model: EvaluatedModel
+    scored_documents: list[tuple[PackedBatch, EvaluatedDocument, torch.Tensor | None]], model: EvaluatedModel
 ) -> dict[str, Any]:
-    # The metric's own sums: importing torchmetrics would take longer than scoring a short text.
+    """Compute LongPPL and perplexity of each document and of the corpus."""
+    # Not `LongPerplexity`: importing torchmetrics takes longer than scoring a short text.
     sums: dict[str, list[tuple[torch.Tensor, ...]]] = {"longppl": [], "perplexity": []}
     rows: list[dict[str, Any]] = []
-    for document, evaluated, known in tqdm(found, desc="model", unit="document", disable=None):
-        log_likelihood = model.log_likelihood(document) if known is None else known
+    for document, evaluated, reused in tqdm(scored_documents, desc="model", unit="document", disable=None):
+        log_likelihood = model.log_likelihood(document) if reused is None else reused
         scored = document["labels"].ne(IGNORE_INDEX)
         key = evaluated.key & scored
         row: dict[str, Any] = {"file": document["names"][0]}
@@ -167,7 +169,7 @@ def _evaluate(
             sums[name].append(_long_perplexity_update(log_likelihood, influence))
             row[name] = float(_long_perplexity_compute(*sums[name][-1]))
         row |= {"key_tokens": int(key.sum()), "tokens": scored.numel(), "alignment": evaluated.alignment}
-        row |= evaluated.coverage.shares()
+        row |= evaluated.coverage.fractions()
         rows.append(row)
     without = sum(row["key_tokens"] == 0 for row in rows)
     if without:
@@ -178,19 +180,19 @@ def _evaluate(
             len(rows),
         )
     totals: dict[str, Any] = {}
-    for name, parts in sums.items():
-        total, weight, largest = (torch.stack(values) for values in zip(*parts, strict=True))
+    for name, of_documents in sums.items():
+        total, weight, largest = (torch.stack(values) for values in zip(*of_documents, strict=True))
         totals[name] = float(_long_perplexity_compute(total.sum(), weight.sum(), largest.amax()))
     totals |= {name: sum(row[name] for row in rows) for name in ("key_tokens", "tokens")}
-    coverage = add_coverage(evaluated.coverage for _, evaluated, _ in found)
+    coverage = add_coverage(evaluated.coverage for _, evaluated, _ in scored_documents)
     if (warning := coverage.warning()) is not None:
         log.warning(warning)
     alignments = sorted({row["alignment"] for row in rows})
-    return {**totals, "alignment": ", ".join(alignments), **coverage.shares(), "documents": rows}
+    return {**totals, "alignment": ", ".join(alignments), **coverage.fractions(), "documents": rows}
 
 
 def find_device(name: str) -> torch.device:
-    """Return the device of that name; ``auto`` is the first GPU, or else the CPU.
+    """Return the device with this name; ``auto`` is the first GPU, or the CPU without one.
 
     Raises:
         ValueError: If it is not available.
@@ -202,27 +204,27 @@ def find_device(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"`device` '{name}' is not available: {str(error).splitlines()[0]}") from error
     if device.type == "meta":
-        raise ValueError("`device` 'meta' computes nothing. Name one such as 'cpu' or 'cuda:0'.")
+        raise ValueError("`device` 'meta' does not compute anything: set one such as 'cpu' or 'cuda:0'.")
     return device
 
 
 def _check_vocabulary(documents: list[PackedBatch], config: PreTrainedConfig, model: str) -> None:
-    """Raise a ``ValueError`` for tokens beyond the model's embedding, before the evaluator's pass over the text."""
+    """Raise a ``ValueError`` for token ids outside of the model's embedding, before the evaluator scores the text."""
     size = getattr(config.get_text_config(decoder=True), "vocab_size", None)
     largest = max(int(document["input_ids"].max()) for document in documents)
     if size is not None and largest >= size:
         raise ValueError(
-            f"The tokenizer of '{model}' gives token {largest}, beyond the model's embedding of {size} tokens: it is"
-            " not the one of this model. Fetch the folder again."
+            f"The tokenizer of '{model}' gives token id {largest}, but the model's embedding has {size} tokens: the"
+            " tokenizer belongs to another model. Fetch the folder again."
         )
 
 
 def _check_repeated(files: Sequence[str], texts: Mapping[str, str]) -> None:
-    """Raise a ``ValueError`` for a file given twice, which would count twice; warn of equal texts in two files."""
+    """Raise a ``ValueError`` for a file that is given twice, and warn about two files with the same text."""
     places, first = set[Path](), dict[str, str]()
     for file in files:
         if (place := Path(file).resolve()) in places:
-            raise ValueError(f"'{file}' is given twice, and would count twice: leave it out once.")
+            raise ValueError(f"'{file}' is given twice and would count twice: give it once.")
         places.add(place)
         if (same := first.setdefault(texts[file], file)) != file:
-            log.warning("'%s' holds the same text as '%s': the corpus counts it twice.", file, same)
+            log.warning("'%s' has the same text as '%s', which counts twice in the corpus.", file, same)

@@ -25,7 +25,7 @@ from lightning_modules.functional import span_token_mask
 from lightning_modules.models.identity import model_identity
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
 from lightning_modules.scoring.evaluator import Evaluator
-from lightning_modules.scoring.key_tokens import document_tokens, find_key_tokens, move_soft_influence
+from lightning_modules.scoring.key_tokens import document_tokens, find_key_tokens, transfer_soft_influence
 from lightning_modules.scoring.score import EvaluatedModel, find_device
 from lightning_modules.scoring.token_scores import TokenScores, text_sha256
 
@@ -87,7 +87,7 @@ def influences(document: PackedBatch, scores: TokenScores, *, gamma: float) -> d
     found = {
         "perplexity": scored,
         "ngram": span_token_mask(tokens.offsets, repeated_ngram_spans(document["text"][0])) & scored,
-        "soft": move_soft_influence(scores, tokens, gamma=gamma) * scored,
+        "soft": transfer_soft_influence(scores, tokens, gamma=gamma) * scored,
     }
     for alpha, beta in THRESHOLDS:
         found[threshold_name(alpha, beta)] = find_key_tokens(scores, tokens, alpha=alpha, beta=beta).mask & scored

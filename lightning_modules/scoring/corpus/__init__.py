@@ -1,1 +1,1 @@
-"""Scores of the documents of a corpus: their columns, their files, and what is known of failures."""
+"""Scores of the documents of a corpus: columns, files and reports of failures."""

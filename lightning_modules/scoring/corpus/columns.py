@@ -80,7 +80,7 @@ def document_scores(
         "scored_tokens": tokens - 1,
         "compared_tokens": max(tokens - start, 0),
         "key_tokens": int(key.sum()),
-        **measure_coverage(Tokens(scores.token_ids, scores.offsets), None, "tokens").shares(),
+        **measure_coverage(Tokens(scores.token_ids, scores.offsets), None, "tokens").fractions(),
         "perplexity": _compute_perplexity(long[1:]),
     }
     if tokens > start:

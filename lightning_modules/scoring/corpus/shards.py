@@ -1,4 +1,4 @@
-"""Scores of documents in parquet files, each written whole by one process, and read again to resume."""
+"""Parquet files with scores of documents: each is written by one process, and read again to resume."""
 
 import json
 import time
@@ -17,31 +17,31 @@ from lightning_modules.utilities.output_folder import OutputFolder
 
 FORMAT = "longce-document-scores-1"
 SUCCESS = "_SUCCESS.json"
-"""File with the counts of all, which is there when all documents are."""
+"""File with total counts, written when all documents are scored."""
 
 PER_TOKEN = ("lsd", "lcl", "token_starts", "token_ends")
-"""Columns of lists with a value for each token."""
+"""Columns with a list of one value per token."""
 
 _HEADER = b"longce"
-_READERS = 16  # threads: of thousands of small remote files, most of the time is waiting
-_NAMED = 5  # settings in a message
+_READER_THREADS = 16  # reading thousands of small remote files is mostly waiting
+_MAX_SETTINGS = 5  # in a message
 
 Rows = dict[str, NDArray[np.int64]]
-"""Ascending row numbers by the name of the file."""
+"""Ascending row indices, by file name."""
 
 
 class ExistingScores(NamedTuple):
     """Content of a folder of shards."""
 
-    rows: Rows  # rows by file
-    versions: dict[str, str]  # content identities of those files when their rows were scored
-    settings: dict[str, Any]  # settings of the scores; empty if there are no shards yet
-    counts: dict[str, int]  # sums of the shards' counts: documents, failed ones, tokens, ..
-    shards: int  # number of files
+    rows: Rows  # scored rows of each file
+    versions: dict[str, str]  # content hashes of these files when their rows were scored
+    settings: dict[str, Any]  # settings of the scores; empty without shards
+    counts: dict[str, int]  # sums of the shards' counts: documents, failed documents, tokens, ..
+    shards: int  # number of shards
 
 
 class ScoreShards:
-    """A folder of ``part-*.parquet`` files, each with a header in its metadata that records how its scores were made.
+    """A folder of ``part-*.parquet`` files, whose metadata records the settings of their scores.
 
     Args:
         path: A local folder or fsspec URL.
@@ -55,42 +55,42 @@ class ScoreShards:
         return self.folder.names(".parquet")
 
     def existing_scores(self) -> ExistingScores:
-        """Read which rows are scored.
+        """Read which rows have scores.
 
         Raises:
-            ValueError: If a file is damaged or not a shard, or shards have different settings or share a row.
+            ValueError: If a file is damaged or not a shard, or shards have different settings or a row in common.
         """
         shards: dict[str, Rows] = {}
         versions: dict[str, str] = {}
         settings: dict[str, Any] = {}
         counts: dict[str, int] = {}
         names = self.names()
-        with ThreadPoolExecutor(_READERS) as pool:
-            for name, (header, own) in zip(names, pool.map(self._read_rows, names), strict=True):
+        with ThreadPoolExecutor(_READER_THREADS) as pool:
+            for name, (header, rows_by_file) in zip(names, pool.map(self._read_rows, names), strict=True):
                 check_settings(header["settings"], settings or header["settings"], f"{self.folder}/{name}")
                 settings = header["settings"]
                 self._add_versions(versions, header["files"])
                 for key, value in header["counts"].items():
                     counts[key] = counts.get(key, 0) + value
-                shards[name] = own
-        parts: dict[str, list[NDArray[np.int64]]] = {}
-        for own in shards.values():
-            for file, numbers in own.items():
-                parts.setdefault(file, []).append(numbers)
-        rows = {file: np.sort(np.concatenate(numbers)) for file, numbers in parts.items()}
+                shards[name] = rows_by_file
+        collected: dict[str, list[NDArray[np.int64]]] = {}
+        for rows_by_file in shards.values():
+            for file, numbers in rows_by_file.items():
+                collected.setdefault(file, []).append(numbers)
+        rows = {file: np.sort(np.concatenate(numbers)) for file, numbers in collected.items()}
         if any((np.diff(numbers) == 0).any() for numbers in rows.values()):
-            doubles = _doubles(shards)
+            repeating = _find_repeating_shards(shards)
             raise ValueError(
-                f"{self.folder}: {len(doubles)} shard(s) repeat rows of other shards: two runs wrote at the same time."
-                f" Delete {', '.join(doubles)} and run the same command again: rows that are then missing"
-                " are scored again."
+                f"{self.folder}: {len(repeating)} shard(s) repeat rows of other shards, because two runs wrote at the"
+                f" same time. Delete {', '.join(repeating)} and run the same command again: missing rows are scored"
+                " again."
             )
         return ExistingScores(rows, versions, settings, counts, len(names))
 
     def write(self, table: pyarrow.Table, header: Mapping[str, Any], rank: int) -> None:
-        """Write a shard under a unique name, with the columns ``file`` and ``row`` among others.
+        """Write a shard with a unique name; its columns must include ``file`` and ``row``.
 
-        The header has ``settings``, ``files`` (their versions by name) and ``counts``.
+        The header has ``settings``, ``files`` (their content hashes by name) and ``counts``.
         """
         content = json.dumps({"format": FORMAT, **header}).encode()
         sink = pyarrow.BufferOutputStream()
@@ -100,35 +100,35 @@ class ScoreShards:
         self.folder.write(name, sink.getvalue())
 
     def schema(self, columns: Sequence[str] | None = None) -> pyarrow.Schema:
-        """Return the columns of the shards, or those that are named; all shards of a folder have the same.
+        """Return the schema of the shards, or of some of their columns; all shards of a folder have the same.
 
         Raises:
             ValueError: If the folder has no shard, or a column does not exist.
         """
         names = self.names()
         if not names:
-            raise ValueError(f"'{self.folder}' has no scores: name a folder that `longce predict` wrote to.")
-        with self._opened(names[0]) as file:
+            raise ValueError(f"'{self.folder}' contains no scores: give a folder that `longce predict` has written.")
+        with self._open_shard(names[0]) as file:
             schema = file.schema_arrow
         if unknown := sorted(set(columns or ()) - set(schema.names)):
             raise ValueError(f"The scores have no column {unknown[0]!r}, only {schema.names}.")
         return schema if columns is None else pyarrow.schema([schema.field(name) for name in columns])
 
     def batches(self, columns: Sequence[str]) -> Iterator[pyarrow.RecordBatch]:
-        """Yield some columns of all shards, a few thousand rows at a time; a ``ValueError`` if one is damaged."""
+        """Yield some columns of all shards, a few thousand rows at a time; raise a ``ValueError`` for a damaged one."""
         for name in self.names():
-            with self._opened(name) as file:
+            with self._open_shard(name) as file:
                 yield from file.iter_batches(columns=list(columns), use_threads=False)
 
     def header(self) -> dict[str, Any]:
-        """Return the header of the first shard; a ``ValueError`` if the folder has none."""
+        """Return the header of the first shard; raise a ``ValueError`` for a folder without shards."""
         self.schema()
-        with self._opened(self.names()[0]) as file:
-            return self._header(file, self.names()[0])
+        with self._open_shard(self.names()[0]) as file:
+            return self._read_header(file, self.names()[0])
 
     def _read_rows(self, name: str) -> tuple[dict[str, Any], Rows]:
-        with self._opened(name) as file:
-            header = self._header(file, name)
+        with self._open_shard(name) as file:
+            header = self._read_header(file, name)
             table = file.read(columns=["file", "row"], use_threads=False)
         codes = table["file"].combine_chunks().dictionary_encode()
         files, index = codes.dictionary.to_pylist(), codes.indices.to_numpy()
@@ -136,19 +136,19 @@ class ScoreShards:
         starts = np.searchsorted(index[order], np.arange(len(files)))
         return header, dict(zip(files, np.split(table["row"].to_numpy()[order], starts[1:]), strict=True))
 
-    def _header(self, file: pyarrow.parquet.ParquetFile, name: str) -> dict[str, Any]:
+    def _read_header(self, file: pyarrow.parquet.ParquetFile, name: str) -> dict[str, Any]:
         header = json.loads((file.schema_arrow.metadata or {}).get(_HEADER, b"{}"))
         if header.get("format") != FORMAT:
-            raise ValueError(f"'{self.folder}/{name}' does not hold document scores ({FORMAT}). Name another folder.")
+            raise ValueError(f"'{self.folder}/{name}' does not contain document scores ({FORMAT}). Use another folder.")
         return header
 
-    def _add_versions(self, versions: dict[str, str], own: Mapping[str, str]) -> None:
-        for file, version in own.items():
+    def _add_versions(self, versions: dict[str, str], new: Mapping[str, str]) -> None:
+        for file, version in new.items():
             if versions.setdefault(file, version) != version:
-                raise ValueError(f"{self.folder}: has rows of two versions of '{file}'. Start again in another folder.")
+                raise ValueError(f"{self.folder} has rows of two versions of '{file}'. Start again in another folder.")
 
     @contextmanager
-    def _opened(self, name: str) -> Iterator[pyarrow.parquet.ParquetFile]:
+    def _open_shard(self, name: str) -> Iterator[pyarrow.parquet.ParquetFile]:
         try:
             stream: BinaryIO
             with self.folder.open(name) as stream:
@@ -159,23 +159,25 @@ class ScoreShards:
             ) from error
 
 
-def _doubles(shards: Mapping[str, Rows]) -> list[str]:
-    """Return the shards with a row that an earlier one holds."""
-    import pandas as pd  # for this error only
+def _find_repeating_shards(shards: Mapping[str, Rows]) -> list[str]:
+    """Return the shards with a row that an earlier shard has as well."""
+    import pandas as pd  # slow, and needed for this error only
 
-    parts = [
+    tables = [
         pd.DataFrame({"shard": name, "file": file, "row": numbers})
         for name, rows in shards.items()
         for file, numbers in rows.items()
     ]
-    table = pd.concat(parts)
+    table = pd.concat(tables)
     return list(table["shard"][table.duplicated(["file", "row"])].unique())
 
 
 def check_settings(then: Mapping[str, Any], now: Mapping[str, Any], place: object) -> None:
-    """Raise a ``ValueError`` that names the settings of scores in a folder or file that differ from those of now."""
-    now = json.loads(json.dumps(now))  # as they are read: tuples become lists
+    """Raise a ``ValueError`` if existing scores (``place``) were computed with other settings."""
+    now = json.loads(json.dumps(now))  # tuples become lists, as in the file
     names = sorted(name for name in {*then, *now} if then.get(name) != now.get(name))
     if names:
-        told = "; ".join(f"`{name}` was {then.get(name)!r} and is {now.get(name)!r}" for name in names[:_NAMED])
-        raise ValueError(f"The scores in '{place}' were made with other settings: {told}. Name another folder.")
+        changes = "; ".join(
+            f"`{name}` was {then.get(name)!r} and is {now.get(name)!r}" for name in names[:_MAX_SETTINGS]
+        )
+        raise ValueError(f"The scores in '{place}' were made with other settings: {changes}. Use another folder.")

@@ -1,4 +1,4 @@
-"""Scores of documents as rows of an Arrow table."""
+"""Arrow tables with a row of scores per document."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -17,16 +17,18 @@ from lightning_modules.scoring.token_scores import TokenScores
 
 TokenType = Literal["float16", "float32"]
 
-_BEFORE = {"key": pyarrow.string(), "file": pyarrow.string(), "row": pyarrow.int64()}
-_BETWEEN = {"truncated": pyarrow.bool_()}
-_BEHIND = {"error": pyarrow.string()}
-_TYPES = {int: pyarrow.int64(), float: pyarrow.float64()}
+# In this order, with the corpus's columns after the first and the scores before the last.
+_REF_COLUMNS = {"key": pyarrow.string(), "file": pyarrow.string(), "row": pyarrow.int64()}
+_TRUNCATED_COLUMN = {"truncated": pyarrow.bool_()}
+_ERROR_COLUMN = {"error": pyarrow.string()}
+_ARROW_TYPES = {int: pyarrow.int64(), float: pyarrow.float64()}
 
 
 class ScoreTable:
-    """Collects the scores of documents (`document_scores`), with the columns of the corpus given by ``column_types``.
+    """Collects the scores of documents (`document_scores`), together with columns of the corpus (``column_types``).
 
-    Without ``per_token``, a type, values of single tokens are left out. ``tokens`` counts those of scored documents.
+    Values of single tokens are included if ``per_token`` is set to their dtype. ``tokens`` counts the tokens of scored
+    documents.
     """
 
     def __init__(
@@ -39,12 +41,13 @@ class ScoreTable:
         beta: float = -2.0,
         gamma: float = 5.0,
     ) -> None:
-        scores = {name: _TYPES[kind] for name, kind in {**COLUMNS, **ladder_columns(contexts)}.items()}
+        scores = {name: _ARROW_TYPES[kind] for name, kind in {**COLUMNS, **ladder_columns(contexts)}.items()}
         tokens: dict[str, pyarrow.DataType] = {}
         if per_token is not None:
-            value, place = (pyarrow.float16() if per_token == "float16" else pyarrow.float32()), pyarrow.int32()
-            tokens = dict(zip(PER_TOKEN, map(pyarrow.list_, (value, value, place, place)), strict=True))
-        self.schema = pyarrow.schema({**_BEFORE, **column_types, **_BETWEEN, **scores, **_BEHIND, **tokens})
+            value, index = (pyarrow.float16() if per_token == "float16" else pyarrow.float32()), pyarrow.int32()
+            tokens = dict(zip(PER_TOKEN, map(pyarrow.list_, (value, value, index, index)), strict=True))
+        before_scores = {**_REF_COLUMNS, **column_types, **_TRUNCATED_COLUMN}
+        self.schema = pyarrow.schema({**before_scores, **scores, **_ERROR_COLUMN, **tokens})
         self.contexts = contexts
         self.per_token = per_token
         self.thresholds = {"alpha": alpha, "beta": beta}
@@ -64,7 +67,7 @@ class ScoreTable:
         else:
             row |= document_scores(scores, **self.thresholds, gamma=self.gamma)
             row |= ladder_scores(scores, self.contexts, **self.thresholds)
-            row |= self._per_token(scores)
+            row |= self._list_token_values(scores)
             self.tokens += len(scores.long)
         self._rows.append(row)
 
@@ -77,16 +80,16 @@ class ScoreTable:
         """Remove all rows."""
         self._rows, self.tokens = [], 0
 
-    def _per_token(self, scores: TokenScores) -> dict[str, Any]:
+    def _list_token_values(self, scores: TokenScores) -> dict[str, Any]:
         if self.per_token is None:
             return {}
-        # Null for missing values: token 0 is not scored, and the first short contexts are the whole context.
-        lsd = _null_before(scores.context_length + scores.stride, self._rounded(scores.long - scores.short))
-        lcl = _null_before(1, self._rounded(scores.long))
-        starts, ends = (place.numpy() for place in scores.offsets.int().unbind(-1))
+        # Missing values are null: the first token is not scored, and the first short contexts are the whole context.
+        lsd = _null_before(scores.context_length + scores.stride, self._round(scores.long - scores.short))
+        lcl = _null_before(1, self._round(scores.long))
+        starts, ends = (column.numpy() for column in scores.offsets.int().unbind(-1))
         return dict(zip(PER_TOKEN, (lsd, lcl, starts, ends), strict=True))
 
-    def _rounded(self, values: Tensor) -> Tensor:
+    def _round(self, values: Tensor) -> Tensor:
         if self.per_token == "float32":
             return values
         limit = float(np.finfo(np.float16).max)
@@ -97,14 +100,14 @@ def _null_before(start: int, values: Tensor) -> pyarrow.Array:
     return pyarrow.array(values.numpy(), mask=np.arange(len(values)) < start)
 
 
-def clashes(names: Sequence[str]) -> list[str]:
-    """Return the columns of a corpus whose names are those of scores."""
-    own = {*_BEFORE, *_BETWEEN, *_BEHIND, *COLUMNS, *PER_TOKEN, "text"}
-    return sorted(name for name in names if name in own or name.startswith("ladder_"))
+def find_reserved_names(names: Sequence[str]) -> list[str]:
+    """Return the columns of a corpus that have the name of a column of scores."""
+    reserved = {*_REF_COLUMNS, *_TRUNCATED_COLUMN, *_ERROR_COLUMN, *COLUMNS, *PER_TOKEN, "text"}
+    return sorted(name for name in names if name in reserved or name.startswith("ladder_"))
 
 
-def counts(table: pyarrow.Table) -> dict[str, int]:
-    """Count documents and tokens; the counts of a corpus are sums of these."""
+def count_rows(table: pyarrow.Table) -> dict[str, int]:
+    """Count documents and tokens; the counts of a corpus are the sums over its tables."""
     compute = pyarrow.compute
     left_out = compute.sum(compute.starts_with(table["error"], LEFT_OUT)).as_py() or 0
     return {

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_modules.functional import long_perplexity
 from lightning_modules.scoring.evaluator import Alternatives
-from lightning_modules.scoring.key_tokens import Tokens, evaluator_key_tokens, same_tokens
+from lightning_modules.scoring.key_tokens import Tokens, evaluator_key_tokens, match_tokens
 from lightning_modules.scoring.token_scores import TokenScores
 from lightning_modules.utilities.files import write_atomically
 from lightning_modules.visualization.page.payload import (
@@ -178,7 +178,7 @@ class Inspection:
     def _same_tokens(self) -> list[int] | None:
         """Return the evaluator's tokens, from first to beyond last, that the model reads too, and the model's first."""
         own = Tokens(self.scores.token_ids, self.scores.offsets)
-        if self.model is None or (same := same_tokens(own, self.model.tokens)) is None:
+        if self.model is None or (same := match_tokens(own, self.model.tokens)) is None:
             return None
         return [same[0].start, same[0].stop, same[1].start]
 

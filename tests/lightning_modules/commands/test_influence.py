@@ -223,7 +223,7 @@ def test_what_cannot_work_is_refused_before_anything_is_loaded(model_dir, texts,
 
 def test_weights_that_are_no_numbers_stop_the_run(model_dir, texts, monkeypatch):
     monkeypatch.setattr(
-        influence_trainer, "row_influence", lambda batch, *_, **__: torch.full(batch["labels"].shape, torch.nan)
+        influence_trainer, "compute_influence", lambda batch, *_, **__: torch.full(batch["labels"].shape, torch.nan)
     )
     with pytest.raises(FloatingPointError, match=r"sequence\(s\) \[0, 1\] are not finite.*evaluator_dtype"):
         run(model_dir, texts, texts / "nan")

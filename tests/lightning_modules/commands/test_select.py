@@ -15,7 +15,7 @@ from lightning_modules.batch import DocumentRef
 from lightning_modules.commands.cli.main import main
 from lightning_modules.commands.select import MEANS, meets_conditions, report, select, write_weights
 from lightning_modules.scoring.corpus.shards import SUCCESS, ScoreShards
-from lightning_modules.scoring.corpus.table import ScoreTable, clashes, counts
+from lightning_modules.scoring.corpus.table import ScoreTable, count_rows, find_reserved_names
 from lightning_modules.scoring.document_scorer import Failed
 from tests.lightning_modules.scoring.corpus.test_columns import make_scores
 
@@ -44,7 +44,7 @@ def scored(tmp_path):
         table.add(ref, Failed("broken") if number == 5 else scores)
         if place % 8 == 7:
             header = {"settings": {}, "source": module.source_settings(), "files": versions}
-            header["counts"] = counts(table.table())
+            header["counts"] = count_rows(table.table())
             shards.write(table.table(), header, 0)
             table.clear()
     return tmp_path
@@ -264,7 +264,7 @@ def test_bad_options(scored, tmp_path):
             select(scores, **options)
     with pytest.raises(ValueError, match="no scores"):
         select(str(tmp_path / "none"))
-    with pytest.raises(ValueError, match=r"a\.parquet' does not hold document scores"):
+    with pytest.raises(ValueError, match=r"a\.parquet' does not contain document scores"):
         select(str(scored / "corpus" / "x"))
 
 
@@ -291,7 +291,7 @@ def test_keys_that_are_not_one_line_are_named_and_do_not_stop_the_others(tmp_pat
 
 
 def test_columns_of_a_corpus_that_scores_have_too():
-    assert clashes(["source", "tokens", "ladder_x", "text"]) == ["ladder_x", "text", "tokens"]
+    assert find_reserved_names(["source", "tokens", "ladder_x", "text"]) == ["ladder_x", "text", "tokens"]
 
 
 def test_the_command(scored, capsys):

@@ -130,7 +130,7 @@ def test_the_rule_of_the_authors_in_score_and_validation(folders, tmp_path, capl
     document = encode_document(text, load_tokenizer(model))
     mask, _, coverage = callback.influence(document, 0, torch.device("cpu"))
     assert by_score["alignment"] == "authors"
-    assert coverage.shares().items() <= by_score.items()
+    assert coverage.fractions().items() <= by_score.items()
     assert int(mask.sum()) == by_score["key_tokens"]
     paper = score(str(tmp_path / "document.txt"), model, folders["byte_fallback"], **{**rule, "key_tokens": "paper"})
     assert paper["key_tokens"] != by_score["key_tokens"]
@@ -170,7 +170,7 @@ def test_validation_by_the_rule_of_the_authors_equals_their_raw_output(special, 
     settings = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = Trainer(accelerator="cpu", enable_checkpointing=False, callbacks=[callback], **settings)
     data = Documents(text, model, add_special_tokens=special)
-    with pytest.warns(UserWarning, match="key tokens came as spans of characters"):
+    with pytest.warns(UserWarning, match="key tokens were transferred as character spans"):
         (logged,) = trainer.validate(LongContextLM(model, **WINDOWS), data, verbose=False)
 
     assert logged["val/key_tokens"] == theirs["n_key_token"] > 3

@@ -98,7 +98,7 @@ def test_a_full_disk_costs_a_second_pass_and_not_the_run(model_dir, tmp_path, mo
     assert judge.scores(make_text(60)) is first
     assert "'a book' could not be stored" in caplog.text
     assert "(No space left on device)" in caplog.text
-    assert "Free some room" in caplog.text
+    assert "Free some space" in caplog.text
 
 
 def test_tokenizer_of_another_model(model_dir, tmp_path, other_tokenizer):
@@ -182,7 +182,7 @@ def test_too_little_memory_says_for_which_document(model_dir, monkeypatch):
     with pytest.raises(torch.OutOfMemoryError) as caught:
         judge.scores(make_text(60), name="a book")
     (note,) = caught.value.__notes__
-    assert f"'{model_dir}' was scoring 'a book'" in note
+    assert f"'{model_dir}' ran out of memory in 'a book'" in note
 
 
 def test_a_document_of_one_token_and_one_too_short_for_a_short_context(model_dir):

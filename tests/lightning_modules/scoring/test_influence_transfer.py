@@ -13,7 +13,7 @@ from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.loading import load_backbone
 from lightning_modules.models.tokenization.detokenization import TokenCharacters
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
-from lightning_modules.scoring.influence_transfer import Transfer, row_influence, same_ids
+from lightning_modules.scoring.influence_transfer import InfluenceTransfer, compute_influence, have_same_ids
 from tests.conftest import make_text, metaspace_tokenizer
 from tests.support import reference
 
@@ -37,9 +37,9 @@ def test_rows_without_short_contexts_are_not_scored(model_dir):
     batch = PackedBatch(
         input_ids=ids, labels=labels, position_ids=torch.arange(32)[None], document_boundaries=[[0, 32]]
     )
-    assert (row_influence(batch, backbone, context_length=16, stride=8, gamma=5.0) != 1).any()
+    assert (compute_influence(batch, backbone, context_length=16, stride=8, gamma=5.0) != 1).any()
     backbone.forward = None
-    assert torch.equal(row_influence(batch, backbone, **SETTINGS, gamma=5.0), torch.ones(1, 32))
+    assert torch.equal(compute_influence(batch, backbone, **SETTINGS, gamma=5.0), torch.ones(1, 32))
 
 
 @pytest.mark.parametrize("special", [False, True])
@@ -50,10 +50,10 @@ def test_weights_of_another_tokenizer_match_a_walk_over_the_characters(evaluator
         other.backend_tokenizer.post_processor = processors.TemplateProcessing(
             single="</s> $A", special_tokens=[("</s>", other.eos_token_id)]
         )
-    transfer = Transfer(TokenCharacters(tokenizer), other, add_special_tokens=special)
+    transfer = InfluenceTransfer(TokenCharacters(tokenizer), other, add_special_tokens=special)
     moved = 0
     for batch in packed(tokenizer):
-        found = transfer.row_influence(batch, judge, **SETTINGS, gamma=4.0)
+        found = transfer.compute_influence(batch, judge, **SETTINGS, gamma=4.0)
         for row, boundaries in enumerate(batch["document_boundaries"]):
             for start, stop in pairwise(boundaries):
                 ids = batch["input_ids"][row, start:stop]
@@ -79,9 +79,9 @@ def slow_transfer(ids, tokenizer, judge, other, special):
 
 def test_equal_ids_are_those_of_equal_vocabularies_and_rules(model_dir, tokenizer, other_tokenizer):
     again = load_tokenizer(str(model_dir))
-    assert same_ids(tokenizer, again)
+    assert have_same_ids(tokenizer, again)
     again.backend_tokenizer.post_processor = processors.ByteLevel()
-    assert same_ids(tokenizer, again), "which special tokens it would add does not matter"
+    assert have_same_ids(tokenizer, again), "which special tokens it would add does not matter"
     again.add_tokens(["new"])
-    assert not same_ids(tokenizer, again)
-    assert not same_ids(tokenizer, other_tokenizer)
+    assert not have_same_ids(tokenizer, again)
+    assert not have_same_ids(tokenizer, other_tokenizer)

@@ -23,7 +23,7 @@ from lightning_modules.scoring.key_tokens import (
     find_key_tokens,
     key_spans,
     measure_coverage,
-    move_soft_influence,
+    transfer_soft_influence,
 )
 from lightning_modules.scoring.token_scores import TokenScores
 from tests.support import reference
@@ -77,13 +77,13 @@ def test_the_same_tokens_keep_mask_and_influence_also_where_they_share_character
     soft = scores.soft_influence().double()
     assert torch.equal(find_key_tokens(scores, **THRESHOLDS).mask, key)
     assert torch.equal(find_key_tokens(scores, tokens, **THRESHOLDS).mask, key)
-    assert torch.equal(move_soft_influence(scores, tokens), soft)
-    assert move_soft_influence(scores, tokens).dtype == torch.float64
+    assert torch.equal(transfer_soft_influence(scores, tokens), soft)
+    assert transfer_soft_influence(scores, tokens).dtype == torch.float64
     special = Tokens(torch.cat([torch.tensor([0]), tokens.ids]), torch.cat([torch.zeros(1, 2).long(), tokens.offsets]))
     with_special = find_key_tokens(scores, special, **THRESHOLDS)
     assert with_special.alignment == "tokens"
     assert with_special.mask.tolist() == [False, *key.tolist()]
-    assert move_soft_influence(scores, special).tolist() == [0.0, *soft.tolist()]
+    assert transfer_soft_influence(scores, special).tolist() == [0.0, *soft.tolist()]
 
 
 def test_other_ids_or_other_characters_are_other_tokens():
@@ -93,7 +93,7 @@ def test_other_ids_or_other_characters_are_other_tokens():
         other = Tokens(torch.tensor(ids), torch.tensor(offsets))
         assert find_key_tokens(scores, other).alignment == "characters"
         influence = transfer_influence(scores.soft_influence(), scores.offsets, other.offsets)
-        assert torch.equal(move_soft_influence(scores, other), influence)
+        assert torch.equal(transfer_soft_influence(scores, other), influence)
 
 
 def test_a_unit_is_key_by_its_summed_likelihoods():
@@ -166,14 +166,14 @@ def test_how_tokens_cover_characters():
     tokens = Tokens(torch.arange(7), offsets)
     counts = coverage_of(offsets)
     assert counts == (0, 5, 2, 1, 0, 0, 0), "special tokens around the text do not count"
-    assert counts.shares() == {"tokens_sharing_characters": 0.4, "tokens_without_characters": 0.2}
+    assert counts.fractions() == {"tokens_sharing_characters": 0.4, "tokens_without_characters": 0.2}
     assert coverage_of(torch.zeros(3, 2, dtype=torch.int64)) == Coverage()
     scores = TokenScores("", "", 8, 4, torch.arange(2), torch.tensor([[0, 5], [4, 5]]), torch.zeros(2), torch.zeros(2))
     both = measure_coverage(tokens, scores, "characters")
     assert both == (1, 5, 2, 1, 2, 2, 0)
-    assert both.shares() | {"evaluator_tokens_sharing_characters": 1.0} == both.shares()
+    assert both.fractions() | {"evaluator_tokens_sharing_characters": 1.0} == both.fractions()
     assert add_coverage([both, counts, Coverage(1, 10)]) == (2, 20, 4, 2, 2, 2, 0)
-    assert Coverage().shares() == {"tokens_sharing_characters": 0.0, "tokens_without_characters": 0.0}
+    assert Coverage().fractions() == {"tokens_sharing_characters": 0.0, "tokens_without_characters": 0.0}
 
 
 def test_a_warning_where_characters_decide_and_many_tokens_share_them():
@@ -194,7 +194,7 @@ def test_scores_known_from_a_floor_on_answer_no_lower_threshold():
     scores = TokenScores("", "", 8, 4, *tokens, torch.zeros(2), torch.zeros(2), floor=-2.0)
     assert find_key_tokens(scores, tokens, beta=-2.0).alignment == "tokens"
     for ask in (find_key_tokens, key_spans):
-        with pytest.raises(ValueError, match=r"`beta` of -2\.0 or above, got -2\.5"):
+        with pytest.raises(ValueError, match=r"`beta` of -2\.0 or above only, got -2\.5"):
             ask(scores, beta=-2.5)
 
 

@@ -117,7 +117,7 @@ def test_tokenizer_that_is_not_the_models(files, evaluator_dir, tmp_path, tokeni
     tiny_model("llama", 100).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     message = fails(["score", *files, "--model", str(tmp_path / "model"), "--evaluator", str(evaluator_dir)], capsys)
-    assert "embedding of 100 tokens" in message
+    assert "embedding has 100 tokens" in message
 
 
 @pytest.mark.parametrize("max_tokens", [None, 90])
@@ -141,7 +141,7 @@ def test_evaluator_and_model_in_one_share_the_long_pass(files, model_dir, tmp_pa
     long_passes = sum(length > 64 for length in passes)
     shared = run(evaluator_add_special_tokens=False)
     assert sum(length > 64 for length in passes) == long_passes - 2
-    monkeypatch.setattr(score_module, "_shared_pass", lambda *_: None)
+    monkeypatch.setattr(score_module, "_reuse_long_pass", lambda *_: None)
     expected = run(evaluator_add_special_tokens=False)
     for name in ("longppl", "perplexity"):
         assert shared[name] == pytest.approx(expected[name], rel=1e-6)

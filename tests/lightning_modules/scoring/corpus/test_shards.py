@@ -120,7 +120,7 @@ def test_files_that_are_no_shards(tmp_path):
     with pytest.raises(ValueError, match=r"part-.*damaged.*Delete it"):
         shards.existing_scores()
     pyarrow.parquet.write_table(table(("a", 1)), path)
-    with pytest.raises(ValueError, match="does not hold document scores"):
+    with pytest.raises(ValueError, match="does not contain document scores"):
         shards.existing_scores()
     with pytest.raises(ValueError, match="no column 'x'"):
         shards.schema(["file", "x"])
@@ -128,5 +128,5 @@ def test_files_that_are_no_shards(tmp_path):
 
 def test_settings_are_compared_by_name():
     check_settings({"a": [1, 2], "b": None}, {"a": (1, 2), "b": None}, "here")
-    with pytest.raises(ValueError, match=r"'here'.*`a` was 1 and is 2; `b` was None and is 'x'\. Name another folder"):
+    with pytest.raises(ValueError, match=r"'here'.*`a` was 1 and is 2; `b` was None and is 'x'\. Use another folder"):
         check_settings({"a": 1, "c": 3}, {"a": 2, "b": "x", "c": 3}, "here")

@@ -132,7 +132,7 @@ def test_tokenizer_that_is_not_the_models(file, evaluator_dir, tmp_path, tokeniz
     tiny_model("llama", 100).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     command = ["inspect", file, "--model", str(tmp_path / "model"), "--evaluator", str(evaluator_dir)]
-    assert "embedding of 100 tokens" in fails(command, capsys)
+    assert "embedding has 100 tokens" in fails(command, capsys)
 
 
 def test_a_text_that_is_no_unicode_is_refused(evaluator_dir):
