@@ -1,17 +1,25 @@
-"""Two processes for a whole run, and a limit on the CPU time of tests that are not marked slow.
+"""Two processes for a whole run, a limit on the CPU time of quick tests, and results of the release tests.
 
-``pytest`` alone runs the quick tier, ``pytest -m "not long"`` also the slow one, and ``pytest -m long`` the gates that
-take minutes. `.ci/run` enforces the limit (``--enforce-limit``), so that the quick tier stays quick.
+``pytest`` alone runs the quick tier, ``pytest -m "not long"`` also the slow one, and ``pytest -m long`` the release
+tests, which take minutes. `.ci/run` enforces the limit (``--enforce-limit``), so that the quick tier stays quick.
 """
 
 import importlib
+import json
+import platform
 import resource
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
 LIMIT = 3.0
 """CPU seconds of a test that is not marked slow, without its fixtures: three times what it should take, because a busy
 machine needs more for the same work."""
+
+GATES = {}
+"""Outcome, seconds and measured values of each `long` test of this run."""
 
 IMPORTED_LATE = (
     "datasets",
@@ -28,6 +36,9 @@ IMPORTED_LATE = (
 
 def pytest_addoption(parser):
     parser.addoption("--enforce-limit", action="store_true", help=f"fail tests above {LIMIT} CPU s not marked slow")
+    parser.addoption(
+        "--gates-json", type=Path, help="file for the results of `long` tests (benchmarks/results/gates.json)"
+    )
 
 
 def pytest_xdist_auto_num_workers(config):
@@ -58,8 +69,11 @@ def pytest_collection_modifyitems(items):
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
     before = _cpu_seconds()
-    yield
-    used = _cpu_seconds() - before
+    try:
+        yield
+    finally:
+        used = _cpu_seconds() - before
+        item.user_properties.append(("cpu_seconds", round(used, 1)))
     if item.config.getoption("--enforce-limit") and used > LIMIT and not item.get_closest_marker("slow"):
         pytest.fail(f"The test took {used:.1f} CPU s, above the limit of {LIMIT}: mark it `slow`, or make it cheaper.")
 
@@ -67,3 +81,56 @@ def pytest_runtest_call(item):
 def _cpu_seconds():
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def pytest_runtest_logreport(report):
+    if report.when == "call" and "long" in report.keywords:
+        measured = dict(report.user_properties)
+        GATES[report.nodeid] = {
+            "outcome": report.outcome,
+            "seconds": round(report.duration, 1),
+            "cpu_seconds": measured.pop("cpu_seconds"),
+            "measured": measured,
+        }
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Write the results of the release tests to a file, which keeps those of earlier runs."""
+    if not GATES:
+        return
+    from benchmarks import results
+
+    path = config.getoption("--gates-json") or results.FOLDER / "gates.json"
+    others = ["--", ".", ":!benchmarks/results", ":!benchmarks/RESULTS.md"]
+    if path.parent == results.FOLDER and results._git("status", "--porcelain", "--untracked-files=no", *others):
+        terminalreporter.write_line(f"{path.name} is not written: commit or stash your changes first.")
+        return
+    run = {
+        "commit": results._git("rev-parse", "HEAD"),
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": results.describe_machine(),
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in results.LIBRARIES}},
+    }
+    gates = json.loads(path.read_text())["gates"] if path.exists() else {}
+    gates |= {name: {**gate, **run} for name, gate in GATES.items()}
+    names = ("outcome", "seconds", "cpu_seconds", "measured", "commit")
+    rows = [[test, *(_as_text(gate[name]) for name in names)] for test, gate in sorted(gates.items())]
+    content = {
+        "title": "Release tests",
+        "command": "python -m pytest -m long -n 0",
+        **run,
+        "data": None,
+        "remark": "Tests that take minutes, each with the commit of its last run. Machine and versions: the last run.",
+        "output": [{"head": ["test", "outcome", "seconds", "CPU s", "measured", "commit"], "rows": rows}],
+        "gates": gates,
+    }
+    path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    terminalreporter.write_line(
+        f"The results of {len(GATES)} release tests are in {path}. `python benchmarks/results.py render` reports them."
+    )
+
+
+def _as_text(value):
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {number}" for name, number in value.items())
+    return value[:10] if isinstance(value, str) else str(value)

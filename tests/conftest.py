@@ -48,12 +48,17 @@ def byte_level_tokenizer(corpus, vocab_size=400):
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
 
 
-def metaspace_tokenizer(corpus, vocab_size=250):
-    """Like Llama-2's: spaces belong to the word behind them."""
+def metaspace_tokenizer(corpus, vocab_size=340):
+    """Like Llama-2's: spaces belong to the word behind them. It knows every ASCII character."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
     tokenizer.decoder = decoders.Metaspace(prepend_scheme="never")
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=["<unk>", "</s>"], show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<unk>", "</s>"],
+        initial_alphabet=[chr(code) for code in range(ord("!"), 127)],
+        show_progress=False,
+    )
     tokenizer.train_from_iterator(corpus, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>")
 
@@ -110,7 +115,8 @@ def model_dir(tmp_path_factory, tokenizer):
 @pytest.fixture(scope="session")
 def evaluator_dir(tmp_path_factory, other_tokenizer):
     folder = tmp_path_factory.mktemp("evaluator")
-    tiny_model("qwen2", len(other_tokenizer), seed=2).save_pretrained(folder)
+    # Not Qwen2: transformers would replace the stored tokenizer of such a folder by Qwen2's, of other tokens.
+    tiny_model("qwen3", len(other_tokenizer), seed=2, head_dim=8).save_pretrained(folder)
     other_tokenizer.save_pretrained(folder)
     return folder
 

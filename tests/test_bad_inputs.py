@@ -435,7 +435,7 @@ def test_another_tokenizer_with_fewer_tokens(place, tmp_path, evaluator_dir, mon
     words += ["--data.tokenizer", evaluator_dir, "--trainer.default_root_dir", tmp_path]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["longce", *map(str, words)])
-    with pytest.warns(UserWarning, match=r"of the 251 tokens of the data's tokenizer '.*' are others"):
+    with pytest.warns(UserWarning, match=r"of the 340 tokens of the data's tokenizer '.*' are others"):
         main([*map(str, words)])
 
 

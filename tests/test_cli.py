@@ -171,8 +171,8 @@ original = InfluenceWriter.write
 def write(self, *arguments):
     original(self, *arguments)
     if len(self.rows) - len(self.remaining()) == 3:
-        self._own_journal.write(b"half a row")
-        self._own_journal.flush()
+        with self._own_journal.open("ab") as file:
+            file.write(b"half a row")
         os.kill(os.getpid(), signal.SIGKILL)
 InfluenceWriter.write = write
 main()

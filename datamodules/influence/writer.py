@@ -85,9 +85,10 @@ class InfluenceWriter:
         records["row"] = numbers
         records["weights"] = narrow(weights, self.made_from["gamma"])
         records["checksum"] = [_record_checksum(record) for record in records]
-        self._own_journal.write(records.tobytes())
-        self._own_journal.flush()
-        os.fsync(self._own_journal.fileno())
+        with self._own_journal.open("ab") as file:
+            file.write(records.tobytes())
+            file.flush()
+            os.fsync(file.fileno())
 
     def finish(self) -> bool:
         """Make the store if all rows are there, in one process when the others are done; return whether it is there."""
@@ -137,10 +138,11 @@ class InfluenceWriter:
                     yield int(record["row"]), record["weights"]
 
     @cached_property
-    def _own_journal(self) -> BinaryIO:
-        descriptor, _ = create_file(self.folder, "rows-", ".journal")
+    def _own_journal(self) -> Path:
+        descriptor, path = create_file(self.folder, "rows-", ".journal")
+        os.close(descriptor)
         to_disk(self.folder)
-        return os.fdopen(descriptor, "wb")
+        return path
 
     def _prepare_folder(self) -> None:
         if not self.folder.is_dir():

@@ -45,8 +45,10 @@ def _use_loopback(trainer: Trainer) -> None:
         return
     wanted = os.environ.get("MASTER_PORT", "0")
     try:
-        server = socket.create_server((LOOPBACK, int(wanted)))
-    except (ValueError, OverflowError, OSError) as error:
+        if not 0 <= (port := int(wanted)) < 2**16:
+            raise ValueError(wanted)
+        server = socket.create_server((LOOPBACK, port))
+    except (ValueError, OSError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not a port number"
         raise ValueError(
             f"`MASTER_PORT` is {wanted!r}, which cannot be used: {reason}. Unset it to use any free port, or set"

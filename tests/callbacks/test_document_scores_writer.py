@@ -489,5 +489,7 @@ def test_the_same_rows_by_several_processes_and_after_kills():
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_the_same_rows_after_many_kills():
-    check_outcome(outcome(5), 5)
+def test_the_same_rows_after_many_kills(record_property):
+    found = outcome(5)
+    record_property("documents at the kills", found["killed at"])
+    check_outcome(found, 5)

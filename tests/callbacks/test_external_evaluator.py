@@ -21,6 +21,9 @@ from lightning_modules.scoring.key_tokens import key_spans
 from tests.conftest import make_text
 from tests.support.texts import write_key_spans
 
+# One of the texts is too short for a key token.
+pytestmark = pytest.mark.filterwarnings(r"ignore:\d of \d val documents have no key token")
+
 SETTINGS = {"context_length": 48, "stride": 16, "alpha": 0.5, "beta": -6.0}
 TEXTS = [make_text(70, seed=1), make_text(90, seed=2), "too short", make_text(80, seed=3)]
 

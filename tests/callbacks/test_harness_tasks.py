@@ -40,6 +40,7 @@ def make_trainer(callback, tmp_path, **settings):
         enable_progress_bar=False,
         enable_model_summary=False,
         enable_checkpointing=False,
+        log_every_n_steps=1,
         default_root_dir=tmp_path,
         **settings,
     )
@@ -73,6 +74,7 @@ def test_logs_what_the_tasks_give(model_dir, task_dir, tmp_path, rows, stage):
     assert json.loads(lines[0])["arguments"]
 
 
+@pytest.mark.filterwarnings("ignore:The model has dropout")  # to see that the random states are kept
 def test_training_goes_on_as_if_nobody_had_asked(model_dir, task_dir, tmp_path, rows, monkeypatch):
     steps = []
     monkeypatch.setattr(

@@ -21,6 +21,9 @@ from lightning_modules.visualization.tensorboard.sums import PositionSums
 from tests.conftest import make_text
 from tests.support.texts import write_key_spans
 
+# One of the texts is too short for a key token.
+pytestmark = pytest.mark.filterwarnings(r"ignore:\d of \d val documents have no key token")
+
 LENGTHS = {"context_length": 48, "stride": 16}
 JUDGED = {**LENGTHS, "alpha": 0.5, "beta": -6.0}
 TEXTS = [

@@ -17,6 +17,8 @@ from lightning_modules.tasks.evaluation.summary import summarize
 from tests.conftest import make_text
 from tests.support.toy_tasks import GUESS, SEVERAL
 
+pytestmark = pytest.mark.filterwarnings("ignore:The model has dropout")  # which shows that random states are kept
+
 TASKS = {"tasks": [GUESS, SEVERAL], "lengths": [48, 64], "samples": 2}
 
 

@@ -19,7 +19,7 @@ class OwnEvaluator(ExternalEvaluator):
 
 
 def check(model_dir, tmp_path, *callbacks, stage="validate"):
-    trainer = Trainer(accelerator="cpu", logger=False, callbacks=list(callbacks), default_root_dir=tmp_path)
+    trainer = Trainer(accelerator="cpu", max_epochs=1, callbacks=list(callbacks), default_root_dir=tmp_path)
     loader = torch.utils.data.DataLoader([0])
     getattr(trainer, stage)(NeverBuilt(str(model_dir), context_length=48), loader)
 

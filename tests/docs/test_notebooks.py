@@ -81,7 +81,7 @@ def test_fine_tune_with_longce(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_key_tokens_in_full(tmp_path):
+def test_key_tokens_in_full(tmp_path, record_property):
     output = run("key_tokens", tmp_path)
     kinds = dict(re.findall(r"^(none|within the short context|128\+ tokens back) .* (\d+)$", output, re.MULTILINE))
     far, others = int(kinds.pop("128+ tokens back")), sum(map(int, kinds.values()))
@@ -92,16 +92,19 @@ def test_key_tokens_in_full(tmp_path):
     assert counts[-1] < counts[0]
     models = numbers(r"^corpus of 1 +[\d,]+ +\d+ +([\d.]+) +([\d.]+)$", output)
     (early, early_all), _, (last, last_all) = models
+    record_property("LongPPL", [early, last])
+    record_property("perplexity", [early_all, last_all])
     assert early / last > 20
     assert early_all / last_all < 5
 
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_fine_tune_with_longce_in_full(tmp_path):
+def test_fine_tune_with_longce_in_full(tmp_path, record_property):
     output = run("fine_tune_with_longce", tmp_path)
     steps = numbers(r"^step (\d+) +([\d.]+) +([\d.]+)$", output)
     longppl, perplexity = steps[: len(steps) // 2], steps[len(steps) // 2 :]
+    record_property("LongPPL of CE and LongCE, first and last", [longppl[0][1:], longppl[-1][1:]])
     assert longppl[-1][2] < longppl[0][2] / 3
     assert perplexity[-1][2] > perplexity[1][2] / 1.5, "hardly moves once the model is used to longer rows"
     models = dict(re.findall(r"^(base|CE|LongCE) +([\d.]+)", output, re.MULTILINE))

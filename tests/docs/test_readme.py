@@ -86,6 +86,8 @@ class Reading(NamedTuple):
     elsewhere: str = ""
 
 
+LONGER_THAN_THE_MODEL = pytest.mark.filterwarnings("ignore:A document of .* tokens is longer than the 4096 positions")
+
 SCORED = r"(?s)LongPPL +perplexity.*corpus of"
 CHECKPOINT = "runs/longce/VERSION/checkpoints/last.ckpt"
 TRAINED = Reading(
@@ -244,6 +246,7 @@ def stand_in(words, replaced):
 
 
 @pytest.mark.slow
+@LONGER_THAN_THE_MODEL
 @pytest.mark.parametrize("command", [pytest.param(command, id=command[:60]) for command in all_commands()])
 def test_command(command, reader, request):
     reading = COMMANDS.get(command)
@@ -286,6 +289,7 @@ def given():
     return {"long": long, "short": long - torch.tensor([[0.0, 3.0, 3.0, 0.0]]), "log_likelihood": long}
 
 
+@LONGER_THAN_THE_MODEL
 @pytest.mark.parametrize("block", python_blocks())
 def test_python_block(block, reader):
     names = given()

@@ -34,7 +34,10 @@ def test_what_faults_leave_behind():
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_what_all_faults_leave_behind():
+def test_what_all_faults_leave_behind(record_property):
     rows = outcome("5")
+    record_property("faults", len(rows))
+    record_property("trials", sum(int(trials) for _, trials, *_ in rows))
+    record_property("wrong", sum(int(wrong) for _, _, wrong, *_ in rows))
     assert len(rows) > 15
     assert all(wrong == "0" for _, _, wrong, *_ in rows)

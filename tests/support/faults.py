@@ -418,10 +418,10 @@ if __name__ == "__main__":
 
 
 class Evil:
-    """Creates the file ``marker`` when it is unpickled."""
+    """Creates the folder ``marker`` when it is unpickled."""
 
     def __init__(self, marker):
         self.marker = str(marker)
 
     def __reduce__(self):
-        return (open, (self.marker, "w"))
+        return (os.mkdir, (self.marker,))

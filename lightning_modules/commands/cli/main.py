@@ -7,6 +7,8 @@ import warnings
 from collections.abc import Sequence
 from importlib.metadata import version
 
+import jsonargparse
+
 from lightning_modules.commands.cli.config_files import check_config_files, rename_old_paths, use_checked_yaml
 from lightning_modules.commands.cli.errors import stop_with
 from lightning_modules.commands.cli.registry import COMMANDS, run_experiment
@@ -59,6 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(2)
     try:
         use_checked_yaml()
+        # Even an empty list makes jsonargparse enforce its own (`os`, `subprocess`, ..), as its version 5 always does.
+        jsonargparse.set_parsing_settings(import_path_denylist=[])
         check_config_files(arguments)
         with user_modules():
             COMMANDS.get(arguments[0], run_experiment)(arguments)

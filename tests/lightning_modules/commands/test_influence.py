@@ -139,6 +139,7 @@ def test_complete_weights_are_not_computed_again(own, model_dir, texts, monkeypa
     assert f"--data.influence {own} --model.objective StoredInfluence --model.objective.gamma 4\n" in printed
 
 
+@pytest.mark.filterwarnings("ignore:14% of the tokens .* are unknown to the tokenizer")
 def test_an_evaluator_with_another_tokenizer(model_dir, evaluator_dir, texts):
     run(model_dir, texts, texts / "other", evaluator=evaluator_dir)
     header = InfluenceStore(texts / "other").header

@@ -114,6 +114,7 @@ def test_names_and_patterns_that_fit_are_taken_as_peft_takes_them():
     assert ranks == [[2, None], [4, 3]]
 
 
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 @pytest.mark.parametrize("targets", [["q_proj", "lm_head"], ["embed_tokens"], r".*(q_proj|lm_head)"])
 def test_low_rank_adapters_of_a_tied_head_are_refused(targets):
     """peft 0.21 gives embedding and head parameters of their own in the same memory, until the model is moved."""
@@ -122,6 +123,7 @@ def test_low_rank_adapters_of_a_tied_head_are_refused(targets):
     add_adapters(tiny_model("llama", VOCABULARY), {"r": 2, "target_modules": targets})
 
 
+@pytest.mark.filterwarnings("ignore:You have requested `ensure_weight_tying`")
 def test_a_tied_head_that_peft_would_leave_behind_is_refused():
     with pytest.raises(ValueError, match="would train the embedding alone"):
         add_adapters(tiny_model("gpt_neox", VOCABULARY, tie_word_embeddings=True), ALL)
@@ -341,6 +343,7 @@ def test_a_checkpoint_is_read_again_under_every_precision(folder, tmp_path, prec
         torch.testing.assert_close(parameter.to(trained[name].dtype), trained[name], rtol=0, atol=0)
 
 
+@pytest.mark.filterwarnings("ignore:The model has dropout", "ignore:You're resuming from a checkpoint that ended")
 def test_adapters_that_would_count_otherwise_are_refused(folder, tmp_path):
     lora, path = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}, str(tmp_path / "a.ckpt")
     fit(tmp_path, lm(folder, lora=lora)).save_checkpoint(path)

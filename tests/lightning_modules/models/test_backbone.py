@@ -139,7 +139,7 @@ def test_packed_equals_separate_in_every_mode(attention, training, batch_size, c
     """Rows as `best_fit` makes them: of several documents, some with padding behind the last border."""
     scorer = Backbone(build("llama", attention).train(training))
     if checkpointing:
-        scorer.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        scorer.model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     assert scorer.model.config.use_cache  # the default, which would let documents see each other
     rows = [documents(9, 1, 14), documents(17, 7, seed=1), documents(20, seed=2), documents(2, 3, 5, 10, seed=3)]
     packed_ll, packed_gradients = log_likelihood_and_gradients(scorer, packed(*rows[:batch_size], length=25))
@@ -157,7 +157,7 @@ def test_packed_equals_separate_in_every_mode(attention, training, batch_size, c
 
 def test_a_document_cannot_change_the_one_behind_it_not_even_by_gradient():
     scorer = Backbone(build("llama").train())
-    scorer.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    scorer.model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     gradients = []
     for first in documents(9, 9, seed=3):
         batch = packed([first, documents(12)[0]])

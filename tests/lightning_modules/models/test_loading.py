@@ -67,7 +67,7 @@ def test_gradient_checkpointing_and_lora(model_dir):
     trainable = [name for name, parameter in backbone.named_parameters() if parameter.requires_grad]
     assert trainable
     assert all("lora_" in name for name in trainable)
-    assert backbone.base_model.is_gradient_checkpointing
+    assert backbone.base_model.is_activation_checkpointing
 
 
 def test_attention_is_said_in_the_log(model_dir, caplog):

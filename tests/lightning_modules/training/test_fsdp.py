@@ -178,6 +178,7 @@ def test_if_one_process_cannot_write_none_waits_and_the_old_checkpoint_stays(two
     assert [results["one cannot write"] for results in two] == [None, None]
 
 
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks")
 def test_one_file_of_divided_weights_is_like_any_other(two, setup, root):
     """It holds what is trained only; one process reads it and goes on."""
     path = root / "parts False" / "third.ckpt"

@@ -190,16 +190,21 @@ def test_help(capsys):
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-def test_the_claims_hold_with_margin(tmp_path):
+def test_the_claims_hold_with_margin(tmp_path, record_property):
     """Gates against regressions; where a rule of `verdicts` holds by little, its margin is smaller here."""
     reproduce_miniature(str(tmp_path))
     numbers = json.loads((tmp_path / "numbers.json").read_text())["experiments"]
     (seed,) = numbers["A"]["seeds"]
     spearman = {metric: found["spearman"] for metric, found in seed["correlations"]["trained"].items()}
+    record_property("Spearman of LongPPL", spearman["longppl"])
+    record_property("Spearman of perplexity", spearman["perplexity"])
     assert spearman["longppl"] <= -0.80
     assert abs(spearman["longppl"]) - abs(spearman["perplexity"]) >= 0.3
     gains = [pair["gain_at_equal"]["steps"] for pair in numbers["B"]["pairs"]]
+    record_property("gain of LongCE", sum(gains) / len(gains))
     assert sum(gains) / len(gains) > 0.02
     rules = numbers["C"]["rules"]
+    record_property("precision by LSD and LCL", rules["LSD and LCL"]["precision"])
+    record_property("precision by LSD", rules["LSD"]["precision"])
     assert rules["LSD and LCL"]["precision"] >= 0.75
     assert rules["LSD and LCL"]["precision"] - rules["LSD"]["precision"] >= 0.2

@@ -26,7 +26,7 @@ def config(architecture, layers):
 def model(settings, dtype, lora=None, checkpointing=False):
     result = AutoModelForCausalLM.from_config(settings, attn_implementation="sdpa", dtype=dtype)
     if checkpointing:
-        result.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        result.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     if lora is not None:
         result = get_peft_model(result, LoraConfig(task_type="CAUSAL_LM", **lora))
     result.get_input_embeddings().weight.requires_grad_()

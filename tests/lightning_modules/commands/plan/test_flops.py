@@ -42,7 +42,7 @@ def backbone(config, lora=None, checkpointing=False):
     config._experts_implementation = "eager"
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     if checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     if lora is not None:
         model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **lora))
     model.get_input_embeddings().weight.requires_grad_()

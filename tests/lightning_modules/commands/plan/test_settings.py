@@ -53,7 +53,7 @@ def test_everything_is_found(read, model_dir, evaluator_dir):
     assert (training.checkpointing, training.moments, training.step_copy) == ("none", 2, True)
     assert training.gradient_copy
     evaluator = experiment.evaluator
-    assert (evaluator.name, evaluator.config.model_type) == (str(evaluator_dir), "qwen2")
+    assert (evaluator.name, evaluator.config.model_type) == (str(evaluator_dir), "qwen3")
     assert (evaluator.context_length, evaluator.stride) == (24, 12)
     assert (experiment.window_share, experiment.stored_influence, experiment.notes) == (1.0, False, ())
     assert experiment.validation_documents == 5

@@ -65,7 +65,7 @@ def test_other_settings_and_missing_data_are_refused_before_the_model_is_loaded(
         evaluate(str(model_dir), str(tmp_path / "out"), tasks=["letter"], **{**options, "limit": 3})
     with pytest.raises(ValueError, match="is of another run: limit=2"):
         evaluate(str(model_dir), str(tmp_path / "out"), tasks=["both"], **{**options, "limit": 3})
-    with pytest.raises(SystemExit) as stopped:
+    with pytest.raises(SystemExit) as stopped, pytest.warns(UserWarning, match="use `longce evaluate`"):
         main(["harness", "--model", str(model_dir), "--tasks", "short", "--output", str(tmp_path / "other")])
     assert stopped.value.code == 2
     assert "'cais/mmlu'" in (said := capsys.readouterr().err)

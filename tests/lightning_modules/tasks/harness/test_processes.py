@@ -60,10 +60,11 @@ def in_each_process(rank, world_size, model_dir, task_dir, expected):
 
 @pytest.mark.long  # processes are exchanged with in `tasks.evaluation`, too
 @pytest.mark.slow
-def test_two_processes_find_what_one_finds(model_dir, task_dir):
+def test_two_processes_find_what_one_finds(model_dir, task_dir, record_property):
     backbone = load_backbone(ModelConfig(str(model_dir), dtype="float64")).eval()
     passes = []
     backbone.decoder.register_forward_hook(lambda *_: passes.append(1))
     with torch.no_grad():
         found = ask(backbone, str(model_dir), str(task_dir))
+    record_property("forward passes", len(passes))
     run_distributed(in_each_process, str(model_dir), str(task_dir), {"found": found, "passes": len(passes)})

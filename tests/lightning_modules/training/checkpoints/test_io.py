@@ -239,7 +239,8 @@ def test_loading_maps_the_file(tmp_path):
 
 
 def memory():
-    return int(next(line for line in open("/proc/self/status") if line.startswith("VmRSS")).split()[1]) << 10
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("VmRSS")).split()[1]) << 10
 
 
 def test_code_runs_only_where_that_is_asked_for(tmp_path):

@@ -48,6 +48,7 @@ def logits(model):
     return model(IDS).logits
 
 
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 @pytest.mark.parametrize(
     ("lora", "tied", "stays_tied"),
     [
@@ -148,6 +149,7 @@ def test_adapters_on_half_precision_weights_are_exported_in_one_type_and_exactly
     torch.testing.assert_close(logits(loaded), logits(model.float()), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed")
 def test_adapters_that_cannot_be_merged_alone_are_refused(tmp_path):
     experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     model = adapted(model_type="mixtral", target_modules=["q_proj"], target_parameters=experts)

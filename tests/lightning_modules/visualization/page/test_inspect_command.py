@@ -49,7 +49,7 @@ def test_command_writes_the_page_of_the_evaluators_scores(file, model_dir, evalu
 
 def test_alternatives_are_those_of_the_model(file, evaluator_dir):
     text = Path(file).read_text(encoding="utf-8")
-    inspection = inspect_document(text, str(evaluator_dir), alternatives=3, **SETTINGS)
+    inspection = inspect_document(text, str(evaluator_dir), alternatives=20, **SETTINGS)
     assert isinstance(inspection.alternatives, Alternatives)
     long, scores = inspection.alternatives.long, inspection.scores
     own = long.token_ids == inspection.scores.token_ids.unsqueeze(-1)
