@@ -247,8 +247,8 @@ def stand_in(words, replaced):
 
 @pytest.mark.slow
 @LONGER_THAN_THE_MODEL
-@pytest.mark.filterwarnings("ignore:.*no key token", "ignore:`longce harness` is deprecated")  # the models are random
 @pytest.mark.parametrize("command", [pytest.param(command, id=command[:60]) for command in all_commands()])
+@pytest.mark.filterwarnings("ignore:.*no key token", "ignore:`longce harness` is deprecated")  # the models are random
 def test_command(command, reader, request):
     reading = COMMANDS.get(command)
     if reading is None:
