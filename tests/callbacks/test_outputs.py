@@ -160,7 +160,7 @@ def test_the_model_goes_on_unchanged_after_its_export(base, documents, tmp_path,
 
 
 @pytest.mark.parametrize(
-    ("options", "message"), [({"legacy_rope_keys": True}, "EABF"), ({"adapters": "kept"}, "the model has none")]
+    ("options", "message"), [({"legacy_rope_keys": True}, "EABF"), ({"adapters": "kept"}, "the model has no adapters")]
 )
 def test_what_the_model_does_not_allow_is_refused_before_training(base, documents, tmp_path, options, message):
     module = make_module(base, lora=None)

@@ -1,4 +1,4 @@
-"""What an export is to be like; importable without torch."""
+"""Options of an export; importable without torch."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,15 +6,15 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """The choices of an export.
+    """Options of an export.
 
     Args:
-        adapters: ``merged`` into the weights, or ``kept`` apart, with the base model's config in ``base/``.
-        dtype: Of the weights of a whole model: ``auto`` is that of `model.dtype`, to which merged adapters are rounded;
-            ``float32`` rounds nothing, ``bfloat16`` halves the files.
-        legacy_rope_keys: Write ``rope_theta`` and ``rope_scaling`` for transformers 4 beside ``rope_parameters``;
-            refused where they would not make it right.
-        eabf_as_abf: Export a model trained with EABF as plain ABF, which every reader computes: logits then differ
+        adapters: ``merged`` into the weights, or ``kept`` separate, with the base model's config in ``base/``.
+        dtype: Dtype of a merged model's weights: ``auto`` is that of `model.dtype`, to which merged weights are
+            rounded; ``float32`` avoids rounding, ``bfloat16`` halves the files.
+        legacy_rope_keys: Also write ``rope_theta`` and ``rope_scaling`` for transformers 4; an error if it would
+            compute other results with them.
+        eabf_as_abf: Export a model trained with EABF as plain ABF, which all programs support; logits then differ
             beyond the original length.
     """
 
@@ -25,9 +25,11 @@ class ExportOptions:
 
     def __post_init__(self) -> None:
         if self.kept and self.dtype != "auto":
-            raise ValueError(f"`dtype: {self.dtype}` is for merged models: leave it out, adapters stay as trained.")
+            raise ValueError(
+                f"`dtype: {self.dtype}` is for merged models only: leave it out, adapters keep their dtype."
+            )
 
     @property
     def kept(self) -> bool:
-        """Whether adapters stay apart."""
+        """Return whether adapters are kept separate."""
         return self.adapters == "kept"
