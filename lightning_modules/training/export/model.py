@@ -169,7 +169,7 @@ def check_replaceable(folder: Path) -> None:
         written = set()
     if added := sorted(files - written):
         raise ValueError(
-            f"`output_dir` of the export, '{folder}', exists and is not just an earlier export (it contains"
+            f"`output_dir` of the export, '{folder}', exists and is not an earlier export without changes (it contains"
             f" '{added[0]}'): give a new folder, or remove this one."
         )
 

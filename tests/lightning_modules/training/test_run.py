@@ -105,7 +105,7 @@ def test_going_back_is_refused_while_later_checkpoints_would_win(tmp_path):
     identity = start(tmp_path)
     early, late = save(tmp_path, 8, identity), save(tmp_path, 12, identity)
     with pytest.raises(
-        ValueError, match=r"goes back to step 8, and '.*step-12.ckpt' of step 12 would still be the newest"
+        ValueError, match=r"goes back to step 8, but '.*step-12.ckpt' of step 12 would still be the newest"
     ):
         start(tmp_path, early, named=True)
     late.write_bytes(late.read_bytes()[:-50])

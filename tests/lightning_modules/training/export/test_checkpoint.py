@@ -221,6 +221,6 @@ def test_the_web_and_other_folders_are_refused_before_anything_is_read(tmp_path)
         export_checkpoint("https://example.org/a.ckpt", str(tmp_path / "out"))
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("keep")
-    with pytest.raises(ValueError, match="not an earlier export"):
+    with pytest.raises(ValueError, match="not an earlier export without changes"):
         export_checkpoint("https://example.org/a.ckpt", str(tmp_path / "out"))
     assert (tmp_path / "out" / "thesis.tex").read_text() == "keep"

@@ -125,7 +125,7 @@ def test_the_lines_of_the_card_load_the_model(base, code, tmp_path, monkeypatch,
         (lambda: tiny_model(), {}, {"adapters": "kept"}, "`adapters: kept`: the model has no adapters"),
         (adapted, {}, {"adapters": "kept"}, "did not come from a hub id or folder"),
         (lambda: adapted(init_lora_weights="pissa"), {"base_model": "a/b"}, {"adapters": "kept"}, "'merged'"),
-        (adapted, {}, {"eabf_as_abf": True}, "is 'default' and not 'eabf'"),
+        (adapted, {}, {"eabf_as_abf": True}, "'eabf', and the model's is 'default'"),
     ],
 )
 def test_what_cannot_be_right_is_refused_before_anything_is_written(trained, facts, options, message, tmp_path):
@@ -159,7 +159,7 @@ def test_a_generation_config_that_transformers_would_not_save(tmp_path, caplog):
     trained.generation_config.temperature = 0.5  # without sampling, as some published models have it
     trained.generation_config.do_sample = False
     export(trained, tmp_path / "out")
-    assert "generation config is left out" in caplog.text
+    assert "not valid and left out" in caplog.text
 
 
 def test_only_an_earlier_export_is_replaced(tmp_path):
@@ -167,7 +167,7 @@ def test_only_an_earlier_export_is_replaced(tmp_path):
     export(tiny_model(seed=0), target)
     export(tiny_model(seed=1), target)
     (target / "notes.txt").write_text("keep")
-    with pytest.raises(ValueError, match=r"not an earlier export.*'notes.txt'"):
+    with pytest.raises(ValueError, match=r"not an earlier export without changes.*'notes.txt'"):
         export(tiny_model(), target)
     tiny_model().save_pretrained(tmp_path / "model")  # has a config.json, too
     (tmp_path / "file").write_text("keep")

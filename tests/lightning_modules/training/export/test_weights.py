@@ -127,7 +127,7 @@ def test_type_of_the_weights(dtype, tmp_path):
     assert config["architectures"] == ["LlamaForCausalLM"]
     expected = merge_layer(model.get_base_model().model.layers[0].self_attn.q_proj, wanted)["weight"]
     assert torch.equal(loaded.model.layers[0].self_attn.q_proj.weight, expected)
-    assert ("were rounded" in (tmp_path / "out" / "README.md").read_text()) == (dtype != "auto")
+    assert ("rounded after training" in (tmp_path / "out" / "README.md").read_text()) == (dtype != "auto")
 
 
 def test_adapters_on_half_precision_weights_are_exported_in_one_type_and_exactly_in_float32(tmp_path):
@@ -143,7 +143,9 @@ def test_adapters_on_half_precision_weights_are_exported_in_one_type_and_exactly
     for dtype, stored in (("auto", torch.bfloat16), ("float32", torch.float32)):
         loaded = export(model, tmp_path / dtype, facts, dtype=dtype)
         assert {tensor.dtype for tensor in load_file(tmp_path / dtype / "model.safetensors").values()} == {stored}
-        words = f"stored in {str(stored).removeprefix('torch.')}" + (", to which they were rounded" * (dtype == "auto"))
+        words = f"stored in {str(stored).removeprefix('torch.')}" + (
+            ", to which they rounded after training" * (dtype == "auto")
+        )
         assert words in (tmp_path / dtype / "README.md").read_text()
     torch.testing.assert_close(logits(loaded), logits(model.float()), rtol=1e-4, atol=1e-4)
 
