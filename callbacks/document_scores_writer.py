@@ -26,7 +26,7 @@ from lightning_modules.scoring.corpus.shards import SUCCESS, ExistingScores, Sco
 from lightning_modules.scoring.corpus.table import ScoreTable, TokenType, count_rows, find_reserved_names
 from lightning_modules.scoring.document_scorer import Failed
 from lightning_modules.scoring.token_scores import TokenScores
-from lightning_modules.training.preemption import ECHO
+from lightning_modules.training.preemption import SIGNAL_ECHO_SECONDS
 from lightning_modules.utilities.collectives import gathered, patient_group
 from lightning_modules.utilities.errors import IncompleteError
 from lightning_modules.utilities.identity import content_hash
@@ -180,7 +180,7 @@ class DocumentScoresWriter(Callback):
         if self._stop_requested_at is None:
             self._stop_requested_at = time.monotonic()
             os.write(2, b"longce: SIGTERM: each batch is written at once from now on; another one ends the run.\n")
-        elif time.monotonic() - self._stop_requested_at > ECHO:
+        elif time.monotonic() - self._stop_requested_at > SIGNAL_ECHO_SECONDS:
             os._exit(128 + number)
 
     def _write_shard(self, trainer: Trainer) -> None:

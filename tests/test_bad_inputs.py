@@ -291,8 +291,8 @@ MODELS = {
     "adapters": (adapters_alone, "holds adapters without their model"),
     "slow tokenizer": (with_a_slow_tokenizer, "(CTRLTokenizer) reports no characters, and its tokens do not give back"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "has no weights, neither"),
-    "torn": (lambda folder: os.truncate(folder / "model.safetensors", 5000), "torn or damaged"),
-    "empty": (lambda folder: os.truncate(folder / "model.safetensors", 0), "torn or damaged"),
+    "torn": (lambda folder: os.truncate(folder / "model.safetensors", 5000), "incomplete or damaged"),
+    "empty": (lambda folder: os.truncate(folder / "model.safetensors", 0), "incomplete or damaged"),
     "a layer missing": (without_a_layer, "lack 9 tensors"),
     "a file missing": (
         lambda folder: (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "b.safetensors"}}'),
@@ -467,7 +467,7 @@ def test_checkpoints(run, tmp_path, place, model_dir, monkeypatch):
         "a list": ([1, 2], "was not written by `longce fit`"),
         "a number": (3, "was not written by `longce fit`"),
         "no weights": ({**good, "state_dict": 3}, "was not written by `longce fit`"),
-        "no optimizer": ({k: v for k, v in good.items() if k != "optimizer_states"}, "holds weights alone"),
+        "no optimizer": ({k: v for k, v in good.items() if k != "optimizer_states"}, "contains weights only"),
         "no schedule": ({k: v for k, v in good.items() if k != "lr_schedulers"}, "lacks lr_schedulers, without which"),
         "no loops": ({**good, "loops": {}}, "lacks the state of training"),
     }
@@ -477,7 +477,7 @@ def test_checkpoints(run, tmp_path, place, model_dir, monkeypatch):
     torch.save(good, tmp_path / "good.ckpt")
     tiny_model("qwen2", 400).save_pretrained(tmp_path / "other")
     other = ["--model.pretrained_model_name_or_path", tmp_path / "other"]
-    assert "is that of another model" in run("--ckpt_path", tmp_path / "good.ckpt", *other)
+    assert "is of another model" in run("--ckpt_path", tmp_path / "good.ckpt", *other)
     assert config["model"]["pretrained_model_name_or_path"] == str(model_dir)
 
 
@@ -486,7 +486,7 @@ def test_other_commands(run, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert "does not exist" in refused("export", "none.ckpt", "out", capsys=capsys)
     (tmp_path / "int.ckpt").write_bytes(b"")
-    assert "is torn" in refused("export", "int.ckpt", "out", capsys=capsys)
+    assert "is truncated" in refused("export", "int.ckpt", "out", capsys=capsys)
     assert "unknown command 'fiit'" in refused("fiit", capsys=capsys)
     plan = {
         "from 1 to 134,217,728": ["--gpu", "H200", "--data.sequence_length", str(10**30)],

@@ -560,8 +560,8 @@ def test_bad_settings(experiment, tmp_path, monkeypatch, capsys):
         "longce: error: `alpha` must be 0 or more": ["-c", _alpha(tmp_path)],
         "gamm": ["--model.objective", "LongCE", "--model.objective.gamm", "2"],
         "Did you mean 'hidden_size'?": ["--model.model_config", "{hiden_size: 3}"],
-        "`context_extension` lacks `target_length`": ["--model.context_extension", "{method: pi, original_length: 64}"],
-        "'dynamic' rotates by the length": [
+        "`context_extension` needs `target_length`": ["--model.context_extension", "{method: pi, original_length: 64}"],
+        "'dynamic' depends on the length": [
             "--model.context_extension={method: dynamic_ntk, original_length: 64, target_length: 128}"
         ],
         "./nowhere": ["--model.pretrained_model_name_or_path", "./nowhere"],
@@ -576,7 +576,11 @@ def test_bad_settings(experiment, tmp_path, monkeypatch, capsys):
 @pytest.mark.slow
 def test_bad_checkpoints(experiment, tmp_path, monkeypatch, capsys):
     (tmp_path / "torn.ckpt").write_bytes(b"PK")
-    for path, expected in (("torn.ckpt", "is torn"), ("none.ckpt", "does not exist"), ("http://x/y", "from the web")):
+    for path, expected in (
+        ("torn.ckpt", "is truncated"),
+        ("none.ckpt", "does not exist"),
+        ("http://x/y", "from the web"),
+    ):
         arguments = ["validate", "-c", BASE, "-c", experiment, "--ckpt_path", path]
         message = refused(*arguments, monkeypatch=monkeypatch, folder=tmp_path, capsys=capsys)
         assert path in message
@@ -598,12 +602,12 @@ def test_going_on_with_the_newest_whole_checkpoint_of_a_folder(experiment, tmp_p
     (folder / "step-3.ckpt").write_bytes((folder / "step-3.ckpt").read_bytes()[:-100])
     with caplog.at_level("INFO"):
         longce("validate", "-c", BASE, "-c", experiment, "--ckpt_path", str(folder.parent), **run)
-    assert re.search(r"Passing over .*step-3.ckpt: it is torn", caplog.text)
+    assert re.search(r"Skipping .*step-3.ckpt: it is truncated", caplog.text)
     assert re.search(r"Resuming from .*step-2.ckpt", caplog.text)
     message = refused(*fit, "--ckpt_path", str(folder / "step-3.ckpt"), **run, capsys=capsys)
-    assert "is torn" in message
+    assert "is truncated" in message
     assert message.count("step-2.ckpt") == 1
-    assert "finds no checkpoint" in refused(*fit, "--ckpt_path", str(tmp_path / "runs"), **run, capsys=capsys)
+    assert "there is no checkpoint" in refused(*fit, "--ckpt_path", str(tmp_path / "runs"), **run, capsys=capsys)
     own = ["--trainer.callbacks+", "{class_path: callbacks.StepCheckpoint, init_args: {dirpath: /proc/longce}}"]
     assert "Cannot write to the folder /proc" in refused(*fit, *own, **run, capsys=capsys)
 

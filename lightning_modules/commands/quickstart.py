@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.cli import LightningCLI
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lightning_modules.training.evaluation import FOLDER
+from lightning_modules.training.evaluation import EVALUATIONS_FOLDER
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 RUNS = (
@@ -43,7 +43,7 @@ def quickstart(run: Callable[[Sequence[str]], LightningCLI], options: Sequence[s
 def summary(log_dir: str) -> str:
     """Return a table of LongPPL and perplexity by step, from the TensorBoard events of a run and its evaluations."""
     columns: dict[str, dict[int, float]] = {"LongPPL": {}, "perplexity": {}}
-    for folder in (Path(log_dir), *Path(log_dir, FOLDER).iterdir()):
+    for folder in (Path(log_dir), *Path(log_dir, EVALUATIONS_FOLDER).iterdir()):
         events = EventAccumulator(str(folder))
         events.Reload()
         for name, column in columns.items():

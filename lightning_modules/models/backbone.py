@@ -1,4 +1,4 @@
-"""A Hugging Face causal LM reduced to its one product: the log-likelihood of tokens, in long and in short contexts."""
+"""A Hugging Face causal LM that computes log-likelihoods of tokens instead of logits."""
 
 import warnings
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from lightning_modules.functional import token_log_likelihood
 from lightning_modules.functional.linear_head import LinearHead
 from lightning_modules.functional.log_likelihood import Head
 from lightning_modules.models.adapters import active_module, is_peft_model
-from lightning_modules.models.attention import Exchange, borders_given, index_free_length, isolation_arguments
+from lightning_modules.models.attention import Exchange, boundaries_only, index_free_length, isolation_arguments
 from lightning_modules.models.context_extension.rotary_checks import check_rotary
 from lightning_modules.models.optimizations import last_layer_reads_from, no_autocast_cache
 
@@ -25,25 +25,25 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 CacheUse = Literal["together", "alone", "none"]
-"""How a model generates: prompts of a group together, each with its own cache, or all tokens again for each new one."""
+"""How a model generates: prompts together in a batch, one by one with a cache, or without a cache."""
 
 HeadFunction = Callable[[Tensor, Head, Tensor], Result]
 """Computes something from ``[B, T, D]`` last hidden states, the head and ``[B, T]`` labels."""
 
 
 class Backbone(nn.Module):
-    """Scores packed rows with a causal LM; full logits of a row never exist.
+    """Scores packed sequences with a causal LM, without ever holding the logits of a whole sequence.
 
-    Everything goes through `forward`, so that wrappers (DDP, FSDP2) see decoder and head as one module; what has to
-    look inside does it by `unsharded`.
+    All computation goes through `forward`, so that wrappers (DDP, FSDP2) see decoder and head as one module. Code that
+    needs the weights themselves calls `unsharded`.
 
     Args:
-        model: A Hugging Face causal LM, or a peft model around one (prompt learning is refused).
+        model: A Hugging Face causal LM, or a peft model around one (without prompt learning).
 
     Attributes:
-        is_sharded: Whether each pass gathers weights from all processes, which must then make equally many.
-        in_lockstep: Whether a `lockstep` is under way.
-        cache_use: How the model generates, once `lightning_modules.tasks.generation` has found out.
+        is_sharded: Whether each forward pass gathers weights from all processes, which must make the same number.
+        in_lockstep: Whether the model is inside a `lockstep` block.
+        cache_use: How the model generates, as measured by `lightning_modules.tasks.generation`.
 
     Raises:
         ValueError: If the model is not a causal LM with a decoder and an output head, or uses prompt learning.
@@ -52,14 +52,16 @@ class Backbone(nn.Module):
     def __init__(self, model: "PreTrainedModel | PeftModel") -> None:
         super().__init__()
         if is_peft_model(model) and model.peft_config[model.active_adapter].is_prompt_learning:
-            raise ValueError("Prompt learning adds tokens that are not scored: use LoRA or another weight adapter.")
+            raise ValueError(
+                "Prompt learning is not supported, because it adds tokens that are not scored: use LoRA instead."
+            )
         self.model = model
-        # A state runs on from token to token: no position and no mask can keep documents apart, or leave tokens out.
-        # Known of the architecture, as weights may make it too small to be measured.
+        # In a stateful model, the state passes from token to token, so neither positions nor a mask can isolate
+        # documents or skip tokens. `check_scoring` measures this for other models; here weights could hide the effect.
         self.isolates_documents = self.trims_last_layer = not self.is_stateful
         self.is_sharded = self.in_lockstep = False
         self.cache_use: CacheUse | None = None
-        self._longest_told = 0
+        self._longest_warned = 0
         if self.base_model.get_output_embeddings() is None or self.decoder is None:
             raise ValueError(
                 f"`{type(self.base_model).__name__}` is not a causal LM with a decoder and an output head."
@@ -67,7 +69,7 @@ class Backbone(nn.Module):
 
     @property
     def base_model(self) -> PreTrainedModel:
-        """The Hugging Face model itself; adapters inside it stay active."""
+        """Return the Hugging Face model itself; adapters inside it stay active."""
         return self.model.get_base_model() if is_peft_model(self.model) else self.model
 
     @property
@@ -76,29 +78,29 @@ class Backbone(nn.Module):
         decoder = self.base_model.get_decoder()
         if decoder is None or decoder.get_output_embeddings() is None:
             return decoder
-        # Some models (Llama 4) name a whole language model with its head, or themselves, and another class's prefix.
+        # Some models (Llama 4) return a whole language model with its head, or themselves.
         return getattr(decoder, decoder.base_model_prefix, None) or getattr(decoder, "model", None)
 
     @property
     def is_stateful(self) -> bool:
-        """Whether layers carry a state along the row, as Mamba's do (transformers knows of its classes)."""
-        return any(getattr(part, "_is_stateful", False) for part in (self.base_model, self.decoder))
+        """Return whether layers carry a state along the sequence, like Mamba's."""
+        return any(getattr(module, "_is_stateful", False) for module in (self.base_model, self.decoder))
 
     @property
     def vocabulary_size(self) -> int:
-        """Rows of the embedding: token ids must stay below it."""
+        """Return the size of the embedding; token ids must be below it."""
         return self._embedding.shape[0]
 
     @property
     def has_dropout(self) -> bool:
-        """Whether training mode drops anything out."""
+        """Return whether the model has dropout in training mode."""
         config = self.base_model.config.get_text_config(decoder=True)
         layers = any(isinstance(module, nn.Dropout) and module.p > 0 for module in self.modules())
         return layers or getattr(config, "attention_dropout", 0.0) > 0
 
     @property
     def device(self) -> torch.device:
-        """Where the model takes its input."""
+        """Return the device of the model's input."""
         return self._embedding.device
 
     @property
@@ -123,67 +125,68 @@ class Backbone(nn.Module):
 
         Args:
             batch: ``[B, T]`` packed sequences.
-            first_scored: No token before this one is scored in any sequence, which saves work in the last layer.
-            exchange: If the sequences are this process's part of sequences that several share (`SequenceGroup.part`),
-                how their attention is computed. Labels are ``[B, T + 1]`` then, and so is what is returned.
-            head_fn: What to compute from the hidden states instead.
+            first_scored: Index of the first scored token in any sequence; the last layer skips what it does not need.
+            exchange: How attention is computed if the batch is a shard of sequences that processes share
+                (`SequenceGroup.shard`). Labels and result are then ``[B, T + 1]``.
+            head_fn: Computes another result from the hidden states.
 
         Returns:
-            ``[B, T]`` log-likelihoods in nats, float32; 0 where a token is not scored. Gradients flow through them, if
-            they are enabled. Or what ``head_fn`` returns.
+            ``[B, T]`` log-likelihoods in nats, float32; 0 where a token is not scored. Gradients flow through them if
+            enabled. With ``head_fn``, its result.
 
         Raises:
-            ValueError: If a document is longer than learned positions allow, or the model cannot keep documents apart.
+            ValueError: If a document exceeds the learned positions, or the model cannot isolate documents.
         """
-        trims = self.trims_last_layer and not torch.is_grad_enabled()
-        trims = trims and not self._must_part(batch)  # or it would leave out the first tokens of each document
-        # The head as well: with one half-precision copy for all chunks, its gradient would be summed in that type.
+        # Documents in separate passes start at 0, so the last layer must not skip their first tokens.
+        trims = self.trims_last_layer and not torch.is_grad_enabled() and not self._needs_separate_passes(batch)
+        # This includes the head: with a cached half-precision copy of its weight, the gradient would be summed in half
+        # precision over all chunks.
         with no_autocast_cache():
             with last_layer_reads_from(self.decoder, first_scored - 1 if trims else 0):
                 hidden_states = self.hidden_states(batch, exchange)
             return head_fn(hidden_states, self.head, batch["labels"])
 
     def unsharded(self, function: Callable[[], Result]) -> Result:
-        """Call a function that uses decoder, head or model by themselves, while their weights are whole.
+        """Call a function that uses the decoder, head or model directly, with unsharded weights.
 
-        Sharded weights are whole only inside of a pass, and this is one. All processes must call it.
+        FSDP gathers sharded weights for each call of this method, like for `forward`. All processes must call it.
         """
         return function()
 
     def hidden_states(self, batch: PackedBatch, exchange: Exchange | None = None) -> Tensor:
-        """``[B, T, D]`` last hidden states, entry ``t`` having seen tokens ``0 .. t`` of its document.
+        """Compute ``[B, T, D]`` last hidden states; entry ``t`` has seen the tokens of its document up to ``t``.
 
-        Call it in `unsharded`, or weights that are sharded may be missing.
+        Call it inside `unsharded` if weights may be sharded.
         """
         lengths = [stop - start for row in batch["document_boundaries"] for start, stop in pairwise(row)]
         self.check_length(max(lengths, default=0))
-        if self._must_part(batch):
-            return self._hidden_states_one_by_one(batch)
+        if self._needs_separate_passes(batch):
+            return self._run_documents_separately(batch)
         arguments = isolation_arguments(
             self.attention, batch["document_boundaries"], batch["input_ids"].shape[1], batch["input_ids"].device
         )
         if exchange is not None:
             if index_free_length(self.base_model.config) is not None:
                 raise ValueError(
-                    f"Processes cannot share the rows of `{type(self.base_model).__name__}`, whose attention counts"
-                    " tokens from the start of what a process holds: set `sequence_parallel_size: 1`."
+                    f"Sequence parallelism does not support `{type(self.base_model).__name__}`, whose attention depends"
+                    " on the index of a token in the shard: set `sequence_parallel_size: 1`."
                 )
             arguments["exchange"] = exchange
-        with borders_given():
+        with boundaries_only():
             hidden_states = self.decoder(
                 input_ids=batch["input_ids"],
                 position_ids=batch["position_ids"],
-                use_cache=False,  # a cache object silently switches document isolation off
+                use_cache=False,  # a cache object silently disables document isolation
                 **arguments,
             ).last_hidden_state
-        # The last token of a part predicts the first of the next part, whose label is here.
+        # A shard has one more label: its last token predicts the first token of the next shard.
         return hidden_states if exchange is None else F.pad(hidden_states, (0, 0, 0, 1))
 
-    def _must_part(self, batch: PackedBatch) -> bool:
-        """Return whether the documents of these sequences need separate passes.
+    def _needs_separate_passes(self, batch: PackedBatch) -> bool:
+        """Return whether each document of the sequences needs a forward pass by itself.
 
         Raises:
-            ValueError: If they do, and processes that share weights would make different numbers of passes.
+            ValueError: If so, and weights are sharded: the processes would make different numbers of passes.
         """
         if all(len(boundaries) <= 2 for boundaries in batch["document_boundaries"]):
             return False
@@ -192,14 +195,14 @@ class Backbone(nn.Module):
             return False
         if self.is_sharded:
             raise ValueError(
-                f"`{type(self.base_model).__name__}` cannot keep the documents of a row apart where processes share its"
-                f" weights ('{self.attention}' attention): give it rows of one document, or `isolate_documents: false`"
-                " for plain concatenation."
+                f"`{type(self.base_model).__name__}` with '{self.attention}' attention cannot isolate the documents of"
+                " a sequence while its weights are sharded: use sequences of one document, or `isolate_documents:"
+                " false` for plain concatenation."
             )
         return True
 
-    def _hidden_states_one_by_one(self, batch: PackedBatch) -> Tensor:
-        """Return ``[B, T, D]`` last hidden states of documents from separate passes; 0 after the last one."""
+    def _run_documents_separately(self, batch: PackedBatch) -> Tensor:
+        """Return ``[B, T, D]`` last hidden states with one forward pass per document; padding is 0."""
         rows = []
         for tokens, boundaries in zip(batch["input_ids"], batch["document_boundaries"], strict=True):
             documents = [
@@ -211,17 +214,16 @@ class Backbone(nn.Module):
 
     @property
     def head(self) -> Head:
-        """Maps hidden states to logits, with the scale and soft cap that the model applies, in the fastest way."""
+        """Return the fastest function from hidden states to logits, with the model's scale and soft cap."""
         head = active_module(self.base_model.get_output_embeddings())
-        kinds = (head._forward_pre_hooks, head._forward_hooks, head._backward_pre_hooks, head._backward_hooks)
-        hooked = any(kinds)
-        # Anything else (an adapter, a quantised weight) has to be asked for its logits.
-        if type(head) is not nn.Linear or hooked or "forward" in vars(head):
+        hooks = (head._forward_pre_hooks, head._forward_hooks, head._backward_pre_hooks, head._backward_hooks)
+        # Any other head (an adapter, a quantized weight) must compute its logits itself.
+        if type(head) is not nn.Linear or any(hooks) or "forward" in vars(head):
             return self.logits
         return LinearHead(head.weight, head.bias, *self._logit_transform())
 
     def logits(self, hidden_states: Tensor) -> Tensor:
-        """``[.., V]`` logits of ``[.., D]`` hidden states, with the scale and soft cap that the model applies."""
+        """Compute ``[.., V]`` logits of ``[.., D]`` hidden states, with the model's scale and soft cap."""
         scale, soft_cap = self._logit_transform()
         logits = self.base_model.get_output_embeddings()(hidden_states)
         if scale != 1.0:
@@ -229,7 +231,7 @@ class Backbone(nn.Module):
         return logits if soft_cap is None else torch.tanh(logits / soft_cap) * soft_cap
 
     def _logit_transform(self) -> tuple[float, float | None]:
-        """Return the factor of the model's logits, and the soft cap that is applied after it."""
+        """Return the scale of the model's logits, and the soft cap applied after it."""
         config = self.base_model.config.get_text_config(decoder=True)
         scale = 1.0
         for name in ("logit_scale", "lm_head_multiplier", "output_multiplier"):  # Cohere, Falcon-H1, Muse
@@ -239,21 +241,21 @@ class Backbone(nn.Module):
         return scale, getattr(config, "final_logit_softcapping", None)  # Gemma 2 and 3
 
     def check_token_ids(self, batch: PackedBatch) -> None:
-        """Raise a ``ValueError`` for ids beyond the embedding, which an accelerator reports obscurely."""
+        """Raise a ``ValueError`` for ids outside of the embedding; an accelerator would report them obscurely."""
         largest = int(batch["input_ids"].max())
         if largest >= self.vocabulary_size:
             raise ValueError(
                 f"Token id {largest} is beyond the embedding of {self.vocabulary_size} tokens of"
-                f" `{type(self.base_model).__name__}`: the tokenizer is not the one of this model."
+                f" `{type(self.base_model).__name__}`: use the model's own tokenizer."
             )
 
     @property
     def attention(self) -> str:
-        """Name of the attention implementation in transformers."""
+        """Return the name of the attention implementation in transformers."""
         return self.base_model.config._attn_implementation
 
     def check_length(self, longest: int) -> None:
-        """Raise a ``ValueError`` for a document of more tokens than learned positions, and warn of too many others."""
+        """Raise a ``ValueError`` for a document beyond learned positions; warn if it exceeds the trained length."""
         config = self.base_model.config.get_text_config(decoder=True)
         limit = getattr(config, "max_position_embeddings", None)
         if limit is None or longest <= limit:
@@ -263,20 +265,20 @@ class Backbone(nn.Module):
                 f"`{type(self.base_model).__name__}` has {limit} learned positions and cannot read a document of"
                 f" {longest} tokens: shorten the documents or use another model."
             )
-        if longest <= self._longest_told:  # or a corpus would fill the log
+        if longest <= self._longest_warned:  # not one warning per document
             return
-        self._longest_told = longest
+        self._longest_warned = longest
         warnings.warn(
-            f"A document of {longest} tokens is longer than the {limit} positions that"
-            f" `{type(self.base_model).__name__}` was made for (`max_position_embeddings`): expect poor scores.",
+            f"A document of {longest} tokens is longer than the {limit} positions of"
+            f" `{type(self.base_model).__name__}` (`max_position_embeddings`): expect poor scores.",
             stacklevel=2,
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Backbone":
         """Move and cast, but keep rotary frequencies in float32.
 
-        A cast to bfloat16 (`precision: bf16-true`, `.to(torch.bfloat16)`) rounds them, and at 32k tokens the angles
-        are then wrong by whole turns.
+        A cast to bfloat16 (`precision: bf16-true`, `.to(torch.bfloat16)`) would round them, and at 32k tokens the
+        angles would be wrong by whole turns.
         """
         frequencies = {name: buffer for name, buffer in self.named_buffers() if name.endswith("inv_freq")}
         super()._apply(fn, recurse)
@@ -287,5 +289,5 @@ class Backbone(nn.Module):
         return self
 
     def check_rotary_dtype(self) -> None:
-        """Raise a ``RuntimeError`` unless rotary frequencies are float32 or wider, and what the config asks for."""
+        """Raise a ``RuntimeError`` unless rotary frequencies match the config, in float32 or wider."""
         check_rotary(self.base_model)

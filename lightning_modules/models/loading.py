@@ -1,4 +1,4 @@
-"""Load a causal LM from a hub id, a local folder or a bare config."""
+"""Loading of a causal LM from a hub id, a local folder or a config."""
 
 import contextlib
 import importlib.util
@@ -30,13 +30,13 @@ _FLASH_PACKAGES = ("flash_attn", "kernels")
 def load_backbone(
     config: ModelConfig, *, device: torch.device | str = "cpu", autocast: bool = False, with_weights: bool = True
 ) -> Backbone:
-    """Load a causal LM into main memory, ready to be moved, and then scored or trained.
+    """Load a causal LM into main memory, to be moved to its device and scored or trained there.
 
-    Its attention depends on the device where it will run, and on whether that is under half-precision ``autocast``.
-    Without weights, all tensors are on the meta device, where they have a shape and no memory.
+    ``device`` and half-precision ``autocast`` decide which attention implementation is used. Without weights, all
+    tensors are on the meta device, which takes no memory.
 
     Raises:
-        ValueError: If the model cannot be found, built or extended, or lacks weights.
+        ValueError: If the model does not exist, cannot be built or extended, or has missing weights.
     """
     path, stored = config.pretrained_model_name_or_path, load_config(config)
     dtype = (stored.dtype or torch.float32) if config.dtype == "auto" else getattr(torch, config.dtype)
@@ -51,7 +51,7 @@ def load_backbone(
         check_quantization(path, stored)
         compute_dtype = torch.bfloat16 if autocast else dtype
         settings["quantization_config"] = quantization_config(config.quantization, compute_dtype=compute_dtype)
-        settings["device_map"] = {"": torch.device(device)}  # or transformers takes the first GPU
+        settings["device_map"] = {"": torch.device(device)}  # the default of transformers is the first GPU
     with contextlib.nullcontext() if with_weights else torch.device("meta"):
         if with_weights and has_weights(path):
             model = _load_weights(path, stored, config.revision, settings)
@@ -66,21 +66,21 @@ def load_backbone(
 
 
 def load_frozen(config: ModelConfig, device: torch.device | str) -> Backbone:
-    """Load a model for scoring: on its device, without dropout and gradients, and checked against its own logits."""
+    """Load a model for scoring: on its device, in eval mode, frozen, and compared with its own logits."""
     backbone = load_backbone(config, device=device).eval().requires_grad_(False).to(device)
     check_scoring(backbone)
     return backbone
 
 
 def has_weights(pretrained_model_name_or_path: str | None) -> TypeGuard[str]:
-    """Whether a model has stored weights; one that is only described by its config gets random ones."""
+    """Return whether a model has stored weights; one that is given by its config only gets random weights."""
     return pretrained_model_name_or_path is not None and not pretrained_model_name_or_path.endswith(".json")
 
 
 def check_quantization(pretrained_model_name_or_path: str | None, config: PreTrainedConfig) -> None:
-    """Raise a ``ValueError`` if the weights to quantize are missing, or quantized already."""
+    """Raise a ``ValueError`` if the weights to quantize do not exist, or are already quantized."""
     if not has_weights(pretrained_model_name_or_path):
-        raise ValueError("`quantization` needs stored weights: name a hub id or a folder, or leave it out.")
+        raise ValueError("`quantization` needs stored weights: give a hub id or a folder, or leave `quantization` out.")
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(
             f"'{pretrained_model_name_or_path}' is stored with quantized weights: leave `quantization` out."
@@ -88,84 +88,84 @@ def check_quantization(pretrained_model_name_or_path: str | None, config: PreTra
 
 
 def load_config(config: ModelConfig) -> PreTrainedConfig:
-    """Load the model's config, with the values of `model_config` in place, then extended, checked by transformers.
+    """Load the model's config, with the overrides of `model_config` and the context extension, and validate it.
 
     Raises:
-        ValueError: If it cannot be found or extended, or neither a path nor a ``model_type`` is given.
+        ValueError: If it does not exist or cannot be extended, or neither a path nor a ``model_type`` is given.
     """
     overrides = dict(config.model_config or {})
-    check_sizes(overrides)  # some configs make a list of that length
+    check_sizes(overrides)  # first, because some configs make a list of such a length
     if config.pretrained_model_name_or_path is not None:
-        found = _stored_config(config)
-        _check_keys(overrides, found)
+        loaded = _load_stored_config(config)
+        _check_keys(overrides, loaded)
         for name, value in overrides.items():
-            _override(found, name, value)
+            _override_value(loaded, name, value)
     elif "model_type" in overrides:
-        found = _new_config(overrides)
+        loaded = _make_config(overrides)
     else:
-        raise ValueError("Name a model by `pretrained_model_name_or_path`, or by the `model_type` of a `model_config`.")
-    check_config(found, trust_remote_code=config.trust_remote_code)
-    extend_config(found, config.context_extension)
+        raise ValueError("Set `pretrained_model_name_or_path`, or the `model_type` of `model_config`.")
+    check_config(loaded, trust_remote_code=config.trust_remote_code)
+    extend_config(loaded, config.context_extension)
     try:
-        found.validate()
+        loaded.validate()
     except Exception as error:
-        raise ValueError(f"`model_config` = {overrides} makes no model: {_in_one_line(error)}") from error
-    return found
+        raise ValueError(f"`model_config` = {overrides} is not a valid config: {_join_lines(error)}") from error
+    return loaded
 
 
-def _stored_config(config: ModelConfig) -> PreTrainedConfig:
+def _load_stored_config(config: ModelConfig) -> PreTrainedConfig:
     path = local_or_hub(str(config.pretrained_model_name_or_path), "model")
     try:
         values, _ = PreTrainedConfig.get_config_dict(path, revision=config.revision)
-    except Exception:  # which the next lines report
+    except Exception:  # reported by the next attempt
         values = {}
     check_sizes(values)
     try:
         return AutoConfig.from_pretrained(path, revision=config.revision, trust_remote_code=config.trust_remote_code)
-    except Exception as error:  # transformers raises any kind for wrong values
+    except Exception as error:  # transformers raises all kinds of errors for wrong values
         raise ValueError(not_loaded("model", path, error)) from error
 
 
-def _new_config(overrides: dict[str, Any]) -> PreTrainedConfig:
-    """A config that is not stored anywhere."""
+def _make_config(overrides: dict[str, Any]) -> PreTrainedConfig:
+    """Build a config from its values alone."""
     try:
         known = AutoConfig.for_model(overrides["model_type"])
         _check_keys(overrides, known)
         return AutoConfig.for_model(**overrides)
     except Exception as error:  # as above
-        raise ValueError(f"`model_config` = {overrides} makes no model: {_in_one_line(error)}") from error
+        raise ValueError(f"`model_config` = {overrides} is not a valid config: {_join_lines(error)}") from error
 
 
-def _override(config: PreTrainedConfig, name: str, value: Any) -> None:
-    own = getattr(config, name)
-    if isinstance(own, dict) and not isinstance(value, dict | None):
-        raise ValueError(f"`model_config.{name}` must be a mapping, such as {own}, got {value!r}.")
+def _override_value(config: PreTrainedConfig, name: str, value: Any) -> None:
+    current = getattr(config, name)
+    if isinstance(current, dict) and not isinstance(value, dict | None):
+        raise ValueError(f"`model_config.{name}` must be a mapping, such as {current}, got {value!r}.")
     try:
-        setattr(config, name, {**own, **value} if isinstance(own, dict) and value is not None else value)
-    except Exception as error:  # transformers checks some at once
-        raise ValueError(f"`model_config.{name}` = {value!r}: {_in_one_line(error)}") from error
+        setattr(config, name, {**current, **value} if isinstance(current, dict) and value is not None else value)
+    except Exception as error:  # transformers checks some values immediately
+        raise ValueError(f"`model_config.{name}` = {value!r}: {_join_lines(error)}") from error
 
 
-def _in_one_line(error: Exception) -> str:
+def _join_lines(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
 def resolve_attention(implementation: str, config: PreTrainedConfig, *, flash: bool = False) -> str:
-    """Choose and log the attention implementation; ``flash`` is whether flash attention could run.
+    """Choose and log the attention implementation; ``flash`` is whether device and dtype support flash attention.
 
-    ``sdpa`` is replaced by ours, which keeps packed documents apart without a mask, where the model lets it.
+    If the model allows it, ``sdpa`` becomes `document_attention`, which isolates packed documents without a mask.
     """
     model_class = AutoModelForCausalLM._model_mapping.get(type(config), PreTrainedModel)
     if implementation == "auto":
         implementation = "sdpa" if model_class._supports_sdpa else "eager"
-        own = own_type(config.get_text_config(decoder=True))
-        flash = flash and (own is None or "flash_attention_2" in own.backends)
+        rope_type = own_type(config.get_text_config(decoder=True))
+        flash = flash and (rope_type is None or "flash_attention_2" in rope_type.backends)
         if flash and model_class._supports_flash_attn and importlib.util.find_spec("flash_attn") is not None:
             implementation = "flash_attention_2"
-    # Without flash-attn, transformers takes flash attention from the package kernels.
+    # Without flash-attn, transformers uses the flash attention of the `kernels` package.
     if implementation.startswith("flash_attention_2") and not any(map(importlib.util.find_spec, _FLASH_PACKAGES)):
         raise ValueError(
-            "`attn_implementation: flash_attention_2` needs flash-attn: install the extra `flash`, or use sdpa."
+            "`attn_implementation: flash_attention_2` needs flash-attn: install the extra `flash`, or set `sdpa`."
         )
     log.info("Attention of %s: %s.", config.model_type, implementation)
     if implementation == "sdpa" and model_class._supports_attention_backend:
@@ -177,7 +177,7 @@ def _check_keys(overrides: dict[str, Any], config: PreTrainedConfig) -> None:
     for name in overrides:
         if not isinstance(name, str) or not hasattr(config, name):
             hint = did_you_mean(name, config.to_dict())
-            raise ValueError(f"`model_config` has '{name}', which {type(config).__name__} does not know. {hint}")
+            raise ValueError(f"`model_config` has '{name}', but {type(config).__name__} has no such key. {hint}")
 
 
 def _load_weights(
@@ -194,18 +194,17 @@ def _load_weights(
     except pickle.UnpicklingError as error:
         raise ValueError(
             f"The weights of '{path}' cannot be used: a file {refused_pickle(error)}."
-            " Name a model with .safetensors files."
+            " Use a model with .safetensors files."
         ) from error
-    except Exception as error:  # transformers raises any kind for a wrong config
+    except Exception as error:  # transformers raises all kinds of errors for a wrong config
         if "mismatched" in str(error):
-            error = ValueError("tensors have other shapes than its config asks for, see the table above")
+            error = ValueError("the shapes of its tensors do not match its config, see the table above")
         raise ValueError(not_loaded("model", path, error)) from error
     if unused := sorted(report["unexpected_keys"]):
-        told = f"'{path}' holds {len(unused)} tensors that its config has no place for ({unused[0]}, ..)"
-        log.warning("%s: they are not used.", told)
+        log.warning("'%s' has %d unused tensors, unknown to its config (%s, ..).", path, len(unused), unused[0])
     if missing := sorted(report["missing_keys"]):
         raise ValueError(
-            f"The weights of '{path}' lack {len(missing)} tensors ({', '.join(missing[:3])}, ..), which would stay"
-            " random: the folder is incomplete or not a causal LM."
+            f"The weights of '{path}' lack {len(missing)} tensors ({', '.join(missing[:3])}, ..), which would be"
+            " random: the folder is incomplete, or its model is not a causal LM."
         )
     return model

@@ -14,12 +14,12 @@ from lightning_modules.models.optimizations import eval_mode
 
 @contextmanager
 def lockstep(backbone: Backbone) -> Iterator[Callable[..., Any]]:
-    """Run the same number of forward passes in all ranks, however much work each of them has.
+    """Run the same number of forward passes in all ranks, even if they have different amounts of work.
 
-    Where weights are sharded, every pass gathers them from all ranks. Each pass in the block is announced to the other
-    ranks; at the end of the block, a rank runs dummy passes until all ranks have run out of work. A rank without any
-    work enters the block and leaves it. A block inside another is a part of it. If weights are not sharded, the block
-    does nothing.
+    A forward pass with sharded weights gathers them from all ranks, so a rank that makes an additional pass would wait
+    forever. Each pass in the block is announced to the other ranks; at the end of the block, a rank runs dummy passes
+    until all ranks have run out of work. A rank without work must enter the block as well. Blocks can be nested. If the
+    weights are not sharded, the block does nothing.
 
     Yields:
         ``run(function, *args, **kwargs)``, which calls a function that makes one forward pass: the backbone, or its
@@ -45,7 +45,7 @@ def lockstep(backbone: Backbone) -> Iterator[Callable[..., Any]]:
 
 
 def any_rank(value: bool, device: torch.device | str) -> bool:
-    """Return whether the value is true in any rank; all of them must ask at the same time."""
+    """Return whether the value is true in any rank; all ranks must call it together."""
     if not dist.is_initialized():
         return value
     flag = torch.tensor(int(value), device=device)

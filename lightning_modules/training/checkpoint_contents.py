@@ -1,4 +1,4 @@
-"""Contents that a checkpoint has beside Lightning's own, and what must agree when it is loaded."""
+"""Additional contents of a checkpoint, and the checks when it is loaded."""
 
 import json
 from collections.abc import Mapping
@@ -12,23 +12,23 @@ from lightning_modules.models.adapters import check_same_scaling, same_frozen, t
 from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.tokenization.tokenizer import tokenizer_to_json
 from lightning_modules.training.checkpoints.io import RUN_ID
-from lightning_modules.training.export.facts import TrainingFacts, loading_facts, made_tokenizer
-from lightning_modules.training.fsdp import saves_parts
+from lightning_modules.training.export.facts import TrainingFacts, builtin_tokenizer, loading_facts
+from lightning_modules.training.fsdp import saves_shards
 
 EXPORT_KEY = "longce_export"
-"""Key in a checkpoint of what an export needs in addition to the weights, as JSON texts."""
+"""Key in a checkpoint for everything except weights that an export needs, as JSON texts."""
 
 FINGERPRINT_KEY = "frozen_fingerprint"
-"""Key in a checkpoint of the hash of the frozen weights that it leaves out."""
+"""Key in a checkpoint for the hash of the frozen weights that it leaves out."""
 
 TRAINED_KEY = "trained_weights"
-"""Key of the names of the weights in a checkpoint that leaves out frozen weights under adapters."""
+"""Key in a checkpoint that leaves out frozen weights, for the names of the trained ones."""
 
 
 def add_contents(checkpoint: dict[str, Any], module: Any, facts: TrainingFacts, fingerprint: str | None) -> None:
-    """Add what resuming and exporting a `LongContextLM` need, and leave out frozen weights under adapters.
+    """Add the contents that resuming and exporting need, and leave out frozen base weights of adapters.
 
-    These are 27 GB for a 7B model. The fingerprint is None if nothing is left out.
+    Those would take 27 GB for a 7B model. ``fingerprint`` is None if nothing is left out.
     """
     model = module.backbone.base_model
     if module.run_id is not None:
@@ -38,17 +38,17 @@ def add_contents(checkpoint: dict[str, Any], module: Any, facts: TrainingFacts, 
         "generation_config": json.dumps(model.generation_config.to_dict(), default=str),
         "facts": facts.to_json(),
     }
-    if (tokenizer := made_tokenizer(getattr(module.trainer, "datamodule", None))) is not None:
+    if (tokenizer := builtin_tokenizer(getattr(module.trainer, "datamodule", None))) is not None:
         checkpoint[EXPORT_KEY]["tokenizer"] = tokenizer_to_json(tokenizer)
     if fingerprint is not None:
-        checkpoint[TRAINED_KEY] = [name for name, part in module.named_parameters() if part.requires_grad]
+        checkpoint[TRAINED_KEY] = [name for name, weight in module.named_parameters() if weight.requires_grad]
         checkpoint[FINGERPRINT_KEY] = fingerprint
-        if not saves_parts(module.trainer.strategy):
+        if not saves_shards(module.trainer.strategy):
             checkpoint["state_dict"] = trained_state(module, checkpoint["state_dict"])
 
 
 def check_contents(checkpoint: Mapping[str, Any], module: Any, fingerprint: str | None) -> None:
-    """Check the weights of a checkpoint before a `LongContextLM` loads them; without a fingerprint, it has them all."""
+    """Check a checkpoint before a `LongContextLM` loads it; ``fingerprint`` is None if it contains all weights."""
     if EXPORT_KEY in checkpoint:
         _check_same_model(checkpoint[EXPORT_KEY], module.backbone.base_model, module.loading)
     if module._trainer and module.trainer.state.fn == "fit" and "state_dict" in checkpoint:
@@ -56,33 +56,33 @@ def check_contents(checkpoint: Mapping[str, Any], module: Any, fingerprint: str 
         if missing or "fit_loop" not in checkpoint["loops"]:
             raise ValueError(
                 f"The checkpoint lacks {', '.join(sorted(missing)) or 'the state of training'}, without which training"
-                " does not resume: it holds weights alone. `longce fit` takes what `longce export` makes of it."
+                " cannot resume: it contains weights only. Start a new training from its export (`longce export`)."
             )
     if fingerprint is None:
         _check_same_weights(checkpoint.get("state_dict"), module.state_dict())
         return
-    # Strategies that shard the model have taken the weights out already.
-    found = checkpoint.get("state_dict", checkpoint.get(TRAINED_KEY, ()))
-    trained = {name: part for name, part in module.named_parameters() if part.requires_grad}
-    if missing := trained.keys() - set(found):
+    # Strategies that shard the model have already removed the weights.
+    stored = checkpoint.get("state_dict", checkpoint.get(TRAINED_KEY, ()))
+    trained = {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
+    if missing := trained.keys() - set(stored):
         raise ValueError(
             f"The checkpoint lacks {len(missing)} of the weights that `model.lora` trains ({min(missing)}, ..):"
-            " give the `lora` of the run that wrote it."
+            " set `lora` as in the run that wrote it."
         )
     if "state_dict" in checkpoint:
-        _check_same_weights({name: found[name] for name in trained}, trained)
+        _check_same_weights({name: stored[name] for name in trained}, trained)
     if not same_frozen(checkpoint.get(FINGERPRINT_KEY), fingerprint):
         raise ValueError(
             "The checkpoint's adapters were trained on other weights than those of"
-            f" '{module.loading.pretrained_model_name_or_path}' (or on the same in another `dtype`): give the"
-            " model, revision and dtype of that run."
+            f" '{module.loading.pretrained_model_name_or_path}' (or on the same in another `dtype`): set model,"
+            " revision and dtype as in that run."
         )
 
 
 def _check_same_model(saved: Mapping[str, str], model: PreTrainedModel, loading: ModelConfig) -> None:
-    """Check that weights mean in this run what they meant in the run that wrote them.
+    """Check that this run uses the checkpoint's weights in the same way as the run that wrote them.
 
-    Rotation and windows may differ on purpose, to try an extension on a trained model: that is a warning.
+    RoPE and sliding windows may differ on purpose, to try an extension on a trained model: that is a warning.
     """
     facts, own = TrainingFacts.from_json(saved["facts"]), loading_facts(loading, model.config)
     if facts.lora is not None and own["lora"] is not None:
@@ -93,27 +93,27 @@ def _check_same_model(saved: Mapping[str, str], model: PreTrainedModel, loading:
     )
     if before and now and before != now:
         raise ValueError(
-            f"The checkpoint's adapters were trained over weights quantized by {before}, and this run has {now}: give"
-            " the `quantization` of the run that wrote it."
+            f"The checkpoint's adapters were trained with `quantization` = {before}, and this run has {now}: set it as"
+            " in the run that wrote the checkpoint."
         )
     configs = [json.loads(saved["config"]), json.loads(model.config.to_json_string(use_diff=False))]
     for name in ("rope_parameters", "sliding_window"):
         before, now = (config.get(name) for config in configs)
         if before != now:
             rank_zero_warn(
-                f"The checkpoint was trained with `{name}` = {before}, and this run computes with {now}: without the"
-                " `context_extension` and `model_config` of that run its numbers are others."
+                f"The checkpoint was trained with `{name}` = {before}, and this run has {now}, which changes results:"
+                " set `context_extension` and `model_config` as in that run, unless this is on purpose."
             )
 
 
 def _check_same_weights(stored: Mapping[str, Any] | None, own: Mapping[str, Any]) -> None:
-    """Compare names and shapes, unless a strategy that shards the weights has taken them out."""
+    """Compare names and shapes; ``stored`` is None if a strategy that shards the weights has removed them."""
     shapes = {name: tuple(value.shape) for name, value in own.items() if isinstance(value, torch.Tensor)}
-    found = {name: tuple(value.shape) for name, value in (stored or {}).items() if isinstance(value, torch.Tensor)}
-    if stored is None or found == shapes:
+    given = {name: tuple(value.shape) for name, value in (stored or {}).items() if isinstance(value, torch.Tensor)}
+    if stored is None or given == shapes:
         return
-    name = min(name for name in shapes.keys() | found.keys() if shapes.get(name) != found.get(name))
+    name = min(name for name in shapes.keys() | given.keys() if shapes.get(name) != given.get(name))
     raise ValueError(
-        f"The checkpoint is that of another model: '{name}' has the shape {found.get(name, 'of nothing')} there and"
-        f" {shapes.get(name, 'of nothing')} in this run. Give the `model` settings of the run that wrote it."
+        f"The checkpoint is of another model: the shape of '{name}' is {given.get(name, 'missing')} in it and"
+        f" {shapes.get(name, 'missing')} in this run. Set `model` as in the run that wrote it."
     )

@@ -1,4 +1,4 @@
-"""Where ``longce validate``, ``test`` and ``predict`` write: never among the files of a run."""
+"""Output folders of ``longce validate``, ``test`` and ``predict``, separate from the files of a run."""
 
 import logging
 from pathlib import Path
@@ -6,19 +6,19 @@ from pathlib import Path
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
-from lightning_modules.training.checkpoints.io import contents, describe
+from lightning_modules.training.checkpoints.io import describe_checkpoint, load_without_tensors
 from lightning_modules.training.checkpoints.resume import is_remote, run_folder
 from lightning_modules.training.run import CONFIG_FILE, RUN_FILE
 from lightning_modules.utilities.files import writable_folder, write_atomically
 
-FOLDER = "evaluations"
+EVALUATIONS_FOLDER = "evaluations"
 
 _log = logging.getLogger(__name__)
 
 
 def at_checkpoint_step(trainer: Trainer, checkpoint: Path) -> None:
-    """Let an evaluation log at the step and epoch of its checkpoint."""
-    loops = contents(checkpoint).get("loops", {})
+    """Set the step and epoch for logging to those of the checkpoint."""
+    loops = load_without_tensors(checkpoint).get("loops", {})
     if "fit_loop" in loops:
         trainer.fit_loop.load_state_dict(loops["fit_loop"])
         # Lightning's count for loggers lags by one when a checkpoint is saved.
@@ -26,32 +26,32 @@ def at_checkpoint_step(trainer: Trainer, checkpoint: Path) -> None:
 
 
 def place_evaluation(trainer: Trainer, command: str, checkpoint: Path | None, config: str, *, numbered: bool) -> None:
-    """Make a folder for the logs and the config of an evaluation, in its first process, and send the loggers there.
+    """Create a folder for the logs and config of an evaluation, in its first process, and redirect the loggers there.
 
-    It is ``evaluations/COMMAND-step-N`` in the folder of the checkpoint's run, or in that of the logger (above it, if
-    the logger is ``numbered``: makes a new folder at each start). Loggers that write elsewhere are left alone.
+    It is ``evaluations/COMMAND-step-N`` in the folder of the checkpoint's run, or in that of the logger (above it if
+    the logger is ``numbered`` and makes a new folder at each start). Other loggers are unchanged.
     """
-    base = _base(trainer, checkpoint, numbered)
+    base = _find_base_folder(trainer, checkpoint, numbered)
     if base is None:
         return
-    name = command if checkpoint is None else f"{command}-step-{describe(checkpoint).step:.0f}"
-    folder = _new_folder(base / FOLDER, name)
-    trainer._default_root_dir = str(folder)  # type: ignore[attr-defined]  # callbacks write there without a logger
+    name = command if checkpoint is None else f"{command}-step-{describe_checkpoint(checkpoint).step:.0f}"
+    folder = _create_folder(base / EVALUATIONS_FOLDER, name)
+    trainer._default_root_dir = str(folder)  # type: ignore[attr-defined]  # for callbacks, without a logger
     for logger in trainer.loggers:
         if isinstance(logger, CSVLogger | TensorBoardLogger):
             logger._root_dir = str(base)
-            logger._name, logger._version = FOLDER, folder.name
+            logger._name, logger._version = EVALUATIONS_FOLDER, folder.name
         if isinstance(logger, CSVLogger):
             logger._save_dir = str(base)
     write_atomically(folder / CONFIG_FILE, config.encode())
     _log.info("Logs and config of this evaluation: %s", folder)
 
 
-def _base(trainer: Trainer, checkpoint: Path | None, numbered: bool) -> Path | None:
-    """Folder to put evaluations into; None for a run without logs in the user's working folder."""
-    if checkpoint is not None and (run := _run_of(checkpoint)) is not None:
+def _find_base_folder(trainer: Trainer, checkpoint: Path | None, numbered: bool) -> Path | None:
+    """Return the folder for ``evaluations``; None for a run without logs in the working folder."""
+    if checkpoint is not None and (run := _find_run(checkpoint)) is not None:
         try:
-            return writable_folder(run / FOLDER, remedy="").parent
+            return writable_folder(run / EVALUATIONS_FOLDER, remedy="").parent
         except ValueError:
             _log.info("%s is read-only.", run)
     base = run_folder(trainer)
@@ -61,14 +61,16 @@ def _base(trainer: Trainer, checkpoint: Path | None, numbered: bool) -> Path | N
     return base if trainer.loggers or base.resolve() != Path.cwd() else None
 
 
-def _run_of(checkpoint: Path) -> Path | None:
+def _find_run(checkpoint: Path) -> Path | None:
+    """Return the folder of the run that a checkpoint belongs to, if it is in one."""
     folder = checkpoint.absolute().parent
     if folder.name == "checkpoints":
         return folder.parent
     return folder if (folder / RUN_FILE).exists() else None
 
 
-def _new_folder(parent: Path, name: str) -> Path:
+def _create_folder(parent: Path, name: str) -> Path:
+    """Create a folder with this name, or with a number after it if the name is taken."""
     folder, number = parent / name, 1
     while True:
         try:

@@ -1,4 +1,4 @@
-"""FSDP2: a backbone whose weights, gradients and optimizer state are divided among processes."""
+"""FSDP2: weights, gradients and optimizer state sharded across processes."""
 
 import contextlib
 import functools
@@ -18,7 +18,7 @@ from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.loading import load_backbone
 from lightning_modules.training.checkpoints.io import check_integrity
-from lightning_modules.training.checkpoints.sharded import no_code, write_together
+from lightning_modules.training.checkpoints.sharded import no_code, write_sharded
 
 _REMEDY = "set `trainer.strategy` to `lightning_modules.training.fsdp.FullyShardedStrategy`"
 
@@ -26,11 +26,11 @@ _REMEDY = "set `trainer.strategy` to `lightning_modules.training.fsdp.FullyShard
 class FullyShardedStrategy(ModelParallelStrategy):
     """FSDP2 over all devices of all nodes.
 
-    Lightning's own class divides single tensors among the devices of a node unless it is told otherwise in numbers.
+    Lightning's class uses tensor parallelism within a node unless its sizes are set.
 
     Args:
-        save_distributed_checkpoint: Whether each process writes its part of a checkpoint, which is a folder then. If
-            not, the first process gathers everything in its main memory and writes one file, as without sharding.
+        save_distributed_checkpoint: Whether each process writes its shard of a checkpoint, which is then a folder.
+            Otherwise the first process gathers all weights in main memory and writes one file, as without sharding.
         **kwargs: ``process_group_backend`` and ``timeout`` of Lightning's ``ModelParallelStrategy``.
     """
 
@@ -44,21 +44,21 @@ class FullyShardedStrategy(ModelParallelStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        """Write a file, or a folder that appears when all processes have written their parts."""
+        """Write a file, or a folder that appears once all processes have written their shards."""
         if not self._save_distributed_checkpoint:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         save = functools.partial(super().save_checkpoint, checkpoint, storage_options=storage_options)
-        write_together(Path(self.broadcast(filepath)), save)
+        write_sharded(Path(self.broadcast(filepath)), save)
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a file or a folder once it is known to be what was written, without running any code in it."""
+        """Verify and load a file or a folder, without running code in it unless ``weights_only`` is False."""
         path = Path(self.broadcast(checkpoint_path))
         check_integrity(path)
-        safely = weights_only is not False
-        with no_code() if safely else contextlib.nullcontext():
-            return super().load_checkpoint(path, weights_only=safely)
+        weights_only = weights_only is not False
+        with no_code() if weights_only else contextlib.nullcontext():
+            return super().load_checkpoint(path, weights_only=weights_only)
 
     @override
     def setup_environment(self) -> None:
@@ -67,7 +67,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
 
 
 def data_parallel_mesh(trainer: Trainer) -> DeviceMesh | None:
-    """Return the processes that a trainer's strategy shards weights among, None without any; refuse other sharding."""
+    """Return the processes across which a trainer's strategy shards weights, or None if it does not shard them."""
     strategy = trainer.strategy
     check_strategy(strategy)
     if isinstance(strategy, FSDPStrategy):
@@ -77,8 +77,8 @@ def data_parallel_mesh(trainer: Trainer) -> DeviceMesh | None:
     mesh = strategy.device_mesh
     if mesh["tensor_parallel"].size() > 1:
         raise ValueError(
-            f"Tensor parallelism is not supported, and {type(strategy).__name__} divides tensors among"
-            f" {mesh['tensor_parallel'].size()} devices: {_REMEDY}."
+            f"Tensor parallelism (of size {mesh['tensor_parallel'].size()} in {type(strategy).__name__}) is not"
+            f" supported: {_REMEDY}."
         )
     if trainer.validate_loop.inference_mode:
         raise ValueError(
@@ -89,7 +89,7 @@ def data_parallel_mesh(trainer: Trainer) -> DeviceMesh | None:
 
 
 def check_strategy(strategy: Any) -> None:
-    """Raise a ``ValueError`` for DeepSpeed's strategy, or its name in a config: FSDP2 replaces its ZeRO stages."""
+    """Raise a ``ValueError`` for DeepSpeed's strategy, or its name in a config; FSDP2 replaces ZeRO."""
     name = str(getattr(strategy, "class_path", strategy))
     if isinstance(strategy, DeepSpeedStrategy) or name.rpartition(".")[2].lower().startswith("deepspeed"):
         raise ValueError(
@@ -98,24 +98,24 @@ def check_strategy(strategy: Any) -> None:
         )
 
 
-def saves_parts(strategy: Strategy) -> bool:
-    """Whether each process writes its part of a checkpoint. Reading them back needs every weight to be there."""
+def saves_shards(strategy: Strategy) -> bool:
+    """Return whether each process writes its shard of a checkpoint, which must then contain all weights."""
     return isinstance(strategy, ModelParallelStrategy) and strategy._save_distributed_checkpoint
 
 
 def world_mesh(device: torch.device | str) -> DeviceMesh | None:
-    """Return all processes, for a model that is sharded whatever the trainer's strategy does; None for a single one."""
+    """Return a mesh of all processes, independent of the trainer's strategy, or None for a single process."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     return init_device_mesh(torch.device(device).type, (dist.get_world_size(),))
 
 
 def load_trainer_backbone(trainer: Trainer | None, config: ModelConfig) -> Backbone:
-    """Load a model as a trainer's strategy wants it: whole, or sharded."""
+    """Load a model, sharded if the trainer's strategy shards weights."""
     if trainer is None:
         return load_backbone(config)
     if trainer.strategy.root_device.type == "mps":
-        raise ValueError("Corpus sums are float64, which Apple's GPUs do not have: set `trainer.accelerator: cpu`.")
+        raise ValueError("Apple's GPUs do not support float64, which corpus sums need: set `trainer.accelerator: cpu`.")
     device, precision = trainer.strategy.root_device, str(trainer.precision)
     if (mesh := data_parallel_mesh(trainer)) is not None:
         return load_sharded_backbone(config, mesh, device=device, precision=precision)
@@ -125,14 +125,14 @@ def load_trainer_backbone(trainer: Trainer | None, config: ModelConfig) -> Backb
 def load_sharded_backbone(
     config: ModelConfig, mesh: DeviceMesh, *, device: torch.device | str, precision: str = "32-true"
 ) -> Backbone:
-    """Load a model so that no process but the first ever holds all of it.
+    """Load a model so that only the first process ever holds all of it, in main memory.
 
-    The first one loads it into main memory and sends it piece by piece; on the device a process holds its part and one
-    decoder layer at a time, and embedding and head in the end. All processes must make the same number of passes
-    through it (`lockstep`). In ``bf16-mixed``, weights are gathered in bfloat16 and gradients summed in float32.
+    The first process sends it layer by layer: on its device, each process holds its shards and one unsharded layer, and
+    in the end embedding and head. All processes must make the same number of forward passes (`lockstep`). In
+    ``bf16-mixed``, weights are gathered in bfloat16 and gradients summed in float32.
     """
     if config.quantization is not None:
-        raise ValueError("Quantised weights cannot be divided among processes: leave `quantization` out, or use DDP.")
+        raise ValueError("Quantized weights cannot be sharded: leave `quantization` out, or use DDP.")
     first, autocast = mesh.get_local_rank() == 0, precision.endswith("-mixed")
     backbone = load_backbone(config, device=device, autocast=autocast, with_weights=first)
     unsent = {id(tensor) for tensor in (*backbone.parameters(), *backbone.buffers())}
@@ -140,34 +140,34 @@ def load_sharded_backbone(
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if precision == "bf16-mixed" else None,
         reduce_dtype=torch.float32 if half or precision != "32-true" else None,
-        cast_forward_inputs=False,  # or weights stored with the sequences would be rounded
+        cast_forward_inputs=False,  # a cast would round token weights that are stored with the sequences
     )
-    for module in (*_layers(backbone), backbone):
-        _send(module, unsent, mesh, torch.device(device))
-        # Resharded: the backward pass gathers head and embedding again before it recomputes logits, and outside of a
-        # pass all parameters are shards, whatever came before.
+    for module in (*_find_layers(backbone), backbone):
+        _broadcast_tensors(module, unsent, mesh, torch.device(device))
+        # With resharding, the backward pass gathers head and embedding again before it recomputes logits, and outside
+        # of a pass all parameters are always sharded.
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     register_fsdp_forward_method(backbone, "unsharded")
     backbone.is_sharded = True
     return backbone
 
 
-def _layers(backbone: Backbone) -> list[nn.Module]:
-    """Return the decoder layers, by the classes that transformers never splits among devices."""
+def _find_layers(backbone: Backbone) -> list[nn.Module]:
+    """Return the decoder layers: modules of the classes that transformers never splits across devices."""
     names = set(backbone.base_model._no_split_modules or ())
     layers = [module for module in backbone.decoder.modules() if type(module).__name__ in names]
     if not layers:
         raise ValueError(
-            f"`{type(backbone.base_model).__name__}` does not say what its layers are (`_no_split_modules`), so that it"
-            " cannot be divided among processes: use DDP."
+            f"`{type(backbone.base_model).__name__}` does not define its layers (`_no_split_modules`), so it cannot be"
+            " sharded: use DDP."
         )
     return layers
 
 
-def _send(module: nn.Module, unsent: set[int], mesh: DeviceMesh, device: torch.device) -> None:
-    """Give all processes the tensors of a module that the first one has, with its types, except those sent before.
+def _broadcast_tensors(module: nn.Module, unsent: set[int], mesh: DeviceMesh, device: torch.device) -> None:
+    """Send the tensors of a module from the first process to all others, except those that were sent before.
 
-    Tied parameters stay one: what they hold is swapped, not they themselves.
+    Parameters stay the same objects, with swapped contents, so that tied ones stay tied.
     """
     tensors = [tensor for tensor in (*module.parameters(), *module.buffers()) if id(tensor) in unsent]
     unsent.difference_update(map(id, tensors))
@@ -178,7 +178,7 @@ def _send(module: nn.Module, unsent: set[int], mesh: DeviceMesh, device: torch.d
         if mesh.get_local_rank() == 0:
             whole.copy_(tensor.detach())
         dist.broadcast(whole, src=0, group=mesh.get_group())
-        whole = whole.detach()  # the communication may still hold on to the other one, which is not swapped then
+        whole = whole.detach()  # the communication may still reference the original, which could then not be swapped
         if isinstance(tensor, nn.Parameter):
             whole = nn.Parameter(whole, requires_grad=tensor.requires_grad)
         torch.utils.swap_tensors(tensor, whole)

@@ -1,4 +1,4 @@
-"""Random numbers of training that neither an interruption nor an evaluation changes."""
+"""Random states of training, unaffected by interruptions and evaluations."""
 
 import logging
 import random
@@ -16,11 +16,11 @@ _log = logging.getLogger(__name__)
 
 
 class RandomStates(Callback):
-    """Keeps the random states of all processes in checkpoints, so that a resumed run draws what it would have drawn.
+    """Stores the random states of all processes in checkpoints, so that a resumed run draws the same random numbers.
 
-    A training batch begins with the states in which the one before it ended, whatever was drawn meanwhile: by an
-    evaluation, by the loader of a new epoch, or by the start of a resumed run. Checkpoints hold the states after the
-    last whole optimizer step.
+    Each training batch starts with the states at the end of the previous one, even if an evaluation, the loader of a
+    new epoch or the start of a resumed run has drawn random numbers since. Checkpoints contain the states after the
+    last complete optimizer step.
     """
 
     def __init__(self) -> None:
@@ -48,14 +48,14 @@ class RandomStates(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """The states of all processes, by their ranks; all of them have to ask for it."""
+        """Return the states of all processes by rank; all of them must call this."""
         return {"states": gathered(self._step_states or random_states())}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         states, (rank, processes) = state_dict["states"], rank_and_size()
         if len(states) != processes:
-            text = "The checkpoint is of %s processes, and these are %s: random numbers (dropout) start again."
+            text = "The checkpoint is from %s processes, and this run has %s: random states (dropout) are not restored."
             _log.warning(text, len(states), processes)
             return
         self._states = self._step_states = states[rank]
@@ -63,7 +63,7 @@ class RandomStates(Callback):
 
 
 def random_states() -> dict[str, Any]:
-    """Return the states of the generators of torch (CPU and CUDA), numpy and Python, as ``weights_only`` loads them."""
+    """Return the states of torch (CPU and CUDA), numpy and Python, in types that ``weights_only`` can load."""
     name, key, *rest = np.random.get_state()
     return {
         "torch": torch.get_rng_state(),
@@ -74,7 +74,7 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """Continue with what `random_states` gave; devices that no longer exist are left out."""
+    """Restore the result of `random_states`; devices that no longer exist are ignored."""
     torch.set_rng_state(states["torch"].cpu())
     for device, state in enumerate(states["cuda"][: torch.cuda.device_count()]):
         torch.cuda.set_rng_state(state.cpu(), device)

@@ -160,7 +160,7 @@ def test_the_model_goes_on_unchanged_after_its_export(base, documents, tmp_path,
 
 
 @pytest.mark.parametrize(
-    ("options", "message"), [({"legacy_rope_keys": True}, "EABF"), ({"adapters": "kept"}, "the model has none")]
+    ("options", "message"), [({"legacy_rope_keys": True}, "EABF"), ({"adapters": "kept"}, "the model has no adapters")]
 )
 def test_what_the_model_does_not_allow_is_refused_before_training(base, documents, tmp_path, options, message):
     module = make_module(base, lora=None)
@@ -225,6 +225,6 @@ def test_predictions_become_files(model_dir, documents, tmp_path):
 
 def test_export_refuses_a_folder_of_something_else(tmp_path):
     (tmp_path / "thesis.tex").write_text("keep")
-    with pytest.raises(ValueError, match="not an earlier export"):
+    with pytest.raises(ValueError, match="not an earlier export without changes"):
         HuggingFaceExport(str(tmp_path))
     assert (tmp_path / "thesis.tex").read_text() == "keep"

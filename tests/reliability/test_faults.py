@@ -29,7 +29,7 @@ def test_what_faults_leave_behind():
         assert int(lost) <= (1 if "SIGTERM" in fault else 4), fault
         assert float(seconds) < 60, fault
         if not fault.startswith("kill -9 in"):
-            assert any(remedy in message for remedy in ("--ckpt_path", "newest good one", "longce plan")), message
+            assert any(remedy in message for remedy in ("--ckpt_path", "newest intact one", "longce plan")), message
 
 
 @pytest.mark.long

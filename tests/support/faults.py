@@ -331,7 +331,7 @@ def last_words(run: Run) -> str:
     found = [
         index
         for index, line in enumerate(lines)
-        if line.startswith(("longce:", "Stopped at", "Passing over")) or "again" in line
+        if line.startswith(("longce:", "Stopped at", "Skipping")) or "again" in line
     ]
     return " ".join(lines[found[-1] :][:4])[:700] if found else " ".join(lines[-2:])[:700]
 

@@ -22,10 +22,10 @@ from lightning_modules.training.checkpoints.io import CheckedCheckpointIO
 from lightning_modules.training.checkpoints.resume import (
     check_checkpoint_folders,
     find_checkpoint,
-    goes_on,
     is_numbered,
+    log_resume_command,
     owned_folders,
-    say_how_to_go_on,
+    would_resume,
 )
 from lightning_modules.training.evaluation import at_checkpoint_step, place_evaluation
 from lightning_modules.training.fsdp import check_strategy
@@ -174,9 +174,9 @@ class LongceCLI(LightningCLI):
             self.trainer.fit(**arguments)
         except SystemExit as stopped:  # status 0 after SIGTERM, 1 after Ctrl-C
             if isinstance(stopped, SIGTERMException) or isinstance(stopped.__context__, KeyboardInterrupt):
-                say_how_to_go_on(self.trainer)
+                log_resume_command(self.trainer)
             if isinstance(stopped, SIGTERMException) and self.trainer.is_global_zero:
-                self.preemption.requeue(goes_on=goes_on(self._requested_checkpoint, self.trainer))
+                self.preemption.requeue(would_resume=would_resume(self._requested_checkpoint, self.trainer))
             raise
 
 

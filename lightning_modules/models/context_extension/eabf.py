@@ -1,6 +1,6 @@
-"""Entropy-aware ABF: a higher RoPE base, and attention logits that grow with the position beyond the original length.
+"""Entropy-aware ABF (EABF): a higher RoPE base, and attention logits scaled up beyond the original length.
 
-The method of Zhang et al. (2024, https://arxiv.org/abs/2401.07004), by which the LongCE paper extends its models.
+Zhang et al. (2024), https://arxiv.org/abs/2401.07004. The LongCE paper extends its models with this method.
 """
 
 import math
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 EABF = "eabf"
-"""The value of ``rope_parameters.rope_type``."""
+"""Value of ``rope_parameters.rope_type``."""
 
 
 def entropy_scale(positions: Tensor, original_length: int) -> Tensor:
@@ -23,10 +23,10 @@ def entropy_scale(positions: Tensor, original_length: int) -> Tensor:
 
     Args:
         positions: Integer positions of any shape.
-        original_length: Length c of the pre-training rows, in tokens.
+        original_length: Length c of the pre-training sequences, in tokens.
 
     Returns:
-        float32 scales of that shape; exactly 1 for positions below ``original_length``.
+        float32 scales of the same shape; exactly 1 for positions below ``original_length``.
 
     Example:
         >>> entropy_scale(torch.tensor([0, 4095, 32767]), 4096)
@@ -38,10 +38,10 @@ def entropy_scale(positions: Tensor, original_length: int) -> Tensor:
 
 
 def scaled_attention(attention: Callable[..., Any], module: nn.Module, query: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Return attention of ``[B, H, T, D]`` queries, of which those beyond the original length are scaled.
+    """Compute attention with ``[B, H, T, D]`` queries that are scaled beyond the original length.
 
-    The arguments are those of transformers, with the function that computes attention; a ``ValueError`` is raised if
-    the model gives no ``position_ids``.
+    ``attention`` is the attention function of transformers, and the others are its arguments. Raises a ``ValueError``
+    if the model does not pass ``position_ids``.
     """
     config: Any = module.config
     rope = config.rope_parameters
@@ -49,8 +49,8 @@ def scaled_attention(attention: Callable[..., Any], module: nn.Module, query: Te
         positions = kwargs.get("position_ids")
         if positions is None:
             raise ValueError(
-                f"`{type(module).__name__}` gives attention no positions, by which EABF scales it: extend this"
-                " model by another method, such as 'abf'."
+                f"`{type(module).__name__}` does not pass positions to its attention, which EABF needs: extend this"
+                " model with another method, such as 'abf'."
             )
         scale = entropy_scale(positions, rope["original_max_position_embeddings"])[:, None, :, None]
         query = (query * scale).to(query.dtype)  # promoted to float32 and rounded once

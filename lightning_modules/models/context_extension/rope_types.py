@@ -1,10 +1,10 @@
-"""RoPE types beyond those of transformers.
+"""RoPE types in addition to those of transformers: EABF and attention patterns.
 
-EABF and the attention patterns depend on layer and position, so that neither cos and sin (one pair for all layers, for
-queries and keys) nor a hook on a projection (fused, normalized or adapted in some models) can express them. Each is a
-value of ``rope_parameters.rope_type``, which a saved config carries, and a wrapper around the attention functions of
-transformers, which does nothing for models of other RoPE types. Without `register_rope_types`, such a model does not
-load: ``KeyError: 'eabf'``.
+They depend on layer and position. Neither cos and sin (one pair for queries and keys of all layers) nor a hook on a
+projection (fused, normalized or adapted in some models) can express that. Each is therefore a value of
+``rope_parameters.rope_type``, which is saved with the config, and a wrapper around the attention functions of
+transformers, which does nothing for other models. Without `register_rope_types`, such a model does not load:
+``KeyError: 'eabf'``.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,17 +25,17 @@ from lightning_modules.models.context_extension.patterns.settings import PATTERN
 from lightning_modules.models.context_extension.patterns.trained import check_dilation
 
 TYPE_ARCHITECTURES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma", "gpt_neox")
-"""Model types whose attention passes positions on and rotates the usual halves, as tests verify."""
+"""Model types whose attention gets positions and rotates the usual halves, as tests verify."""
 
 BACKENDS = ("sdpa", DOCUMENT_SDPA, "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 """Attention implementations that are wrapped."""
 
 PATTERN_BACKENDS = ("sdpa", DOCUMENT_SDPA)
-"""Those that a pattern can replace: their masks mark padding."""
+"""Implementations that a pattern can replace, because their masks only mark padding."""
 
 
 class RopeType(NamedTuple):
-    """Attention (given the wrapped function and its arguments), inverse frequencies, backends and parameters."""
+    """Attention (a function of the wrapped one and its arguments), inverse frequencies, backends and parameters."""
 
     attend: Callable[..., Any]
     frequencies: Callable[[PreTrainedConfig], Tensor]
@@ -44,24 +44,24 @@ class RopeType(NamedTuple):
 
 
 def rotary_width(config: PreTrainedConfig) -> int:
-    """Return how many components of each attention head are rotated."""
+    """Return the number of rotated components of each attention head."""
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return int(width * config.rope_parameters.get("partial_rotary_factor", 1.0))
 
 
 def plain_frequencies(config: PreTrainedConfig) -> Tensor:
-    """Return ``[R / 2]`` float32 inverse frequencies of plain RoPE at the base in the config."""
+    """Return ``[R / 2]`` float32 inverse frequencies of plain RoPE with the base of the config."""
     width = rotary_width(config)
     exponents = torch.arange(0, width, 2, dtype=torch.int64).to(torch.float32) / width
     return 1.0 / (config.rope_parameters["rope_theta"] ** exponents)
 
 
 def no_frequencies(config: PreTrainedConfig) -> Tensor:
-    """Return zeros: cos is 1 and sin 0, so that a pattern gets, and a cache keeps, states that are not rotated."""
+    """Return zeros, so that cos is 1 and sin is 0: patterns and caches get states that are not rotated."""
     return torch.zeros_like(plain_frequencies(config))
 
 
-def _patterned_attention(
+def _attend_by_pattern(
     pattern: Pattern,
     _: Callable[..., Any],
     module: nn.Module,
@@ -72,7 +72,7 @@ def _patterned_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     config: Any = module.config
-    if config._attn_implementation in BACKENDS:  # it may have been changed since the model was built
+    if config._attn_implementation in BACKENDS:  # which may have changed since the model was built
         _check_backend(config, PATTERN_BACKENDS)
     frequencies = plain_frequencies(config).to(query.device)
     rotary = Rotary(config.rope_parameters, frequencies, kwargs["scaling"], kwargs.get("dropout", 0.0))
@@ -87,12 +87,12 @@ ROPE_TYPES: dict[str, RopeType] = {
     ),
     **{
         name: RopeType(
-            partial(_patterned_attention, pattern), no_frequencies, PATTERN_BACKENDS, PATTERN_SETTINGS[name].written
+            partial(_attend_by_pattern, pattern), no_frequencies, PATTERN_BACKENDS, PATTERN_SETTINGS[name].written
         )
         for name, pattern in PATTERNS.items()
     },
 }
-"""By their name in ``rope_parameters.rope_type``."""
+"""RoPE types by their name in ``rope_parameters.rope_type``."""
 
 
 class RopeTypeAttention:
@@ -102,22 +102,22 @@ class RopeTypeAttention:
         self.attention = attention
 
     def __call__(self, module: nn.Module, query: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return attention of ``[B, H, T, D]`` queries, as transformers calls it."""
-        own = own_type(getattr(module, "config", None))
-        if own is None:
+        """Compute attention with ``[B, H, T, D]`` queries and the arguments of transformers."""
+        rope_type = own_type(getattr(module, "config", None))
+        if rope_type is None:
             return self.attention(module, query, *args, **kwargs)
-        return own.attend(self.attention, module, query, *args, **kwargs)
+        return rope_type.attend(self.attention, module, query, *args, **kwargs)
 
 
 def own_type(config: PreTrainedConfig | None) -> RopeType | None:
-    """Return the RoPE type of a config, if it is one of ours."""
+    """Return the RoPE type of a config if it is one of ours, and None otherwise."""
     parameters = getattr(config, "rope_parameters", None) or {}
     return ROPE_TYPES.get(parameters.get("rope_type", ""))
 
 
 def register_rope_types() -> None:
-    """Make models of our RoPE types load and compute, leaving others alone. Repeated calls do nothing."""
-    ROPE_INIT_FUNCTIONS.update({name: partial(_initial, name) for name in ROPE_TYPES})
+    """Register our RoPE types and attention wrappers with transformers; repeated calls do nothing."""
+    ROPE_INIT_FUNCTIONS.update({name: partial(_init_frequencies, name) for name in ROPE_TYPES})
     register_document_attention()
     attention_functions = AttentionInterface()
     for name in BACKENDS:
@@ -127,15 +127,15 @@ def register_rope_types() -> None:
 
 
 def check_parameters(parameters: Mapping[str, Any]) -> None:
-    """Raise a ``ValueError`` unless ``rope_parameters`` of one of our types hold the counts that the type needs."""
+    """Raise a ``ValueError`` unless ``rope_parameters`` of one of our types contain valid parameters of the type."""
     name = parameters["rope_type"]
     for key in ROPE_TYPES[name].parameters:
         value, minimum = parameters.get(key), 0 if key == "unscaled_layers" else 1
         numbers = value if isinstance(value, list) and value else [value]
         if not all(isinstance(number, int) and number >= minimum for number in numbers):
             raise ValueError(
-                f"The RoPE type '{name}' needs `rope_parameters.{key}`, {minimum} or more, and the model's config has"
-                f" {value!r}: extend the model by `context_extension`, which sets it."
+                f"The RoPE type '{name}' needs `rope_parameters.{key}` of {minimum} or more, but the model's config has"
+                f" {value!r}: extend the model with `context_extension`, which sets it."
             )
     if name == "longnet":
         check_dilation(parameters["segment_lengths"], parameters["dilation_rates"])
@@ -144,36 +144,38 @@ def check_parameters(parameters: Mapping[str, Any]) -> None:
 def _check_backend(config: Any, backends: tuple[str, ...]) -> None:
     if config._attn_implementation not in backends:
         raise ValueError(
-            f"The RoPE type '{config.rope_parameters['rope_type']}' cannot be reached from transformers'"
-            f" '{config._attn_implementation}' attention: set `attn_implementation` to one of {', '.join(backends)}."
+            f"The RoPE type '{config.rope_parameters['rope_type']}' does not support '{config._attn_implementation}'"
+            f" attention: set `attn_implementation` to one of {', '.join(backends)}."
         )
 
 
 def check_attention(model: PreTrainedModel) -> None:
-    """Raise a ``RuntimeError`` if a model of one of our RoPE types would compute attention as if it were none."""
-    own = own_type(model.config)
+    """Raise a ``RuntimeError`` if a model's attention would ignore its RoPE type, which is one of ours."""
+    rope_type = own_type(model.config)
     name = model.config._attn_implementation
-    if own is None or (name in own.backends and isinstance(AttentionInterface().get(name), RopeTypeAttention)):
+    if rope_type is None or (
+        name in rope_type.backends and isinstance(AttentionInterface().get(name), RopeTypeAttention)
+    ):
         return
     raise RuntimeError(
-        f"The attention implementation '{name}' knows nothing of what the model's RoPE type"
-        f" '{model.config.rope_parameters['rope_type']}' asks for: use one of {', '.join(own.backends)}."
+        f"The attention implementation '{name}' ignores the model's RoPE type"
+        f" '{model.config.rope_parameters['rope_type']}': use one of {', '.join(rope_type.backends)}."
     )
 
 
-def _initial(
+def _init_frequencies(
     name: str, config: PreTrainedConfig, device: torch.device | None = None, seq_len: int | None = None, **_: Any
 ) -> tuple[Tensor, float]:
-    """Return inverse frequencies and attention factor, as transformers requests them when it builds a model."""
-    own = ROPE_TYPES[name]
+    """Return inverse frequencies and attention factor, for transformers when it builds a model."""
+    rope_type = ROPE_TYPES[name]
     check_parameters(config.rope_parameters)
-    _check_backend(config, own.backends)
+    _check_backend(config, rope_type.backends)
     if config.model_type not in TYPE_ARCHITECTURES:
         raise ValueError(
-            f"The RoPE type '{name}' is not known to work for models of type '{config.model_type}', only for"
-            f" {', '.join(TYPE_ARCHITECTURES)}: others may hand no positions to attention or never call it."
+            f"The RoPE type '{name}' supports models of type {', '.join(TYPE_ARCHITECTURES)}, not"
+            f" '{config.model_type}', which may not pass positions to its attention: use another method, such as 'abf'."
         )
-    return own.frequencies(config).to(device), 1.0
+    return rope_type.frequencies(config).to(device), 1.0
 
 
 def by_document(
@@ -184,47 +186,54 @@ def by_document(
     mask: Tensor | None,
     boundaries: Sequence[Sequence[int]] | None,
 ) -> Tensor:
-    """Return ``[B, H, T, D]`` attention of the last T of S tokens within each document of each row.
+    """Compute ``[B, H, T, D]`` attention of the last T of S tokens inside each document of each sequence.
 
-    Keys and values are ``[B, H_kv, S, D]``; S is above T if a cache holds the preceding tokens. ``attention`` is that
-    of one document. The mask is ``[B, 1, T, S]``, made by transformers of padding, where the output is 0. Boundaries
-    are ascending indices ``[0, .., T]`` of each row; None is one document per row.
+    Args:
+        attention: Computes the attention of one document.
+        query: ``[B, H, T, D]``.
+        key: ``[B, H_kv, S, D]``; S is above T if the preceding tokens are in a cache.
+        value: ``[B, H_kv, S, D]``.
+        mask: ``[B, 1, T, S]`` padding mask of transformers; the output of padding is 0.
+        boundaries: Ascending indices ``[0, .., T]`` of each sequence, or None if each is one document.
 
     Raises:
-        ValueError: If a mask holds more than causal attention and padding: a sliding window, or packed documents.
+        ValueError: If the mask is more than causal attention and padding: a sliding window, or packed documents.
     """
     if mask is None and boundaries is None:
-        if 1 < query.shape[2] < key.shape[2]:  # an empty static cache: the rest of it is not filled yet
+        if 1 < query.shape[2] < key.shape[2]:  # a static cache that is not filled yet
             key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
         return attention(query, key, value)
-    rows = []
+    outputs = []
     for row in range(len(query)):
-        q, k, v = (part[row : row + 1] for part in (query, key, value))
+        q, k, v = (states[row : row + 1] for states in (query, key, value))
         if mask is not None:
-            rows.append(_padded(attention, q, k, v, mask[row % len(mask), 0]))
+            outputs.append(_attend_unpadded(attention, q, k, v, mask[row % len(mask), 0]))
         elif boundaries is not None:
-            parts = [attention(*(x[:, :, start:stop] for x in (q, k, v))) for start, stop in pairwise(boundaries[row])]
-            rows.append(torch.cat(parts, dim=2))
-    return torch.cat(rows)
+            spans = pairwise(boundaries[row])
+            documents = [attention(*(x[:, :, start:stop] for x in (q, k, v))) for start, stop in spans]
+            outputs.append(torch.cat(documents, dim=2))
+    return torch.cat(outputs)
 
 
-def _padded(
+def _attend_unpadded(
     attention: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor, mask: Tensor
 ) -> Tensor:
-    """Return attention of one row that is padded as in its ``[T, S]`` mask."""
+    """Compute attention of the tokens of a sequence that its ``[T, S]`` mask does not mark as padding."""
     (tokens, keys), device = mask.shape, mask.device
+    # 1. Find the first and last token in the last row of the mask.
     seen = mask[-1].nonzero() if mask.dtype == torch.bool else mask.new_empty(0)
     first, end = (int(seen[0]), int(seen[-1]) + 1) if len(seen) else (0, 0)
-    # With a cache the last query is the last token; without one it may be padding after it.
+    # 2. Find the queries that are tokens. With a cache the last query is the last token; otherwise it may be padding.
     shift = 0 if tokens == keys else end - tokens
-    own = torch.arange(keys, device=device)
-    low, high = max(first - shift, 0), end - shift  # queries that are tokens
-    causal = (own >= first) & (own < end) & (own <= own[:tokens, None] + shift)
+    low, high = max(first - shift, 0), end - shift
+    # 3. Check that the mask has no other effect.
+    index = torch.arange(keys, device=device)
+    causal = (index >= first) & (index < end) & (index <= index[:tokens, None] + shift)
     if first == end or shift < 0 or not torch.equal(mask, causal):
         raise ValueError(
-            "The attention pattern of this model follows no mask but that of padding, and was given another one. If"
-            " the model has sliding windows, set `context_extension.full_attention: true`; if its rows hold several"
-            " documents, set `document_boundaries` and the attention 'document_sdpa'."
+            "The attention pattern of this model supports padding masks only, and got another mask. For a model with"
+            " sliding windows, set `context_extension.full_attention: true`; for sequences of several documents, use"
+            " `document_boundaries` and the attention 'document_sdpa'."
         )
     output = attention(query[:, :, low:high], key[:, :, first:end], value[:, :, first:end])
     return F.pad(output, (0, 0, low, tokens - high))

@@ -1,4 +1,4 @@
-"""Checks that a model rotates by positions only, as its config specifies."""
+"""Checks that a model's RoPE depends on positions only, and matches its config."""
 
 from typing import Any
 
@@ -12,14 +12,14 @@ ARCHITECTURES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "phi3", "gemma
 
 
 def check_static(config: PreTrainedConfig, *, compares: bool) -> None:
-    """Raise a ``ValueError`` for RoPE that rotates the same tokens differently alone and in a longer text.
+    """Raise a ``ValueError`` for RoPE that depends on the length of the text.
 
-    Unless the run ``compares`` long and short contexts, only types without fixed frequencies are refused.
+    Without ``compares``, for a run that does not compare long and short contexts, LongRoPE is allowed.
     """
-    for part in rope_parts(config):
-        if _follows_length(part) and (compares or part["rope_type"] == "dynamic"):
+    for parameters in rope_parameter_sets(config):
+        if _depends_on_length(parameters) and (compares or parameters["rope_type"] == "dynamic"):
             raise ValueError(
-                f"RoPE of type '{part['rope_type']}' rotates by the length of the text, so that"
+                f"RoPE of type '{parameters['rope_type']}' depends on the length of the text, so that"
                 f" {'a long and a short context cannot be compared' if compares else 'training has no fixed rotation'}."
                 " Set `rope_parameters.rope_type` (with its parameters) to a type that does not, such as 'yarn',"
                 " 'linear' or 'default'."
@@ -27,11 +27,11 @@ def check_static(config: PreTrainedConfig, *, compares: bool) -> None:
 
 
 def check_rotary(model: PreTrainedModel) -> None:
-    """Compare a model's rotation with its config, which would be saved with it.
+    """Compare a model's rotary frequencies with its config, which is saved with the model.
 
     Raises:
-        RuntimeError: If frequencies were cast to fewer than 32 bits, frequencies or attention factor are not those of
-            the config, or attention does not support its RoPE type.
+        RuntimeError: If frequencies were cast to fewer than 32 bits, frequencies or attention factor differ from the
+            config, or the attention implementation does not support the RoPE type.
     """
     check_attention(model)
     for name, buffer in model.named_buffers():
@@ -44,13 +44,13 @@ def check_rotary(model: PreTrainedModel) -> None:
         config: Any = getattr(module, "config", None)
         if getattr(config, "model_type", None) not in ARCHITECTURES or "inv_freq" not in module._buffers:
             continue
-        if not any(_follows_length(part) for part in rope_parts(config)):
+        if not any(map(_depends_on_length, rope_parameter_sets(config))):
             _check_frequencies(name, module)
 
 
-def _follows_length(part: dict[str, Any]) -> bool:
-    kind = part.get("rope_type")
-    return kind == "dynamic" or (kind == "longrope" and part.get("short_factor") != part.get("long_factor"))
+def _depends_on_length(parameters: dict[str, Any]) -> bool:
+    kind = parameters.get("rope_type")
+    return kind == "dynamic" or (kind == "longrope" and parameters.get("short_factor") != parameters.get("long_factor"))
 
 
 def _check_frequencies(name: str, module: Any) -> None:
@@ -59,14 +59,14 @@ def _check_frequencies(name: str, module: Any) -> None:
     wrong = not torch.allclose(actual, expected.inv_freq.double(), rtol=1e-6, atol=0)
     if wrong or module.attention_scaling != expected.attention_scaling:
         raise RuntimeError(
-            f"`{name}` does not rotate as the model's config specifies: the frequencies were rounded, or the config was"
-            " changed after the model was built. Change the config first, by `context_extension` or `model_config`."
+            f"The rotary frequencies of `{name}` do not match the model's config: they were rounded, or the config was"
+            " changed after the model was built. Change it before, with `context_extension` or `model_config`."
         )
 
 
-def rope_parts(config: PreTrainedConfig) -> list[dict[str, Any]]:
-    """Return the RoPE parameters, and those for layers of different kinds that some models have in them."""
+def rope_parameter_sets(config: PreTrainedConfig) -> list[dict[str, Any]]:
+    """Return the RoPE parameters, including the nested ones that some models have for each kind of layer."""
     parameters = getattr(config.get_text_config(decoder=True), "rope_parameters", None)
     if not isinstance(parameters, dict):
         return []
-    return [parameters, *(part for part in parameters.values() if isinstance(part, dict))]
+    return [parameters, *(value for value in parameters.values() if isinstance(value, dict))]

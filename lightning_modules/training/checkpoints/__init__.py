@@ -1,1 +1,1 @@
-"""Checkpoints: written whole or not at all, and read back."""
+"""Checkpoints: atomic writes, checks and resuming."""

@@ -1,4 +1,4 @@
-"""Where a run keeps its checkpoints, and from which of them another one resumes."""
+"""Folders of a run's checkpoints, and the choice of the checkpoint to resume from."""
 
 import argparse
 import logging
@@ -22,104 +22,109 @@ _log = logging.getLogger(__name__)
 
 
 def find_checkpoint(path: str | None, trainer: Trainer, logger: Any, *, resume: bool = True) -> str | None:
-    """Return the checkpoint that ``--ckpt_path`` asks for; None to start a new training.
+    """Return the checkpoint for ``--ckpt_path``, or None to start a new training.
 
-    The path is a complete checkpoint, or the folder of a run (``last`` for that of this run), in which the complete one
-    of the largest step is chosen; other names (``best``) are Lightning's. The logger's configuration decides whether
-    each start has a new folder. To ``resume``, weights alone are not enough. Content is compared when loaded.
+    Args:
+        path: A complete checkpoint, or the folder of a run (``last`` for this run's), of which the complete checkpoint
+            with the largest step is used. Lightning handles ``best``.
+        trainer: The trainer of this run.
+        logger: The configuration of the logger, which decides whether each start gets a new folder.
+        resume: Whether training resumes, so that weights alone are not sufficient.
     """
     if path is None or path in ("best", "hpc"):
         return path
-    folder = _own_folder(trainer, logger) if path == "last" else Path(path).expanduser()
+    folder = _find_own_folder(trainer, logger) if path == "last" else Path(path).expanduser()
     if path != "last" and (not folder.is_dir() or is_sharded(folder)):
         check_checkpoint(path, resume=resume)
         return path
-    found = newest_checkpoint(folder, resume=resume)
-    if found is None and (path != "last" or not resume):
-        raise ValueError(f"`ckpt_path: {path}` finds no checkpoint in '{folder}'. Name a file or the folder of a run.")
-    _log.info("Resuming from %s." if found else "No checkpoint in %s yet: starting a new training.", found or folder)
-    return None if found is None else str(found)
+    newest = newest_checkpoint(folder, resume=resume)
+    if newest is None and (path != "last" or not resume):
+        raise ValueError(
+            f"`ckpt_path: {path}`: there is no checkpoint in '{folder}'. Give a file or the folder of a run."
+        )
+    _log.info("Resuming from %s." if newest else "No checkpoint in %s yet: starting a new training.", newest or folder)
+    return None if newest is None else str(newest)
 
 
 def check_same_checkpoint(trainer: Trainer) -> None:
-    """Refuse to start if the processes of a run do not resume from the same checkpoint.
+    """Raise a ``ValueError`` if the processes of a run resume from different checkpoints.
 
-    Each looks for it by itself, and may find another one on a disk of its own node, or on a file server that lags.
+    Each process searches by itself, and may find another one on a local disk, or on a file server that lags behind.
     """
-    found = gathered(trainer.ckpt_path and os.path.abspath(trainer.ckpt_path))
-    other = next((rank for rank, path in enumerate(found) if path != found[0]), None)
+    paths = gathered(trainer.ckpt_path and os.path.abspath(trainer.ckpt_path))
+    other = next((rank for rank, path in enumerate(paths) if path != paths[0]), None)
     if other is not None:
         raise ValueError(
-            f"`ckpt_path`: process 0 resumes from {found[0] or 'nothing'}, process {other} from"
-            f" {found[other] or 'nothing'}. Keep checkpoints on a disk that all nodes see, and name the file."
+            f"`ckpt_path`: process 0 resumes from {paths[0] or 'nothing'}, process {other} from"
+            f" {paths[other] or 'nothing'}. Keep checkpoints on a disk that all nodes share, and give the file."
         )
 
 
 def check_checkpoint_folders(trainer: Trainer) -> None:
-    """Try to write where checkpoints and logs will go: better now than after an hour of training."""
+    """Check that the folders for checkpoints and logs are writable, before hours of training."""
     logs = [Path(logger.save_dir) for logger in trainer.loggers if logger.save_dir]
-    for folder in (*_folders(trainer), *logs) if trainer.is_global_zero else ():
+    for folder in (*_checkpoint_folders(trainer), *logs) if trainer.is_global_zero else ():
         if not is_remote(folder):
-            # Loggers choose names when training starts: it is enough that folders can be made.
+            # Loggers choose the final names later, so the nearest existing parent is tested.
             existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
             writable_folder(existing, remedy="Set `dirpath` of the checkpoint callback, or `save_dir` of the logger.")
 
 
-def say_how_to_go_on(trainer: Trainer) -> None:
-    """Log what of a stopped training is saved, and the command that resumes it."""
+def log_resume_command(trainer: Trainer) -> None:
+    """Log the last saved step of a stopped training, and the command that resumes it."""
     if not trainer.is_global_zero or trainer.global_step == 0:
         return
-    callbacks = [callback for callback in _callbacks(trainer) if not callback.save_weights_only]
+    callbacks = [callback for callback in _checkpoint_callbacks(trainer) if not callback.save_weights_only]
     newest = max(callbacks, key=lambda callback: callback._last_global_step_saved, default=None)
     saved = 0 if newest is None else newest._last_global_step_saved
     if newest is None or not saved:
         _log.warning(
-            "Stopped at step %s, of which nothing is saved: a `callbacks.StepCheckpoint` with `save_on_exception: true`"
-            " saves where a run is stopped, as in configs/base.yaml.",
+            "Stopped at step %s without a checkpoint: use a `callbacks.StepCheckpoint` with `save_on_exception: true`,"
+            " as in configs/base.yaml, to save where a run is stopped.",
             trainer.global_step,
         )
         return
-    lost = "" if saved == trainer.global_step else f", of which {saved} are saved"
+    lost = "" if saved == trainer.global_step else f"; the last checkpoint is of step {saved}"
     option = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     option.add_argument("--ckpt_path")
     command = shlex.join([*option.parse_known_args(sys.argv[1:])[1], "--ckpt_path", str(newest.dirpath)])
     _log.info("Stopped at step %s%s. Resume with:\nlongce %s", trainer.global_step, lost, command)
 
 
-def goes_on(path: str | None, trainer: Trainer) -> bool:
-    """Whether another run with this ``--ckpt_path`` would resume from what this one has saved."""
+def would_resume(path: str | None, trainer: Trainer) -> bool:
+    """Return whether another run with this ``--ckpt_path`` would resume from the checkpoints of this one."""
     if path is None or path == "last":
         return path == "last"
-    own = {folder.absolute() for folder in _folders(trainer)}
+    own = {folder.absolute() for folder in _checkpoint_folders(trainer)}
     return not own.isdisjoint({Path(path).expanduser().absolute(), Path(path, "checkpoints").expanduser().absolute()})
 
 
-def _own_folder(trainer: Trainer, logger: Any) -> Path:
-    """Return the folder in which this run keeps its checkpoints."""
-    folder = next(_folders(trainer), None)
+def _find_own_folder(trainer: Trainer, logger: Any) -> Path:
+    """Return the folder of this run's checkpoints."""
+    folder = next(_checkpoint_folders(trainer), None)
     if folder is None:
         raise ValueError("`ckpt_path: last` needs a checkpoint callback in `trainer.callbacks`.")
-    if is_numbered(logger) and not any(callback.dirpath for callback in _callbacks(trainer)):
+    if is_numbered(logger) and not any(callback.dirpath for callback in _checkpoint_callbacks(trainer)):
         raise ValueError(
-            "`ckpt_path: last` looks in the folder of this run, and the logger makes a new one at each start. Name the"
-            f" folder of the run to resume (--ckpt_path {folder.parent.parent}/..), or give this run a name"
+            "`ckpt_path: last` searches the folder of this run, but the logger makes a new folder at each start. Give"
+            f" the folder of the run to resume (--ckpt_path {folder.parent.parent}/..), or a name for this run"
             " (--trainer.logger.init_args.version NAME)."
         )
     return folder
 
 
 def is_numbered(logger: Any) -> bool:
-    """Whether a logger of this configuration numbers its runs."""
+    """Return whether a logger with this configuration numbers its runs."""
     first = logger[0] if isinstance(logger, list) and logger else logger
     return first is not False and (first in (None, True) or first.init_args.get("version") is None)
 
 
-def _callbacks(trainer: Trainer) -> list[ModelCheckpoint]:
+def _checkpoint_callbacks(trainer: Trainer) -> list[ModelCheckpoint]:
     return [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
 
 
 def run_folder(trainer: Trainer) -> Path:
-    """Return the folder of a run, in which Lightning puts logs and checkpoints by default."""
+    """Return the folder in which Lightning puts a run's logs and checkpoints by default."""
     if not trainer.loggers:
         return Path(trainer.default_root_dir)
     logger = trainer.loggers[0]
@@ -128,23 +133,24 @@ def run_folder(trainer: Trainer) -> Path:
 
 
 def owned_folders(trainer: Trainer) -> list[Path]:
-    """Return the local folders that a training writes to, its own one first.
+    """Return the local folders that a training writes to, the run's folder first.
 
-    The working folder belongs to the user. A logger that numbers its runs on a server has no folder yet.
+    The working folder is left out, because it belongs to the user. A logger that numbers its runs on a server has no
+    folder yet.
     """
     named = not trainer.loggers or None not in (trainer.loggers[0].name, trainer.loggers[0].version)
-    found = [run_folder(trainer)] if named else []
-    found += [folder for folder in _folders(trainer) if named or folder.parent != run_folder(trainer)]
-    local = [folder.expanduser().absolute() for folder in found if not is_remote(folder)]
+    folders = [run_folder(trainer)] if named else []
+    folders += [folder for folder in _checkpoint_folders(trainer) if named or folder.parent != run_folder(trainer)]
+    local = [folder.expanduser().absolute() for folder in folders if not is_remote(folder)]
     return [folder for folder in dict.fromkeys(local) if folder.resolve() != Path.cwd()]
 
 
 def is_remote(folder: Path) -> bool:
-    """Whether a path was an address such as ``s3://bucket``, of which `Path` keeps one slash."""
+    """Return whether a path was an address such as ``s3://bucket``, of which `Path` keeps one slash."""
     return re.match(r"\w+:/", str(folder)) is not None
 
 
-def _folders(trainer: Trainer) -> Iterator[Path]:
-    """Yield where the checkpoint callbacks of a run save, as they find out when training starts."""
-    for callback in _callbacks(trainer):
+def _checkpoint_folders(trainer: Trainer) -> Iterator[Path]:
+    """Yield the folders of the checkpoint callbacks, as they choose them when training starts."""
+    for callback in _checkpoint_callbacks(trainer):
         yield Path(callback.dirpath) if callback.dirpath is not None else run_folder(trainer) / "checkpoints"

@@ -1,4 +1,4 @@
-"""Checkpoints that several processes write or check together: folders of their parts, whole or not there."""
+"""Sharded checkpoints: folders that several processes write and verify together, atomically."""
 
 import json
 import os
@@ -27,12 +27,12 @@ from lightning_modules.utilities.pickles import first_cause
 Result = TypeVar("Result")
 
 MANIFEST = "checksums.json"
-"""File of sizes and CRC-32 of all others in the folder; the last one to be written."""
+"""File with size and CRC-32 of all others in the folder, written last."""
 
-REST = "meta.pt"
-"""Lightning's file of all that is not divided."""
+UNSHARDED_FILE = "meta.pt"
+"""Lightning's file with everything that is not sharded."""
 
-_INDEX = ".metadata"  # torch's: what is in which part
+_INDEX = ".metadata"  # torch's index of the shards
 
 _INDEX_NAMES = {
     "torch.distributed.checkpoint.metadata": {
@@ -45,92 +45,97 @@ _INDEX_NAMES = {
     "collections": {"OrderedDict"},
     "pathlib": {"PosixPath", "PurePosixPath", "WindowsPath"},
 }
-"""Classes in an index, by module."""
+"""Classes that an index may contain, by module."""
 
 
 class CheckpointError(OSError):
-    """A checkpoint that could not be written; the older ones are as they were."""
+    """A checkpoint could not be written; older ones are unchanged."""
 
 
-def not_written(target: Path, reason: object) -> CheckpointError:
-    """Return an error that reports why a checkpoint could not be written, and what to do."""
+def write_error(target: Path, reason: object) -> CheckpointError:
+    """Return an error for a checkpoint that could not be written, with the remedy."""
     return CheckpointError(
-        f"The checkpoint {target} could not be written ({reason}). Earlier ones are untouched: free some room, or set"
-        " the `dirpath` of the checkpoint callback to another disk that all processes see, and resume with"
+        f"The checkpoint {target} could not be written ({reason}). Earlier ones are unchanged: free some space, or"
+        " set the `dirpath` of the checkpoint callback to another disk that all processes can access, and resume with"
         f" `--ckpt_path {target.parent}`"
     )
 
 
-class _PartError(Exception):
-    """Something failed in one of the processes; raised in all of them."""
+class _ProcessError(Exception):
+    """Raised in all processes when one of them has failed."""
 
 
 def is_sharded(path: Path) -> bool:
-    """Whether a sharded strategy finished writing this folder."""
-    return all((path / name).is_file() for name in (_INDEX, REST))
+    """Return whether a folder is a sharded checkpoint that was written to the end."""
+    return all((path / name).is_file() for name in (_INDEX, UNSHARDED_FILE))
 
 
-def write_together(target: Path, write: Callable[[Path], None]) -> None:
-    """Let every process write its part into a folder beside ``target``, which it then replaces in one step.
+def write_sharded(target: Path, write: Callable[[Path], None]) -> None:
+    """Write a sharded checkpoint atomically: all processes write to a temporary folder, which then replaces ``target``.
 
     ``write`` writes the files of this process: those named ``__RANK_..``, and in the first process all others. If one
-    cannot write, all raise a `CheckpointError`, and what was there is as it was.
+    process fails, all raise a `CheckpointError`, and ``target`` is unchanged.
     """
     rank, folder = dist.get_rank(), None
     try:
-        folder = _in_all(lambda: create_folder(target) if rank == 0 else None)[0]
+        # 1. Create the temporary folder.
+        folder = _run_in_all(lambda: create_folder(target) if rank == 0 else None)[0]
         assert folder is not None
-        parts = _in_all(lambda: _write_part(folder, write, rank))
-        entries = {name: entry for part in parts for name, entry in part.items()}
-        _in_all(lambda: _publish(folder, target, entries) if rank == 0 else None)
-    except _PartError as error:
-        raise not_written(target, error) from error
+        # 2. Write the shards, and collect size and checksum of each file.
+        of_processes = _run_in_all(lambda: _write_shard(folder, write, rank))
+        entries = {name: entry for of_process in of_processes for name, entry in of_process.items()}
+        # 3. Write the manifest, now that all shards are on disk, and rename the folder.
+        _run_in_all(lambda: _publish_shards(folder, target, entries) if rank == 0 else None)
+    except _ProcessError as error:
+        raise write_error(target, error) from error
     finally:
         if folder is not None and rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def damage_of_folder(path: Path) -> str | None:
-    """Return why a folder is incomplete or hostile, as the end of a sentence; None if it is not.
+def find_folder_damage(path: Path) -> str | None:
+    """Return why a sharded checkpoint is incomplete or unsafe, as the end of a sentence, or None.
 
-    Folders without checksums, of Lightning's own strategies, only have to be complete.
+    Folders of Lightning's own strategies have no checksums and only need to be complete.
     """
     if not is_sharded(path):
         return "is not a complete sharded checkpoint"
     try:
         for name, (size, _) in _read_manifest(path).items():
             if (path / name).stat().st_size != size:
-                return f"is torn: {name} does not have the size that was written"
-        # `torch.distributed.checkpoint` unpickles the index without restrictions, and other values under `no_code`.
+                return f"is truncated: the size of {name} has changed"
+        # `torch.distributed.checkpoint` unpickles the index without restrictions, so it is checked here first.
         with (path / _INDEX).open("rb") as stream:
             _IndexUnpickler(stream).load()
-        torch.load(path / REST, map_location="cpu", weights_only=True)
+        torch.load(path / UNSHARDED_FILE, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
         return f"is incomplete: {Path(error.filename).name} is missing"
-    except Exception as error:  # of a damaged pickle anything
-        return f"is damaged, or holds more than weights ({first_cause(error)})"
+    except Exception as error:  # any kind for a damaged pickle
+        return f"is damaged, or contains more than weights ({first_cause(error)})"
     return None
 
 
-def damage_of_content(path: Path, rank: int, processes: int) -> str | None:
-    """Return what in a complete checkpoint, of which each process reads a share, differs from its checksums."""
+def find_content_damage(path: Path, rank: int, processes: int) -> str | None:
+    """Compare this process's fraction of a complete checkpoint with the checksums; return the damage, or None."""
     damaged = None
     try:
         if path.is_dir():
             entries = _read_manifest(path)
-            names = sorted(entries, key=lambda name: entries[name])[rank::processes]  # by size: an even share for each
-            damaged = next((name for name in names if _checksum(path / name) != entries[name][1]), None)
+            names = sorted(entries, key=lambda name: entries[name])[
+                rank::processes
+            ]  # sorted by size, so that all get similar amounts
+            damaged = next((name for name in names if _compute_crc(path / name) != entries[name][1]), None)
         elif rank == 0:
             with zipfile.ZipFile(path) as archive:
                 damaged = archive.testzip()
-    except Exception as error:  # a damaged archive raises anything
+    except Exception as error:  # any kind for a damaged archive
         return f"is damaged ({str(error) or type(error).__name__})"
-    return None if damaged is None else f"is damaged: '{damaged}' in it is not what was written"
+    return None if damaged is None else f"is damaged: the checksum of '{damaged}' in it is wrong"
 
 
-def load_whole(path: Path) -> dict[str, Any]:
-    """Load a sharded checkpoint, whose content was checked, into main memory, without the optimizer's state."""
-    content: dict[str, Any] = torch.load(path / REST, map_location="cpu", weights_only=True)
+def load_unsharded(path: Path) -> dict[str, Any]:
+    """Load a verified sharded checkpoint into main memory, without the optimizer's state."""
+    content: dict[str, Any] = torch.load(path / UNSHARDED_FILE, map_location="cpu", weights_only=True)
     reader = dcp.FileSystemReader(path)
     prefix = "state_dict."
     weights: dict[str, Any] = {
@@ -146,42 +151,42 @@ def load_whole(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def no_code() -> Iterator[None]:
-    """Let torch unpickle only numbers: it asks for more when it reads the settings of divided optimizers."""
+    """Restrict torch to ``weights_only`` unpickling: for sharded optimizers it would load any object."""
     with mock.patch.dict(os.environ, {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1"}):
         os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)
         yield
 
 
-def _in_all(function: Callable[[], Result]) -> list[Result]:
-    """Return the result of each process; if it fails in one of them, it fails in all, so that none waits for it."""
+def _run_in_all(function: Callable[[], Result]) -> list[Result]:
+    """Return the results of all processes; if one fails, raise an error in all, so that none waits for it."""
     result, failure = None, None
     try:
         result = function()
-    except CheckpointException as error:  # torch has collected what failed where
+    except CheckpointException as error:  # torch has collected the failures of all processes
         failure = "; ".join(f"{type(cause).__name__}: {cause}" for cause, _ in error.failures.values())
-    except Exception as error:  # passed on, in every process
+    except Exception as error:  # raised again below, in every process
         failure = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    found = gathered((result, failure))
-    failures = [f"process {rank}: {failed}" for rank, (_, failed) in enumerate(found) if failed is not None]
+    outcomes = gathered((result, failure))
+    failures = [f"process {rank}: {failed}" for rank, (_, failed) in enumerate(outcomes) if failed is not None]
     if failures:
-        raise _PartError("; ".join(failures))
-    return [result for result, _ in found]
+        raise _ProcessError("; ".join(failures))
+    return [result for result, _ in outcomes]
 
 
-def _write_part(folder: Path, write: Callable[[Path], None], rank: int) -> dict[str, tuple[int, int]]:
-    """Return size and checksum of each file that this process wrote, all of them on disk."""
+def _write_shard(folder: Path, write: Callable[[Path], None], rank: int) -> dict[str, tuple[int, int]]:
+    """Write the files of this process, flush them to disk, and return their sizes and checksums."""
     write(folder)
     own = [path for path in folder.iterdir() if path.name.startswith(f"__{rank}_")]
     if rank == 0:
         own += [path for path in folder.iterdir() if not path.name.startswith("__")]
     for path in own:
         to_disk(path)
-    return {path.name: (path.stat().st_size, _checksum(path)) for path in own}
+    return {path.name: (path.stat().st_size, _compute_crc(path)) for path in own}
 
 
-def _publish(folder: Path, target: Path, entries: dict[str, tuple[int, int]]) -> None:
+def _publish_shards(folder: Path, target: Path, entries: dict[str, tuple[int, int]]) -> None:
     if missing := [name for name in entries if not (folder / name).exists()]:
-        raise _PartError(f"{missing[0]} of another process is not on the disk of the first one")
+        raise _ProcessError(f"{missing[0]} of another process is not on the disk of the first process")
     write_atomically(folder / MANIFEST, json.dumps(entries).encode())
     if target.is_file():
         target.unlink()
@@ -190,14 +195,14 @@ def _publish(folder: Path, target: Path, entries: dict[str, tuple[int, int]]) ->
 
 
 def _read_manifest(path: Path) -> dict[str, tuple[int, int]]:
-    """Return size and checksum by the names of files; empty in a folder of Lightning's own strategies."""
+    """Return size and checksum of each file; nothing for a folder of Lightning's own strategies."""
     if not (path / MANIFEST).exists():
         return {}
     content = json.loads((path / MANIFEST).read_bytes())
     return {Path(name).name: (int(size), int(crc)) for name, (size, crc) in content.items()}
 
 
-def _checksum(path: Path) -> int:
+def _compute_crc(path: Path) -> int:
     crc = 0
     with path.open("rb", buffering=0) as file:
         while block := file.read(1 << 20):
@@ -206,10 +211,10 @@ def _checksum(path: Path) -> int:
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """Makes objects of the classes of an index, and no others."""
+    """Unpickles objects of the classes that an index may contain, and no others."""
 
     @override
     def find_class(self, module: str, name: str) -> Any:
         if name in _INDEX_NAMES.get(module, ()):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}")
+        raise pickle.UnpicklingError(f"it refers to {module}.{name}")

@@ -1,1 +1,1 @@
-"""Trained models as folders that transformers loads: merged or adapters apart, with a model card."""
+"""Export of trained models to folders that transformers loads, merged or with separate adapters."""

@@ -1,4 +1,4 @@
-"""A Lightning checkpoint as a folder that transformers loads, without data or a GPU."""
+"""Export of a Lightning checkpoint to a folder that transformers loads, without data or a GPU."""
 
 import json
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from lightning_modules.models.loading import load_backbone
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer, tokenizer_from_json
 from lightning_modules.training.checkpoint_contents import EXPORT_KEY, FINGERPRINT_KEY
 from lightning_modules.training.checkpoints.io import CheckedCheckpointIO, check_checkpoint, check_integrity
-from lightning_modules.training.checkpoints.sharded import load_whole
+from lightning_modules.training.checkpoints.sharded import load_unsharded
 from lightning_modules.training.export.facts import TrainingFacts
 from lightning_modules.training.export.model import check_export, check_replaceable, export_model
 from lightning_modules.training.export.options import ExportOptions
@@ -33,84 +33,88 @@ def export_checkpoint(
 ) -> Path:
     """Export the model of a checkpoint of ``longce fit`` to a folder that transformers loads, and return the folder.
 
-    An earlier export there is replaced once the new one is complete; a folder of anything else is refused. The weights
-    in a folder of FSDP2 are gathered in memory. By default the tokenizer is that of the training.
+    An earlier export in the folder is replaced once the new one is complete; other folders are refused. A sharded
+    checkpoint is gathered in main memory. The default tokenizer is that of the training.
     """
-    asked = ExportOptions(**options)
+    export_options = ExportOptions(**options)
     folder = Path(output_dir).expanduser()
     check_replaceable(folder)
-    content = _read(checkpoint)
+    # 1. Build the model without memory, and check what can be known without its weights.
+    content = _read_checkpoint(checkpoint)
     facts = TrainingFacts.from_json(content[EXPORT_KEY]["facts"])
-    module = _build(content[EXPORT_KEY], facts)
-    check_export(module["backbone"].model, folder, asked, facts)
-    chosen = _tokenizer(tokenizer, tokenizer_revision, facts, content[EXPORT_KEY].get("tokenizer"))
-    if FINGERPRINT_KEY in content and not asked.kept:
+    module = _build_on_meta(content[EXPORT_KEY], facts)
+    check_export(module["backbone"].model, folder, export_options, facts)
+    saved_tokenizer = content[EXPORT_KEY].get("tokenizer")
+    chosen_tokenizer = _choose_tokenizer(tokenizer, tokenizer_revision, facts, saved_tokenizer)
+    # 2. Assign the weights. A merged model also needs frozen base weights, which the checkpoint leaves out.
+    if FINGERPRINT_KEY in content and not export_options.kept:
         module["backbone"] = _load_base(facts, content[FINGERPRINT_KEY])
-    _fill(module, content["state_dict"], partly=FINGERPRINT_KEY in content)
-    export_model(module["backbone"].model, chosen, folder, options=asked, facts=facts)
+    _assign_weights(module, content["state_dict"], trained_only=FINGERPRINT_KEY in content)
+    # 3. Write the folder.
+    export_model(module["backbone"].model, chosen_tokenizer, folder, options=export_options, facts=facts)
     return folder
 
 
-def _tokenizer(
-    name: str | None, revision: str | None, facts: TrainingFacts, made: str | None
+def _choose_tokenizer(
+    name: str | None, revision: str | None, facts: TrainingFacts, saved: str | None
 ) -> PreTrainedTokenizerFast:
-    """Return the one asked for, or that of the training (in the checkpoint if the data module made it), as stored."""
+    """Return the tokenizer with this name, or that of the training, which is ``saved`` if it had no path."""
     if name is not None:
         return load_tokenizer(name, revision=revision, trimmed_offsets=True)
-    if made is not None:
-        return tokenizer_from_json(made)
+    if saved is not None:
+        return tokenizer_from_json(saved)
     if facts.tokenizer is None:
-        raise ValueError("The checkpoint names no tokenizer: give one by `--tokenizer`.")
+        raise ValueError("The checkpoint does not specify a tokenizer: give one with `--tokenizer`.")
     try:
         return load_tokenizer(facts.tokenizer, revision=facts.tokenizer_revision, trimmed_offsets=True)
     except ValueError as error:
-        raise ValueError(f"{error} Name another tokenizer than that of the training by `--tokenizer`.") from error
+        raise ValueError(f"{error} Or give another tokenizer with `--tokenizer`.") from error
 
 
-def _read(path: str) -> dict[str, Any]:
-    """Load the checkpoint; the weights in a file stay on disk until they are used."""
+def _read_checkpoint(path: str) -> dict[str, Any]:
+    """Load the checkpoint; weights in a file stay on disk until they are used."""
     file = Path(path).expanduser()
     check_checkpoint(path if "://" in path else file, "checkpoint")
     if file.is_dir():
         check_integrity(file, "checkpoint")
-        content = load_whole(file)
+        content = load_unsharded(file)
     else:
         content = CheckedCheckpointIO().load_checkpoint(file)
     if EXPORT_KEY not in content:
         raise ValueError(
-            f"`checkpoint` '{path}' was not written by this version's `longce fit`, which stores how the model is"
-            " built: resume from it for a step (`longce fit --ckpt_path`), or name another one."
+            f"`checkpoint` '{path}' was not written by this version of `longce fit`, so it lacks the model's config:"
+            " resume from it for one step (`longce fit --ckpt_path`), or give another one."
         )
     return content
 
 
-def _build(saved: Mapping[str, str], facts: TrainingFacts) -> nn.ModuleDict:
-    """Build the model without memory for its weights."""
+def _build_on_meta(saved: Mapping[str, str], facts: TrainingFacts) -> nn.ModuleDict:
+    """Build the model on the meta device, without memory for its weights."""
     content = json.loads(saved["config"])
     model_type = content.get("model_type")
     if model_type not in CONFIG_MAPPING:
         raise ValueError(
-            f"Models of type '{model_type}' run code of their repository, which a checkpoint does not hold:"
-            " export at the end of training, by the callback `HuggingFaceExport`."
+            f"Models of type '{model_type}' run code from their repository, which a checkpoint does not contain:"
+            " export at the end of training, with the callback `HuggingFaceExport`."
         )
     config = CONFIG_MAPPING[model_type].from_dict(content)
-    extend_config(config, None)  # makes its RoPE type known
+    extend_config(config, None)  # registers its RoPE type
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=config.dtype, attn_implementation="sdpa")
         model.generation_config = GenerationConfig.from_dict(json.loads(saved["generation_config"]))
         if facts.lora is not None:
-            # Starting values are computed from weights, which come from the checkpoint.
+            # Without initial values: some are computed from weights, and the checkpoint replaces them.
             model = add_adapters(model, {**facts.lora, "init_lora_weights": False})
             model.peft_config[model.active_adapter].init_lora_weights = facts.lora.get("init_lora_weights", True)
-    return nn.ModuleDict({"backbone": Backbone(model)})  # as the training module names its weights
+    return nn.ModuleDict({"backbone": Backbone(model)})  # the prefix of weight names in checkpoints
 
 
 def _load_base(facts: TrainingFacts, fingerprint: str) -> Backbone:
-    """Load the base model with fresh adapters, for a checkpoint that holds only what was trained."""
+    """Load the base model with new adapters, for a checkpoint that contains trained weights only."""
     if facts.base_is_local and not Path(str(facts.base_model)).exists():
         raise ValueError(
-            f"The checkpoint's adapters were trained on the model in '{facts.base_model}', which is not there now: put"
-            " it back or link it there, or export with `--adapters kept`, which needs no base model."
+            f"The checkpoint's adapters were trained on the model in '{facts.base_model}', which does not exist:"
+            " restore or link it, or export with `--adapters kept`, which needs no base model."
         )
     changes = dict(facts.changes)
     extension = changes.pop("context_extension", None)
@@ -118,22 +122,22 @@ def _load_base(facts: TrainingFacts, fingerprint: str) -> Backbone:
     backbone = load_backbone(ModelConfig(facts.base_model, changes, extension, **settings))
     if not same_frozen(fingerprint, frozen_fingerprint(nn.ModuleDict({"backbone": backbone}))):
         raise ValueError(
-            f"The checkpoint's adapters were trained on other weights than those of '{facts.base_model}' now: export"
-            " where that model is as it was, or with `--adapters kept`."
+            f"The checkpoint's adapters were trained on other weights than those of '{facts.base_model}' now: restore"
+            " that model, or export with `--adapters kept`."
         )
     return backbone
 
 
-def _fill(module: nn.ModuleDict, weights: Mapping[str, torch.Tensor], *, partly: bool) -> None:
-    """Put the weights of a checkpoint in place, which may be only those that were trained."""
-    wanted = trained_state(module, module.state_dict()) if partly else module.state_dict()
+def _assign_weights(module: nn.ModuleDict, weights: Mapping[str, torch.Tensor], *, trained_only: bool) -> None:
+    """Assign the weights of a checkpoint, which are all of the model's or only the trained ones."""
+    required = trained_state(module, module.state_dict()) if trained_only else module.state_dict()
     first: dict[nn.Parameter, str] = {}  # tied weights are stored under their first name
     names = [(name, first.setdefault(p, name)) for name, p in module.named_parameters(remove_duplicate=False)]
-    tied = {name: weights[own] for name, own in names if name not in weights and own in weights}
+    tied = {name: weights[stored] for name, stored in names if name not in weights and stored in weights}
     report = module.load_state_dict({**weights, **tied}, strict=False, assign=True)
-    missing = [name for name in report.missing_keys if name in wanted]
+    missing = [name for name in report.missing_keys if name in required]
     if missing or report.unexpected_keys:
         raise ValueError(
-            "The weights of the checkpoint are not those of the model that it describes:"
-            f" '{[*missing, *report.unexpected_keys][0]}' is {'missing' if missing else 'unknown'}. Name another one."
+            "The weights of the checkpoint do not match its model:"
+            f" '{[*missing, *report.unexpected_keys][0]}' is {'missing' if missing else 'unknown'}. Give another one."
         )

@@ -1,4 +1,4 @@
-"""A trained model as a folder that transformers, and what builds on it, loads."""
+"""Export of a trained model to a folder that transformers loads."""
 
 import copy
 import json
@@ -24,10 +24,10 @@ if TYPE_CHECKING:  # peft imports bitsandbytes
     from peft import PeftModel
 
 SHARD_SIZE: int | str = "5GB"
-"""Largest file of weights."""
+"""Largest size of a weight file."""
 
-MARKER = "longce_export.json"
-"""File with the facts of the training and the names of the files that the export wrote."""
+EXPORT_MARKER = "longce_export.json"
+"""File with the facts about the training and the names of the exported files."""
 
 log = logging.getLogger(__name__)
 
@@ -40,26 +40,26 @@ def export_model(
     options: ExportOptions,
     facts: TrainingFacts,
 ) -> None:
-    """Write model, tokenizer and model card; the folder appears whole or not at all, and the model is not changed.
+    """Write model, tokenizer and model card to a folder atomically, without changing the model.
 
-    The weights must all be in this process, and main memory is needed for another copy of them.
+    The weights must not be sharded, and main memory needs room for a copy of them.
     """
     check_export(model, output_dir, options, facts)
     with _export_folder(output_dir, facts.published().to_json()) as folder:
         base = model.get_base_model() if is_peft_model(model) else model
-        config = _export_config(base.config, options)
+        config = _make_config(base.config, options)
         if options.kept:
             _write_adapters(model, config, folder, facts)
         else:
             _write_merged(model, config, folder, options)
         file = folder / "base/config.json" if options.kept else folder / "config.json"
-        content = json.loads(file.read_text())  # to which is added what readers of other versions need
+        content = json.loads(file.read_text())  # add keys for other versions of transformers
         content |= legacy_rope_keys(content) if options.legacy_rope_keys else guard_keys(content)
         file.write_text(json.dumps(content, indent=2) + "\n")
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
-        shown = facts if options.kept else facts.published()
-        card = model_card(shown, content, options, has_tokenizer=tokenizer is not None)
+        card_facts = facts if options.kept else facts.published()
+        card = model_card(card_facts, content, options, has_tokenizer=tokenizer is not None)
         (folder / "README.md").write_text(card, encoding="utf-8")
     if options.eabf_as_abf:
         log.warning("As plain ABF, the export's logits differ from the model's beyond the original length.")
@@ -69,7 +69,7 @@ def export_model(
 def check_export(
     model: "PreTrainedModel | PeftModel", output_dir: Path, options: ExportOptions, facts: TrainingFacts
 ) -> None:
-    """Raise a ``ValueError`` for what `export_model` would refuse; before training rather than after it."""
+    """Raise a ``ValueError`` for everything that `export_model` would refuse, for a check before training."""
     check_replaceable(output_dir)
     base = model.get_base_model() if is_peft_model(model) else model
     if facts.base_is_local and Path(str(facts.base_model)) == output_dir.resolve():
@@ -85,29 +85,29 @@ def check_export(
         from lightning_modules.training.export.weights import check_mergeable  # imports peft
 
         check_mergeable(model)
-    config = _export_config(base.config, options)
+    config = _make_config(base.config, options)
     if options.legacy_rope_keys:
         legacy_rope_keys(config.to_dict())
-    writable_folder(output_dir.resolve().parent, remedy="Name another `output_dir`.")
+    writable_folder(output_dir.resolve().parent, remedy="Give another `output_dir`.")
 
 
 def _check_kept(model: "PreTrainedModel | PeftModel", facts: TrainingFacts) -> None:
     if not is_peft_model(model):
-        raise ValueError("`adapters: kept`: the model has none. Set it to 'merged', which saves the whole model.")
+        raise ValueError("`adapters: kept`: the model has no adapters. Set it to 'merged' to save the whole model.")
     start = model.peft_config[model.active_adapter].init_lora_weights
     if changes_base({"init_lora_weights": start}):
         raise ValueError(
-            f"`adapters: kept`: with `init_lora_weights: {start}` the base model was changed as well, and adapters"
-            " alone would give other numbers. Set `adapters` to 'merged'."
+            f"`adapters: kept`: `init_lora_weights: {start}` also changes the base model, so adapters alone would give"
+            " other results. Set `adapters` to 'merged'."
         )
     if facts.base_model is None:
         raise ValueError(
-            "`adapters: kept`: the weights under the adapters came from no hub id or folder, so that they cannot be"
-            " loaded again. Set `adapters` to 'merged'."
+            "`adapters: kept`: the base weights did not come from a hub id or folder, so they cannot be loaded again."
+            " Set `adapters` to 'merged'."
         )
 
 
-def _export_config(config: PreTrainedConfig, options: ExportOptions) -> PreTrainedConfig:
+def _make_config(config: PreTrainedConfig, options: ExportOptions) -> PreTrainedConfig:
     config = copy.deepcopy(config)
     if options.eabf_as_abf:
         config.rope_parameters = as_abf(config.rope_parameters)
@@ -118,7 +118,7 @@ def _write_merged(
     model: "PreTrainedModel | PeftModel", config: PreTrainedConfig, folder: Path, options: ExportOptions
 ) -> None:
     base = model.get_base_model() if is_peft_model(model) else model
-    # One type for all: weights that are trained beside half-precision ones may be in float32.
+    # One dtype for all weights: fully trained ones of a half-precision model may be float32.
     dtype = base.dtype if options.dtype == "auto" else getattr(torch, options.dtype)
     from lightning_modules.training.export.weights import drop_tied, merged_weights  # imports peft
 
@@ -128,8 +128,8 @@ def _write_merged(
         config.tie_word_embeddings = False
     with torch.device("meta"):
         shell: Any = type(base)(config)
-    shell.to(dtype)  # the type that the config will name
-    shell.generation_config = _generation_config(base)
+    shell.to(dtype)  # sets the dtype in the config
+    shell.generation_config = _find_generation_config(base)
     shell.save_pretrained(folder, state_dict=weights, max_shard_size=SHARD_SIZE)
 
 
@@ -138,7 +138,7 @@ def _write_adapters(model: Any, config: PreTrainedConfig, folder: Path, facts: T
     file = folder / "adapter_config.json"
     content = json.loads(file.read_text())
     path = facts.base_model
-    # Not a name that would be loaded with the base model's own config, without an error.
+    # Not a loadable name: readers would silently use the base model's original config.
     content["base_model_name_or_path"] = f"{path} with the config in base/, see README.md" if facts.changes else path
     content["revision"] = facts.revision
     file.write_text(json.dumps(content, indent=2) + "\n")
@@ -148,49 +148,49 @@ def _write_adapters(model: Any, config: PreTrainedConfig, folder: Path, facts: T
     config.save_pretrained(folder / "base")
 
 
-def _generation_config(base: Any) -> GenerationConfig:
-    """Return the model's own, unless it contradicts itself, which transformers reads but refuses to save."""
+def _find_generation_config(base: Any) -> GenerationConfig:
+    """Return the model's generation config, or a new one if it is inconsistent: transformers would not save it."""
     try:
         base.generation_config.validate(strict=True)
     except ValueError as error:
-        log.warning("The model's generation config is left out, as it is not valid: %s", error)
+        log.warning("The model's generation config is not valid and left out: %s", error)
         return GenerationConfig.from_model_config(base.config)
     return base.generation_config
 
 
 def check_replaceable(folder: Path) -> None:
-    """Raise a ``ValueError`` unless a folder is missing, empty, or an earlier export without anything added to it."""
+    """Raise a ``ValueError`` unless a folder does not exist, is empty, or is an earlier export without other files."""
     if folder.is_file():
-        raise ValueError(f"`output_dir` of the export, '{folder}', is a file: name a new folder.")
+        raise ValueError(f"`output_dir` of the export, '{folder}', is a file: give a new folder.")
     files = {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()}
     try:
-        written = {MARKER, *json.loads((folder / MARKER).read_text())["files"]}
+        written = {EXPORT_MARKER, *json.loads((folder / EXPORT_MARKER).read_text())["files"]}
     except (OSError, ValueError, KeyError):
         written = set()
     if added := sorted(files - written):
         raise ValueError(
-            f"`output_dir` of the export, '{folder}', exists and is not an earlier export, which would be replaced"
-            f" (it holds '{added[0]}'): name a new folder, or remove this one."
+            f"`output_dir` of the export, '{folder}', exists and is not an earlier export without changes (it contains"
+            f" '{added[0]}'): give a new folder, or remove this one."
         )
 
 
 @contextmanager
 def _export_folder(target: Path, facts: str) -> Iterator[Path]:
-    """Yield a folder that replaces an earlier export, or the one that a link leads to, as the block ends.
+    """Yield a temporary folder that replaces ``target`` at the end of the block, or the folder that it links to.
 
-    Several processes that export to one folder wait for each other. The marker keeps the facts, a JSON text.
+    Processes that export to the same folder wait for each other. The facts, a JSON text, are stored in the marker.
     """
     try:
         with exclusive(target.resolve()), atomic_folder(target.resolve(), replace=True) as folder:
             yield folder
             files = [path for path in folder.rglob("*") if path.is_file()]
             content = {"training": json.loads(facts), "files": sorted(str(path.relative_to(folder)) for path in files)}
-            (folder / MARKER).write_text(json.dumps(content, indent=2) + "\n")
+            (folder / EXPORT_MARKER).write_text(json.dumps(content, indent=2) + "\n")
             for path in files:
-                path.chmod((folder / MARKER).stat().st_mode)  # safetensors ignores the umask
+                path.chmod((folder / EXPORT_MARKER).stat().st_mode)  # safetensors ignores the umask
             check_replaceable(target)
     except (OSError, SafetensorError) as error:
         raise ValueError(
-            f"The export to '{target}' could not be written: {error}. What was there before still is. Free some room,"
-            " or name another `output_dir`."
+            f"The export to '{target}' could not be written: {error}. An earlier export there is unchanged. Free some"
+            " space, or give another `output_dir`."
         ) from error

@@ -25,9 +25,11 @@ class ExportOptions:
 
     def __post_init__(self) -> None:
         if self.kept and self.dtype != "auto":
-            raise ValueError(f"`dtype: {self.dtype}` is for merged models: leave it out, adapters stay as trained.")
+            raise ValueError(
+                f"`dtype: {self.dtype}` is for merged models only: leave it out, adapters keep their dtype."
+            )
 
     @property
     def kept(self) -> bool:
-        """Whether adapters stay separate."""
+        """Return whether adapters are kept separate."""
         return self.adapters == "kept"

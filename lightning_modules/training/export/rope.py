@@ -1,4 +1,4 @@
-"""Keys in the saved config of an extended model for readers that do not know ``rope_parameters``."""
+"""RoPE keys in the exported config for versions of transformers that do not support ``rope_parameters``."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,10 +14,10 @@ LEGACY_TYPES: dict[str, tuple[str, ...]] = {
     "mixtral": ("default",),
     "gemma": ("default",),
 }
-"""RoPE types that transformers 4.45 computes right from ``rope_theta`` and ``rope_scaling``, by model type.
+"""RoPE types that transformers 4.45 computes correctly from ``rope_theta`` and ``rope_scaling``, by model type.
 
-Mistral, Mixtral and Gemma ignore ``rope_scaling`` there, and YaRN takes ``max_position_embeddings``, which is the
-length reached, for the original one.
+Mistral, Mixtral and Gemma ignore ``rope_scaling`` there, and YaRN uses ``max_position_embeddings``, the target length,
+as the original one.
 """
 
 OLD_DEFAULTS: dict[str, tuple[str, float]] = {
@@ -25,38 +25,38 @@ OLD_DEFAULTS: dict[str, tuple[str, float]] = {
     "mixtral": ("rope_theta", 1_000_000.0),
     "gpt_neox": ("rotary_emb_base", 10_000.0),
 }
-"""By model type, the key that transformers 4 reads the base from, and the base that it takes without the key."""
+"""The key for the RoPE base in transformers 4, and its default value, by model type."""
 
 
 def own_type_name(config: Mapping[str, Any]) -> str | None:
-    """Return the RoPE type of a ``config.json``, if only this package knows it."""
+    """Return the RoPE type of a ``config.json`` if it is one of ours, and None otherwise."""
     rope_type = (config.get("rope_parameters") or {}).get("rope_type")
     return rope_type if rope_type in ROPE_TYPES else None
 
 
 def legacy_rope_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``rope_theta`` and ``rope_scaling`` for transformers 4; refuse a RoPE type that it computes wrongly."""
+    """Return ``rope_theta`` and ``rope_scaling`` for transformers 4, or raise a ``ValueError`` if it would be wrong."""
     rope = dict(config.get("rope_parameters") or {})
     model_type, rope_type = config["model_type"], rope.get("rope_type", "")
     if own_type_name(config) is not None:
         raise ValueError(
-            f"`legacy_rope_keys`: transformers 4 cannot compute RoPE of type '{rope_type}', whatever keys it reads."
-            " Export without them, or set `eabf_as_abf` for EABF (logits then differ beyond the original length)."
+            f"`legacy_rope_keys`: transformers 4 does not support RoPE of type '{rope_type}'. Leave the option out, or"
+            " set `eabf_as_abf` for EABF (logits then differ beyond the original length)."
         )
     if rope_type not in LEGACY_TYPES.get(model_type, ()):
         known = ", ".join(f"{name} ({', '.join(types)})" for name, types in LEGACY_TYPES.items())
         raise ValueError(
             f"`legacy_rope_keys`: transformers 4.45 would compute RoPE of type '{rope_type}' wrongly for models of type"
-            f" '{model_type}'; it is right for {known}. Export without them, for transformers 5."
+            f" '{model_type}'; it supports {known}. Leave the option out, and use transformers 5."
         )
     theta = rope.pop("rope_theta")
     return {"rope_theta": theta, "rope_scaling": None if rope_type == "default" else {**rope, "type": rope_type}}
 
 
 def guard_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a base of null for a ``config.json`` by which transformers 4 would otherwise rotate by its default.
+    """Return a RoPE base of null for a ``config.json`` with which transformers 4 would silently use its default.
 
-    Version 5 reads ``rope_parameters`` and nothing else; version 4 cannot compute with null and stops.
+    Version 5 ignores the key; version 4 fails because it cannot compute with null.
     """
     rope = config.get("rope_parameters") or {}
     key, default = OLD_DEFAULTS.get(config["model_type"], (None, None))
@@ -68,8 +68,8 @@ def as_abf(rope: Mapping[str, Any]) -> dict[str, Any]:
     """Return the ``rope_parameters`` of plain ABF with the base of a model extended by EABF."""
     if rope.get("rope_type") != EABF:
         raise ValueError(
-            f"`eabf_as_abf`: the model's RoPE type is '{rope.get('rope_type')}' and not '{EABF}', so there is nothing"
-            " to leave out. Remove the option."
+            f"`eabf_as_abf` is for RoPE of type '{EABF}', and the model's is '{rope.get('rope_type')}': remove the"
+            " option."
         )
     ours = ("original_max_position_embeddings", "unscaled_layers")
     return {**{name: value for name, value in rope.items() if name not in ours}, "rope_type": "default"}

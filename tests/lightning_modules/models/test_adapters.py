@@ -365,7 +365,7 @@ def test_adapters_over_weights_that_are_quantised_otherwise_are_refused(folder, 
     same = {**FOUR_BITS, "bnb_4bit_compute_dtype": "bfloat16"}
     perplexity(tmp_path, lm(folder, lora=lora, quantization=same), ckpt_path=path)
     for other in ({"load_in_8bit": True}, {**FOUR_BITS, "bnb_4bit_quant_type": "fp4"}):
-        with pytest.raises(ValueError, match=r"over weights quantized by .*nf4"):
+        with pytest.raises(ValueError, match=r"trained with `quantization` = .*nf4"):
             perplexity(tmp_path, lm(folder, lora=lora, quantization=other), ckpt_path=path)
 
 
@@ -376,5 +376,5 @@ def test_a_checkpoint_under_another_extension_is_named(folder, tmp_path, lora, r
     fit(tmp_path, lm(folder, lora=lora, context_extension=extension)).save_checkpoint(path)
     perplexity(tmp_path, lm(folder, lora=lora, context_extension=extension), ckpt_path=path)
     assert not [w for w in recwarn if "computes with" in str(w.message)]
-    with pytest.warns(UserWarning, match="`rope_parameters` = .*500000.*, and this run computes with .*10000"):
+    with pytest.warns(UserWarning, match="`rope_parameters` = .*500000.*, and this run has .*10000"):
         perplexity(tmp_path, lm(folder, lora=lora), ckpt_path=path)

@@ -350,7 +350,7 @@ def test_a_model_that_does_something_unknown_to_its_logits_is_refused():
     model = build("llama")
     forward = model.forward
     model.forward = lambda *args, **kwargs: _scaled(forward(*args, **kwargs))
-    with pytest.raises(ValueError, match=r"off by .* of their spread"):
+    with pytest.raises(ValueError, match=r"differ from its own by .* of their standard"):
         check_scoring(Backbone(model))
 
 
@@ -395,7 +395,7 @@ def test_a_model_that_leaks_scores_documents_one_by_one_or_not_at_all_where_weig
         torch.testing.assert_close(actual[:, 3:], expected[:, 3:])
     scorer.is_sharded = True
     scorer(packed(documents(9)))
-    with pytest.raises(ValueError, match="cannot keep the documents of a row apart"):
+    with pytest.raises(ValueError, match="cannot isolate the documents of a sequence"):
         scorer(packed(documents(9, 12)))
 
 
@@ -475,7 +475,7 @@ def test_a_forgotten_transform_is_noticed_in_half_precision_too(change):
     check_scoring(Backbone(model))
     for name, value in change.items():  # ours applies what the model does not know
         setattr(model.config, name, value)
-    with pytest.raises(ValueError, match="of their spread"):
+    with pytest.raises(ValueError, match="of their standard"):
         check_scoring(Backbone(model))
 
 
@@ -485,7 +485,7 @@ def test_rotation_that_depends_on_the_length_is_refused_for_short_contexts(rope_
     parameters |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4} if rope_type == "longrope" else {}
     scorer = Backbone(build("llama", rope_parameters=parameters))
     scorer(packed(documents(40)))
-    with pytest.raises(ValueError, match=f"'{rope_type}' rotates by the length"):
+    with pytest.raises(ValueError, match=f"'{rope_type}' depends on the length"):
         long_and_short(scorer, packed(documents(40)), context_length=6, stride=3)
 
 

@@ -138,7 +138,7 @@ def test_flash_attention_only_where_it_runs(model_dir, monkeypatch, settings, fl
 def test_flash_attention_comes_from_either_package(model_dir, monkeypatch, package, enough):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name == package or None)
     monkeypatch.setattr("lightning_modules.models.loading._load_weights", lambda *_: tiny_model())
-    with nullcontext() if enough else pytest.raises(ValueError, match="install the extra `flash`, or use sdpa"):
+    with nullcontext() if enough else pytest.raises(ValueError, match="install the extra `flash`, or set `sdpa`"):
         load_backbone(ModelConfig(str(model_dir), attn_implementation="flash_attention_2"))
 
 

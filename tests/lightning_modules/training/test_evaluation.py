@@ -78,7 +78,7 @@ def folder(trained, tmp_path, monkeypatch):
 
 
 def hashes(run):
-    files = [path for path in run.rglob("*") if path.is_file() and evaluation.FOLDER not in path.parts]
+    files = [path for path in run.rglob("*") if path.is_file() and evaluation.EVALUATIONS_FOLDER not in path.parts]
     return {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
@@ -106,7 +106,7 @@ def test_evaluations_leave_a_run_alone_and_log_at_the_checkpoints_step(folder):
     longce("test", *own[:-1], RUN / "checkpoints" / "step-1.ckpt")
     longce("predict", *own, "--trainer.callbacks", f"[{scores}]")
     assert hashes(RUN) == before
-    found = {path.name: path for path in (RUN / evaluation.FOLDER).iterdir()}
+    found = {path.name: path for path in (RUN / evaluation.EVALUATIONS_FOLDER).iterdir()}
     assert set(found) == {"validate-step-2", "validate-step-2-2", "test-step-1", "predict-step-2"}
     assert yaml.safe_load((found["validate-step-2"] / "config.yaml").read_text())["model"]["stride"] == 8
     assert yaml.safe_load((found["validate-step-2-2"] / "config.yaml").read_text())["model"]["stride"] == 16
@@ -122,7 +122,7 @@ def test_an_evaluation_of_weights_alone_logs_at_their_step(folder):
     Path("elsewhere").mkdir()
     torch.save(weights, "elsewhere/weights.ckpt")
     longce("validate", *FIT[1:-2], "--ckpt_path", "elsewhere/weights.ckpt")
-    assert events(RUN / evaluation.FOLDER / "validate-step-2")["val/perplexity"] == [2]
+    assert events(RUN / evaluation.EVALUATIONS_FOLDER / "validate-step-2")["val/perplexity"] == [2]
 
 
 @pytest.mark.slow
@@ -130,8 +130,8 @@ def test_an_evaluation_without_a_checkpoint(folder):
     before = hashes(RUN)
     longce("validate", *FIT[1:-2])
     longce("validate", *FIT[1:-2], "--trainer.logger.init_args.version", "null")
-    assert events(RUN / evaluation.FOLDER / "validate")["val/perplexity"] == [0]
-    assert events(RUN.parent / evaluation.FOLDER / "validate")["val/perplexity"] == [0]
+    assert events(RUN / evaluation.EVALUATIONS_FOLDER / "validate")["val/perplexity"] == [0]
+    assert events(RUN.parent / evaluation.EVALUATIONS_FOLDER / "validate")["val/perplexity"] == [0]
     assert hashes(RUN) == before
 
 
@@ -144,8 +144,8 @@ def test_a_run_that_is_read_only_is_evaluated_beside_the_logger(folder, monkeypa
     monkeypatch.setattr(evaluation, "writable_folder", read_only)
     shutil.move("runs", "theirs")
     longce("validate", *FIT[1:-2], "--ckpt_path", "theirs/longce/mine")
-    assert not Path("theirs/longce/mine", evaluation.FOLDER).exists()
-    assert events(RUN / evaluation.FOLDER / "validate-step-2")["val/perplexity"] == [2]
+    assert not Path("theirs/longce/mine", evaluation.EVALUATIONS_FOLDER).exists()
+    assert events(RUN / evaluation.EVALUATIONS_FOLDER / "validate-step-2")["val/perplexity"] == [2]
 
 
 def test_an_evaluation_without_logs_leaves_the_working_folder_alone(folder):
@@ -204,4 +204,4 @@ def test_checkpoints_of_two_runs_in_one_folder_are_refused(folder, capsys):
     longce(*FIT, "--trainer.logger.init_args.version", "other", "--seed_everything", "1")
     shutil.copy(RUN.parent / "other/checkpoints/step-2.ckpt", RUN / "checkpoints/step-9.ckpt")
     for command in (FIT, ["validate", *FIT[1:-2]]):
-        assert "holds checkpoints of 2 runs (step-" in refused(capsys, *command, "--ckpt_path", RUN)
+        assert "contains checkpoints of 2 runs (step-" in refused(capsys, *command, "--ckpt_path", RUN)

@@ -234,7 +234,7 @@ def _strategy(kind, tensor_parallel=1):
     [
         (_strategy(FSDPStrategy), r"FSDP1 .*FullyShardedStrategy"),
         (_strategy(DeepSpeedStrategy), r"DeepSpeed ZeRO is not supported.*FullyShardedStrategy"),
-        (_strategy(ModelParallelStrategy, 4), r"among 4 devices: set .*FullyShardedStrategy"),
+        (_strategy(ModelParallelStrategy, 4), r"of size 4 in .*set .*FullyShardedStrategy"),
         (_strategy(FullyShardedStrategy), r"inference_mode: false"),
     ],
 )

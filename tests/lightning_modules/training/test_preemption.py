@@ -59,7 +59,7 @@ import time
 from pathlib import Path
 from lightning_modules.training import preemption
 from tests.lightning_modules.training.test_preemption import Line, fit
-preemption.ECHO = 0.0
+preemption.SIGNAL_ECHO_SECONDS = 0.0
 fit(Path("."), Line(4, 5))
 """
 
@@ -87,12 +87,12 @@ def test_under_slurm_the_announcement_of_the_end_requeues_the_job(tmp_path, monk
         finally:
             for signal_, handler in old.items():
                 signal.signal(signal_, handler)
-        asked.requeue(goes_on=True)
+        asked.requeue(would_resume=True)
         assert (tmp_path / "called").exists() == expected
     assert (tmp_path / "called").read_text() == "requeue 77\n"
-    asked.requeue(goes_on=False)  # it would begin again for ever
+    asked.requeue(would_resume=False)  # it would begin again for ever
     assert "use `--ckpt_path last`" in caplog.text
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "77")
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
-    asked.requeue(goes_on=True)
+    asked.requeue(would_resume=True)
     assert (tmp_path / "called").read_text() == "requeue 77\nrequeue 77_3\n"

@@ -71,4 +71,4 @@ def test_checkpoints_hold_the_states_of_the_last_whole_step(tmp_path):
 
 def test_another_number_of_processes_is_said(tmp_path, caplog):
     RandomStates().load_state_dict({"states": [random_states()] * 3})
-    assert "of 3 processes, and these are 1" in caplog.text
+    assert "from 3 processes, and this run has 1" in caplog.text

@@ -90,7 +90,7 @@ def test_a_checkpoint_of_another_run_is_refused_in_a_run(tmp_path):
     with pytest.raises(ValueError, match="checkpoints of 2 runs"):
         start(tmp_path / "a", other)
     old = save(tmp_path / "old", 9)
-    with pytest.raises(ValueError, match=r"holds other checkpoints than '.*old"):
+    with pytest.raises(ValueError, match=r"contains other checkpoints than '.*old"):
         start(tmp_path / "a", old)
     assert start(tmp_path / "c", other) != read_run(tmp_path / "b")["id"], "a new run"
 
@@ -104,7 +104,9 @@ def test_a_backup_of_a_run_resumes_it(tmp_path):
 def test_going_back_is_refused_while_later_checkpoints_would_win(tmp_path):
     identity = start(tmp_path)
     early, late = save(tmp_path, 8, identity), save(tmp_path, 12, identity)
-    with pytest.raises(ValueError, match=r"goes back to step 8, and '.*step-12.ckpt' of step 12 would still count"):
+    with pytest.raises(
+        ValueError, match=r"goes back to step 8, but '.*step-12.ckpt' of step 12 would still be the newest"
+    ):
         start(tmp_path, early, named=True)
     late.write_bytes(late.read_bytes()[:-50])
     start(tmp_path, early, named=True)

@@ -302,7 +302,7 @@ def test_a_mask_of_a_part_is_refused():
     backbone = Backbone(tiny_model())
     backbone.base_model.set_attn_implementation(register_document_attention())
     assert AttentionInterface()["sdpa"] is not None
-    with pytest.raises(ValueError, match="needs a mask, which is of this process's part"):
+    with pytest.raises(ValueError, match="needs an attention mask: set `sequence_parallel_size: 1`"):
         backbone.decoder(
             input_ids=torch.zeros(1, 4, dtype=torch.long),
             attention_mask=torch.tensor([[0, 1, 1, 1]]),

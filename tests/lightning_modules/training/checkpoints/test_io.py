@@ -18,7 +18,7 @@ from lightning_modules.training.checkpoints.io import (
     CheckedCheckpointIO,
     check_checkpoint,
     check_integrity,
-    damage,
+    find_damage,
     newest_checkpoint,
 )
 from lightning_modules.training.checkpoints.sharded import CheckpointError
@@ -68,7 +68,7 @@ def test_every_cut_is_found(tmp_path):
     for length in range(0, len(whole), 7):
         path.write_bytes(whole[:length])
         os.utime(path, ns=(length, length))
-        with pytest.raises(ValueError, match="torn"):
+        with pytest.raises(ValueError, match="is truncated"):
             check_checkpoint(path)
 
 
@@ -80,9 +80,11 @@ def test_a_damaged_file_is_refused_with_the_newest_good_one_beside_it(tmp_path):
     assert newest_checkpoint(tmp_path) == last
     last.write_bytes(last.read_bytes()[:-2000])
     for refusing in (check_checkpoint, CheckedCheckpointIO().load_checkpoint):
-        with pytest.raises(ValueError, match=r"step-3.ckpt' is torn.* newest good one beside it is .*step-2.ckpt"):
+        with pytest.raises(
+            ValueError, match=r"step-3.ckpt' is truncated.* newest intact one in its folder is .*step-2.ckpt"
+        ):
             refusing(last)
-    with pytest.raises(ValueError, match=r"'.*none.ckpt' does not exist. The newest good"):
+    with pytest.raises(ValueError, match=r"'.*none.ckpt' does not exist. The newest intact"):
         check_checkpoint(tmp_path / "none.ckpt")
 
 
@@ -121,7 +123,7 @@ def sharded(path):
 
 def test_a_sharded_checkpoint_names_the_strategy_that_loads_it(tmp_path):
     whole = sharded(tmp_path / "step-1.ckpt")
-    with pytest.raises(ValueError, match=r"is divided among processes: set `trainer.strategy`"):
+    with pytest.raises(ValueError, match=r"is a sharded checkpoint: set `trainer.strategy`"):
         CheckedCheckpointIO().load_checkpoint(whole)
     (whole / "meta.pt").unlink()
     with pytest.raises(ValueError, match="is not a complete sharded checkpoint"):
@@ -138,8 +140,8 @@ def test_files_folders_and_links_are_removed(tmp_path):
 
 
 def test_what_is_no_file_is_no_checkpoint(tmp_path):
-    assert damage(Path("/dev/zero")) == "is not a file"
-    assert damage(Path("a\0b")) == "does not exist"
+    assert find_damage(Path("/dev/zero")) == "is not a file"
+    assert find_damage(Path("a\0b")) == "does not exist"
 
 
 def test_weights_alone_are_evaluated_and_not_trained_on(tmp_path):
@@ -147,7 +149,7 @@ def test_weights_alone_are_evaluated_and_not_trained_on(tmp_path):
     weights = save(tmp_path / "step-2.ckpt", {"state_dict": {}})
     check_checkpoint(weights)
     check_checkpoint(whole, resume=True)
-    with pytest.raises(ValueError, match=r"`x` '.*step-2.ckpt' holds weights alone"):
+    with pytest.raises(ValueError, match=r"`x` '.*step-2.ckpt' contains weights only"):
         check_checkpoint(weights, "x", resume=True)
     assert newest_checkpoint(tmp_path, resume=False) == weights
     assert newest_checkpoint(tmp_path) == whole
@@ -167,12 +169,14 @@ def test_content_is_compared_when_it_is_loaded_and_not_before(tmp_path):
     check_checkpoint(flipped)
     assert newest_checkpoint(tmp_path) == flipped
     for refusing in (check_integrity, CheckedCheckpointIO().load_checkpoint):
-        with pytest.raises(ValueError, match=r"is damaged: '.*' in it is not what was written. .*good .*step-1.ckpt"):
+        with pytest.raises(
+            ValueError, match=r"is damaged: the checksum of '.*' in it is wrong. .*intact .*step-1.ckpt"
+        ):
             refusing(flipped)
     check_integrity(good)
     (torn := tmp_path / "step-3.ckpt").write_bytes(b"PK")
     for refusing in (check_checkpoint, check_integrity):
-        with pytest.raises(ValueError, match=r"is torn.*beside it is .*step-1.ckpt"):
+        with pytest.raises(ValueError, match=r"is truncated.*in its folder is .*step-1.ckpt"):
             refusing(torn)
 
 
@@ -189,7 +193,7 @@ def test_an_archive_of_others_is_refused(tmp_path):
     with zipfile.ZipFile(tmp_path / "a.ckpt", "w") as archive:
         archive.writestr("a", "b")
     flip_tensor_bit(save(tmp_path / "b.ckpt"))
-    with pytest.raises(ValueError, match=r"cannot be loaded .* Name another one."):
+    with pytest.raises(ValueError, match=r"cannot be loaded .* Give another one."):
         check_checkpoint(tmp_path / "a.ckpt")
     (tmp_path / "b.ckpt").unlink()
     with pytest.raises(ValueError, match="cannot be loaded"):
@@ -206,7 +210,7 @@ def test_what_is_saved_can_be_checked_whatever_torch_was_told(tmp_path):
         torch.serialization.set_crc32_options(True)
     check_integrity(path)
     flip_tensor_bit(path)
-    with pytest.raises(ValueError, match="not what was written"):
+    with pytest.raises(ValueError, match="the checksum of"):
         check_integrity(path)
 
 
@@ -272,7 +276,7 @@ def test_no_code_of_a_checkpoint_runs(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="can be used"):
         newest_checkpoint(tmp_path)
     path.write_bytes(pickle.dumps(Evil(str(tmp_path / "ran"))))
-    with pytest.raises(ValueError, match="torn, or not a checkpoint"):
+    with pytest.raises(ValueError, match="truncated or not a checkpoint"):
         CheckedCheckpointIO().load_checkpoint(path)
     with pytest.raises(ValueError, match="not loaded from the web"):
         CheckedCheckpointIO().load_checkpoint("https://example.org/a.ckpt")
@@ -292,7 +296,7 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_says_what_to_do(tmp_path, mon
         stream = type("Stream", (io.BytesIO,), {"write": full, "fileno": lambda self: 0})
         monkeypatch.setattr(files.os, "fdopen", lambda descriptor, mode: os.close(descriptor) or stream())
     with pytest.raises(
-        CheckpointError, match=r"a.ckpt could not be written \(No space left on device\).*free some room"
+        CheckpointError, match=r"a.ckpt could not be written \(No space left on device\).*free some space"
     ):
         CheckedCheckpointIO().save_checkpoint({"other": 1}, path)
     monkeypatch.undo()
@@ -328,9 +332,11 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
 
 def load_damaged(rank, world_size, whole, damaged, folder):
     assert same(CheckedCheckpointIO().load_checkpoint(whole), STATE)
-    with pytest.raises(ValueError, match=r"is damaged: .* not what was written.*good one beside it is .*whole.ckpt"):
+    with pytest.raises(
+        ValueError, match=r"is damaged: the checksum of .* is wrong.*intact one in its folder is .*whole.ckpt"
+    ):
         CheckedCheckpointIO().load_checkpoint(damaged)
-    with pytest.raises(ValueError, match=r"is damaged: 'meta.pt' in it is not what was written"):
+    with pytest.raises(ValueError, match=r"is damaged: the checksum of 'meta.pt' in it is wrong"):
         check_integrity(folder)
 
 

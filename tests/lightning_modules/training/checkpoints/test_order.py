@@ -5,8 +5,8 @@ import os
 import pytest
 import torch
 
-from lightning_modules.training.checkpoints.io import describe, find_checkpoints, newest_checkpoint
-from lightning_modules.training.checkpoints.sharded import REST
+from lightning_modules.training.checkpoints.io import describe_checkpoint, find_checkpoints, newest_checkpoint
+from lightning_modules.training.checkpoints.sharded import UNSHARDED_FILE
 from tests.support.faults import Evil
 
 
@@ -22,7 +22,7 @@ def save(path, step, run="a", *, time=None, **extra):
 def save_sharded(path, step, *, time):
     path.mkdir()
     (path / ".metadata").write_bytes(b"")
-    torch.save({"global_step": step, "run_id": "a"}, path / REST)
+    torch.save({"global_step": step, "run_id": "a"}, path / UNSHARDED_FILE)
     os.utime(path, (time, time))
     return path
 
@@ -53,7 +53,7 @@ def test_a_checkpoint_is_what_it_records_not_what_it_is_named(tmp_path):
 )
 def test_the_name_tells_the_step_of_a_damaged_one(tmp_path, name, step):
     (tmp_path / f"{name}.ckpt").write_bytes(b"PK")
-    assert describe(tmp_path / f"{name}.ckpt")[1:] == (step, None)
+    assert describe_checkpoint(tmp_path / f"{name}.ckpt")[1:] == (step, None)
 
 
 def test_a_second_file_of_a_step_is_the_newer_one(tmp_path):
@@ -76,8 +76,8 @@ def test_no_tensor_is_read_for_the_step_and_no_code_runs(tmp_path, monkeypatch):
     seen, load = [], torch.load
     monkeypatch.setattr(torch, "load", lambda *_, **options: seen.append(options) or load(*_, **options))
     path = save(tmp_path / "step-3.ckpt", 4, weight=torch.zeros(10))
-    assert describe(path).step == 4
+    assert describe_checkpoint(path).step == 4
     assert seen == [{"map_location": "cpu", "mmap": True, "weights_only": True}]
     save(path, 4, code=Evil(str(tmp_path / "ran")))
-    assert describe(path).step == 3, "by its name"
+    assert describe_checkpoint(path).step == 3, "by its name"
     assert not (tmp_path / "ran").exists()

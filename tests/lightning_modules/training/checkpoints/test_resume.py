@@ -14,8 +14,8 @@ from lightning_modules.training.checkpoints.resume import (
     check_checkpoint_folders,
     check_same_checkpoint,
     find_checkpoint,
-    goes_on,
     owned_folders,
+    would_resume,
 )
 
 WEIGHTS = {"state_dict": {}, "pytorch-lightning_version": "2.6.6"}
@@ -29,7 +29,7 @@ def trainer(tmp_path):
 
 def test_evaluation_of_the_last_checkpoint_needs_one(trainer, tmp_path):
     assert find_checkpoint("last", trainer, False) is None
-    with pytest.raises(ValueError, match=r"`ckpt_path: last` finds no checkpoint in '.*own'"):
+    with pytest.raises(ValueError, match=r"`ckpt_path: last`: there is no checkpoint in '.*own'"):
         find_checkpoint("last", trainer, False, resume=False)
 
 
@@ -39,18 +39,18 @@ def test_weights_alone_can_be_evaluated_and_not_trained_on(trainer, tmp_path):
     torch.save(WEIGHTS, path)
     for name in (str(path), str(path.parent), "last"):
         assert find_checkpoint(name, trainer, False, resume=False) == str(path)
-        with pytest.raises(ValueError, match="weights alone"):
+        with pytest.raises(ValueError, match="weights only"):
             find_checkpoint(name, trainer, False)
     torch.save(WHOLE, path.with_name("whole.ckpt"))
-    with pytest.raises(ValueError, match=r"weights alone.*The newest good one beside it is .*whole.ckpt"):
+    with pytest.raises(ValueError, match=r"weights only.*The newest intact one in its folder is .*whole.ckpt"):
         find_checkpoint(str(path), trainer, False)
 
 
 def test_which_command_goes_on_with_what_it_has_saved(trainer, tmp_path):
     given = ["last", str(tmp_path / "own"), None, str(tmp_path), str(tmp_path / "own" / "step-1.ckpt")]
-    assert [goes_on(path, trainer) for path in given] == [True, True, False, False, False]
+    assert [would_resume(path, trainer) for path in given] == [True, True, False, False, False]
     trainer.checkpoint_callbacks[0].dirpath = str(tmp_path / "checkpoints")
-    assert goes_on(str(tmp_path), trainer)
+    assert would_resume(str(tmp_path), trainer)
 
 
 def test_its_content_is_not_read_before_it_is_loaded(trainer, tmp_path, monkeypatch):
@@ -64,7 +64,7 @@ def test_its_content_is_not_read_before_it_is_loaded(trainer, tmp_path, monkeypa
     os.truncate(newest, os.path.getsize(newest) - 30)
     assert find_checkpoint("last", trainer, False) == str(tmp_path / "own" / "step-1.ckpt")
     monkeypatch.undo()
-    with pytest.raises(ValueError, match="torn"):
+    with pytest.raises(ValueError, match="is truncated"):
         find_checkpoint(newest, trainer, False)
 
 
@@ -73,7 +73,7 @@ def test_its_content_is_not_read_before_it_is_loaded(trainer, tmp_path, monkeypa
 )
 def test_processes_that_found_different_checkpoints_are_refused(monkeypatch, paths, other):
     monkeypatch.setattr(run_checkpoints, "gathered", lambda _: paths)
-    with pytest.raises(ValueError, match=rf"process 0 resumes from .*{other}.* on a disk that all nodes see"):
+    with pytest.raises(ValueError, match=rf"process 0 resumes from .*{other}.* on a disk that all nodes share"):
         check_same_checkpoint(SimpleNamespace(ckpt_path=paths[0]))
     paths[:] = ["a"] * len(paths)
     check_same_checkpoint(SimpleNamespace(ckpt_path="a"))
@@ -93,8 +93,12 @@ def test_logs_are_tried_out_as_well(tmp_path):
     ("saved", "said"),
     [
         (7, "Stopped at step 7. Resume with:\nlongce fit -c 'a b.yaml' --ckpt_path {folder}"),
-        (5, "Stopped at step 7, of which 5 are saved. Resume with:\nlongce fit -c 'a b.yaml' --ckpt_path {folder}"),
-        (0, "Stopped at step 7, of which nothing is saved: a `callbacks.StepCheckpoint`"),
+        (
+            5,
+            "Stopped at step 7; the last checkpoint is of step 5. Resume with:\n"
+            "longce fit -c 'a b.yaml' --ckpt_path {folder}",
+        ),
+        (0, "Stopped at step 7 without a checkpoint: use a"),
     ],
 )
 def test_who_stopped_a_run_hears_what_is_saved(trainer, tmp_path, monkeypatch, caplog, saved, said):
@@ -103,7 +107,7 @@ def test_who_stopped_a_run_hears_what_is_saved(trainer, tmp_path, monkeypatch, c
     trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = 7
     trainer.checkpoint_callback._last_global_step_saved = saved
     with caplog.at_level("INFO"):
-        run_checkpoints.say_how_to_go_on(trainer)
+        run_checkpoints.log_resume_command(trainer)
     assert caplog.messages[-1].startswith(said.format(folder=tmp_path / "own"))
 
 

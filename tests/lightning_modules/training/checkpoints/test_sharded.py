@@ -19,12 +19,12 @@ from lightning_modules.training.checkpoints.io import (
 from lightning_modules.training.checkpoints.sharded import (
     MANIFEST,
     CheckpointError,
-    damage_of_content,
-    damage_of_folder,
+    find_content_damage,
+    find_folder_damage,
     is_sharded,
-    load_whole,
+    load_unsharded,
     no_code,
-    write_together,
+    write_sharded,
 )
 from lightning_modules.utilities.files import BUILDING
 from tests.support.faults import Evil
@@ -39,7 +39,7 @@ def write(value, folder):
 
 
 def save(target, value):
-    write_together(target, lambda folder: write(value, folder))
+    write_sharded(target, lambda folder: write(value, folder))
 
 
 def read(target):
@@ -63,7 +63,7 @@ def test_a_folder_is_replaced_as_a_whole_and_removed_as_a_whole(alone, monkeypat
         save(target, value)
         assert [path.name for path in alone.iterdir()] == [target.name]
         assert read(target) == value
-        assert damage_of_folder(target) is damage_of_content(target, 0, 1) is None
+        assert find_folder_damage(target) is find_content_damage(target, 0, 1) is None
     assert newest_checkpoint(alone) == target
     monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)  # killed when it has hardly begun to remove
     CheckedCheckpointIO().remove_checkpoint(target)
@@ -81,7 +81,7 @@ def test_each_missing_or_shorter_file_is_noticed_without_reading(alone):
         shutil.copytree(target, copy)
         os.truncate(copy / name, (copy / name).stat().st_size - 1)
         with pytest.raises(
-            ValueError, match=r"copy.ckpt' is (torn|damaged).*newest good one beside it is .*step-1.ckpt"
+            ValueError, match=r"copy.ckpt' is (truncated|damaged).*newest intact one in its folder is .*step-1.ckpt"
         ):
             check_checkpoint(copy)
         (copy / name).unlink()
@@ -100,11 +100,11 @@ def test_each_flipped_bit_is_found(alone):
             changed = bytearray(whole)
             changed[place] ^= 1 << place % 8
             path.write_bytes(changed)
-            found = damage_of_folder(target)  # sizes are the same, but what is pickled is looked at
+            found = find_folder_damage(target)  # sizes are the same, but what is pickled is looked at
             assert found is None or (path.name in (".metadata", "meta.pt") or path.name.startswith("__"))
-            assert f"'{path.name}' in it is not what was written" in damage_of_content(target, 0, 1)
+            assert f"the checksum of '{path.name}' in it is wrong" in find_content_damage(target, 0, 1)
         path.write_bytes(whole)
-    assert damage_of_content(target, 0, 1) is None
+    assert find_content_damage(target, 0, 1) is None
 
 
 def test_an_index_that_would_run_code_is_not_unpickled(alone, tmp_path):
@@ -114,7 +114,7 @@ def test_an_index_that_would_run_code_is_not_unpickled(alone, tmp_path):
     through = b"\x80\x04\x8c\x25torch.distributed.checkpoint.metadata\x8c\x09os.system\x93\x8c\x04true\x85R."
     for content in (pickle.dumps(Evil(tmp_path / "ran")), through):
         (target / ".metadata").write_bytes(content)
-        assert "holds more than weights" in damage_of_folder(target)
+        assert "contains more than weights" in find_folder_damage(target)
     assert not (tmp_path / "ran").exists()
 
 
@@ -123,9 +123,9 @@ def test_a_manifest_cannot_point_elsewhere(alone):
     save(target, 1.0)
     for content in ("[", "[1]", '{"a": 3}'):
         (target / MANIFEST).write_text(content)
-        assert "is damaged" in damage_of_folder(target)
+        assert "is damaged" in find_folder_damage(target)
     (target / MANIFEST).write_text(json.dumps({"../x": [1, 2]}))
-    assert "x is missing" in damage_of_folder(target)
+    assert "x is missing" in find_folder_damage(target)
     assert is_sharded(target)
 
 
@@ -143,8 +143,8 @@ def fail_in_one(rank, folder):
             if rank == failing:
                 raise OSError(28, "No space left on device")
 
-        with pytest.raises(CheckpointError, match=rf"process {failing}: No space left .*free some room"):
-            write_together(target, writes)
+        with pytest.raises(CheckpointError, match=rf"process {failing}: No space left .*free some space"):
+            write_sharded(target, writes)
     with pytest.raises(CheckpointError, match=r"process 0: (Not a directory|File exists)"):
         save(folder / "store" / "step-1.ckpt", 1.0)  # a file is in the way
     assert read(target) == 1.0
@@ -169,9 +169,9 @@ def test_weights_are_gathered_by_a_process_that_belongs_to_no_group(alone):
         dcp.save({"state_dict": weights, "optimizer_0": {"state": torch.zeros(9), "lr": 0.1}}, checkpoint_id=folder)
         torch.save({"global_step": 7}, folder / "meta.pt")
 
-    write_together(target, parts)
+    write_sharded(target, parts)
     dist.destroy_process_group()
-    content = load_whole(target)
+    content = load_unsharded(target)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     assert set(content) == {"global_step", "state_dict"}
     assert content["global_step"] == 7

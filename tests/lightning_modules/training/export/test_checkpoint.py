@@ -65,7 +65,7 @@ def test_adapters_are_merged_into_the_base_that_they_were_trained_on(base, model
     with pytest.raises(ValueError, match="trained on other weights than those of"):
         export_checkpoint(*arguments, tokenizer=str(model_dir))
     shutil.rmtree(base)
-    with pytest.raises(ValueError, match=f"trained on the model in '{base}', which is not there now.*kept"):
+    with pytest.raises(ValueError, match=f"trained on the model in '{base}', which does not exist.*kept"):
         export_checkpoint(*arguments, tokenizer=str(model_dir))
     assert not (tmp_path / "out").exists()
 
@@ -83,8 +83,8 @@ def test_paths_are_found_from_other_folders_and_published_only_where_they_are_ne
         torch.testing.assert_close(logits(names["model"]), logits(trained), rtol=1e-4, atol=1e-4)
     merged = [path.read_text() for path in (tmp_path / "merged").iterdir() if path.suffix in (".md", ".json")]
     assert not any(str(tmp_path) in text for text in merged)
-    assert "A model made from `base`." in (tmp_path / "merged" / "README.md").read_text()
-    assert f"`{base}` is a folder of the machine that trained" in (tmp_path / "kept" / "README.md").read_text()
+    assert "A model trained from `base`." in (tmp_path / "merged" / "README.md").read_text()
+    assert f"`{base}` is a folder of the training machine" in (tmp_path / "kept" / "README.md").read_text()
     assert str(tmp_path) not in (tmp_path / "kept" / "longce_export.json").read_text()
 
 
@@ -136,7 +136,7 @@ def test_the_command(model_dir, tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["export", *words, "--adapters", "kept"])
     assert stopped.value.code == 2
-    assert "the model has none" in capsys.readouterr().err
+    assert "the model has no adapters" in capsys.readouterr().err
 
 
 PI = {"method": "pi", "original_length": 64, "target_length": 512}
@@ -198,13 +198,13 @@ def weights_of_another(path):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (torn, "is torn, or not a checkpoint"),
+        (torn, "is truncated or not a checkpoint"),
         (another, "was not written by this version"),
         (hostile, "must not be loaded"),
         (weights_of_another, "extra' is unknown"),
         (lambda path: path.unlink(), "does not exist"),
         (lambda path: (path.unlink(), path.mkdir()), "is not a complete sharded checkpoint"),
-        (lambda path: None, "names no tokenizer: give one by `--tokenizer`"),
+        (lambda path: None, "does not specify a tokenizer: give one with `--tokenizer`"),
     ],
 )
 def test_bad_checkpoints_are_refused_and_nothing_is_written(model_dir, tmp_path, damage, message):
@@ -221,6 +221,6 @@ def test_the_web_and_other_folders_are_refused_before_anything_is_read(tmp_path)
         export_checkpoint("https://example.org/a.ckpt", str(tmp_path / "out"))
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("keep")
-    with pytest.raises(ValueError, match="not an earlier export"):
+    with pytest.raises(ValueError, match="not an earlier export without changes"):
         export_checkpoint("https://example.org/a.ckpt", str(tmp_path / "out"))
     assert (tmp_path / "out" / "thesis.tex").read_text() == "keep"

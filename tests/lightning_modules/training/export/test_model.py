@@ -50,7 +50,7 @@ def test_adapters_kept_apart_load_with_the_base_in_their_folder_and_not_without(
     # What loads the base model by itself computes other numbers: nobody can tell it, but the card says so.
     wrong = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "out")
     assert (logits(wrong) - logits(trained)).abs().max() > 0.1
-    assert "**computes other numbers, without an error**" in (tmp_path / "out" / "README.md").read_text()
+    assert "**compute other results, without an error**" in (tmp_path / "out" / "README.md").read_text()
     # What asks the adapter for its base is told to look into the card.
     hub = TrainingFacts(base_model="meta-llama/x", revision="0123abc", changes=EXTENDED)
     for name, source in (("out", facts), ("hub", hub)):
@@ -72,7 +72,7 @@ def test_adapters_of_an_unchanged_base_load_by_themselves(tmp_path):
     export_model(trained, None, tmp_path / "out", options=ExportOptions("kept"), facts=facts)
     loaded = AutoPeftModelForCausalLM.from_pretrained(str(tmp_path / "out"))
     torch.testing.assert_close(logits(loaded), logits(trained), rtol=1e-4, atol=1e-4)
-    assert "computes other numbers" not in (tmp_path / "out" / "README.md").read_text()
+    assert "compute other results" not in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_the_card_says_what_was_done(tmp_path, tokenizer):
@@ -122,10 +122,10 @@ def test_the_lines_of_the_card_load_the_model(base, code, tmp_path, monkeypatch,
 @pytest.mark.parametrize(
     ("trained", "facts", "options", "message"),
     [
-        (lambda: tiny_model(), {}, {"adapters": "kept"}, "`adapters: kept`: the model has none"),
-        (adapted, {}, {"adapters": "kept"}, "came from no hub id or folder"),
+        (lambda: tiny_model(), {}, {"adapters": "kept"}, "`adapters: kept`: the model has no adapters"),
+        (adapted, {}, {"adapters": "kept"}, "did not come from a hub id or folder"),
         (lambda: adapted(init_lora_weights="pissa"), {"base_model": "a/b"}, {"adapters": "kept"}, "'merged'"),
-        (adapted, {}, {"eabf_as_abf": True}, "is 'default' and not 'eabf'"),
+        (adapted, {}, {"eabf_as_abf": True}, "'eabf', and the model's is 'default'"),
     ],
 )
 def test_what_cannot_be_right_is_refused_before_anything_is_written(trained, facts, options, message, tmp_path):
@@ -159,7 +159,7 @@ def test_a_generation_config_that_transformers_would_not_save(tmp_path, caplog):
     trained.generation_config.temperature = 0.5  # without sampling, as some published models have it
     trained.generation_config.do_sample = False
     export(trained, tmp_path / "out")
-    assert "generation config is left out" in caplog.text
+    assert "not valid and left out" in caplog.text
 
 
 def test_only_an_earlier_export_is_replaced(tmp_path):
@@ -167,7 +167,7 @@ def test_only_an_earlier_export_is_replaced(tmp_path):
     export(tiny_model(seed=0), target)
     export(tiny_model(seed=1), target)
     (target / "notes.txt").write_text("keep")
-    with pytest.raises(ValueError, match=r"not an earlier export.*'notes.txt'"):
+    with pytest.raises(ValueError, match=r"not an earlier export without changes.*'notes.txt'"):
         export(tiny_model(), target)
     tiny_model().save_pretrained(tmp_path / "model")  # has a config.json, too
     (tmp_path / "file").write_text("keep")
@@ -229,7 +229,7 @@ def test_a_kill_leaves_the_old_export_or_the_new_one(where, seed, tmp_path):
 def test_a_full_disk_leaves_the_old_export_and_names_the_remedy(error, tmp_path, monkeypatch):
     export(tiny_model(seed=0), tmp_path / "out")
     monkeypatch.setattr(model, "_write_merged", lambda *_: (_ for _ in ()).throw(error))
-    with pytest.raises(ValueError, match=f"'{tmp_path / 'out'}'.*No space left.*Free some room, or name another"):
+    with pytest.raises(ValueError, match=f"'{tmp_path / 'out'}'.*No space left.*Free some space, or give another"):
         export(tiny_model(seed=1), tmp_path / "out")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert torch.equal(logits(loaded), logits(tiny_model(seed=0)))

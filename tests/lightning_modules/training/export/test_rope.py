@@ -91,7 +91,7 @@ def test_eabf_has_no_legacy_keys_and_becomes_abf_on_request(tmp_path, caplog):
     with pytest.raises(ValueError, match=r"of type 'eabf'.*`eabf_as_abf`"):
         legacy_rope_keys(config.to_dict())
     assert as_abf(config.rope_parameters) == {"rope_type": "default", "rope_theta": 2e6}
-    with pytest.raises(ValueError, match=r"'default' and not 'eabf'"):
+    with pytest.raises(ValueError, match=r"'eabf', and the model's is 'default'"):
         as_abf({"rope_type": "default", "rope_theta": 2e6})
 
     model = tiny_model("llama", num_hidden_layers=3, rope_parameters=config.rope_parameters)

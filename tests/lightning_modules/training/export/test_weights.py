@@ -12,7 +12,7 @@ from lightning_modules.training.export import model as export_module
 from lightning_modules.training.export.facts import TrainingFacts
 from lightning_modules.training.export.model import check_export, export_model
 from lightning_modules.training.export.options import ExportOptions
-from lightning_modules.training.export.weights import merged_layer
+from lightning_modules.training.export.weights import merge_layer
 from tests.conftest import tiny_model
 
 IDS = torch.arange(60).unsqueeze(0)
@@ -93,8 +93,8 @@ def test_a_half_precision_base_is_merged_in_float32_and_rounded_once(tmp_path):
     layer = adapted(dtype=torch.bfloat16).get_base_model().model.layers[0].self_attn.q_proj
     base, (a, b) = layer.base_layer.weight, (layer.lora_A.default.weight, layer.lora_B.default.weight)
     expected = base.double() + layer.scaling["default"] * b.double() @ a.double()
-    assert torch.equal(merged_layer(layer, torch.bfloat16)["weight"], expected.to(torch.bfloat16))
-    torch.testing.assert_close(merged_layer(layer, torch.float32)["weight"], expected.float())
+    assert torch.equal(merge_layer(layer, torch.bfloat16)["weight"], expected.to(torch.bfloat16))
+    torch.testing.assert_close(merge_layer(layer, torch.float32)["weight"], expected.float())
     assert layer.merged_adapters == []
     assert base.dtype == torch.bfloat16
 
@@ -126,9 +126,9 @@ def test_type_of_the_weights(dtype, tmp_path):
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["dtype"] == str(wanted).removeprefix("torch.")
     assert config["architectures"] == ["LlamaForCausalLM"]
-    expected = merged_layer(model.get_base_model().model.layers[0].self_attn.q_proj, wanted)["weight"]
+    expected = merge_layer(model.get_base_model().model.layers[0].self_attn.q_proj, wanted)["weight"]
     assert torch.equal(loaded.model.layers[0].self_attn.q_proj.weight, expected)
-    assert ("were rounded" in (tmp_path / "out" / "README.md").read_text()) == (dtype != "auto")
+    assert ("rounded after training" in (tmp_path / "out" / "README.md").read_text()) == (dtype != "auto")
 
 
 def test_adapters_on_half_precision_weights_are_exported_in_one_type_and_exactly_in_float32(tmp_path):
@@ -144,7 +144,9 @@ def test_adapters_on_half_precision_weights_are_exported_in_one_type_and_exactly
     for dtype, stored in (("auto", torch.bfloat16), ("float32", torch.float32)):
         loaded = export(model, tmp_path / dtype, facts, dtype=dtype)
         assert {tensor.dtype for tensor in load_file(tmp_path / dtype / "model.safetensors").values()} == {stored}
-        words = f"stored in {str(stored).removeprefix('torch.')}" + (", to which they were rounded" * (dtype == "auto"))
+        words = f"stored in {str(stored).removeprefix('torch.')}" + (
+            ", to which they rounded after training" * (dtype == "auto")
+        )
         assert words in (tmp_path / dtype / "README.md").read_text()
     torch.testing.assert_close(logits(loaded), logits(model.float()), rtol=1e-4, atol=1e-4)
 

@@ -262,7 +262,7 @@ def test_other_masks_are_refused(kind):
         "both ways": torch.ones(12, 12, dtype=torch.bool),
     }
     tokens = torch.zeros(1, 1, 12, 1)
-    with pytest.raises(ValueError, match=r"follows no mask but that of padding.*full_attention: true"):
+    with pytest.raises(ValueError, match=r"supports padding masks only.*full_attention: true"):
         by_document(reach, tokens, tokens, tokens, masks[kind][None, None], None)
 
 
