@@ -229,9 +229,9 @@ LINES = {
     "nested": ('{"text": {"text": "a"}}', "must be a string, got dict"),
     "nan": ('{"text": NaN}', "must be a string, got float"),
     "key": ('{"txt": "a"}', "no field 'text'"),
-    "surrogate": ('{"text": "a\\ud800"}', "half a surrogate pair"),
-    "brackets": ("[" * 100_000, "JSON that Python does not read"),
-    "digits": ('{"text": "a", "n": ' + "9" * 5000 + "}", "JSON that Python does not read"),
+    "surrogate": ('{"text": "a\\ud800"}', "a lone surrogate"),
+    "brackets": ("[" * 100_000, "Python cannot parse this JSON"),
+    "digits": ('{"text": "a", "n": ' + "9" * 5000 + "}", "Python cannot parse this JSON"),
     "nul": ("\0", "malformed JSON"),
 }
 

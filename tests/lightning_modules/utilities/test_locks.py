@@ -91,7 +91,7 @@ def test_who_waits_is_told_for_whom_and_takes_over_from_a_dead_holder(tmp_path, 
     waiting.join(20)
     assert taken.is_set()
     assert caplog.text.count("Waiting for") == 1
-    assert "left by a process that died" in caplog.text
+    assert "left by a killed process" in caplog.text
     assert names(tmp_path) == []
 
 

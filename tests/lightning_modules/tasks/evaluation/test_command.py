@@ -153,4 +153,4 @@ def test_a_number_of_depths_that_is_none(guessing_dir, tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["evaluate", *words])
     assert stopped.value.code == 2
-    assert "from 0 (front) to 1 (end), each once, got [2.5]" in capsys.readouterr().err
+    assert "must be distinct, from 0 (front) to 1 (end), got [2.5]" in capsys.readouterr().err
