@@ -445,7 +445,7 @@ def test_what_cannot_be_written_or_goes_with_other_data(run, documents, tmp_path
     )
     (tmp_path / "a.txt").write_text("a text")
     module = LongContextLM(str(model_dir))
-    with pytest.raises(ValueError, match=r"datamodules\.DocumentCorpus, not TextDataModule"):
+    with pytest.raises(ValueError, match=r"datamodules\.DocumentCorpus, got TextDataModule"):
         trainer.predict(module, datamodule=TextDataModule(str(model_dir), test=str(tmp_path / "a.txt")))
 
 

@@ -104,7 +104,7 @@ def test_report_by_source(scored):
     rows = everything(scored)
     told = select(str(scored / "scores"), where="tokens > 20", by="source")
     assert "4 > whole" in told
-    assert told.startswith(f"There is no {SUCCESS}")
+    assert told.startswith(f"{SUCCESS} is missing")
     for source in "ab":
         own = [row for row in rows if row["source"] == source]
         chosen = [row for row in own if row["error"] is None and row["tokens"] > 20]
@@ -254,9 +254,9 @@ def test_bad_options(scored, tmp_path):
         ({"output": "ids.csv"}, "must end in one of .txt, .parquet, .jsonl"),
         ({"output": str(tmp_path / "file" / "ids.txt")}, "Cannot write to the folder .*Name another file"),
         ({"rank_by": "nope"}, "no column 'nope'"),
-        ({"rank_by": "key"}, "not a number"),
+        ({"rank_by": "key"}, "must be a numeric column"),
         ({"by": "nope"}, "no column 'nope'"),
-        ({"by": "lsd"}, "not name a source"),
+        ({"by": "lsd"}, "must name a source"),
         ({"top": 0.0}, "`top`"),
         ({"top": 1.5}, "`top`"),
     ):

@@ -325,7 +325,7 @@ def test_a_deleted_lock_is_taken_again_by_a_run_that_lives(tmp_path, impatient, 
     lock.begin()
     path.unlink()
     until(path.exists)
-    until(lambda: "was deleted: taken again" in caplog.text)
+    until(lambda: "was deleted: locked again" in caplog.text)
     with pytest.raises(ValueError, match="in use"):
         RunLock(tmp_path).begin(patience=0)
     lock.leave()

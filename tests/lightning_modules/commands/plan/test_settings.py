@@ -132,7 +132,7 @@ def test_refusals(read):
     for options, message in (
         (["--model.context_length", "250"], "250 \\+ 16"),
         (["--trainer.precision", "transformer-engine"], "transformer-engine"),
-        (["--trainer.strategy", "fsdp"], r"known are auto, .*FullyShardedStrategy"),
+        (["--trainer.strategy", "fsdp"], r"only auto, .*FullyShardedStrategy"),
         (["--model.pretrained_model_name_or_path", "./nowhere"], "nowhere"),
     ):
         with pytest.raises(ValueError, match=message):

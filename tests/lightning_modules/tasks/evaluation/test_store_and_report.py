@@ -66,7 +66,7 @@ def test_other_settings_are_refused_by_name(store):
     store.append(store.path(0, 1), GRID[:1])
     with pytest.raises(ValueError, match="have seed = 0, but this evaluation has 1"):
         ResultStore(store.folder, {**SETTINGS, "seed": 1})
-    with pytest.raises(ValueError, match="with extra = None, and now it is 3"):
+    with pytest.raises(ValueError, match="have extra = None, but this evaluation has 3"):
         ResultStore(store.folder, {**SETTINGS, "extra": 3})
 
 
