@@ -293,7 +293,7 @@ def test_stored_scores_and_tokens(tmp_path, marker, model_dir):
     secret.write_bytes(b"12345678")
     manifest = {"bytes": {"../secret": 8}, "crc32": {"../secret": 0}, "dtype": "O"}
     (store / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(ValueError, match=r"manifest\.json is not what was written"):
+    with pytest.raises(ValueError, match=r"manifest\.json does not match its checksum"):
         TokenStore(store)
     works(marker, lambda: pickle.loads(pickled))
 
