@@ -44,8 +44,8 @@ def check_failures(
         raise IncompleteError(
             f"{len(too_many):,} source(s) have more failed documents than `data.allowed_failures` = {allowed:g} allows:"
             f"\n{_format_report(too_many, documents)}\nAll scores are kept in {shards.folder}, without {SUCCESS}."
-            " Correct these documents and score them into another folder, or accept the failures: run the same command with"
-            " a larger `data.allowed_failures`, which scores nothing again."
+            " Correct these documents and score them into another folder, or accept the failures: run the same"
+            " command with a larger `data.allowed_failures`, which scores nothing again."
         )
     if failures:
         amount = "more than" if too_many else "no more than"
