@@ -1,4 +1,4 @@
-"""Write the scores of a corpus's documents as a table in parquet shards, while they are scored."""
+"""Write the scores of a corpus's documents to parquet shards while they are computed."""
 
 import json
 import os
@@ -33,32 +33,31 @@ from lightning_modules.utilities.identity import content_hash
 from lightning_modules.utilities.locks import RunLock
 from lightning_modules.utilities.progress import progress_bar
 
-_SHARD_TOKENS = 2**24  # about 200 MB with values for each token
-_NAMED = 3  # files in a message
+_MAX_SHARD_TOKENS = 2**24  # about 200 MB with per-token values
+_NAMED_FILES = 3  # at most, in a message
 
 
 class DocumentScoresWriter(Callback):
-    """Writes a row of scores for each document of a `DocumentCorpus`, and knows on restart which are there.
+    """Writes a row of scores for each document of a `DocumentCorpus`, and resumes with the missing documents.
 
-    The folder fills with ``part-*.parquet``, each whole or not there, with the columns ``key``, ``file``, ``row``, the
-    corpus's own, ``truncated``, those of `lightning_modules.scoring.corpus.columns`, and ``error``: why a document has
-    no scores, or null. When all documents are done, ``_SUCCESS.json`` holds the counts; where more documents of a
-    source failed than `data.allowed_failures`, the run ends with exit status 1, a report and no such file. Started
-    again, a run continues with what is missing, also with another number of processes; failed documents count as
-    done. Killed at any time, a process loses its shard in progress, and nothing after SIGTERM: from then on each batch
-    is written at once.
+    The shards are ``part-*.parquet`` files, written atomically, with the columns ``key``, ``file``, ``row``, those of
+    the corpus, ``truncated``, those of `lightning_modules.scoring.corpus.columns`, and ``error``: why a document has no
+    scores, or null. When all documents are done, ``_SUCCESS.json`` has the counts. If more documents of a source failed
+    than `data.allowed_failures`, the run ends with exit status 1 and a report, without this file. A restarted run
+    continues with the missing documents, with any number of processes; failed documents count as done. A killed process
+    loses its shard in progress. After SIGTERM nothing is lost: from then on, every batch is written immediately.
 
     Args:
-        output_dir: Folder or fsspec URL; made if needed.
-        per_token: Write the long-short difference (``lsd``) and the long log-likelihood (``lcl``) of each token as
-            lists of this type, with the characters of each token (``token_starts``, ``token_ends``). The difference is
-            null where the short context is the whole context (the first ``context_length + stride`` tokens), the
-            log-likelihood where a token is not scored (the first).
-        alpha: A key token's long-short difference exceeds it, in nats.
-        beta: A key token's long log-likelihood exceeds it, in nats.
+        output_dir: Folder or fsspec URL; created if needed.
+        per_token: Write the long-short difference (``lsd``) and the long-context log-likelihood (``lcl``) of each token
+            as lists of this type, with each token's character offsets (``token_starts``, ``token_ends``). ``lsd`` is
+            null where the short context is the whole context (the first ``context_length + stride`` tokens), ``lcl``
+            where a token is not scored (the first one).
+        alpha: Key tokens have a long-short difference (LSD) above alpha, in nats.
+        beta: Key tokens have a long-context log-likelihood (LCL) above beta, in nats.
         gamma: Largest weight of the soft-weighted benefit.
-        shard_rows: Documents in a shard, at most.
-        shard_minutes: Time after which a shard is written though it is not full.
+        shard_rows: Maximum number of documents per shard.
+        shard_minutes: Time after which a shard is written even if it is not full.
     """
 
     def __init__(
@@ -85,25 +84,25 @@ class DocumentScoresWriter(Callback):
         self._stop_requested_at: float | None = None
 
     def existing_scores(self) -> ExistingScores:
-        """Return what earlier runs have written; no other run writes there from now on."""
+        """Lock the folder against other runs, and return the scores of earlier ones."""
         self.shards.folder.check_writable()
         if self.shards.folder.local is not None:
             self._lock = RunLock(self.shards.folder.local)
             self._lock.begin()
-            self.shards.folder.remove_unfinished()  # of killed runs: no other run writes there now
+            self.shards.folder.remove_unfinished()  # left by killed runs: the lock excludes live ones
         self._existing = self.shards.existing_scores()
         return self._existing
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse what cannot go together before the model is loaded."""
+        """Refuse settings that do not fit together, before the model is loaded."""
         if stage != "predict":
             return
         corpus: Any = getattr(trainer, "datamodule", None)
         if not (isinstance(corpus, ScoredCorpus) and isinstance(pl_module, LongContextLM)):
             raise ValueError(
-                "`DocumentScoresWriter` writes what `longce predict` makes of a corpus: set `data.class_path` to"
-                f" datamodules.DocumentCorpus, not {type(corpus).__name__}."
+                "`DocumentScoresWriter` needs the data module datamodules.DocumentCorpus, got"
+                f" {type(corpus).__name__}: set `data.class_path`."
             )
         self._corpus = corpus
         self._settings = {
@@ -112,7 +111,8 @@ class DocumentScoresWriter(Callback):
             "checkpoint": _checkpoint_identity(trainer),
             "precision": str(trainer.precision),
             **self.statistics,
-            "per_token": self.per_token and f"{self.per_token}, null where there is no value",  # once 0
+            # The suffix distinguishes files of earlier versions, which have 0 instead of null.
+            "per_token": self.per_token and f"{self.per_token}, null where there is no value",
         }
         refusal = trainer.strategy.broadcast(self._refusal_reason())
         if refusal is not None:
@@ -126,16 +126,16 @@ class DocumentScoresWriter(Callback):
             self._lock.join(trainer.global_rank)
 
     def _refusal_reason(self) -> str | None:
-        """Return why these documents cannot be scored into the folder, as the first process knows."""
+        """Return why these documents cannot be scored into the folder, or None; only the first process knows."""
         if clash := find_reserved_names(list(self._corpus.column_types)):
-            return f"`data.columns` names {clash}, which are columns of the scores: rename them in the corpus."
+            return f"`data.columns` has {clash}, which are names of score columns: rename them in the corpus."
         if self._existing is None or not self._existing.settings:
             return None
         try:
             check_settings(self._existing.settings, self._settings, self.shards.folder)
         except ValueError as error:
             return str(error)
-        rank_zero_info(f"{self._existing.counts['documents']:,} documents are in {self.shards.folder} already.")
+        rank_zero_info(f"{self.shards.folder} already has scores of {self._existing.counts['documents']:,} documents.")
         return None
 
     @override
@@ -143,7 +143,7 @@ class DocumentScoresWriter(Callback):
         assert isinstance(pl_module, LongContextLM)
         found = {"model": pl_module.scoring_settings()["model"], "checkpoint": _checkpoint_identity(trainer)}
         if not found.items() <= self._settings.items():
-            raise ValueError("The model or checkpoint changed while it was loaded. Start again when it is complete.")
+            raise ValueError("The model or checkpoint changed during loading. Start again when its files are complete.")
         lengths = pl_module.document_scorer().context_lengths
         contexts = lengths.contexts if lengths is not None else ()
         self._table = ScoreTable(self._corpus.column_types, contexts, per_token=self.per_token, **self.statistics)
@@ -152,34 +152,35 @@ class DocumentScoresWriter(Callback):
         processes = f" (process 1 of {trainer.world_size})" if trainer.world_size > 1 else ""
         self._bar = progress_bar(f"Scoring{processes}", unit="doc", total=self._corpus.expected())
         self._patient = patient_group()
-        if threading.current_thread() is threading.main_thread():  # only there may signals be handled
-            signal.signal(signal.SIGTERM, self._handle_sigterm)  # the trainer puts the old handler back
+        if threading.current_thread() is threading.main_thread():  # Python allows signal handlers only there
+            signal.signal(signal.SIGTERM, self._handle_sigterm)  # the trainer restores the old handler
 
     @override
     def on_predict_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: PackedBatch, *_: Any
     ) -> None:
         assert self._table is not None
+        # 1. Add a row for each document, scored or failed. An idle process has outputs without references.
         scored: Sequence[TokenScores | Failed] = outputs
-        for ref, scores in zip(
-            batch["document_refs"], scored, strict=False
-        ):  # an idle process has a row of no document
+        for ref, scores in zip(batch["document_refs"], scored, strict=False):
             self._table.add(ref, scores)
         for ref in batch["failed"]:
             self._table.add(ref, Failed(str(ref.error)))
+        # 2. Show the progress.
         rate = (self._tokens + self._table.tokens) / max(time.monotonic() - self._started, 1e-9)
         self._bar.set_postfix_str(f"{tqdm.format_sizeof(rate)} tokens/s", refresh=False)
         self._bar.update(self._documents + len(self._table) - self._bar.n)
+        # 3. Write a shard if it is full or old, or if the run is about to be killed.
         minutes = (time.monotonic() - self._shard_begun) / 60
-        full = len(self._table) >= self.shard_rows or self._table.tokens >= _SHARD_TOKENS
+        full = len(self._table) >= self.shard_rows or self._table.tokens >= _MAX_SHARD_TOKENS
         if full or minutes >= self.shard_minutes or self._stop_requested_at is not None:
             self._write_shard(trainer)
 
     def _handle_sigterm(self, number: int, _: FrameType | None) -> None:
-        # Every process continues: one that stopped by itself would leave the others waiting.
+        # The process continues: if one stopped on its own, the others would wait for it.
         if self._stop_requested_at is None:
             self._stop_requested_at = time.monotonic()
-            os.write(2, b"longce: SIGTERM: each batch is written at once from now on; another one ends the run.\n")
+            os.write(2, b"longce: SIGTERM: every batch is now written immediately; another SIGTERM ends the run.\n")
         elif time.monotonic() - self._stop_requested_at > SIGNAL_ECHO_SECONDS:
             os._exit(128 + number)
 
@@ -206,32 +207,40 @@ class DocumentScoresWriter(Callback):
         found = gathered((self._corpus.read_progress(), self._documents), self._patient)
         error = trainer.strategy.broadcast(self._write_success(found) if trainer.is_global_zero else None)
         self._table = None
-        if error is not None:  # in all processes, so that none waits and each ends with the same status
+        if error is not None:  # raised in all processes, so that none waits and all end with the same status
             raise error
 
     def _write_success(self, found: list[tuple[ReadProgress, int]]) -> Exception | None:
-        """Write the counts of all documents in the first process; return an error if some are missing."""
+        """Write ``_SUCCESS.json`` with the counts of all documents, or return the error that prevents it.
+
+        ``found`` has the progress of each process, and the number of documents in its shards. Only the first process
+        calls this.
+        """
+        # 1. Every file must have been read to its end.
         unreadable = sorted({reason for progress, _ in found for reason in progress.unreadable})
         if unreadable:
             return ValueError(
-                f"{len(unreadable)} file(s) or parts could not be read to their end, and all other documents are done:"
-                f" {'; '.join(unreadable[:_NAMED])} -- Replace these files, delete the shards that have them in the"
-                " column `file`, and run the same command again."
+                f"{len(unreadable)} file(s) or parts of files could not be read to the end; all other documents are"
+                f" done: {'; '.join(unreadable[:_NAMED_FILES])} -- Replace these files, delete the shards that have"
+                " them in the column `file`, and run the same command again."
             )
+        # 2. No source may have too many failed documents.
         complete, allowed = all(progress.complete for progress, _ in found), self._corpus.allowed_failures
         try:
             written = self.shards.existing_scores()
             check_failures(self.shards, written.rows, self._corpus.source, allowed=allowed, complete=complete)
         except (ValueError, OSError, IncompleteError) as error:
             return error
+        # 3. A run with `limit_predict_batches` is not an error, but incomplete.
         if not complete:
-            rank_zero_info("Not all documents are done: run the same command, without a limit of batches, to resume.")
+            rank_zero_info("Some documents are not scored yet: run the same command without a limit of batches.")
             return None
+        # 4. The shards must have as many documents as all runs have written.
         before = 0 if self._existing is None else sum(map(len, self._existing.rows.values()))
         there, due = sum(map(len, written.rows.values())), before + sum(each.documents for each, _ in found)
         if there != due:
             return ValueError(
-                f"{self.shards.folder} holds {there:,} documents, not {due:,}: does something else write there?"
+                f"{self.shards.folder} has {there:,} documents instead of {due:,}: another program may write there."
             )
         found_counts = {**written.counts, "repeated_keys": self._repeated_keys(), "shards": written.shards}
         content = json.dumps({**found_counts, "settings": self._settings}, indent=2) + "\n"
@@ -240,7 +249,7 @@ class DocumentScoresWriter(Callback):
         return None
 
     def _repeated_keys(self) -> int:
-        """Count the documents with a key that another one has; by default a key is file and row."""
+        """Count the documents whose key is not unique; the default key, file and row, always is."""
         if self._settings["key_column"] is None:
             return 0
         keys = [batch.column("key") for batch in self.shards.batches(["key"])]
@@ -250,7 +259,7 @@ class DocumentScoresWriter(Callback):
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         try:
-            if self._table is not None:  # what is scored is kept
+            if self._table is not None:  # keep the scores so far
                 self._write_shard(trainer)
         finally:
             self._table = None
@@ -267,14 +276,14 @@ class DocumentScoresWriter(Callback):
 
 
 def _checkpoint_identity(trainer: Trainer) -> str | None:
-    """Identify the content of the checkpoint that gives the weights, a file or a folder."""
+    """Return the content hash of the checkpoint, a file or a folder; None without a checkpoint."""
     return None if trainer.ckpt_path is None else f"sha256:{content_hash(Path(trainer.ckpt_path))}"
 
 
 def _describe_counts(found: dict[str, int], place: str) -> str:
-    repeated = f" {found['repeated_keys']:,} have a key that others have." if found["repeated_keys"] else ""
+    repeated = f" {found['repeated_keys']:,} documents have keys that are not unique." if found["repeated_keys"] else ""
     return (
         f"{found.get('documents', 0):,} documents with {found.get('tokens', 0):,} tokens in {place}:"
-        f" {found.get('failed', 0):,} failed (column `error`), {found.get('too_short', 0):,} too short for a short"
+        f" {found.get('failed', 0):,} failed (column `error`), {found.get('too_short', 0):,} too short to have a short"
         f" context.{repeated}"
     )

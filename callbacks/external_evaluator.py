@@ -1,4 +1,4 @@
-"""LongPPL while training: key tokens by a frozen evaluator, likelihoods by the model in training."""
+"""Log LongPPL during training: key tokens by a frozen evaluator, likelihoods by the trained model."""
 
 from pathlib import Path
 from typing import Any
@@ -32,28 +32,28 @@ _COUNTS = 4 + len(Coverage._fields)
 
 
 class ExternalEvaluator(Callback):
-    """Logs LongPPL in validation and test: key tokens by an evaluator, likelihoods by the model in training.
+    """Logs LongPPL in validation and test: key tokens by an evaluator, likelihoods by the trained model.
 
-    Logged as ``val/longppl``, ``val/longppl_soft``, ``val/key_tokens``, ``val/key_token_share`` and
+    It logs ``val/longppl``, ``val/longppl_soft``, ``val/key_tokens``, ``val/key_token_share`` and
     ``val/documents_without_key_tokens`` (``test/..`` in test), with histograms of the evaluator's long-short
-    difference and long log-likelihood. ``val/documents_aligned_by_characters`` counts those whose key tokens came by
-    way of characters; ``val/tokens_sharing_characters`` and ``val/tokens_without_characters`` are shares of the model's
-    tokens, ``val/evaluator_tokens_..`` of the evaluator's. The evaluator scores each document once; its scores are
-    stored, so that other thresholds, later epochs and other models need no second pass, and its memory is given back
-    after the evaluation. It is not part of the module: it is neither optimized nor checkpointed nor cast.
+    difference and long-context log-likelihood. ``val/documents_aligned_by_characters`` counts documents whose key
+    tokens were mapped by characters; ``val/tokens_sharing_characters`` and ``val/tokens_without_characters`` are
+    fractions of the model's tokens, ``val/evaluator_tokens_..`` of the evaluator's. The evaluator scores each document
+    once and stores the scores, so other thresholds, later epochs and other models need no second pass. Its memory is
+    freed after each evaluation. It is not part of the module: it is neither optimized nor checkpointed nor cast.
 
     Args:
-        evaluator: Hub id or local folder of a model with a long context; its tokenizer may be another one than that
-            of the model in training.
+        evaluator: Hub id or local folder of the long-context model that finds key tokens. Its tokenizer may differ
+            from that of the trained model.
         key_spans: Instead of an evaluator, a folder of precomputed character spans of the validation texts, in the
-            format of the paper's authors: ``[start, end];[start, end];..``. A document's file is named by its name, by
-            its id (the first word of the name) or by the SHA-256 of its text, and ends in ``.txt``.
+            format of the paper's authors: ``[start, end];[start, end];..``. A document's file ends in ``.txt`` and is
+            named by its name, by its id (the first word of the name) or by the SHA-256 of its text.
         gamma: Largest weight of soft LongPPL.
         options: The other fields of `lightning_modules.scoring.config.EvaluatorConfig`.
 
     Raises:
-        ValueError: If not exactly one of ``evaluator`` and ``key_spans`` is given, one cannot be found, or a threshold
-            makes no sense; at setup, if there are several: their values would be averaged under one name.
+        ValueError: If not exactly one of ``evaluator`` and ``key_spans`` is given, it does not exist, or a threshold is
+            not valid; at setup, if there are several callbacks, whose values would be averaged under one name.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class ExternalEvaluator(Callback):
         **options: Any,
     ) -> None:
         if (evaluator is None) == (key_spans is None):
-            raise ValueError(f"Give an `evaluator` or `key_spans`, not both: got {evaluator!r} and {key_spans!r}.")
+            raise ValueError(f"Set either `evaluator` or `key_spans`, got {evaluator!r} and {key_spans!r}.")
         if key_spans is not None and not Path(key_spans).is_dir():
             raise ValueError(f"`key_spans` must be a folder of `<document name>.txt` files, got '{key_spans}'.")
         check_gamma(gamma)
@@ -75,7 +75,7 @@ class ExternalEvaluator(Callback):
         self.longppl = LongPerplexity()
         self.longppl_soft = LongPerplexity()
         self._counts = torch.zeros(_COUNTS, dtype=torch.float64)
-        self.judged: dict[str, EvaluatedDocument] = {}  # by the SHA-256 of texts: the last evaluation's on this process
+        self.judged: dict[str, EvaluatedDocument] = {}  # by SHA-256 of the text: this process's in the last evaluation
         self._drawn: set[str] = set()
         self._stored_tokenizer: PreTrainedTokenizerFast | None = None
 
@@ -87,20 +87,21 @@ class ExternalEvaluator(Callback):
             data: Any = trainer.datamodule  # type: ignore[attr-defined]
             name, revision = getattr(data, "tokenizer_name", None), getattr(data, "tokenizer_revision", None)
             if name is None:
-                raise ValueError("`key_tokens: authors` needs a data module with a `tokenizer_name`. Use `paper`.")
+                raise ValueError("`key_tokens: authors` needs a data module with a `tokenizer_name`: use `paper`.")
             self._stored_tokenizer = load_tokenizer(name, revision=revision, trimmed_offsets=True)
 
     def read(self, batch: PackedBatch, row: int) -> Tokens:
-        """Return the tokens of a row's document, with the offsets that the rule goes by."""
+        """Return the tokens of a row's document, with the offsets that the alignment rule uses."""
         tokens = document_tokens(batch, row)
         if self._stored_tokenizer is None:
             return tokens
         return tokens._replace(offsets=stored_offsets(batch["text"][row], tokens, self._stored_tokenizer))
 
     def influence(self, batch: PackedBatch, row: int, device: torch.device) -> tuple[Tensor, Tensor | None, Coverage]:
-        """Return the key tokens of a row, their soft weights if an evaluator gave them, and the coverage.
+        """Return key tokens and soft weights of a row's one document, and its coverage.
 
-        They are ``[T]`` bool and ``[T]`` float64, both 0 where a token is not scored. A row holds one document.
+        They are ``[T]`` bool and ``[T]`` float64, both 0 where a token is not scored. Precomputed spans have no soft
+        weights.
         """
         text, name, tokens = batch["text"][row], batch["names"][row], self.read(batch, row)
         scored = batch["labels"][row].ne(IGNORE_INDEX).cpu()
@@ -118,7 +119,7 @@ class ExternalEvaluator(Callback):
         return hard & scored, soft * scored, judged.coverage
 
     def _precomputed_spans(self, text: str, name: str) -> Tensor:
-        """Read the spans of a document, by its name, its id (the first word of the name) or the hash of its text."""
+        """Read the spans of a document from the file named by its name, its id or the hash of its text."""
         stems = [name.replace("/", "_"), *name.replace("/", "_").split()[:1], text_sha256(text)]
         paths = [Path(str(self.key_spans)) / f"{stem}.txt" for stem in stems if len(stem) < 200]
         found = next((path for path in paths if path.is_file()), None)
@@ -130,13 +131,13 @@ class ExternalEvaluator(Callback):
         return read_key_spans(found, merge=self.config.key_tokens == "paper")
 
     def _draw_histograms(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Draw the evaluator's scores on this process, which do not change: once for each set of documents."""
+        """Draw the evaluator's scores of this process, once for each set of documents because they do not change."""
         if not self.judged or set(self.judged) <= self._drawn or trainer.sanity_checking:
             return
         self._drawn |= set(self.judged)
         long = torch.cat([judged.scores.long for judged in self.judged.values()])
         difference = long - torch.cat([judged.scores.short for judged in self.judged.values()])
-        compared = difference != 0  # tokens without a short context would be one great bar at 0
+        compared = difference != 0  # tokens without a short context would be one large bar at 0
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger) and compared.any():
                 step = trainer.global_step
@@ -155,9 +156,9 @@ class ExternalEvaluator(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: PackedBatch, *_: Any
     ) -> None:
         if "text" not in batch:
-            raise ValueError("`ExternalEvaluator` needs rows with `text` and `offsets`; this data module gives none.")
+            raise ValueError("`ExternalEvaluator` needs a data module whose batches have `text` and `offsets`.")
         for row, text in enumerate(batch["text"]):
-            if not text:  # a row that only keeps the processes in step
+            if not text:  # a sequence that only keeps the processes in lockstep
                 if self.evaluator is not None:
                     self.evaluator.join(device=pl_module.device)
                 continue
@@ -189,7 +190,7 @@ class ExternalEvaluator(Callback):
         if without:
             rank_zero_warn(
                 f"{without:.0f} of {documents:.0f} {stage} documents have no key token"
-                + (": LongPPL is not a number." if key_tokens == 0 else " and do not count in LongPPL.")
+                + (": LongPPL is undefined (NaN)." if key_tokens == 0 else " and do not count in LongPPL.")
                 + " They may be too short for `context_length`, or the evaluator may not use the long context."
             )
         if (warning := coverage.warning()) is not None:
@@ -207,9 +208,9 @@ class ExternalEvaluator(Callback):
 
 
 def stored_offsets(text: str, tokens: Tokens, tokenizer: PreTrainedTokenizerFast) -> Tensor:
-    """Return the ``[N, 2]`` offsets of a document's tokens as its tokenizer is stored, perhaps without spaces."""
+    """Return the ``[N, 2]`` offsets of a document's tokens by the unmodified tokenizer, which may trim spaces."""
     for special in (False, True):
         encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=special)
         if encoding.ids[: len(tokens.ids)] == tokens.ids.tolist():
             return torch.tensor(encoding.offsets[: len(tokens.ids)])
-    raise ValueError("`key_tokens: authors`: the document is not made of the tokens of the data module's tokenizer.")
+    raise ValueError("`key_tokens: authors`: the document's tokens are not those of the data module's tokenizer.")

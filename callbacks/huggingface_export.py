@@ -1,4 +1,4 @@
-"""The trained model as a folder that Hugging Face loads."""
+"""Export the trained model to a folder that transformers loads."""
 
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,8 @@ class HuggingFaceExport(Callback):
     """Saves model, tokenizer and a model card when training ends, for ``from_pretrained`` and ``longce score``.
 
     Args:
-        output_dir: Folder to write. An earlier export there is replaced once the new one is complete; a folder of
-            anything else is refused.
+        output_dir: Folder to write. An earlier export there is replaced once the new one is complete; a folder with
+            other files is refused.
         options: Fields of `lightning_modules.training.export.options.ExportOptions`.
     """
 
@@ -35,15 +35,15 @@ class HuggingFaceExport(Callback):
         assert isinstance(pl_module, LongContextLM)
         if isinstance(trainer.strategy, FSDPStrategy | ModelParallelStrategy):
             raise ValueError(
-                f"HuggingFaceExport needs all weights in one process; {type(trainer.strategy).__name__} shards them:"
-                " remove the callback, and run `longce export` on the last checkpoint."
+                f"HuggingFaceExport needs all weights in one process, but {type(trainer.strategy).__name__} shards"
+                " them: remove the callback, and run `longce export` on the last checkpoint."
             )
         check_export(pl_module.backbone.model, self.output_dir, self.options, pl_module.training_facts())
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         self._tokenizer = getattr(data, "tokenizer", None)
         name, revision = getattr(data, "tokenizer_name", None), getattr(data, "tokenizer_revision", None)
         if self._tokenizer is not None and self._tokenizer.name_or_path and name is not None:
-            self._tokenizer = load_tokenizer(name, revision=revision, trimmed_offsets=True)  # as it is stored
+            self._tokenizer = load_tokenizer(name, revision=revision, trimmed_offsets=True)  # unmodified, as stored
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -56,4 +56,4 @@ class HuggingFaceExport(Callback):
                 options=self.options,
                 facts=pl_module.training_facts(),
             )
-        trainer.strategy.barrier()  # so that other processes find it
+        trainer.strategy.barrier()  # the folder exists for all processes from now on

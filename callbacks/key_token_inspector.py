@@ -1,4 +1,4 @@
-"""Key tokens and token weights in TensorBoard: as text, as pictures, and over training."""
+"""Show key tokens and token weights in TensorBoard."""
 
 from typing import Any
 
@@ -28,26 +28,27 @@ from lightning_modules.visualization.tensorboard.sums import PositionSums, Weigh
 
 
 class KeyTokenInspector(Callback):
-    """Shows in TensorBoard which tokens need the long context, and how the model in training scores them.
+    """Shows in TensorBoard which tokens need the long context, and how the trained model scores them.
 
-    For some validation documents it shows the text around key tokens, bold and with their numbers under the mouse, by
-    the evaluator once and by the model at each evaluation; how likely the model finds key tokens now and did at first;
-    and the most helped tokens. For all documents: loss by the length of the context with its power law
+    For some validation documents: the text around key tokens in bold, with their scores as tooltips, by the evaluator
+    once and by the model at each evaluation; the likelihood of key tokens now and at the first evaluation; and the
+    tokens that the long context helps most. For all documents: loss by context length with its power law
     (``val/power_law_..``), and the evaluator's long-short differences and log-likelihoods. For training: the token
-    weights of the objective and the model's long-short differences. The page of custom scalars shows LongPPL beside
+    weights of the objective and the model's long-short differences. The custom scalars page shows LongPPL next to
     perplexity.
 
-    The evaluator's scores are those of the `ExternalEvaluator` among the callbacks; without one they are the model's.
-    An evaluation costs the short passes of the inspected documents and a fraction of a second of drawing for each. With
-    several processes, documents and weights are those of the first one; losses by context are those of all.
+    The evaluator's scores come from the `ExternalEvaluator` among the callbacks; without it the model's own scores are
+    used. An evaluation costs the short passes of the inspected documents, and a fraction of a second for drawing each.
+    With several processes, documents and weights come from the first one; losses by context length from all.
 
     Args:
-        documents: Number of validation documents, the first ones; or names or ids (first words of names).
-        excerpt_tokens: Most tokens shown of each, those around key tokens.
-        short_context: Whether the model in training also scores the inspected documents in the short context.
-        weights_every_n_steps: Optimizer steps from one histogram of the token weights to the next.
-        alpha: A key token's long-short difference exceeds it, in nats; used without an `ExternalEvaluator` only.
-        beta: A key token's long log-likelihood exceeds it, in nats; used without an `ExternalEvaluator` only.
+        documents: Number of validation documents, from the first; or a list of names or ids (first words of names).
+        excerpt_tokens: Maximum number of tokens shown of each document, around its key tokens.
+        short_context: Whether the trained model also scores the inspected documents in the short context.
+        weights_every_n_steps: Optimizer steps between histograms of the token weights.
+        alpha: Key tokens have a long-short difference above alpha, in nats; used only without an `ExternalEvaluator`.
+        beta: Key tokens have a long-context log-likelihood above beta, in nats; used only without an
+            `ExternalEvaluator`.
     """
 
     def __init__(
@@ -60,8 +61,8 @@ class KeyTokenInspector(Callback):
         beta: float = -2.0,
     ) -> None:
         if not documents:
-            raise ValueError(f"`documents` must be a number of 1 or more, or a list of names, got {documents!r}.")
-        key_token_mask(torch.zeros(1), torch.zeros(1), alpha=alpha, beta=beta)  # refuses thresholds without a meaning
+            raise ValueError(f"`documents` must be 1 or more, or a list of names, got {documents!r}.")
+        key_token_mask(torch.zeros(1), torch.zeros(1), alpha=alpha, beta=beta)  # refuses thresholds that are not valid
         self.documents = documents
         self.excerpt_tokens = excerpt_tokens
         self.short_context = short_context
@@ -77,21 +78,19 @@ class KeyTokenInspector(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if not isinstance(pl_module, LongContextLM):
-            raise ValueError(f"`KeyTokenInspector` looks at a `LongContextLM`, not at a `{type(pl_module).__name__}`.")
+            raise ValueError(f"`KeyTokenInspector` needs a `LongContextLM`, got a `{type(pl_module).__name__}`.")
         check_single(trainer, KeyTokenInspector, lambda callback: callback.documents, "val/power_law_.., documents")
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         self._evaluator = next((other for other in callbacks if isinstance(other, ExternalEvaluator)), None)
         if self._evaluator is None and not self.short_context:
             raise ValueError(
-                "Without an `ExternalEvaluator` only the model's own short context tells key tokens: set"
+                "Without an `ExternalEvaluator`, key tokens need the model's own short context: set"
                 " `short_context: true`, or add `callbacks.ExternalEvaluator`."
             )
         thresholds: Any = self if self._evaluator is None else self._evaluator.config
         self._panels = EvaluationPanels(alpha=thresholds.alpha, beta=thresholds.beta, tokens=self.excerpt_tokens)
         if not any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers):
-            rank_zero_warn(
-                "`KeyTokenInspector` draws for TensorBoard, and there is no `TensorBoardLogger`: it is idle."
-            )
+            rank_zero_warn("`KeyTokenInspector` has no effect, because the trainer has no `TensorBoardLogger`.")
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -100,7 +99,7 @@ class KeyTokenInspector(Callback):
             pl_module.token_observer = None
 
     def _open_panels(self, trainer: Trainer, pl_module: Any) -> None:
-        """Find the writers; the layout of custom scalars is written once for each."""
+        """Find the TensorBoard writers, and write the layout of custom scalars once for each."""
         if self._writers:
             return
         self._writers = [logger.experiment for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
@@ -121,7 +120,7 @@ class KeyTokenInspector(Callback):
             return  # every weight is 1
 
         def observe(long: Tensor, token_weights: Tensor, short: ShortContext | None, labels: Tensor) -> None:
-            step = trainer.global_step + 1  # the one that this batch is a part of
+            step = trainer.global_step + 1  # the step that this batch belongs to
             if step == 1 or step % self.weights_every_n_steps == 0:
                 self._weights_step = step
                 self._weights.add(long, token_weights, short, labels)
@@ -130,7 +129,7 @@ class KeyTokenInspector(Callback):
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        if not len(self._weights) or trainer.global_step < self._weights_step:  # other batches belong to the step
+        if not len(self._weights) or trainer.global_step < self._weights_step:  # the step has more batches
             return
         weights, differences = self._weights.take()
         objective: Any = pl_module.objective
@@ -151,7 +150,7 @@ class KeyTokenInspector(Callback):
         if trainer.sanity_checking or not self._writers:
             return
         if "text" not in batch:
-            raise ValueError("`KeyTokenInspector` needs rows with `text` and `offsets`; this data module gives none.")
+            raise ValueError("`KeyTokenInspector` needs a data module whose batches have `text` and `offsets`.")
         long, scored = outputs["log_likelihood"], batch["labels"].ne(IGNORE_INDEX)
         self._positions.add(batch["position_ids"][scored].cpu(), -long[scored].cpu())
         rows = self._choose_rows(batch)
@@ -168,9 +167,9 @@ class KeyTokenInspector(Callback):
     def _score_short(
         self, trainer: Trainer, pl_module: Any, batch: PackedBatch, rows: list[int], long: Tensor
     ) -> Tensor:
-        """Return ``[B, T]`` short log-likelihoods of some rows, and the long ones elsewhere.
+        """Return ``[B, T]`` short-context log-likelihoods of the rows, and the long-context ones elsewhere.
 
-        Where weights are sharded, all processes take part, with or without such rows.
+        If weights are sharded, all processes take part, even without rows to inspect.
         """
         if not self.short_context or not (rows or pl_module.backbone.is_sharded):
             return long
@@ -193,7 +192,7 @@ class KeyTokenInspector(Callback):
             text=batch["text"][row],
             scores=TokenScores(
                 text_sha256=text_sha256(batch["text"][row]),
-                evaluator="the model in training",
+                evaluator="the model in training",  # a label only
                 context_length=pl_module.context_length,
                 stride=pl_module.stride,
                 token_ids=batch["input_ids"][row, :tokens].cpu(),
@@ -217,14 +216,14 @@ class KeyTokenInspector(Callback):
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Draw, as all callbacks have their scores now."""
+        """Draw the panels: by now, all callbacks have their scores."""
         if trainer.sanity_checking or not trainer.is_global_zero or not self._writers:
             return
         if isinstance(self.documents, list) and len(self._inspected) < len(set(self.documents)) and not self._warned:
             self._warned = True
             rank_zero_warn(
-                f"`KeyTokenInspector` found {[document.name for document in self._inspected]} of the documents"
-                f" {self.documents} among those of the first process: the others are missing, or with other processes."
+                f"`KeyTokenInspector` found only {[document.name for document in self._inspected]} of the documents"
+                f" {self.documents} in the first process: the others do not exist, or other processes have them."
             )
         judged = {} if self._evaluator is None else self._evaluator.judged
         self._panels.draw(self._writers, self._inspected, self._positions, judged=judged, step=trainer.global_step)

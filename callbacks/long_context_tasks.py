@@ -1,4 +1,4 @@
-"""Long-context tasks, and tasks of lm-evaluation-harness, asked of the model in training."""
+"""Evaluate the trained model on long-context tasks and tasks of lm-evaluation-harness."""
 
 import json
 import time
@@ -44,36 +44,36 @@ if TYPE_CHECKING:
 
 
 class LongContextTasks(Callback):
-    """Asks tasks of the model at each validation, or every N steps, and logs its scores.
+    """Runs tasks at each validation, or every N steps, and logs the model's scores.
 
-    Our long-context tasks log, in percent: ``tasks/<task>/<length>``, ``tasks/average/<length>`` over the tasks, and of
-    these averages, as RULER defines them, ``tasks/weighted_inc``, ``tasks/weighted_dec`` and ``tasks/effective_length``
-    (tokens; 0 if no length reaches the threshold). With ``teacher_forced`` also ``tasks/answer_perplexity`` and
-    ``tasks/other_perplexity``, over all questions and by ``/<length>``. TensorBoard also gets scores by length, heat
-    maps by length and depth, and some answers. Tasks of lm-evaluation-harness log
-    ``harness/<task>/<metric>``, groups and sets alike (``harness/LongBench``, in percent).
+    longce's tasks log, in percent: ``tasks/<task>/<length>``, ``tasks/average/<length>`` over the tasks, and, as RULER
+    defines them, ``tasks/weighted_inc``, ``tasks/weighted_dec`` and ``tasks/effective_length`` of these averages (in
+    tokens; 0 if no length reaches the threshold). With ``teacher_forced``, they also log ``tasks/answer_perplexity``
+    and ``tasks/other_perplexity``, over all questions and by ``/<length>``. TensorBoard also gets scores by length,
+    heat maps by length and depth, and some answers. Tasks of lm-evaluation-harness log ``harness/<task>/<metric>``, and
+    so do groups and sets (``harness/LongBench``, in percent).
 
-    The same questions are asked each time, shared among the processes, with any strategy that does not shard
-    sequences. Weights, training mode and random states stay as they are, and the time is not part of
-    ``train/tokens_per_second``. ``tasks/seconds`` and ``harness/seconds`` report what it costs, ``tasks/time_share``
-    its fraction of all time since training began; bound it with ``samples``, ``limit``, ``lengths``, ``every_n_steps``.
+    The questions are the same each time and are split among the processes, with any strategy that does not shard
+    sequences. Weights, training mode and random states do not change, and the time does not count in
+    ``train/tokens_per_second``. ``tasks/seconds`` and ``harness/seconds`` are the cost, ``tasks/time_share`` its
+    fraction of the time since training began; limit it by ``samples``, ``limit``, ``lengths`` and ``every_n_steps``.
 
     Args:
         tasks: Names of tasks, groups and sets, import paths and task files, as for ``longce evaluate``.
-        lengths: Tokens of prompt and answer together.
+        lengths: Lengths of prompt and answer together, in tokens.
         samples: Questions per task and length, and per depth if depths are given.
-        mode: ``teacher_forced``: the model is given the right answer token by token, which takes a single pass;
-            ``generate``: it writes its answer.
-        every_n_steps: Ask after every N optimizer steps instead of at each validation. Such values cannot be monitored
-            by ``ModelCheckpoint``.
-        at_start: Ask before the first step as well.
-        tokenizer: Hub id or local folder; by default that of the data, or of the model.
-        options: The other fields of `lightning_modules.tasks.evaluation.config.TaskConfig`. With `log_samples` the
+        mode: ``teacher_forced``: the model gets the right answer token by token in a single pass; ``generate``: it
+            generates its answer.
+        every_n_steps: Run after every N optimizer steps instead of at each validation. ``ModelCheckpoint`` cannot
+            monitor such values.
+        at_start: Also run before the first step.
+        tokenizer: Hub id or local folder; by default the tokenizer of the data, or of the model.
+        options: The other fields of `lightning_modules.tasks.evaluation.config.TaskConfig`. With `log_samples`, the
             callback writes to ``harness/step-<step>/<task>.jsonl`` in the logger's folder.
 
     Raises:
-        ValueError: If a task, a file or a number cannot be used, or there are several such callbacks; before training,
-            if a length is too short for a task or too long for the model, or processes share the tokens of a sequence.
+        ValueError: If a task, a file or a number is not valid, or there are several such callbacks; before training, if
+            a length is too short for a task or too long for the model, or sequences are sharded across processes.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class LongContextTasks(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Load the harness's tasks: missing data are reported before the first step."""
+        """Load the harness's tasks, so that missing data is reported before the first step."""
         check_single(trainer, LongContextTasks, lambda callback: ", ".join(callback.names), "tasks/seconds, ..")
         if self._theirs and not self._loaded and stage != "predict":
             from lightning_modules.tasks.harness.tasks import load_tasks
@@ -144,17 +144,17 @@ class LongContextTasks(Callback):
             return
         values = self._run_tasks(trainer, pl_module)
         tensors = {name: torch.tensor(value, dtype=torch.float32) for name, value in values.items()}
-        pl_module.log_dict(tensors, sync_dist=True)  # equal on all processes, except for the seconds
+        pl_module.log_dict(tensors, sync_dist=True)  # all but the seconds are equal on all processes
 
     on_test_epoch_end = on_validation_epoch_end
 
     def _prepare_questions(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Make this process's questions, and check that all others can be made and asked."""
+        """Generate this process's questions, and check that those of all processes can be generated and asked."""
         assert isinstance(pl_module, LongContextLM)
         if sequence_group(trainer.strategy) is not None:
             raise ValueError(
-                "LongContextTasks asks whole questions of each process, and here several share the tokens of a"
-                " sequence: remove the callback, and run `longce evaluate` on the exported model."
+                "LongContextTasks does not support a strategy that shards sequences: remove the callback, and run"
+                " `longce evaluate` on the exported model."
             )
         config, data = self.config, getattr(trainer, "datamodule", None)
         model = str(pl_module.loading.pretrained_model_name_or_path)
@@ -166,30 +166,30 @@ class LongContextTasks(Callback):
         if not self.keys:
             return
         pl_module.backbone.check_length(max(key.length for key in self.keys))
-        with isolate_rng():  # a user's task may draw from anything
+        with isolate_rng():  # a user's task may use any global random generator
             check_questions(self.keys, self.tasks, self._prompter, config.seed)
             own = self.keys[trainer.global_rank :: trainer.world_size]
             self._questions = make_questions(own, self.tasks, self._prompter, config.seed)
 
     def _log_now(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Ask, and log at this very step, whatever `log_every_n_steps` is."""
+        """Run the tasks and log at this step, regardless of `log_every_n_steps`."""
         values = self._run_tasks(trainer, pl_module)
         for logger in trainer.loggers:
             logger.log_metrics(values, step=trainer.global_step)
 
     def _run_tasks(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
-        """Ask all questions, draw figures, and return the values to log."""
+        """Ask all questions, draw the figures, and return the values to log."""
         assert isinstance(pl_module, LongContextLM)
         pl_module.stop_clock()
         started = time.perf_counter()
         values: dict[str, float] = {}
-        with isolate_rng(), trainer.precision_plugin.forward_context():  # flash attention does not take float32
+        with isolate_rng(), trainer.precision_plugin.forward_context():  # flash attention does not support float32
             if self.keys:
                 values |= self._run_longce_tasks(trainer, pl_module)
             if self._loaded:
                 values |= self._run_harness_tasks(trainer, pl_module)
         if pl_module.device.type == "cuda":
-            torch.cuda.empty_cache()  # training would not find the caches' memory in chunks that it can use
+            torch.cuda.empty_cache()  # key-value caches fragment the memory that training needs
         self._seconds += (seconds := time.perf_counter() - started)
         values["tasks/seconds"] = seconds
         if self._train_start is not None:
@@ -199,8 +199,8 @@ class LongContextTasks(Callback):
     def _run_longce_tasks(self, trainer: Trainer, pl_module: LongContextLM) -> dict[str, float]:
         assert self._prompter is not None
         results = gathered(put_questions(pl_module.backbone, self._prompter, self._questions, self.config.mode))
-        by_key = {result.key: result for part in results for result in part}
-        in_order = [by_key[key] for key in self.keys]  # as a single process asks them
+        by_key = {result.key: result for of_rank in results for result in of_rank}
+        in_order = [by_key[key] for key in self.keys]  # the order of a single process
         summary = summarize(in_order)
         writers = [logger.experiment for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
         for writer in writers if trainer.is_global_zero else ():
@@ -210,7 +210,7 @@ class LongContextTasks(Callback):
         return {f"tasks/{name}": value for name, value in summary.logged().items()}
 
     def _run_harness_tasks(self, trainer: Trainer, pl_module: LongContextLM) -> dict[str, float]:
-        """Return the metrics of all tasks, groups and sets of the harness, by the names they are logged under."""
+        """Return the metrics of all tasks, groups and sets of the harness, by the names under which they are logged."""
         from lightning_modules.tasks.harness.evaluation import aggregate, evaluate_task, set_scores
         from lightning_modules.tasks.harness.model import HarnessModel
 
@@ -222,7 +222,7 @@ class LongContextTasks(Callback):
         self._write_samples(trainer, found)
         metrics = {name: result["metrics"] for name, result in found.items()} | aggregate(self._loaded.groups, found)
         if model.truncated:
-            rank_zero_info(f"{model.truncated} prompts were longer than {model.max_length} tokens and were cut.")
+            rank_zero_info(f"{model.truncated} prompts exceeded {model.max_length} tokens and were truncated.")
         logged = {f"harness/{name}": value for name, value in set_scores(self._theirs, metrics).items()}
         for name, values in metrics.items():
             logged |= {f"harness/{name}/{key.removesuffix(',none')}": value for key, value in values.items()}
@@ -231,7 +231,7 @@ class LongContextTasks(Callback):
     def _write_samples(self, trainer: Trainer, found: dict[str, dict[str, Any]]) -> None:
         if not self.config.log_samples:
             return
-        # All processes: the first one sends them the folder's name.
+        # All processes must ask for the folder's name, because the first process broadcasts it.
         folder = Path(trainer.log_dir or trainer.default_root_dir) / "harness" / f"step-{trainer.global_step}"
         if trainer.is_global_zero:
             for name, result in found.items():

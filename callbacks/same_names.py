@@ -1,4 +1,4 @@
-"""Two callbacks that log under the same names."""
+"""Refuse callbacks that log under the same names."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -9,11 +9,11 @@ Kind = TypeVar("Kind", bound=Callback)
 
 
 def check_single(trainer: Trainer, kind: type[Kind], describe: Callable[[Kind], object], names: str) -> None:
-    """Refuse several callbacks of one kind, whose values Lightning would average under one name without a word."""
+    """Refuse several callbacks of one kind: Lightning would silently average their values under the same names."""
     callbacks = [callback for callback in trainer.callbacks if isinstance(callback, kind)]  # type: ignore[attr-defined]
     if len(callbacks) > 1:
         raise ValueError(
             f"{len(callbacks)} `{kind.__name__}` callbacks ({' and '.join(str(describe(each)) for each in callbacks)})"
-            f" log the same names ({names}), and Lightning would average their values: keep one of them, and use the"
-            " other in a separate run of `longce validate`."
+            f" log under the same names ({names}), and Lightning would average their values: keep one, and use the"
+            " others in separate runs of `longce validate`."
         )

@@ -1,4 +1,4 @@
-"""Checkpoints that a run resumes from exactly."""
+"""Save checkpoints from which a run resumes exactly."""
 
 import os
 from pathlib import Path
@@ -16,27 +16,27 @@ from lightning_modules.training.preemption import between_steps
 
 
 class StepCheckpoint(ModelCheckpoint):
-    """Lightning's ModelCheckpoint that saves only what a run can resume from.
+    """Lightning's ModelCheckpoint that saves only between optimizer steps.
 
-    A checkpoint holds no gradients. Lightning's own saves a resumed run after its first batch, and after a validation
-    wherever that came: with ``accumulate_grad_batches``, a run that resumes there has lost batches of a step. This one
-    saves only when a step is complete (after a validation in the middle of one, with its results), and always after the
-    last step, so that a finished run can take more steps in the middle of its epoch.
+    A checkpoint has no gradients. Lightning saves a resumed run after its first batch, and any run after a validation
+    at any batch: with ``accumulate_grad_batches``, a run that resumes there loses batches of a step. This callback
+    saves only when a step is complete (if a validation runs within a step, at the end of the step, with the
+    validation's results), and always after the last step, so that a finished run can later take more steps.
 
-    After an exception (``save_on_exception``) it saves the last whole step, whose weights are still those of the model;
-    gradients of later batches, and an interrupted evaluation, are left out. Where the newest are kept
-    (``monitor: step``, ``mode: max``) this replaces the oldest. It does not save before the first step, during the
-    optimizer's update, after a checkpoint could not be written, nor where one of several processes failed.
+    After an exception (``save_on_exception``) it saves the last complete step, whose weights are still those of the
+    model, without the gradients of later batches or an interrupted evaluation. If the newest checkpoints are kept
+    (``monitor: step``, ``mode: max``), it replaces the oldest. It does not save before the first step, during the
+    optimizer's update, after a checkpoint could not be written, or if one of several processes failed.
     """
 
-    _loops: dict[str, Any] | None = None  # state of training at the last whole step
+    _loops: dict[str, Any] | None = None  # state of the training loops at the last complete step
     _failed = _updating = _due = False
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         last = self.format_checkpoint_name({}, self.CHECKPOINT_NAME_LAST)
-        if os.path.islink(last):  # of the run that this one resumes; a link may be replaced
+        if os.path.islink(last):  # the link belongs to the run that this one resumes, and may be replaced
             self.last_model_path = last
 
     @override
@@ -50,7 +50,8 @@ class StepCheckpoint(ModelCheckpoint):
         if not between_steps(trainer):
             return
         self._updating = False
-        if trainer.world_size == 1:  # several save after a signal only; and some loaders ask each other where they are
+        # Several processes save only after a signal, and some loaders communicate to collect their state.
+        if trainer.world_size == 1:
             self._note_step(trainer)
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if self._due:
@@ -78,7 +79,7 @@ class StepCheckpoint(ModelCheckpoint):
             return
         self._failed = True
         if self._keeps_newest and self.save_top_k:
-            self._save_now(trainer)  # in place of the oldest: a run may be stopped many times
+            self._save_now(trainer)  # replaces the oldest, because a run may be stopped many times
             rank_zero_info(f"Saved step {trainer.global_step} in {self.dirpath}.")
         else:
             super().on_exception(trainer, pl_module, exception)
@@ -94,7 +95,7 @@ class StepCheckpoint(ModelCheckpoint):
 
     @override
     def _should_remove_checkpoint(self, trainer: Trainer, previous: str, current: str) -> bool:
-        # Lightning never removes what a run resumed from: one more would stay each time that a run is stopped.
+        # Lightning never removes the checkpoint that a run resumed from: each stop would leave one more.
         own = self.dirpath is not None and Path(self.dirpath).absolute() in Path(previous).absolute().parents
         newer = self._keeps_newest and own and previous != current and "://" not in previous
         return newer or super()._should_remove_checkpoint(trainer, previous, current)

@@ -1,4 +1,4 @@
-"""Write predictions as files: the pair of log-likelihoods of every document."""
+"""Write the long- and short-context log-likelihoods of every document to a file."""
 
 import logging
 from collections.abc import Sequence
@@ -12,19 +12,19 @@ from typing_extensions import override
 from lightning_modules.scoring.document_scorer import Failed
 from lightning_modules.scoring.token_scores import TokenScores
 
-_BEGINNING = 40  # characters by which a message names a document
+_NAME_CHARACTERS = 40  # of the text, by which a message identifies a document
 
 _log = logging.getLogger(__name__)
 
 
 class TokenScoresWriter(BasePredictionWriter):
-    """Writes the scores that ``longce predict`` computes, one file per document as soon as it is done.
+    """Writes the scores that ``longce predict`` computes, one file per document, as soon as it is scored.
 
-    Files are named by the hash of the text, so that processes never write the same one. The log names documents of a
-    corpus that cannot be scored; `DocumentScoresWriter` also counts them, and ends with exit status 1 above a limit.
+    Files are named by the hash of the text, so processes never write the same one. Documents that cannot be scored are
+    logged; `DocumentScoresWriter` also counts them, and ends with exit status 1 above a limit.
 
     Args:
-        output_dir: Folder of the ``<hash of the text>.safetensors`` files; made if needed.
+        output_dir: Folder for the ``<hash of the text>.safetensors`` files; created if needed.
     """
 
     def __init__(self, output_dir: str) -> None:
@@ -45,6 +45,6 @@ class TokenScoresWriter(BasePredictionWriter):
             _log.warning("'%s' has no scores: %s", ref.key, ref.error)
         for scores, text in zip(prediction, batch["text"], strict=True):
             if isinstance(scores, Failed):
-                _log.warning("A document beginning with %r has no scores: %s.", text[:_BEGINNING], scores.reason)
-            elif text:  # rows without text only keep the processes in step
+                _log.warning("The document %r.. has no scores: %s.", text[:_NAME_CHARACTERS], scores.reason)
+            elif text:  # sequences without text only keep the processes in lockstep
                 scores.save(self.output_dir / f"{scores.text_sha256}.safetensors")

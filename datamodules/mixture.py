@@ -93,8 +93,7 @@ class MixtureDataModule(PackedTextDataModule):
     @override
     def training_rows(self) -> PackedRowDataset | None:
         raise ValueError(
-            "A mixture has sequences of several sources: inspect them, or compute token weights, for one source at a"
-            " time."
+            "A mixture has sequences of several sources: inspect them, or compute token weights, one source at a time."
         )
 
     @override

@@ -176,9 +176,9 @@ OPTIONS = [
     ("--data.long_documents", "{longer_than: 9, weight: 1e12}", "must be between 1 and 1000"),
     ("--data.packing", "worst", "packing"),
     ("--data.tokenizer", "", "give a local folder or a hub id"),
-    ("--data.train", "/nowhere/*.jsonl", "No file to read at"),
+    ("--data.train", "/nowhere/*.jsonl", "No file at"),
     ("--data.train", "nosuch://x/y", "Protocol not known"),
-    ("--data.text_field", "body", "no field 'body' for the text"),
+    ("--data.text_field", "body", "no text field 'body'"),
     ("--data.cache_dir", "/proc/longce", "LONGCE_CACHE"),
     ("--trainer.devices", "0", "devices"),
     ("--trainer.devices", "100000", "`trainer.devices` must be an integer from 1 to"),
@@ -228,10 +228,10 @@ LINES = {
     "null": ('{"text": null}', "must be a string, got NoneType"),
     "nested": ('{"text": {"text": "a"}}', "must be a string, got dict"),
     "nan": ('{"text": NaN}', "must be a string, got float"),
-    "key": ('{"txt": "a"}', "no field 'text'"),
-    "surrogate": ('{"text": "a\\ud800"}', "half a surrogate pair"),
-    "brackets": ("[" * 100_000, "JSON that Python does not read"),
-    "digits": ('{"text": "a", "n": ' + "9" * 5000 + "}", "JSON that Python does not read"),
+    "key": ('{"txt": "a"}', "no text field 'text'"),
+    "surrogate": ('{"text": "a\\ud800"}', "a lone surrogate"),
+    "brackets": ("[" * 100_000, "Python cannot parse this JSON"),
+    "digits": ('{"text": "a", "n": ' + "9" * 5000 + "}", "Python cannot parse this JSON"),
     "nul": ("\0", "malformed JSON"),
 }
 
@@ -404,7 +404,7 @@ def test_score_files(model_dir, tmp_path, capsys):
 @pytest.mark.parametrize("command", ["score", "inspect"])
 def test_files_of_records_are_not_scored_as_text(command, place, model_dir, capsys):
     words = [command, place / "good.jsonl", "--evaluator", model_dir, "--model", model_dir]
-    assert "good.jsonl' holds records, not one text" in refused(*words, capsys=capsys)
+    assert "good.jsonl' contains records, not one text" in refused(*words, capsys=capsys)
 
 
 def test_files_that_are_scored_twice(place, model_dir, evaluator_dir, tmp_path, capsys, caplog):

@@ -1,1 +1,1 @@
-"""Corpora whose documents are scored."""
+"""Read corpora whose documents `longce predict` scores."""

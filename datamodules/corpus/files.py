@@ -1,4 +1,7 @@
-"""Find the documents of a corpus in files of any kind without reading them, and read one part at a time."""
+"""Find the documents of a corpus in files of any kind without reading them, and read one part at a time.
+
+A part is the unit of reading: a file, or a row group of a parquet file.
+"""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -37,26 +40,26 @@ from datamodules.sources.records import (
 )
 from lightning_modules.batch import DocumentRef
 
-_READERS = 32  # threads that read the footers of parquet files and the first lines of others, mostly waiting
-_FIELDS = 20  # named in an error
-_UNPACKED = 4  # bytes of text per byte of a compressed file
-_LINES, _BYTES = 64, 1 << 18  # of each JSON-lines file that are sampled, about
-_TRIED = 8  # lines, however long, before a file counts as one without documents
+_READER_THREADS = 32  # they read parquet footers and the first lines of other files, and mostly wait
+_NAMED_FIELDS = 20  # at most, in an error
+_COMPRESSION_RATIO = 4  # estimated bytes of text per byte of a compressed file
+_SAMPLE_LINES, _SAMPLE_BYTES = 64, 1 << 18  # about as many are read from the start of each JSON-lines file
+_MIN_SAMPLE_LINES = 8  # however long, before a file counts as having no documents
 
 
 class Part(NamedTuple):
-    """A unit of reading: a file, or a row group of a parquet file."""
+    """A file, or a row group of a parquet file."""
 
-    file: int  # its index
+    file: int  # index of the file
     row_group: int | None
-    first: int  # number of its first row
-    rows: int | None  # None if unknown without reading them
+    first: int  # number of the first row
+    rows: int | None  # None if unknown before the file is read
     size: int  # estimated bytes of text
-    about: float | None  # estimated number of rows
+    expected_rows: float | None  # estimated number of rows
 
 
 class CorpusColumns(NamedTuple):
-    """Columns of parquet files and fields of JSON lines; dots reach into nested ones."""
+    """Names of parquet columns or JSON fields; dots reach into nested fields."""
 
     text: str
     key: str | None
@@ -68,21 +71,22 @@ class CorpusFiles:
     """Files of documents: rows of parquet, lines of JSON, and text files."""
 
     files: tuple[File, ...]
-    names: tuple[str, ...]  # in results: paths relative to the folder or pattern by which files were found
+    names: tuple[str, ...]  # as in results: paths relative to the folder or pattern that was searched
     parts: tuple[Part, ...]
     columns: CorpusColumns
     column_types: dict[str, pyarrow.DataType]  # of `CorpusColumns.others`; values of JSON lines become strings
 
     def versions(self, names: Iterable[str] | None = None) -> dict[str, str]:
-        """Identify the content of some files, by default of all; local ones are hashed (`file_identities`)."""
+        """Return the content identities of files, by default of all; local files are hashed (`file_identities`)."""
         files = dict(zip(self.names, self.files, strict=True))
         chosen = list(files if names is None else names)
         return dict(zip(chosen, file_identities(files[name] for name in chosen), strict=True))
 
     def read(self, part: Part, wanted: Callable[[int], bool]) -> Iterator[tuple[DocumentRef, str]]:
-        """Yield ref and text of the wanted rows of a part; a broken document has an ``error`` and no text.
+        """Yield reference and text of the wanted rows of a part; a broken document has an ``error`` and no text.
 
-        A ``ValueError`` means that the rest of the file cannot be read.
+        Raises:
+            ValueError: If the rest of the file cannot be read.
         """
         file, name = self.files[part.file], self.names[part.file]
         for row, record in self._read_wanted(file, part, wanted):
@@ -90,19 +94,19 @@ class CorpusFiles:
             text = ""
             try:
                 content = record()
-                ref = self._with_key(ref, content, f"{file}:{row}")  # also for a document without text
+                ref = self._with_key(ref, content, f"{file}:{row}")  # first, so that a document without text has one
                 text = self._read_text(content, f"{file}:{row}")
-            except (ValueError, OverflowError) as error:  # the latter for dates and durations beyond Python's
+            except (ValueError, OverflowError) as error:  # dates and durations beyond Python's range overflow
                 ref = ref._replace(error=" ".join(str(error).split()))
             yield ref, text
 
     def _with_key(self, ref: DocumentRef, record: Mapping[str, Any], place: str) -> DocumentRef:
-        """Add the corpus's own key and columns."""
+        """Add the corpus's key and columns to a reference."""
         key = ref.key
         if self.columns.key is not None and not is_text(ref.file):
-            if (own := nested(record, self.columns.key)) is None:
+            if (value := nested(record, self.columns.key)) is None:
                 raise ValueError(f"{place}: no key in {self.columns.key!r}.")
-            key = checked_text(str(own), f"{place}, {self.columns.key!r}")
+            key = checked_text(str(value), f"{place}, {self.columns.key!r}")
         values = {column: nested(record, column) for column in self.columns.others}
         for column, value in values.items():
             if isinstance(value, str):
@@ -113,8 +117,8 @@ class CorpusFiles:
 
     def _read_text(self, record: Mapping[str, Any], place: str) -> str:
         if (text := nested(record, self.columns.text)) is None:
-            found = "it is null" if self.columns.text in record else f"only {sorted(record)[:_FIELDS]}"
-            raise ValueError(f"{place}: no text in {self.columns.text!r}, {found}.")
+            found = "it is null" if self.columns.text in record else f"found {sorted(record)[:_NAMED_FIELDS]}"
+            raise ValueError(f"{place}: no text in {self.columns.text!r}: {found}.")
         return checked_text(text, place)
 
     def _read_wanted(
@@ -131,42 +135,47 @@ class CorpusFiles:
 
 
 def find_corpus(paths: Sequence[str], columns: CorpusColumns, *, lenient: bool = False) -> CorpusFiles:
-    """Find the documents by the footers of parquet files and the first lines of JSON lines.
+    """Find documents from the footers of parquet files and the first lines of JSON-lines files.
 
-    Paths are those of `find_files`, to files of any kinds together. ``lenient`` accepts files without any text as long
-    as there are others.
+    Paths are as in `find_files`; kinds of files may be mixed. ``lenient`` accepts files without text if other files
+    have some.
     """
+    # 1. Name the files. Names identify documents in results, so they must differ.
     named: dict[str, File] = {}
     for path in paths:
         for name, file in _name_files(path):
             if str(named.setdefault(name, file)) != str(file):
                 raise ValueError(
-                    f"Two files are called '{name}': {named[name]} and {file}. Give a folder or pattern above both,"
-                    " such as 'corpus/**/*.parquet'."
+                    f"Two files are called '{name}': {named[name]} and {file}. Name a common folder or pattern, such as"
+                    " 'corpus/**/*.parquet'."
                 )
+    # 2. Split parquet files into row groups, and compare the types of their columns.
     names, files = tuple(named), tuple(named.values())
-    with ThreadPoolExecutor(_READERS) as pool:
+    with ThreadPoolExecutor(_READER_THREADS) as pool:
         found = list(pool.map(partial(_split_file, columns=columns), range(len(files)), files))
     types: dict[str, pyarrow.DataType] = {}
     for file, (_, own) in zip(files, found, strict=True):
         for column, kind in own.items():
             if types.setdefault(column, kind) != kind:
                 raise ValueError(
-                    f"{file}: column {column!r} is of {kind}, and of {types[column]} in other files. Leave it out of"
-                    " `data.columns`, or give it one type in all files."
+                    f"{file}: column {column!r} has type {kind}, but {types[column]} in other files. Remove it from"
+                    " `data.columns`, or use one type in all files."
                 )
+    # 3. Estimate the number of lines of JSON-lines files from their first lines.
     lines = [file for file in files if file.name.endswith(JSON_LINES)]
     line_size = _bytes_per_line(lines, [columns.text, *([columns.key] if columns.key else [])], lenient=lenient)
     parts = (part for parts, _ in found for part in parts)
     if line_size is not None:
-        parts = (part._replace(about=part.size / line_size) if part.about is None else part for part in parts)
+        parts = (
+            part._replace(expected_rows=part.size / line_size) if part.expected_rows is None else part for part in parts
+        )
     typed = all(file.name.endswith(PARQUET) for file in files)
     column_types = {column: types[column] if typed else pyarrow.string() for column in columns.others}
     return CorpusFiles(files, names, tuple(parts), columns, column_types)
 
 
 def _name_files(path: str) -> Iterator[tuple[str, File]]:
-    """Find the files at a path, each with its path relative to the folder, or to where the pattern begins."""
+    """Yield the files at a path, with their paths relative to the folder, or to the fixed part of the pattern."""
     files = find_files(path)
     folder = path.partition("*")[0].rpartition("/")[0] or "." if "*" in path else path  # before the first wildcard
     root = PurePosixPath(url_to_fs(folder)[1] if is_url(path) else Path(folder).expanduser())
@@ -177,9 +186,9 @@ def _name_files(path: str) -> Iterator[tuple[str, File]]:
 
 
 def _split_file(index: int, file: File, columns: CorpusColumns) -> tuple[list[Part], dict[str, pyarrow.DataType]]:
-    """Divide a file into parts; also return the types of the columns that go with the scores, if it has types."""
+    """Split a file into parts; also return the types of `CorpusColumns.others`, which only parquet files have."""
     if not file.name.endswith(PARQUET):
-        size = (file_size(file) or MAX_DOCUMENT) * (_UNPACKED if is_packed(file) else 1)
+        size = (file_size(file) or MAX_DOCUMENT) * (_COMPRESSION_RATIO if is_packed(file) else 1)
         return [Part(index, None, 0, 1, size, 1) if is_text(file.name) else Part(index, None, 0, None, size, None)], {}
     with opened(file) as stream:
         try:
@@ -206,7 +215,7 @@ def _column_type(schema: pyarrow.Schema, path: str, file: File) -> pyarrow.DataT
     for name in path.split("."):
         kind = next((field.type for field in fields if field.name == name), None)
         if kind is None:
-            raise ValueError(f"{file}: no column {path!r}, only {sorted(schema.names)}. Name one of those.")
+            raise ValueError(f"{file}: no column {path!r}. Its columns are {sorted(schema.names)}.")
         fields = kind if pyarrow.types.is_struct(kind) else ()
     return kind
 
@@ -215,30 +224,30 @@ def _check_text_type(kind: pyarrow.DataType, column: str, file: File) -> None:
     value = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
     if not str(value).endswith(("string", "string_view")):
         raise ValueError(
-            f"{file}: column {column!r} is of {kind}, not text. Name the text column by `data.text_column`."
+            f"{file}: column {column!r} has type {kind}, not text. Set `data.text_column` to the text column."
         )
 
 
 def is_text(name: str) -> bool:
-    """Return whether a file is one document as it is."""
+    """Return whether a file is a text file, which is one document."""
     return not name.endswith((*PARQUET, *JSON_LINES))
 
 
 class _Sample(NamedTuple):
-    """The first lines of a file: their number and bytes, the fields they have, and those with a value."""
+    """Statistics of the first lines of a JSON-lines file."""
 
     lines: int
-    size: int
-    fields: set[str]
-    present: set[str]
+    size: int  # in bytes
+    fields: set[str]  # of any line
+    present: set[str]  # required fields that have a value in some line
 
 
 def _bytes_per_line(files: Sequence[File], required: Sequence[str], *, lenient: bool = False) -> float | None:
-    """Estimate the mean bytes per line of JSON-lines files, unpacked, from their first lines; None if none can be read.
+    """Estimate the mean uncompressed bytes per line of JSON-lines files; None if no line can be read.
 
-    Files without any of the required fields are refused, as all their documents would fail.
+    A file that lacks a required field is refused, because all its documents would fail.
     """
-    with ThreadPoolExecutor(_READERS) as pool:
+    with ThreadPoolExecutor(_READER_THREADS) as pool:
         samples = list(pool.map(lambda file: _sample_lines(file, required), files))
     seen = [(file, sample) for file, sample in zip(files, samples, strict=True) if sample.lines]
     wrong = [(file, sample) for file, sample in seen if not sample.present.issuperset(required)]
@@ -247,29 +256,30 @@ def _bytes_per_line(files: Sequence[File], required: Sequence[str], *, lenient: 
         others = f" (and of {len(wrong) - 1:,} other files)" if len(wrong) > 1 else ""
         raise ValueError(
             f"None of the first {sample.lines} lines of {file}{others} is a JSON object with a field"
-            f" {min(set(required) - sample.present)!r}, only {sorted(sample.fields)[:_FIELDS]}: name the text's by"
-            " `data.text_column`, that of the key by `data.key_column`, or leave such files out."
+            f" {min(set(required) - sample.present)!r}; found {sorted(sample.fields)[:_NAMED_FIELDS]}. Set"
+            " `data.text_column` and `data.key_column` to existing fields, or remove such files."
         )
     lines = sum(sample.lines for sample in samples)
     return sum(sample.size for sample in samples) / lines if lines else None
 
 
 def _sample_lines(file: File, required: Sequence[str]) -> _Sample:
-    """Read the first lines; more of them if they are long and none has shown all required fields."""
+    """Read the first lines of a file, and more if they are long and not all required fields have appeared."""
     lines = size = 0
     fields: set[str] = set()
     present: set[str] = set()
-    # A file that cannot be read is reported when its documents are read, after all others.
+    # A file that cannot be read is reported later, after the documents of all other files are done.
     with suppress(ValueError, OSError), opened(file) as stream:
         for line in lines_of(stream):
             size += len(line)
             if line.isspace():
                 continue
             lines += 1
-            with suppress(ValueError):  # a line may be broken
+            with suppress(ValueError):  # broken lines fail later, as documents
                 record = parsed_line(line, "")
                 fields |= set(record)
                 present |= {field for field in required if nested(record, field) is not None}
-            if lines == _LINES or (size > _BYTES and (present.issuperset(required) or lines >= _TRIED)):
+            seen_enough = present.issuperset(required) or lines >= _MIN_SAMPLE_LINES
+            if lines == _SAMPLE_LINES or (size > _SAMPLE_BYTES and seen_enough):
                 break
     return _Sample(lines, size, fields, present)

@@ -1,4 +1,4 @@
-"""Read a corpus whose documents are scored one by one by `longce predict`."""
+"""Data module of `longce predict`: a corpus whose documents are scored one by one."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
@@ -23,36 +23,38 @@ from lightning_modules.models.tokenization.tokenizer import load_tokenizer, toke
 from lightning_modules.scoring.corpus.protocols import ReadProgress, ScoreSink
 from lightning_modules.utilities.collectives import gathered, patient_group
 
-_NAMED = 3  # files in a message
+_NAMED_FILES = 3  # at most, in a message
 
 
 class DocumentCorpus(LightningDataModule):
-    """Any number of documents to predict for: they are read as they are scored, and never all in memory.
+    """Documents to score, read during prediction and never all in memory.
 
-    A document is a row of a ``.parquet`` file, a line of a ``.jsonl`` or ``.json`` file or a ``.txt`` file (those also
-    as ``.gz`` and ``.zst``). File and row number identify it, so that keys may repeat. Documents are divided among
-    processes and their workers by bytes, each to one of them, and those whose scores a callback already has
-    (`DocumentScoresWriter`) are left out before they are tokenized.
+    A document is a row of a ``.parquet`` file, a line of a ``.jsonl`` or ``.json`` file, or a ``.txt`` file (text and
+    JSON also as ``.gz`` and ``.zst``). File and row number identify it, so keys may repeat. Documents are sharded
+    across processes and their workers by size. Those whose scores a callback already has (`DocumentScoresWriter`) are
+    skipped before they are tokenized.
 
     Args:
-        files: Files, folders (searched to any depth) and patterns (with ``*``, or ``**`` for any depth), here or as
-            fsspec URLs such as ``s3://bucket/corpus/*.parquet``; kinds may be mixed. A file is named by its path from
-            the folder or pattern on.
-        tokenizer: Hub id or local folder; by default the model's own.
-        text_column: Column or field of the text; dots reach into nested ones.
-        key_column: Column or field of the row key; by default the key is file name and row number.
-        columns: Others to go with the scores. Of JSON lines they become text: strings as they are, all else as JSON.
-        max_tokens: Most tokens of a document.
-        overlong: ``cut`` scores the first tokens of a document with more, ``skip`` leaves it out with the reason.
-        batch_tokens: Score several short documents together, in batches of that many tokens with padding. By default
-            each is scored alone, and its scores are then bit-identical for any number of processes.
-        num_workers: Processes that read and tokenize ahead for each that scores; 0 does so in the scoring process.
-        add_special_tokens: Whether the tokenizer puts its special tokens around each document.
+        files: Files, folders (searched recursively) and glob patterns (``*``, or ``**`` for any depth), local or as
+            fsspec URLs such as ``s3://bucket/corpus/*.parquet``; kinds may be mixed. Results name a file by its path
+            relative to the folder or pattern.
+        tokenizer: Hub id or local folder; by default the model's tokenizer.
+        text_column: Column or field of the text; dots reach into nested fields.
+        key_column: Column or field of the document's key; by default the key is file name and row number.
+        columns: Further columns to copy to the scores. Values of JSON lines become text: strings as they are, other
+            values as JSON.
+        max_tokens: Maximum number of tokens of a document.
+        overlong: What to do with longer documents: ``cut`` scores their first tokens, ``skip`` leaves them out and
+            records the reason.
+        batch_tokens: Score several short documents together, in batches of at most this many tokens including padding.
+            By default each document is scored alone; scores are then bit-identical for any number of processes.
+        num_workers: Processes that read and tokenize for each scoring process; 0 does so in the scoring process.
+        add_special_tokens: Whether the tokenizer adds special tokens to each document.
         tokenizer_revision: Branch, tag or commit of a tokenizer on the hub.
-        allowed_failures: Share of the documents of a source that may fail, from 0 to 1; a source is a file, or all text
-            files of a folder. With more, the run ends with exit status 1 and a report when all documents are done.
-            Documents that ``overlong: skip`` leaves out do not count as failed. Below 1, a file whose first lines have
-            no text is refused before anything is scored.
+        allowed_failures: Fraction of a source's documents that may fail, from 0 to 1; a source is a file, or all text
+            files of a folder. If more fail, the run still scores all documents, then prints a report and ends with exit
+            status 1. Documents that ``overlong: skip`` leaves out do not count as failed. Below 1, a file whose first
+            lines have no text is refused before anything is scored.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class DocumentCorpus(LightningDataModule):
         super().__init__()
         self.files = [files] if isinstance(files, str) else list(files)
         if not self.files:
-            raise ValueError("`files` is empty: name files, folders or patterns of the documents.")
+            raise ValueError("`files` is empty: name files, folders or patterns.")
         check_count("`num_workers`", num_workers, minimum=0, maximum=MAX_PROCESSES)
         self.tokenizer_name = tokenizer
         self.tokenizer_revision = tokenizer_revision
@@ -97,22 +99,22 @@ class DocumentCorpus(LightningDataModule):
             model = self.trainer.lightning_module.hparams if self.trainer else {}
             name, revision = model.get("pretrained_model_name_or_path"), model.get("revision")
         if name is None or name.endswith(".json"):
-            raise ValueError("The model has no tokenizer: name one by `data.tokenizer`.")
+            raise ValueError("The model has no tokenizer: set `data.tokenizer`.")
         return load_tokenizer(name, revision=revision)
 
     @override
     def setup(self, stage: str) -> None:
         if stage != "predict":
-            raise ValueError(f"DocumentCorpus is for `longce predict`, not for {stage}: name another data module.")
+            raise ValueError(f"DocumentCorpus is for `longce predict`, not for {stage}: use another data module.")
         found: Any = None
         group = patient_group() if self.trainer else None
         rank, world_size = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
         if rank == 0:
             try:
                 found = self._find_documents()
-            except (ValueError, OSError) as error:  # or the others would wait for it
+            except (ValueError, OSError) as error:  # raised below in all processes, which would wait otherwise
                 found = error
-        gathered(None, group)  # hashing a corpus may take hours, and a broadcast gives up after half an hour
+        gathered(None, group)  # hashing a corpus may take hours, but a broadcast times out after half an hour
         found = self.trainer.strategy.broadcast(found) if self.trainer else found
         if isinstance(found, Exception):
             raise found
@@ -132,18 +134,19 @@ class DocumentCorpus(LightningDataModule):
 
     @property
     def stream(self) -> CorpusStream:
-        """Documents of this process, known after `setup`."""
+        """Documents of this process; available after `setup`."""
         if self._stream is None:
-            raise RuntimeError("DocumentCorpus has not found its files yet: call `setup('predict')` first.")
+            raise RuntimeError("DocumentCorpus has not searched for files yet: call `setup('predict')` first.")
         return self._stream
 
     def versions(self, files: Iterable[str]) -> dict[str, str]:
-        """Identify the content of some files by their names; a ``ValueError`` if it changed since this run began."""
+        """Return the content identities of files by name; raise a ``ValueError`` if one changed during this run."""
         found = self.stream.corpus.versions(files)
         if changed := sorted(name for name, version in found.items() if self._versions[name] != version):
             raise ValueError(
-                f"{len(changed)} file(s) changed while their documents were scored, such as {changed[:_NAMED]}. Delete"
-                " the shards that have them in the column `file`, if any, and start again when nothing writes to them."
+                f"{len(changed)} file(s) changed while their documents were scored, such as {changed[:_NAMED_FILES]}."
+                " Delete the shards that have them in the column `file`, if any, and start again when nothing writes to"
+                " these files."
             )
         return found
 
@@ -153,11 +156,11 @@ class DocumentCorpus(LightningDataModule):
         return self.stream.corpus.column_types
 
     def source(self, file: str) -> str:
-        """Return the source that a file belongs to: itself, or the folder of a text file, which is one document."""
+        """Return the source of a file: the file itself, or the folder of a text file, which is only one document."""
         return PurePosixPath(file).parent.as_posix() if is_text(file) else file
 
     def scoring_settings(self) -> dict[str, Any]:
-        """Return all settings that decide which tokens are scored, as plain values."""
+        """Return the settings that decide which tokens are scored, as plain values."""
         return {
             "tokenizer": tokenizer_hash(self.tokenizer),
             "add_special_tokens": self.add_special_tokens,
@@ -169,47 +172,46 @@ class DocumentCorpus(LightningDataModule):
         }
 
     def source_settings(self) -> dict[str, Any]:
-        """Return the arguments that find the same documents again."""
+        """Return the arguments that identify the same documents in a later run."""
         return {"files": self.files, "text_column": self.column_names.text, "key_column": self.column_names.key}
 
     def expected(self) -> int | None:
-        """Estimate how many documents this process gets; None if unknown."""
+        """Estimate the number of documents of this process; None if unknown."""
         return self.stream.expected(max(self.num_workers, 1))
 
     def read_progress(self) -> ReadProgress:
-        """Return what this process has read so far."""
+        """Return the progress of this process."""
         return ReadProgress(0, False, []) if self._loader is None else self._loader.read_progress()
 
     def documents(
         self, rows: Mapping[str, NDArray[np.int64]], versions: Mapping[str, str]
     ) -> Iterator[tuple[DocumentRef, str]]:
-        """Read the ref and whole text of the documents with these row numbers, file after file.
+        """Yield reference and full text of the documents with these row numbers, file by file.
 
-        ``versions`` identify the content of the files when the documents were scored.
+        ``versions`` are the content identities of the files when the documents were scored.
         """
         corpus = find_corpus(self.files, self.column_names, lenient=True)
         if missing := sorted(set(rows) - set(corpus.names)):
-            raise ValueError(f"There is no '{missing[0]}' in {', '.join(self.files)}: name the files that were scored.")
+            raise ValueError(f"'{missing[0]}' is not in {', '.join(self.files)}: name the files that were scored.")
         _check_unchanged({name: versions[name] for name in rows}, corpus.versions(rows))
         for part in corpus.parts:
             if (numbers := rows.get(corpus.names[part.file])) is not None:
                 yield from corpus.read(part, frozenset(numbers.tolist()).__contains__)
 
     def _find_documents(self) -> tuple[CorpusFiles, dict[str, str], Mapping[str, NDArray[np.int64]]]:
-        """Find the files, the identity of their content, and their rows that are done."""
+        """Return the files, their content identities, and their rows that have been scored already."""
         corpus = find_corpus(self.files, self.column_names, lenient=self.allowed_failures == 1)
         versions = corpus.versions()
         sinks = [each for each in self.trainer.callbacks if isinstance(each, ScoreSink)] if self.trainer else []  # type: ignore[attr-defined]
         if len(sinks) > 1:
-            raise ValueError("Several callbacks keep scores, and may know different documents: leave one of them.")
+            raise ValueError("Several callbacks store scores, and may have different documents: keep one of them.")
         if not sinks:
             return corpus, versions, {}
         written = sinks[0].existing_scores()
         if missing := sorted(set(written.versions) - set(versions)):
             raise ValueError(
-                f"Documents of {len(missing)} file(s) that are not in `files` have been scored already, such as"
-                f" {missing[:_NAMED]}: also name these files by the same folders or patterns, or write to another"
-                " folder."
+                f"The output folder has scores of {len(missing)} file(s) that are not in `files`, such as"
+                f" {missing[:_NAMED_FILES]}: add them with the same folders or patterns, or write to another folder."
             )
         _check_unchanged(written.versions, versions)
         return corpus, versions, written.rows
@@ -219,7 +221,8 @@ def _check_unchanged(written: Mapping[str, str], versions: Mapping[str, str]) ->
     changed = sorted(name for name, version in written.items() if versions[name] != version)
     if changed:
         raise ValueError(
-            f"{len(changed)} file(s) have changed since documents of them were scored, such as {changed[:_NAMED]}, or"
-            " were scored before files were identified by their content: restore them; or delete the shards that have"
-            " them in the column `file`, of which all documents are then scored again; or write to another folder."
+            f"{len(changed)} file(s) have changed since their documents were scored, such as"
+            f" {changed[:_NAMED_FILES]}, or were scored by a version that did not identify files by content. Restore"
+            " them; or delete the shards that have them in the column `file`, to score their documents again; or write"
+            " to another folder."
         )

@@ -1,4 +1,4 @@
-"""Batch whole documents as they are read, each once, for any number of processes and workers."""
+"""Read each document of a corpus once, for any number of processes and workers, and batch documents by length."""
 
 import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,14 +19,14 @@ from lightning_modules.batch import DocumentRef, PackedBatch
 from lightning_modules.scoring.corpus.failures import LEFT_OUT
 from lightning_modules.scoring.corpus.protocols import ReadProgress
 
-PARTS_PER_STREAM = 4  # with fewer parts, rows are divided instead of parts
-POOL_DOCUMENTS, POOL_BATCHES = 256, 32  # at most, among which documents of similar length are batched
-_FAILED = 256  # documents without a batch, at most
+PARTS_PER_STREAM = 4  # with fewer parts, the rows of each part are sharded instead of the parts
+POOL_DOCUMENTS, POOL_BATCHES = 256, 32  # limits of the pool from which documents of similar length are batched
+_MAX_FAILED = 256  # failed documents that wait for a batch
 
 
 @dataclass(frozen=True)
 class CorpusRows:
-    """Tokenize documents, of which those with more than ``max_tokens`` tokens are cut, or not scored."""
+    """Tokenizer of documents; those with more than ``max_tokens`` tokens are cut or skipped."""
 
     tokenizer: PreTrainedTokenizerFast
     add_special_tokens: bool
@@ -34,7 +34,7 @@ class CorpusRows:
     overlong: Literal["cut", "skip"]
 
     def __call__(self, ref: DocumentRef, text: str) -> tuple[DocumentRef, Row | None]:
-        """Return the row and its ref; without a row, the ref has the ``error``."""
+        """Return the reference and the sequence, or without a sequence the reference with its ``error``."""
         if ref.error is not None:
             return ref, None
         kept = self.max_tokens if self.overlong == "cut" else None
@@ -46,22 +46,22 @@ class CorpusRows:
             return ref._replace(error=str(error)), None
         tokens = len(row["input_ids"])
         if self.max_tokens is not None and tokens > self.max_tokens:
-            reason = f"{LEFT_OUT}{tokens} tokens are more than `max_tokens` = {self.max_tokens}"
+            reason = f"{LEFT_OUT}{tokens} tokens exceed `max_tokens` = {self.max_tokens}"
             return ref._replace(error=reason), None
         return ref._replace(truncated=len(row["text"]) < len(text)), row
 
 
 class Reading(NamedTuple):
-    """A batch, and the files that could not be read to their end since the one before."""
+    """A batch, and the files that turned out unreadable since the preceding batch."""
 
     batch: PackedBatch
     unreadable: list[str]
 
 
 class CorpusStream(IterableDataset[Reading]):
-    """Documents of a corpus that are not done, in batches; each worker of each process reads its `shares`.
+    """Batches of the documents that are not scored yet; each worker of each process reads its own `shares`.
 
-    A batch has one document, or several of similar length in ``batch_tokens`` tokens, padding included.
+    A batch has one document, or several of similar length with at most ``batch_tokens`` tokens including padding.
     """
 
     def __init__(
@@ -79,8 +79,8 @@ class CorpusStream(IterableDataset[Reading]):
         self.batch_tokens = batch_tokens
         self.rank = rank
         self.world_size = world_size
-        self.parts: list[Part] = []
-        self.done: list[NDArray[np.int64]] = []
+        self.parts: list[Part] = []  # parts with documents left
+        self.done: list[NDArray[np.int64]] = []  # rows of each part that are scored already, ascending
         for part in corpus.parts:
             rows = done.get(corpus.names[part.file], np.empty(0, np.int64))
             end = np.iinfo(np.int64).max if part.rows is None else part.first + part.rows
@@ -96,10 +96,11 @@ class CorpusStream(IterableDataset[Reading]):
         return self._make_batches(self.rank * workers + worker, self.world_size * workers)
 
     def expected(self, workers: int) -> int | None:
-        """Estimate how many documents this process gets."""
-        if any(part.about is None for part in self.parts):
+        """Estimate the number of documents of this process; None if the size of a part is unknown."""
+        if any(part.expected_rows is None for part in self.parts):
             return None
-        rows = [max((part.about or 0) - len(done), 0) for part, done in zip(self.parts, self.done, strict=True)]
+        both = zip(self.parts, self.done, strict=True)
+        rows = [max((part.expected_rows or 0) - len(done), 0) for part, done in both]
         own = range(self.rank * workers, (self.rank + 1) * workers)
         taken = [share for stream in own for share in self._own_shares(stream, self.world_size * workers)]
         return round(sum(rows[share.part] / share.step for share in taken))
@@ -114,22 +115,25 @@ class CorpusStream(IterableDataset[Reading]):
         failed: list[DocumentRef] = []
         unreadable: list[str] = []
         for item in self._read_documents(stream, streams):
+            # 1. Collect documents, so that those of similar length can share a batch.
             if isinstance(item, str):
                 unreadable.append(item)
             elif item[1] is None:
                 failed.append(item[0])
             else:
                 pool.append((item[0], item[1]))
-            if self._is_full(pool) or len(failed) >= _FAILED:
+            # 2. Batch them when the pool is full. Failures travel with a batch, because the callback that records them
+            #    runs in another process than the worker that finds them.
+            if self._is_full(pool) or len(failed) >= _MAX_FAILED:
                 yield from self._make_readings(pool, failed, unreadable)
                 pool, failed, unreadable = [], [], []
         yield from self._make_readings(pool, failed, unreadable)
 
     def _read_documents(self, stream: int, streams: int) -> Iterator[tuple[DocumentRef, Row | None] | str]:
-        """Yield ref and row of each document of a stream, or why the rest of a part cannot be read."""
+        """Yield reference and sequence of each document of a stream, or why the rest of a part cannot be read."""
         for index, first, step in self._own_shares(stream, streams):
             part, rows = self.parts[index], self.done[index]
-            done = frozenset(rows[rows % step == first].tolist())  # of a large file only this stream's own
+            done = frozenset(rows[rows % step == first].tolist())  # of a large file, only the rows of this stream
 
             def wanted(row: int, done: frozenset[int] = done, first: int = first, step: int = step) -> bool:
                 return row % step == first and row not in done
@@ -161,7 +165,7 @@ class CorpusStream(IterableDataset[Reading]):
 
 
 class Share(NamedTuple):
-    """Rows of a part: those whose number modulo ``step`` is ``first``."""
+    """Rows of a part that a stream reads: those whose number modulo ``step`` is ``first``."""
 
     part: int
     first: int
@@ -169,14 +173,15 @@ class Share(NamedTuple):
 
 
 def shares(sizes: Sequence[float], stream: int, streams: int) -> list[Share]:
-    """Choose what one of several streams reads, the largest parts first: together they read every row once.
+    """Return what one of several streams reads, the largest parts first. Together, the streams read every row once.
 
-    With enough parts, each goes to one stream, always to the one with the least so far, so that all have similar
-    numbers of bytes. Otherwise each stream reads all parts and takes every ``streams``-th row: reading is cheap
+    If there are enough parts, each part goes to the stream with the fewest bytes so far, so that all streams get
+    similar amounts. Otherwise each stream reads all parts and takes every ``streams``-th row, because reading is cheap
     compared to scoring.
     """
     order = sorted(range(len(sizes)), key=lambda part: (-sizes[part], part))
     if len(sizes) < PARTS_PER_STREAM * streams:
+        # Shift the first row from part to part, or stream 0 would get the extra row of every part.
         return [Share(part, (stream - turn) % streams, streams) for turn, part in enumerate(order)]
     loads = [(0.0, number) for number in range(streams)]
     own = []
@@ -189,7 +194,7 @@ def shares(sizes: Sequence[float], stream: int, streams: int) -> list[Share]:
 
 
 def _group_by_length(pool: list[tuple[DocumentRef, Row]], batch_tokens: int) -> Iterator[list[tuple[DocumentRef, Row]]]:
-    """Group documents of similar length up to ``batch_tokens`` tokens with padding, or one longer document."""
+    """Group documents of similar length into batches of at most ``batch_tokens`` tokens, or of one longer document."""
     group: list[tuple[DocumentRef, Row]] = []
     for item in sorted(pool, key=lambda item: len(item[1]["input_ids"])):
         if group and len(item[1]["input_ids"]) * (len(group) + 1) > batch_tokens:
@@ -201,7 +206,7 @@ def _group_by_length(pool: list[tuple[DocumentRef, Row]], batch_tokens: int) -> 
 
 
 def idle_batch() -> PackedBatch:
-    """Return one unscored token of no document, for a process without documents while others have some."""
+    """Return a batch of one unscored token, for a process that has no documents left while others do."""
     batch = collate_rows([empty_row()])
     batch["document_refs"], batch["failed"] = [], []
     return batch
@@ -214,8 +219,8 @@ def _pass_through(reading: Any) -> Any:
 class CorpusLoader:
     """Loader of the batches of a process.
 
-    With the strategy ``lockstep``, processes make the same number of steps: each waits for all in each step, and gets
-    an `idle_batch` when it has no documents left.
+    With a strategy in ``lockstep``, all processes make the same number of steps: they agree before each step whether
+    any has documents left, and those without get an `idle_batch`.
     """
 
     def __init__(
@@ -245,5 +250,5 @@ class CorpusLoader:
         self._complete = True
 
     def read_progress(self) -> ReadProgress:
-        """Return what this process has read so far."""
+        """Return the progress of this process."""
         return ReadProgress(self._read_documents, self._complete, self._unreadable)

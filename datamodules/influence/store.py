@@ -10,12 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 FORMAT = 1
-"""Raise it with any change to what is written or to how the weights are computed."""
+"""Version of the files. Increase it with any change to their content or to how the weights are computed."""
 
 HEADER, WEIGHTS = "header.json", "influence.bin"
 DTYPE = np.dtype("<f2")
 
-_AGAIN = "Run `longce influence` with the configuration of this training, or leave `data.influence` out."
+_REMEDY = "Run `longce influence` with the config of this training run, or remove `data.influence`."
 
 
 def read_header(folder: Path) -> dict[str, Any] | None:
@@ -25,27 +25,27 @@ def read_header(folder: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"'{folder / HEADER}' cannot be read ({error}): '{folder}' holds no token weights.") from error
+        raise ValueError(f"'{folder / HEADER}' cannot be read ({error}): name a folder of token weights.") from error
     if not isinstance(header, dict) or header.get("format") != FORMAT:
-        raise ValueError(f"'{folder}' holds no token weights of format {FORMAT}. {_AGAIN}")
+        raise ValueError(f"'{folder}' has no token weights of format {FORMAT}. {_REMEDY}")
     return header
 
 
-def check_identity(folder: Path, found: dict[str, Any], expected: dict[str, Any], *, remedy: str = _AGAIN) -> None:
+def check_identity(folder: Path, found: dict[str, Any], expected: dict[str, Any], *, remedy: str = _REMEDY) -> None:
     """Raise a ``ValueError`` that names the first value of ``found`` that differs from the expected one."""
     reasons = {
         "token_store": "other training text, or another tokenizer",
-        "packing": "rows that were packed otherwise",
+        "packing": "differently packed sequences",
     }
     for name, value in expected.items():
         if found.get(name) != value:
-            difference = reasons.get(name, f"`{name}` {found.get(name)}, not {value}")
-            raise ValueError(f"The token weights in '{folder}' were made for {difference}. {remedy}")
+            difference = reasons.get(name, f"`{name}` = {found.get(name)}, not {value}")
+            raise ValueError(f"The token weights in '{folder}' were computed for {difference}. {remedy}")
 
 
 @dataclass(frozen=True)
 class InfluenceStore:
-    """The weights of a token store, memory-mapped: one value for each token of its stream.
+    """Memory-mapped token weights: one value for each token of a token store.
 
     It pickles as its path, so loader workers may be forked or spawned.
     """
@@ -56,8 +56,8 @@ class InfluenceStore:
         header = self.header
         if not header["complete"]:
             raise ValueError(
-                f"The token weights in '{self.folder}' are not complete: run the same `longce influence` command again,"
-                " it resumes where it stopped."
+                f"The token weights in '{self.folder}' are incomplete: run the same `longce influence` command again to"
+                " resume it."
             )
         found = (self.folder / WEIGHTS).stat().st_size if (self.folder / WEIGHTS).exists() else 0
         if found != header["tokens"] * DTYPE.itemsize:
@@ -68,23 +68,23 @@ class InfluenceStore:
 
     @cached_property
     def header(self) -> dict[str, Any]:
-        """Header with the mean of the weights and, under ``made_from``, all that they depend on."""
+        """Header with statistics of the weights and, under ``made_from``, everything they depend on."""
         header = read_header(self.folder)
         if header is None:
-            raise ValueError(f"There are no token weights in '{self.folder}'. {_AGAIN}")
+            raise ValueError(f"There are no token weights in '{self.folder}'. {_REMEDY}")
         kinds: dict[str, type] = {"complete": bool, "tokens": int, "made_from": dict}
         damaged = any(not isinstance(header.get(name), kind) for name, kind in kinds.items())
         if damaged or header["tokens"] < 0 or not isinstance(header["made_from"].get("gamma"), int | float):
-            raise ValueError(f"'{self.folder / HEADER}' is not what was written: it is damaged. {_AGAIN}")
+            raise ValueError(f"'{self.folder / HEADER}' is damaged. {_REMEDY}")
         return header
 
     @cached_property
     def values(self) -> NDArray[np.float16]:
-        """Weight of each token of the stream; 0 for a token that is in no row."""
+        """Weight of each token of the stream; 0 for tokens that are not in any sequence."""
         return np.memmap(self.folder / WEIGHTS, dtype=DTYPE, mode="r")
 
     def check(self, expected: dict[str, Any]) -> "InfluenceStore":
-        """Return itself, if the weights were made for rows of this `PackedRowDataset.identity`, or part of one."""
+        """Return itself if the weights are for sequences of this `PackedRowDataset.identity`, or of some keys of it."""
         check_identity(self.folder, self.header["made_from"], expected)
         return self
 

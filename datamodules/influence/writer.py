@@ -1,4 +1,4 @@
-"""Write the token weights of training rows as several processes compute them; each may be killed at any moment."""
+"""Store the token weights of training sequences while several processes compute them, any of which may be killed."""
 
 import hashlib
 import json
@@ -34,23 +34,25 @@ JOURNALS = "rows-*.journal"
 
 
 def influence_folder(cache_dir: Path, made_from: dict[str, Any]) -> Path:
-    """Return the default folder of weights, which is named by a hash of all they depend on."""
+    """Return the default folder of weights, named by a hash of everything they depend on."""
     return cache_dir / "influence" / hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
 
 
 class InfluenceWriter:
-    """Writer of the weights of rows to a folder that becomes an :class:`InfluenceStore` when all are there.
+    """Writer of token weights to a folder that becomes an :class:`InfluenceStore` when all rows are written.
 
-    Each process appends its rows to its own file, row number and checksum with the weights, and waits for the disk: a
-    torn row counts as never computed, a complete one is never computed again. `finish` puts the rows in the order of
-    the ``tokens`` tokens of the stream. All machines must share the folder.
+    Each process appends its rows to its own journal, with row number and checksum, and waits for the disk: a torn row
+    is computed again, a complete one never. `finish` merges the journals into the order of the ``tokens`` tokens of the
+    stream. All machines must share the folder.
 
-    ``made_from`` is all that the weights depend on: the rows' `PackedRowDataset.identity`, the cap ``gamma``, ..
+    ``made_from`` is everything the weights depend on: the sequences' `PackedRowDataset.identity`, ``gamma``, ..
     """
 
     def __init__(self, folder: Path, made_from: dict[str, Any], rows: PackedRows, tokens: int) -> None:
         if made_from["gamma"] > float(np.finfo(DTYPE).max):
-            raise ValueError(f"Stored weights are float16: `gamma` must be {np.finfo(DTYPE).max} or less.")
+            raise ValueError(
+                f"Stored weights are float16: `gamma` must be at most {np.finfo(DTYPE).max}, got {made_from['gamma']}."
+            )
         self.folder = folder
         self.made_from = made_from
         self.rows = rows
@@ -62,25 +64,25 @@ class InfluenceWriter:
 
     @property
     def header(self) -> dict[str, Any]:
-        """The header as it is on disk now."""
+        """The current header on disk."""
         header = read_header(self.folder)
         assert header is not None
         return header
 
     @property
     def complete(self) -> bool:
-        """Whether all rows are in the store."""
+        """Whether the store has all rows."""
         return bool(self.header["complete"])
 
     def remaining(self) -> NDArray[np.int64]:
-        """Return the ascending numbers of the rows that are not computed yet."""
+        """Return the ascending indices of the rows that are not computed yet."""
         missing = np.full(len(self.rows), not self.complete)
         for row, _ in self._read_journals():
             missing[row] = False
         return np.flatnonzero(missing)
 
     def write(self, numbers: Sequence[int], weights: NDArray[np.float32]) -> None:
-        """Store ``[len(numbers), sequence_length]`` weights of the rows with these numbers durably."""
+        """Append ``[len(numbers), sequence_length]`` weights of the rows with these indices to the journal, durably."""
         records = np.zeros(len(numbers), self._record)
         records["row"] = numbers
         records["weights"] = narrow(weights, self.made_from["gamma"])
@@ -91,21 +93,24 @@ class InfluenceWriter:
             os.fsync(file.fileno())
 
     def finish(self) -> bool:
-        """Make the store if all rows are there, in one process when the others are done; return whether it is there."""
-        with exclusive(self.folder / WEIGHTS):  # of two commands on one folder, one merges the rows
+        """Merge the journals if all rows are written, and return whether the store is complete.
+
+        Call it in one process, after the others are done.
+        """
+        with exclusive(self.folder / WEIGHTS):  # if two commands use one folder, only one merges
             if not self.complete:
                 if len(self.remaining()):
                     return False
                 with atomic_file(self.folder / WEIGHTS) as file:
                     statistics = self._merge_journals(file)
-                self._write_header(complete=True, statistics=statistics)  # before the journals go
+                self._write_header(complete=True, statistics=statistics)  # before the journals are deleted
             for pattern in (f"{BUILDING}{WEIGHTS}*", JOURNALS):
                 for path in self.folder.glob(pattern):
                     path.unlink()
             return True
 
     def _merge_journals(self, file: BinaryIO) -> dict[str, float]:
-        """Write every row's weights at the place of its tokens in the stream; return means over the scored tokens."""
+        """Write every row's weights at the positions of its tokens; return statistics of the scored tokens."""
         file.truncate(self.tokens * DTYPE.itemsize)
         done = np.zeros(len(self.rows), dtype=bool)
         sums = np.zeros(3)
@@ -113,14 +118,14 @@ class InfluenceWriter:
             if done[row]:
                 continue
             done[row] = True
+            # 1. Write the weights of each segment at its place in the stream.
             segments = self.rows.row(row)
             *cuts, end = np.cumsum(segments[:, 1] - segments[:, 0])
             weights = weights[:end]  # without the padding
-            pieces = np.split(weights, cuts)
-            for (start, _), piece in zip(segments, pieces, strict=True):
+            for (start, _), chunk in zip(segments, np.split(weights, cuts), strict=True):
                 file.seek(int(start) * DTYPE.itemsize)
-                file.write(piece.tobytes())
-            # The first token of a document is not scored; it has weight 1, which is neither above 1 nor, mostly, a cap.
+                file.write(chunk.tobytes())
+            # 2. Sum up. The first token of a document is not scored; its weight 1 is not above 1, and below most caps.
             firsts = len(segments) if self.made_from["isolate_documents"] else 1
             wide = weights.astype(np.float64)
             sums += [wide.sum() - firsts, (wide > 1).sum(), (wide >= self.made_from["gamma"]).sum()]
@@ -130,7 +135,7 @@ class InfluenceWriter:
         return dict(zip(names, (sums / max(scored, 1)).tolist(), strict=True))
 
     def _read_journals(self) -> Iterator[tuple[int, NDArray[np.float16]]]:
-        """Yield number and weights of each complete row in the journals."""
+        """Yield index and weights of each complete row in the journals."""
         for journal in sorted(self.folder.glob(JOURNALS)):
             whole = journal.stat().st_size // self._record.itemsize
             for record in np.memmap(journal, self._record, mode="r", shape=(whole,)) if whole else ():
@@ -146,8 +151,8 @@ class InfluenceWriter:
 
     def _prepare_folder(self) -> None:
         if not self.folder.is_dir():
-            writable_folder(self.folder, remedy="Name another one by `--output`.")
-        # The folder first: another process may write the header between these two looks.
+            writable_folder(self.folder, remedy="Name another folder by `--output`.")
+        # List the folder before the header is read: another process may write the header in between.
         strangers = [path.name for path in self.folder.iterdir() if not path.name.startswith(".")]
         header = read_header(self.folder)
         if header is not None:
@@ -155,7 +160,7 @@ class InfluenceWriter:
                 self.folder, header["made_from"], self.made_from, remedy="Name another folder by `--output`."
             )
         elif strangers:
-            raise ValueError(f"'{self.folder}' holds no token weights but '{strangers[0]}': name a new folder.")
+            raise ValueError(f"'{self.folder}' has other files, such as '{strangers[0]}': name a new folder.")
         else:
             self._write_header(complete=False, statistics={})
 
@@ -171,15 +176,15 @@ class InfluenceWriter:
 
 
 def collate_numbered(items: list[tuple[int, Row]]) -> tuple[list[int], PackedBatch]:
-    """Collate rows, and keep their numbers."""
+    """Collate sequences, and return their indices with the batch."""
     return [number for number, _ in items], collate_rows([row for _, row in items])
 
 
 class InfluenceRows(LightningDataModule):
-    """Data module of the rows without weights, each for one process.
+    """Data module of the sequences that have no weights yet, each for one process.
 
-    ``data`` is the `PackedTextDataModule` whose rows they are; its module imports this one. The default folder is in
-    its cache, named by all the weights depend on.
+    ``data`` is the `PackedTextDataModule` of the sequences; its type is not imported because its module imports this
+    one. The default folder is in its cache.
     """
 
     def __init__(self, data: Any, made_from: dict[str, Any], folder: Path | None = None) -> None:
@@ -188,7 +193,7 @@ class InfluenceRows(LightningDataModule):
         self.data = data
         self.made_from = made_from
         self.folder = folder
-        self.remaining = 0  # rows of all processes without weights when the run began
+        self.remaining = 0  # sequences of all processes without weights when the run began
         self.writer: InfluenceWriter
         self._missing: Dataset[tuple[int, Row]]
 
@@ -200,15 +205,15 @@ class InfluenceRows(LightningDataModule):
     def setup(self, stage: str) -> None:
         rows = self.data.training_rows()
         if rows is None:
-            raise ValueError(f"{type(self.data).__name__} has no training rows: there is nothing to weigh.")
-        rows.loss_on_prompt = True  # every token gets its weight, whether or not it is trained on later
+            raise ValueError(f"{type(self.data).__name__} has no training sequences to compute weights for.")
+        rows.loss_on_prompt = True  # prompts get weights as well, whether or not training scores them
         made_from = rows.identity() | self.made_from
         self.folder = self.folder or influence_folder(self.data.cache_dir, made_from)
         self.writer = InfluenceWriter(self.folder, made_from, rows.rows, len(rows.store.tokens))
         missing = self.writer.remaining()
         self.remaining = len(missing)
         rank, world_size = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
-        if self.trainer:  # no process may add rows before all have seen the same ones missing
+        if self.trainer:  # no process may write rows before all processes have listed the missing ones
             self.trainer.strategy.barrier("influence")
         numbered: Any = StackDataset(range(len(rows)), rows)  # type: ignore[arg-type]  # any sequence will do
         self._missing = Subset(numbered, missing[rank::world_size].tolist())
@@ -219,12 +224,12 @@ class InfluenceRows(LightningDataModule):
         return DataLoader(self._missing, batch_size=self.data.batch_size, **options)
 
     def write(self, numbers: list[int], weights: Tensor) -> None:
-        """Keep ``[B, T]`` weights of the rows with these numbers."""
+        """Store ``[B, T]`` weights of the sequences with these indices."""
         self.writer.write(numbers, weights.float().cpu().numpy())
 
 
 def narrow(weights: NDArray[np.float32], cap: float) -> NDArray[np.float16]:
-    """Convert weights to float16; those at the cap are rounded up, so that they stay at the cap.
+    """Convert weights to float16; weights at the cap are rounded up, so that they stay at the cap.
 
     Example:
         >>> float(narrow(np.array([1.3], dtype=np.float32), 1.3)[0]) >= 1.3

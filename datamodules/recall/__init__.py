@@ -1,4 +1,4 @@
-"""Make documents of a synthetic language, which depend on their far past, without any data."""
+"""Synthetic language whose documents depend on their far context; needs no data."""
 
 from datamodules.recall.documents import recall_documents
 from datamodules.recall.language import ABOUT, GET, SET, recall_tokenizer

@@ -1,4 +1,4 @@
-"""Write documents of the synthetic language, with annotations of their words."""
+"""Generate documents of the synthetic language, with annotated words."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -81,35 +81,35 @@ def recall_documents(count: int, **settings: Any) -> Iterator[str]:
 def recall_records(
     count: int, *, length: int, slot: int = 16, seed: int = 0, second_dialect: float = 0.0
 ) -> Iterator[RecallRecord]:
-    """Write documents in which some words can only be known from far back.
+    """Generate documents in which some words depend on the far context.
 
-    A document opens with its genre. Then local words follow one another as a Markov chain: each is one of 24 that may
-    follow the preceding one. About every ``slot`` words an event interrupts the chain:
+    A document begins with its genre. Then local words form a Markov chain: each is one of 24 successors of the
+    preceding word. About every ``slot`` words an event interrupts the chain:
 
     - ``let city citla`` (30 %) gives a field its value, at most once in a document;
     - ``recall city citla`` (50 %) repeats the value of a field that has one, all such fields being equally likely
-      however far back they were set. A model that sees that far knows the value, one that does not has 16 to choose
-      from (LSD 2.8). These are the key tokens;
-    - ``about fablla`` (20 %) is one of the 12 words of the genre. A long context raises its likelihood much
-      (LSD 2.8) and yet leaves it low (LCL -2.5): it is why key tokens need a threshold on the LCL as well.
+      however far back they were set. A model that sees that far knows the value; one that does not has to guess
+      among 16 (LSD 2.8). These are the key tokens;
+    - ``about fablla`` (20 %) is one of the 12 words of the genre. A long context raises its likelihood a lot
+      (LSD 2.8), but it stays low (LCL -2.5): this is why key tokens also need a threshold on the LCL.
 
-    This models one property of text, that a few of its tokens depend on the far past, and nothing else: a value is
-    looked up by its field, never inferred, and it is one token.
+    This models a single property of text, that a few tokens depend on the far context: a value is looked up by its
+    field, never inferred, and it is one token.
 
-    A short window begins in the middle of a document, so an evaluator should be trained on rows some of which do,
-    for instance on documents twice as long as its rows.
+    A short window begins in the middle of a document, so some sequences that an evaluator is trained on should as well:
+    for instance, use documents twice as long as its sequences.
 
     Args:
         count: Number of documents.
         length: Words in each document; the tokenizer makes one token of each and puts ``<bos>`` before them. The last
             event may be cut short.
-        slot: Words from one event to the next, on average. Fewer make a dense document, which is quicker to learn from.
-        seed: Document ``i`` depends on it, ``i`` and the other arguments only; the language is always the same.
+        slot: Mean number of words between events. Documents with fewer are faster to learn from.
+        seed: Document ``i`` depends only on the seed, ``i`` and the other arguments; the language is always the same.
         second_dialect: Fraction of the documents whose local words follow a second grammar.
     """
     _check_slot(slot)
     if not 0 <= second_dialect <= 1:
-        raise ValueError(f"`second_dialect` is a fraction: it must be in [0, 1], got {second_dialect}.")
+        raise ValueError(f"`second_dialect` must be in [0, 1], got {second_dialect}.")
     for index in range(count):
         yield RecallRecord(tuple(Writer((seed, index), slot, second_dialect).words(length)))
 
@@ -122,18 +122,18 @@ def recall_questions(
     slot: int = 16,
     seed: int = 0,
 ) -> Iterator[RecallRecord]:
-    """Write documents that end in ``recall FIELD`` and the value that was given once, at a certain depth.
+    """Generate documents that end in ``recall FIELD`` and a value that occurs once before, at a random depth.
 
-    The field is named nowhere else, so the last word, the only one of kind ``answer`` with this value, is known only
-    from that one place: ``depth`` is the range of places from 0, the front of the document, to 1, its end, of which
-    one is drawn. 16 values are possible. The other arguments are those of `recall_records`, whose documents of the same
-    seed are different; only answers have distances.
+    The field occurs nowhere else, so the last word, the only one of kind ``answer`` with this value, depends on that
+    one place. Its depth is drawn from the range ``depth``, where 0 is the front of the document and 1 its end. 16
+    values are possible. The other arguments are those of `recall_records`, whose documents differ for the same
+    seed; only answers have distances.
     """
     _check_slot(slot)
     if not 0 <= depth[0] <= depth[1] <= 1:
-        raise ValueError(f"`depth` is a part of the document, within [0, 1] in ascending order, got {depth}.")
+        raise ValueError(f"`depth` must be an ascending range within [0, 1], got {depth}.")
     if length < 8:
-        raise ValueError(f"A question takes 7 words and a genre: `length` must be at least 8, got {length}.")
+        raise ValueError(f"`length` must be at least 8, for the genre and a question of 7 words, got {length}.")
     for index in range(count):
         yield _draw_question(np.random.default_rng((seed, index, 1)), length, depth, slot)
 
@@ -156,7 +156,7 @@ def any_fact(rng: np.random.Generator) -> tuple[str, str]:
 
 
 def free_place(words: Sequence[Word], place: int) -> int:
-    """Find the last place up to this one that is between two local words or after an event, where a fact may be set."""
+    """Return the last index up to ``place`` where a fact may be inserted: between local words or after an event."""
     while words[place].kind != "local" and words[place - 1].kind != "local" and words[place].text not in _MARKERS:
         place -= 1
     return place
@@ -164,11 +164,11 @@ def free_place(words: Sequence[Word], place: int) -> int:
 
 def _check_slot(slot: int) -> None:
     if slot < _SHORTEST_SLOT:
-        raise ValueError(f"An event has up to 3 words: `slot` must be at least {_SHORTEST_SLOT}, got {slot}.")
+        raise ValueError(f"`slot` must be at least {_SHORTEST_SLOT}, because an event has up to 3 words; got {slot}.")
 
 
 class Writer:
-    """Writer of one document, event by event, which does not name the field ``without``."""
+    """Writer of one document, event by event, without the field ``without``."""
 
     def __init__(
         self, seed: tuple[int, ...], slot: int, second_dialect: float = 0.0, *, without: str | None = None
@@ -181,7 +181,7 @@ class Writer:
         self.without = without
 
     def words(self, length: int) -> list[Word]:
-        """Write the first ``length`` words."""
+        """Return the first ``length`` words."""
         words: list[Word] = []
         said: dict[tuple[str, str], int] = {}  # a value after its field
         for part in self.parts(length):

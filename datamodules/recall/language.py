@@ -34,7 +34,7 @@ _SUCCESSORS = 24  # words that may follow a local word
 
 
 def recall_tokenizer() -> PreTrainedTokenizerFast:
-    """Tokenizer of the language: one token per word, ``<bos>`` first, character offsets like any fast tokenizer.
+    """Return the tokenizer of the language: one token per word after ``<bos>``, with character offsets.
 
     ``save_pretrained`` writes a folder that ``AutoTokenizer.from_pretrained`` opens.
 
@@ -53,7 +53,7 @@ def recall_tokenizer() -> PreTrainedTokenizerFast:
 
 @cache
 def field_values() -> dict[str, tuple[str, ...]]:
-    """The words that each field can have as its value; no two fields share one.
+    """Return the possible values of each field; no two fields share one.
 
     Example:
         >>> field_values()["city"][:3]
@@ -64,7 +64,7 @@ def field_values() -> dict[str, tuple[str, ...]]:
 
 @cache
 def genre_words() -> dict[str, tuple[str, ...]]:
-    """The words that a document of each genre is about; no two genres share one.
+    """Return the words of each genre; no two genres share one.
 
     Example:
         >>> genre_words()["fable"][:3]
@@ -105,7 +105,7 @@ def _local_words() -> tuple[str, ...]:
 
 
 def _list_vocabulary() -> list[str]:
-    """Every word once: 4 special tokens, 3 markers, 256 local words, 16 fields of 16 values, 16 genres of 12 words."""
+    """Return every word once: special tokens, markers, local words, fields with values, and genres with words."""
     typed = [
         word for table in (field_values(), genre_words()) for name, words in table.items() for word in (name, *words)
     ]

@@ -1,4 +1,4 @@
-"""Train on documents of the synthetic language."""
+"""Data module with documents of the synthetic language."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -31,23 +31,23 @@ class RecallSource:
             yield Document(f"recall-{self.seed}-{index}", text)
 
     def fingerprint(self) -> str:
-        """Describe what the documents are made from, with the first of them in case the language changes."""
+        """Describe the settings and the first document, in case the language changes."""
         return f"{self} {next(iter(self)).text}"
 
 
 class RecallDataModule(PackedTextDataModule):
-    """Synthetic text in which some words can only be known from far back; see `recall_records`.
+    """Synthetic text in which some words depend on the far context; see `recall_records`.
 
-    Training, validation and test documents are different ones of the same language. The tokenizer comes with it.
+    Training, validation and test documents differ, but have the same language. The tokenizer is built in.
 
     Args:
         train_documents: Number of documents to train on.
-        document_length: Words of each document, in training and evaluation; by default those of a row.
-        slot: Words from one event to the next, on average: fewer make it easier to learn.
-        sequence_length: Tokens per training row.
+        document_length: Words of each document, in training and evaluation; by default as many as fill a sequence.
+        slot: Mean number of words between events; fewer are easier to learn.
+        sequence_length: Tokens per training sequence.
         validation_documents: Number of documents to validate on.
         test_documents: Number of documents to test on.
-        seed: Seed of the documents and of the order of the training rows.
+        seed: Seed of the documents and of the order of the training sequences.
         second_dialect: Fraction of the documents in the second dialect.
         pairs: Deprecated: only ``typed`` remains.
         second_order: Deprecated: only 0 remains.
@@ -65,7 +65,7 @@ class RecallDataModule(PackedTextDataModule):
         test_documents: PositiveInt = 32,
         seed: NonNegativeInt = 0,
         second_dialect: float = 0.0,
-        pairs: Literal["typed"] = "typed",  # configs of earlier runs have these two
+        pairs: Literal["typed"] = "typed",  # saved configs of earlier versions have this and the next
         second_order: Literal[0] = 0,
         **kwargs: Any,
     ) -> None:
@@ -79,7 +79,7 @@ class RecallDataModule(PackedTextDataModule):
             **kwargs,
         )
         self.train_documents = train_documents
-        self.document_length = document_length or sequence_length - 1  # <bos> fills the row up
+        self.document_length = document_length or sequence_length - 1  # <bos> fills the sequence
         self.slot = slot
         self.second_dialect = second_dialect
 
@@ -87,7 +87,7 @@ class RecallDataModule(PackedTextDataModule):
     def tokenizer(self) -> PreTrainedTokenizerFast:
         """The tokenizer of the language, without an end-of-text token."""
         tokenizer = recall_tokenizer()
-        # All documents have one length: a model would expect the end at the same position in longer ones.
+        # All documents have the same length: a model would learn to expect the end at that position.
         tokenizer.eos_token = None
         return tokenizer
 

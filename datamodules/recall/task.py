@@ -1,4 +1,4 @@
-"""Ask questions in the synthetic language as a long-context task, for models that know no other."""
+"""Long-context task in the synthetic language, for models that know only this language."""
 
 from typing_extensions import override
 
@@ -7,15 +7,15 @@ from lightning_modules.tasks.questions.example import Example
 from lightning_modules.tasks.questions.prompter import Prompter
 from lightning_modules.tasks.questions.task import Task
 
-_BEHIND = 6  # words from the last possible place of the fact: the fact, and the question with its answer
-_FEWEST = 8
+_LAST_WORDS = 6  # words from the last possible place of the fact on: the fact, and the question with its answer
+_MIN_WORDS = 8
 
 
 class RecallTask(Task):
-    """Task of documents that mention a value once and end in ``recall city``; see `recall_questions`.
+    """Task whose documents mention a value once and end in ``recall city``; see `recall_questions`.
 
-    The answer is one of the 16 words that the field can have: a model that knows the language but cannot look back is
-    right in 6 % of all cases.
+    The answer is one of the 16 values of a field: a model that knows the language but cannot look back has a score of
+    6 %.
     """
 
     name = "recall"
@@ -36,9 +36,9 @@ class RecallTask(Task):
         def wording(words: int) -> tuple[str, str]:
             return record(words).text.rpartition(" ")[0], ""
 
-        words = self.fit(prompter, length, wording, minimum=_FEWEST, guess=length)
+        words = self.fit(prompter, length, wording, minimum=_MIN_WORDS, guess=length)
         *_, answer = record(words).words
-        stands = words - 3 - answer.distance
+        position = words - 3 - answer.distance
         return Example(
             task=self.name,
             length=length,
@@ -49,5 +49,5 @@ class RecallTask(Task):
             target=f" {answer.text}",
             max_new_tokens=self.max_new_tokens,
             match="first_word",
-            depth=(stands - 1) / max(1, words - _BEHIND - 1),
+            depth=(position - 1) / max(1, words - _LAST_WORDS - 1),
         )

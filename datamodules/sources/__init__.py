@@ -1,1 +1,1 @@
-"""Where documents come from."""
+"""Sources of documents: files, URLs and hub datasets."""

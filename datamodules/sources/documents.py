@@ -1,4 +1,4 @@
-"""Stream documents from files, and name the place of a bad one."""
+"""Stream documents from files, with errors that name the place of a bad document."""
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,28 +17,28 @@ class Document(NamedTuple):
 
     name: str
     text: str
-    prompt_end: int = 0  # characters at its front that are the prompt; the rest is the response
+    prompt_end: int = 0  # length of the prompt at the front, in characters; the rest is the response
 
 
 class NoDocumentError(ValueError):
-    """Raised by a source without any document that is wanted."""
+    """Raised by a source without any matching document."""
 
 
 class Source(Protocol):
-    """An iterable of documents, always in the same order, never in memory as a whole."""
+    """Iterable of documents, always in the same order and never all in memory."""
 
     def __iter__(self) -> Iterator[Document]: ...
 
     def fingerprint(self) -> str:
-        """Return a text that changes whenever the documents may have changed, and not with their place or time."""
+        """Return a text that changes whenever the documents may have changed, but not with their paths or times."""
 
 
 @dataclass(frozen=True)
 class TextFiles:
-    """Every file is a document, plain or compressed (``.gz``, ``.zst``)."""
+    """Source whose files are one document each, plain or compressed (``.gz``, ``.zst``)."""
 
     files: tuple[File, ...]
-    titles: Mapping[str, str] = field(default_factory=dict)  # by file stem: a document is named "<stem> <title>"
+    titles: Mapping[str, str] = field(default_factory=dict)  # by file stem; a document is named "<stem> <title>"
 
     def __iter__(self) -> Iterator[Document]:
         for file in self.files:
@@ -47,7 +47,7 @@ class TextFiles:
             yield Document(name, checked_text(decoded(read_document(file), str(file)), str(file)))
 
     def fingerprint(self) -> str:
-        """Content and order of the files."""
+        """Describe content and order of the files."""
         return f"text {files_fingerprint(self.files)}"
 
 
@@ -55,17 +55,17 @@ def text_folder(folder: Path, titles: Mapping[str, str] | None = None) -> TextFi
     """Find the ``.txt`` files of a local folder, without its subfolders, in the order of their names."""
     files = tuple(sorted(folder.glob("*.txt")))
     if not files:
-        raise FileNotFoundError(f"No .txt file in {folder}. Name a folder that holds one text file per document.")
+        raise FileNotFoundError(f"No .txt file in {folder}. Name a folder with one text file per document.")
     return TextFiles(files, titles or {})
 
 
 @dataclass(frozen=True)
 class RecordFiles:
-    """Documents in lines of JSON-lines files, plain or compressed (``.gz``, ``.zst``), or in rows of parquet files.
+    """Source whose documents are lines of JSON-lines files, plain or compressed, or rows of parquet files.
 
-    The text is in the first of ``text_fields`` that a record has, after the prompt in ``prompt_field``. ``name_fields``
-    make up the document's name, or ``"<file>:<number>"``. With ``where = (field, value)``, only documents whose field
-    holds that value are read; dots reach into nested objects.
+    The text is in the first of ``text_fields`` that a record has, and follows the prompt in ``prompt_field``. The
+    document is named by ``name_fields``, or ``"<file>:<number>"``. With ``where = (field, value)``, only documents
+    whose field has this value are read; dots reach into nested objects.
     """
 
     files: tuple[File, ...]
@@ -90,7 +90,7 @@ class RecordFiles:
             raise NoDocumentError(f"No document{wanted} in {', '.join(map(str, self.files))}. Name other files.")
 
     def fingerprint(self) -> str:
-        """Content and order of the files, and which documents are taken."""
+        """Describe content and order of the files, and which documents are read."""
         return f"records {files_fingerprint(self.files)} {self.text_fields} {self.where} {self.prompt_field}"
 
     def _make_document(self, record: dict[str, Any], file: File, number: int) -> Document:
@@ -98,13 +98,13 @@ class RecordFiles:
         present = [name for name in self.text_fields if name in record]
         if not present:
             raise ValueError(
-                f"{place}: no field {' or '.join(map(repr, self.text_fields))} for the text, only {sorted(record)}."
-                " Rename the field that holds it."
+                f"{place}: no text field {' or '.join(map(repr, self.text_fields))}; found {sorted(record)}. Rename the"
+                " field with the text."
             )
         text, prompt = checked_text(record[present[0]], place), ""
         if self.prompt_field is not None:
             if self.prompt_field not in record:
-                raise ValueError(f"{place}: no field {self.prompt_field!r} for the prompt, only {sorted(record)}.")
+                raise ValueError(f"{place}: no prompt field {self.prompt_field!r}; found {sorted(record)}.")
             prompt = checked_text(record[self.prompt_field], f"{place}, {self.prompt_field!r}")
         if is_empty(text):
             prompt = ""
@@ -112,23 +112,23 @@ class RecordFiles:
 
 
 def checked_text(text: object, place: str) -> str:
-    """Return the text of the document at ``place``; a ``ValueError`` if it is not text that can be written as UTF-8."""
+    """Return the text of the document at ``place``; raise a ``ValueError`` if it cannot be encoded as UTF-8."""
     if not isinstance(text, str):
         raise ValueError(f"{place}: the text must be a string, got {type(text).__name__}. Fix or remove this document.")
     try:
         text.encode()
-    except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair, which no tokenizer takes
-        raise ValueError(f"{place}: character {error.start} is half a surrogate pair. Remove or replace it.") from error
+    except UnicodeEncodeError as error:  # JSON can encode a lone surrogate, which no tokenizer accepts
+        raise ValueError(f"{place}: character {error.start} is a lone surrogate. Remove or replace it.") from error
     return text
 
 
 def is_empty(text: str) -> bool:
-    """Return whether a text is white space only, with nothing to learn or to score."""
+    """Return whether a text is empty or only white space."""
     return not text or text.isspace()
 
 
 def with_text(documents: Iterable[Document]) -> Iterator[Document]:
-    """Yield the documents that are not empty; warn of the others, or refuse them if all are empty."""
+    """Yield the documents that are not empty; warn about empty ones, and raise an error if all are empty."""
     first_empty = ""
     taken = empty = 0
     for document in documents:
@@ -140,16 +140,16 @@ def with_text(documents: Iterable[Document]) -> Iterator[Document]:
     if empty and not taken:
         raise NoDocumentError(f"All of the {empty:,} documents are empty, such as '{first_empty}'. Name other files.")
     if empty:
-        _log.warning("Left out %d empty documents of %d, such as '%s'.", empty, taken + empty, first_empty)
+        _log.warning("Skipped %d empty documents of %d, such as '%s'.", empty, taken + empty, first_empty)
 
 
 def record_name(record: Mapping[str, Any], fields: tuple[str, ...], place: str) -> str:
-    """Join the given fields in one line; the place if the record has none of them."""
+    """Join the given fields into a name, or return the place if the record has none of them."""
     return " ".join(str(record[field]).strip() for field in fields if record.get(field)) or place
 
 
 def text_bytes(source: Source) -> int | None:
-    """Estimate the bytes of all texts in UTF-8 from the sizes of plain files, for progress bars; None if unknown."""
+    """Estimate the bytes of all texts from the sizes of uncompressed files, for progress bars; None if unknown."""
     if not isinstance(source, TextFiles | RecordFiles) or (isinstance(source, RecordFiles) and source.where):
         return None
     sizes = [None if is_packed(file) or file.name.endswith(PARQUET) else file_size(file) for file in source.files]

@@ -1,4 +1,4 @@
-"""Read documents of a dataset on the Hugging Face hub, or of a local folder of parquet files."""
+"""Source for a dataset on the Hugging Face hub, or a local folder of parquet files."""
 
 import re
 from collections.abc import Iterator
@@ -17,9 +17,9 @@ from lightning_modules.utilities.identity import content_hash
 
 @dataclass(frozen=True)
 class HubDataset:
-    """One split of a dataset that ``datasets.load_dataset`` can load without running code of the repository.
+    """One split of a dataset that ``datasets.load_dataset`` loads without code from the repository.
 
-    It is memory-mapped, so it may be larger than memory. `path` is a hub id or a local folder of parquet files.
+    The dataset is memory-mapped, so it may exceed memory. `path` is a hub id or a local folder of parquet files.
     """
 
     path: str
@@ -43,8 +43,8 @@ class HubDataset:
             raise ValueError(f"No document{wanted} in split {self.split!r} of {self.path!r}. Name another dataset.")
 
     def fingerprint(self) -> str:
-        """Identify the content of local files, or the commit on the hub, and which documents are taken."""
-        dataset = self._loaded_dataset  # refuses what it cannot load
+        """Describe the content of local files, or the commit on the hub, and which documents are read."""
+        dataset = self._loaded_dataset  # raises an error if it cannot be loaded
         content = _hash_local_content(Path(self.path).expanduser()) or dataset._fingerprint
         return f"hub {content} {self.split} {self.revision} {self.text_column} {self.where}"
 
@@ -53,19 +53,19 @@ class HubDataset:
         dataset = _load_split(self.path, self.split, self.revision)
         if self.text_column not in dataset.column_names:
             raise ValueError(
-                f"Split {self.split!r} of {self.path!r} has no column {self.text_column!r} for the text,"
-                f" only {dataset.column_names}. Name another dataset, or rename the column."
+                f"Split {self.split!r} of {self.path!r} has no text column {self.text_column!r}; found"
+                f" {dataset.column_names}. Name another dataset, or rename the column."
             )
         return dataset
 
 
 def holds_parquet(path: Path) -> bool:
-    """Return whether a local folder holds parquet files at any depth."""
+    """Return whether a local folder has parquet files at any depth."""
     return path.is_dir() and next(path.rglob("*.parquet"), None) is not None
 
 
 def _hash_local_content(folder: Path) -> str | None:
-    """Hash a local folder's data and the files that assign them to splits; None without such a folder."""
+    """Hash a local folder's data and the files that assign data to splits; None if the folder does not exist."""
     if not folder.is_dir():
         return None
     return content_hash(folder, [file for file in folder.rglob("*") if file.suffix in (".parquet", ".md", ".json")])
@@ -73,29 +73,27 @@ def _hash_local_content(folder: Path) -> str | None:
 
 def _load_split(path: str, split: str, revision: str | None) -> Any:
     local = Path(path).expanduser()
-    # Refuse impossible paths at once: the hub takes half a minute, and a .txt would be split into lines.
+    # Refuse impossible paths early: the hub takes half a minute, and `datasets` would split a .txt file into lines.
     if local.exists() and not holds_parquet(local):
         raise FileNotFoundError(
-            f"`path` = {path!r} is here, but neither in a layout that this data module knows nor a folder of parquet"
-            " files. See the module's description for the layouts."
+            f"`path` = {path!r} exists, but has neither parquet files nor a layout that this data module supports. See"
+            " the description of `path`."
         )
     looks_like_a_file = path.endswith((*TEXT, *JSON_LINES, *PARQUET))
     if not local.exists() and (looks_like_a_file or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", path)):
         raise FileNotFoundError(
-            f"`path` = {path!r} is no local file or folder, and not of the form `owner/name` of a hub dataset."
-            " Correct the path."
+            f"`path` = {path!r} is not a local file or folder, and not an `owner/name` of a hub dataset. Correct it."
         )
     content = _hash_local_content(local)
-    # `datasets` keeps a copy of local files by path and time of change: keep one for each content.
+    # `datasets` identifies its copies of local files by path and modification time: identify them by content instead.
     cache_dir = None if content is None else str(Path(datasets.config.HF_DATASETS_CACHE) / "by-content" / content)
     try:
         name = path if content is None else str(local)
         return datasets.load_dataset(name, split=split, revision=revision, cache_dir=cache_dir)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        where = "in the local folder" if local.exists() else "here as a file or folder, nor on the hub"
+        where = "in the local folder" if local.exists() else "on disk or on the hub"
         kind = FileNotFoundError if isinstance(error, OSError) else ValueError
         raise kind(
-            f"No usable split {split!r} of `path` = {path!r} {where} ({type(error).__name__}: {error})."
-            " Check the spelling and the network, and give a local path, or a dataset in parquet form that needs no"
-            " loading script."
+            f"No usable split {split!r} of `path` = {path!r} {where} ({type(error).__name__}: {error}). Check the"
+            " spelling and the network, or name a local path or a parquet dataset without a loading script."
         ) from error

@@ -21,20 +21,20 @@ from lightning_modules.utilities.identity import combined_hash, file_hashes
 
 TEXT = (".txt", ".txt.gz", ".txt.zst")
 JSON_LINES = tuple(kind + packing for kind in (".jsonl", ".json") for packing in ("", ".gz", ".zst"))
-"""Endings of JSON-lines files; corpora such as the Pile also call them .json."""
+"""Endings of JSON-lines files, which corpora such as the Pile also call .json."""
 PARQUET = (".parquet",)
 
-# Reports of file systems: checksums identify a file's content, entity tags and times a version at its address.
+# Keys of file systems' metadata. A checksum identifies the content; an entity tag or a time only a version at a URL.
 _CHECKSUMS = ("blob_id", "md5Hash", "content_md5", "Content-MD5", "Digest")
 _TAGS = ("etag", "ETag", "generation")
 _TIMES = ("mtime", "LastModified", "last_modified", "Last-Modified", "updated", "modified", "created")
-_MD5 = re.compile(r'"?[0-9a-fA-F]{32,}(-\d+)?"?')  # as object stores make tags; web servers make them of size and time
+_MD5 = re.compile(r'"?[0-9a-fA-F]{32,}(-\d+)?"?')  # tags of object stores; web servers make tags of size and time
 _READ_AHEAD = 1 << 20
 
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file of an fsspec file system, with what sources use of `pathlib.Path`."""
+    """File of an fsspec file system, with the part of `pathlib.Path` that sources use."""
 
     system: fsspec.AbstractFileSystem
     path: str
@@ -45,16 +45,16 @@ class RemoteFile:
 
     @property
     def name(self) -> str:
-        """Last part of the path, without the query of a web address."""
+        """Last component of the path, without the query of a URL."""
         return PurePosixPath(re.sub(r"[?#].*", "", self.path) if self.path.startswith("http") else self.path).name
 
     @property
     def suffix(self) -> str:
-        """Last ending of the name, such as ``".gz"``."""
+        """Suffix of the name, such as ``".gz"``."""
         return PurePosixPath(self.name).suffix
 
     def open(self, mode: Literal["rb"]) -> BinaryIO:
-        """Open the file, whose bytes are fetched as they are read; a ``ValueError`` if they cannot be."""
+        """Open the file, whose bytes are downloaded as they are read; raise a ``ValueError`` if that fails."""
         try:
             return cast(BinaryIO, io.BufferedReader(self._reconnect().open(self.path, mode), _READ_AHEAD))
         except OSError as error:
@@ -64,7 +64,7 @@ class RemoteFile:
     def identity(self) -> str:
         """Text that identifies the content; computed once, because it may take a request or a download."""
         info = self.info
-        if not any(info.get(key) for key in (*_CHECKSUMS, *_TAGS, *_TIMES)):  # lists of files may have fewer details
+        if not any(info.get(key) for key in (*_CHECKSUMS, *_TAGS, *_TIMES)):  # folder listings may have less metadata
             with suppress(OSError):
                 info = {**info, **self._reconnect().info(self.path)}
 
@@ -80,14 +80,15 @@ class RemoteFile:
                 return f"sha256:{hashlib.file_digest(stream, 'sha256').hexdigest()}"  # type: ignore[arg-type]
         if tag is None:
             warnings.warn(
-                f"Files of {self.system.protocol} report neither checksum nor entity tag here, so that an edit that"
-                " keeps size and time is not noticed. Download them, or clear the cache after such an edit.",
+                f"The server of these {self.system.protocol} files reports neither checksums nor entity tags, so an"
+                " edit that keeps size and time goes unnoticed. Download the files, or clear the cache after such an"
+                " edit.",
                 stacklevel=2,
             )
         return combined_hash([str(self), file_size(self), tag or time])
 
     def _reconnect(self) -> fsspec.AbstractFileSystem:
-        """The file system, which does not survive the fork of a loader's worker, but its pickle does."""
+        """Return a copy of the file system: connections do not survive the fork of a loader worker, pickles do."""
         return pickle.loads(pickle.dumps(self.system))
 
 
@@ -100,33 +101,33 @@ def is_url(path: str) -> bool:
 
 
 def find_files(path: str) -> tuple[File, ...]:
-    """Find the files of known kinds at a path, in the order of their paths.
+    """Return the files of supported kinds at a path, in the order of their paths.
 
-    It is a file, a folder (searched to any depth, except names that begin with a dot or underscore) or a pattern with
-    ``*`` or ``**``; local or an fsspec URL.
+    The path is a file, a folder (searched recursively, except names that begin with a dot or underscore) or a glob
+    pattern with ``*`` or ``**``; local or an fsspec URL.
     """
     found = _remote_files(path) if is_url(path) else _local_files(path)
     files = tuple(file for file in found if file.name.endswith((*TEXT, *JSON_LINES, *PARQUET)))
     if not files:
         raise FileNotFoundError(
-            f"No file to read at '{path}': looked for {', '.join((*TEXT, *JSON_LINES, *PARQUET))}. Correct the path."
+            f"No file at '{path}' ends in {', '.join((*TEXT, *JSON_LINES, *PARQUET))}. Correct the path."
         )
     return files
 
 
 def files_fingerprint(files: Iterable[File]) -> str:
-    """Compute a hash of the content of files in their order, wherever they are and whatever they are called."""
+    """Hash the content of files in their order, regardless of their paths."""
     files = tuple(files)
-    endings = [file.suffix for file in files]  # which decide how the content is read
+    endings = [file.suffix for file in files]  # they decide how the content is read
     return combined_hash(list(zip(endings, file_identities(files), strict=True)))
 
 
 def file_identities(files: Iterable[File]) -> list[str]:
-    """Compute for each file a text that identifies its content.
+    """Return for each file a text that identifies its content.
 
-    For a local file it is the SHA-256 of its bytes. For one elsewhere it is the checksum that the file system reports;
-    else address, size and entity tag; else address, size and time, with a warning, as an edit may keep those; else the
-    SHA-256 of its bytes, which are fetched, once for each `RemoteFile`.
+    For a local file it is the SHA-256 of its bytes. For a remote file it is the first of these that is available: the
+    checksum that the file system reports; URL, size and entity tag; URL, size and time, with a warning, because an edit
+    may keep them; the SHA-256 of its bytes, downloaded once for each `RemoteFile`.
     """
     files = tuple(files)
     hashes = iter(file_hashes(file for file in files if isinstance(file, Path)))
@@ -134,7 +135,7 @@ def file_identities(files: Iterable[File]) -> list[str]:
 
 
 def file_size(file: File) -> int | None:
-    """Return the bytes of the file as it is stored; None if the server does not report it."""
+    """Return the stored size of a file in bytes; None if the server does not report it."""
     return file.stat().st_size if isinstance(file, Path) else file.info.get("size")
 
 
@@ -148,7 +149,7 @@ def _local_files(path: str) -> list[Path]:
 
 
 def _files_below(folder: Path, parents: frozenset[Path]) -> Iterator[Path]:
-    """Yield all files in a folder and in linked folders, as patterns find them; links to a parent are skipped."""
+    """Yield all files in a folder, including linked folders; links to a parent folder are skipped."""
     real = folder.resolve()
     for path in () if real in parents else folder.iterdir():
         if path.is_dir():
@@ -162,18 +163,20 @@ def _remote_files(path: str) -> Sequence[File]:
         system, root = url_to_fs(path)
         infos = _list_files(system, root)
     except ImportError as error:
-        raise ValueError(f"'{path}' needs a package that is not installed: {error} (by `pip install`).") from error
+        raise ValueError(
+            f"'{path}' needs a package that is not installed: {error}. Install it by `pip install`."
+        ) from error
     except FileNotFoundError as error:
-        raise FileNotFoundError(f"There is nothing at '{path}'. Correct the path or check your rights.") from error
+        raise FileNotFoundError(f"'{path}' does not exist. Correct the path or check your access rights.") from error
     except (OSError, ValueError) as error:
-        raise ValueError(f"'{path}' cannot be reached ({error}). Check address, network and your rights.") from error
+        raise ValueError(f"'{path}' cannot be reached ({error}). Check URL, network and your access rights.") from error
     if isinstance(system, LocalFileSystem):  # file://
         return _local_files(root)
     return [RemoteFile(system, name, infos[name]) for name in sorted(infos) if infos[name]["type"] == "file"]
 
 
 def _list_files(system: fsspec.AbstractFileSystem, root: str) -> dict[str, dict[str, Any]]:
-    """List path and description of the file, of the folder's files, or of matches of the pattern, in one request."""
+    """Return metadata by path of the file, the folder's files, or the pattern's matches, in one request."""
     if "*" in root:
         return system.glob(root, detail=True)
     info = system.info(root)

@@ -1,4 +1,4 @@
-"""Read records of files: lines of JSON, rows of parquet, and bytes of compressed files, within bounded memory."""
+"""Read records of JSON-lines, parquet and compressed files with bounded memory."""
 
 import io
 import json
@@ -12,13 +12,13 @@ import pyarrow.parquet
 
 from datamodules.sources.locations import PARQUET, File
 
-# UTF-8, without the byte-order mark that some editors put in front.
+# UTF-8, without the byte-order mark that some editors add.
 ENCODING = "utf-8-sig"
 
 MAX_DOCUMENT = 1 << 28
-"""Bytes of a document, unpacked: a hundred long books. A few kilobytes can unpack to more than all memory."""
+"""Maximum bytes of a document, uncompressed: a hundred long books. A few kilobytes can expand beyond all memory."""
 
-BATCH_ROWS = 16  # of parquet files, whose rows may be whole books
+BATCH_ROWS = 16  # of parquet files; few, because a row may be a whole book
 
 Parse = Callable[[], dict[str, Any]]
 
@@ -34,8 +34,8 @@ def read_records(
 ) -> Iterator[tuple[int, Parse]]:
     """Yield the number of each wanted record, and a function that parses it or raises a ``ValueError``.
 
-    Only these columns of parquet files are read, and only one row group if it is given. `first` is the number of the
-    first record. A parquet file needs one of the text columns.
+    Of parquet files, only these columns are read, and only one row group if given; they need one of the text columns.
+    `first` is the number of the first record.
     """
     with opened(file) as stream:
         if file.name.endswith(PARQUET):
@@ -55,13 +55,13 @@ def _parquet_rows(
     row_group: int | None,
     first: int,
 ) -> Iterator[tuple[int, Parse]]:
-    # The file system reads ahead; buffering whole column chunks, as pyarrow does by default, costs their size.
+    # The file system reads ahead. By default pyarrow would also buffer whole column chunks in memory.
     try:
         table = opened_table(stream, file)
         names = table.schema_arrow.names
         if text_columns and not set(text_columns) & set(names):
             missing = " or ".join(map(repr, text_columns))
-            raise ValueError(f"{file}: no column {missing} for the text, only {sorted(names)}. Name one of those.")
+            raise ValueError(f"{file}: no text column {missing}. Its columns are {sorted(names)}.")
         groups = None if row_group is None else [row_group]
         chosen = sorted(set(columns) & set(names))
         for batch in table.iter_batches(BATCH_ROWS, row_groups=groups, columns=chosen, use_threads=False):
@@ -70,14 +70,14 @@ def _parquet_rows(
                     yield first + index, partial(_parse_row, batch, index, f"{file}:{first + index}")
             first += batch.num_rows
     except pyarrow.ArrowException as error:
-        raise ValueError(f"{file}: the parquet file is damaged ({error}). Fetch it again.") from error
+        raise ValueError(f"{file}: the parquet file is damaged ({error}). Download it again.") from error
 
 
 def _parse_row(batch: pyarrow.RecordBatch, index: int, place: str) -> dict[str, Any]:
     try:
         return {name: batch.column(name)[index].as_py() for name in batch.schema.names}
     except UnicodeDecodeError as error:
-        raise ValueError(f"{place}: the parquet file is damaged ({error}). Fetch it again.") from error
+        raise ValueError(f"{place}: the parquet file is damaged ({error}). Download it again.") from error
 
 
 def nested(record: Any, path: str) -> Any:
@@ -94,7 +94,7 @@ def is_packed(file: File) -> bool:
 
 @contextmanager
 def opened(file: File) -> Iterator[BinaryIO]:
-    """Open a file whose bytes are fetched and unpacked as they are read; a ``ValueError`` if it is damaged."""
+    """Open a file that is downloaded and decompressed as it is read; raise a ``ValueError`` if it is damaged."""
     with file.open("rb") as stream:
         if not is_packed(file):
             yield stream
@@ -104,24 +104,23 @@ def opened(file: File) -> Iterator[BinaryIO]:
             with io.BufferedReader(pyarrow.CompressedInputStream(stream, kind)) as unpacked:
                 yield cast(BinaryIO, unpacked)
         except OSError as error:
-            raise ValueError(f"{file}: the compressed file is damaged ({error}). Fetch it again.") from error
+            raise ValueError(f"{file}: the compressed file is damaged ({error}). Download it again.") from error
 
 
 def opened_table(stream: BinaryIO, file: File) -> pyarrow.parquet.ParquetFile:
-    """Open a parquet file that is read a page at a time, from a server that supports reading parts of files."""
+    """Open a parquet file that is read a page at a time; its server must support range requests."""
     try:
         return pyarrow.parquet.ParquetFile(stream, pre_buffer=False, buffer_size=1 << 20)
     except pyarrow.ArrowException:
         raise
-    except ValueError as error:  # fsspec, of web servers that know no range requests
+    except ValueError as error:  # fsspec raises it if the server does not support range requests
         raise ValueError(
-            f"{file}: its server gives no parts of files, and a parquet file is read from its end ({error})."
-            " Download it first."
+            f"{file}: parquet files need a server that supports range requests ({error}). Download the file first."
         ) from error
 
 
 def lines_of(stream: BinaryIO) -> Iterator[bytes]:
-    """Yield the lines; of one that is too long only the beginning."""
+    """Yield the lines, and only the beginning of a line that is too long."""
     while line := stream.readline(MAX_DOCUMENT + 1):
         yield line
         while len(line) > MAX_DOCUMENT and not line.endswith(b"\n"):  # skip the rest
@@ -129,16 +128,16 @@ def lines_of(stream: BinaryIO) -> Iterator[bytes]:
 
 
 def read_document(file: File) -> bytes:
-    """Read a file that is one document; of one that is too large only the beginning."""
+    """Read a file that is one document, or only its beginning if it is too large."""
     with opened(file) as stream:
         return stream.read(MAX_DOCUMENT + 1)
 
 
 def decoded(content: bytes, place: str) -> str:
-    """Decode UTF-8; raise a ``ValueError`` that names the place for other bytes, or more than a document may have."""
+    """Decode UTF-8; raise a ``ValueError`` that names the place if that fails or the document is too large."""
     if len(content) > MAX_DOCUMENT:
         raise ValueError(
-            f"{place}: a document of more than {MAX_DOCUMENT:,} bytes. Split it, or remove it if it is not text."
+            f"{place}: the document exceeds {MAX_DOCUMENT:,} bytes. Split it, or remove it if it is not text."
         )
     try:
         return content.decode(ENCODING)
@@ -155,11 +154,11 @@ def parsed_line(line: bytes, place: str) -> dict[str, Any]:
     try:
         record = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{place}: malformed JSON ({error}). Each line must hold one whole JSON object.") from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or thousands of brackets
-        raise ValueError(f"{place}: JSON that Python does not read ({error}). Fix or remove this line.") from error
+        raise ValueError(f"{place}: malformed JSON ({error}). Each line must be one complete JSON object.") from error
+    except (ValueError, RecursionError) as error:  # a number with thousands of digits, or thousands of brackets
+        raise ValueError(f"{place}: Python cannot parse this JSON ({error}). Fix or remove this line.") from error
     if not isinstance(record, dict):
         raise ValueError(
-            f"{place}: expected a JSON object, got {type(record).__name__}. Each line must hold one object."
+            f"{place}: expected a JSON object, got {type(record).__name__}. Each line must be one JSON object."
         )
     return record

@@ -15,7 +15,7 @@ _PREFIX: dict[Split, str] = {"train": "train", "validation": "val", "test": "tes
 
 
 def json_lines_files(folder: Path, split: Split) -> tuple[Path, ...]:
-    """Find the files of a split by name: ``train*.jsonl`` in the folder, or any in a folder ``train*``."""
+    """Return the files of a split by name: ``train*.jsonl`` in the folder, or all in a folder ``train*``."""
     prefix = _PREFIX[split]
     found = [*folder.glob(f"{prefix}*"), *folder.glob(f"{prefix}*/*")]
     files = tuple(sorted(file for file in found if file.is_file() and file.name.endswith(JSON_LINES)))
@@ -29,19 +29,19 @@ def json_lines_files(folder: Path, split: Split) -> tuple[Path, ...]:
 
 @dataclass(frozen=True)
 class HashSplit:
-    """A split of a source without splits: the text of a document decides where it belongs.
+    """Split of a source without splits, chosen by a hash of each document's text.
 
-    About one of ``share`` documents is for validation and one for test; the others are for training. The same
-    text is in the same split whatever its place in the file, so a copy never leaks from one split to another.
+    About one of ``share`` documents is for validation and one for test; the others are for training. Equal texts are
+    always in the same split, so a copy never leaks into another one.
     """
 
     source: Source
     split: Split
-    share: int
+    share: int  # `holdout` of the data modules
 
     def __post_init__(self) -> None:
         if self.share < 3:
-            raise ValueError(f"`holdout` = {self.share} leaves no document to train on. Set it to 3 or more.")
+            raise ValueError(f"`holdout` must be at least 3, or no document is left to train on; got {self.share}.")
 
     def __iter__(self) -> Iterator[Document]:
         empty = True
@@ -51,8 +51,8 @@ class HashSplit:
                 yield document
         if empty:
             raise NoDocumentError(
-                f"None of the documents fell to the {self.split} split (1 in {self.share} is held out for validation,"
-                " and 1 for test). Lower `holdout`, or give a folder with a file for each split."
+                f"No document is in the {self.split} split (1 in {self.share} is held out for validation, and 1 for"
+                " test). Lower `holdout`, or use a folder with a file for each split."
             )
 
     def fingerprint(self) -> str:

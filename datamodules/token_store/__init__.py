@@ -1,1 +1,1 @@
-"""Tokens of a corpus on disk, tokenized once."""
+"""Cache of tokenized corpora on disk."""

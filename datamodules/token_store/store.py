@@ -23,11 +23,11 @@ from lightning_modules.utilities.locks import exclusive
 from lightning_modules.utilities.progress import progress_bar
 
 FORMAT = 3
-"""Part of every store's address: raise it with any change to what the code below writes."""
+"""Version of the files, part of every store's folder name. Increase it with any change to their content."""
 
 MANIFEST, TOKENS, DOCUMENT_BOUNDARIES = "manifest.json", "tokens.bin", "document_borders.bin"
-PROMPT_LENGTHS = "prompt_lengths.bin"  # one `<i8` for each document; only where a document has a prompt
-VERIFIED = "verified.json"  # sizes and times of the files when they were last found undamaged; not part of the content
+PROMPT_LENGTHS = "prompt_lengths.bin"  # one `<i8` per document; written only if a document has a prompt
+VERIFIED = "verified.json"  # sizes and times of the files when they were last verified; not part of the content
 _CONTENT = (TOKENS, DOCUMENT_BOUNDARIES)
 
 _log = logging.getLogger(__name__)
@@ -35,10 +35,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TokenStore:
-    """A tokenized corpus on disk, memory-mapped: a flat stream of tokens and where each document ends in it.
+    """Memory-mapped tokenized corpus: a flat stream of tokens, and the end of each document in it.
 
-    Opening it checks all but the tokens, which may be hundreds of gigabytes: `verify` checks those. It pickles as its
-    path, so loader workers may be forked or spawned.
+    Opening a store checks everything but the tokens, which may be hundreds of gigabytes: `verify` checks those. It
+    pickles as its path, so loader workers may be forked or spawned.
     """
 
     folder: Path
@@ -56,7 +56,7 @@ class TokenStore:
 
     @cached_property
     def manifest(self) -> dict[str, Any]:
-        """Size of the store, and all that decides its content."""
+        """Sizes and checksums of the files, and everything that decides their content."""
         content = (self.folder / MANIFEST).read_bytes()
         try:
             manifest = json.loads(content)
@@ -64,7 +64,7 @@ class TokenStore:
         except (ValueError, TypeError):
             whole = False
         if not whole:
-            raise ValueError(f"{MANIFEST} is not what was written")
+            raise ValueError(f"{MANIFEST} does not match its checksum")
         return manifest
 
     @cached_property
@@ -79,27 +79,27 @@ class TokenStore:
 
     @cached_property
     def prompt_lengths(self) -> NDArray[np.int64] | None:
-        """``[documents]`` tokens at the front of each document that are its prompt; None if none has one."""
+        """``[documents]`` prompt lengths in tokens; None if no document has a prompt."""
         if PROMPT_LENGTHS not in self.manifest["bytes"]:
             return None
         return np.memmap(self.folder / PROMPT_LENGTHS, dtype="<i8", mode="r").view(np.ndarray)
 
     def verify(self) -> None:
-        """Compare the tokens with their checksum, unless inodes, sizes and times are those last found undamaged."""
+        """Compare the tokens with their checksum, unless inodes, sizes and times are those of the last verification."""
         try:
             state = {name: file_state(self.folder / name) for name in _CONTENT}
-            with suppress(OSError, ValueError):  # without the note, or with a torn one
+            with suppress(OSError, ValueError):  # the file is missing or torn
                 if state == json.loads((self.folder / VERIFIED).read_text()):
                     return
             self._check_content(TOKENS)
         except (OSError, ValueError) as error:
             raise ValueError(_damage_message(self.folder, error)) from error
-        with suppress(OSError):  # another user's
+        with suppress(OSError):  # the store may belong to another user
             (self.folder / VERIFIED).write_text(json.dumps(state))
 
     def _check_content(self, name: str) -> None:
         if _file_checksum(self.folder / name) != self.manifest["crc32"][name]:
-            raise ValueError(f"{name} is not what was written")
+            raise ValueError(f"{name} does not match its checksum")
 
     def __reduce__(self) -> tuple[type["TokenStore"], tuple[Path]]:
         return type(self), (self.folder,)
@@ -108,11 +108,11 @@ class TokenStore:
 def build_token_store(
     source: Source, tokenizer: PreTrainedTokenizerFast, *, cache_dir: Path, add_special_tokens: bool = False
 ) -> TokenStore:
-    """Tokenize every document of ``source``, or open the store if that was done before and it is undamaged.
+    """Tokenize every document of ``source``, or open an undamaged store of an earlier call.
 
-    A document is the tokens of its text and, if the tokenizer has one, the end-of-text token. The store's folder is
-    named by a hash of all that decides its content, and appears in one step when it is complete. If several processes
-    need the same store, one tokenizes while the others wait.
+    A document is the tokens of its text plus the end-of-text token, if the tokenizer has one. The store's folder is
+    named by a hash of everything that decides its content, and appears atomically when it is complete. If several
+    processes need the same store, one tokenizes while the others wait.
     """
     recipe = _make_recipe(source, tokenizer, add_special_tokens)
     folder = cache_dir / sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
@@ -121,17 +121,17 @@ def build_token_store(
             return _open_verified(folder)
     writable_folder(cache_dir)
     with exclusive(folder):
-        if folder.exists():  # damaged, or made by the process that we have waited for
+        if folder.exists():  # damaged, or written by another process in the meantime
             try:
                 return _open_verified(folder)
             except ValueError as error:
-                _log.warning("The token store %s is damaged (%s): building it again.", folder, error.__cause__)
+                _log.warning("The token store %s is damaged (%s): rebuilding it.", folder, error.__cause__)
             remove_folder(folder)
         with atomic_folder(folder) as temporary:
             _write_store(temporary, source, tokenizer, recipe)
             if source.fingerprint() != recipe["source"]:
                 raise ValueError(
-                    "The training text changed while it was tokenized. Start again when nothing writes to it."
+                    "The training text changed during tokenization. Start again when nothing writes to it."
                 )
         return TokenStore(folder)
 
@@ -143,7 +143,7 @@ def _open_verified(folder: Path) -> TokenStore:
 
 
 def _damage_message(folder: Path, reason: Exception) -> str:
-    return f"The token store {folder} is damaged ({reason}). Prepare the data again: it is then rebuilt."
+    return f"The token store {folder} is damaged ({reason}). Start the run again to rebuild it."
 
 
 def _make_recipe(source: Source, tokenizer: PreTrainedTokenizerFast, add_special_tokens: bool) -> dict[str, Any]:
@@ -196,7 +196,7 @@ def _write_store(folder: Path, source: Source, tokenizer: PreTrainedTokenizerFas
 
 
 def _manifest_text(manifest: dict[str, Any]) -> bytes:
-    """Serialize the manifest with its own checksum; equal manifests are equal text, so that any edit is noticed."""
+    """Serialize the manifest with its own checksum. Equal manifests have equal text, so any edit is detected."""
     checksum = zlib.crc32(json.dumps(manifest).encode())
     return (json.dumps(manifest | {"checksum": checksum}, indent=2) + "\n").encode()
 

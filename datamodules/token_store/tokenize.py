@@ -1,4 +1,4 @@
-"""Tokenize texts with all cores: while one batch is read or written, others are tokenized."""
+"""Tokenize texts on all cores, while other batches are read and written."""
 
 import os
 import zlib
@@ -15,53 +15,53 @@ from transformers import PreTrainedTokenizerFast
 from datamodules.sources.documents import Document
 from lightning_modules.models.tokenization.tokenizer import tokenizer_hash, vocabulary_size
 
-# A batch is bounded both ways: a token costs about 260 bytes between the tokenizer and the file, a character about 65.
+# Limits of a batch: a token needs about 260 bytes of memory until it is written, a character about 65.
 BATCH_DOCUMENTS = 1024
 BATCH_CHARACTERS = 500_000 * min(max(os.cpu_count() or 1, 4), 32)
 
 AHEAD = 2
-"""Batches tokenized at once. They share the tokenizer's threads, so that none idles while the longest text of a batch
-is finished, nor while Python makes arrays of its tokens."""
+"""Batches that are tokenized at the same time. They share the tokenizer's threads, so no thread is idle while the
+longest text of a batch is finished or Python builds arrays of its tokens."""
 
 
 @dataclass(frozen=True)
 class TokenizedBatch:
-    """The tokens of some documents, one after the other."""
+    """Concatenated tokens of several documents."""
 
     tokens: NDArray[np.int64]
-    lengths: NDArray[np.int64]  # of each document, in tokens
-    prompt_lengths: NDArray[np.int64]  # how many of them are its prompt
+    lengths: NDArray[np.int64]  # tokens of each document
+    prompt_lengths: NDArray[np.int64]  # tokens of each document's prompt
     text_bytes: int  # in UTF-8
 
 
 class Encoder:
-    """Tokenizer of batches of documents, each of which ends with the end-of-text token if the tokenizer has one.
+    """Tokenizer of batches of documents, which appends the tokenizer's end-of-text token to each document.
 
-    Prompt and response are tokenized as one text. A token that holds characters of both belongs to the response.
+    Prompt and response are tokenized as one text. A token with characters of both belongs to the response.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, *, add_special_tokens: bool) -> None:
-        # The backend itself: it does not warn of a "maximum sequence length", which means nothing for rows cut later.
+        # Use the backend: it does not warn about a "maximum sequence length", which is irrelevant before packing.
         self._backend = tokenizer.backend_tokenizer
         self._add_special_tokens = add_special_tokens
         self._end_of_text: int | None = tokenizer.eos_token_id
         self._vocabulary_size = vocabulary_size(tokenizer)
         settings = f"{tokenizer_hash(tokenizer)} {self._end_of_text} {add_special_tokens}"
-        # Of all that decides which tokens a text becomes.
+        # Covers everything that decides the tokens of a text.
         self.checksum = zlib.crc32(settings.encode())
 
     def __call__(self, documents: list[Document]) -> TokenizedBatch:
         """Tokenize one or more documents."""
         texts, prompt_ends = [document.text for document in documents], [each.prompt_end for each in documents]
-        # Character offsets cost time, and are needed only for prompts.
+        # Character offsets take time, and only prompts need them.
         encode = self._backend.encode_batch if any(prompt_ends) else self._backend.encode_batch_fast
         encodings = encode(texts, add_special_tokens=self._add_special_tokens)
         ids = [np.array(self._with_end_of_text(encoding.ids), dtype=np.int64) for encoding in encodings]
         tokens = np.concatenate(ids)
         if tokens.size and tokens.max() >= self._vocabulary_size:
             raise ValueError(
-                f"The tokenizer gave token {tokens.max()}, beyond its vocabulary of {self._vocabulary_size}."
-                " Its tokenizer.json is inconsistent: fetch it again."
+                f"The tokenizer returned token {tokens.max()}, but its vocabulary has {self._vocabulary_size} tokens."
+                " Its tokenizer.json is inconsistent: download it again."
             )
         return TokenizedBatch(
             tokens=tokens,
@@ -76,14 +76,14 @@ class Encoder:
 
 
 def _count_prompt_tokens(encoding: Encoding, prompt_end: int) -> int:
-    """Count the tokens before the first one that reaches beyond the prompt's characters."""
+    """Count the tokens before the first token that reaches beyond the prompt."""
     if prompt_end == 0:
         return 0
     return next((n for n, (_, end) in enumerate(encoding.offsets) if end > prompt_end), len(encoding.ids))
 
 
 def tokenized(documents: Iterable[Document], encoder: Encoder) -> Generator[TokenizedBatch]:
-    """Yield the documents in batches, in order; at most `AHEAD` + 2 of them are in memory at a time."""
+    """Yield tokenized batches of the documents in order; at most `AHEAD` + 2 batches are in memory at a time."""
     pending: deque[Future[TokenizedBatch]] = deque()
     with ThreadPoolExecutor(AHEAD) as pool:
         try:
@@ -99,7 +99,7 @@ def tokenized(documents: Iterable[Document], encoder: Encoder) -> Generator[Toke
 
 
 def _group_documents(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """Group documents: enough for all the tokenizer's threads, and few enough for memory."""
+    """Group documents into batches large enough for all threads of the tokenizer and small enough for memory."""
     batch: list[Document] = []
     characters = 0
     for document in documents:

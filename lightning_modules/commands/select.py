@@ -1,4 +1,4 @@
-"""``longce select``: choose documents of a corpus by their scores, and compute weights of their sources."""
+"""``longce select``: select documents of a corpus by their scores, and compute weights of their sources."""
 
 import ast
 import importlib
@@ -35,22 +35,22 @@ _IN_CONDITIONS = (
 
 
 def select(scores: str, **options: object) -> str:
-    """Choose documents by the scores that `longce predict` has written, and return tables by source, as text.
+    """Select documents by the scores that `longce predict` wrote, and return tables by source, as text.
 
-    Options are the fields of `SelectConfig`. Documents that failed never pass, nor do those without a value.
+    Options are the fields of `SelectConfig`. Failed documents and documents without a value never pass.
     """
     config = SelectConfig(**options)  # type: ignore[arg-type]
     shards = ScoreShards(scores)
-    shards.header()  # refuses other parquet files
+    shards.header()  # raises an error for other parquet files
     _check_options(shards, config)
     table = _read_scores(shards, config)
     documents = table.to_pandas()
     passes = documents["error"].isna() & (config.where is None or meets_conditions(documents, config.where))
-    documents = documents.assign(source=_sources(table, config.by), selected=passes)
+    documents = documents.assign(source=_source_of_each(table, config.by), selected=passes)
     if config.top is not None:
         documents["selected"] &= _is_in_top(documents, config.rank_by, config.top)
     if not documents["selected"].any():
-        raise ValueError(f"None of the documents in '{scores}' passes. Ask for less.")
+        raise ValueError(f"No document in '{scores}' meets the conditions. Relax `where`.")
 
     if config.output is not None:
         if config.output.endswith(".txt"):
@@ -64,13 +64,13 @@ def select(scores: str, **options: object) -> str:
 
 
 def _check_options(shards: ScoreShards, config: SelectConfig) -> None:
-    """Refuse what cannot be done before any scores are read."""
+    """Refuse options that cannot work, before any scores are read."""
     schema = shards.schema([config.rank_by] if config.by == FOLDER else [config.rank_by, config.by])
     kind = schema.field(config.rank_by).type
     if not (pyarrow.types.is_integer(kind) or pyarrow.types.is_floating(kind)):
-        raise ValueError(f"`rank_by`: column '{config.rank_by}' is of type {kind}, which is not a number.")
+        raise ValueError(f"`rank_by` must be a numeric column, but '{config.rank_by}' has type {kind}.")
     if config.by != FOLDER and pyarrow.types.is_nested(kind := schema.field(config.by).type):
-        raise ValueError(f"`by`: column '{config.by}' is of type {kind}, which does not name a source.")
+        raise ValueError(f"`by` must name a source, but column '{config.by}' has type {kind}.")
     if config.output is not None and Path(config.output).suffix not in OUTPUTS:
         raise ValueError(f"`output` = '{config.output}' must end in one of {', '.join(OUTPUTS)}.")
     for file in filter(None, (config.output, config.weights)):
@@ -80,7 +80,7 @@ def _check_options(shards: ScoreShards, config: SelectConfig) -> None:
 
 
 def _read_scores(shards: ScoreShards, config: SelectConfig) -> pyarrow.Table:
-    """Read the columns that are needed: all but those with a value for each token, if they are written."""
+    """Read the needed columns: all but per-token values if documents are written, or else those that are used."""
     columns = [name for name in shards.schema().names if name not in PER_TOKEN]
     if config.output is None or config.output.endswith(".txt"):
         needed = {*("key", "file", "row", "error", "tokens"), *MEANS, config.rank_by, config.by}
@@ -90,14 +90,14 @@ def _read_scores(shards: ScoreShards, config: SelectConfig) -> pyarrow.Table:
     return pyarrow.Table.from_batches(batches, shards.schema(columns).remove_metadata())
 
 
-def _sources(table: pyarrow.Table, by: str) -> pd.Series:
+def _source_of_each(table: pyarrow.Table, by: str) -> pd.Series:
     if by == FOLDER:
         return pc.replace_substring_regex(table["file"], "/?[^/]*$", "").to_pandas().replace("", ".")
     return table[by].cast(pyarrow.string()).fill_null("-").to_pandas()
 
 
 def meets_conditions(documents: pd.DataFrame, where: str) -> pd.Series:
-    """Return which documents have values in all columns that conditions name, and meet them.
+    """Return which documents meet the conditions; documents without a value in one of the columns do not.
 
     Example:
         >>> meets_conditions(pd.DataFrame({"tokens": [9, 99]}), "tokens >= 50 and tokens != 60").tolist()
@@ -112,14 +112,14 @@ def meets_conditions(documents: pd.DataFrame, where: str) -> pd.Series:
             raise ValueError("it is not a comparison of columns")
     except (SyntaxError, NameError, TypeError, ValueError, NotImplementedError) as error:
         raise ValueError(
-            f"`where`: cannot read '{where}' ({error}). Write comparisons such as `tokens > 99 and key != 'a'` of"
-            f" these columns: {', '.join(documents)}."
+            f"`where` = '{where}' is not a valid condition ({error}). Write comparisons such as"
+            f" `tokens > 99 and key != 'a'` of these columns: {', '.join(documents)}."
         ) from error
     return met.reindex(documents.index, fill_value=False)
 
 
 class _Conditions(ast.NodeTransformer):
-    """Gives columns, which may have dots, `names` that pandas can read; refuses what does not compare equal kinds."""
+    """Transformer that gives columns `names` without dots for pandas, and refuses comparisons of different kinds."""
 
     def __init__(self, documents: pd.DataFrame) -> None:
         self.documents = documents
@@ -129,15 +129,15 @@ class _Conditions(ast.NodeTransformer):
         if isinstance(node, ast.Name | ast.Attribute) and (name := ast.unparse(node)) in self.documents:
             return ast.Name(self.names.setdefault(name, f"column_{len(self.names)}"), ast.Load())
         if not isinstance(node, _IN_CONDITIONS):
-            raise ValueError(f"`{ast.unparse(node) or type(node).__name__}` is no comparison, and/or/not or + - * /")
+            raise ValueError(f"`{ast.unparse(node) or type(node).__name__}` is not a comparison, and/or/not or + - * /")
         if isinstance(node, ast.Compare):
-            kinds = {ast.unparse(operand): self._kind(operand) for operand in (node.left, *node.comparators)}
+            kinds = {ast.unparse(operand): self._kind_of(operand) for operand in (node.left, *node.comparators)}
             if len({*kinds.values()} - {"empty"}) > 1:
                 raise ValueError(", ".join(f"`{operand}` is {kind}" for operand, kind in kinds.items()))
         return self.generic_visit(node)
 
-    def _kind(self, node: ast.expr) -> str:
-        """Return the kind of a column or constant, and ``empty`` if it is not known."""
+    def _kind_of(self, node: ast.expr) -> str:
+        """Return the kind of a column or constant; ``empty`` if it is unknown."""
         node = getattr(node, "operand", node)  # a negative number
         values = [node.value] if isinstance(node, ast.Constant) else []
         if (name := ast.unparse(node)) in self.documents:
@@ -149,9 +149,9 @@ class _Conditions(ast.NodeTransformer):
 
 
 def _is_in_top(documents: pd.DataFrame, rank_by: str, top: float) -> pd.Series:
-    """Find the selected documents with the largest values; of equal ones those that come first."""
+    """Return which documents are selected and have the largest values; of equal values, the first ones."""
     if top <= 0 or (top > 1 and top != int(top)):
-        raise ValueError(f"`top` must be a fraction up to 1 or a number of documents, got {top}.")
+        raise ValueError(f"`top` must be a fraction up to 1 or a whole number of documents, got {top}.")
     ranked = documents.loc[documents["selected"], rank_by].dropna()
     count = int(top) if top > 1 else max(1, round(top * len(ranked)))
     return documents.index.isin(ranked.nlargest(count, keep="first").index)
@@ -166,14 +166,14 @@ def write_keys(path: Path, chosen: pd.DataFrame) -> None:
         named = [f"row {each.row} of '{each.file}' ({each.key[:_MAX_EXCERPT]!r})" for each in left_out.itertuples()]
         others = " and others" if len(named) > _MAX_NAMED else ""
         warnings.warn(
-            f"{len(named):,} chosen document(s) are not in '{path}', because a key must be one line that is not"
+            f"{len(named):,} selected document(s) are not in '{path}', because a key must be one line that is not"
             f" empty: {', '.join(named[:_MAX_NAMED])}{others}. Write .parquet or .jsonl instead.",
             stacklevel=2,
         )
 
 
 def write_documents(path: Path, chosen: pyarrow.Table, shards: ScoreShards, files: str | list[str] | None) -> None:
-    """Write text and scores in the order of the files; a ``ValueError`` if a document is not where it was."""
+    """Write text and scores in the order of the files; raise a ``ValueError`` if a document is missing or changed."""
     chosen = chosen.sort_by([("file", "ascending"), ("row", "ascending")]).combine_chunks()
     schema = chosen.schema.append(pyarrow.field("text", pyarrow.string()))
     documents = _read_documents(chosen, shards, files)
@@ -184,15 +184,15 @@ def write_documents(path: Path, chosen: pyarrow.Table, shards: ScoreShards, file
             write(chosen.take(list(places)).append_column("text", pyarrow.array(texts, pyarrow.string())))
             written += len(part)
         if written != len(chosen):
-            raise ValueError(f"{len(chosen) - written} of the {len(chosen)} documents do not exist any more.")
+            raise ValueError(f"{len(chosen) - written} of the {len(chosen)} documents no longer exist.")
 
 
 def _read_documents(
     chosen: pyarrow.Table, shards: ScoreShards, files: str | list[str] | None
 ) -> Iterator[tuple[int, str]]:
-    """Read the text of each chosen document, with its place in the table, which is sorted by file and row."""
+    """Yield the text of each chosen document with its index in the table, which is sorted by file and row."""
     source = shards.header()["source"]
-    datamodules = importlib.import_module("datamodules")  # which commands may not know
+    datamodules = importlib.import_module("datamodules")  # this package may not import it statically
     corpus = datamodules.DocumentCorpus(**{**source, "files": files or source["files"]})
     documents = chosen.select(["key", "file", "row"]).to_pandas()
     places = pd.Series(documents.index, index=pd.MultiIndex.from_frame(documents[["file", "row"]]))
@@ -200,7 +200,7 @@ def _read_documents(
     for ref, text in corpus.documents(rows, shards.existing_scores().versions):
         place = int(places[ref.file, ref.row])
         if ref.error is not None or ref.key != documents["key"][place]:
-            raise ValueError(f"Row {ref.row} of '{ref.file}' is not the document that was scored any more.")
+            raise ValueError(f"Row {ref.row} of '{ref.file}' is no longer the document that was scored.")
         yield place, text
 
 
@@ -217,12 +217,12 @@ def _table_writer(stream: BinaryIO, ending: str, schema: pyarrow.Schema) -> Iter
 
 
 def write_weights(path: Path, means: pd.Series) -> None:
-    """Write weights for `datamodules.MixtureDataModule`: the mean of each source divided by the sum of all means."""
+    """Write weights for `datamodules.MixtureDataModule`: the mean of each source, normalized to sum 1."""
     for source, mean in means.items():
         if not 0 < mean < math.inf:
             raise ValueError(
-                f"The mean `{means.name}` of source '{source}' is {mean:.4g}, and weights are above 0: rank by another"
-                " column, or leave the source out by `where`."
+                f"The mean `{means.name}` of source '{source}' is {mean:.4g}, but weights must be above 0: rank by"
+                " another column, or exclude the source by `where`."
             )
     weights = {source: float(f"{weight:.6g}") for source, weight in (means / means.sum()).sort_index().items()}
     content = yaml.safe_dump({"data": {"init_args": {"weights": weights}}}, sort_keys=False, allow_unicode=True)
@@ -233,18 +233,18 @@ def _completeness_note(shards: ScoreShards) -> str:
     try:
         shards.folder.open(SUCCESS).close()
     except FileNotFoundError:
-        return f"There is no {SUCCESS}: not all documents of the corpus are scored, or too many failed.\n\n"
+        return f"{SUCCESS} is missing: not all documents of the corpus are scored, or too many failed.\n\n"
     return ""
 
 
 def means_by_source(documents: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
-    """Compute means over the selected documents of each source; NaN where no document has a value."""
+    """Compute means over the selected documents of each source; NaN if no document has a value."""
     return documents[documents["selected"]].groupby("source", observed=True)[list(columns)].mean()
 
 
 def report(documents: pd.DataFrame) -> str:
     """Format the tables of `longce select`."""
-    # Benefits of one context length over another.
+    # Mean benefits of a longer context over a shorter one.
     ladder = [name for name in documents if name.startswith("ladder_") and name.endswith("_mean")]
     passing_tokens = documents["tokens"].where(documents["selected"])
     sources = documents.assign(passing_tokens=passing_tokens).groupby("source", observed=True)
@@ -256,21 +256,21 @@ def report(documents: pd.DataFrame) -> str:
     counts.loc["all"] = counts.sum()
     means.loc["all"] = documents.loc[documents["selected"], columns].mean()
     counts = counts.map("{:,}".format).rename(columns={"selected": "pass", "passing_tokens": "pass"})
-    tables = [_format(pd.concat([counts, means[list(MEANS)]], axis=1))]
+    tables = [_format_table(pd.concat([counts, means[list(MEANS)]], axis=1))]
     if ladder:
         pairs = [" > ".join(name.split("_")[1:3]) for name in ladder]
         benefits = means[ladder].set_axis(pairs, axis=1)
         correlations = documents.loc[documents["selected"], ladder].corr()
         tables += [
             "\nMean benefit of a longer context, nats (documents that pass):",
-            _format(benefits),
-            "\nCorrelation between documents of these benefits:",
-            _format(correlations.set_axis(pairs, axis=0).set_axis(pairs, axis=1), ""),
+            _format_table(benefits),
+            "\nCorrelation of these benefits over documents:",
+            _format_table(correlations.set_axis(pairs, axis=0).set_axis(pairs, axis=1), ""),
         ]
     return "\n".join(tables) + "\n"
 
 
-def _format(table: pd.DataFrame, corner: str = "source") -> str:
-    """Align a table as text, without the sources in the middle if there are many."""
+def _format_table(table: pd.DataFrame, corner: str = "source") -> str:
+    """Format a table as text; sources in the middle are left out if there are many."""
     table = table.rename_axis(index=None, columns=corner)
     return table.to_string(na_rep="-", float_format="{:.4g}".format, max_rows=_MAX_ROWS)

@@ -1,7 +1,7 @@
-"""Greedy continuations of many prompts, with a key-value cache.
+"""Greedy generation for many prompts, with a key-value cache.
 
-Each prompt is read alone, without padding or a mask; then the caches of a group are padded on the left to one length,
-and the group continues together, a token per pass. A trial finds models that do not support this; they are slower.
+Prefill runs one prompt at a time, without padding or a mask. Then the caches of a group are padded on the left to one
+length, and the group decodes together, one token per pass. A trial run detects models that do not support this.
 """
 
 import logging
@@ -23,8 +23,8 @@ from lightning_modules.tasks.teacher_forcing import padded_rows
 log = logging.getLogger(__name__)
 
 CACHE_BYTES = 2**30  # memory for the caches of a group on a CPU
-MAX_GROUP = 64  # most rows of a group, whose logits exist at the same time
-WINDOWED_CHUNK = 2048  # tokens that a model with sliding windows reads in one pass: its mask has that many rows
+MAX_GROUP = 64  # maximum rows of a group, whose logits exist at the same time
+WINDOWED_CHUNK = 2048  # prefill chunk of models with sliding windows, whose mask has as many rows
 
 
 def generate(
@@ -36,24 +36,31 @@ def generate(
     done: Callable[[dict[int, list[int]]], None] | None = None,
     stopped: Callable[[int, list[int]], bool] | None = None,
 ) -> list[list[int]]:
-    """Continue each prompt with the likeliest tokens, as ``transformers.generate(do_sample=False)`` does.
+    """Continue each prompt greedily, as ``transformers.generate(do_sample=False)`` does.
 
-    There are no gradients and no random numbers, and the model is in eval mode. Where weights are sharded, all
-    processes must call this, each with any number of prompts. The end tokens, by default those of the model's
-    generation config, are not part of the results. ``done`` gets the continuations of each group, by number of the
-    prompt; ``stopped`` gets the number of a prompt and its new tokens after each one, and returns whether to stop.
+    The model runs in eval mode, without gradients or random numbers. If weights are sharded, all processes must call
+    this, each with any number of prompts.
+
+    Args:
+        backbone: The model.
+        prompts: Token ids of each prompt.
+        max_new_tokens: Limit of new tokens, for all prompts or for each.
+        end_tokens: Tokens that end a continuation and are not part of it; by default those of the generation config.
+        done: Called with the continuations of each finished group, by index of the prompt.
+        stopped: Called after each token with the index of the prompt and its new tokens; returns whether to stop.
     """
     limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
     if not all(prompts):
-        raise ValueError("A prompt is empty: there is nothing to continue. Give it at least one token.")
+        raise ValueError("A prompt is empty: it must have at least one token.")
     backbone.check_length(max((len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True)), default=0))
     results: list[list[int]] = [[] for _ in prompts]
+    # Rows of a group decode until the last one is done, so group prompts with similar limits and lengths.
     order = sorted(range(len(prompts)), key=lambda index: (limits[index], len(prompts[index])), reverse=True)
     with torch.no_grad(), no_autocast_cache(), eval_mode(backbone):
-        decoder = _Decoder(backbone, _end_tokens(backbone) if end_tokens is None else end_tokens, stopped)
+        decoder = _Decoder(backbone, _default_end_tokens(backbone) if end_tokens is None else end_tokens, stopped)
         with lockstep(backbone) as run:
             rows = (_Row(index, prompts[index], limits[index]) for index in order)
-            for group in decoder.go_on(run, rows):
+            for group in decoder.continue_rows(run, rows):
                 for number, tokens in group.items():
                     results[number] = tokens
                 if done is not None:
@@ -68,7 +75,7 @@ class _Row(NamedTuple):
 
 
 class _Decoder:
-    """Decodes greedily with a model in eval mode; the arguments are those of `generate`."""
+    """Greedy decoder with a model in eval mode; the arguments are those of `generate`."""
 
     def __init__(
         self, backbone: Backbone, end_tokens: Collection[int], stopped: Callable[[int, list[int]], bool] | None
@@ -78,73 +85,79 @@ class _Decoder:
         self.stopped = stopped
         self.use = cache_use(backbone)
 
-    def go_on(self, run: Callable[..., Any], rows: Iterator[_Row]) -> Iterator[dict[int, list[int]]]:
-        """Yield continuations of groups of rows, which come sorted, the longest first."""
+    def continue_rows(self, run: Callable[..., Any], rows: Iterator[_Row]) -> Iterator[dict[int, list[int]]]:
+        """Yield the continuations of groups of rows, which must be sorted, the longest first."""
+        # 1. A model without a usable cache computes every token from scratch.
         if self.use == "none":
             for row in rows:
-                yield {row.number: self._recompute(run, row)}
+                yield {row.number: self._continue_uncached(run, row)}
             return
         room = _cache_bytes(self.backbone.device)
         group: list[_Row] = []
         caches: list[Cache] = []
         first: list[Tensor] = []
         for row in rows:
+            # 2. Decode the group when the next row's cache would not fit.
             if group and self._is_full(group, caches[0], row, room):
-                yield self._together(run, group, caches, first)
+                yield self._continue_group(run, group, caches, first)
                 group, caches, first = [], [], []
+            # 3. Prefill: read the prompt, and keep its cache and the logits of its next token.
             logits, cache = read_prompt(self.backbone, run, row.prompt)
             group.append(row)
             caches.append(cache)
             first.append(logits)
         if group:
-            yield self._together(run, group, caches, first)
+            yield self._continue_group(run, group, caches, first)
 
     def _is_full(self, group: list[_Row], cache: Cache, row: _Row, room: int) -> bool:
-        """Return whether the padded caches of a group leave no room for another row."""
+        """Return whether the padded caches of a group leave no memory for another row."""
         if self.use == "alone" or len(group) == MAX_GROUP:
             return True
         longest = max(len(one.prompt) for one in (*group, row))
         tokens = longest + max(one.limit for one in (*group, row))
-        return (len(group) + 1) * tokens * _bytes(cache) / len(group[0].prompt) > room
+        return (len(group) + 1) * tokens * _count_bytes(cache) / len(group[0].prompt) > room
 
-    def _together(
+    def _continue_group(
         self, run: Callable[..., Any], group: list[_Row], caches: list[Cache], first: list[Tensor]
     ) -> dict[int, list[int]]:
-        """Return continuations of rows that were read; the caches are consumed."""
+        """Return the continuations of a group after prefill; its caches are consumed."""
+        # 1. Join the caches, and take the first token of each row from the logits of the prefill.
         lengths = [len(row.prompt) for row in group]
         last = torch.cat(first).argmax(-1)
-        cache, caches[:] = _stacked(caches), []
+        cache, caches[:] = _stack_caches(caches), []
         continuations: list[list[int]] = [[] for _ in group]
-        going = set(range(len(group)))
+        active = set(range(len(group)))
         for step in range(max(row.limit for row in group)):
+            # 2. Append the newest tokens. Finished rows stay in the batch, but their tokens are ignored.
             for index, token in enumerate(last.tolist()):
-                if index in going and not self._goes_on(group[index], continuations[index], token):
-                    going.discard(index)
-            if not going:
+                if index in active and not self._append_token(group[index], continuations[index], token):
+                    active.discard(index)
+            if not active:
                 break
+            # 3. Run the newest token of each row through the model.
             last = next_logits(self.backbone, run, last, lengths, step, cache).argmax(-1)
         return {row.number: tokens for row, tokens in zip(group, continuations, strict=True)}
 
-    def _recompute(self, run: Callable[..., Any], row: _Row) -> list[int]:
+    def _continue_uncached(self, run: Callable[..., Any], row: _Row) -> list[int]:
         tokens = torch.tensor([row.prompt], device=self.backbone.device)
         continuation: list[int] = []
         while True:
             token = _uncached_logits(self.backbone, run, tokens).argmax(-1)
-            if not self._goes_on(row, continuation, int(token)):
+            if not self._append_token(row, continuation, int(token)):
                 return continuation
             tokens = torch.cat([tokens, token[None]], dim=1)
 
-    def _goes_on(self, row: _Row, continuation: list[int], token: int) -> bool:
-        """Add a token to a continuation, unless it ends it; return whether another one is wanted."""
+    def _append_token(self, row: _Row, continuation: list[int], token: int) -> bool:
+        """Append a token to a continuation, unless it is an end token; return whether to continue."""
         if token in self.end_tokens:
             return False
         continuation.append(token)
-        enough = self.stopped is not None and self.stopped(row.number, continuation)
-        return not enough and len(continuation) < row.limit
+        is_stopped = self.stopped is not None and self.stopped(row.number, continuation)
+        return not is_stopped and len(continuation) < row.limit
 
 
 def read_prompt(backbone: Backbone, run: Callable[..., Any], prompt: Sequence[int]) -> tuple[Tensor, Cache]:
-    """Return ``[1, V]`` logits of the token after a prompt, and the cache of the prompt."""
+    """Run a prompt through the model; return ``[1, V]`` logits of the next token, and the prompt's cache."""
     cache = DynamicCache(config=backbone.base_model.config)
     batch = padded_rows([prompt], backbone.device)
     backbone.check_token_ids(batch)
@@ -161,9 +174,9 @@ def read_prompt(backbone: Backbone, run: Callable[..., Any], prompt: Sequence[in
 def next_logits(
     backbone: Backbone, run: Callable[..., Any], last: Tensor, lengths: Sequence[int], step: int, cache: Cache
 ) -> Tensor:
-    """Return ``[B, V]`` logits of the tokens after the ``[B]`` last ones of a group.
+    """Return ``[B, V]`` logits of the tokens that follow the ``[B]`` last tokens of a group.
 
-    The cache, padded on the left, holds prompts of these lengths and ``step`` tokens after them, not yet the last ones.
+    The cache, padded on the left, has prompts of these lengths and ``step`` new tokens, but not the last tokens yet.
     """
     length = torch.tensor(lengths, device=last.device)[:, None]
     longest, mask = max(lengths), None
@@ -189,18 +202,18 @@ def _uncached_logits(backbone: Backbone, run: Callable[..., Any], tokens: Tensor
     return run(backbone.unsharded, lambda: _last_logits(backbone, tokens, positions, None))
 
 
-def _stacked(caches: list[Cache]) -> Cache:
-    """Return one cache of several, each of one row, padded on the left; layer by layer it takes their memory."""
+def _stack_caches(caches: list[Cache]) -> Cache:
+    """Join caches of one row each into one cache, padded on the left. Frees their memory layer by layer."""
     if len(caches) == 1:
         return caches[0]
     longest = max(cache.get_seq_length() for cache in caches)
     for layers in zip(*(cache.layers for cache in caches), strict=True):
-        if not layers[0].is_initialized:  # it uses the keys and values of another layer
+        if not layers[0].is_initialized:  # the layer shares the keys and values of another layer
             continue
         for name in ("keys", "values"):
-            parts = [getattr(layer, name) for layer in layers]
-            width = max(part.shape[-2] for part in parts)  # sliding windows keep fewer tokens
-            stacked = torch.cat([F.pad(part, (0, 0, width - part.shape[-2], 0)) for part in parts])
+            rows = [getattr(layer, name) for layer in layers]
+            width = max(row.shape[-2] for row in rows)  # sliding windows keep fewer tokens
+            stacked = torch.cat([F.pad(row, (0, 0, width - row.shape[-2], 0)) for row in rows])
             for layer in layers:
                 setattr(layer, name, None)
             setattr(layers[0], name, stacked)
@@ -209,9 +222,8 @@ def _stacked(caches: list[Cache]) -> Cache:
     return caches[0]
 
 
-def _bytes(cache: Cache) -> int:
-    tensors = [part for layer in cache.layers if layer.is_initialized for part in (layer.keys, layer.values)]
-    return sum(tensor.nbytes for tensor in tensors)
+def _count_bytes(cache: Cache) -> int:
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers if layer.is_initialized)
 
 
 def _cache_bytes(device: torch.device) -> int:
@@ -222,19 +234,19 @@ def _cache_bytes(device: torch.device) -> int:
 
 
 def cache_use(backbone: Backbone) -> CacheUse:
-    """Return how a model can use a cache, by a trial with two prompts of different length; kept in the backbone."""
+    """Return how a model can use a cache, from a trial with two prompts of different length; kept in the backbone."""
     if backbone.cache_use is None:
         with torch.no_grad(), eval_mode(backbone):
-            backbone.cache_use = _try_out(backbone)
+            backbone.cache_use = _try_cache(backbone)
         if backbone.cache_use == "none":
             log.warning(
-                "`%s` cannot continue from a cache: each new token is computed from all preceding tokens.",
+                "`%s` does not support a key-value cache: every new token is computed from all preceding tokens.",
                 type(backbone.base_model).__name__,
             )
     return backbone.cache_use
 
 
-def _try_out(backbone: Backbone) -> CacheUse:
+def _try_cache(backbone: Backbone) -> CacheUse:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(backbone.vocabulary_size, (14,), generator=generator).tolist()
     prompts, last = [tokens[:7], tokens[7:12]], torch.tensor(tokens[12:], device=backbone.device)
@@ -247,14 +259,14 @@ def _try_out(backbone: Backbone) -> CacheUse:
                 caches = [read_prompt(backbone, run, prompt)[1] for prompt in prompts]
                 logits = []
                 for group in groups:
-                    lengths, cache = [len(prompts[i]) for i in group], _stacked([caches[i] for i in group])
+                    lengths, cache = [len(prompts[i]) for i in group], _stack_caches([caches[i] for i in group])
                     logits.append(next_logits(backbone, run, last[group], lengths, 0, cache))
             except torch.OutOfMemoryError:
                 raise
-            except Exception as error:  # models that support no cache, or no padding, raise anything
-                log.info("%s does not continue %s: %r", type(backbone.base_model).__name__, groups, error)
+            except Exception as error:  # models without support for a cache or for padding may raise anything
+                log.info("The trial of %s with groups %s failed: %r", type(backbone.base_model).__name__, groups, error)
                 return False
-            # Half precision rounds otherwise for other shapes; a forgotten mask or position is far above.
+            # In half precision, rounding depends on the shapes; the error of a missing mask or position is far larger.
             tolerance = 1e-3 if expected.dtype in (torch.float32, torch.float64) else 0.2
             difference = (torch.cat(logits).double() - expected.double()).abs().max()
             return bool(difference <= tolerance * expected.double().std().clamp(min=1e-6))
@@ -265,14 +277,14 @@ def _try_out(backbone: Backbone) -> CacheUse:
 
 
 def _can_be_stacked(backbone: Backbone) -> bool:
-    """Return whether padding on the left changes positions only, which are given: no states, no attention chunks."""
+    """Return whether left padding only shifts the given positions: there are no states and no attention chunks."""
     config = backbone.base_model.config
     layers = DynamicCache(config=config).layers
     chunked = getattr(config.get_text_config(decoder=True), "attention_chunk_size", None) is not None
     return not chunked and all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
 
 
-def _end_tokens(backbone: Backbone) -> list[int]:
+def _default_end_tokens(backbone: Backbone) -> list[int]:
     ends = backbone.base_model.generation_config.eos_token_id if backbone.base_model.can_generate() else None
     ends = backbone.base_model.config.get_text_config(decoder=True).eos_token_id if ends is None else ends
     return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)

@@ -1,4 +1,4 @@
-"""Scores of right answers that a model is given token by token: one pass, and no generation."""
+"""Score right answers by teacher forcing: a single pass without generation."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,16 +15,17 @@ from lightning_modules.models.optimizations import eval_mode, no_autocast_cache
 from lightning_modules.tasks.questions.prompter import ForcedAnswer
 
 TOKENS_PER_PASS = 32_768
-"""Tokens of questions that share a pass on an accelerator, padding included; a longer question has its own."""
+"""Maximum tokens per pass on an accelerator, including padding; a longer question has its own pass."""
 
 TOKENS_PER_PASS_CPU = 4096
 
 
 class AnswerScores(NamedTuple):
-    """Whether each answer is the likeliest one, token by token, and its log-likelihood.
+    """Scores of a question's answers under teacher forcing.
 
-    ``greedy`` holds the likeliest token at each position after the question. Log-likelihoods are sums in nats, over the
-    tokens of all answers, and over all other tokens of question and answer but the first one.
+    ``right`` tells for each answer whether all its tokens are the likeliest ones; ``greedy`` has the likeliest token at
+    each position after the question. Log-likelihoods are sums in nats, over the tokens of all answers, and over all
+    other tokens of question and target except the first one.
     """
 
     right: list[bool]
@@ -36,7 +37,7 @@ class AnswerScores(NamedTuple):
 
     @property
     def score(self) -> float:
-        """Fraction of the answers that the model would have given, after the right ones before them."""
+        """Fraction of the answers that greedy decoding would generate after the preceding right tokens."""
         return sum(self.right) / len(self.right)
 
 
@@ -47,12 +48,12 @@ def teacher_forced(
     tokens_per_pass: int | None = None,
     done: Callable[[dict[int, AnswerScores]], None] | None = None,
 ) -> list[AnswerScores]:
-    """Score the answers of questions (`Prompter.force`), each given all tokens before it.
+    """Score the answers of questions (`Prompter.force`) by teacher forcing.
 
-    There are no gradients and no random numbers, and the model is in eval mode. Logits exist for the tokens of answers
-    and for a chunk of the others. Where weights are sharded, all processes must call this, each with any number of
-    questions. A pass has at most ``tokens_per_pass`` tokens, padding included. ``done`` gets the scores of questions
-    that shared a pass, by number.
+    The model runs in eval mode, without gradients or random numbers. Logits exist only for the tokens of answers and
+    for a chunk of the others. If weights are sharded, all processes must call this, each with any number of questions.
+    A pass has at most ``tokens_per_pass`` tokens, including padding. ``done`` is called with the scores of the
+    questions of each pass, by index.
     """
     results: dict[int, AnswerScores] = {}
     max_tokens = tokens_per_pass or (TOKENS_PER_PASS_CPU if backbone.device.type == "cpu" else TOKENS_PER_PASS)
@@ -61,7 +62,7 @@ def teacher_forced(
             rows = [questions[index] for index in group]
             batch = padded_rows([question.input_ids for question in rows], backbone.device)
             backbone.check_token_ids(batch)
-            scores = dict(zip(group, run(backbone.unsharded, partial(_score, backbone, batch, rows)), strict=True))
+            scores = dict(zip(group, run(backbone.unsharded, partial(_score_pass, backbone, batch, rows)), strict=True))
             results |= scores
             if done is not None:
                 done(scores)
@@ -69,7 +70,7 @@ def teacher_forced(
 
 
 def group_rows(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Group rows of similar length, longest first; padded, a group has at most ``max_tokens`` tokens."""
+    """Group rows of similar length, longest first; a padded group has at most ``max_tokens`` tokens."""
     groups: list[list[int]] = []
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
         if groups and (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= max_tokens:
@@ -80,7 +81,7 @@ def group_rows(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 
 
 def padded_rows(rows: Sequence[Sequence[int]], device: torch.device) -> PackedBatch:
-    """Pad rows on the right; no mask is needed, since causal attention never looks there."""
+    """Pad rows on the right, which needs no mask because attention is causal."""
     ids = [torch.tensor(row) for row in rows]
     tokens = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).to(device)
     labels = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=IGNORE_INDEX).to(device)
@@ -90,10 +91,10 @@ def padded_rows(rows: Sequence[Sequence[int]], device: torch.device) -> PackedBa
     return PackedBatch(input_ids=tokens, labels=labels, position_ids=positions, document_boundaries=boundaries)
 
 
-def _score(backbone: Backbone, batch: PackedBatch, questions: Sequence[ForcedAnswer]) -> list[AnswerScores]:
+def _score_pass(backbone: Backbone, batch: PackedBatch, questions: Sequence[ForcedAnswer]) -> list[AnswerScores]:
     hidden_states = backbone.hidden_states(batch)
     log_likelihood = token_log_likelihood(hidden_states, backbone.head, batch["labels"]).double()
-    # The preceding position predicts a token. Few rows each: logits of one question at a time.
+    # The preceding position predicts a token. Compute logits for one question at a time, to save memory.
     greedy = [
         backbone.logits(hidden_states[row, question.answer_start - 1 : len(question.input_ids) - 1]).argmax(-1)
         for row, question in enumerate(questions)

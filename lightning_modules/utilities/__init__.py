@@ -1,1 +1,1 @@
-"""Tools that know nothing of models, data or training."""
+"""Utilities that do not depend on models, data or training."""

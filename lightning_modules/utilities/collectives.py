@@ -1,4 +1,4 @@
-"""Communication between processes, which may wait for each other for hours or days."""
+"""Communication between processes that may wait for each other for hours or days."""
 
 from datetime import timedelta
 from typing import Any
@@ -7,9 +7,9 @@ import torch.distributed as dist
 
 
 def patient_group() -> dist.ProcessGroup | None:
-    """Connect all processes by a group that waits for days; return None for a single process.
+    """Create a group of all processes with a timeout of days; return None for a single process.
 
-    Ordinary communication gives up after half an hour. Call it while all processes live: only later ends are noticed.
+    The default timeout is half an hour. All processes must be alive when this is called.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return None
@@ -17,12 +17,12 @@ def patient_group() -> dist.ProcessGroup | None:
 
 
 def rank_and_size() -> tuple[int, int]:
-    """Return the rank of this process, and how many there are."""
+    """Return the rank of this process and the number of processes."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
 
 
 def gathered(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return the value of each process of a group, by default of all; raise a ``RuntimeError`` if one has ended."""
+    """Return the values of all processes of a group; raise a ``RuntimeError`` if one has ended."""
     if not (dist.is_available() and dist.is_initialized()):
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)

@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all, and the cache they live in."""
+"""Atomic files and folders, and the cache directory."""
 
 import ctypes
 import errno
@@ -21,13 +21,13 @@ def default_cache_dir() -> Path:
 BUILDING = ".building-"
 """Prefix of the names of all unfinished files and folders, which are never read."""
 
-CACHE_REMEDY = "Set `cache_dir`, or $LONGCE_CACHE, to a folder that you can write to."
+CACHE_REMEDY = "Set `cache_dir` or $LONGCE_CACHE to a writable folder."
 
 _log = logging.getLogger(__name__)
 
 
 def writable_folder(folder: Path, *, remedy: str = CACHE_REMEDY) -> Path:
-    """Make a folder if needed and write to it once; a ``ValueError`` that ends with ``remedy`` reports a failure."""
+    """Create a folder if needed and check that it is writable; an error message ends with ``remedy``."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
@@ -37,16 +37,16 @@ def writable_folder(folder: Path, *, remedy: str = CACHE_REMEDY) -> Path:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file beside its target, flush it to disk and put it in place in one step."""
+    """Write a file next to its target, flush it to disk and move it into place."""
     with atomic_file(path) as stream:
         stream.write(content)
 
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """Yield a temporary file beside ``path``, which takes its name, flushed to disk, when the block ends.
+    """Yield a temporary file next to ``path``, which replaces ``path``, flushed to disk, when the block ends.
 
-    A failure leaves what was there; a killed process also leaves a file ``.building-*``, which is never read.
+    A failure leaves ``path`` unchanged; a killed process also leaves a file ``.building-*``, which is never read.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = create_file(path.parent, building_prefix(path))
@@ -63,13 +63,13 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def create_file(folder: Path, prefix: str, suffix: str = "") -> tuple[int, Path]:
-    """Create a file of a new name with the permissions of the umask, and return its descriptor and path."""
+    """Create a file with a unique name and the umask's permissions, and return its descriptor and path."""
     path = folder / f"{prefix}{secrets.token_hex(8)}{suffix}"
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), path
 
 
 def create_folder(target: Path) -> Path:
-    """Create an unfinished folder for ``target`` beside it, with the permissions that the umask leaves."""
+    """Create an unfinished folder next to ``target``, with the umask's permissions."""
     folder = target.with_name(f"{building_prefix(target)}{secrets.token_hex(8)}")
     folder.mkdir(parents=True)
     return folder
@@ -77,11 +77,11 @@ def create_folder(target: Path) -> Path:
 
 @contextmanager
 def atomic_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
-    """Yield a temporary folder beside ``target``, which takes its name when the block ends.
+    """Yield a temporary folder next to ``target``, which is renamed to ``target`` when the block ends.
 
     A failure leaves nothing. A killed process leaves a folder ``.building-*``, which is never read and which the next
-    holder of the lock of ``target`` removes (see `locks.exclusive`). A folder that exists already is kept, as equal
-    names promise equal content, or exchanged with ``replace``.
+    holder of the lock of ``target`` removes (see `locks.exclusive`). An existing ``target`` is kept, because equal
+    names promise equal content; with ``replace`` it is replaced.
     """
     temporary = create_folder(target)
     try:
@@ -91,16 +91,18 @@ def atomic_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
         publish_folder(temporary, target, replace=replace)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            error.add_note(f"No room for {target}. Free some, or set `cache_dir` or $LONGCE_CACHE to another disk.")
+            error.add_note(
+                f"The disk is full: {target}. Free space, or set `cache_dir` or $LONGCE_CACHE to another disk."
+            )
         raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
 def publish_folder(temporary: Path, target: Path, *, replace: bool) -> None:
-    """Give a complete folder its name, in one step; ``temporary`` is then gone, or to be removed."""
+    """Rename a complete folder to ``target`` atomically; ``temporary``, if it still exists, can then be removed."""
     if replace and target.is_dir():
-        _exchange(temporary, target)
+        _swap_folders(temporary, target)
     else:
         try:
             temporary.rename(target)
@@ -111,32 +113,32 @@ def publish_folder(temporary: Path, target: Path, *, replace: bool) -> None:
 
 
 def building_prefix(target: Path) -> str:
-    """Return the prefix of the names of unfinished files and folders for ``target``."""
+    """Return the name prefix of unfinished files and folders for ``target``."""
     return f"{BUILDING}{target.name}@"
 
 
 def remove_folder(target: Path) -> None:
-    """Remove a folder in one step: a process killed meanwhile leaves an unfinished folder, never half a target."""
+    """Remove a folder atomically: a process killed in between leaves an unfinished folder, never half a target."""
     doomed = create_folder(target)
     target.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
 
 
 def remove_unfinished(folder: Path, name: str = "*") -> None:
-    """Remove what killed processes have left for targets of a name in a folder; no process may be writing them."""
+    """Remove unfinished targets of a name that killed processes left in a folder; no process may be writing them."""
     for path in folder.glob(f"{BUILDING}{name}@*"):
-        _log.info("Removing %s, left by a process that died.", path)
+        _log.info("Removing %s, left by a killed process.", path)
         shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
 
-def _exchange(first: Path, second: Path) -> None:
-    """Swap the names of two folders, in one step where the system can, so that a kill leaves one of both in place."""
+def _swap_folders(first: Path, second: Path) -> None:
+    """Swap the names of two folders, atomically if the system supports it."""
     at_working_directory, exchange = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
     rename = getattr(ctypes.CDLL(None), "renameat2", None)
     names = (at_working_directory, os.fsencode(first), at_working_directory, os.fsencode(second), exchange)
     if rename is not None and rename(*names) == 0:
         return
-    aside = first.with_name(f"{first.name}.old")  # macOS, and file systems that cannot
+    aside = first.with_name(f"{first.name}.old")  # macOS, and file systems without this operation
     second.rename(aside)
     try:
         first.rename(second)
@@ -147,7 +149,7 @@ def _exchange(first: Path, second: Path) -> None:
 
 
 def to_disk(path: Path) -> None:
-    """Wait until the file or folder would survive a power cut: a rename may otherwise outrun the content."""
+    """Flush a file or folder to disk, or a rename could survive a power failure without the content."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

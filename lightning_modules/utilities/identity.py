@@ -1,8 +1,8 @@
-"""Identity by content: the SHA-256 of all bytes, computed once per file and remembered on disk.
+"""Identity by content: the SHA-256 of all bytes, computed once per file and memoized on disk.
 
-Paths, sizes, times and inodes are never the identity; they only tell whether a file is the one whose hash is
-remembered. A change that leaves all of them as they were is missed: no program can set the change time (ctime) on Linux
-file systems and NFS, but a few others (FUSE mounts of object stores) do not keep one.
+Paths, sizes, times and inodes are never the identity; they only show whether a memoized hash is still valid. A change
+that keeps all of them is missed: on Linux file systems and NFS no program can set the change time (ctime), but some
+others (FUSE mounts of object stores) do not keep one.
 """
 
 import hashlib
@@ -23,13 +23,13 @@ from lightning_modules.utilities.locks import exclusive
 
 SETTLING_TIME = 2_000_000_000
 """Age in nanoseconds from which the times of a file are trusted. If a file changes twice within one tick of the file
-system's clock, the second change leaves no trace in them, and the coarsest tick in use is 2 s (FAT)."""
+system's clock, the second change does not show in them, and the coarsest tick in use is 2 s (FAT)."""
 
-_LOGGED_SIZE = 1 << 30  # bytes; hashing fewer takes about a second
+_LOGGED_SIZE = 1 << 30  # bytes; hashing less takes about a second
 _STORE_INTERVAL = 10.0  # seconds between writes of the memo
 
 _unstored: dict[str, list[Any]] = {}
-"""Entries of memos that this process could not write. They spare it hashing the same files again."""
+"""Memo entries that could not be written, so that this process does not hash the same files again."""
 
 _log = logging.getLogger(__name__)
 
@@ -44,21 +44,21 @@ def file_hashes(files: Iterable[Path]) -> list[str]:
     if not paths:
         return []
     memo = _memo_path(os.path.commonpath([os.path.dirname(path) for path in paths]))
-    found = _remembered(memo, paths)
+    found = _read_valid_hashes(memo, paths)
     if len(found) < len(set(paths)):
         with ExitStack() as stack:
             try:
                 memo.parent.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(exclusive(memo))
-            except OSError as error:  # hashing twice is slow, not wrong
-                _log.info("No lock beside %s (%s): other processes may hash the same files.", memo, error)
-            found = _remembered(memo, paths)  # again: the process that held the lock may have hashed them
-            found |= _hash_and_remember(memo, sorted(set(paths) - found.keys()))
+            except OSError as error:  # hashing twice is slow, but correct
+                _log.info("Cannot lock %s (%s): other processes may hash the same files.", memo, error)
+            found = _read_valid_hashes(memo, paths)  # the process that held the lock may have hashed them
+            found |= _hash_and_memoize(memo, sorted(set(paths) - found.keys()))
     return [found[path] for path in paths]
 
 
 def content_hash(path: Path, files: Iterable[Path] | None = None) -> str:
-    """Return the SHA-256 of a file; of a folder, one hash of the names and bytes of these files in it, or of all."""
+    """Return the SHA-256 of a file, or one hash of the names and bytes of files in a folder, by default all."""
     if not path.is_dir():
         return file_hashes([path])[0]
     chosen = [file for file in (path.rglob("*") if files is None else files) if not file.is_dir()]
@@ -67,52 +67,53 @@ def content_hash(path: Path, files: Iterable[Path] | None = None) -> str:
 
 
 def combined_hash(values: Any) -> str:
-    """Compute one SHA-256 of plain values such as hashes, names and settings. Lists have an order, mappings do not."""
+    """Compute one SHA-256 of plain values such as hashes, names and settings. The order of mappings is ignored."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def file_state(path: str | Path) -> list[int]:
-    """Return size, inode, modification time and change time of a file, which tell whether to read it again.
+    """Return size, inode, modification time and change time of a file, which show whether it may have changed.
 
-    They are no identity: a second change within one tick of the file system's clock is missed, see `SETTLING_TIME`.
+    They are not its identity: a second change within one tick of the file system's clock is missed, see
+    `SETTLING_TIME`.
     """
     try:
         status = os.stat(path)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        raise ValueError(_unreadable(path, error)) from error
+        raise ValueError(_unreadable_message(path, error)) from error
     if not stat.S_ISREG(status.st_mode):
-        raise ValueError(f"'{path}' is not a regular file and has no content to identify it by. Name a file.")
+        raise ValueError(f"'{path}' is not a regular file, so it cannot be identified by content. Name a file.")
     return [status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns]
 
 
-def _hash_and_remember(memo: Path, paths: list[str]) -> dict[str, str]:
-    """Hash files that are not in the memo, and add those to it that have not changed just now."""
+def _hash_and_memoize(memo: Path, paths: list[str]) -> dict[str, str]:
+    """Hash files, and memoize the hashes of those that have not changed recently."""
     if not paths:
         return {}
     size = sum(file_state(path)[0] for path in paths)
     if size >= _LOGGED_SIZE:
-        _log.info("Hashing %d files (%.1f GB), such as %s. They are remembered.", len(paths), size / 1e9, paths[0])
+        _log.info("Hashing %d files (%.1f GB) once, such as %s.", len(paths), size / 1e9, paths[0])
     hashes: dict[str, str] = {}
     settled: dict[str, list[Any]] = {}
     stop, stored_at = threading.Event(), time.monotonic()
     pool = ThreadPoolExecutor(min(len(paths), os.cpu_count() or 1))
     try:
-        for future in as_completed([pool.submit(_hash, path, stop) for path in paths]):
+        for future in as_completed([pool.submit(_hash_file, path, stop) for path in paths]):
             path, state, hashes[path], is_settled = future.result()
             if is_settled:
                 settled[path] = [*state, hashes[path]]
             if time.monotonic() - stored_at > _STORE_INTERVAL:
-                _remember(memo, settled)
+                _memoize_hashes(memo, settled)
                 stored_at = time.monotonic()
     finally:  # after Ctrl-C or an unreadable file, keep the finished hashes and do not wait for the others
         stop.set()
         pool.shutdown(wait=False, cancel_futures=True)
-        _remember(memo, settled)
+        _memoize_hashes(memo, settled)
     return hashes
 
 
-def _hash(path: str, stop: threading.Event) -> tuple[str, list[int], str, bool]:
-    """Path, state and SHA-256 of a file, and whether its times were old enough to tell it from a later version."""
+def _hash_file(path: str, stop: threading.Event) -> tuple[str, list[int], str, bool]:
+    """Return path, state and SHA-256 of a file, and whether its times are old enough to detect a later change."""
     state, started, digest = file_state(path), time.time_ns(), hashlib.sha256()
     try:
         with open(path, "rb", buffering=0) as stream:
@@ -121,7 +122,7 @@ def _hash(path: str, stop: threading.Event) -> tuple[str, list[int], str, bool]:
                     raise InterruptedError(0, "hashing was stopped")  # never the hash of a part
                 digest.update(chunk)
     except OSError as error:
-        raise ValueError(_unreadable(path, error)) from error
+        raise ValueError(_unreadable_message(path, error)) from error
     if file_state(path) != state:
         raise ValueError(f"'{path}' changed while it was hashed. Wait until nothing writes to it and start again.")
     _, _, modified, changed = state
@@ -130,7 +131,7 @@ def _hash(path: str, stop: threading.Event) -> tuple[str, list[int], str, bool]:
     return path, state, digest.hexdigest(), is_settled
 
 
-def _unreadable(path: str | Path, error: Exception) -> str:
+def _unreadable_message(path: str | Path, error: Exception) -> str:
     reason = getattr(error, "strerror", None) or error
     return f"'{path}' cannot be read ({reason}). Check the path, your access rights and whether the disk is mounted."
 
@@ -138,19 +139,19 @@ def _unreadable(path: str | Path, error: Exception) -> str:
 def _memo_path(folder: str) -> Path:
     try:
         cache = default_cache_dir()
-    except RuntimeError:  # no home directory: no folder can be made below this path, and a warning follows
+    except RuntimeError:  # without a home directory, no folder can be created below this path; a warning follows
         cache = Path(os.devnull)
     return cache / "identity" / f"{hashlib.sha256(os.fsencode(folder)).hexdigest()}.json"
 
 
-def _remembered(memo: Path, paths: Iterable[str]) -> dict[str, str]:
-    """The hashes of files that are as they were when the memo was written."""
-    entries = {**_unstored, **_entries(memo)}
+def _read_valid_hashes(memo: Path, paths: Iterable[str]) -> dict[str, str]:
+    """Return the memoized hashes of files that have not changed since."""
+    entries = {**_unstored, **_read_memo(memo)}
     return {path: entries[path][-1] for path in set(paths) & entries.keys() if entries[path][:-1] == file_state(path)}
 
 
-def _entries(memo: Path) -> dict[str, list[Any]]:
-    """Return the content of a memo, state and hash by path, without what is damaged."""
+def _read_memo(memo: Path) -> dict[str, list[Any]]:
+    """Return state and hash by path from a memo, without damaged entries."""
     try:
         entries = dict(json.loads(memo.read_bytes()))
     except (OSError, ValueError, TypeError, RecursionError):
@@ -158,17 +159,17 @@ def _entries(memo: Path) -> dict[str, list[Any]]:
     return {path: entry for path, entry in entries.items() if isinstance(entry, list) and len(entry) == 5}
 
 
-def _remember(memo: Path, entries: Mapping[str, list[Any]]) -> None:
-    """Add to a memo, which other processes see whole or not at all."""
+def _memoize_hashes(memo: Path, entries: Mapping[str, list[Any]]) -> None:
+    """Add entries to a memo atomically."""
     if not entries:
         return
     try:
-        write_atomically(memo, json.dumps({**_entries(memo), **entries}).encode())
+        write_atomically(memo, json.dumps({**_read_memo(memo), **entries}).encode())
     except OSError as error:
         if not _unstored:
             _log.warning(
-                "Content hashes cannot be stored in %s (%s), so that every process hashes these files again. Set"
-                " $LONGCE_CACHE to a folder that you can write to.",
+                "Content hashes cannot be stored in %s (%s), so every process hashes these files again. Set"
+                " $LONGCE_CACHE to a writable folder.",
                 memo.parent,
                 error.strerror,
             )

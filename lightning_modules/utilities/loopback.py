@@ -12,16 +12,16 @@ from torch.distributed import TCPStore
 
 LOOPBACK = "127.0.0.1"
 
-_stores: list[TCPStore] = []  # served as long as this process lives
+_stores: list[TCPStore] = []  # kept alive, because they serve as long as they exist
 
 
 @contextmanager
 def loopback(trainer: Trainer) -> Iterator[None]:
-    """Let the processes of a run on one machine communicate over the loopback interface, within the block.
+    """Make the processes of a run on one machine communicate over the loopback interface, within the block.
 
-    Torch's store listens on all interfaces without authentication. Here it gets a socket that is already bound, and the
-    processes connect to it as they do to the store of torchrun. A ``MASTER_ADDR`` is ignored. If something else starts
-    the processes (torchrun, SLURM), that also decides where the store is.
+    By default, torch's store listens on all interfaces without authentication. Here it gets a socket that is already
+    bound, and the processes connect to it as to the store of torchrun. ``MASTER_ADDR`` is ignored. If another program
+    starts the processes (torchrun, SLURM), that program also places the store.
     """
     names = [f"{backend}_SOCKET_IFNAME" for backend in ("GLOO", "NCCL")]
     names += ["MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"]
@@ -51,8 +51,8 @@ def _use_loopback(trainer: Trainer) -> None:
     except (ValueError, OSError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not a port number"
         raise ValueError(
-            f"`MASTER_PORT` is {wanted!r}, which cannot be used: {reason}. Unset it to use any free port, or set"
-            " another number up to 65535."
+            f"`MASTER_PORT` = {wanted!r} cannot be used: {reason}. Unset it to use any free port, or set another number"
+            " up to 65535."
         ) from error
     port = server.getsockname()[1]
     _stores.append(TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach()))

@@ -1,4 +1,4 @@
-"""A folder of results, on this machine or at an fsspec URL, whose files appear whole or not at all."""
+"""Output folder, local or at an fsspec URL, whose files are written atomically."""
 
 import io
 import uuid
@@ -12,7 +12,7 @@ from lightning_modules.utilities.files import BUILDING, remove_unfinished, write
 
 
 class OutputFolder:
-    """Files of one folder, without subfolders: local (then also ``local``) or at an fsspec URL; it need not exist."""
+    """Folder without subfolders, at an fsspec URL or at the local path ``local``; it need not exist."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -21,23 +21,25 @@ class OutputFolder:
         try:
             self._system, self._root = fsspec.url_to_fs(path if self.local is None else str(self.local))
         except (ImportError, ValueError) as error:
-            raise ValueError(f"Cannot write to '{path}': {error}. Correct the address, or install it.") from error
+            raise ValueError(f"Cannot write to '{path}': {error}. Correct the URL, or install the package.") from error
 
     def __str__(self) -> str:
         return self.path
 
     def check_writable(self) -> None:
-        """Raise a ``ValueError`` if nothing can be written there; makes the folder if needed."""
+        """Create the folder if needed, and raise a ``ValueError`` if it is not writable."""
         probe = f"{self._root}/{BUILDING}{uuid.uuid4().hex}"
         try:
             self._system.makedirs(self._root, exist_ok=True)
             self._system.pipe_file(probe, b"")
             self._system.rm_file(probe)
-        except Exception as error:  # each file system has its own
-            raise ValueError(f"Cannot write to '{self.path}' ({error}). Check the address and your rights.") from error
+        except Exception as error:  # each file system raises its own errors
+            raise ValueError(
+                f"Cannot write to '{self.path}' ({error}). Check the URL and your access rights."
+            ) from error
 
     def names(self, ending: str) -> list[str]:
-        """Return the sorted names of the finished files with that ending that do not start with ``_``."""
+        """Return the sorted names of finished files with this ending, except names that start with ``_``."""
         self._system.invalidate_cache()
         try:
             found = [PurePosixPath(path).name for path in self._system.ls(self._root, detail=False)]
@@ -46,11 +48,11 @@ class OutputFolder:
         return sorted(name for name in found if name.endswith(ending) and not name.startswith((".", "_")))
 
     def open(self, name: str) -> BinaryIO:
-        """Open a file to read its bytes."""
+        """Open a file for reading bytes."""
         return cast(BinaryIO, io.BufferedReader(self._system.open(f"{self._root}/{name}", "rb")))
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a file of which a reader sees all or nothing, also after a kill."""
+        """Write a file atomically."""
         if self.local is not None:
             write_atomically(self.local / name, content)
             return
@@ -59,11 +61,11 @@ class OutputFolder:
         self._system.mv(temporary, f"{self._root}/{name}")
 
     def remove_unfinished(self) -> None:
-        """Remove what killed processes have left in a local folder to which no process writes now."""
+        """Remove unfinished files of killed processes from a local folder; no process may be writing to it."""
         if self.local is not None:
             remove_unfinished(self.local)
 
     def remove(self, name: str) -> None:
-        """Remove a file, if it is there."""
+        """Remove a file if it exists."""
         with suppress(FileNotFoundError):
             self._system.rm_file(f"{self._root}/{name}")

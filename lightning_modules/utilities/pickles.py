@@ -1,4 +1,4 @@
-"""Explain what torch refused to load."""
+"""Explain why torch refused to load a file."""
 
 import pickle
 import re
@@ -7,18 +7,18 @@ import re
 def refused_pickle(error: BaseException) -> str:
     """Return why torch did not load a file with ``weights_only``, as the end of a sentence.
 
-    Torch's own message advises to load the file without, which runs what is in it.
+    Torch's own message recommends loading the file without it, which would run the code in the file.
     """
     reason = first_cause(error)
     if named := re.search(r"GLOBAL (\S+)", reason):
-        return f"holds code and must not be loaded: it would run `{named[1]}`"
+        return f"contains code and must not be loaded: it would run `{named[1]}`"
     if isinstance(error, pickle.UnpicklingError):
-        return f"is torn, or holds more than weights and must not be loaded ({reason})"
+        return f"is torn, or contains more than weights and must not be loaded ({reason})"
     return f"cannot be loaded ({reason})"
 
 
 def first_cause(error: BaseException) -> str:
-    """Return the first line of what an error began with: torch puts its advice around it."""
+    """Return the first line of an error's original cause, without the advice that torch adds."""
     while error.__cause__ or error.__context__:
         error = error.__cause__ or error.__context__ or error
     return next(iter(str(error).strip().splitlines()), "") or repr(error)

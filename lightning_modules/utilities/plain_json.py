@@ -1,11 +1,11 @@
-"""Values as JSON can hold them."""
+"""Conversion of values to JSON."""
 
 import math
 from typing import Any
 
 
 def plain(value: Any) -> Any:
-    """Return a value that JSON can hold: null for NaN and infinity, text for other objects."""
+    """Convert a value for JSON: null for NaN and infinity, text for objects."""
     if isinstance(value, dict):
         return {str(key): plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):

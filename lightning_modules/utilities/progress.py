@@ -1,4 +1,4 @@
-"""How far a long work is: a bar on a terminal, a line in the log every half minute elsewhere."""
+"""Progress of long operations: a bar on a terminal, or a log line every half minute."""
 
 import io
 import logging
@@ -14,7 +14,7 @@ _log = logging.getLogger(__name__)
 
 
 class _LogLines(tqdm):
-    """A bar whose states are lines of a log: a file full of carriage returns is useless."""
+    """Progress bar that writes log lines, because a file full of carriage returns is unreadable."""
 
     def display(self, msg: str | None = None, pos: int | None = None) -> None:
         del pos
@@ -23,11 +23,11 @@ class _LogLines(tqdm):
 
 
 def progress_bar(name: str, *, unit: str, total: int | None = None) -> tqdm:
-    """Return a bar with rate and, if the total is known, time left; only the first of several processes shows it."""
+    """Return a progress bar with rate and, if the total is known, remaining time; only the first process shows it."""
     options: dict[str, Any] = {"desc": name, "unit": unit, "unit_scale": True, "total": total}
     if getattr(rank_zero_only, "rank", 0):
         return tqdm(disable=True)
     if sys.stderr.isatty():
         return tqdm(**options)
-    # No first line at the start, and nothing on the stream that tqdm would end its line on.
+    # No line before the first delay. tqdm itself writes only line ends, which go to a dummy stream.
     return _LogLines(**options, mininterval=LOG_SECONDS, delay=LOG_SECONDS, miniters=1, file=io.StringIO(), leave=False)

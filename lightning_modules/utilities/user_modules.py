@@ -1,7 +1,7 @@
 """Import the user's own classes from the working directory, and nothing else from there.
 
-A folder on ``sys.path`` answers every import: with the working directory there, a file ``wandb.py`` in it would run as
-soon as any library looks for the optional package of that name. Here only a name that the user gives is found in it.
+If the working directory were on ``sys.path``, a file ``wandb.py`` in it would run as soon as any library looks for the
+optional package of that name. Here, only modules that the user names are found in it.
 """
 
 import importlib
@@ -19,11 +19,14 @@ from typing import Any
 from typing_extensions import override
 
 _IMPORTERS = {__name__, "jsonargparse._util", "multiprocessing.spawn"}
-"""Modules that import what the user names: here, in options and configs, and where a worker process unpickles it."""
+"""Modules that import classes the user names: this one, the parser of options and configs, and worker processes."""
 
 
 class UserModules(MetaPathFinder):
-    """Finds modules of one folder, after all installed ones: those that the user names, and those that these import."""
+    """Finder for modules of one folder that the user names, and for the modules that these import.
+
+    Installed modules take precedence.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = str(folder)
@@ -33,7 +36,7 @@ class UserModules(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if path is not None:  # a submodule, which is beside its package
+        if path is not None:  # a submodule, which is found through its package
             return None
         importer = _importing_module(sys._getframe(1))
         if importer not in _IMPORTERS and importer.partition(".")[0] not in self._found:
@@ -54,7 +57,7 @@ def _importing_module(frame: FrameType | None) -> str:
 
 
 def find_user_modules() -> UserModules:
-    """Let the user name classes of modules in the working directory."""
+    """Make modules of the working directory importable by name."""
     finder = UserModules(Path.cwd())
     sys.meta_path.append(finder)
     return finder
@@ -62,16 +65,16 @@ def find_user_modules() -> UserModules:
 
 @contextmanager
 def user_modules() -> Iterator[None]:
-    """Let the user name classes of modules in the working directory, within the block, and keep it off the path.
+    """Make modules of the working directory importable by name within the block, and keep it off ``sys.path``.
 
-    Python puts the working directory first on the path of processes that it starts by ``-c``, as multiprocessing does.
-    Those get the option ``-P``, which prevents that; other processes, such as scripts of a callback, stay as they are.
-    If the folder is on the path of this process (``python -m``), it stays on theirs.
+    Python puts the working directory first on the path of processes started with ``-c``, as multiprocessing does. These
+    get the option ``-P``, which prevents that; other processes, such as scripts of a callback, do not change. If the
+    folder is on the path of this process (``python -m``), it stays on theirs.
     """
     finder, options = find_user_modules(), multiprocessing.util._args_from_interpreter_flags  # type: ignore[attr-defined]
     if not {"", os.getcwd()} & set(sys.path):
         multiprocessing.util._args_from_interpreter_flags = lambda: [*options(), "-P"]  # type: ignore[attr-defined]
-    if sys.flags.safe_path:  # Lightning starts the other processes of a run without the options of this one
+    if sys.flags.safe_path:  # Lightning starts the other processes of a run without this process's options
         os.environ["PYTHONSAFEPATH"] = "1"
     try:
         yield
@@ -81,6 +84,6 @@ def user_modules() -> Iterator[None]:
 
 
 def import_object(path: str) -> Any:
-    """Import what the user names as ``package.module.Name``."""
+    """Import the object at ``package.module.Name``."""
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(module), name)

@@ -1,4 +1,4 @@
-"""Figures of matplotlib in the project's style, as SVG and as pixels."""
+"""Render matplotlib figures in the project's style, as SVG and as pixels."""
 
 import io
 from typing import Any
@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 STYLE: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "longce"}
-"""Settings for ``matplotlib.rc_context``, in which figures are made and written."""
+"""Settings for ``matplotlib.rc_context``, both for drawing and for saving figures."""
 
 
 @matplotlib.rc_context(STYLE)

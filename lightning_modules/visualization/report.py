@@ -1,4 +1,4 @@
-"""Reports made of headings, text, tables and figures: as Markdown, and as HTML that needs no other file."""
+"""Write reports with headings, text, tables and figures, as Markdown and as self-contained HTML."""
 
 import base64
 import html
@@ -27,7 +27,7 @@ class Heading(NamedTuple):
 
 
 class Table(NamedTuple):
-    """Cells as text."""
+    """Table of text cells."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -52,10 +52,10 @@ def write_report(
     *,
     name: str,
 ) -> None:
-    """Write a report with its pictures, as SVG text, into a folder, and the numbers that it is made of.
+    """Write a report, its pictures (SVG text) and its numbers into a folder.
 
-    The files are ``report.md``, ``report.html``, ``figures/*.svg`` and ``NAME.json``, in which values that JSON does
-    not have become null or text.
+    The files are ``report.md``, ``report.html``, ``figures/*.svg`` and ``NAME.json``, where values that JSON does not
+    support become null or text.
     """
     for picture, svg in pictures.items():
         write_atomically(folder / "figures" / f"{picture}.svg", svg.encode())
@@ -65,7 +65,7 @@ def write_report(
 
 
 def as_text_table(table: Table, *, left: Sequence[int] = (0,)) -> str:
-    """Format a table for a terminal; the columns ``left`` are aligned to the left, the others to the right."""
+    """Format a table for a terminal; the columns ``left`` are left-aligned, the others right-aligned."""
     rows = [table.head, *table.rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
@@ -101,28 +101,28 @@ def as_markdown_table(table: Table) -> str:
 
 
 def as_html(title: str, blocks: Sequence[Block], pictures: Mapping[str, str]) -> str:
-    """Format a report as one HTML file with the figures in it."""
+    """Format a report as one HTML file with embedded figures."""
     parts = [f"<h1>{html.escape(title)}</h1>"]
     for block in blocks:
         match block:
             case Heading(text):
                 parts.append(f"<h2>{html.escape(text)}</h2>")
             case Table(head, rows):
-                body = "".join(f"<tr>{_cells(row, 'td')}</tr>" for row in rows)
-                parts.append(f'<div class="wide"><table><tr>{_cells(head, "th")}</tr>{body}</table></div>')
+                body = "".join(f"<tr>{_format_cells(row, 'td')}</tr>" for row in rows)
+                parts.append(f'<div class="wide"><table><tr>{_format_cells(head, "th")}</tr>{body}</table></div>')
             case Picture(name, caption):
                 content = base64.b64encode(pictures[name].encode()).decode()
                 image = f'<img alt="{html.escape(caption)}" src="data:image/svg+xml;base64,{content}">'
                 parts.append(f"<figure>{image}<figcaption>{html.escape(caption)}</figcaption></figure>")
             case text:
-                parts.append(f"<p>{_inline(text)}</p>")
+                parts.append(f"<p>{_format_inline(text)}</p>")
     head = f'<meta charset="utf-8"><title>{html.escape(title)}</title><style>{_STYLE}</style>'
     return f"<!doctype html><html lang=en><head>{head}</head><body>{''.join(parts)}</body></html>\n"
 
 
-def _cells(row: Sequence[str], tag: str) -> str:
-    return "".join(f"<{tag}>{_inline(cell)}</{tag}>" for cell in row)
+def _format_cells(row: Sequence[str], tag: str) -> str:
+    return "".join(f"<{tag}>{_format_inline(cell)}</{tag}>" for cell in row)
 
 
-def _inline(text: str) -> str:
+def _format_inline(text: str) -> str:
     return _CODE.sub(r"<code>\1</code>", html.escape(text))

@@ -133,7 +133,7 @@ def test_a_run_goes_on_where_another_one_ended(run, documents, tmp_path, caplog)
         patch.setattr("datamodules.packing.evaluation_documents.encode_document", tokenised)
         run()
     assert len(read) == 3
-    assert "3 documents are in" in caplog.text
+    assert "already has scores of 3 documents" in caplog.text
     found = rows(output)
     assert [row["key"] for row in found] == [f"d{n}" for n in range(6)]
     assert all(row == first[row["key"]] for row in found if row["key"] in first)
@@ -152,7 +152,7 @@ def test_a_run_goes_on_where_another_one_ended(run, documents, tmp_path, caplog)
     run()
     assert success(output)["documents"] == 7
     assert success(output)["repeated_keys"] == 2
-    assert "2 have a key that others have" in caplog.text
+    assert "2 documents have keys that are not unique" in caplog.text
     run()  # nothing is left to do
     assert len(rows(output)) == success(output)["documents"] == 7
 
@@ -207,7 +207,7 @@ def test_a_source_of_which_too_many_documents_fail_ends_in_a_report(run, documen
     report = (
         r"2 source\(s\) have more failed documents than `data.allowed_failures` = 0.09 allows:\n"
         r"  b\.jsonl: 10 of 40 documents failed \(25\.0%\)\n"
-        r"    8 x no text in 'text', only \['body', 'id'\]\. \(row 30 of 'b\.jsonl'\)\n"
+        r"    8 x no text in 'text': found \['body', 'id'\]\. \(row 30 of 'b\.jsonl'\)\n"
         r"    1 x malformed JSON .* \(row 38 of 'b\.jsonl'\)\n"
         r"    1 x Document 'e' is empty.* \(row 39 of 'b\.jsonl'\)\n"
         r"  books: 1 of 10 documents failed \(10\.0%\)\n"
@@ -248,7 +248,7 @@ def test_a_damaged_file_ends_in_an_error_when_all_else_is_done(run, documents, t
     pages = pyarrow.parquet.ParquetFile(documents / "a.parquet").metadata.row_group(1).column(1).data_page_offset
     (documents / "a.parquet").write_bytes(content[:pages] + bytes(60) + content[pages + 60 :])
     with pytest.raises(
-        ValueError, match=r"1 file\(s\) or parts could not be read.*a\.parquet.*run the same command again"
+        ValueError, match=r"1 file\(s\) or parts of files could not be read.*a\.parquet.*run the same command again"
     ):
         run()
     assert [row["row"] for row in rows(tmp_path / "out")] == [0, 1, 2, 3]
@@ -323,7 +323,7 @@ def test_a_model_that_changes_while_it_is_loaded_is_refused(run, tmp_path, model
         tiny_model("llama", self.backbone.base_model.config.vocab_size, seed=9).save_pretrained(folder)
 
     monkeypatch.setattr(LongContextLM, "configure_model", exported_meanwhile)
-    with pytest.raises(ValueError, match=r"changed while it was loaded\. Start again"):
+    with pytest.raises(ValueError, match=r"changed during loading\. Start again"):
         run(model={"pretrained_model_name_or_path": str(folder)})
     assert not ScoreShards(str(tmp_path / "out")).names()
 
@@ -347,7 +347,7 @@ def test_what_is_scored_is_kept_when_a_run_is_stopped(run, tmp_path, monkeypatch
 
 def test_a_document_that_is_missing_in_the_end_is_noticed(run, tmp_path, monkeypatch):
     monkeypatch.setattr("datamodules.corpus.module.CorpusLoader.read_progress", lambda self: ReadProgress(7, True, []))
-    with pytest.raises(ValueError, match="holds 6 documents, not 7"):
+    with pytest.raises(ValueError, match="has 6 documents instead of 7"):
         run()
     assert not (tmp_path / "out" / SUCCESS).exists()
 
@@ -364,7 +364,7 @@ def test_nothing_is_lost_after_a_warning(run, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(DocumentScoresWriter, "on_predict_batch_end", warned)
     run()
     assert shards == [0, 0, 1, 2, 3, 4]
-    assert "written at once from now on" in capfd.readouterr().err
+    assert "is now written immediately" in capfd.readouterr().err
     assert signal.getsignal(signal.SIGTERM) == handler
 
 
@@ -433,7 +433,7 @@ def test_progress_tells_documents_tokens_and_time_left(run, caplog, monkeypatch)
 def test_what_cannot_be_written_or_goes_with_other_data(run, documents, tmp_path, model_dir):
     table = pyarrow.parquet.read_table(documents / "a.parquet")
     pyarrow.parquet.write_table(table.append_column("tokens", table["n"]), documents / "a.parquet")
-    with pytest.raises(ValueError, match=r"`data.columns` names \['tokens'\]"):
+    with pytest.raises(ValueError, match=r"`data.columns` has \['tokens'\]"):
         run(data={"columns": ["tokens"]})
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="Cannot write"):
@@ -445,7 +445,7 @@ def test_what_cannot_be_written_or_goes_with_other_data(run, documents, tmp_path
     )
     (tmp_path / "a.txt").write_text("a text")
     module = LongContextLM(str(model_dir))
-    with pytest.raises(ValueError, match=r"datamodules\.DocumentCorpus, not TextDataModule"):
+    with pytest.raises(ValueError, match=r"datamodules\.DocumentCorpus, got TextDataModule"):
         trainer.predict(module, datamodule=TextDataModule(str(model_dir), test=str(tmp_path / "a.txt")))
 
 

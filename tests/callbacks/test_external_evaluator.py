@@ -82,7 +82,7 @@ def test_logs_what_the_functions_give(model_dir, evaluator_dir, documents, tmp_p
 
 def test_no_key_token_at_all_is_nan_and_a_counted_warning(model_dir, evaluator_dir, documents, tmp_path):
     callback = ExternalEvaluator(str(evaluator_dir), **{**SETTINGS, "alpha": 1000.0})
-    with pytest.warns(UserWarning, match="4 of 4 val documents have no key token: LongPPL is not a number"):
+    with pytest.warns(UserWarning, match="4 of 4 val documents have no key token: LongPPL is undefined"):
         result = run(model_dir, callback, documents, tmp_path)
     assert math.isnan(result["val/longppl"])
     assert math.isfinite(result["val/perplexity"])
@@ -157,7 +157,7 @@ def test_rows_without_text_only_keep_processes_in_step(model_dir, evaluator_dir,
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
-        ({}, "Give an `evaluator` or `key_spans`"),
+        ({}, "Set either `evaluator` or `key_spans`"),
         ({"evaluator": "./nowhere"}, "nowhere"),
         ({"key_spans": "./nowhere"}, "nowhere"),
         ({"evaluator": "x", "alpha": -1.0}, "alpha"),

@@ -165,7 +165,7 @@ def test_a_length_beyond_the_models_positions_is_told_before_training(setup, tmp
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"tasks": []}, "`tasks` must be a list"), ({"depths": 1}, "2 or more"), ({"lengths": []}, "`lengths`")],
+    [({"tasks": []}, "`tasks` must be a non-empty list"), ({"depths": 1}, "2 or more"), ({"lengths": []}, "`lengths`")],
 )
 def test_bad_settings_are_refused_at_once(settings, message):
     with pytest.raises(ValueError, match=message):

@@ -29,7 +29,7 @@ def test_two_evaluators(model_dir, evaluator_dir, tmp_path, stage):
     (tmp_path / "spans").mkdir()
     first = ExternalEvaluator(str(evaluator_dir), context_length=48, stride=16)
     second = OwnEvaluator(key_spans=str(tmp_path / "spans"))
-    with pytest.raises(ValueError, match=r"2 `ExternalEvaluator` callbacks .*val/longppl.* keep one of them") as caught:
+    with pytest.raises(ValueError, match=r"2 `ExternalEvaluator` callbacks .*val/longppl.* keep one,") as caught:
         check(model_dir, tmp_path, first, second, stage=stage)
     assert f"({str(evaluator_dir)!r} and {str(tmp_path / 'spans')!r})" in str(caught.value)
 
@@ -40,17 +40,17 @@ def test_two_evaluators(model_dir, evaluator_dir, tmp_path, stage):
         (
             lambda: LongContextTasks([GUESS], [48]),
             lambda: LongContextTasks([SEVERAL], [48], every_n_steps=2),
-            r"2 `LongContextTasks` callbacks \(.*Guess and .*Several\) log the same names \(tasks/seconds",
+            r"2 `LongContextTasks` callbacks \(.*Guess and .*Several\) log under the same names \(tasks/seconds",
         ),
         (
             lambda: LongContextTasks(["hellaswag"]),
             lambda: LongContextTasks(["piqa", "arc_easy"], every_n_steps=2),
-            r"2 `LongContextTasks` callbacks \(hellaswag and piqa, arc_easy\) log the same names \(tasks/seconds",
+            r"2 `LongContextTasks` callbacks \(hellaswag and piqa, arc_easy\) log under the same names \(tasks/seconds",
         ),
         (
             lambda: KeyTokenInspector(documents=1),
             lambda: KeyTokenInspector(documents=["a"]),
-            r"2 `KeyTokenInspector` callbacks \(1 and \['a'\]\) log the same names \(val/power_law",
+            r"2 `KeyTokenInspector` callbacks \(1 and \['a'\]\) log under the same names \(val/power_law",
         ),
     ],
 )

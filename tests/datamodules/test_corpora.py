@@ -112,7 +112,7 @@ def test_a_file_without_papers_is_an_error(word_tokenizer, tmp_path):
 
 def test_holdout_must_leave_something(word_tokenizer, tmp_path):
     write(tmp_path / "all.jsonl", record("a"))
-    with pytest.raises(ValueError, match="`holdout` = 2 leaves no document to train on"):
+    with pytest.raises(ValueError, match="`holdout` must be at least 3"):
         module(word_tokenizer, tmp_path, tmp_path / "all.jsonl", holdout=2).prepare_data()
 
 

@@ -163,7 +163,7 @@ def test_what_makes_no_sense_is_refused(corpora, word_tokenizer, byte_tokenizer)
         MixtureDataModule(word_tokenizer, sources={})
     with pytest.raises(ValueError, match="Source 'a' of the mixture: it has no training documents"):
         mixture(corpora, word_tokenizer, changed(corpora, train=None), evaluate_on=["b"]).prepare_data()
-    with pytest.raises(ValueError, match="make token weights, for each source by itself"):
+    with pytest.raises(ValueError, match="compute token weights, one source at a time"):
         mixture(corpora, word_tokenizer).training_rows()
     other = mixture(corpora, word_tokenizer)
     del other.modules["b"].tokenizer_name

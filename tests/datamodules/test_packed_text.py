@@ -113,11 +113,11 @@ def test_weights_of_other_rows_are_refused(word_tokenizer, root, monkeypatch):
     folder = stored(word_tokenizer, root)
     with monkeypatch.context() as patch:
         patch.setattr(Folders, "_token_store", None)  # found before anything is tokenised
-        with pytest.raises(ValueError, match="`sequence_length` 3, not 2"):
+        with pytest.raises(ValueError, match="`sequence_length` = 3, not 2"):
             ready(word_tokenizer, root, sequence_length=2, influence=folder)
-    with pytest.raises(ValueError, match="`isolate_documents` True, not False"):
+    with pytest.raises(ValueError, match="`isolate_documents` = True, not False"):
         ready(word_tokenizer, root, isolate_documents=False, influence=folder)
-    with pytest.raises(ValueError, match="rows that were packed otherwise"):
+    with pytest.raises(ValueError, match="differently packed sequences"):
         ready(word_tokenizer, root, packing="best_fit", influence=folder)
     (root / "train" / "0.txt").write_text("a b c d e f g")
     with pytest.raises(ValueError, match="other training text"):

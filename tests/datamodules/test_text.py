@@ -122,7 +122,7 @@ def test_hub_datasets_and_what_is_asked_of_them(word_tokenizer):
 def test_what_makes_no_sense_is_refused(tmp_path, word_tokenizer):
     module = functools.partial(TextDataModule, word_tokenizer)
     (tmp_path / "x.jsonl").touch()
-    with pytest.raises(ValueError, match="Set it to 3 or more"):
+    with pytest.raises(ValueError, match="`holdout` must be at least 3"):
         module(train=str(tmp_path / "x.jsonl"), holdout=2).source("train")
     (tmp_path / "x.jsonl").unlink()
     for more in ({"validation": "y"}, {"test": "y"}, {"train": None}):
@@ -137,7 +137,7 @@ def test_what_makes_no_sense_is_refused(tmp_path, word_tokenizer):
     write_corpus(tmp_path, ".jsonl")
     with pytest.raises(ValueError, match=r"different kinds, such as 0\.txt and x\.jsonl"):
         module(train=str(tmp_path)).source("train")
-    with pytest.raises(FileNotFoundError, match="no local file or folder"):
+    with pytest.raises(FileNotFoundError, match="not a local file or folder"):
         module(train=str(tmp_path / "none.jsonl")).source("train").fingerprint()
 
 

@@ -104,7 +104,7 @@ def test_checkpoints(tmp_path, marker, monkeypatch, forced):
         lambda: CheckedCheckpointIO().load_checkpoint(path, weights_only=None),
         lambda: export_checkpoint(str(path), str(tmp_path / "out")),
     ):
-        with pytest.raises(ValueError, match=r"x\.ckpt.* holds code and must not be loaded") as refused:
+        with pytest.raises(ValueError, match=r"x\.ckpt.* contains code and must not be loaded") as refused:
             load()
         assert "weights_only" not in str(refused.value)
     works(marker, lambda: torch.load(path, weights_only=False))
@@ -219,11 +219,11 @@ def test_pickled_weights_of_models_and_adapters(tmp_path, marker, model_dir, mon
     for forced in ("0", "1"):
         monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", forced)
         with pytest.raises(
-            ValueError, match=r"holds code and must not be loaded: it would run `posix\.mkdir`"
+            ValueError, match=r"contains code and must not be loaded: it would run `posix\.mkdir`"
         ) as refused:
             load_backbone(ModelConfig(str(folder)))
         assert "weights_only" not in str(refused.value)
-        with pytest.raises(ValueError, match="holds code"):
+        with pytest.raises(ValueError, match="contains code"):
             check_weight_files(str(folder))  # before another model is loaded and scores
     works(marker, lambda: torch.load(folder / "pytorch_model.bin", weights_only=False))
     marker.rmdir()
@@ -293,7 +293,7 @@ def test_stored_scores_and_tokens(tmp_path, marker, model_dir):
     secret.write_bytes(b"12345678")
     manifest = {"bytes": {"../secret": 8}, "crc32": {"../secret": 0}, "dtype": "O"}
     (store / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(ValueError, match=r"manifest\.json is not what was written"):
+    with pytest.raises(ValueError, match=r"manifest\.json does not match its checksum"):
         TokenStore(store)
     works(marker, lambda: pickle.loads(pickled))
 

@@ -1,1 +1,1 @@
-"""Perplexities of many models against their benchmark scores."""
+"""Correlate perplexities of many models with their benchmark scores."""

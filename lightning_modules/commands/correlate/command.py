@@ -1,4 +1,4 @@
-"""``longce correlate``: correlate perplexities with benchmark scores over models, and report which are left out."""
+"""``longce correlate``: correlate perplexities with benchmark scores over models."""
 
 import math
 import re
@@ -40,15 +40,16 @@ def correlate(
     models = join(read_results(files))
     values = models.values
     chosen, against = choose_names(metrics, models, "metrics"), choose_names(scores, models, "scores")
-    pairs = [_pair(values, metric, score) for score in against for metric in chosen]
+    pairs = [_correlate_pair(values, metric, score) for score in against for metric in chosen]
     _check_enough(pairs)
     folder = writable_folder(Path(output).expanduser(), remedy="Name another one by `--output`.")
     names = _file_names(against)
     pictures = {
-        names[score]: _scatter([pair for pair in pairs if pair.score == score], values, log_axis) for score in against
+        names[score]: _draw_scatter([pair for pair in pairs if pair.score == score], values, log_axis)
+        for score in against
     }
-    table = Table(_HEAD, [_row(pair) for pair in pairs])
-    left_out = _left_out(pairs)
+    table = Table(_HEAD, [_format_pair(pair) for pair in pairs])
+    left_out = _describe_left_out(pairs)
     columns = [*chosen, *against]
     cells = [(model, *(f"{own[name]:.4g}" if name in own else "" for name in columns)) for model, own in values.items()]
     blocks: list[Block] = [
@@ -68,21 +69,21 @@ def correlate(
 
 
 class Pair(NamedTuple):
-    """A perplexity and a score, with the models that have both, and why each of the others does not count."""
+    """Perplexity and score, with the models that have both and the reasons why others are left out."""
 
     metric: str
     score: str
     models: list[str]
     left_out: dict[str, str]
-    undefined: str = ""  # why the correlation does not exist
+    undefined: str = ""  # why the correlation is undefined
     pearson: float = math.nan
     pearson_interval: Interval | None = None
     spearman: float = math.nan
     spearman_interval: Interval | None = None
 
 
-def _pair(values: Values, metric: str, score: str) -> Pair:
-    problems = {model: [_problem(entry, name) for name in (metric, score)] for model, entry in values.items()}
+def _correlate_pair(values: Values, metric: str, score: str) -> Pair:
+    problems = {model: [_find_problem(entry, name) for name in (metric, score)] for model, entry in values.items()}
     left_out = {model: ", ".join(filter(None, found)) for model, found in problems.items() if any(found)}
     kept = [model for model in values if model not in left_out]
     x, y = ([values[model][name] for model in kept] for name in (metric, score))
@@ -93,7 +94,7 @@ def _pair(values: Values, metric: str, score: str) -> Pair:
         return Pair(metric, score, kept, left_out, str(error))
 
 
-def _problem(entry: Mapping[str, float], name: str) -> str:
+def _find_problem(entry: Mapping[str, float], name: str) -> str:
     """Return why a value cannot be correlated; empty if it can."""
     if name not in entry:
         return f"no {name}"
@@ -105,13 +106,13 @@ def _check_enough(pairs: Sequence[Pair]) -> None:
     if len(best.models) < MIN_MODELS:
         reasons = "; ".join(f"{model}: {reason}" for model, reason in best.left_out.items())
         raise ValueError(
-            f"A correlation needs at least {MIN_MODELS} models that have both values, and {best.metric} and"
-            f" {best.score} have {len(best.models)}. Left out: {reasons or 'none'}. Give results of more models;"
-            " NAME=FILE makes names agree."
+            f"A correlation needs at least {MIN_MODELS} models with both values, but {best.metric} and {best.score}"
+            f" have {len(best.models)}. Left out: {reasons or 'none'}. Add results of more models; NAME=FILE renames a"
+            " model."
         )
 
 
-def _row(pair: Pair) -> tuple[str, ...]:
+def _format_pair(pair: Pair) -> tuple[str, ...]:
     first = pair.score, pair.metric, str(len(pair.models))
     if pair.pearson_interval is None or pair.spearman_interval is None:
         return (*first, pair.undefined, "")
@@ -119,8 +120,8 @@ def _row(pair: Pair) -> tuple[str, ...]:
     return (*first, f"{pair.pearson:.2f} {ranges[0]}", f"{pair.spearman:.2f} {ranges[1]}")
 
 
-def _left_out(pairs: Sequence[Pair]) -> list[str]:
-    """Write a sentence for each model that is left out, with all reasons."""
+def _describe_left_out(pairs: Sequence[Pair]) -> list[str]:
+    """Return a sentence for each model that is left out, with all reasons."""
     reasons: dict[str, dict[str, None]] = {}
     for pair in pairs:
         for model, reason in pair.left_out.items():
@@ -135,10 +136,10 @@ def _file_names(scores: Sequence[str]) -> dict[str, str]:
     return dict(zip(scores, unique, strict=True))
 
 
-def _scatter(pairs: Sequence[Pair], values: Values, log_axis: bool) -> str:
-    """Plot a score against each perplexity as SVG, with a legend: names beside the points would cover each other."""
+def _draw_scatter(pairs: Sequence[Pair], values: Values, log_axis: bool) -> str:
+    """Plot a score against each perplexity as SVG, with a legend because names next to points would overlap."""
     models = list(dict.fromkeys(model for pair in pairs for model in pair.models))
-    # Color and marker change together, so that dozens of models differ.
+    # Cycle colors and markers together, so that dozens of models look different.
     looks = dict(zip(models, zip(cycle(_COLORS), cycle(_MARKERS), strict=False), strict=False))
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(4.6 * len(pairs) + 1.5, 3.8), layout="constrained")

@@ -14,18 +14,18 @@ Interval = tuple[float, float]  # lower and upper percentile
 
 
 def pearson(x: ArrayLike, y: ArrayLike) -> float:
-    """Compute Pearson's correlation of ``[N]`` values, one per model, in float64; refuse values without one.
+    """Compute Pearson's correlation of ``[N]`` values, one per model, in float64; an error if it is undefined.
 
     Example:
         >>> round(pearson([1, 2, 3], [3, 2, 2]), 3)
         -0.866
     """
-    return float(stats.pearsonr(*_checked(x, y)).statistic)
+    return float(stats.pearsonr(*_check_values(x, y)).statistic)
 
 
 def spearman(x: ArrayLike, y: ArrayLike) -> float:
     """Compute Spearman's rank correlation, as `pearson`; equal values share their mean rank."""
-    return float(stats.spearmanr(*_checked(x, y)).statistic)
+    return float(stats.spearmanr(*_check_values(x, y)).statistic)
 
 
 def bootstrap_interval(x: ArrayLike, y: ArrayLike, kind: Literal["pearson", "spearman"] = "spearman") -> Interval:
@@ -33,19 +33,19 @@ def bootstrap_interval(x: ArrayLike, y: ArrayLike, kind: Literal["pearson", "spe
 
     Models of one family are not independent draws, so the true uncertainty is larger.
     """
-    x, y = _checked(x, y)
+    x, y = _check_values(x, y)
     drawn = np.random.default_rng(_SEED).integers(len(x), size=(_DRAWS, len(x)))
     xs, ys = x[drawn], y[drawn]
     if kind == "spearman":
         xs, ys = stats.rankdata(xs, axis=1), stats.rankdata(ys, axis=1)
-    with warnings.catch_warnings():  # resamples of equal values have no correlation, and do not count
+    with warnings.catch_warnings():  # resamples of equal values have no correlation and do not count
         warnings.simplefilter("ignore", stats.ConstantInputWarning)
         values = stats.pearsonr(xs, ys, axis=1).statistic
     low, high = np.nanquantile(values, [(1 - _CONFIDENCE) / 2, (1 + _CONFIDENCE) / 2]).tolist()
     return low, high
 
 
-def _checked(x: ArrayLike, y: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _check_values(x: ArrayLike, y: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     x, y = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
     if len(x) < MIN_MODELS:
         raise ValueError(f"{len(x)} models are too few")

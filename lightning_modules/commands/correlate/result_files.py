@@ -1,4 +1,4 @@
-"""Read what commands of this project, and others, measured of models."""
+"""Read the results of models that this project's commands and other tools measured."""
 
 import csv
 import io
@@ -19,18 +19,18 @@ _PROMPTS = ("num_fewshot", "limit", "truncation")
 
 
 class Measured(NamedTuple):
-    """Values of a model that a file reports."""
+    """Values of a model from one file."""
 
     place: str  # file, with the line if it has several
     model: str  # name, hub id or folder
-    values: dict[str, float]  # by name; NaN for what was measured and is not a number
+    values: dict[str, float]  # by name; NaN if the measurement is not a number
     main: tuple[str, ...]  # names of the values that summarize the others, such as an average over tasks
-    settings: dict[str, dict[str, Any]]  # for each value what it depends on: those of other settings are not comparable
+    settings: dict[str, dict[str, Any]]  # settings on which each value depends, and which must be equal to compare it
     ours: bool = False  # whether the file is a result of ``longce evaluate``
 
 
 def read_results(words: Sequence[str]) -> list[Measured]:
-    """Read what files report, one entry per file and model.
+    """Read result files, with one entry per file and model.
 
     Each word is a file, a folder of ``longce evaluate`` or of other ``.csv`` and ``.json`` files, or ``NAME=FILE`` for
     results of a single model, which gets this name. The files are JSON of ``longce score --output``, ``results.json``
@@ -50,15 +50,15 @@ def _read_word(word: str) -> list[Measured]:
     renamed = bool(equals) and not Path(word).expanduser().exists()
     files = _find_files(Path(path if renamed else word).expanduser())
     if not files or (renamed and not name):
-        raise ValueError(f"No results at '{word}': give .json or .csv files, folders of them, or NAME=FILE.")
+        raise ValueError(f"No results at '{word}': name .json or .csv files, folders of them, or NAME=FILE.")
     entries = [entry for file in files for entry in _read_file(file)]
     if renamed:
         if (models := len({entry.model for entry in entries})) != 1:
-            raise ValueError(f"'{path}' reports {models} models: rename them in the file, not by '{name}='.")
+            raise ValueError(f"'{path}' has {models} models: rename them in the file instead of by '{name}='.")
         entries = [entry._replace(model=name) for entry in entries]
     for entry in entries:
         if not entry.model:
-            raise ValueError(f"{entry.place} does not name its model: give NAME={word}.")
+            raise ValueError(f"{entry.place} does not name its model: use NAME={word}.")
     return entries
 
 
@@ -70,7 +70,7 @@ def _find_files(path: Path) -> list[Path]:
 
 
 def _read_file(file: Path) -> list[Measured]:
-    """Read a file; ``model`` is empty where the file does not name it."""
+    """Read a file; ``model`` is empty if the file does not name it."""
     try:
         text = file.read_text(encoding="utf-8-sig")
         if file.suffix == ".csv":
@@ -79,37 +79,35 @@ def _read_file(file: Path) -> list[Measured]:
         for reader, names in _READERS:
             if names <= content.keys():
                 return [reader(file, content)]
-        return [_plain(str(file), model, entry) for model, entry in content.items()]
+        return [_parse_values(str(file), model, entry) for model, entry in content.items()]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = error if isinstance(error, ValueError) else "a part is missing or has another form"
+        reason = error if isinstance(error, ValueError) else "a key is missing or has the wrong type"
         raise ValueError(
             f"'{file}' is not JSON or CSV of results: {reason}. It must be a dictionary of models, each a dictionary of"
             " benchmarks and scores, a table of models, or a result of `longce score` or `longce evaluate`."
         ) from error
 
 
-def _score(file: Path, content: Mapping[str, Any]) -> Measured:
+def _read_score(file: Path, content: Mapping[str, Any]) -> Measured:
     settings = dict(content.get("settings") or {})
-    values = {name: _number(name, content[name]) for name in ("longppl", "perplexity")}
+    values = {name: _parse_number(name, content[name]) for name in ("longppl", "perplexity")}
     depends_on = {"longppl": settings, "perplexity": {name: settings[name] for name in _TEXTS if name in settings}}
     return Measured(str(file), str(content.get("model") or ""), values, tuple(values), depends_on)
 
 
-def _evaluation(file: Path, content: Mapping[str, Any]) -> Measured:
+def _read_evaluation(file: Path, content: Mapping[str, Any]) -> Measured:
     """Read ``longce evaluate``: each task by length, and means over the lengths of tasks, of RULER and of LongEval."""
     if content.get("missing"):
-        raise ValueError(
-            f"it lacks the results of {content['missing']} questions: the same `longce evaluate` puts them"
-        )
+        raise ValueError(f"{content['missing']} questions have no result: run the same `longce evaluate` to ask them")
     tasks = {
-        task: {int(length): _number(task, cell["mean"]) for length, cell in lengths.items()}
+        task: {int(length): _parse_number(task, cell["mean"]) for length, cell in lengths.items()}
         for task, lengths in content["tasks"].items()
     }
-    means = {"average": {int(length): _number("average", value) for length, value in content["average"].items()}}
+    means = {"average": {int(length): _parse_number("average", value) for length, value in content["average"].items()}}
     if longeval := next((tasks[task] for task in GROUPS["longeval"] if task in tasks), None):
         means = {"LongEval": longeval} | means
     told = {"by": "evaluate"} | {name: value for name, value in content["settings"].items() if name in _QUESTIONS}
-    # A mean over other lengths is another value.
+    # Means over different lengths are not comparable.
     lengths = told | {"lengths": sorted({length for scores in tasks.values() for length in scores})}
     values: dict[str, float] = {}
     settings: dict[str, dict[str, Any]] = {}
@@ -124,17 +122,17 @@ def _evaluation(file: Path, content: Mapping[str, Any]) -> Measured:
             values[at_length], settings[at_length] = score, told
     for name in ("weighted_inc", "weighted_dec", "answer_perplexity", "other_perplexity"):
         if content.get(name) is not None:
-            values[name], settings[name] = _number(name, content[name]), lengths
+            values[name], settings[name] = _parse_number(name, content[name]), lengths
     main = tuple(name for name in ("RULER", "LongEval") if name in values) or ("average",)
     return Measured(str(file), str(content.get("model") or ""), values, main, settings, ours=True)
 
 
-def _harness(file: Path, content: Mapping[str, Any]) -> Measured:
+def _read_harness(file: Path, content: Mapping[str, Any]) -> Measured:
     """Read tasks of lm-evaluation-harness: scores of sets in percent, metrics of tasks and groups as they are."""
-    values = {name: _number(name, value) for name, value in content["scores"].items()}
+    values = {name: _parse_number(name, value) for name, value in content["scores"].items()}
     metrics = {name: entry["metrics"] for name, entry in content["tasks"].items()} | content["groups"]
     tasks = {
-        f"{task}/{key.removesuffix(',none')}": _number(task, value)
+        f"{task}/{key.removesuffix(',none')}": _parse_number(task, value)
         for task, entry in metrics.items()
         for key, value in entry.items()
         if "_stderr," not in key
@@ -151,9 +149,9 @@ def _harness(file: Path, content: Mapping[str, Any]) -> Measured:
 
 # Readers of our results, and the keys by which each kind is recognized.
 _READERS = (
-    (_score, {"longppl", "documents"}),
-    (_harness, {"tasks", "groups", "scores"}),
-    (_evaluation, {"tasks", "average"}),
+    (_read_score, {"longppl", "documents"}),
+    (_read_harness, {"tasks", "groups", "scores"}),
+    (_read_evaluation, {"tasks", "average"}),
 )
 
 
@@ -161,26 +159,26 @@ def _csv_entries(file: Path, text: str) -> list[Measured]:
     rows = csv.DictReader(io.StringIO(text, newline=""))
     rows.fieldnames = names = [name.strip() for name in rows.fieldnames or ()]
     if "model" not in names or len(set(names)) < len(names):
-        raise ValueError(f"it has no column 'model', or names a column twice: {names}")
+        raise ValueError(f"it has no column 'model', or duplicate columns: {names}")
     entries = []
     for row in rows:
         place = f"{file}:{rows.line_num}"
         if None in row:
-            raise ValueError(f"{place} has more than {len(names)} cells: quote cells that hold a comma")
+            raise ValueError(f"{place} has more than {len(names)} cells: quote cells that contain a comma")
         values = {name: cell.strip() for name, cell in row.items() if cell and cell.strip()}
-        entries.append(_plain(place, values.pop("model", ""), values))
+        entries.append(_parse_values(place, values.pop("model", ""), values))
     if not entries:
-        raise ValueError("it names columns and holds no model")
+        raise ValueError("it has columns but no model")
     return entries
 
 
-def _plain(place: str, model: str, entry: Mapping[str, Any]) -> Measured:
-    values = {name: _number(f"{place}: '{name}'", value) for name, value in entry.items() if value is not None}
+def _parse_values(place: str, model: str, entry: Mapping[str, Any]) -> Measured:
+    values = {name: _parse_number(f"{place}: '{name}'", value) for name, value in entry.items() if value is not None}
     return Measured(place, model, values, tuple(values), {})
 
 
-def _number(name: str, value: Any) -> float:
-    """Read a number; our files write NaN as null."""
+def _parse_number(name: str, value: Any) -> float:
+    """Convert a value to a number; our result files have null for NaN."""
     try:
         return math.nan if value is None else float(value)
     except (TypeError, ValueError):

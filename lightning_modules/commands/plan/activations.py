@@ -57,13 +57,13 @@ def activation_bytes(
     """
 
     def train(layers: int, *, checkpointing: bool) -> tuple[float, float, float]:
-        return _train(meta_backbone(config, dtype=dtype, lora=lora, layers=layers), autocast, checkpointing)
+        return _run_training(meta_backbone(config, dtype=dtype, lora=lora, layers=layers), autocast, checkpointing)
 
     (one, _, hidden), (two, _, _) = (train(layers, checkpointing=False) for layers in (1, 2))
     (one_input, peak, _), (two_inputs, _, _) = (train(layers, checkpointing=True) for layers in (1, 2))
     scored = meta_backbone(config, dtype=dtype, lora=lora, layers=1)
     with _fake_tensors(scored), TokenMemory(TOKENS) as memory, torch.no_grad():
-        _forward(scored, autocast)
+        _run_forward(scored, autocast)
     text = config.get_text_config(decoder=True)
     head_dim = getattr(text, "v_head_dim", None) or getattr(text, "head_dim", None)
     width = text.num_attention_heads * (head_dim or text.hidden_size // text.num_attention_heads)
@@ -126,23 +126,23 @@ class TokenMemory(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
-                self._count(tensor.untyped_storage())
+                self._add_storage(tensor.untyped_storage())
         return result
 
-    def _count(self, storage: torch.UntypedStorage) -> None:
+    def _add_storage(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
         if key in self._known or size == 0 or size % self.tokens:
             return
-        self._known[key] = weakref.ref(storage, lambda _: self._forget(key, size))
+        self._known[key] = weakref.ref(storage, lambda _: self._remove_storage(key, size))
         self.alive += size
         self.peak = max(self.peak, self.alive)
 
-    def _forget(self, key: int, size: int) -> None:
+    def _remove_storage(self, key: int, size: int) -> None:
         del self._known[key]
         self.alive -= size
 
 
-def _train(backbone: Backbone, autocast: torch.dtype | None, checkpointing: bool) -> tuple[float, float, float]:
+def _run_training(backbone: Backbone, autocast: torch.dtype | None, checkpointing: bool) -> tuple[float, float, float]:
     """Return bytes per token kept by the forward pass, at the peak of both passes, and of the hidden states."""
     if checkpointing:
         settings = {"use_reentrant": False, "preserve_rng_state": False}
@@ -151,13 +151,13 @@ def _train(backbone: Backbone, autocast: torch.dtype | None, checkpointing: bool
     # The input of every layer but the first has a gradient, also with LoRA.
     backbone.base_model.get_input_embeddings().weight.requires_grad_()
     with _fake_tensors(backbone), TokenMemory(TOKENS) as memory:
-        hidden_states = _forward(backbone, autocast)
+        hidden_states = _run_forward(backbone, autocast)
         kept, size = memory.alive, hidden_states.untyped_storage().nbytes()
         torch.autograd.backward(hidden_states, torch.empty_like(hidden_states))
     return kept / TOKENS, (memory.peak - 2 * size) / TOKENS, size / TOKENS
 
 
-def _forward(backbone: Backbone, autocast: torch.dtype | None) -> Tensor:
+def _run_forward(backbone: Backbone, autocast: torch.dtype | None) -> Tensor:
     tokens = torch.zeros(1, TOKENS, dtype=torch.long)
     try:
         with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):

@@ -57,7 +57,7 @@ def attention_pairs(tokens: int, window: int | None = None) -> float:
 def forward_flops(shape: ModelShape, tokens: int, scored: float) -> Flops:
     """Count a pass over one document that keeps nothing and computes the logits of ``scored`` tokens."""
     gemm = 2.0 * tokens * shape.layer_weights + 2.0 * scored * shape.head_weights
-    return Flops(gemm, _attention(shape, tokens))
+    return Flops(gemm, _attention_flops(shape, tokens))
 
 
 def short_pass_flops(shape: ModelShape, tokens: int, context_length: int, stride: int) -> Flops:
@@ -75,7 +75,7 @@ def short_pass_flops(shape: ModelShape, tokens: int, context_length: int, stride
 
 def ce_step_flops(shape: ModelShape, tokens: int, checkpointing: Checkpointing) -> Flops:
     """Count cross entropy of one document, forward and backward; the backward pass computes the logits again."""
-    attention = _attention(shape, tokens)
+    attention = _attention_flops(shape, tokens)
     forwards = 1 if checkpointing == "none" else 2
     gemm = 2.0 * tokens * ((forwards + 1) * shape.layer_weights + shape.trained_layer_weights)
     # Logits, logits again, gradient of the hidden states, and that of the head.
@@ -102,5 +102,5 @@ def scoring_flops(
     return total if shared_pass else total + forward_flops(model, tokens, tokens - 1)
 
 
-def _attention(shape: ModelShape, tokens: int) -> float:
+def _attention_flops(shape: ModelShape, tokens: int) -> float:
     return shape.pair_flops * math.fsum(attention_pairs(tokens, window) for window in shape.windows)

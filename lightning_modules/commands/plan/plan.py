@@ -1,4 +1,4 @@
-"""FLOPs, time, memory and cost of an experiment on given GPUs, before anyone rents one."""
+"""Estimate FLOPs, time, memory and cost of an experiment on given GPUs."""
 
 import math
 from dataclasses import asdict, replace
@@ -32,16 +32,16 @@ LORA = {"r": 8, "target_modules": "all-linear"}
 FSDP = "configs/strategies/fsdp.yaml: FSDP2"
 
 BASIS = (
-    "Computed: operations of all matrix products and of causal attention, from the modules of the model; bytes of"
-    " activations from running it on tensors without data, with flash attention. Nothing was measured on a GPU.",
+    "Computed: FLOPs of all matrix products and of causal attention, from the modules of the model; bytes of"
+    " activations, from running the model on tensors without data, with flash attention. Nothing is measured on a GPU.",
     "Assumed: these rates, the CUDA context and fragmentation; one document per sequence; no time"
-    " for anything else (norms, optimizer, data, communication, validation), so that real steps are slower.",
+    " for anything else (norms, optimizer, data, communication, validation), so real steps are slower.",
     "The paper's column is wall-clock time of the authors' code (Table 7: Llama-2-7B, 32k tokens).",
 )
 
 
 class Planner:
-    """Computes the plan of one experiment on one kind of card; its price per hour is in any currency."""
+    """Planner of one experiment on one kind of GPU; the price per GPU hour is in any currency."""
 
     def __init__(self, experiment: Experiment, gpu: GPU, price_per_gpu_hour: float | None = None) -> None:
         self.experiment, self.gpu, self.price = experiment, gpu, price_per_gpu_hour
@@ -49,13 +49,13 @@ class Planner:
         self._models: dict[str, tuple[ModelShape, ActivationBytes]] = {}
         self.shape = self._trained_model(training, experiment.lora)[0]
         self.cross_entropy = ce_step_flops(self.shape, training.tokens, training.checkpointing)
-        # Sequences of a step; a fraction of one where GPUs share sequences.
+        # Sequences per step and GPU; a fraction if GPUs split sequences.
         self.rows_per_gpu = experiment.accumulated * training.rows / training.sequence_parallel_size
 
     def plan(self) -> dict[str, Any]:
-        """Return all figures as plain numbers: TFLOP are 1e12 operations, memory is in GiB."""
+        """Return all estimates as plain numbers: TFLOP are 1e12 operations, memory is in GiB."""
         training = self.training
-        # The configured (K, d), then those of the paper, where they fit the sequence.
+        # The configured (K, d), then those of the paper that fit into the sequence.
         pairs = dict.fromkeys([(training.context_length, training.stride), *PAPER_OVERHEAD])
         names = ("objective", "window_share", "stored_influence", "max_steps", "precision", "optimizer", "lora")
         settings = {name: getattr(self.experiment, name) for name in names} | asdict(training)
@@ -65,17 +65,17 @@ class Planner:
             "gpu": {**self.gpu._asdict(), "count": training.gpus},
             "run": {**run, "rows_per_step": round(training.gpus * self.rows_per_gpu)},
             "notes": list(self.experiment.notes),
-            "training": [self._step(*pair) for pair in pairs if sum(pair) < training.tokens],
-            "cost": self._cost(),
-            "memory": self._memory(),
-            "scoring": self._scoring(),
+            "training": [self._plan_step(*pair) for pair in pairs if sum(pair) < training.tokens],
+            "cost": self._plan_cost(),
+            "memory": self._plan_memory(),
+            "scoring": self._plan_scoring(),
             "assumed": {**EFFICIENCY, "context_gib": CONTEXT_GIB, "fragmentation": FRAGMENTATION},
             "basis": list(BASIS),
         }
 
     # -------------------------------------------------------------------------------------------------------- training
 
-    def _step(self, context_length: int, stride: int) -> dict[str, Any]:
+    def _plan_step(self, context_length: int, stride: int) -> dict[str, Any]:
         ce, short = self.cross_entropy, self._short_pass(context_length, stride)
         pair, paper = (context_length, stride), self.training.tokens == PAPER_TOKENS
         return {
@@ -94,15 +94,15 @@ class Planner:
         whole = short_pass_flops(self.shape, self.training.tokens, context_length, stride)
         return whole * self.experiment.window_share
 
-    def _cost(self) -> dict[str, Any]:
-        """Return the bill of cross entropy, and of the configured objective if it is another one."""
+    def _plan_cost(self) -> dict[str, Any]:
+        """Return the cost of cross entropy, and of the configured objective if it is another one."""
         training, flops = self.training, {"cross entropy": self.cross_entropy}
         if self.experiment.objective != "CrossEntropy":
             short = self._short_pass(training.context_length, training.stride) * float(training.short_pass)
             flops[self.experiment.objective] = self.cross_entropy + short
-        return {name: self._bill(self.rows_per_gpu * seconds(step, self.gpu)) for name, step in flops.items()}
+        return {name: self._describe_cost(self.rows_per_gpu * seconds(step, self.gpu)) for name, step in flops.items()}
 
-    def _bill(self, step: float) -> dict[str, Any]:
+    def _describe_cost(self, step: float) -> dict[str, Any]:
         gpus, steps = self.training.gpus, self.experiment.max_steps
         hours = None if steps is None else steps * step / 3600
         price = None if self.price is None else self.price * step * gpus / 3600
@@ -117,18 +117,18 @@ class Planner:
 
     # ---------------------------------------------------------------------------------------------------------- memory
 
-    def _memory(self) -> dict[str, Any]:
+    def _plan_memory(self) -> dict[str, Any]:
         training, lora = self.training, self.experiment.lora
         result = self._describe_memory(training_memory(*self._trained_model(training, lora), training))
         if not result["fits"]:
-            # The smallest single change of each kind that makes the run fit.
+            # Suggest the smallest single change of each kind that makes the run fit.
             fitting: dict[str, dict[str, Any]] = {}
             for change in possible_changes(training, lora, self.gpu):
                 changed = replace(training, **change.training)
                 needed = training_memory(*self._trained_model(changed, change.lora or lora), changed).needed / GIB
                 if needed <= (change.gpu or self.gpu).memory:
                     fitting.setdefault(change.kind, {"change": change.text, "needed": needed})
-            result["remedies"] = list(fitting.values())
+            result["suggestions"] = list(fitting.values())
         return result
 
     def _describe_memory(self, memory: Memory) -> dict[str, Any]:
@@ -143,16 +143,16 @@ class Planner:
         }
 
     def _trained_model(self, training: Training, lora: dict[str, Any] | None) -> tuple[ModelShape, ActivationBytes]:
-        return self._model(self.experiment.config, training.dtype, training.autocast, lora)
+        return self._measure_model(self.experiment.config, training.dtype, training.autocast, lora)
 
-    def _model(
+    def _measure_model(
         self,
         config: PreTrainedConfig,
         dtype: torch.dtype,
         autocast: torch.dtype | None = None,
         lora: dict[str, Any] | None = None,
     ) -> tuple[ModelShape, ActivationBytes]:
-        """Return the sizes of a model and its activations, which take a second or two."""
+        """Return the sizes of a model and of its activations; cached, because this takes a second or two."""
         key = repr((id(config), dtype, autocast, lora))
         if key not in self._models:
             activations = activation_bytes(config, dtype=dtype, autocast=autocast, lora=lora)
@@ -161,24 +161,24 @@ class Planner:
 
     # --------------------------------------------------------------------------------------------------------- scoring
 
-    def _scoring(self) -> dict[str, Any]:
-        """Plan LongPPL of one document as long as a training sequence."""
+    def _plan_scoring(self) -> dict[str, Any]:
+        """Estimate LongPPL of one document that is as long as a training sequence."""
         evaluator, tokens, config = self.experiment.evaluator, self.training.tokens, self.experiment.config
         settings, dtype = evaluator or self.training, stored_dtype(config)
         pair = (settings.context_length, settings.stride)
-        model, activations = self._model(config, dtype)
+        model, activations = self._measure_model(config, dtype)
         shared = scoring_flops(model, model, tokens, *pair, shared_pass=True)
         passes = [
-            {**self._pass("perplexity", model, forward_flops(model, tokens, tokens - 1)), "overhead": None},
-            self._pass("evaluator == model", model, shared),
+            {**self._describe_pass("perplexity", model, forward_flops(model, tokens, tokens - 1)), "overhead": None},
+            self._describe_pass("evaluator == model", model, shared),
         ]
         memory = {"model": scoring_memory(model, activations, tokens, dtype)}
         result: dict[str, Any] = {"document_tokens": tokens, "passes": passes}
         result |= {"context_length": pair[0], "stride": pair[1]}
         if evaluator is not None:
-            shape, activations = self._model(evaluator.config, evaluator.dtype)
-            passes.append(self._pass("with evaluator", model, scoring_flops(shape, model, tokens, *pair)))
-            # Alone, and while it scores during a fit, beside what lasts of the training.
+            shape, activations = self._measure_model(evaluator.config, evaluator.dtype)
+            passes.append(self._describe_pass("with evaluator", model, scoring_flops(shape, model, tokens, *pair)))
+            # The evaluator alone, and during a fit, next to the memory that training keeps.
             beside = lasting_memory(self.shape, self.training)
             beside["evaluator"] = float(shape.parameters * evaluator.dtype.itemsize)
             for name, lasting in (("evaluator", None), ("evaluator within a fit", beside)):
@@ -192,8 +192,8 @@ class Planner:
                 result["validation"] = {"documents": documents, "first_seconds": first, "later_seconds": later}
         return {**result, "memory": {name: self._describe_memory(each) for name, each in memory.items()}}
 
-    def _pass(self, name: str, model: ModelShape, flops: Flops) -> dict[str, Any]:
-        """Describe a way to score a document, beside one pass of the model over all its tokens."""
+    def _describe_pass(self, name: str, model: ModelShape, flops: Flops) -> dict[str, Any]:
+        """Describe a way to score a document, compared to one pass of the model over all its tokens."""
         plain = forward_flops(model, self.training.tokens, self.training.tokens)
         work = {"tflop": flops.total / 1e12, "seconds": seconds(flops, self.gpu)}
         return {"pass": name, **work, "overhead": flops.total / plain.total - 1}
@@ -216,17 +216,17 @@ def _describe_model(name: str, shape: ModelShape) -> dict[str, Any]:
 
 
 class Change(NamedTuple):
-    """Another setting of a run."""
+    """Change of a run's settings that may reduce its memory."""
 
-    kind: str  # of several that are enough, the smallest of each kind is reported
+    kind: str  # if several changes of a kind are enough, the smallest is suggested
     text: str
-    training: dict[str, Any]  # attributes of `Training` with it
+    training: dict[str, Any]  # changed attributes of `Training`
     lora: dict[str, Any] | None = None
     gpu: GPU | None = None
 
 
 def possible_changes(training: Training, lora: dict[str, Any] | None, gpu: GPU) -> list[Change]:
-    """Return what could be tried: first what trains the same, a larger card last."""
+    """Return the changes to try: first those that do not affect the result, a larger GPU last."""
     frozen, view = lora is not None, "trainer.strategy: DDPStrategy with gradient_as_bucket_view: true"
     full, quantizable = training.checkpointing == "full", frozen and not (training.quantized or training.sharded)
     half = "model.dtype: bfloat16 (of the frozen weights)"
@@ -250,7 +250,7 @@ def possible_changes(training: Training, lora: dict[str, Any] | None, gpu: GPU) 
         (quantizable, "quantization", quantization, {"quantized": QUANTIZED_BYTES[4]}),
         *((shortest < count, "tokens", f"data.sequence_length: {count}", {"tokens": count}) for count in tokens),
         *(
-            (card.memory > gpu.memory, "gpu", f"a card with {card.memory:g} GiB: {card.name}", {}, None, card)
+            (card.memory > gpu.memory, "gpu", f"a GPU with {card.memory:g} GiB: {card.name}", {}, None, card)
             for card in sorted(GPUS.values(), key=lambda card: card.memory)
         ),
     ]

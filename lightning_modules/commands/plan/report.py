@@ -1,4 +1,4 @@
-"""A plan as text for a terminal."""
+"""Format a plan as text for a terminal."""
 
 import textwrap
 from collections.abc import Iterator
@@ -11,17 +11,23 @@ WIDTH = 118
 
 def report(plan: dict[str, Any]) -> str:
     """Format a plan section by section, with units."""
-    sections = [_header(plan), _training(plan), _memory(plan["memory"]), _scoring(plan["scoring"]), _basis(plan)]
+    sections = [
+        _format_header(plan),
+        _format_training(plan),
+        _format_memory(plan["memory"]),
+        _format_scoring(plan["scoring"]),
+        _format_basis(plan),
+    ]
     return "\n\n".join("\n".join(section) for section in sections)
 
 
-def _header(plan: dict[str, Any]) -> Iterator[str]:
+def _format_header(plan: dict[str, Any]) -> Iterator[str]:
     model, gpu, run = plan["model"], plan["gpu"], plan["run"]
     steps = "" if run["max_steps"] is None else f", {run['max_steps']:,} steps"
     yield f"PLAN for {model['name']} ({model['model_type']})"
-    yield f"  model  {_size(model['parameters'])}, {model['layers']} layers, vocabulary {model['vocabulary']:,}"
+    yield f"  model  {_format_size(model['parameters'])}, {model['layers']} layers, vocabulary {model['vocabulary']:,}"
     if model["trained_parameters"] < model["parameters"]:
-        yield f"         {_size(model['trained_parameters'])} trained"
+        yield f"         {_format_size(model['trained_parameters'])} trained"
     yield (
         f"  run    {run['objective']} (K={run['context_length']}, d={run['stride']}), sequences of {run['tokens']:,}"
         f" tokens, {run['rows_per_step']} per step{steps}"
@@ -33,11 +39,11 @@ def _header(plan: dict[str, Any]) -> Iterator[str]:
     )
     yield f"  GPU    {gpu['count']} x {gpu['name']}: {gpu['tflops']:g} TFLOP/s at peak, {gpu['memory']:g} GiB"
     for note in plan["notes"]:
-        yield _wrap(f"note: {note}")
+        yield _wrap_line(f"note: {note}")
 
 
-def _training(plan: dict[str, Any]) -> Iterator[str]:
-    yield "TRAINING: TFLOP of a sequence, LongCE over cross entropy (CE), and time of an optimizer step"
+def _format_training(plan: dict[str, Any]) -> Iterator[str]:
+    yield "TRAINING: TFLOP per sequence, LongCE compared to cross entropy (CE), and time per optimizer step"
     head = ("K / d", "CE TFLOP", "short pass TFLOP", "LongCE over CE", "paper, measured", "CE step", "LongCE step")
     rows = [
         (
@@ -46,8 +52,8 @@ def _training(plan: dict[str, Any]) -> Iterator[str]:
             f"{row['short_pass_tflop']:,.4g}",
             f"{row['overhead']:+.0%}",
             "" if row["paper_overhead"] is None else f"{row['paper_overhead']:+.0%}",
-            _duration(row["ce_step_seconds"]),
-            _duration(row["longce_step_seconds"]),
+            _format_duration(row["ce_step_seconds"]),
+            _format_duration(row["longce_step_seconds"]),
         )
         for row in plan["training"]
     ]
@@ -55,7 +61,7 @@ def _training(plan: dict[str, Any]) -> Iterator[str]:
         yield textwrap.indent(as_text_table(Table(head, rows)), "  ")
         yield "  * as configured"
     for name, bill in plan["cost"].items():
-        parts = [f"{_duration(bill['step_seconds'])} per step", f"{bill['tokens_per_second']:,.0f} tokens/s"]
+        parts = [f"{_format_duration(bill['step_seconds'])} per step", f"{bill['tokens_per_second']:,.0f} tokens/s"]
         if bill["hours"] is not None:
             parts.append(
                 f"{plan['run']['max_steps']:,} steps: {bill['hours']:.2f} h, {bill['gpu_hours']:.1f} GPU-hours"
@@ -66,20 +72,20 @@ def _training(plan: dict[str, Any]) -> Iterator[str]:
         yield f"  {name}: {', '.join(parts)}"
 
 
-def _memory(memory: dict[str, Any]) -> Iterator[str]:
-    yield f"MEMORY OF TRAINING on each GPU: {_fit(memory)}"
+def _format_memory(memory: dict[str, Any]) -> Iterator[str]:
+    yield f"MEMORY OF TRAINING on each GPU: {_format_fit(memory)}"
     for name, size in memory["lasting"].items():
         yield f"  {size:8.2f} GiB  {name}"
     for phase, parts in memory["phases"].items():
         listed = ", ".join(f"{size:.2f} {name}" for name, size in parts.items())
         largest = "+" if phase == memory["largest_phase"] else " "
-        yield _wrap(f"{largest} {sum(parts.values()):6.2f} GiB  in phase '{phase}': {listed}", hanging=16)
-    yield f"  {memory['peak']:8.2f} GiB  peak: phases follow one another, and only the largest (+) counts"
-    for remedy in memory.get("remedies", ()):
-        yield _wrap(f"would fit with {remedy['change']}: {remedy['needed']:.1f} GiB")
+        yield _wrap_line(f"{largest} {sum(parts.values()):6.2f} GiB  in phase '{phase}': {listed}", hanging=16)
+    yield f"  {memory['peak']:8.2f} GiB  peak: phases are sequential, so only the largest (+) counts"
+    for suggestion in memory.get("suggestions", ()):
+        yield _wrap_line(f"would fit with {suggestion['change']}: {suggestion['needed']:.1f} GiB")
 
 
-def _scoring(scoring: dict[str, Any]) -> Iterator[str]:
+def _format_scoring(scoring: dict[str, Any]) -> Iterator[str]:
     yield (
         f"SCORING a document of {scoring['document_tokens']:,} tokens on one GPU (LongPPL,"
         f" K={scoring['context_length']}, d={scoring['stride']})"
@@ -88,45 +94,45 @@ def _scoring(scoring: dict[str, Any]) -> Iterator[str]:
         (
             row["pass"],
             f"{row['tflop']:,.4g}",
-            _duration(row["seconds"]),
+            _format_duration(row["seconds"]),
             "" if row["overhead"] is None else f"{row['overhead']:+.0%}",
         )
         for row in scoring["passes"]
     ]
     yield textwrap.indent(as_text_table(Table(("", "TFLOP", "time", "over one pass"), rows)), "  ")
     if (evaluator := scoring.get("evaluator")) is not None:
-        yield f"  evaluator: {evaluator['name']}, {_size(evaluator['parameters'])}"
+        yield f"  evaluator: {evaluator['name']}, {_format_size(evaluator['parameters'])}"
     if (validation := scoring.get("validation")) is not None:
-        first, later = (_duration(validation[name]) for name in ("first_seconds", "later_seconds"))
+        first, later = (_format_duration(validation[name]) for name in ("first_seconds", "later_seconds"))
         yield f"  a validation of {validation['documents']} such documents: {first} the first time, {later} later"
     for name, memory in scoring["memory"].items():
-        yield f"  memory of the {name}: {_fit(memory)}"
+        yield f"  memory of the {name}: {_format_fit(memory)}"
 
 
-def _basis(plan: dict[str, Any]) -> Iterator[str]:
+def _format_basis(plan: dict[str, Any]) -> Iterator[str]:
     rates = plan["assumed"]
-    yield "WHAT THIS RESTS ON"
-    yield _wrap(
+    yield "ASSUMPTIONS"
+    yield _wrap_line(
         f"Rates: {rates['gemm']:.0%} of the peak in matrix products, {rates['attention']:.0%} in attention,"
-        f" {rates['attention_backward']:.0%} in its backward pass. Memory: {rates['context_gib']:g} GiB for the CUDA"
-        f" context and {rates['fragmentation']:.0%} of the peak for fragmentation are included."
+        f" {rates['attention_backward']:.0%} in its backward pass. Memory includes {rates['context_gib']:g} GiB for the"
+        f" CUDA context and {rates['fragmentation']:.0%} of the peak for fragmentation."
     )
     for line in plan["basis"]:
-        yield _wrap(line)
+        yield _wrap_line(line)
 
 
-def _fit(memory: dict[str, Any]) -> str:
+def _format_fit(memory: dict[str, Any]) -> str:
     fits = "fits" if memory["fits"] else "DOES NOT FIT"
     return f"{memory['needed']:.1f} of {memory['available']:g} GiB, {fits}"
 
 
-def _size(parameters: int) -> str:
+def _format_size(parameters: int) -> str:
     return f"{parameters / 1e9:.2f}B parameters" if parameters >= 1e9 else f"{parameters / 1e6:.2f}M parameters"
 
 
-def _duration(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     return f"{seconds / 3600:.3g} h" if seconds >= 3600 else f"{seconds:.3g} s"
 
 
-def _wrap(text: str, hanging: int = 4) -> str:
+def _wrap_line(text: str, hanging: int = 4) -> str:
     return textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent=" " * hanging)

@@ -1,4 +1,4 @@
-"""Read an experiment for a plan: its layered config, parsed and not instantiated."""
+"""Read the experiment to be planned from its parsed config, without instantiating it."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -52,23 +52,23 @@ class Experiment:
     precision: str = "bf16-mixed"
     evaluator: Evaluator | None = None
     validation_documents: int | None = None
-    notes: tuple[str, ...] = ()  # assumptions, and settings that are not planned
+    notes: tuple[str, ...] = ()  # assumptions, and settings that the plan ignores
 
 
 def read_experiment(model: LongContextLM, options: Any) -> Experiment:
-    """Read the parsed options of ``longce fit`` and of ``longce plan``, and their model, which is not loaded."""
+    """Read the parsed options of ``longce fit`` and ``longce plan``; the model's weights are not loaded."""
     parsed = options.as_dict()
-    data, trainer = _arguments(parsed.get("data")), parsed["trainer"]
+    data, trainer = _init_args(parsed.get("data")), parsed["trainer"]
     objective, loading = model.objective, model.loading
     tokens: Any = data.get("sequence_length")
-    check_count("The length of the rows, `data.sequence_length`,", tokens, maximum=MAX_SEQUENCE_LENGTH)
+    check_count("`data.sequence_length`", tokens, maximum=MAX_SEQUENCE_LENGTH)
     config = load_config(loading)
     check_influence(objective, f"in '{data['influence']}'" if data.get("influence") else None)
     if objective.uses_short_context:
         check_context(model.context_length, model.stride, tokens)
     notes = _not_planned(model, config)
-    settings = _arguments(parsed["model"]["optimizer"])
-    optimizer, moments = _optimizer(_class(parsed["model"]["optimizer"]), settings, notes)
+    settings = _init_args(parsed["model"]["optimizer"])
+    optimizer, moments = _read_optimizer(_class_name(parsed["model"]["optimizer"]), settings, notes)
     checkpointing = loading.gradient_checkpointing
     precision = str(trainer.get("precision") or "32-true")
     training = Training(
@@ -77,12 +77,12 @@ def read_experiment(model: LongContextLM, options: Any) -> Experiment:
         context_length=model.context_length,
         stride=model.stride,
         short_pass=objective.uses_short_context,
-        quantized=_quantized(loading),
+        quantized=_quantized_bytes(loading),
         checkpointing="selective" if checkpointing == "selective" else "full" if checkpointing else "none",
         moments=moments,
         step_copy=moments > 0 and not settings.get("fused") and settings.get("foreach") is not False,
-        **_precision(precision, loading.dtype, config),
-        **_distribution(loading, trainer, config, parsed.get("gpus"), notes),
+        **_read_precision(precision, loading.dtype, config),
+        **_read_distribution(loading, trainer, config, parsed.get("gpus"), notes),
     )
     steps = trainer.get("max_steps") or -1
     return Experiment(
@@ -97,80 +97,80 @@ def read_experiment(model: LongContextLM, options: Any) -> Experiment:
         max_steps=steps if steps > 0 else None,
         optimizer=optimizer,
         precision=precision,
-        evaluator=_evaluator(parsed.get("evaluator"), trainer.get("callbacks"), model),
+        evaluator=_read_evaluator(parsed.get("evaluator"), trainer.get("callbacks"), model),
         validation_documents=data.get("validation_documents"),
         notes=tuple(notes),
     )
 
 
 def stored_dtype(config: PreTrainedConfig, asked: DType = "auto") -> torch.dtype:
-    """Return the type of a model's weights: as asked for, or as they are stored."""
+    """Return the type of a model's weights: the requested one, or for ``auto`` the stored one."""
     return (config.dtype or torch.float32) if asked == "auto" else getattr(torch, asked)
 
 
-def _arguments(component: Any) -> dict[str, Any]:
+def _init_args(component: Any) -> dict[str, Any]:
     return dict(component.get("init_args") or {}) if isinstance(component, dict) else {}
 
 
-def _class(component: Any) -> str:
+def _class_name(component: Any) -> str:
     return str(component["class_path"] if isinstance(component, dict) else component).rpartition(".")[2]
 
 
 def _not_planned(model: LongContextLM, config: PreTrainedConfig) -> list[str]:
     notes = []
     if isinstance(model.objective, Scheduled):
-        notes.append("every step is planned with a short pass, and a schedule has steps without one")
+        notes.append("the plan has a short pass in every step, but the schedule has steps without one")
     if model.short_dtype is not None:
-        notes.append(f"`short_dtype: {model.short_dtype}` makes the short pass cheaper than it is planned here")
+        notes.append(f"`short_dtype: {model.short_dtype}` makes the short pass cheaper than in this plan")
     if model.loading.quantization is not None:
-        notes.append("the conversion of quantized weights takes time that is not planned here")
+        notes.append("the conversion of quantized weights takes time that is not included")
     pattern = (getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}).get("rope_type")
     if pattern in PATTERNS:
-        notes.append(f"'{pattern}' is planned at the rates of flash attention; its products in blocks are slower")
+        notes.append(f"'{pattern}' is planned at the rates of flash attention, but its blockwise products are slower")
     return notes
 
 
-def _precision(precision: str, dtype: DType, config: PreTrainedConfig) -> dict[str, Any]:
+def _read_precision(precision: str, dtype: DType, config: PreTrainedConfig) -> dict[str, Any]:
     """Return the types of the weights, and of the matrix products in mixed precision."""
     known = [*_AUTOCAST, *_CAST, "32-true"]
     if precision not in (*known, "32"):
-        raise ValueError(f"`trainer.precision` '{precision}' cannot be planned: known are {known}.")
+        raise ValueError(f"`longce plan` does not support `trainer.precision` '{precision}', only {known}.")
     return {"dtype": _CAST.get(precision, stored_dtype(config, dtype)), "autocast": _AUTOCAST.get(precision)}
 
 
-def _quantized(loading: ModelConfig) -> float | None:
+def _quantized_bytes(loading: ModelConfig) -> float | None:
     """Return the bytes of a quantized weight, None without quantization."""
     if loading.quantization is None:
         return None
     if loading.lora is None:
-        raise ValueError("Quantized weights cannot be trained: set `model.lora`, which trains adapters over them.")
+        raise ValueError("Quantized weights cannot be trained: set `model.lora` to train adapters.")
     quantization_config(loading.quantization, compute_dtype=torch.bfloat16)
     return QUANTIZED_BYTES[4 if loading.quantization.get("load_in_4bit") else 8]
 
 
-def _distribution(
+def _read_distribution(
     loading: ModelConfig, trainer: dict[str, Any], config: PreTrainedConfig, gpus: int | None, notes: list[str]
 ) -> dict[str, Any]:
-    """Return what is divided among how many GPUs."""
+    """Return the number of GPUs, and what is sharded across them."""
     strategy = trainer.get("strategy") or "auto"
-    name, arguments = _class(strategy), _arguments(strategy)
+    name, arguments = _class_name(strategy), _init_args(strategy)
     sharded = name.startswith("FullySharded")
     if not sharded and not name.lower().startswith(("auto", "ddp", "ulysses", "single")):
         raise ValueError(
-            f"`trainer.strategy` '{name}' cannot be planned: known are auto, ddp, UlyssesStrategy,"
+            f"`longce plan` does not support `trainer.strategy` '{name}', only auto, ddp, UlyssesStrategy,"
             " FullyShardedStrategy and FullyShardedUlyssesStrategy (see configs/strategies)."
         )
     devices: Any = trainer.get("devices")
     devices = len(devices) if isinstance(devices, list) else devices
     known = str(devices).isdecimal() and int(devices) > 0
     if gpus is None and not known:
-        notes.append(f"`trainer.devices` is {devices!r}, so one GPU is assumed; set it by --gpus")
+        notes.append(f"`trainer.devices` is {devices!r}, so one GPU is assumed; set another number by --gpus")
     count = gpus or (int(devices) * (trainer.get("num_nodes") or 1) if known else 1)
     shared = arguments.get("sequence_parallel_size", 1)
     check_processes(shared, count)
     check_sequence_parallelism(config, shared, loading.attn_implementation)
     if shared > 1:
-        notes.append("exchange between GPUs that share rows, and its buffers, are not planned")
+        notes.append("communication between GPUs that split sequences, and its buffers, are not included")
     return {
         "sharded": sharded,
         "gradient_copy": count > 1 and not sharded and not arguments.get("gradient_as_bucket_view"),
@@ -179,18 +179,18 @@ def _distribution(
     }
 
 
-def _optimizer(name: str, settings: dict[str, Any], notes: list[str]) -> tuple[str, float]:
+def _read_optimizer(name: str, settings: dict[str, Any], notes: list[str]) -> tuple[str, float]:
     """Return the class of the optimizer, and how many numbers it keeps per trained weight."""
     if name == "SGD" and settings.get("momentum"):
         return name, 1.0
     if name not in _MOMENTS and "adam" not in name.lower():
-        notes.append(f"the optimizer {name} is unknown here: two numbers per trained weight are assumed, as for AdamW")
+        notes.append(f"the optimizer {name} is unknown: two numbers per trained weight are assumed, as for AdamW")
     return name, float(_MOMENTS.get(name, 2))
 
 
-def _evaluator(name: str | None, callbacks: Any, model: LongContextLM) -> Evaluator | None:
-    """Return the evaluator of the command line, else that of the callback."""
-    settings = next((_arguments(part) for part in callbacks or [] if _class(part) == "ExternalEvaluator"), {})
+def _read_evaluator(name: str | None, callbacks: Any, model: LongContextLM) -> Evaluator | None:
+    """Return the evaluator of the command line, or else that of the callback."""
+    settings = next((_init_args(part) for part in callbacks or [] if _class_name(part) == "ExternalEvaluator"), {})
     if name is not None:
         settings = {key: value for key, value in settings.items() if key not in ("revision", "dtype")}
     elif (name := settings.get("evaluator")) is None:

@@ -43,7 +43,7 @@ class ModelShape:
     def of(cls, config: PreTrainedConfig, lora: dict[str, Any] | None = None) -> "ModelShape":
         """Return the sizes of the model that a config describes, with only ``lora`` trained; nothing is loaded."""
         text = config.get_text_config(decoder=True)
-        windows = _windows(text)
+        windows = _attention_windows(text)
         backbone = meta_backbone(config, lora=lora)
         layers = decoder_layers(backbone)[2]
         weights = [_layer_weights(layer, text) for layer in layers]
@@ -102,7 +102,7 @@ def _chosen_share(name: str, config: PreTrainedConfig) -> float:
     return chosen / experts
 
 
-def _windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
+def _attention_windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
     """Return how far each layer looks back."""
     if not getattr(config, "num_attention_heads", None):
         raise ValueError(f"A model of type `{config.model_type}` has no attention heads: it cannot be planned.")

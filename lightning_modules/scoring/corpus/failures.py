@@ -43,10 +43,9 @@ def check_failures(
     if too_many and complete:
         raise IncompleteError(
             f"{len(too_many):,} source(s) have more failed documents than `data.allowed_failures` = {allowed:g} allows:"
-            f"\n{_format_report(too_many, documents)}\n"
-            f"All scores are kept in {shards.folder}, without {SUCCESS}. Correct these documents and score them into"
-            " another folder, or accept the failures: run the same command with a larger `data.allowed_failures`, which"
-            " scores nothing again."
+            f"\n{_format_report(too_many, documents)}\nAll scores are kept in {shards.folder}, without {SUCCESS}."
+            " Correct these documents and score them into another folder, or accept the failures: run the same"
+            " command with a larger `data.allowed_failures`, which scores nothing again."
         )
     if failures:
         amount = "more than" if too_many else "no more than"

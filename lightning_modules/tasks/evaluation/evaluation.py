@@ -1,4 +1,4 @@
-"""Long-context tasks asked of a model: questions, stored results, report."""
+"""Evaluation on longce's tasks: questions, stored results and report."""
 
 import json
 import os
@@ -31,17 +31,17 @@ from lightning_modules.utilities.identity import content_hash
 from lightning_modules.utilities.locks import exclusive
 
 QUESTIONS_AT_ONCE, TOKENS_AT_ONCE = 256, 2**21
-"""Most questions in memory, and most of their tokens: the model waits while they are made."""
+"""Limits of the questions in memory, and of their tokens: the model waits while questions are generated."""
 
 SETTINGS = "settings.json"
 _SOURCES = ("haystack", "squad", "hotpot", "nq_open")
 
 
 class Evaluation:
-    """Asks long-context tasks of a model; each question has one result in the folder, whichever process asked it.
+    """Evaluation of a model on longce's tasks; each question has one result in the folder, from any process.
 
-    ``tasks`` are names of our tasks and groups, and import paths; ``identity`` is the content of the model. A
-    ``ValueError`` is raised if the folder holds results of other settings.
+    ``tasks`` are names of longce's tasks and groups, and import paths; ``identity`` is the model's content hash. Raises
+    a ``ValueError`` if the folder has results of other settings.
     """
 
     def __init__(
@@ -63,17 +63,17 @@ class Evaluation:
             **prompting,
             "dtype": config.dtype,
             "documents": config.documents,
-            **{name: None if path is None else _content(Path(path)) for name, path in sources.items()},
+            **{name: None if path is None else _hash_texts(Path(path)) for name, path in sources.items()},
         }
         self.store = ResultStore(config.output_folder, settings)
 
     def missing(self, rank: int = 0, processes: int = 1) -> list[Key]:
-        """Return this process's questions that have no result from any process."""
+        """Return the questions of this process that have no result yet."""
         known = {result.key for result in self.store.read()}
         return [key for key in self.keys[rank::processes] if key not in known]
 
     def ask(self, backbone: Backbone, rank: int = 0, processes: int = 1) -> None:
-        """Ask the missing questions, and store each result at once."""
+        """Ask the missing questions, and store each result immediately."""
         with exclusive(own := self.store.path(rank, processes)):
             if not (keys := self.missing(rank, processes)):
                 return
@@ -84,13 +84,13 @@ class Evaluation:
                     self.store.append(own, results)
                     bar.update(len(results))
 
-                for chunk in _chunks(keys):
+                for chunk in _split_by_cell(keys):
                     bar.set_postfix_str(f"{chunk[0].task}, {chunk[0].length} tokens")
                     questions = make_questions(chunk, self.tasks, self.prompter, self.config.seed)
                     put_questions(backbone, self.prompter, questions, self.config.mode, done=store)
 
     def report(self) -> str:
-        """Write the report of all results so far, and return their table."""
+        """Write the report of all results so far, and return it as text."""
         known = {result.key: result for result in self.store.read()}
         results = [known[key] for key in self.keys if key in known]
         missing = len(self.keys) - len(results)
@@ -98,24 +98,24 @@ class Evaluation:
         return f"{as_text(summarize(results), missing)}\nReport: {self.store.folder / 'report.html'}"
 
 
-def _chunks(keys: Sequence[Key]) -> Iterator[list[Key]]:
-    """Yield questions of one task and length, a limited number at a time."""
+def _split_by_cell(keys: Sequence[Key]) -> Iterator[list[Key]]:
+    """Yield the questions of one task and length, a limited number at a time."""
     for _, group in groupby(keys, key=lambda key: (key.task, key.length)):
         cell = list(group)
         size = max(1, min(QUESTIONS_AT_ONCE, TOKENS_AT_ONCE // cell[0].length))
         yield from (cell[first : first + size] for first in range(0, len(cell), size))
 
 
-def _content(path: Path) -> str:
-    """Return the hash of the texts that questions are made of: other texts make other questions."""
+def _hash_texts(path: Path) -> str:
+    """Hash the texts that questions are made from, because other texts give other questions."""
     files = list(path.glob("*.txt")) if path.is_dir() else None
     return f"sha256:{content_hash(path, files)}"
 
 
 class ResultStore:
-    """A folder of results that processes and machines may share: each writes one file and reads all.
+    """Folder of results that several processes and machines may share: each writes one file and reads all files.
 
-    All results have the same settings. Until there is a result, other settings may replace them.
+    All results have the same settings. Settings may be replaced as long as there is no result.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
@@ -127,11 +127,11 @@ class ResultStore:
         _check_same(folder / SETTINGS, settings)
 
     def read(self) -> list[TaskResult]:
-        """Return all results, each once; an unfinished line is left out."""
+        """Return all results, each once; unfinished lines are left out."""
         found: dict[Key, TaskResult] = {}
         for path in sorted(self.folder.glob("results-*.jsonl")):
             for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
-                result = _parsed(line, path, number)
+                result = _parse_result(line, path, number)
                 found.setdefault(result.key, result)
         return list(found.values())
 
@@ -140,9 +140,9 @@ class ResultStore:
         return self.folder / f"results-{rank:05d}-of-{processes:05d}.jsonl"
 
     def append(self, path: Path, results: Iterable[TaskResult]) -> None:
-        """Append results to a file that only this process writes, flushed to disk.
+        """Append results to the file of this process, and flush it to disk.
 
-        An unfinished line that a killed process has left is removed first.
+        An unfinished line of a killed process is removed first.
         """
         _check_same(self.folder / SETTINGS, self.settings)
         lines = "".join(json.dumps(asdict(result)) + "\n" for result in results)
@@ -155,7 +155,7 @@ class ResultStore:
             os.fsync(stream.fileno())
 
 
-def _parsed(line: bytes, path: Path, number: int) -> TaskResult:
+def _parse_result(line: bytes, path: Path, number: int) -> TaskResult:
     try:
         values = json.loads(line)
         return TaskResult(**{**values, "answers": tuple(values["answers"])})
@@ -163,7 +163,7 @@ def _parsed(line: bytes, path: Path, number: int) -> TaskResult:
         names = ", ".join(field.name for field in fields(TaskResult))
         raise ValueError(
             f"'{path}', line {number}, is not a result of an evaluation ({names}): it was changed or damaged. Remove"
-            " the line, and its question is put again."
+            " the line, and its question is asked again."
         ) from error
 
 
@@ -175,6 +175,6 @@ def _check_same(path: Path, settings: Mapping[str, Any]) -> None:
     for name in dict.fromkeys((*stored, *settings)):
         if stored.get(name) != settings.get(name):
             raise ValueError(
-                f"The results in '{path.parent}' were made with {name} = {stored.get(name)!r}, and now it is"
-                f" {settings.get(name)!r}: set it back, or name another folder by `--output`."
+                f"The results in '{path.parent}' have {name} = {stored.get(name)!r}, but this evaluation has"
+                f" {settings.get(name)!r}: restore it, or name another folder by `--output`."
             )

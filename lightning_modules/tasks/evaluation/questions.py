@@ -1,4 +1,4 @@
-"""Which questions are put to a model, and its answers."""
+"""Generate questions, ask a model, and score its answers."""
 
 import time
 import warnings
@@ -20,10 +20,10 @@ MAX_UNKNOWN = 0.1  # fraction of the tokens
 
 @dataclass(frozen=True)
 class Key:
-    """Identity of a question, which with the seed and the tokenizer decides all of it.
+    """Identity of a question, which with seed and tokenizer determines its content.
 
-    ``length`` counts the tokens of prompt and answer together. ``depth`` is the one that was asked for, from 0 (front)
-    to 1 (end); None if it was left to the task.
+    ``length`` counts the tokens of prompt and answer together. ``depth`` is the requested depth, from 0 (front) to 1
+    (end); None if the task chooses it.
     """
 
     task: str
@@ -43,11 +43,11 @@ def question_keys(tasks: Sequence[Task], lengths: Sequence[int], samples: int, d
     """Return all questions in order: ``samples`` of each task and length, and of each depth if the task varies it."""
     for name, values in (("lengths", list(lengths)), ("tasks", [task.name for task in tasks])):
         if len(set(values)) < len(values):
-            raise ValueError(f"`{name}` names something twice: {values}. Leave it out once.")
-    chosen = _spaced(depths)
+            raise ValueError(f"`{name}` has duplicates: {values}. Remove them.")
+    chosen = _space_depths(depths)
     if chosen != [None] and not any(task.varies_depth for task in tasks):
         names = ", ".join(task.name for task in tasks)
-        raise ValueError(f"No answer of {names} has a depth that could be chosen: leave `depths` out.")
+        raise ValueError(f"`depths` has no effect on {names}: remove it.")
     return [
         Key(task.name, length, depth, index)
         for task in tasks
@@ -58,7 +58,7 @@ def question_keys(tasks: Sequence[Task], lengths: Sequence[int], samples: int, d
 
 
 def make_questions(keys: Iterable[Key], tasks: Sequence[Task], prompter: Prompter, seed: int) -> list[Question]:
-    """Make questions; a ``ValueError`` reports a length that is too short for a task."""
+    """Generate questions; raise a ``ValueError`` if a length is too short for a task."""
     by_name = {task.name: task for task in tasks}
     return [
         Question(key, by_name[key.task].example(prompter, key.length, key.index, seed=seed, depth=key.depth))
@@ -67,9 +67,9 @@ def make_questions(keys: Iterable[Key], tasks: Sequence[Task], prompter: Prompte
 
 
 def check_questions(keys: Iterable[Key], tasks: Sequence[Task], prompter: Prompter, seed: int) -> None:
-    """Make the first question of each task and length: if it can be made, so can the others.
+    """Generate the first question of each task and length, to find lengths that are too short.
 
-    Warn if the tokenizer does not know the words of a question, as no model could answer it.
+    Warn if the tokenizer does not know the words of a question, which no model could answer.
     """
     first = [next(cell) for _, cell in groupby(keys, key=lambda key: (key.task, key.length))]
     for key, example in make_questions(first, tasks, prompter, seed):
@@ -78,37 +78,37 @@ def check_questions(keys: Iterable[Key], tasks: Sequence[Task], prompter: Prompt
         if unknown > MAX_UNKNOWN:
             warnings.warn(
                 f"{unknown:.0%} of the tokens of '{key.task}' are unknown to the tokenizer"
-                f" '{prompter.tokenizer.name_or_path}': scores mean little. Take tasks in the model's language.",
+                f" '{prompter.tokenizer.name_or_path}': scores mean little. Use tasks in the model's language.",
                 stacklevel=2,
             )
 
 
 def even_depths(count: int) -> list[float]:
-    """Return that many evenly spaced depths from 0 to 1; 2 or more."""
+    """Return ``count`` evenly spaced depths from 0 to 1; ``count`` must be at least 2."""
     return [number / (count - 1) for number in range(count)]
 
 
-def _spaced(depths: Depths) -> list[float | None]:
+def _space_depths(depths: Depths) -> list[float | None]:
     if depths is None:
         return [None]
     if isinstance(depths, int):
         if depths < 2:
-            raise ValueError(f"`depths` must be 2 or more evenly spaced ones, or a list of them, got {depths}.")
+            raise ValueError(f"`depths` must be a number of 2 or more, or a list of depths, got {depths}.")
         return [*even_depths(depths)]
     if not depths or len(set(depths)) < len(depths) or not all(0 <= depth <= 1 for depth in depths):
-        raise ValueError(f"`depths` are from 0 (front) to 1 (end), each once, got {list(depths)}.")
+        raise ValueError(f"`depths` must be distinct, from 0 (front) to 1 (end), got {list(depths)}.")
     return [*sorted(depths)]
 
 
 @dataclass(frozen=True)
 class TaskResult:
-    """A question, the model's answer and its score from 0 to 1.
+    """Question, the model's answer, and its score from 0 to 1.
 
-    Generated answers are scored by the task, forced ones by the fraction in which each token is the likeliest.
-    ``depth`` is None if the answer is in many places. ``prediction`` is what the model wrote, or the likeliest token at
-    each token of the right answer. ``answer_nll`` and ``other_nll`` sum the negative log-likelihoods, in nats, of the
-    answers' tokens and of all others that were read; None if generated. Questions that are asked together share their
-    ``seconds`` equally.
+    The task scores generated answers; teacher-forced answers are right if each token is the likeliest. ``depth`` is
+    None if the answer is in several places. ``prediction`` is the generated text, or the likeliest token at each
+    position of the right answer. ``answer_nll`` and ``other_nll`` are sums of negative log-likelihoods, in nats, of the
+    answers' tokens and of all other input tokens; None if generated. ``seconds`` of questions that are asked together
+    are split equally.
     """
 
     task: str
@@ -140,10 +140,10 @@ def put_questions(
     *,
     done: Callable[[list[TaskResult]], None] = lambda _: None,
 ) -> list[TaskResult]:
-    """Ask a model questions, many at a time; questions of similar length are the fastest.
+    """Ask a model questions in groups; questions of similar length are the fastest.
 
-    ``done`` gets the results of questions that were asked together, as soon as there are any. Where weights are
-    sharded, all processes must call this, each with any number of questions.
+    ``done`` is called with the results of each group. If weights are sharded, all processes must call this, each with
+    any number of questions.
     """
     results: dict[int, TaskResult] = {}
     last = time.perf_counter()
@@ -156,37 +156,37 @@ def put_questions(
         results.update(timed)
         done(list(timed.values()))
 
-    (_generate if mode == "generate" else _force)(backbone, prompter, questions, take)
+    (_generate_answers if mode == "generate" else _force_answers)(backbone, prompter, questions, take)
     return [results[number] for number in range(len(questions))]
 
 
 Take = Callable[[dict[int, TaskResult]], None]
 
 
-def _generate(backbone: Backbone, prompter: Prompter, questions: Sequence[Question], take: Take) -> None:
+def _generate_answers(backbone: Backbone, prompter: Prompter, questions: Sequence[Question], take: Take) -> None:
     prompts = [prompter.encode(example.prompt, example.answer_prefix) for _, example in questions]
-    end = prompter.tokenizer.eos_token_id  # ends a chat's turn, whatever the model's config specifies
+    end = prompter.tokenizer.eos_token_id  # it ends the turn of a chat, whatever the model's config specifies
 
     def finish(continuations: Mapping[int, list[int]]) -> None:
         found = {}
         for number, tokens in continuations.items():
             text = str(prompter.tokenizer.decode(tokens, skip_special_tokens=True))
             score = questions[number].example.score(text)
-            found[number] = _result(questions[number], score, text, len(prompts[number]))
+            found[number] = _make_result(questions[number], score, text, len(prompts[number]))
         take(found)
 
     limits = [example.max_new_tokens for _, example in questions]
     generate(backbone, prompts, limits, done=finish, stopped=lambda _, tokens: tokens[-1] == end)
 
 
-def _force(backbone: Backbone, prompter: Prompter, questions: Sequence[Question], take: Take) -> None:
+def _force_answers(backbone: Backbone, prompter: Prompter, questions: Sequence[Question], take: Take) -> None:
     forced = []
     for key, example in questions:
         forced.append(prompter.force(example.prompt, example.answer_prefix, example.target, example.answers))
         if not forced[-1].spans:
             raise ValueError(
-                f"The right continuation {example.target!r:.200} of '{key.task}' holds none of its answers: set `mode`"
-                " to 'generate', or correct the task's `target`."
+                f"The target {example.target!r:.200} of '{key.task}' contains none of its answers: correct the task's"
+                " `target`, or set `mode` to 'generate'."
             )
 
     def finish(scores: Mapping[int, AnswerScores]) -> None:
@@ -194,7 +194,7 @@ def _force(backbone: Backbone, prompter: Prompter, questions: Sequence[Question]
         for number, answer in scores.items():
             text = str(prompter.tokenizer.decode(answer.greedy, skip_special_tokens=True))
             found[number] = replace(
-                _result(questions[number], answer.score, text, forced[number].answer_start),
+                _make_result(questions[number], answer.score, text, forced[number].answer_start),
                 answer_nll=-answer.answer_log_likelihood,
                 answer_tokens=answer.answer_tokens,
                 other_nll=-answer.other_log_likelihood,
@@ -205,7 +205,7 @@ def _force(backbone: Backbone, prompter: Prompter, questions: Sequence[Question]
     teacher_forced(backbone, forced, done=finish)
 
 
-def _result(question: Question, score: float, prediction: str, prompt_tokens: int) -> TaskResult:
+def _make_result(question: Question, score: float, prediction: str, prompt_tokens: int) -> TaskResult:
     key, example = question
     return TaskResult(
         task=key.task,

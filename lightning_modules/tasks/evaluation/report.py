@@ -26,18 +26,21 @@ _COLUMNS = 4
 
 
 def write_task_report(folder: Path, results: Sequence[TaskResult], settings: Mapping[str, Any], missing: int) -> None:
-    """Write ``results.json``, ``report.md``, ``report.html`` and ``figures/*.svg``; ``missing`` questions are open."""
+    """Write ``results.json``, ``report.md``, ``report.html`` and ``figures/*.svg``.
+
+    ``missing`` is the number of questions without a result.
+    """
     summary = summarize(results)
     numbers = {"model": settings["model"], **summary.as_json(), "missing": missing, "settings": dict(settings)}
     pictures = {name: as_svg(figure) for name, figure in figures(summary).items()}
     blocks: list[Block] = [
-        "Scores in percent, with standard errors where there are several questions.",
+        "Scores in percent, with standard errors if there are several questions.",
         score_table(summary),
-        *_sentences(summary, missing),
+        *_describe_summary(summary, missing),
         *(Picture(name, _CAPTIONS[name]) for name in pictures),
     ]
     if summary.perplexities is not None:
-        blocks += [Heading("Perplexity of the tokens of answers / of all others"), perplexity_table(summary)]
+        blocks += [Heading("Perplexity of answer tokens / of all other tokens"), perplexity_table(summary)]
     if summary.questions:
         blocks += [Heading("Some answers"), answer_table(results)]
     values = [(name, json.dumps(value)) for name, value in settings.items()]
@@ -46,24 +49,24 @@ def write_task_report(folder: Path, results: Sequence[TaskResult], settings: Map
 
 
 def score_table(summary: Summary) -> Table:
-    """Return the scores: a row for each task and one for their average, a column for each length."""
+    """Return a table of scores: a row for each task and one for their average, a column for each length."""
     cells = {
         key: f"{mean:.1f}" if math.isnan(error) else f"{mean:.1f} ± {error:.1f}"
         for key, (mean, error, _) in summary.scores.items()
     }
-    return _grid(cells, "average", {length: f"{average:.1f}" for length, average in summary.averages.items()})
+    return _make_grid(cells, "average", {length: f"{average:.1f}" for length, average in summary.averages.items()})
 
 
 def perplexity_table(summary: Summary) -> Table:
-    """Return the perplexities of answers and of all other tokens, in rows and columns like the scores."""
+    """Return a table of the perplexities of answer tokens and of all other tokens, by task and length."""
     by_task, together = (
         {key: f"{answer:.4g} / {other:.4g}" for key, (answer, other) in perplexities.items()}
         for perplexities in (summary.perplexities_by_task, summary.perplexities_by_length)
     )
-    return _grid(by_task, "all", together)
+    return _make_grid(by_task, "all", together)
 
 
-def _grid(cells: Mapping[Any, str], last: str, together: Mapping[Any, str]) -> Table:
+def _make_grid(cells: Mapping[Any, str], last: str, together: Mapping[Any, str]) -> Table:
     tasks, lengths = list(dict.fromkeys(task for task, _ in cells)), sorted({length for _, length in cells})
     rows = [[task, *(cells.get((task, length), "") for length in lengths)] for task in tasks]
     together_row = [last, *(together.get(length, "") for length in lengths)]
@@ -72,26 +75,26 @@ def _grid(cells: Mapping[Any, str], last: str, together: Mapping[Any, str]) -> T
 
 def as_text(summary: Summary, missing: int) -> str:
     """Format the scores for a terminal."""
-    return "\n".join([as_text_table(score_table(summary)), "", *_sentences(summary, missing)])
+    return "\n".join([as_text_table(score_table(summary)), "", *_describe_summary(summary, missing)])
 
 
-def _sentences(summary: Summary, missing: int) -> list[str]:
+def _describe_summary(summary: Summary, missing: int) -> list[str]:
     sentences = []
     if missing:
-        sentences.append(f"{missing} questions have no result yet: the same command puts them.")
+        sentences.append(f"{missing} questions have no result yet: run the same command to ask them.")
     if summary.averages:
         effective = (
             "none of these lengths" if summary.effective_length is None else f"{summary.effective_length:,} tokens"
         )
         sentences.append(f"Effective length, the longest whose average exceeds {RULER_THRESHOLD}: {effective}.")
         sentences.append(
-            f"Average over lengths, longer ones weighing more: {summary.weighted_inc:.1f}; shorter ones:"
+            f"Average over lengths with larger weights for longer ones: {summary.weighted_inc:.1f}; for shorter ones:"
             f" {summary.weighted_dec:.1f}."
         )
     if summary.perplexities is not None:
         answer, other = summary.perplexities
-        sentences.append(f"Perplexity of the tokens of answers: {answer:.4g}; of all others: {other:.4g}.")
-    return [*sentences, f"{summary.questions:,} questions in {summary.seconds:,.0f} s of all processes together."]
+        sentences.append(f"Perplexity of answer tokens: {answer:.4g}; of all other tokens: {other:.4g}.")
+    return [*sentences, f"{summary.questions:,} questions in {summary.seconds:,.0f} s, summed over all processes."]
 
 
 def answer_table(results: Sequence[TaskResult], count: int = 8) -> Table:
@@ -106,16 +109,16 @@ def answer_table(results: Sequence[TaskResult], count: int = 8) -> Table:
                 short(result.length),
                 "" if result.depth is None else f"{result.depth:.2f}",
                 f"{100 * result.score:.0f}",
-                _line(", ".join(result.answers)),
-                _line(result.prediction),
+                _format_line(", ".join(result.answers)),
+                _format_line(result.prediction),
             )
             for result in chosen
         ],
     )
 
 
-def _line(text: str, maximum: int = 160) -> str:
-    """Format a text on one line as code, which Markdown leaves alone."""
+def _format_line(text: str, maximum: int = 160) -> str:
+    """Format a text on one line as Markdown code."""
     line = " ".join(text.split()).replace("`", "'")
     return f"`{line[:maximum]}{'..' if len(line) > maximum else ''}`" if line else ""
 
@@ -136,7 +139,7 @@ def figures(summary: Summary) -> dict[str, Figure]:
 
 
 def score_by_length(scores: Mapping[tuple[str, int], Score], averages: Mapping[int, float]) -> Figure:
-    """Draw a line for each task, a thick one for their average, and RULER's threshold."""
+    """Draw a line for each task, a thick line for their average, and RULER's threshold."""
     tasks = list(dict.fromkeys(task for task, _ in scores))
     figure = Figure(figsize=(7.2, max(3.6, 1.2 + 0.2 * len(tasks))), layout="constrained")
     axis = figure.subplots()
@@ -159,7 +162,7 @@ def score_by_length(scores: Mapping[tuple[str, int], Score], averages: Mapping[i
 
 
 def heat_maps(matrices: Mapping[str, Matrix]) -> Figure:
-    """Draw length by depth under each title; a single map is larger, with the score in each cell."""
+    """Draw heat maps of length by depth; a single map is larger and has the score in each cell."""
     single = len(matrices) == 1
     columns = min(_COLUMNS, len(matrices))
     rows = -(-len(matrices) // columns)
@@ -181,7 +184,7 @@ def heat_maps(matrices: Mapping[str, Matrix]) -> Figure:
 
 
 def position_curves(matrix: Matrix) -> Figure:
-    """Score by depth with its standard error, a line for each length: a U where the middle is lost."""
+    """Draw scores by depth with standard errors, a line for each length: a U shape if the middle is lost."""
     figure = Figure(figsize=(6.4, 3.6), layout="constrained")
     axis = figure.subplots()
     shades = matplotlib.colormaps["viridis"](np.linspace(0.9, 0, max(2, len(matrix.lengths))))
@@ -204,7 +207,7 @@ def short(length: int) -> str:
 def _draw_cells(axis: Axes, matrix: Matrix, *, numbers: bool) -> Any:
     cells = matrix.scores.T
     image = axis.imshow(cells, cmap="viridis", vmin=0, vmax=100, aspect="auto")
-    axis.set_facecolor("#ddd")  # what was not measured
+    axis.set_facecolor("#ddd")  # for cells without measurements
     every = max(1, len(matrix.depths) // 10) if numbers else max(1, len(matrix.depths) // 5)
     places = range(0, len(matrix.depths), every)
     axis.set_yticks(places, [f"{100 * matrix.depths[place]:.0f}" for place in places], fontsize=7)

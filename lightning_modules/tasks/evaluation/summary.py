@@ -1,4 +1,4 @@
-"""Scores of an evaluation in percent, from those of questions (0 to 1). Missing results are left out, never 0."""
+"""Summarize the scores of questions (0 to 1) in percent. Missing results are left out, not counted as 0."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,11 +14,11 @@ from lightning_modules.tasks.evaluation.questions import TaskResult, even_depths
 RULER_THRESHOLD = 85.6
 """Score of Llama-2-7B (chat) at 4,096 tokens, averaged over RULER's 13 tasks (https://arxiv.org/abs/2404.06654)."""
 
-BINS = 11  # depths of heat maps and curves if none were asked for
+BINS = 11  # depths of heat maps and curves if no depths were requested
 
 
 class Score(NamedTuple):
-    """Mean score of questions and its standard error (NaN for a single one), in percent, and their number."""
+    """Mean score and standard error (NaN for a single question) in percent, and the number of questions."""
 
     mean: float
     error: float
@@ -26,7 +26,7 @@ class Score(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """``[L, D]`` mean scores in percent and standard errors, by length and depth; NaN where nothing was measured."""
+    """``[L, D]`` mean scores in percent and standard errors, by length and depth; NaN without measurements."""
 
     lengths: list[int]
     depths: list[float]
@@ -35,7 +35,7 @@ class Matrix(NamedTuple):
 
 
 class Perplexities(NamedTuple):
-    """Perplexities of the tokens of answers, and of all other tokens, if answers were forced."""
+    """Perplexities of answer tokens and of all other tokens, under teacher forcing."""
 
     answer_perplexity: float
     other_perplexity: float
@@ -43,11 +43,11 @@ class Perplexities(NamedTuple):
 
 @dataclass(frozen=True)
 class Summary:
-    """Scores in percent by task and length, and perplexities if answers were forced.
+    """Scores in percent by task and length, and perplexities under teacher forcing.
 
-    A length has an average only if all tasks were asked at it. Perplexities by length are those of Figure 2 and Table 9
-    of Fang et al. (2025). Heat maps are by task, ``all`` tasks together first; if depths were asked for, ``all`` leaves
-    out tasks without them, which would make one depth easier. ``seconds`` are summed over all processes.
+    A length has an average only if all tasks were measured at it. Perplexities by length are those of Figure 2 and
+    Table 9 of Fang et al. (2025). Heat maps are by task, after the one of ``all`` tasks; if depths were requested,
+    ``all`` leaves out tasks without them, which would make one depth easier. ``seconds`` are summed over all processes.
     """
 
     scores: dict[tuple[str, int], Score]
@@ -69,23 +69,23 @@ class Summary:
         if self.averages:
             values |= {"effective_length": float(self.effective_length or 0)}
             values |= {"weighted_inc": self.weighted_inc, "weighted_dec": self.weighted_dec}
-        values |= _named(self.perplexities)
+        values |= _named_values(self.perplexities)
         for length, found in self.perplexities_by_length.items():
-            values |= {f"{name}/{length}": value for name, value in _named(found).items()}
+            values |= {f"{name}/{length}": value for name, value in _named_values(found).items()}
         return values
 
     def as_json(self) -> dict[str, Any]:
-        """Return the values for a file."""
+        """Return the values for the result file."""
         tasks: dict[str, dict[str, Any]] = {}
         for (task, length), score in self.scores.items():
-            perplexities = _named(self.perplexities_by_task.get((task, length)))
+            perplexities = _named_values(self.perplexities_by_task.get((task, length)))
             tasks.setdefault(task, {})[str(length)] = score._asdict() | perplexities
         names = ("effective_length", "weighted_inc", "weighted_dec", "questions", "seconds")
         return {
             "tasks": tasks,
             "average": {str(length): average for length, average in self.averages.items()},
             **{name: getattr(self, name) for name in names},
-            **(_named(self.perplexities) or {"answer_perplexity": None, "other_perplexity": None}),
+            **(_named_values(self.perplexities) or {"answer_perplexity": None, "other_perplexity": None}),
             "depths": {
                 name: {
                     str(length): dict(zip(map(str, matrix.depths), row, strict=True))
@@ -116,9 +116,13 @@ def summarize(results: Sequence[TaskResult]) -> Summary:
         effective_length=effective_length(averages),
         weighted_inc=weighted_average(averages, increasing=True),
         weighted_dec=weighted_average(averages, increasing=False),
-        perplexities=_perplexities(forced) if len(forced) else None,
-        perplexities_by_length={length: _perplexities(rows) for length, rows in forced.groupby("length", sort=False)},
-        perplexities_by_task={key: _perplexities(rows) for key, rows in forced.groupby(["task", "length"], sort=False)},
+        perplexities=_compute_perplexities(forced) if len(forced) else None,
+        perplexities_by_length={
+            length: _compute_perplexities(rows) for length, rows in forced.groupby("length", sort=False)
+        },
+        perplexities_by_task={
+            key: _compute_perplexities(rows) for key, rows in forced.groupby(["task", "length"], sort=False)
+        },
         heat_maps=heat_maps,
         seconds=math.fsum(table["seconds"]),
         questions=len(table),
@@ -126,7 +130,7 @@ def summarize(results: Sequence[TaskResult]) -> Summary:
 
 
 def length_averages(table: pd.DataFrame) -> dict[int, float]:
-    """Return the average over tasks, in percent, at each length at which every task was measured."""
+    """Return the average over tasks, in percent, for each length at which every task was measured."""
     means = table.pivot_table(index="length", columns="task", values="score", aggfunc="mean").dropna()
     return {int(length): 100 * float(mean) for length, mean in means.mean(axis=1).items()}
 
@@ -134,7 +138,7 @@ def length_averages(table: pd.DataFrame) -> dict[int, float]:
 def effective_length(averages: Mapping[int, float], *, threshold: float = RULER_THRESHOLD) -> int | None:
     """Return RULER's effective length: the longest at which the average over tasks exceeds the threshold, in percent.
 
-    "The maximum length exceeding the threshold" (Section 4); shorter ones need not exceed it. None if none does.
+    "The maximum length exceeding the threshold" (Section 4); shorter ones need not exceed it. None if no length does.
     """
     return max((length for length, average in averages.items() if average > threshold), default=None)
 
@@ -142,7 +146,7 @@ def effective_length(averages: Mapping[int, float], *, threshold: float = RULER_
 def weighted_average(averages: Mapping[int, float], *, increasing: bool) -> float:
     """Return RULER's ``wAvg. (inc)`` or ``wAvg. (dec)``: lengths weigh 1, 2, 3 .. in ascending or descending order.
 
-    Only the same lengths make comparable averages; NaN without any length.
+    Averages are comparable only for the same lengths; NaN without lengths.
     """
     if not averages:
         return math.nan
@@ -153,8 +157,8 @@ def weighted_average(averages: Mapping[int, float], *, increasing: bool) -> floa
 def depth_matrix(table: pd.DataFrame, *, bins: int = BINS) -> Matrix:
     """Return the mean score by length and depth: the heat map of Needle-in-a-Haystack.
 
-    Each question with a ``depth`` counts for the nearest of the evenly spaced bins, the deeper one if two are equally
-    near. The rows are the U-shaped curves of *Lost in the Middle* (https://arxiv.org/abs/2307.03172).
+    Each question with a ``depth`` counts in the nearest of the evenly spaced bins, the deeper one in a tie. The rows
+    are the U-shaped curves of *Lost in the Middle* (https://arxiv.org/abs/2307.03172).
     """
     table = table[table["depth"].notna()]
     table = table.assign(bin=(table["depth"].astype(float) * (bins - 1) + 0.5).astype(int))
@@ -172,17 +176,17 @@ def mean_scores(table: pd.DataFrame) -> dict[tuple[str, int], Score]:
     }
 
 
-def _perplexities(table: pd.DataFrame) -> Perplexities:
+def _compute_perplexities(table: pd.DataFrame) -> Perplexities:
     """Return the perplexities of forced answers, over all tokens: each token counts the same."""
 
     def perplexity(kind: str) -> float:
         tokens = int(table[f"{kind}_tokens"].sum())
         nll = float(table[f"{kind}_nll"].astype(float).sum(skipna=False))
-        with np.errstate(over="ignore"):  # infinite for a model that has diverged
+        with np.errstate(over="ignore"):  # infinity for a model that has diverged
             return float(np.exp(nll / tokens)) if tokens else math.nan
 
     return Perplexities(perplexity("answer"), perplexity("other"))
 
 
-def _named(perplexities: Perplexities | None) -> dict[str, float]:
+def _named_values(perplexities: Perplexities | None) -> dict[str, float]:
     return {} if perplexities is None else perplexities._asdict()

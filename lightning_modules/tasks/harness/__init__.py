@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness, an optional extra that the other modules of this package import."""
+"""Tasks of lm-evaluation-harness, an optional dependency that the other modules of this package import."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -7,9 +7,9 @@ from lightning_modules.tasks.questions.registry import GROUPS, TASKS, check_name
 
 
 def split_tasks(names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split names into our tasks, groups and import paths, and those of lm-evaluation-harness.
+    """Split names into longce's tasks, groups and import paths, and those of lm-evaluation-harness.
 
-    A name that both have, such as RULER's, is ours: it works at any length, and while training.
+    A name that both have, such as RULER's tasks, is longce's: it supports any length, and training.
     """
     paths = {name for name in names if "." in name and not name.endswith((".yaml", ".yml"))}
     theirs = [name for name in names if name not in TASKS and name not in GROUPS and name not in paths]

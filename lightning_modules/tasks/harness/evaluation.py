@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness asked of a model: answers, stored results, report."""
+"""Evaluation on tasks of lm-evaluation-harness: answers, stored results and report."""
 
 import json
 import logging
@@ -29,10 +29,11 @@ log = logging.getLogger(__name__)
 
 
 class HarnessEvaluation:
-    """Asks tasks of lm-evaluation-harness of a model; a task that has a result in the folder is not asked again.
+    """Evaluation of a model on tasks of lm-evaluation-harness; results in the folder are reused.
 
-    Results of other settings or of a changed task file are refused; changed data, and other files that a task file
-    names, go unnoticed. ``identity`` is the content of the model; ``max_length`` is None if its config has no limit.
+    Results of other settings or of a changed task file are refused; changes of data, and of other files that a task
+    file names, are not detected. ``identity`` is the model's content hash; ``max_length`` is None if its config has no
+    limit.
     """
 
     def __init__(
@@ -85,10 +86,10 @@ class HarnessEvaluation:
 
 
 def evaluate_task(model: HarnessModel, name: str, task: Task, *, bootstrap_iters: int = 0) -> dict[str, Any]:
-    """Ask a task of a model; random states and the model's mode are restored.
+    """Evaluate a model on a task; random states and the model's mode are restored.
 
-    ``bootstrap_iters`` are the resamples for standard errors of metrics that are not means. The result has the task's
-    ``metrics`` as the harness gives them, by name and filter, and ``samples`` if they are logged.
+    ``bootstrap_iters`` is the number of resamples for standard errors of metrics that are not means. The result has the
+    task's ``metrics`` as the harness returns them, by name and filter, and ``samples`` if they are logged.
     """
     config, before, started = model.task_config, model.truncated, time.perf_counter()
     with isolate_rng(), torch.no_grad():
@@ -104,7 +105,7 @@ def evaluate_task(model: HarnessModel, name: str, task: Task, *, bootstrap_iters
             fewshot_as_multiturn=config.chat_template,
         )
     result = {
-        "metrics": _plain(found["results"][name]),
+        "metrics": _keep_numbers(found["results"][name]),
         "questions": found["n-samples"][name]["effective"],
         "truncated": model.truncated - before,
         "num_fewshot": found["n-shot"][name],
@@ -121,12 +122,12 @@ def aggregate(groups: Mapping[str, Group], results: Mapping[str, Mapping[str, An
         for name, result in results.items()
     }
     complete = (group for group in groups.values() if all(task.task_name in results for task in group.get_all_tasks()))
-    found = {group.name: _plain(group.aggregate(metrics)) for group in complete}
+    found = {group.name: _keep_numbers(group.aggregate(metrics)) for group in complete}
     return {name: values for name, values in found.items() if values}
 
 
 def set_scores(words: Iterable[str], metrics: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Return the scores in percent of all sets among some words for which all metrics are known."""
+    """Return the scores in percent of all sets among the words whose metrics are all known."""
     known: dict[str, float] = {}
     for word in words:
         for name, parts in SETS[word].scores.items() if word in SETS else ():
@@ -137,14 +138,14 @@ def set_scores(words: Iterable[str], metrics: Mapping[str, Mapping[str, Any]]) -
     return {name: 100 * value for name, value in known.items()}
 
 
-def _plain(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers among the harness's metrics, without RULER's -1 for lengths that were not asked."""
+def _keep_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers among the harness's metrics, without RULER's -1 for lengths that were not measured."""
     numbers = {key: float(value) for key, value in metrics.items() if "," in key and isinstance(value, int | float)}
     return {key: value for key, value in numbers.items() if value != -1 or not key.partition(",")[0].isdigit()}
 
 
 class Results:
-    """The folder of results: ``tasks/NAME.json``, and ``samples/NAME.jsonl`` with questions and answers.
+    """Folder of results: ``tasks/NAME.json``, and ``samples/NAME.jsonl`` with questions and answers.
 
     Reading a result of other settings, or of another version of the user's task file, raises a ``ValueError``.
     """
@@ -154,32 +155,32 @@ class Results:
         self.settings = dict(settings)
 
     def write(self, name: str, result: Mapping[str, Any], task_file: str | None = None) -> None:
-        """Write the result of a task; its questions and answers, if there are any, in a separate file."""
+        """Write the result of a task, and its questions and answers, if any, to a separate file."""
         result = dict(result)
         if (samples := result.pop("samples", None)) is not None:
             lines = "".join(json.dumps(plain(sample)) + "\n" for sample in samples)
             write_atomically(self.folder / "samples" / f"{quote(name, safe='')}.jsonl", lines.encode())
-        write_json(self._path(name), {**result, "settings": self._settings(task_file)})
+        write_json(self._result_path(name), {**result, "settings": self._settings_of(task_file)})
 
     def read(self, name: str, task_file: str | None = None) -> dict[str, Any] | None:
-        """Return what `write` has stored, or None."""
-        if not (path := self._path(name)).is_file():
+        """Return the stored result, or None."""
+        if not (path := self._result_path(name)).is_file():
             return None
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             settings = content.pop("settings")
         except (ValueError, KeyError, AttributeError) as error:
-            raise ValueError(f"'{path}' is damaged ({error}): remove it, and the task is asked again.") from error
-        known = self._settings(task_file)
+            raise ValueError(f"'{path}' is damaged ({error}): remove it, and the task runs again.") from error
+        known = self._settings_of(task_file)
         if other := [name for name, value in known.items() if settings.get(name) != value]:
             there = ", ".join(f"{name}={settings.get(name)!r} (now {known[name]!r})" for name in other)
-            raise ValueError(f"'{path}' is of another run: {there}. Give another `output`, or the same settings.")
+            raise ValueError(f"'{path}' has other settings: {there}. Restore them, or name another `output`.")
         return dict(content)
 
-    def _path(self, name: str) -> Path:
+    def _result_path(self, name: str) -> Path:
         return self.folder / "tasks" / f"{quote(name, safe='')}.json"
 
-    def _settings(self, task_file: str | None) -> dict[str, Any]:
+    def _settings_of(self, task_file: str | None) -> dict[str, Any]:
         return self.settings | ({"task_file": task_file} if task_file else {})
 
 
@@ -207,5 +208,5 @@ def table(result: Mapping[str, Any]) -> str:
     text = as_text_table(Table(head, rows), left=(0, 3))
     cut = sum(entry["truncated"] for entry in result["tasks"].values())
     if cut:
-        text += f"\n{cut:,} prompts were too long for `max_length` = {result['settings']['max_length']} and were cut."
+        text += f"\n{cut:,} prompts exceeded `max_length` = {result['settings']['max_length']} and were truncated."
     return text

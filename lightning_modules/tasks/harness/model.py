@@ -1,4 +1,4 @@
-"""A model for lm-evaluation-harness."""
+"""Model interface for lm-evaluation-harness."""
 
 import hashlib
 import math
@@ -31,34 +31,34 @@ Answer = TypeVar("Answer")
 
 
 class Continuation(NamedTuple):
-    """Token ids to be scored, and the ids that precede them, at least one."""
+    """Token ids to be scored, and their context of at least one token."""
 
     context: Sequence[int]
     tokens: Sequence[int]
 
 
 class Score(NamedTuple):
-    """Log-likelihood of all tokens of a continuation, in nats, and whether each is the likeliest one."""
+    """Log-likelihood of a continuation in nats, and whether each of its tokens is the likeliest."""
 
     log_likelihood: float
     is_greedy: bool
 
 
 class HarnessModel(TemplateLM):
-    """Answers the three kinds of requests of lm-evaluation-harness with a backbone and its tokenizer.
+    """Model that answers the three kinds of requests of lm-evaluation-harness with a backbone and its tokenizer.
 
-    The answers are those of the harness's class for Hugging Face models (``HFLM``), but the logits of a whole text
-    never exist, texts share passes by their number of tokens, long prompts lose their middle, and processes share the
-    questions: each process is the only one to the harness, and gets all answers. ``truncated`` counts the prompts that
-    have lost tokens.
+    The answers are those of the harness's class for Hugging Face models (``HFLM``), with these differences: the logits
+    of a whole text never exist, passes are filled by number of tokens, long prompts lose their middle, and questions
+    are split among processes. The harness sees a single process, and every process gets all answers. ``truncated``
+    counts the prompts that lost tokens.
     """
 
     def __init__(self, backbone: Backbone, tokenizer: PreTrainedTokenizerFast, config: TaskConfig) -> None:
         super().__init__()
         if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
             raise ValueError(
-                f"The tokenizer '{tokenizer.name_or_path}' names neither a first (`bos_token`) nor a last token"
-                " (`eos_token`), of which texts without a prompt need one: name one in its tokenizer_config.json."
+                f"The tokenizer '{tokenizer.name_or_path}' has neither a `bos_token` nor an `eos_token`, but texts"
+                " without a prompt need one of them: set one in its tokenizer_config.json."
             )
         self.backbone = backbone
         self.tokenizer = tokenizer
@@ -94,7 +94,7 @@ class HarnessModel(TemplateLM):
 
     @override
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        if add_special_tokens is None:  # a chat template has written them already
+        if add_special_tokens is None:  # a chat template has already added them
             add_special_tokens = not string.startswith(str(self.tokenizer.decode([self.prefix_token_id])))
         # The backend itself: it does not warn of a "maximum sequence length".
         return list(self.tokenizer.backend_tokenizer.encode(string, add_special_tokens=add_special_tokens).ids)
@@ -109,37 +109,37 @@ class HarnessModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        # The last token is predicted and not read.
+        # The last token is predicted, but is not part of the input.
         asked = [
-            Continuation(self._truncate(context, self.max_length + 1 - len(tokens)), tokens)
+            Continuation(self._truncate_prompt(context, self.max_length + 1 - len(tokens)), tokens)
             for _, context, tokens in requests
         ]
-        return [(score.log_likelihood, score.is_greedy) for score in self._score(asked)]
+        return [(score.log_likelihood, score.is_greedy) for score in self._score_requests(asked)]
 
     @override
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Return log-likelihoods of whole texts in nats, in the longest windows that do not overlap."""
+        """Return log-likelihoods of whole texts in nats, scored in disjoint windows of maximum length."""
         _check_same(requests)
         windows: list[Continuation] = []
         texts = []
         for request in requests:
             (text,) = request.args
-            pieces = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length, 1)
-            windows += [Continuation(*make_disjoint_window(piece)) for piece in pieces]
+            rolling = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length, 1)
+            windows += [Continuation(*make_disjoint_window(window)) for window in rolling]
             texts.append(len(windows))
-        found = [score.log_likelihood for score in self._score(windows)]
+        found = [score.log_likelihood for score in self._score_requests(windows)]
         return [sum(found[start:stop]) for start, stop in zip([0, *texts], texts, strict=False)]
 
     @override
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Return greedy continuations up to the first stop sequence, without special tokens."""
         _check_same(requests)
-        arguments = [_generation(request.args[1]) for request in requests]
+        arguments = [_parse_generation(request.args[1]) for request in requests]
         prompts = [
-            self._truncate(self.tok_encode(request.args[0]), self.max_length - limit)
+            self._truncate_prompt(self.tok_encode(request.args[0]), self.max_length - limit)
             for request, (limit, _) in zip(requests, arguments, strict=True)
         ]
-        order = sorted(range(len(requests)), key=lambda index: len(prompts[index]))[share()]
+        order = sorted(range(len(requests)), key=lambda index: len(prompts[index]))[own_slice()]
         stops = [arguments[index][1] for index in order]
         tokens = generate(
             self.backbone,
@@ -152,27 +152,27 @@ class HarnessModel(TemplateLM):
             index: postprocess_generated_text(text, arguments[index][1], None)
             for index, text in zip(order, decoded, strict=True)
         }
-        texts = merged(found)
+        texts = merge_answers(found)
         return [texts[index] for index in range(len(requests))]
 
-    def _score(self, continuations: Sequence[Continuation]) -> list[Any]:
+    def _score_requests(self, continuations: Sequence[Continuation]) -> list[Any]:
         return score_continuations(self.backbone, continuations, batch_tokens=self.task_config.batch_tokens)
 
     def _has_stopped(self, tokens: list[int], stops: Sequence[str]) -> bool:
-        """Return whether the newest token is the last one, or ends a stop sequence."""
-        if tokens[-1] == self.tokenizer.eos_token_id:  # the model's own config may name another one
+        """Return whether the newest token is the end token or completes a stop sequence."""
+        if tokens[-1] == self.tokenizer.eos_token_id:  # the model's own config may name another token
             return True
         longest = max((len(stop) for stop in stops), default=0)
-        # No token adds less than a byte, and no character has more than 4 of them.
+        # Every token has at least one byte, and every character at most 4.
         end = str(self.tokenizer.decode(tokens[-(4 * longest + 4) :], skip_special_tokens=True)) if longest else ""
         return any(stop in end for stop in stops)
 
-    def _truncate(self, prompt: list[int], length: int) -> list[int]:
-        """Return the prompt with ``length`` tokens at most; a ``ValueError`` if there is no room for one."""
+    def _truncate_prompt(self, prompt: list[int], length: int) -> list[int]:
+        """Truncate a prompt to ``length`` tokens; raise a ``ValueError`` if that leaves none."""
         if length < 1:
             raise ValueError(
-                f"A task asks for {self.max_length - length} tokens after the prompt, and the model reads"
-                f" {self.max_length} (`max_length`): leave the task out, or use a model with a longer context."
+                f"A task generates {self.max_length - length} tokens, which leaves no room for the prompt in"
+                f" `max_length` = {self.max_length}: remove the task, or use a model with a longer context."
             )
         if len(prompt) <= length:
             return prompt
@@ -182,22 +182,22 @@ class HarnessModel(TemplateLM):
 
 
 def _check_same(requests: Sequence[Instance]) -> None:
-    """Raise a ``ValueError`` if processes that share questions do not have the same ones."""
+    """Raise a ``ValueError`` if processes do not have the same questions."""
     digest = hashlib.sha256("\0".join(repr(request.args) for request in requests).encode()).hexdigest()
     if len(set(gathered(digest))) > 1:
         raise ValueError(
-            "Processes have loaded different questions of the same task: its data differ between machines, or its code"
-            " draws them at random without a seed. Give all machines the same data."
+            "Processes have loaded different questions of the same task: its data differs between machines, or its code"
+            " draws questions without a seed. Use the same data on all machines."
         )
 
 
-def _generation(arguments: dict[str, Any]) -> tuple[int, list[str]]:
-    """Return how many tokens to generate, and stop sequences; a ``ValueError`` if a task asks for random samples."""
+def _parse_generation(arguments: dict[str, Any]) -> tuple[int, list[str]]:
+    """Return the number of tokens to generate, and stop sequences; raise a ``ValueError`` for random sampling."""
     known = normalize_gen_kwargs(arguments, 256)
     if known.get("do_sample"):
         raise ValueError(
-            f"A task asks for random samples ({arguments}), and models generate greedily here: set `do_sample: false`"
-            " in its `generation_kwargs`, in a YAML file that includes the task's."
+            f"A task needs random sampling ({arguments}), but longce generates greedily: set `do_sample: false` in its"
+            " `generation_kwargs`, in a YAML file that includes the task's file."
         )
     return int(known["max_gen_toks"]), [stop for stop in known["until"] if stop]
 
@@ -205,46 +205,47 @@ def _generation(arguments: dict[str, Any]) -> tuple[int, list[str]]:
 def score_continuations(
     backbone: Backbone, continuations: Sequence[Continuation], *, batch_tokens: int = 16_384
 ) -> list[Score]:
-    """Score continuations; logits exist at the positions that predict them, for a chunk at a time.
+    """Score continuations. Logits exist only at the positions that predict them, one chunk at a time.
 
-    Continuations that differ in their last token only (the choices of a question) share a row. Processes share the
-    passes, and each returns all scores, so all must ask for the same ones. A pass has at most ``batch_tokens`` tokens,
-    padding included; a longer text has one to itself. An empty continuation has log-likelihood 0 and is greedy.
+    Continuations that differ only in their last token (the choices of a question) share a row. Passes are split among
+    processes, and each process returns all scores, so all must ask for the same ones. A pass has at most
+    ``batch_tokens`` tokens including padding; a longer text has its own pass. An empty continuation has log-likelihood
+    0 and is greedy.
     """
     rows: dict[tuple[int, ...], list[int]] = {}
     for index, (context, tokens) in enumerate(continuations):
         if len(context) == 0:
-            raise ValueError(f"Continuation {index} has no context to be scored in: give it a token.")
+            raise ValueError(f"Continuation {index} has no context: it needs at least one token.")
         if len(tokens):
             rows.setdefault((*context, *tokens[:-1]), []).append(index)  # the last token is only predicted
     texts = list(rows)
     found: dict[int, Score] = {}
     with torch.no_grad(), no_autocast_cache(), eval_mode(backbone), lockstep(backbone) as run:
-        for group in group_rows(list(map(len, texts)), batch_tokens)[share()]:
+        for group in group_rows(list(map(len, texts)), batch_tokens)[own_slice()]:
             batch = [texts[row] for row in group]
             members = [(row, index) for row, text in enumerate(batch) for index in rows[text]]
             asked = [(row, continuations[index]) for row, index in members]
-            scores = run(backbone.unsharded, partial(_pass, backbone, batch, asked))
+            scores = run(backbone.unsharded, partial(_score_pass, backbone, batch, asked))
             sizes = [len(continuation.tokens) for _, continuation in asked]
-            parts = zip(*(part.cpu().split(sizes) for part in scores), strict=True)
-            for (_, index), (log_likelihood, likeliest) in zip(members, parts, strict=True):
+            by_continuation = zip(*(values.cpu().split(sizes) for values in scores), strict=True)
+            for (_, index), (log_likelihood, likeliest) in zip(members, by_continuation, strict=True):
                 found[index] = Score(math.fsum(log_likelihood.tolist()), bool(likeliest.all()))
-    found = merged(found)
+    found = merge_answers(found)
     return [found.get(index, Score(0.0, True)) for index in range(len(continuations))]
 
 
-def merged(found: dict[int, Answer]) -> dict[int, Answer]:
-    """Return the answers of all processes; each of them must call it."""
-    return {index: answer for part in gathered(found) for index, answer in part.items()}
+def merge_answers(found: dict[int, Answer]) -> dict[int, Answer]:
+    """Return the answers of all processes; all of them must call this."""
+    return {index: answer for of_rank in gathered(found) for index, answer in of_rank.items()}
 
 
-def share() -> slice:
-    """Return this process's part of work that all processes know."""
+def own_slice() -> slice:
+    """Return the slice of this process in a list of work that all processes have."""
     rank, processes = rank_and_size()
     return slice(rank, None, processes)
 
 
-def _pass(
+def _score_pass(
     backbone: Backbone, texts: Sequence[Sequence[int]], asked: Sequence[tuple[int, Continuation]]
 ) -> tuple[Tensor, Tensor]:
     """Return ``[N]`` log-likelihoods of the continuations' tokens, and whether each is the largest."""

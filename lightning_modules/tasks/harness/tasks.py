@@ -78,7 +78,7 @@ has the 16 English tasks of LongBench; its score is the mean of six categories, 
 
 
 class LoadedTasks(NamedTuple):
-    """Tasks by name, groups of them, and the hash of the user's file that defines a task, if there is one."""
+    """Tasks by name, their groups, and for each task the hash of the user's file that defines it, or None."""
 
     tasks: dict[str, Task]
     groups: dict[str, Group]
@@ -92,9 +92,9 @@ def load_tasks(
     num_fewshot: int | None = None,
     done: Callable[[str, str | None], Any] = lambda name, file: None,
 ) -> LoadedTasks:
-    """Load tasks with their data, those of groups included; the options are those of `TaskConfig`.
+    """Load tasks and the tasks of groups with their data; the options are those of `TaskConfig`.
 
-    Of a named task only the file is kept if ``done`` returns something for it and the hash of its file.
+    A task is not loaded if ``done``, called with its name and the hash of its file, returns a true value.
     """
     manager, names = find_names(words, include_path)
     loaded = LoadedTasks({}, {}, {})
@@ -111,7 +111,7 @@ def load_tasks(
                 raise ValueError(_not_loaded(manager, name, error)) from error
         for part, task in found["tasks"].items():
             default = task.get_config("num_fewshot")
-            # A task with 0 has its examples in its text, or takes none.
+            # A task with 0 examples has them in its text, or does not support any.
             if default is None or (num_fewshot is not None and default != 0):
                 task.set_config(key="num_fewshot", value=num_fewshot or 0)
             loaded.tasks[part] = task
@@ -122,7 +122,7 @@ def load_tasks(
 
 
 def find_names(words: Sequence[str], include_path: str | None = None) -> tuple[TaskManager, list[str]]:
-    """Return an index that has all names, and each name once, with sets written out."""
+    """Return an index that has all names, and each name once, with sets expanded."""
     if include_path is not None and not Path(include_path).expanduser().is_dir():
         raise ValueError(f"`include_path` must be a folder of task files (YAML), got '{include_path}'.")
     logging.getLogger("lm_eval").setLevel(logging.WARNING)
@@ -160,15 +160,15 @@ def _not_loaded(manager: TaskManager, name: str, error: Exception) -> str:
     source = f" (dataset '{path}')" if path else ""
     if isinstance(error, OSError):
         return (
-            f"The data of the task '{name}'{source} cannot be loaded: {reason}. Without a network they must be in"
-            " the cache of Hugging Face (HF_HOME): run the task once where there is one, with the same HF_HOME."
-            " HF_HUB_OFFLINE=1 forbids the network; unset it to allow downloads."
+            f"The data of the task '{name}'{source} cannot be loaded: {reason}. Without a network, it must be in the"
+            " Hugging Face cache (HF_HOME): run the task once on a machine with a network and the same HF_HOME. Unset"
+            " HF_HUB_OFFLINE to allow downloads."
         )
     return f"The task '{name}'{source} cannot be loaded: {type(error).__name__}: {reason}. Check its file."
 
 
 def seed() -> None:
-    """Seed random numbers as the harness does, so that its tasks are the same everywhere."""
+    """Seed random generators as the harness does, so that its tasks are the same everywhere."""
     random.seed(0)
     np.random.seed(1234)
     torch.manual_seed(1234)

@@ -1,4 +1,4 @@
-"""One question about a long text, and the score of an answer."""
+"""Question about a long text, and the score of an answer."""
 
 import re
 import string
@@ -22,10 +22,10 @@ class Example:
         prompt: Long text and question: the user's turn of a chat template.
         answer_prefix: How the model's turn begins, such as " The special magic number is"; may be empty.
         answers: What is looked for in the model's answer, in the way of ``match``.
-        target: A right continuation of prompt and answer prefix that holds every answer in order, for teacher forcing.
-            It ends with the last answer. Where one of the answers will do, it holds the first.
-        max_new_tokens: Tokens that the model may generate.
-        depth: Where in the long text the answer is, from 0 (front) to 1 (end); None if in many places.
+        target: Right continuation of prompt and answer prefix with all answers in order, for teacher forcing. It ends
+            with the last answer. If one of the answers is enough, it has the first.
+        max_new_tokens: Maximum number of tokens to generate.
+        depth: Position of the answer in the long text, from 0 (front) to 1 (end); None if it is in several places.
     """
 
     task: str
@@ -40,14 +40,14 @@ class Example:
     depth: float | None = None
 
     def score(self, prediction: str) -> float:
-        """Return the fraction of the answers found in what the model generated, from 0 to 1.
+        """Return the fraction of the answers that the generated text contains, from 0 to 1.
 
         ``all`` is RULER's `string_match_all`, the fraction of the answers that occur, and ``any`` its
-        `string_match_part`, whether one of them does; both ignore case. ``last_number`` is LongEval's: the last number
-        in the text is the first answer; ``first_number`` takes the first one, as a base model continues after its
-        answer. ``first_word`` compares the first word, punctuation aside. ``rouge_l`` is ROUGE-L (F1) of the first
-        answer and the same number of words of the text. ``subspan`` is the `best_subspan_em` of *Lost in the Middle*:
-        whether the first line holds an answer, see `contains_answer`.
+        `string_match_part`, whether at least one occurs; both ignore case. ``last_number`` is LongEval's: whether the
+        last number in the text is the first answer; ``first_number`` compares the first number, because a base model
+        continues after its answer. ``first_word`` compares the first word without punctuation. ``rouge_l`` is ROUGE-L
+        (F1) of the first answer and as many words of the text. ``subspan`` is the `best_subspan_em` of *Lost in the
+        Middle*: whether the first line contains an answer, see `contains_answer`.
         """
         if self.match in ("first_number", "last_number"):
             numbers = re.findall(r"\d+", prediction) or ["none"]
@@ -61,17 +61,17 @@ class Example:
             return float(word.strip(".,;:!?\"'").lower() in {answer.lower() for answer in self.answers})
         if self.match == "subspan":
             return float(contains_answer(prediction.split("\n")[0], self.answers))
-        # Control characters would otherwise split what is printed as one word: as RULER's post-processing.
+        # As in RULER's post-processing, a control character is a line break.
         found = [answer.lower() in re.sub(r"[\x00-\x1f]", "\n", prediction).lower() for answer in self.answers]
         return float(any(found)) if self.match == "any" else sum(found) / len(found)
 
 
 def contains_answer(text: str, answers: Iterable[str]) -> bool:
-    """Return whether an answer occurs in a text once both are in lower case, without punctuation and articles.
+    """Return whether a text contains an answer, ignoring case, punctuation and articles.
 
     The `best_subspan_em` of *Lost in the Middle* (https://github.com/nelson-liu/lost-in-the-middle), with the
-    normalization of SQuAD's evaluation. Unlike there, an answer of which nothing is left, such as "A", is found
-    nowhere instead of everywhere.
+    normalization of SQuAD's evaluation. Unlike there, an answer that normalizes to nothing, such as "A", never matches
+    instead of always.
 
     Example:
         >>> contains_answer("It was Wilhelm C. Röntgen.", ["the Wilhelm C Röntgen"])

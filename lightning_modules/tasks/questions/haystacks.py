@@ -1,4 +1,4 @@
-"""The long text around the answer, sentence by sentence."""
+"""Haystacks: the long text around an answer, sentence by sentence."""
 
 import random
 import re
@@ -14,39 +14,39 @@ NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. The
 
 NOISE_SENTENCES: tuple[str, ...] = tuple(f"{sentence}." for sentence in NOISE[:-1].split(". "))
 
-LONGEST_SENTENCE = 1000  # characters; text without full stops is cut, or a single piece could exceed the budget
+LONGEST_SENTENCE = 1000  # characters; text without periods is cut, or a single unit could exceed the length
 
 
 class Drawn:
-    """Pieces of text that are drawn when they are needed, and kept: the first ones are always the same."""
+    """Units of text that are drawn on demand and kept, so that the first units are always the same."""
 
     def __init__(self, draw: Callable[[], str]) -> None:
         self._draw = draw
-        self._pieces: list[str] = []
+        self._units: list[str] = []
 
     def first(self, count: int) -> list[str]:
-        """Return the first ``count`` pieces."""
-        while len(self._pieces) < count:
-            self._pieces.append(self._draw())
-        return self._pieces[:count]
+        """Return the first ``count`` units."""
+        while len(self._units) < count:
+            self._units.append(self._draw())
+        return self._units[:count]
 
 
 class Essays:
-    """Sentences of prose: of the ``.txt`` files in a folder, or made up without one.
+    """Sentences of prose from the ``.txt`` files in a folder, or synthetic sentences without a folder.
 
-    RULER and Needle-in-a-Haystack take Paul Graham's essays, which are not ours to give away: put them, or any other
-    prose, into a folder. White space is normalized as by RULER; the units are whole sentences, where RULER counts
-    words. A text that is too short is repeated. Made-up sentences never contain a digit or a hyphen, hence no key and
-    no answer of a needle.
+    RULER and Needle-in-a-Haystack use Paul Graham's essays, which we may not redistribute: put them, or any other
+    prose, into a folder. White space is normalized as in RULER; units are whole sentences, but words in RULER. A text
+    that is too short is repeated. Synthetic sentences never contain a digit or a hyphen, and therefore no key or answer
+    of a needle.
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
         self.folder = folder
-        self._source = _made_up_prose() if folder is None else _prose_of(_text_files(Path(folder)))
+        self._source = _synthetic_prose() if folder is None else _prose_of(_text_files(Path(folder)))
         self._sentences: list[str] = []
 
     def sentences(self, count: int, start: int = 0) -> list[str]:
-        """Return ``count`` sentences from the number ``start`` on."""
+        """Return ``count`` sentences from index ``start`` on."""
         self._sentences += islice(self._source, max(0, start + count - len(self._sentences)))
         size = len(self._sentences)
         if not size:
@@ -54,10 +54,10 @@ class Essays:
         return [self._sentences[number % size] for number in range(start, start + count)]
 
 
-def _made_up_prose() -> Iterator[str]:
+def _synthetic_prose() -> Iterator[str]:
     for part in count():
-        rng = random.Random(f"made-up prose {part}")
-        yield from [_made_up_sentence(rng) for _ in range(1000)]
+        rng = random.Random(f"made-up prose {part}")  # another seed would change the questions of earlier results
+        yield from [_synthetic_sentence(rng) for _ in range(1000)]
 
 
 def _prose_of(files: list[Path]) -> Iterator[str]:
@@ -72,7 +72,7 @@ def _prose_of(files: list[Path]) -> Iterator[str]:
 def _text_files(folder: Path) -> list[Path]:
     files = sorted(folder.glob("*.txt"))
     if not files:
-        raise ValueError(f"The haystack '{folder}' must be a folder with .txt files: put prose into it.")
+        raise ValueError(f"The haystack '{folder}' must be a folder with .txt files of prose.")
     return files
 
 
@@ -83,7 +83,7 @@ _ABBREVIATION = re.compile(r"(?:\b(?:Mr|Mrs|Ms|Dr|St|Prof|Rev|Gen|Capt|vs|etc|cf
 
 
 def split_sentences(text: str) -> list[str]:
-    r"""Split a text into sentences, white space normalized; an empty line always ends one.
+    r"""Split a text into sentences with normalized white space; an empty line always ends a sentence.
 
     Example:
         >>> split_sentences("Mr. Hu met J. Doe. He said: No!\n\nA heading\n\nThe end.")
@@ -96,12 +96,12 @@ def split_sentences(text: str) -> list[str]:
         for end in _SENTENCE_END.finditer(line):
             if _ABBREVIATION.search(line, max(begin, end.start() - 6), end.start()):
                 continue
-            # Closing quotes and brackets belong to the sentence that they close.
+            # Closing quotes and brackets belong to the preceding sentence.
             sentences.append(line[begin : end.end()].rstrip())
             begin = end.end()
         sentences.append(line[begin:].rstrip())
     wrapped = (textwrap.wrap(s, LONGEST_SENTENCE) if len(s) > LONGEST_SENTENCE else [s] for s in sentences if s)
-    return [piece for pieces in wrapped for piece in pieces]
+    return [part for parts in wrapped for part in parts]
 
 
 _SAW = (
@@ -129,7 +129,7 @@ _PATTERNS = (
 )
 
 
-def _made_up_sentence(rng: random.Random) -> str:
+def _synthetic_sentence(rng: random.Random) -> str:
     return rng.choice(_PATTERNS).format(
         a=rng.choice(ADJECTIVES),
         b=rng.choice(ADJECTIVES),

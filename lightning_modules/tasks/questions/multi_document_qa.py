@@ -1,4 +1,4 @@
-"""*Lost in the Middle*'s question answering over many documents, one of which has the answer."""
+"""Question answering over many documents, one of which has the answer (*Lost in the Middle*)."""
 
 import itertools
 import random
@@ -11,7 +11,7 @@ from lightning_modules.tasks.questions.example import contains_answer
 from lightning_modules.tasks.questions.question_files import OpenQuestion, Passage, read_nq_open
 from lightning_modules.tasks.questions.retrieval import Query
 from lightning_modules.tasks.questions.task import Draft, FittedTask, Request, place
-from lightning_modules.tasks.questions.words import ADJECTIVES, NOUNS, made_up_words
+from lightning_modules.tasks.questions.words import ADJECTIVES, NOUNS, synthetic_words
 
 _INSTRUCTION = (
     "Write a high-quality answer for the given question using only the provided search results (some of which might be"
@@ -28,16 +28,16 @@ _QUESTIONS = ("in which town was {name} born", "what was the name of {name}'s sh
 class MultiDocumentQA(FittedTask):
     """One passage answers the question (Liu et al., 2023, https://arxiv.org/abs/2307.03172, Section 2).
 
-    Prompt, moving of the passage and scoring are those of https://github.com/nelson-liu/lost-in-the-middle: the first
-    line of the answer has to hold one of the wordings, normalized. The passages found for the question come as in the
-    file, the most fitting first. Unlike there, a length that needs more than those also takes passages of other
-    questions that do not hold the answer, and then all are shuffled; questions are asked in a random order that
-    depends on the seed alone; and ``query: before`` is a variant of ours.
+    Prompt, placement of the passage and scoring follow https://github.com/nelson-liu/lost-in-the-middle: the first line
+    of the answer must contain one of the wordings, normalized. The passages retrieved for the question come in the
+    order of the file, the most relevant first. Differences: a length that needs more passages also uses passages of
+    other questions without the answer, and then all are shuffled; questions come in a random order that depends only on
+    the seed; and ``query: before`` is our addition.
 
-    Without a file (see `read_nq_open`), the questions are made up, and so are their documents: short lives of people
-    who never were. Scores on them are not comparable to *Lost in the Middle*. The question is ``after`` the passages,
-    ``before`` them, or in ``both`` places (the paper's query-aware contextualization). The paper has 10, 20 or 30
-    ``documents``; by default the length decides.
+    Without a file (see `read_nq_open`), questions and documents are synthetic: short biographies of invented people.
+    Scores on them are not comparable to *Lost in the Middle*. The question is ``after`` the passages, ``before`` them,
+    or in ``both`` places (the paper's query-aware contextualization). The paper has 10, 20 or 30 ``documents``; by
+    default the length decides.
     """
 
     max_new_tokens = 100
@@ -46,7 +46,7 @@ class MultiDocumentQA(FittedTask):
     def __init__(self, path: str | Path | None = None, *, query: Query = "after", documents: int | None = None) -> None:
         if documents is not None and documents < 2:
             raise ValueError(
-                f"`documents` counts the passages, of which one has the answer: 2 or more, not {documents}."
+                f"`documents` must be 2 or more, because one of the passages has the answer; got {documents}."
             )
         self.query = query
         self.name = "multi_document_qa" if query == "after" else f"multi_document_qa_query_{query}"
@@ -57,13 +57,13 @@ class MultiDocumentQA(FittedTask):
 
     @override
     def draft(self, asked: Request) -> Draft:
-        rng, question = asked.rng, self._question(asked.index, asked.seed)
+        rng, question = asked.rng, self._choose_question(asked.index, asked.seed)
         depth = rng.random() if asked.depth is None else asked.depth
-        shelf = _Shelf(question, self._others(rng), rng.getrandbits(64))
+        shelf = _Shelf(question, self._other_passages(rng), rng.getrandbits(64))
         wanted = f"{asked.length} tokens of passages" if self.documents is None else f"{self.documents} passages"
         too_few = (
-            f"{self.path} holds too few passages that do not answer '{question.text}': '{self.name}' cannot have"
-            f" {wanted}. Ask for fewer, or take a larger file."
+            f"{self.path} has too few passages without the answer to '{question.text}': '{self.name}' cannot have"
+            f" {wanted}. Reduce them, or use a larger file."
         )
         if self.documents is not None and not shelf.holds(self.documents):
             raise ValueError(too_few)
@@ -72,22 +72,22 @@ class MultiDocumentQA(FittedTask):
             question.answers,
             target=f" {question.answers[0]}",
             match="subspan",
-            minimum=self.documents or 2,
-            maximum=self.documents or self._passages or None,
+            min_units=self.documents or 2,
+            max_units=self.documents or self._passages or None,
             exhausted=too_few if self.documents is None else None,
             depth=lambda count: place(depth, count - 1) / (count - 1),
         )
 
-    def _question(self, index: int, seed: int) -> OpenQuestion:
+    def _choose_question(self, index: int, seed: int) -> OpenQuestion:
         if not self.questions:
-            return made_up_question(random.Random(f"multi_document_qa {seed} {index}"))
+            return synthetic_question(random.Random(f"multi_document_qa {seed} {index}"))
         order = random.Random(f"multi_document_qa {seed}").sample(range(len(self.questions)), len(self.questions))
         return self.questions[order[index % len(order)]]
 
-    def _others(self, rng: random.Random) -> Iterator[Passage]:
+    def _other_passages(self, rng: random.Random) -> Iterator[Passage]:
         """Return passages of other questions."""
         if not self.questions:
-            return made_up_lives(rng)
+            return synthetic_lives(rng)
         others = rng.sample(self.questions, len(self.questions))
         return (passage for question in others for passage in (question.gold, *question.distractors))
 
@@ -100,17 +100,17 @@ class _Shelf:
         self.seed = seed
         self._distractors = list(asked.distractors)
         seen = {asked.gold, *asked.distractors}
-        self._others = (
+        self._other_passages = (
             other for other in others if other not in seen and not contains_answer(" ".join(other), asked.answers)
         )
 
     def holds(self, count: int) -> bool:
-        """Return whether there are that many, including the gold one."""
-        self._distractors += itertools.islice(self._others, max(0, count - 1 - len(self._distractors)))
+        """Return whether there are ``count`` passages, including the gold passage."""
+        self._distractors += itertools.islice(self._other_passages, max(0, count - 1 - len(self._distractors)))
         return len(self._distractors) >= count - 1
 
     def passages(self, count: int, depth: float) -> list[Passage]:
-        """Return that many, or all that there are, with the gold one at its place."""
+        """Return ``count`` passages, or all available ones, with the gold passage at its depth."""
         self.holds(count)
         chosen = self._distractors[: count - 1]
         if len(chosen) > len(self.asked.distractors):
@@ -129,26 +129,26 @@ def search_prompt(passages: Sequence[Passage], question: str, query: Query) -> s
     return f"{_INSTRUCTION}\n\n{before}{results}\n\n{after}Answer:"
 
 
-def made_up_question(rng: random.Random) -> OpenQuestion:
-    """Return a question about one life; its distractors come from `made_up_lives`."""
-    words = made_up_words(rng, 5)
-    gold, facts = _life(words, rng)
+def synthetic_question(rng: random.Random) -> OpenQuestion:
+    """Return a question about one biography; its distractors come from `synthetic_lives`."""
+    words = synthetic_words(rng, 5)
+    gold, facts = _write_life(words, rng)
     asked = rng.randrange(len(_QUESTIONS))
     return OpenQuestion(_QUESTIONS[asked].format(name=gold.title), (facts[asked],), gold, ())
 
 
-def made_up_lives(rng: random.Random) -> Iterator[Passage]:
-    """Yield lives without end, all of whose names are different."""
+def synthetic_lives(rng: random.Random) -> Iterator[Passage]:
+    """Yield endless biographies with distinct names."""
     used: set[str] = set()
     while True:
-        fresh = [word for word in made_up_words(rng, 500) if word not in used]
+        fresh = [word for word in synthetic_words(rng, 500) if word not in used]
         used.update(fresh)
         for start in range(0, len(fresh) - 4, 5):
-            yield _life(fresh[start : start + 5], rng)[0]
+            yield _write_life(fresh[start : start + 5], rng)[0]
 
 
-def _life(words: list[str], rng: random.Random) -> tuple[Passage, tuple[str, str, str]]:
-    """Return a life of about 70 words, and its answers: the town, the ship and the teacher."""
+def _write_life(words: list[str], rng: random.Random) -> tuple[Passage, tuple[str, str, str]]:
+    """Write a biography of about 70 words, and return it with its answers: the town, the ship and the teacher."""
     first, last, town, ship, teacher = (word.capitalize() for word in words)
     born = rng.randint(1500, 1850)
     trade = rng.choice(_TRADES)
@@ -156,12 +156,12 @@ def _life(words: list[str], rng: random.Random) -> tuple[Passage, tuple[str, str
         f"{first} {last} ({born}-{born + rng.randint(40, 85)}) was a {trade}, born in the town of {town} as the"
         f" {rng.choice(('first', 'second', 'third', 'fourth', 'fifth'))} child of a {rng.choice(_TRADES)}. {first} was"
         f" taught by {teacher}, sailed the northern coast for {rng.randint(3, 30)} years on the {ship}, a ship with"
-        f" {_thing(rng)} at its bow, and opened a workshop in {born + rng.randint(20, 38)}. What is left of {first}'s"
-        f" work is {_thing(rng)}, {_thing(rng)} and a letter about {_thing(rng)}."
+        f" {_draw_thing(rng)} at its bow, and opened a workshop in {born + rng.randint(20, 38)}. What is left of"
+        f" {first}'s work is {_draw_thing(rng)}, {_draw_thing(rng)} and a letter about {_draw_thing(rng)}."
     )
     return Passage(f"{first} {last}", text), (town, ship, teacher)
 
 
-def _thing(rng: random.Random) -> str:
+def _draw_thing(rng: random.Random) -> str:
     adjective = rng.choice(ADJECTIVES)
     return f"{'an' if adjective[0] in 'aeiou' else 'a'} {adjective} {rng.choice(NOUNS)}"

@@ -1,4 +1,4 @@
-"""Questions as the tokens that a model reads."""
+"""Turn questions into the tokens that a model reads."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -34,7 +34,7 @@ class Prompter:
         self.add_special_tokens = add_special_tokens and not chat_template
 
     def text(self, prompt: str, answer_prefix: str) -> str:
-        """Return all that the model reads, as text."""
+        """Return the complete input of the model as text."""
         if self.chat_template:
             messages = [{"role": "user", "content": prompt}]
             prompt = render_chat(self.tokenizer, messages, add_generation_prompt=True)
@@ -42,7 +42,7 @@ class Prompter:
 
     def encode(self, prompt: str, answer_prefix: str) -> list[int]:
         """Return the token ids of a question."""
-        return self._encode(self.text(prompt, answer_prefix))[0]
+        return self._encode_text(self.text(prompt, answer_prefix))[0]
 
     def count(self, prompt: str, answer_prefix: str) -> int:
         """Return the number of tokens of a question."""
@@ -57,7 +57,7 @@ class Prompter:
         if self.chat_template and not answer_prefix:
             target = target.lstrip()
         text = self.text(prompt, answer_prefix)
-        ids, encoding = self._encode(text + target)
+        ids, encoding = self._encode_text(text + target)
         offsets = encoding.offsets  # once: each access makes a list of all tokens
         # A tokenizer may join the last character of the question with the first of the answer.
         start = next((i for i, (a, b) in enumerate(zip(asked, ids, strict=False)) if a != b), min(len(asked), len(ids)))
@@ -72,9 +72,9 @@ class Prompter:
                 spans.append((tokens[0], tokens[-1] + 1))
         return ForcedAnswer(ids, start, spans)
 
-    def _encode(self, text: str) -> tuple[list[int], Encoding]:
-        """Return ids and encoding, without a final end-of-text: the model would have to answer after the end."""
-        # The backend itself: it does not warn of a "maximum sequence length".
+    def _encode_text(self, text: str) -> tuple[list[int], Encoding]:
+        """Return ids and encoding, without a final end-of-text token, after which the model would have to answer."""
+        # Use the backend: it does not warn about a "maximum sequence length".
         encoding = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=self.add_special_tokens)
         ids, end = list(encoding.ids), self.tokenizer.eos_token_id
         ends = bool(ids) and ids[-1] == end != self.tokenizer.bos_token_id

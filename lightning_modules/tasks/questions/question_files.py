@@ -1,4 +1,4 @@
-"""Questions about documents, read from the files in which they are published."""
+"""Read questions about documents from the files in which they are published."""
 
 import gzip
 import json
@@ -51,7 +51,7 @@ def read_squad(path: str | Path) -> Collection:
 
     def collection(data: Any) -> Collection:
         articles = [article["paragraphs"] for article in data["data"]]
-        documents = _distinct(paragraph["context"] for article in articles for paragraph in article)
+        documents = _distinct_texts(paragraph["context"] for article in articles for paragraph in article)
         number = {document: index for index, document in enumerate(documents)}
         questions = []
         for article in articles:
@@ -60,11 +60,11 @@ def read_squad(path: str | Path) -> Collection:
                 own = number[paragraph["context"]]
                 related = tuple(index for index in of_article if index != own)
                 for asked in paragraph["qas"]:
-                    answers = _answers(answer["text"] for answer in asked["answers"])
-                    questions.append(Question(_text(asked["question"]), answers, (own,), related))
+                    answers = _distinct_answers(answer["text"] for answer in asked["answers"])
+                    questions.append(Question(_checked_text(asked["question"]), answers, (own,), related))
         return Collection(documents, [question for question in questions if question.answers])
 
-    return _collection(path, "SQuAD", "`data`, `paragraphs`, `context`, `qas`", collection)
+    return _read_collection(path, "SQuAD", "`data`, `paragraphs`, `context`, `qas`", collection)
 
 
 def read_hotpot(path: str | Path) -> Collection:
@@ -74,20 +74,20 @@ def read_hotpot(path: str | Path) -> Collection:
     """
 
     def collection(data: Any) -> Collection:
-        contexts = [[f"{_text(title)}\n{''.join(text)}" for title, text in asked["context"]] for asked in data]
-        documents = _distinct(document for context in contexts for document in context)
+        contexts = [[f"{_checked_text(title)}\n{''.join(text)}" for title, text in asked["context"]] for asked in data]
+        documents = _distinct_texts(document for context in contexts for document in context)
         number = {document: index for index, document in enumerate(documents)}
         questions = [
             Question(
-                _text(asked["question"]),
-                _answers([asked["answer"]]),
+                _checked_text(asked["question"]),
+                _distinct_answers([asked["answer"]]),
                 tuple(dict.fromkeys(number[document] for document in context)),
             )
             for asked, context in zip(data, contexts, strict=True)
         ]
         return Collection(documents, [question for question in questions if question.answers and question.documents])
 
-    return _collection(path, "HotpotQA", "`question`, `answer`, `context`", collection)
+    return _read_collection(path, "HotpotQA", "`question`, `answer`, `context`", collection)
 
 
 @lru_cache(maxsize=1)  # tasks that differ in the place of the question share the passages
@@ -98,12 +98,12 @@ def read_nq_open(path: str | Path) -> tuple[OpenQuestion, ...]:
     its retrieval results. The place of the gold passage in the file does not matter.
     """
     questions = []
-    for number, line in enumerate(_lines(path), 1):
+    for number, line in enumerate(_read_lines(path), 1):
         if line.strip():
             place, fields = f"{path}, line {number}", "`question`, `answers`, `ctxs`"
-            questions.append(_parsed(line, place, "Lost in the Middle", fields, _open_question))
+            questions.append(_parse_content(line, place, "Lost in the Middle", fields, _open_question))
     if not questions:
-        raise ValueError(f"{path} holds no question. Expected a file such as those of Lost in the Middle's `qa_data`.")
+        raise ValueError(f"{path} has no question. Expected a file such as those of Lost in the Middle's `qa_data`.")
     return tuple(questions)
 
 
@@ -114,46 +114,48 @@ def _open_question(record: Any) -> OpenQuestion:
         annotated = record["nq_annotated_gold"]
         gold = {"title": annotated["title"], "text": annotated["chunked_long_answer"]}
     others = (passage for passage in passages if not passage.get("isgold") and passage["hasanswer"] is False)
-    answers = _answers(record["answers"])
+    answers = _distinct_answers(record["answers"])
     if not answers:
         raise ValueError("`answers` is empty")
-    first, *rest = (Passage(_text(passage["title"]), _text(passage["text"])) for passage in (gold, *others))
-    return OpenQuestion(_text(record["question"]), answers, first, tuple(rest))
+    first, *rest = (
+        Passage(_checked_text(passage["title"]), _checked_text(passage["text"])) for passage in (gold, *others)
+    )
+    return OpenQuestion(_checked_text(record["question"]), answers, first, tuple(rest))
 
 
-def _collection(path: str | Path, name: str, fields: str, build: Callable[[Any], Collection]) -> Collection:
-    collection = _parsed(b"".join(_lines(path)), str(path), name, fields, build)
+def _read_collection(path: str | Path, name: str, fields: str, build: Callable[[Any], Collection]) -> Collection:
+    collection = _parse_content(b"".join(_read_lines(path)), str(path), name, fields, build)
     if not collection.questions:
-        raise ValueError(f"{path} holds no question that has an answer. Expected a file of {name}.")
+        raise ValueError(f"{path} has no question with an answer. Expected a file of {name}.")
     return collection
 
 
-def _parsed(content: bytes, place: str, name: str, fields: str, build: Callable[[Any], T]) -> T:
+def _parse_content(content: bytes, place: str, name: str, fields: str, build: Callable[[Any], T]) -> T:
     try:
         return build(json.loads(content))
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-        raise ValueError(f"{place}: not in the format of {name} ({reason}): JSON with {fields}.") from error
+        raise ValueError(f"{place}: not in the format of {name}, which is JSON with {fields} ({reason}).") from error
 
 
-def _lines(path: str | Path) -> list[bytes]:
+def _read_lines(path: str | Path) -> list[bytes]:
     try:
         with gzip.open(path) if Path(path).suffix == ".gz" else open(path, "rb") as stream:
             return stream.readlines()
     except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"Cannot read {path} ({error}): give the path of a local file that is whole.") from error
+        raise ValueError(f"Cannot read {path} ({error}): name an undamaged local file.") from error
 
 
-def _distinct(documents: Iterable[str]) -> list[str]:
-    return sorted({_text(document) for document in documents})
+def _distinct_texts(documents: Iterable[str]) -> list[str]:
+    return sorted({_checked_text(document) for document in documents})
 
 
-def _answers(texts: Iterable[Any]) -> tuple[str, ...]:
-    """Return each wording once; an empty one would be found everywhere."""
-    return tuple(dict.fromkeys(text for text in map(_text, texts) if text.strip()))
+def _distinct_answers(texts: Iterable[Any]) -> tuple[str, ...]:
+    """Return each wording once, without empty ones, which every text would contain."""
+    return tuple(dict.fromkeys(text for text in map(_checked_text, texts) if text.strip()))
 
 
-def _text(value: Any) -> str:
+def _checked_text(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError(f"expected text, got {value!r:.40}")
     return value

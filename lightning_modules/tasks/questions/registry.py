@@ -1,4 +1,4 @@
-"""Tasks by their names."""
+"""Find tasks by name."""
 
 import difflib
 from collections.abc import Callable, Iterable, Sequence
@@ -20,7 +20,7 @@ HOTPOT = "HotpotQA's hotpot_dev_distractor_v1.json (https://hotpotqa.github.io)"
 
 
 class Sources(NamedTuple):
-    """Prose around needles, local files of questions, and the number of passages of ``multi_document_qa``."""
+    """Prose around needles, local question files, and the number of passages of ``multi_document_qa``."""
 
     essays: Essays
     squad: str | None = None
@@ -29,30 +29,30 @@ class Sources(NamedTuple):
     documents: int | None = None
 
 
-def _question_answering(name: Literal["qa_1", "qa_2"], option: str, file: str, sources: Sources) -> Task:
+def _make_question_answering(name: Literal["qa_1", "qa_2"], option: str, file: str, sources: Sources) -> Task:
     if (path := getattr(sources, option)) is None:
         raise ValueError(
-            f"The task '{name}' needs a file: set `{option}` to a local copy of {file}. RULER's 11 tasks that need no"
-            " file are the group 'ruler_synthetic'."
+            f"The task '{name}' needs a file: set `{option}` to a local copy of {file}. The group 'ruler_synthetic' has"
+            " RULER's 11 tasks that need no file."
         )
     return QuestionAnswering(name, path)
 
 
-def _needles(name: str, sources: Sources) -> Task:
+def _make_needles(name: str, sources: Sources) -> Task:
     return Needles(name, RULER_NEEDLES[name], sources.essays)
 
 
-def _multi_document_qa(query: Query, sources: Sources) -> Task:
+def _make_multi_document_qa(query: Query, sources: Sources) -> Task:
     return MultiDocumentQA(sources.nq_open, query=query, documents=sources.documents)
 
 
 TASKS: dict[str, Callable[[Sources], Task]] = {
-    **{name: partial(_needles, name) for name in RULER_NEEDLES},
+    **{name: partial(_make_needles, name) for name in RULER_NEEDLES},
     "vt": lambda sources: VariableTracking(),
     "cwe": lambda sources: CommonWords(),
     "fwe": lambda sources: FrequentWords(),
-    "qa_1": partial(_question_answering, "qa_1", "squad", SQUAD),
-    "qa_2": partial(_question_answering, "qa_2", "hotpot", HOTPOT),
+    "qa_1": partial(_make_question_answering, "qa_1", "squad", SQUAD),
+    "qa_2": partial(_make_question_answering, "qa_2", "hotpot", HOTPOT),
     "longeval_lines": lambda sources: LongEvalLines(),
     "needle": lambda sources: Needle(sources.essays),
     "passkey": lambda sources: Passkey(),
@@ -60,9 +60,9 @@ TASKS: dict[str, Callable[[Sources], Task]] = {
     "key_values": lambda sources: KeyValues(),
     "key_values_query_before": lambda sources: KeyValues("before"),
     "key_values_query_both": lambda sources: KeyValues("both"),
-    "multi_document_qa": partial(_multi_document_qa, "after"),
-    "multi_document_qa_query_before": partial(_multi_document_qa, "before"),
-    "multi_document_qa_query_both": partial(_multi_document_qa, "both"),
+    "multi_document_qa": partial(_make_multi_document_qa, "after"),
+    "multi_document_qa_query_before": partial(_make_multi_document_qa, "before"),
+    "multi_document_qa_query_both": partial(_make_multi_document_qa, "both"),
 }
 """The constructor of each task."""
 
@@ -77,21 +77,21 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "retrieval": ("needle", "passkey", "first_sentence", "longeval_lines", "key_values"),
 }
-"""Names of several tasks together."""
+"""Names of groups of tasks."""
 
 
 def find_tasks(names: Sequence[str], *, haystack: str | None = None, **sources: Any) -> list[Task]:
-    """Return tasks by name, each once, in the order in which they are named.
+    """Return tasks by name, each once, in the given order.
 
     Names are those of `TASKS` and `GROUPS`, and import paths such as ``package.module.Class`` of classes that derive
     from `Task` and take no arguments. ``haystack`` is the folder of `Essays`; ``sources`` are the other `Sources`.
     """
     if not names:
-        raise ValueError(f"No task is named: {_choice()}")
+        raise ValueError(f"`tasks` is empty. {_list_choices()}")
     texts = Sources(Essays(haystack), **sources)
     single = dict.fromkeys(name for group in names for name in GROUPS.get(group, (group,)))
     check_names(single)
-    return [TASKS[name](texts) if name in TASKS else _import(name) for name in single]
+    return [TASKS[name](texts) if name in TASKS else _import_task(name) for name in single]
 
 
 def check_names(names: Iterable[str]) -> None:
@@ -99,22 +99,25 @@ def check_names(names: Iterable[str]) -> None:
     for name in names:
         if name not in TASKS and name not in GROUPS and "." not in name:
             near = difflib.get_close_matches(name, [*TASKS, *GROUPS], n=1)
-            raise ValueError(f"There is no task '{name}'{f'; did you mean {near[0]!r}?' if near else '.'} {_choice()}")
+            hint = f" Did you mean '{near[0]}'?" if near else ""
+            raise ValueError(f"Unknown task '{name}'.{hint} {_list_choices()}")
 
 
-def _choice() -> str:
+def _list_choices() -> str:
     return f"Tasks: {', '.join(TASKS)}. Groups: {', '.join(GROUPS)}. Or name a class of your own: package.module.Class."
 
 
-def _import(path: str) -> Task:
-    """Make a task from the user's class."""
+def _import_task(path: str) -> Task:
+    """Create a task of the user's class."""
     try:
         kind = import_object(path)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"The task '{path}' cannot be imported ({error}): is its folder on PYTHONPATH?") from None
     if not (isinstance(kind, type) and issubclass(kind, Task)):
-        raise ValueError(f"'{path}' is no class that derives from lightning_modules.tasks.questions.task.Task.")
+        raise ValueError(f"'{path}' is not a subclass of lightning_modules.tasks.questions.task.Task.")
     try:
         return kind()
     except TypeError as error:
-        raise ValueError(f"The task '{path}' cannot be made without arguments ({error}): give them defaults.") from None
+        raise ValueError(
+            f"The task '{path}' cannot be created without arguments ({error}): give them defaults."
+        ) from None

@@ -22,16 +22,16 @@ NEEDLE_PROMPT = (
 NEEDLE_ANSWER_PREFIX = " Here is the most relevant sentence in the context:"
 
 STARTS = 10_000
-"""Sentences among which a haystack of essays begins, so that examples of one length and depth differ."""
+"""Number of sentences at which a haystack of essays may begin, so that examples of equal length and depth differ."""
 
 
 class Needle(FittedTask):
     """What is the best thing to do in San Francisco?
 
     Needle-in-a-Haystack (Kamradt 2023, https://github.com/gkamradt/LLMTest_NeedleInAHaystack), with its needle, its
-    question and the words of its prompt for Anthropic's models. Unlike there, no language model judges the answer from
-    1 to 10: the score is the fraction of "eat a sandwich", "sit in Dolores Park" and "sunny day" that the answer holds.
-    The needle is between whole sentences, and each example begins elsewhere in the essays, not always at the front.
+    question and its prompt for Anthropic's models. Unlike there, no language model rates the answer from 1 to 10: the
+    score is the fraction of "eat a sandwich", "sit in Dolores Park" and "sunny day" that the answer contains. The
+    needle is between whole sentences, and each example starts at another place of the essays, not always at the front.
     """
 
     name = "needle"
@@ -48,7 +48,7 @@ class Needle(FittedTask):
         def wording(count: int) -> tuple[str, str]:
             sentences = self.essays.sentences(count, start)
             before = place(depth, count)
-            # The needle has a line to itself, as there.
+            # As in the original, the needle has its own line.
             parts = (" ".join(sentences[:before]), NEEDLE, " ".join(sentences[before:]))
             return NEEDLE_PROMPT.format(context="\n".join(part for part in parts if part)), NEEDLE_ANSWER_PREFIX
 
@@ -84,9 +84,9 @@ class Passkey(FittedTask):
             before = place(depth, count)
             lines = (
                 PASSKEY_INSTRUCTION,
-                _noise(before),
+                _repeat_noise(before),
                 PASSKEY.format(key=key),
-                _noise(count - before),
+                _repeat_noise(count - before),
                 PASSKEY_QUESTION,
             )
             return "\n".join(lines), PASSKEY_ANSWER_PREFIX
@@ -94,7 +94,7 @@ class Passkey(FittedTask):
         return Draft(wording, (key,), f" {key}", "first_number", depth=lambda count: place(depth, count) / count)
 
 
-def _noise(count: int) -> str:
+def _repeat_noise(count: int) -> str:
     """Return sentences of noise; on both sides of the key the first is the same."""
     return " ".join(islice(cycle(NOISE_SENTENCES), count))
 
@@ -123,23 +123,23 @@ class FirstSentence(FittedTask):
 
     @override
     def draft(self, asked: Request) -> Draft:
-        start = self._start(asked.rng.randrange(STARTS))
+        start = self._find_start(asked.rng.randrange(STARTS))
         sentence = self.essays.sentences(1, start)[0]
 
         def wording(count: int) -> tuple[str, str]:
             return " ".join(self.essays.sentences(count, start)) + FIRST_SENTENCE_QUESTION, FIRST_SENTENCE_ANSWER_PREFIX
 
-        return Draft(wording, (sentence,), f" {sentence}", "rouge_l", minimum=2)
+        return Draft(wording, (sentence,), f" {sentence}", "rouge_l", min_units=2)
 
-    def _start(self, first: int) -> int:
+    def _find_start(self, first: int) -> int:
         """Return the next sentence that is neither a heading nor too long to be repeated."""
         for start in range(first, first + STARTS):
             sentence = self.essays.sentences(1, start)[0]
             if len(sentence) <= MAX_CHARACTERS and len(sentence.split()) >= MIN_WORDS:
                 return start
         raise ValueError(
-            f"The haystack '{self.essays.folder}' has no sentence of {MIN_WORDS} words or more and {MAX_CHARACTERS}"
-            " characters or fewer that could be asked for: take other prose."
+            f"The haystack '{self.essays.folder}' has no sentence of at least {MIN_WORDS} words and at most"
+            f" {MAX_CHARACTERS} characters, which the task needs: use other prose."
         )
 
 

@@ -1,4 +1,7 @@
-"""A long-context task: a pure generator of questions whose text fills a number of tokens."""
+"""Base classes of long-context tasks: pure generators of questions whose text fills a number of tokens.
+
+A long text is made of units (sentences, lines, words), and a question has as many units as fit into its length.
+"""
 
 import random
 from abc import ABC, abstractmethod
@@ -12,20 +15,20 @@ from lightning_modules.tasks.questions.example import Example, Match
 from lightning_modules.tasks.questions.prompter import Prompter
 
 Wording = Callable[[int], tuple[str, str]]
-"""Prompt and answer prefix for a number of pieces of text."""
+"""Prompt and answer prefix for a number of units of text."""
 
-SPARE = 1000  # pieces beyond one per token after which a text that hardly grows is given up
+SPARE_UNITS = 1000  # units beyond one per token after which a text that hardly grows is an error
 
 
 def place(depth: float, others: int) -> int:
-    """Return how many of the other pieces precede the one at a depth from 0 (front) to 1 (end)."""
+    """Return how many of the other units precede the unit at a depth from 0 (front) to 1 (end)."""
     return round(depth * others)
 
 
 class Task(ABC):
-    """A kind of question about a long text; the same arguments give the same example, on every machine.
+    """Kind of question about a long text. Equal arguments give equal examples on every machine.
 
-    ``max_new_tokens`` limits the answer; ``varies_depth`` is whether its place in the text can be chosen.
+    ``max_new_tokens`` limits the answer; ``varies_depth`` is whether the depth of the answer can be chosen.
     """
 
     name: str
@@ -36,15 +39,21 @@ class Task(ABC):
     def example(
         self, prompter: Prompter, length: int, index: int, *, seed: int = 0, depth: float | None = None
     ) -> Example:
-        """Make one question; a ``ValueError`` is raised if ``length`` is too short for the shortest one.
+        """Generate one question.
 
-        ``length`` counts the tokens of prompt, answer prefix and `max_new_tokens`: as many as whole pieces of the long
-        text (a sentence, a line, a word) allow, and never more. ``depth`` is the place of the answer, from 0 to 1, if
-        the task varies it; drawn by default.
+        Args:
+            prompter: Counts tokens.
+            length: Maximum tokens of prompt, answer prefix and `max_new_tokens`, filled with whole units.
+            index: Number of the question.
+            seed: Random seed.
+            depth: Depth of the answer, from 0 to 1, if the task varies it; random by default.
+
+        Raises:
+            ValueError: If ``length`` is too short for the shortest question.
         """
 
     def random(self, length: int, index: int, seed: int) -> random.Random:
-        """Return a random generator for this question alone."""
+        """Return a random generator for this question."""
         return random.Random(f"{self.name} {length} {index} {seed}")
 
     def fit(
@@ -57,7 +66,7 @@ class Task(ABC):
         maximum: int | None = None,
         guess: int | None = None,
     ) -> int:
-        """Return the most pieces of text with which prompt, answer prefix and answer stay within ``length`` tokens."""
+        """Return the largest number of units with which prompt, answer prefix and answer have ``length`` tokens."""
         room = length - self.max_new_tokens
         try:
             return most_units(
@@ -65,14 +74,14 @@ class Task(ABC):
             )
         except ValueError as error:
             raise ValueError(
-                f"A length of {length} tokens is too short for '{self.name}', which keeps {self.max_new_tokens} for the"
-                f" answer: {error} Ask for longer texts."
+                f"A length of {length} tokens is too short for '{self.name}', which reserves {self.max_new_tokens} for"
+                f" the answer: {error} Choose a larger length."
             ) from None
 
 
 @dataclass(frozen=True)
 class Request:
-    """The arguments of `Task.example`, with the question's random generator."""
+    """Arguments of `Task.example`, with the question's random generator."""
 
     prompter: Prompter
     length: int
@@ -82,38 +91,38 @@ class Request:
     rng: random.Random
 
     def drawn_depth(self) -> float:
-        """Return the depth that is asked for, or a random one."""
-        drawn = self.rng.random()  # in any case, so that what is drawn later does not depend on the depth
+        """Return the requested depth, or a random one."""
+        drawn = self.rng.random()  # drawn in any case, so that later draws do not depend on the request
         return drawn if self.depth is None else self.depth
 
 
 class Draft(NamedTuple):
-    """A question before its length is known."""
+    """Question before its number of units is known."""
 
-    wording: Wording  # prompt and answer prefix for a number of pieces
+    wording: Wording  # prompt and answer prefix for a number of units
     answers: tuple[str, ...]  # as in `Example`, like target and match
     target: str
     match: Match = "all"
-    minimum: int = 1  # fewest pieces
-    maximum: int | None = None  # number of all pieces; None without a limit
-    exhausted: str | None = None  # error if all pieces together leave room for more; None if that is fine
-    depth: Callable[[int], float | None] = lambda _: None  # depth of the answer among a number of pieces
+    min_units: int = 1
+    max_units: int | None = None  # number of available units; None without a limit
+    exhausted: str | None = None  # error if all units do not fill the length; None if that is acceptable
+    depth: Callable[[int], float | None] = lambda _: None  # depth of the answer for a number of units
 
 
 class FittedTask(Task):
-    """A task that fills a draft with all pieces of text that fit."""
+    """Task that fills a draft with as many units of text as fit."""
 
     @abstractmethod
     def draft(self, asked: Request) -> Draft:
-        """Draw a question."""
+        """Draw a question without fixing its number of units."""
 
     @override
     def example(
         self, prompter: Prompter, length: int, index: int, *, seed: int = 0, depth: float | None = None
     ) -> Example:
         draft = self.draft(Request(prompter, length, index, seed, depth, self.random(length, index, seed)))
-        count = self.fit(prompter, length, draft.wording, minimum=draft.minimum, maximum=draft.maximum)
-        if draft.exhausted is not None and count == draft.maximum:
+        count = self.fit(prompter, length, draft.wording, minimum=draft.min_units, maximum=draft.max_units)
+        if draft.exhausted is not None and count == draft.max_units:
             raise ValueError(draft.exhausted)
         prompt, prefix = draft.wording(count)
         return Example(
@@ -133,16 +142,18 @@ class FittedTask(Task):
 def most_units(
     tokens: Callable[[int], int], limit: int, *, minimum: int = 1, maximum: int | None = None, guess: int | None = None
 ) -> int:
-    """Return the largest number of pieces, from ``minimum`` to ``maximum``, whose text has at most ``limit`` tokens.
+    """Return the largest number of units, from ``minimum`` to ``maximum``, whose text has at most ``limit`` tokens.
 
-    As tokens grow about linearly with the pieces, interpolation finds the number in a few tries, each of which
-    tokenizes the whole text. A ``guess`` of the result may save some. A ``ValueError`` is raised if not even
-    ``minimum`` pieces fit, or if the text hardly grows with its pieces.
+    Tokens grow about linearly with units, so interpolation needs only a few trials, each of which tokenizes the whole
+    text. A ``guess`` of the result may save some. Raises a ``ValueError`` if ``minimum`` units do not fit, or if the
+    text hardly grows with its units.
     """
+    # 1. `low` units always fit.
     low, low_tokens = minimum, tokens(minimum)
     if low_tokens > limit:
-        raise ValueError(f"The shortest question takes {low_tokens} tokens, more than {limit}.")
-    high, high_tokens = 0, 0  # the fewest pieces known to be too many, once there are any
+        raise ValueError(f"The shortest question has {low_tokens} tokens, more than {limit}.")
+    # 2. Extrapolate from `low` until some number `high` does not fit.
+    high, high_tokens = 0, 0
     step = max(1, guess - low if guess is not None else low)
     while high == 0:
         if low == maximum:
@@ -154,17 +165,18 @@ def most_units(
         else:
             rate = (count - low_tokens) / (tried - low)
             low, low_tokens = tried, count
-            if low - minimum > limit + SPARE:
+            if low - minimum > limit + SPARE_UNITS:
                 raise ValueError(
-                    f"{low:,} pieces of text are only {count:,} tokens: the tokenizer does not tell them apart."
+                    f"{low:,} units of text have only {count:,} tokens: the tokenizer does not distinguish them."
                 )
             step = max(1, 2 * step if rate <= 0 else min(100 * step, int((limit - count) / rate) + 1))
+    # 3. Interpolate between `low` and `high`; bisect every other time, because interpolation alone may converge slowly.
     halve = False
     while high - low > 1:
-        share = 0.5 if halve else (limit - low_tokens) / (high_tokens - low_tokens)
-        tried = min(high - 1, max(low + 1, low + round(share * (high - low))))
+        fraction = 0.5 if halve else (limit - low_tokens) / (high_tokens - low_tokens)
+        tried = min(high - 1, max(low + 1, low + round(fraction * (high - low))))
         count = tokens(tried)
-        halve = not halve  # interpolation alone may creep towards one end
+        halve = not halve
         if count > limit:
             high, high_tokens = tried, count
         else:

@@ -1,4 +1,4 @@
-"""Words, numbers and ids drawn for a question, and words that do not exist."""
+"""Draw words, numbers, ids and synthetic words for questions."""
 
 import random
 from collections.abc import Callable
@@ -15,8 +15,8 @@ _RHYMES = ("a", "an", "ar", "e", "el", "en", "i", "in", "ir", "o", "ol", "on", "
 
 
 def distinct(draw: Callable[[], str], size: int) -> list[str]:
-    """Draw that many different words."""
-    words: dict[str, None] = {}  # in the order in which they were drawn
+    """Draw ``size`` different words."""
+    words: dict[str, None] = {}  # in the order of the draws
     while len(words) < size:
         words[draw()] = None
     return list(words)
@@ -28,7 +28,7 @@ def key_word(rng: random.Random) -> str:
 
 
 def number(rng: random.Random, digits: int = 7) -> str:
-    """Draw a number of that many digits, the first of which is not 0: RULER's values have 7."""
+    """Draw a number with this many digits, the first of which is not 0: RULER's values have 7."""
     return str(rng.randint(10 ** (digits - 1), 10**digits - 1))
 
 
@@ -37,16 +37,16 @@ def uuid(rng: random.Random) -> str:
     return str(UUID(int=rng.getrandbits(128), version=4))
 
 
-def made_up_words(rng: random.Random, count: int) -> list[str]:
-    """Draw distinct words of two syllables or more, such as ``flumaren``; a longer list begins with a shorter one."""
-    words: dict[str, None] = {}  # in the order in which they were drawn
+def synthetic_words(rng: random.Random, count: int) -> list[str]:
+    """Draw distinct words of two or more syllables, such as ``flumaren``; a longer list begins with a shorter one."""
+    words: dict[str, None] = {}  # in the order of the draws
     while len(words) < count:
-        word = "".join(_syllable(rng) for _ in range(rng.choice((2, 2, 3))))
+        word = "".join(_draw_syllable(rng) for _ in range(rng.choice((2, 2, 3))))
         while word in words:
-            word += _syllable(rng)
+            word += _draw_syllable(rng)
         words[word] = None
     return list(words)
 
 
-def _syllable(rng: random.Random) -> str:
+def _draw_syllable(rng: random.Random) -> str:
     return rng.choice(_ONSETS) + rng.choice(_RHYMES)

@@ -1,7 +1,7 @@
-// The document: blocks of plain text, of which those near the window are made of tokens.
+// The document as blocks of plain text; blocks near the viewport are split into tokens.
 
-const STEPS = [0.5, 1, 2, 4, 8];  // nats at which a colour begins
-const UNSEEN_ONLY = /^(?:(?![\t\r\n])[\p{C}\p{Zl}\p{Zp}])*$/u;  // controls, marks of direction, spaces of no width
+const STEPS = [0.5, 1, 2, 4, 8];  // nats from which each color applies
+const UNSEEN_ONLY = /^(?:(?![\t\r\n])[\p{C}\p{Zl}\p{Zp}])*$/u;  // control characters, direction marks, zero-width spaces
 const BLOCK = 220, LONGEST_BLOCK = 660;  // tokens
 
 /** The class of a colour: h1 .. h5 for a token that is helped, w1 .. w5 for one that is worse off. */
@@ -15,7 +15,7 @@ function shade(lsd) {
 /** Cuts the document behind line breaks; where a line goes on for long, at a space, or anywhere at last. */
 function cutBlocks(data) {
   const { text, start, stop, count } = data, firsts = [0];
-  let reached = 0;  // end of the characters of all tokens so far: a character of several tokens is never cut
+  let reached = 0;  // end of the characters of all tokens so far: never cut a character that has several tokens
   for (let token = 1; token < count; token++) {
     reached = Math.max(reached, stop[token - 1]);
     const size = token - firsts.at(-1);

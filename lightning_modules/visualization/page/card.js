@@ -1,4 +1,4 @@
-// What is known of one token.
+// The card with the details of one token.
 
 const whole = new Intl.NumberFormat("en-US");
 const number = (value, digits = 2) => (Number.isFinite(value) ? value.toFixed(digits).replace("-", "−")
@@ -53,7 +53,7 @@ class Card {
     this.cell = cell;
     this.marks = this.marked();
     this.root.replaceChildren(...(cell ? this.parts(cell) : this.hint));
-    // It grows, up to a height, and never shrinks: what stands below would jump about.
+    // The card grows up to a height and never shrinks, so that the content below does not jump.
     this.height = Math.max(this.height ?? 0, Math.min(this.root.offsetHeight, 480));
     this.root.style.minHeight = `${this.height}px`;
   }
@@ -69,7 +69,7 @@ class Card {
 
   parts(cell) {
     const tokens = Array.from({ length: cell.last - cell.first }, (_, index) => cell.first + index);
-    // A character may have many tokens: key tokens are shown before others, then as many as there is room for.
+    // A character may have many tokens: show key tokens first, then others until there is no more room.
     const shown = tokens.toSorted((one, other) => this.mask[other] - this.mask[one]).slice(0, 4);
     const parts = shown.map((token, index) => element("div", index > 0 ? "more" : "", ...this.token(token, cell)));
     const more = tokens.length - shown.length;
@@ -83,7 +83,7 @@ class Card {
     title.dir = "auto";
     const part = cell.last - cell.first > 1 ? `, part of ${data.text.slice(cell.from, cell.to)}` : "";
     const where = element("div", "where", `token ${whole.format(token)} of ${whole.format(data.count)}${part}`);
-    if (!scored) return [...chip, title, where, element("p", "", "Nothing stands before it: it is not scored.")];
+    if (!scored) return [...chip, title, where, element("p", "", "The first token has no context and is not scored.")];
     return [
       ...chip, title, where,
       element("div", "bars", ...bar("long", data.long[token]), ...bar("short", data.short[token])),
@@ -107,11 +107,11 @@ class Card {
   earlier(token) {
     const distance = this.distances?.[token];
     if (distance === undefined) return [];
-    if (distance === 0) return [element("div", "where", "Not seen before.")];
+    if (distance === 0) return [element("div", "where", "First occurrence.")];
     const link = element("button", "link", `${whole.format(distance)} token${distance === 1 ? "" : "s"} before`);
     link.addEventListener("click", () => this.go(token - distance));
     const beyond = distance > this.shortContext(token) ? " (long context only)." : ".";
-    return [element("div", "where", "Last seen ", link, beyond)];
+    return [element("div", "where", "Previous occurrence: ", link, beyond)];
   }
 
   /** The evaluated model's tokens that share characters with it. */

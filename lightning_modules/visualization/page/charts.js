@@ -1,4 +1,4 @@
-// Pictures of all tokens: where key tokens lie in the document, and which they are by LSD and LCL.
+// Charts of all tokens: the timeline of key tokens in the document, and the density of tokens by LSD and LCL.
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
@@ -72,7 +72,7 @@ class Timeline {
     const edge = x(Math.min(data.first_short, data.count));
     if (edge > 150) {
       context.textAlign = "left";
-      context.fillText("no shorter context", 6, 8);
+      context.fillText("no short context", 6, 8);
     }
   }
 
@@ -168,7 +168,7 @@ class Scatter {
     for (let token = first; token < count; token++) {
       const column = Math.floor(((lsd[token] - this.low) / (this.high - this.low)) * columns);
       const row = Math.floor((long[token] / this.least) * rows);
-      // Those beyond the right edge are key tokens, or nearly: they are shown at it.
+      // Tokens beyond the right edge, most of them key tokens, are drawn at the edge.
       if (column >= 0 && row >= 0 && row < rows) counts[row * columns + Math.min(column, columns - 1)]++;
     }
     return counts;

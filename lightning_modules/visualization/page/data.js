@@ -1,4 +1,4 @@
-// What the page was given: arrays over tokens, exact to the bit where they are counted.
+// The data of the page: arrays over tokens, bit-exact where tokens are counted.
 
 const KINDS = { F32: Float32Array, U32: Uint32Array, U16: Uint16Array, U8: Uint8Array };
 
@@ -34,13 +34,13 @@ function spans(advance, length) {
 async function readScores() {
   const arrays = await unpack("scores");
   const facts = JSON.parse(decode(arrays.facts));
-  const lsd = new Float32Array(arrays.long.length);  // a difference of float32, rounded to float32: as torch has it
+  const lsd = new Float32Array(arrays.long.length);  // the difference of two float32, rounded to float32, as in torch
   for (let token = 0; token < lsd.length; token++) lsd[token] = arrays.long[token] - arrays.short[token];
   const data = {
     ...facts, text: decode(arrays.text), count: lsd.length, vocabulary: JSON.parse(decode(arrays.vocabulary)),
     token: arrays.token, long: arrays.long, short: arrays.short, lsd, ...spans(arrays.advance, arrays.length),
   };
-  // Thresholds that were dropped are null: JSON has no infinity.
+  // An infinite threshold is null, because JSON has no infinity.
   data.beta = data.beta ?? -Infinity;
   if (facts.model !== null) {
     data.judged = { long: arrays.model_long, ...spans(arrays.model_advance, arrays.model_length) };

@@ -1,4 +1,4 @@
-"""A document as an evaluator sees it: which of its tokens need the far context, to be looked at."""
+"""Score a document for its page of key tokens."""
 
 from typing import Any
 
@@ -13,28 +13,28 @@ from lightning_modules.visualization.page.page import Inspection, ModelScores
 
 
 def inspect_document(text: str, evaluator: str, *, name: str = "document", **options: Any) -> Inspection:
-    """Show a document as a page: its key tokens, and what the long and the short context say of each token.
+    """Show the key tokens of a document, and its likelihoods in long and short context, on a page.
 
-    The evaluator's scores are stored and shared with `score`; the alternatives take another pass over the text.
+    The evaluator's scores are stored and shared with `score`; the alternatives need another pass over the text.
 
     Args:
         text: The document.
-        evaluator: Hub id or local folder of the model that picks the key tokens.
-        name: How the page cites the document.
+        evaluator: Hub id or local folder of the model that finds the key tokens.
+        name: Name of the document on the page.
         options: The other fields of `lightning_modules.scoring.config.InspectConfig`.
 
     Returns:
-        The page to be: it shows itself in a notebook, and `Inspection.save` writes it.
+        The page, which a notebook displays and `Inspection.save` writes to a file.
 
     Raises:
-        ValueError: If the text, a model or a number cannot be used.
+        ValueError: If the text, a model or an option is not valid.
     """
     config = InspectConfig(evaluator=evaluator, **options)
     device = find_device(config.device)
     scorer = Evaluator(config.evaluator_config())
     text = scorer.encode(text, name=name, max_tokens=config.max_tokens)["text"][0]
     model = None if config.model is None else EvaluatedModel(config.loading(config.model), device)
-    # Before the evaluator is loaded: the model is found to be there, and to know its tokens.
+    # Find errors of the model and its tokens before the evaluator is loaded.
     document = None if model is None else model.read({name: text}, add_special_tokens=config.add_special_tokens)[0]
     scores = scorer.scores(text, device=device, name=name)
     found = None

@@ -1,4 +1,4 @@
-// Key tokens for any thresholds, and what depends on them.
+// Key tokens for any thresholds, and the figures that depend on them.
 
 /** Fills `mask` for the thresholds: LSD > alpha and LCL > beta, both strict, in float32 as torch compares. */
 function markKeyTokens(data, alpha, beta, mask) {

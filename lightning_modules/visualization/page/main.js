@@ -1,4 +1,4 @@
-// The parts of the page, and what the reader does with them.
+// The parts of the page, and the handlers of the reader's actions.
 
 const find = (id) => document.getElementById(id);
 

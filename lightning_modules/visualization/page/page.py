@@ -1,4 +1,4 @@
-"""One self-contained HTML page of a document's tokens: it fetches nothing, and runs no script but its own."""
+"""Self-contained HTML page of a document's tokens, which loads nothing and runs only its own script."""
 
 import base64
 import hashlib
@@ -54,11 +54,11 @@ class ModelScores(NamedTuple):
 
 @dataclass(repr=False)
 class Inspection:
-    """A document with an evaluator's scores of each token, as a page for people.
+    """HTML page of a document with an evaluator's scores of each token.
 
-    In a notebook it shows itself. Other thresholds need no new page: they can be moved in it. A key token's long-short
-    difference exceeds ``alpha`` and its long log-likelihood ``beta``, in nats. ``token_texts`` has the text of each
-    token that the page names, by id; ``model`` is evaluated on the key tokens.
+    A notebook displays it. The page has sliders for the thresholds: key tokens have a long-short difference above
+    ``alpha`` and a long-context log-likelihood above ``beta``, in nats. ``token_texts`` has the text of each token that
+    the page names, by id; ``model`` is evaluated on the key tokens.
     """
 
     name: str
@@ -73,42 +73,42 @@ class Inspection:
 
     def html(self) -> str:
         """Return the page."""
-        script = f"(() => {{\n'use strict';\n{''.join(_read(name) for name in _SCRIPTS)}}})();"
-        style = _read("page.css")
+        script = f"(() => {{\n'use strict';\n{''.join(_read_resource(name) for name in _SCRIPTS)}}})();"
+        style = _read_resource("page.css")
         found = self.alternatives
-        alternatives = {} if found is None else alternative_arrays(found, self._vocabulary, self._first_short)
+        alternatives = {} if found is None else alternative_arrays(found, self._shown_ids, self._first_short)
         safe = {
             "script": script,
             "style": style,
             "script_hash": _source_hash(script),
             "style_hash": _source_hash(style),
-            "scores": pack(self._arrays()),
+            "scores": pack(self._script_arrays()),
             "alternatives": pack(alternatives),
             "model_figures": ""
             if self.model is None
-            else _MODEL_FIGURES.format(*map(_perplexity, self.model.perplexities())),
+            else _MODEL_FIGURES.format(*map(_format_perplexity, self.model.perplexities())),
         }
-        escaped = {name: html.escape(value) for name, value in self._shown().items()}
-        # In one pass: the content of a value is never taken for a place to be filled.
-        return re.sub(r"\[\[(\w+)\]\]", lambda place: (safe | escaped)[place[1]], _read("page.html"))
+        escaped = {name: html.escape(value) for name, value in self._page_texts().items()}
+        # Fill all placeholders in one pass, so that a value's content is never taken for a placeholder.
+        return re.sub(r"\[\[(\w+)\]\]", lambda place: (safe | escaped)[place[1]], _read_resource("page.html"))
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the page in one step."""
+        """Write the page atomically."""
         write_atomically(Path(path), self.html().encode("utf-8", errors="replace"))
         return Path(path)
 
     def summary(self) -> str:
-        """Summarize the page in a line."""
-        shown = self._shown()
+        """Return the figures of the page in one line."""
+        shown = self._page_texts()
         parts = [f"{shown['tokens']} tokens", f"{shown['key_tokens']} key tokens ({shown['share']})"]
         parts += [f"LongPPL {shown['longppl']}", f"perplexity {shown['perplexity']}"]
         if self.model is not None:
-            longppl, perplexity = map(_perplexity, self.model.perplexities())
+            longppl, perplexity = map(_format_perplexity, self.model.perplexities())
             parts.append(f"{self.model.name}: LongPPL {longppl}, perplexity {perplexity}")
         return f"{self.name}: {', '.join(parts)}"
 
     def _repr_html_(self) -> str:
-        """Return a frame that may run its script and do nothing else."""
+        """Return a sandboxed frame that may only run its script."""
         return (
             '<iframe sandbox="allow-scripts" width="100%" height="760" style="border: 1px solid #8884; border-radius:'
             f' 8px" srcdoc="{html.escape(self.html())}"></iframe>'
@@ -116,14 +116,14 @@ class Inspection:
 
     @property
     def _first_short(self) -> int:
-        """The first token that has a short context; those before it see the same in both."""
+        """Index of the first token whose short context is shorter than the long one."""
         return min(self.scores.context_length + self.scores.stride, len(self.scores.long))
 
-    def _shown(self) -> dict[str, str]:
+    def _page_texts(self) -> dict[str, str]:
         """Return the texts of the page."""
         scores = self.scores
         key = evaluator_key_tokens(scores, alpha=self.alpha, beta=self.beta)
-        longppl, perplexity = map(_perplexity, perplexities(scores.long, key))
+        longppl, perplexity = map(_format_perplexity, perplexities(scores.long, key))
         longest_short = scores.context_length + scores.stride - 1
         return {
             "name": self.name,
@@ -140,15 +140,15 @@ class Inspection:
             "longppl": longppl,
             "perplexity": perplexity,
             "of_evaluator": "" if self.model is None else " of evaluator",
-            "model_sentence": "" if self.model is None else f" They are of {self.model.name}.",
+            "model_sentence": "" if self.model is None else f" The evaluated model is {self.model.name}.",
         }
 
-    def _arrays(self) -> dict[str, np.ndarray[Any, Any]]:
-        """All that the script needs to show the document and to count key tokens."""
-        scores, vocabulary = self.scores, self._vocabulary
+    def _script_arrays(self) -> dict[str, np.ndarray[Any, Any]]:
+        """Return everything that the script needs to show the document and to count key tokens."""
+        scores, vocabulary = self.scores, self._shown_ids
         advance, length = span_arrays(self.text, scores.offsets)
         arrays: dict[str, np.ndarray[Any, Any]] = {
-            "facts": utf8(json.dumps(self._facts())),
+            "facts": utf8(json.dumps(self._script_settings())),
             "text": utf8(self.text),
             "vocabulary": utf8(json.dumps([self.token_texts[index] for index in vocabulary.tolist()])),
             "token": numbered(vocabulary, scores.token_ids),
@@ -162,7 +162,7 @@ class Inspection:
             arrays["model_long"] = self.model.log_likelihood.numpy()
         return arrays
 
-    def _facts(self) -> dict[str, Any]:
+    def _script_settings(self) -> dict[str, Any]:
         return {
             "context_length": self.scores.context_length,
             "stride": self.scores.stride,
@@ -176,20 +176,20 @@ class Inspection:
         }
 
     def _same_tokens(self) -> list[int] | None:
-        """Return the evaluator's tokens, from first to beyond last, that the model reads too, and the model's first."""
+        """Return the range of the evaluator's tokens that the model shares, and the model's index of the first one."""
         own = Tokens(self.scores.token_ids, self.scores.offsets)
         if self.model is None or (same := match_tokens(own, self.model.tokens)) is None:
             return None
         return [same[0].start, same[0].stop, same[1].start]
 
     @cached_property
-    def _vocabulary(self) -> Tensor:
-        """``[M]`` ids of the tokens that the page names, ascending."""
+    def _shown_ids(self) -> Tensor:
+        """Ascending ``[M]`` ids of the tokens that the page names."""
         shown = () if self.alternatives is None else (part.token_ids.flatten() for part in self.alternatives)
         return torch.cat([self.scores.token_ids, *shown]).unique()
 
 
-def _read(name: str) -> str:
+def _read_resource(name: str) -> str:
     return (files(__package__) / name).read_text(encoding="utf-8")
 
 
@@ -205,7 +205,7 @@ def perplexities(log_likelihood: Tensor, key: Tensor) -> tuple[float, float]:
     return float(longppl), float(perplexity)
 
 
-def _perplexity(value: float) -> str:
+def _format_perplexity(value: float) -> str:
     if math.isnan(value):
         return "—"
     if value >= 1e6:

@@ -1,4 +1,4 @@
-"""Arrays of a document for the page's script."""
+"""Pack arrays of a document for the page's script."""
 
 import base64
 import re
@@ -15,13 +15,13 @@ from lightning_modules.functional import LikeliestTokens
 from lightning_modules.scoring.evaluator import Alternatives
 
 STEPS_PER_NAT = 512
-"""Log-likelihoods of alternatives are shown, not counted: a step of 1/512 nat is a fifth of a percent of each."""
+"""Resolution of the alternatives' log-likelihoods, which are only displayed: 1/512 nat is 0.2 % of a probability."""
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def pack(arrays: Mapping[str, NDArray[np.generic]]) -> str:
-    """Pack named arrays as text that HTML need not escape: base64 of a deflated file in the format of safetensors."""
+    """Pack named arrays as text that needs no escaping in HTML: a safetensors file, deflated, in base64."""
     return base64.b64encode(zlib.compress(save(dict(arrays)))).decode("ascii")
 
 
@@ -31,9 +31,9 @@ def utf8(text: str) -> NDArray[np.uint8]:
 
 
 def span_arrays(text: str, offsets: Tensor) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
-    """Return ``[N, 2]`` spans of characters as distances of each start from the one before, and lengths.
+    """Encode ``[N, 2]`` character spans as the distance of each start from the preceding one, and lengths.
 
-    Both count units of UTF-16, as a script does. A token without characters begins where the one before it does.
+    Both count UTF-16 units, as JavaScript does. A token without characters starts where the preceding token starts.
     """
     start, stop = offsets.long().unbind(-1)
     empty = start == stop
@@ -46,14 +46,14 @@ def span_arrays(text: str, offsets: Tensor) -> tuple[NDArray[np.uint32], NDArray
 
 
 def numbered(vocabulary: Tensor, ids: Tensor) -> NDArray[np.uint32]:
-    """Return the places of ids of any shape in ``[M]`` ascending ones."""
+    """Return the index of each id in ``[M]`` ascending ids, with the same shape."""
     return torch.searchsorted(vocabulary, ids.contiguous()).numpy().astype(np.uint32)
 
 
 def alternative_arrays(
     alternatives: Alternatives, vocabulary: Tensor, first_short: int
 ) -> dict[str, NDArray[np.generic]]:
-    """The likeliest tokens of both contexts; those of the short one only from the first token that has one."""
+    """Return arrays of the likeliest tokens in both contexts; in the short one only from ``first_short`` on."""
     short = LikeliestTokens(*(part[first_short:] for part in alternatives.short))
     arrays: dict[str, NDArray[np.generic]] = {}
     for name, found in (("long", alternatives.long), ("short", short)):

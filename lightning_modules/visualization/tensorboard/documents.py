@@ -1,6 +1,6 @@
-"""Documents with one model's scores, as Markdown.
+"""Format documents with one model's scores as Markdown.
 
-TensorBoard removes colors and keeps bold, tables and links with a title: `[token](# "shown under the mouse")`.
+TensorBoard removes colors but keeps bold text, tables and links with a tooltip: `[token](# "tooltip")`.
 """
 
 import math
@@ -17,14 +17,14 @@ from lightning_modules.visualization.report import Table, as_markdown_table
 
 STEPS = ((4.0, "█"), (2.0, "▆"), (1.0, "▄"), (0.5, "▂"))  # nats of long-short difference above which a symbol is shown
 
-HELP = "**Key tokens** are bold, with numbers under the mouse. LSD above 0.5, 1, 2, 4 nats: ▂ ▄ ▆ █; below -0.5: ▿."
+HELP = "**Key tokens** are bold, with their scores as tooltips. LSD above 0.5, 1, 2, 4 nats: ▂ ▄ ▆ █; below -0.5: ▿."
 
 BEFORE, AFTER = 24, 8  # tokens shown around a key token
 
 
 @dataclass
 class ScoredDocument:
-    """A text with a model's scores of its tokens, and ``[N]`` bool, which of them are key tokens."""
+    """Text with a model's scores of its ``[N]`` tokens; ``key`` (bool) marks the key tokens."""
 
     name: str
     text: str
@@ -37,9 +37,9 @@ class ScoredDocument:
         return self.scores.long - self.scores.short
 
     def pieces(self, start: int, stop: int) -> Iterator[tuple[int, str, str]]:
-        """Yield index, preceding gap and characters of the tokens from ``start`` to before ``stop``.
+        """Yield index, preceding gap and characters of the tokens in ``[start, stop)``.
 
-        Every character comes once: a token that begins inside of the one before (bytes of one letter) has the rest.
+        Every character comes once: a token that begins inside the preceding one (bytes of one letter) gets the rest.
         """
         reach = int(self.scores.offsets[start, 0]) if start < stop else 0
         for index in range(start, stop):
@@ -54,9 +54,9 @@ class ScoredDocument:
         return [int(index) for index in order[chosen[order]][:count]]
 
     def excerpts(self, tokens: int) -> list[tuple[int, int]]:
-        """Return ascending ranges ``[start, stop)`` around the clearest key tokens, else the most helped ones.
+        """Return ascending ranges ``[start, stop)`` around the clearest key tokens, or else the most helped tokens.
 
-        Together they have at most ``tokens`` tokens; a document of no more is one range.
+        Together they have at most ``tokens`` tokens; a shorter document is one range.
         """
         count = len(self.key)
         if count <= tokens:
@@ -75,13 +75,13 @@ class ScoredDocument:
         return list(zip(starts, stops, strict=True))
 
     def distance(self, index: int) -> int | None:
-        """Return the distance in tokens to the same token before it, or None."""
+        """Return the distance in tokens to the previous occurrence of the same token, or None."""
         earlier = (self.scores.token_ids[:index] == self.scores.token_ids[index]).nonzero()
         return index - int(earlier[-1]) if len(earlier) else None
 
 
 def printable(text: str) -> str:
-    """Make line breaks and tabs visible, and replace characters that would act on others."""
+    """Make line breaks and tabs visible, and replace control characters."""
     visible = {"\n": "⏎", "\r": "", "\t": "⇥"}
     return "".join(
         visible.get(character, "\N{REPLACEMENT CHARACTER}")
@@ -106,12 +106,14 @@ def probability(log_likelihood: float) -> str:
 
 
 def excerpts_markdown(document: ScoredDocument, *, tokens: int, title: str) -> str:
-    """Format the parts of a document around its key tokens, with at most ``tokens`` tokens together."""
+    """Format excerpts of a document around its key tokens, with at most ``tokens`` tokens in total."""
     parts = document.excerpts(tokens)
     shown = sum(stop - start for start, stop in parts)
     lines = [f"**{escaped(title)}**", f"{shown:,} of {len(document.scores.long):,} tokens. {HELP}"]
     for start, stop in parts:
-        running = "".join(escaped(gap) + _marked(document, i, piece) for i, gap, piece in document.pieces(start, stop))
+        running = "".join(
+            escaped(gap) + _mark_token(document, i, piece) for i, gap, piece in document.pieces(start, stop)
+        )
         lines.append(f"*tokens {start:,} to {stop - 1:,}:* {running}")
     return "\n\n".join(lines)
 
@@ -122,7 +124,7 @@ def helped_markdown(documents: Sequence[ScoredDocument], *, count: int = 20) -> 
     found.sort(key=lambda entry: -entry[0])
     rows = [
         [
-            _snippet(document, index),
+            _cut_snippet(document, index),
             probability(float(document.scores.long[index])),
             probability(float(document.scores.short[index])),
             f"{lsd:.2f}",
@@ -132,14 +134,22 @@ def helped_markdown(documents: Sequence[ScoredDocument], *, count: int = 20) -> 
         ]
         for lsd, document, index in found[:count]
     ]
-    head = ["token", "long context", "short context", "LSD (nats)", "key token", "last seen, tokens ago", "where"]
+    head = [
+        "token",
+        "long context",
+        "short context",
+        "LSD (nats)",
+        "key token",
+        "previous occurrence, tokens ago",
+        "where",
+    ]
     return as_markdown_table(Table(head, rows))
 
 
 def learned_markdown(document: ScoredDocument, long_then: Tensor, *, then: int, count: int = 20) -> str:
-    """Format a table of how the probabilities of ``count`` key tokens at most have changed since the step ``then``.
+    """Format a table of the probabilities of at most ``count`` key tokens at the step ``then`` and now.
 
-    ``long_then`` are the ``[N]`` long log-likelihoods at that step, in nats; the most helped tokens are shown.
+    ``long_then`` are the ``[N]`` long-context log-likelihoods at that step, in nats; the most helped tokens are shown.
     """
     if not document.key.any():
         return "This document has no key token."
@@ -147,10 +157,10 @@ def learned_markdown(document: ScoredDocument, long_then: Tensor, *, then: int, 
     change = long - long_then
     rows = [
         [
-            _snippet(document, index),
+            _cut_snippet(document, index),
             probability(float(long_then[index])),
             probability(float(long[index])),
-            f"{float(change[index]):+.2f} {_glyph(float(change[index]))}",
+            f"{float(change[index]):+.2f} {_choose_glyph(float(change[index]))}",
             probability(float(short[index])) if long[index] != short[index] else "",
         ]
         for index in sorted(document.most_helped(count, key_only=True))
@@ -164,25 +174,25 @@ def learned_markdown(document: ScoredDocument, long_then: Tensor, *, then: int, 
     )
 
 
-def _marked(document: ScoredDocument, index: int, piece: str) -> str:
+def _mark_token(document: ScoredDocument, index: int, piece: str) -> str:
     """Format a token in running text; bold text must begin and end with visible characters."""
     lsd = float(document.lsd[index])
     if not document.key[index] or not piece.strip():
-        return escaped(piece) + _glyph(lsd)
+        return escaped(piece) + _choose_glyph(lsd)
     word = piece.strip()
     before, after = piece.split(word, 1)
     long, short = probability(float(document.scores.long[index])), probability(float(document.scores.short[index]))
     tip = f"LSD {lsd:.2f} nats, long {long}, short {short}"
-    return f'{escaped(before)}**[{escaped(word)}](# "{tip}")**{_glyph(lsd)}{escaped(after)}'
+    return f'{escaped(before)}**[{escaped(word)}](# "{tip}")**{_choose_glyph(lsd)}{escaped(after)}'
 
 
-def _glyph(lsd: float) -> str:
+def _choose_glyph(lsd: float) -> str:
     if lsd < -STEPS[-1][0]:
         return "▿"
     return next((glyph for above, glyph in STEPS if lsd > above), "")
 
 
-def _snippet(document: ScoredDocument, index: int, before: int = 60, after: int = 20) -> str:
+def _cut_snippet(document: ScoredDocument, index: int, before: int = 60, after: int = 20) -> str:
     start, end = document.scores.offsets[index].tolist()
     token = document.text[start:end]
     word = token.strip() or "\N{OPEN BOX}"

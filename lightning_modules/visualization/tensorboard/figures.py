@@ -1,4 +1,4 @@
-"""Figures over the tokens of all documents, as images."""
+"""Draw figures of the tokens of all documents, as images."""
 
 import matplotlib
 import numpy as np
@@ -14,7 +14,7 @@ from lightning_modules.visualization.tensorboard.sums import SHORTEST_FITTED, Po
 
 LSD_EDGES = np.linspace(-6.0, 10.0, 81)
 LCL_EDGES = np.linspace(-12.0, 0.0, 61)
-"""Bins of 0.2 nats; tokens beyond the edges are in the outer ones."""
+"""Bins of 0.2 nats; tokens beyond the edges count in the outer bins."""
 
 
 @matplotlib.rc_context(STYLE)
@@ -56,7 +56,7 @@ def position_figure(positions: PositionSums, *, title: str) -> NDArray[np.uint8]
     (context, loss, *others), fit = positions.means().numpy(), positions.fit()
     panels = 2 if others else 1
     figure = Figure(figsize=(6.4, 3.4 + 1.4 * (panels - 1)))
-    # Not matplotlib's automatic layout, which takes longer than all of the drawing.
+    # Matplotlib's automatic layout would take longer than the drawing.
     figure.subplots_adjust(left=0.11, right=0.98, bottom=0.14 if panels == 1 else 0.1, top=0.92, hspace=0.08)
     axes = figure.subplots(panels, 1, sharex=True, squeeze=False, height_ratios=(3, 1)[:panels])[:, 0]
     axes[0].plot(context, loss, "o-", color="C0", lw=1, markersize=4, label="long context")

@@ -1,4 +1,4 @@
-"""Panels of TensorBoard: which text, figures and histograms are written, and under which tags."""
+"""TensorBoard panels: the text, figures and histograms of an evaluation, and their tags."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -38,14 +38,14 @@ CUSTOM_SCALARS = {
         "soft LongPPL, test": ["Multiline", ["^test/longppl_soft$"]],
     },
 }
-"""Layout for ``SummaryWriter.add_custom_scalars``: LongPPL beside perplexity. Charts without a curve stay empty."""
+"""Layout for ``SummaryWriter.add_custom_scalars``: LongPPL next to perplexity. Charts without data stay empty."""
 
 
 @dataclass
 class InspectedDocument:
-    """A validation document with the scores of the model in training.
+    """Validation document with the trained model's scores.
 
-    ``scored`` marks the ``[N]`` tokens that count, ``key`` the key tokens if they are known beforehand.
+    ``scored`` marks the ``[N]`` tokens that count, ``key`` the key tokens if they are precomputed.
     """
 
     name: str
@@ -56,9 +56,9 @@ class InspectedDocument:
 
 
 class EvaluationPanels:
-    """Writes the panels of one evaluation after another, with at most ``tokens`` tokens of each document.
+    """Writer of the panels of successive evaluations, with at most ``tokens`` tokens of each document.
 
-    Key tokens of the model itself exceed ``alpha`` (LSD) and ``beta`` (LCL), in nats.
+    The model's own key tokens exceed ``alpha`` (LSD) and ``beta`` (LCL), in nats.
     """
 
     def __init__(self, *, alpha: float, beta: float, tokens: int) -> None:
@@ -85,7 +85,7 @@ class EvaluationPanels:
         for document in documents:
             self._first.setdefault(document.scores.text_sha256, (document.scores.long, step))
         for writer in writers:
-            if not set(judged) <= self._drawn:  # an evaluator's scores never change: drawn once
+            if not set(judged) <= self._drawn:  # draw an evaluator's scores once, because they never change
                 self._draw_documents(writer, [document for document in by_evaluator if document], "evaluator", step)
                 self._draw_scores(writer, [found.scores for found in judged.values()], "evaluator", step)
             if documents:
@@ -94,7 +94,7 @@ class EvaluationPanels:
             if documents and not judged:
                 self._draw_scores(writer, [document.scores for document in documents], "model", step)
             if positions.sums[0].any():
-                figure = position_figure(positions, title=f"model in training, step {step:,}")
+                figure = position_figure(positions, title=f"trained model, step {step:,}")
                 writer.add_image("loss_by_context/model_all_documents", figure, step, dataformats="HWC")
         self._drawn |= set(judged)
 
@@ -122,7 +122,7 @@ class EvaluationPanels:
         writer.add_text(f"most_helped_tokens/{scored_by}", helped_markdown(documents), step)
 
     def _draw_learned(self, writer: Any, documents: Sequence[ScoredDocument], step: int) -> None:
-        """Write how likely the model finds key tokens now, and when it scored the document first."""
+        """Write the likelihood of key tokens now and when the model first scored the document."""
         for number, document in enumerate(documents):
             long, then = self._first[document.scores.text_sha256]
             table = learned_markdown(document, long, then=then)

@@ -76,7 +76,7 @@ def test_files_of_all_kinds_are_named_from_the_folder_on(folder):
     twice = find_corpus([str(folder), f"{folder}/*.txt"], COLUMNS)
     assert len(twice.names) == 4, "a file that is named twice is there once"
     write_parquet(folder / "other" / "a.parquet", ["x"])
-    with pytest.raises(ValueError, match=r"Two files are called 'a.parquet'.*above both"):
+    with pytest.raises(ValueError, match=r"Two files are called 'a.parquet'.*common folder or pattern"):
         find_corpus([f"{folder}/web", f"{folder}/other"], COLUMNS)
 
 
@@ -120,10 +120,10 @@ def test_keys_and_columns(tmp_path):
 
 def test_columns_that_are_not_there_or_differ(tmp_path):
     write_parquet(tmp_path / "a.parquet", ["x"], n=[1])
-    with pytest.raises(ValueError, match=r"a.parquet: no column 'm.n', only \['n', 'text'\]"):
+    with pytest.raises(ValueError, match=r"a.parquet: no column 'm.n'. Its columns are \['n', 'text'\]"):
         find_corpus([str(tmp_path)], CorpusColumns("text", None, ("m.n",)))
     write_parquet(tmp_path / "b.parquet", ["x"], n=["1"])
-    with pytest.raises(ValueError, match=r"b.parquet: column 'n' is of string, and of int64 in other files"):
+    with pytest.raises(ValueError, match=r"b.parquet: column 'n' has type string, but int64 in other files"):
         find_corpus([str(tmp_path)], CorpusColumns("text", None, ("n",)))
     (tmp_path / "b.parquet").write_bytes(b"PAR1 and no more")
     with pytest.raises(ValueError, match=r"b.parquet.*damaged"):
@@ -135,7 +135,7 @@ def test_columns_that_are_not_there_or_differ(tmp_path):
 def test_files_in_which_all_documents_would_fail_are_refused_at_once(tmp_path):
     """A wrong name of a column, and not a million rows with an error."""
     write_lines(tmp_path / "a.jsonl", {"content": "x", "id": 1}, b"{torn", {"content": "y"})
-    with pytest.raises(ValueError, match=r"first 3 lines of .*a.jsonl .* field 'text', only \['content', 'id'\]"):
+    with pytest.raises(ValueError, match=r"first 3 lines of .*a.jsonl .* field 'text'; found \['content', 'id'\]"):
         find_corpus([str(tmp_path)], COLUMNS)
     with pytest.raises(ValueError, match="field 'key'"):
         find_corpus([str(tmp_path)], CorpusColumns("content", "key", ()))
@@ -145,7 +145,7 @@ def test_files_in_which_all_documents_would_fail_are_refused_at_once(tmp_path):
         find_corpus([str(tmp_path)], COLUMNS)
     (tmp_path / "a.jsonl").write_text("\n")
     write_parquet(tmp_path / "b.parquet", [1, 2])
-    with pytest.raises(ValueError, match=r"b.parquet: column 'text' is of int64, not text"):
+    with pytest.raises(ValueError, match=r"b.parquet: column 'text' has type int64, not text"):
         find_corpus([str(tmp_path)], COLUMNS)
     for kind in (pyarrow.large_string(), pyarrow.string_view(), pyarrow.dictionary("int32", "string")):
         write_parquet(tmp_path / "b.parquet", pyarrow.array(["x"], kind))
@@ -158,7 +158,7 @@ def test_one_file_of_many_in_which_all_documents_would_fail_is_refused_at_once(t
     write_lines(tmp_path / "c" / "07.jsonl", {"body": "x", "id": 1}, b"{torn")
     write_lines(tmp_path / "c" / "09.jsonl", {"body": "x"})
     message = (
-        r"first 2 lines of .*07\.jsonl \(and of 1 other files\) .* 'text', only \['body', 'id'\].*data\.text_column"
+        r"first 2 lines of .*07\.jsonl \(and of 1 other files\) .* 'text'; found \['body', 'id'\].*data\.text_column"
     )
     with pytest.raises(ValueError, match=message):
         find_corpus([str(tmp_path)], COLUMNS)
@@ -202,7 +202,7 @@ def test_keys_and_columns_that_no_table_takes_are_reasons(tmp_path):
         files = find_corpus([str(tmp_path)], columns)
         (fine, _), (broken, _) = files.read(files.parts[0], lambda _: True)
         assert fine.error is None
-        assert "half a surrogate pair" in broken.error
+        assert "a lone surrogate" in broken.error
         assert broken.key == "a.jsonl:1"
     (tmp_path / "a.jsonl").unlink()
     write_parquet(tmp_path / "b.parquet", ["x"], long=pyarrow.array([2**62], pyarrow.duration("s")))
@@ -239,7 +239,7 @@ def test_broken_rows_have_a_reason_and_the_others_are_read(tmp_path):
     for place, reason in {
         ("a.jsonl", 1): "malformed JSON",
         ("a.jsonl", 2): "must be a string, got int",
-        ("a.jsonl", 3): "no text in 'text', only ['title']",
+        ("a.jsonl", 3): "no text in 'text': found ['title']",
         ("a.jsonl", 4): "expected a JSON object",
         ("b.txt", 0): "not UTF-8",
         ("c.parquet", 1): "no text in 'text'",
@@ -253,7 +253,7 @@ def test_a_line_that_is_too_long_is_one_row(tmp_path, monkeypatch):
     write_lines(tmp_path / "a.jsonl", {"text": "a"}, {"text": "b" * 200}, {"text": "c"})
     found = all_of(find_corpus([str(tmp_path)], COLUMNS))
     assert list(found) == [("a.jsonl", 0), ("a.jsonl", 1), ("a.jsonl", 2)]
-    assert "more than 40 bytes" in found[("a.jsonl", 1)]
+    assert "exceeds 40 bytes" in found[("a.jsonl", 1)]
     assert found[("a.jsonl", 2)] == "c"
 
 
@@ -303,7 +303,7 @@ def test_settings_of_the_data_module(folder, word_tokenizer):
     skipping.setup("predict")
     (batch,) = list(skipping.predict_dataloader())
     errors = {ref.file: ref.error for ref in batch["failed"]}
-    assert errors["t.txt"] == "left out: 3 tokens are more than `max_tokens` = 2"
+    assert errors["t.txt"] == "left out: 3 tokens exceed `max_tokens` = 2"
     assert {ref.key for ref in batch["document_refs"]} == {"b.jsonl:2", "z.json.gz:0"}
     assert skipping.scoring_settings()["max_tokens"] == 2
     assert skipping.scoring_settings()["tokenizer"] == corpus.scoring_settings()["tokenizer"]

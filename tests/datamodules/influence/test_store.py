@@ -43,13 +43,13 @@ def test_a_damaged_or_missing_store_is_refused(tmp_path, complete):
 def test_rows_of_another_kind_are_refused(complete):
     store = InfluenceStore(complete)
     store.check({"sequence_length": LENGTH, "isolate_documents": True})
-    with pytest.raises(ValueError, match=r"`sequence_length` 4, not 8\. Run `longce influence`"):
+    with pytest.raises(ValueError, match=r"`sequence_length` = 4, not 8\. Run `longce influence`"):
         store.check({"sequence_length": 8})
-    with pytest.raises(ValueError, match="`isolate_documents` True, not False"):
+    with pytest.raises(ValueError, match="`isolate_documents` = True, not False"):
         store.check({"isolate_documents": False})
     with pytest.raises(ValueError, match="other training text, or another tokenizer"):
         store.check({"token_store": "b"})
-    with pytest.raises(ValueError, match="packed otherwise"):
+    with pytest.raises(ValueError, match="differently packed sequences"):
         store.check({"packing": "b"})
 
 

@@ -90,7 +90,7 @@ def test_a_kill_while_the_store_is_made(tmp_path, rows, monkeypatch):
         patch.setattr(InfluenceWriter, "_write_header", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             first.finish()
-    with pytest.raises(ValueError, match="not complete"):
+    with pytest.raises(ValueError, match="are incomplete"):
         InfluenceStore(tmp_path / "w")
     again = writer(tmp_path / "w", rows)
     assert again.remaining().tolist() == []
@@ -108,14 +108,14 @@ def test_float16_keeps_what_is_at_the_cap_and_rounds_the_rest(cap):
 
 def test_other_weights_are_not_mixed_in(tmp_path, rows):
     writer(tmp_path / "w", rows)
-    with pytest.raises(ValueError, match=r"made for `evaluator` a, not b\. Name another folder"):
+    with pytest.raises(ValueError, match=r"computed for `evaluator` = a, not b\. Name another folder"):
         writer(tmp_path / "w", rows, evaluator="b")
     assert influence_folder(tmp_path, MADE_FROM) != influence_folder(tmp_path, {**MADE_FROM, "evaluator": "b"})
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "thesis.tex").touch()
-    with pytest.raises(ValueError, match=r"thesis' holds no token weights but 'thesis\.tex'"):
+    with pytest.raises(ValueError, match=r"thesis' has other files, such as 'thesis\.tex'"):
         writer(tmp_path / "thesis", rows)
-    with pytest.raises(ValueError, match=r"`gamma` must be 65504"):
+    with pytest.raises(ValueError, match=r"`gamma` must be at most 65504"):
         writer(tmp_path / "v", rows, gamma=1e6)
 
 

@@ -58,4 +58,4 @@ def test_index_past_the_end_gives_an_empty_row(word_tokenizer):
 def test_empty_documents_are_left_out(word_tokenizer, caplog):
     documents = dataset(word_tokenizer, "a", "\u3000", "b")
     assert [documents[index]["text"] for index in range(len(documents))] == ["a", "b"]
-    assert "Left out 1 empty documents of 3, such as 'name 1'" in caplog.text
+    assert "Skipped 1 empty documents of 3, such as 'name 1'" in caplog.text

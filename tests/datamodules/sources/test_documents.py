@@ -49,7 +49,7 @@ def test_empty_documents_are_left_out_and_named(tmp_path, content, caplog):
     for name in ("b", "d"):
         (tmp_path / f"{name}.txt").write_text(name)
     assert [document.text for document in with_text(text_folder(tmp_path))] == ["b", "d"]
-    assert caplog.messages == ["Left out 4 empty documents of 6, such as 'c'."]
+    assert caplog.messages == ["Skipped 4 empty documents of 6, such as 'c'."]
 
 
 def test_a_document_too_large_to_hold_is_refused_before_it_is_unpacked(tmp_path, monkeypatch):
@@ -59,7 +59,7 @@ def test_a_document_too_large_to_hold_is_refused_before_it_is_unpacked(tmp_path,
     for name, read in (("bomb.txt.gz", TextFiles), ("bomb.jsonl.gz", RecordFiles)):
         (tmp_path / name).write_bytes(bomb)
         tracemalloc.start()
-        with pytest.raises(ValueError, match=rf"{name}.*: a document of more than 1,048,576 bytes. Split it"):
+        with pytest.raises(ValueError, match=rf"{name}.*: the document exceeds 1,048,576 bytes. Split it"):
             list(read((tmp_path / name,)))
         assert tracemalloc.get_traced_memory()[1] < 1 << 23
         tracemalloc.stop()
@@ -123,11 +123,11 @@ def test_nothing_left_by_the_filter_is_an_error(tmp_path):
         (b'{"text": "cut', "malformed JSON"),
         (b'["text"]', "expected a JSON object, got list"),
         (b'{"text": "\xe9"}', "byte 10 is not UTF-8"),
-        ({"body": "x"}, r"no field 'text' for the text, only \['body'\]"),
+        ({"body": "x"}, r"no text field 'text'; found \['body'\]"),
         ({"text": None}, "the text must be a string, got NoneType"),
-        (b'{"text": "a", "n": ' + b"9" * 5000 + b"}", "JSON that Python does not read"),
-        (b'{"text": "a", "n": ' + b"[" * 100_000, "JSON that Python does not read"),
-        ({"text": "half \ud83d pair"}, "character 5 is half a surrogate pair"),
+        (b'{"text": "a", "n": ' + b"9" * 5000 + b"}", "Python cannot parse this JSON"),
+        (b'{"text": "a", "n": ' + b"[" * 100_000, "Python cannot parse this JSON"),
+        ({"text": "half \ud83d pair"}, "character 5 is a lone surrogate"),
     ],
 )
 def test_bad_line_is_named_by_file_and_number(tmp_path, line, message):
@@ -193,12 +193,12 @@ def test_prompt_and_response_are_joined_as_they_are(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("prompt", "message"), [(None, "'q': the text must be a string"), ("\ud83d", "'q': character 0 is half a surrog")]
+    ("prompt", "message"), [(None, "'q': the text must be a string"), ("\ud83d", "'q': character 0 is a lone surrog")]
 )
 def test_a_prompt_that_is_no_text_is_named(tmp_path, prompt, message):
     write_lines(tmp_path / "x.jsonl", {"q": prompt, "a": "b"}, {"a": "b"})
     with pytest.raises(ValueError, match=f"x.jsonl:1, {message}"):
         list(RecordFiles((tmp_path / "x.jsonl",), ("a",), prompt_field="q"))
     write_lines(tmp_path / "x.jsonl", {"a": "b"})
-    with pytest.raises(ValueError, match=r"x.jsonl:1: no field 'q' for the prompt, only \['a'\]"):
+    with pytest.raises(ValueError, match=r"x.jsonl:1: no prompt field 'q'; found \['a'\]"):
         list(RecordFiles((tmp_path / "x.jsonl",), ("a",), prompt_field="q"))

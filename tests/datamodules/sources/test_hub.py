@@ -54,7 +54,7 @@ def test_an_edited_local_file_is_read_again_though_its_time_is_the_old_one(parqu
 
 
 def test_missing_column_and_split_are_named(parquet_folder):
-    with pytest.raises(ValueError, match=r"no column 'report' for the text, only \['title', 'text', 'meta'\]"):
+    with pytest.raises(ValueError, match=r"no text column 'report'; found \['title', 'text', 'meta'\]"):
         list(HubDataset(parquet_folder, "train", text_column="report"))
     with pytest.raises(ValueError, match=r"No usable split 'validation' of `path` = .* in the local folder"):
         list(HubDataset(parquet_folder, "validation"))
@@ -63,13 +63,13 @@ def test_missing_column_and_split_are_named(parquet_folder):
 @pytest.mark.parametrize("path", ["/nowhere/pg19", "./pg19", "data/books/pg19", "~/pg19"])
 def test_misspelt_local_path_is_refused_without_asking_the_hub(path, monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", None)
-    with pytest.raises(FileNotFoundError, match=f"`path` = '{path}' is no local file or folder"):
+    with pytest.raises(FileNotFoundError, match=f"`path` = '{path}' is not a local file or folder"):
         HubDataset(path, "train").fingerprint()
 
 
 def test_unknown_layout_is_refused(tmp_path):
     (tmp_path / "book.txt").write_text("`datasets` would make a document of each line")
-    with pytest.raises(FileNotFoundError, match="neither in a layout that this data module knows"):
+    with pytest.raises(FileNotFoundError, match="neither parquet files nor a layout that this data module supports"):
         HubDataset(str(tmp_path), "train").fingerprint()
 
 
@@ -85,7 +85,5 @@ def test_what_the_hub_says_is_passed_on(cause, kind, monkeypatch):
         raise cause
 
     monkeypatch.setattr(datasets, "load_dataset", refuse)
-    with pytest.raises(
-        kind, match=f"'owner/name' here as a file or folder, nor on the hub .*{cause}.* Check the spelling"
-    ):
+    with pytest.raises(kind, match=f"'owner/name' on disk or on the hub .*{cause}.* Check the spelling"):
         HubDataset("owner/name", "train").fingerprint()

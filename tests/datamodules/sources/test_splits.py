@@ -36,7 +36,7 @@ def test_the_split_depends_on_the_text_alone():
 
 
 def test_an_empty_split_names_the_remedy():
-    with pytest.raises(ValueError, match=r"None of the documents fell to the test split .* Lower `holdout`"):
+    with pytest.raises(ValueError, match=r"No document is in the test split .* Lower `holdout`"):
         split("test", ["text 24"])
 
 

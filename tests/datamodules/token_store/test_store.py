@@ -104,7 +104,7 @@ def test_text_that_changes_while_it_is_tokenized_is_refused(word_tokenizer, tmp_
             yield from super().__iter__()
             text_file(file, "c d")
 
-    with pytest.raises(ValueError, match=r"changed while it was tokenized\. Start again"):
+    with pytest.raises(ValueError, match=r"changed during tokenization\. Start again"):
         build(Edited((file,)), word_tokenizer, tmp_path / "cache")
     assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
 
@@ -204,7 +204,7 @@ def test_a_damaged_store_is_rebuilt_with_a_message(word_tokenizer, tmp_path, cap
             TokenStore(store.folder)
     assert content(build(source, word_tokenizer, tmp_path)) == whole
     assert source.reads == [0, 1]
-    assert caplog.text.count("building it again") == 1
+    assert caplog.text.count("rebuilding it") == 1
     assert name in caplog.text
     assert [path.name for path in tmp_path.iterdir()] == [store.folder.name]
     build(source, word_tokenizer, tmp_path)
@@ -299,7 +299,7 @@ def test_kills_at_random_moments_leave_nothing_torn(word_tokenizer, tmp_path, mo
 
 def test_ids_beyond_the_vocabulary_are_refused(word_tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(tokenising, "vocabulary_size", lambda _: 3)
-    with pytest.raises(ValueError, match="gave token 3, beyond its vocabulary of 3"):
+    with pytest.raises(ValueError, match="returned token 3, but its vocabulary has 3 tokens"):
         build(Texts(["a b c"]), word_tokenizer, tmp_path)
 
 
@@ -331,7 +331,7 @@ def test_prompt_lengths_are_kept_where_there_are_prompts(word_tokenizer, tmp_pat
     store = build(Prompts([("a b c", 3), ("a", 0), ("a b", 3)]), word_tokenizer, tmp_path / "prompts")
     assert store.prompt_lengths.tolist() == [2, 0, 2]
     flip(store.folder / token_store.PROMPT_LENGTHS)
-    with pytest.raises(ValueError, match=r"prompt_lengths.bin is not what was written"):
+    with pytest.raises(ValueError, match=r"prompt_lengths.bin does not match its checksum"):
         TokenStore(store.folder)
     again = build(Prompts([("a b c", 3)]), word_tokenizer, tmp_path / "prompts")  # what is damaged is built anew
     assert again.prompt_lengths.tolist() == [2]

@@ -168,7 +168,7 @@ def test_a_run_that_failed_goes_on_and_computes_each_row_once(own, model_dir, te
             run(model_dir, texts, texts / "failed", data=data)
     assert len(computed) == 3
     monkeypatch.setattr(InfluenceWriter, "write", lambda self, n, w: computed.extend(n) or original(self, n, w))
-    with pytest.raises(ValueError, match="not complete"):
+    with pytest.raises(ValueError, match="are incomplete"):
         InfluenceStore(texts / "failed")
     run(model_dir, texts, texts / "failed", data=data)
     count = len(stored_rows(model_dir, texts, own))

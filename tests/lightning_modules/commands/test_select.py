@@ -91,7 +91,7 @@ def test_the_largest(scored):
     ranked = [row["key"] for row in sorted(some, key=lambda row: -row["perplexity"])]
     assert keys(scored, top=0.5, rank_by="perplexity", where="tokens > 20") == set(ranked[: round(len(some) / 2)])
     assert len(keys(scored, top=7, rank_by="key_tokens")) == 7, "of equal ones as many as asked for"
-    with pytest.raises(ValueError, match="None of the documents"):  # whose ladder has one length
+    with pytest.raises(ValueError, match="No document in"):  # whose ladder has one length
         select(str(scored / "scores"), top=7, rank_by="ladder_4_8_mean", where="source == 'a'")
 
 
@@ -104,7 +104,7 @@ def test_report_by_source(scored):
     rows = everything(scored)
     told = select(str(scored / "scores"), where="tokens > 20", by="source")
     assert "4 > whole" in told
-    assert told.startswith(f"There is no {SUCCESS}")
+    assert told.startswith(f"{SUCCESS} is missing")
     for source in "ab":
         own = [row for row in rows if row["source"] == source]
         chosen = [row for row in own if row["error"] is None and row["tokens"] > 20]
@@ -181,7 +181,7 @@ def test_weights_for_a_mixture(scored, word_tokenizer_folder):
     assert mixture.weights == found
     with pytest.raises(ValueError, match=r"same sources.*\['c'\]"):
         MixtureDataModule(word_tokenizer_folder, sources={"a": source, "b": source, "c": source}, weights=found)
-    with pytest.raises(ValueError, match=r"mean `benefit_p10` of source '.' is -.*weights are above 0"):
+    with pytest.raises(ValueError, match=r"mean `benefit_p10` of source '.' is -.*weights must be above 0"):
         select(str(scored / "scores"), by="source", rank_by="benefit_p10", weights=str(weights))
 
 
@@ -214,7 +214,7 @@ def word_tokenizer_folder(tokenizer, tmp_path):
 )
 def test_conditions_without_a_meaning(where):
     documents = pd.DataFrame({"tokens": [1, 2], "key": ["a", "b"]})
-    with pytest.raises(ValueError, match=r"cannot read '.*of these columns: tokens, key"):
+    with pytest.raises(ValueError, match=r"not a valid condition .*of these columns: tokens, key"):
         meets_conditions(documents, where)
 
 
@@ -250,13 +250,13 @@ def test_bad_options(scored, tmp_path):
     (tmp_path / "file").write_text("")
     scores = str(scored / "scores")
     for options, message in (
-        ({"where": "tokens > 1000"}, "None of the documents"),
+        ({"where": "tokens > 1000"}, "No document in"),
         ({"output": "ids.csv"}, "must end in one of .txt, .parquet, .jsonl"),
         ({"output": str(tmp_path / "file" / "ids.txt")}, "Cannot write to the folder .*Name another file"),
         ({"rank_by": "nope"}, "no column 'nope'"),
-        ({"rank_by": "key"}, "not a number"),
+        ({"rank_by": "key"}, "must be a numeric column"),
         ({"by": "nope"}, "no column 'nope'"),
-        ({"by": "lsd"}, "not name a source"),
+        ({"by": "lsd"}, "must name a source"),
         ({"top": 0.0}, "`top`"),
         ({"top": 1.5}, "`top`"),
     ):
@@ -282,7 +282,7 @@ def test_keys_that_are_not_one_line_are_named_and_do_not_stop_the_others(tmp_pat
         table.add(DocumentRef(key, "a.jsonl", row, {}), make_scores(12))
     header = {"settings": {}, "source": {}, "files": {}, "counts": {}}
     ScoreShards(str(tmp_path)).write(table.table(), header, 0)
-    with pytest.warns(UserWarning, match=r"5 chosen document\(s\) are not in .*ids\.txt") as caught:
+    with pytest.warns(UserWarning, match=r"5 selected document\(s\) are not in .*ids\.txt") as caught:
         told = select(str(tmp_path), output=str(tmp_path / "ids.txt"))
     named = r"row 1 of 'a.jsonl' ('two\nlines'), row 2 of 'a.jsonl' (''), row 4 of 'a.jsonl' ('return\rhere') and"
     assert named in str(caught[0].message)
@@ -311,4 +311,4 @@ def test_the_command(scored, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["select", str(scored / "scores"), "--where", "tokens >"])
     assert stopped.value.code == 2
-    assert "cannot read" in capsys.readouterr().err
+    assert "not a valid condition" in capsys.readouterr().err

@@ -225,5 +225,5 @@ def test_what_cannot_be_identified_is_refused(hub, model, name, revision):
 def test_a_second_look_reads_no_weights(model, monkeypatch):
     monkeypatch.setattr(identity, "SETTLING_TIME", 0)
     first = model_identity(str(model))
-    monkeypatch.setattr(identity, "_hash", None)
+    monkeypatch.setattr(identity, "_hash_file", None)
     assert model_identity(str(model)) == first

@@ -136,7 +136,7 @@ def test_the_rule_of_the_authors_in_score_and_validation(folders, tmp_path, capl
     assert paper["key_tokens"] != by_score["key_tokens"]
     with pytest.raises(ValueError, match="needs a data module with a `tokenizer_name`"):
         callback.setup(type("Trainer", (), {"datamodule": None, "callbacks": [callback]}), None, "validate")
-    with pytest.raises(ValueError, match="not made of the tokens"):
+    with pytest.raises(ValueError, match="tokens are not those of the data module"):
         callback.influence({**document, "input_ids": document["input_ids"] + 1}, 0, torch.device("cpu"))
 
 

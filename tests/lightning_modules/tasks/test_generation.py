@@ -119,7 +119,7 @@ def test_models_that_bear_no_padding_or_no_cache_are_found_out(monkeypatch, capl
     backbone.cache_use = None
     monkeypatch.setattr(decoder, "forward", lambda *a, **k: forward(*a, **{**k, "past_key_values": None}))
     assert cache_use(backbone) == "none"
-    assert "cannot continue from a cache" in caplog.text
+    assert "does not support a key-value cache" in caplog.text
 
 
 def test_little_memory_makes_smaller_groups_and_the_same_tokens(monkeypatch):

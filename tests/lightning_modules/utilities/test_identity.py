@@ -30,8 +30,10 @@ def _new_process(monkeypatch):
 def hashed(monkeypatch):
     """Names of the files whose bytes are read."""
     names = []
-    original = identity._hash
-    monkeypatch.setattr(identity, "_hash", lambda path, stop: names.append(Path(path).name) or original(path, stop))
+    original = identity._hash_file
+    monkeypatch.setattr(
+        identity, "_hash_file", lambda path, stop: names.append(Path(path).name) or original(path, stop)
+    )
     return names
 
 
@@ -173,13 +175,13 @@ _PROCESS = """
 import os, sys, time
 from pathlib import Path
 from lightning_modules.utilities import identity
-identity.SETTLING_TIME, original = 0, identity._hash
+identity.SETTLING_TIME, original = 0, identity._hash_file
 def _hash(path, stop):
     with open(sys.argv[2], "a") as log:
         log.write(os.path.basename(path) + "\\n")
     time.sleep(0.3)
     return original(path, stop)
-identity._hash = _hash
+identity._hash_file = _hash
 while not Path(sys.argv[3]).exists():
     time.sleep(0.01)
 print(identity.content_hash(Path(sys.argv[1])))
@@ -227,7 +229,7 @@ def test_interrupted_hashing_keeps_finished_files_and_stops_within_the_others(tm
     original = identity.file_state
     monkeypatch.setattr(identity, "file_state", lambda path: [0, 1, 0, 0] if path == endless else original(path))
     monkeypatch.setattr(identity, "_STORE_INTERVAL", -1.0)
-    remember, stored = identity._remember, []
+    remember, stored = identity._memoize_hashes, []
 
     def interrupt(memo, entries):
         remember(memo, entries)
@@ -235,12 +237,12 @@ def test_interrupted_hashing_keeps_finished_files_and_stops_within_the_others(tm
         if len(entries) == len(files):
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(identity, "_remember", interrupt)
+    monkeypatch.setattr(identity, "_memoize_hashes", interrupt)
     monkeypatch.setattr(os, "cpu_count", lambda: 2)  # one of the threads stays with the endless file
     before = set(threading.enumerate())
     with pytest.raises(KeyboardInterrupt):
         file_hashes([Path(endless), *files])
-    monkeypatch.setattr(identity, "_remember", remember)
+    monkeypatch.setattr(identity, "_memoize_hashes", remember)
     deadline = time.monotonic() + 10
     while set(threading.enumerate()) - before and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -91,7 +91,7 @@ def test_who_waits_is_told_for_whom_and_takes_over_from_a_dead_holder(tmp_path, 
     waiting.join(20)
     assert taken.is_set()
     assert caplog.text.count("Waiting for") == 1
-    assert "left by a process that died" in caplog.text
+    assert "left by a killed process" in caplog.text
     assert names(tmp_path) == []
 
 
@@ -325,7 +325,7 @@ def test_a_deleted_lock_is_taken_again_by_a_run_that_lives(tmp_path, impatient, 
     lock.begin()
     path.unlink()
     until(path.exists)
-    until(lambda: "was deleted: taken again" in caplog.text)
+    until(lambda: "was deleted: locked again" in caplog.text)
     with pytest.raises(ValueError, match="in use"):
         RunLock(tmp_path).begin(patience=0)
     lock.leave()

@@ -44,5 +44,5 @@ def test_ports_that_cannot_be_used(trainer, monkeypatch):
         used = str(server.getsockname()[1])
         for port, reason in {"abc": "not a port", used: "Address already in use", "99999": "not a port"}.items():
             monkeypatch.setenv("MASTER_PORT", port)
-            with pytest.raises(ValueError, match=f"`MASTER_PORT` is '{port}'.*{reason}.*Unset it"), loopback(trainer):
+            with pytest.raises(ValueError, match=f"`MASTER_PORT` = '{port}'.*{reason}.*Unset it"), loopback(trainer):
                 pass

@@ -29,7 +29,7 @@ DEPTHS = [round(100 * step / 39) for step in range(40)]  # of needles in essays,
 
 @dataclass(frozen=True)
 class Setting:
-    """Haystack, kinds of keys and values, and the numbers of keys, of values of each, and of keys asked for."""
+    """Haystack, kinds of keys and values, and the numbers of keys, of values per key, and of queried keys."""
 
     haystack: Haystack = "essay"
     key: Kind = "words"
@@ -55,13 +55,13 @@ RULER_NEEDLES: dict[str, Setting] = {
 class Needles(FittedTask):
     """Sentences "One of the special magic numbers for brave-otter is: 1234567." in a haystack.
 
-    The tasks `niah` of RULER (Hsieh et al. 2024, https://arxiv.org/abs/2404.06654), worded and scored
-    (`string_match_all`) as in its public code. Unlike there, words come from our own lists; keys and values are
-    distinct, and no sentence of a `needles` haystack repeats a key or a value of the needles; essays are filled by
-    whole sentences (see `Essays`); pieces are not taken in multiples of 5, 25 or 500; and no stray space is at the ends
-    of the essays or between needles that meet.
+    The tasks `niah` of RULER (Hsieh et al. 2024, https://arxiv.org/abs/2404.06654), with the wording and scoring
+    (`string_match_all`) of its public code. Differences: words come from our own lists; keys and values are distinct,
+    and no sentence of a `needles` haystack repeats a key or a value of the needles; essays are filled with whole
+    sentences (see `Essays`); the number of units is not a multiple of 5, 25 or 500; and there are no extra spaces at
+    the ends of essays or between adjacent needles.
 
-    A depth counts pieces: sentences, and with `noise` RULER's line of five short ones. Unless a depth is asked for,
+    A depth counts units: sentences, or with `noise` RULER's lines of five short sentences. Unless a depth is requested,
     needles are placed as in RULER: in essays at some of 40 evenly spaced depths, else anywhere.
     """
 
@@ -84,13 +84,13 @@ class Needles(FittedTask):
         needles = [self.needle(key, value) for key in keys for value in values_of[key]]
         first = self.needle(queries[0], answers[0])
         hidden = _Hidden(rng, needles, first, asked.depth, essays=setting.haystack == "essay")
-        sentences, separator = self._haystack(rng, {*keys, *values})
+        sentences, separator = self._make_haystack(rng, {*keys, *values})
 
         def wording(pieces: int) -> tuple[str, str]:
             return self.worded(separator.join(hidden.among(sentences(pieces))), queries)
 
         depth = hidden.depth if self.varies_depth else lambda _: None
-        return Draft(wording, answers, f" {_listed(answers)}", depth=depth)
+        return Draft(wording, answers, f" {_join_words(answers)}", depth=depth)
 
     def needle(self, key: str, value: str) -> str:
         """Return the sentence to be found."""
@@ -102,18 +102,18 @@ class Needles(FittedTask):
         if self.varies_depth:
             question = question.replace("Some", "A").replace("are all", "is").replace("are", "is")
             prefix, kind = prefix.replace("are", "is"), kind[:-1]
-        query = _listed(queries)
+        query = _join_words(queries)
         return question.format(kind=kind, context=context, query=query), prefix.format(kind=kind, query=query)
 
-    def _haystack(self, rng: random.Random, taken: set[str]) -> tuple[Callable[[int], list[str]], str]:
-        """Return a function from a number to that many sentences, and their separator."""
+    def _make_haystack(self, rng: random.Random, taken: set[str]) -> tuple[Callable[[int], list[str]], str]:
+        """Return a function that gives a number of sentences, and their separator."""
         if self.setting.haystack == "essay":
             return self.essays.sentences, " "
         if self.setting.haystack == "noise":
             return lambda count: [NOISE] * count, "\n"
 
         def draw() -> str:
-            return self.needle(_other(rng, self.setting.key, taken), _other(rng, self.setting.value, taken))
+            return self.needle(_draw_other(rng, self.setting.key, taken), _draw_other(rng, self.setting.value, taken))
 
         return Drawn(draw).first, "\n"
 
@@ -126,7 +126,7 @@ class _Hidden:
     ) -> None:
         self.asked = asked
         self.asked_depth = depth
-        # With a depth asked for, the others find their places first.
+        # If a depth is requested, the other needles are placed first.
         self.others = rng.sample(needles, len(needles)) if depth is None else [n for n in needles if n != asked]
         count = len(self.others)
         depths = [percent / 100 for percent in rng.sample(DEPTHS, count)] if essays else []
@@ -150,12 +150,12 @@ class _Hidden:
         return pieces.index(self.asked) / (len(pieces) - 1)
 
 
-def _other(rng: random.Random, kind: Kind, taken: Collection[str]) -> str:
+def _draw_other(rng: random.Random, kind: Kind, taken: Collection[str]) -> str:
     drawn = DRAW[kind](rng)
     while drawn in taken:
         drawn = DRAW[kind](rng)
     return drawn
 
 
-def _listed(parts: Sequence[str]) -> str:
+def _join_words(parts: Sequence[str]) -> str:
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])}, and {parts[-1]}"

@@ -37,8 +37,8 @@ class QuestionAnswering(FittedTask):
 
     @override
     def draft(self, asked: Request) -> Draft:
-        question = self._question(asked.index, asked.seed)
-        documents = [*question.documents, *self._distractors(question, asked.rng, maximum=asked.length)]
+        question = self._choose_question(asked.index, asked.seed)
+        documents = [*question.documents, *self._draw_distractors(question, asked.rng, maximum=asked.length)]
         shuffles = asked.rng.getrandbits(64)
 
         def order(count: int) -> list[int]:
@@ -60,19 +60,19 @@ class QuestionAnswering(FittedTask):
             question.answers,
             target=f" {question.answers[0]}",
             match="any",
-            minimum=len(question.documents),
-            maximum=len(documents),
-            exhausted=f"The {len(documents)} documents of {self.path} are too few: '{self.name}' cannot be"
-            f" {asked.length} tokens long. Ask for shorter texts, or take a larger file.",
+            min_units=len(question.documents),
+            max_units=len(documents),
+            exhausted=f"The {len(documents)} documents of {self.path} are too few for '{self.name}' with"
+            f" {asked.length} tokens. Choose a smaller length or a larger file.",
             depth=depth,
         )
 
-    def _question(self, index: int, seed: int) -> Question:
+    def _choose_question(self, index: int, seed: int) -> Question:
         questions = self.collection.questions
         order = random.Random(f"{self.name} {seed}").sample(range(len(questions)), len(questions))
         return questions[order[index % len(order)]]
 
-    def _distractors(self, asked: Question, rng: random.Random, maximum: int) -> list[int]:
+    def _draw_distractors(self, asked: Question, rng: random.Random, maximum: int) -> list[int]:
         """Return other documents, the related ones first."""
         known = {*asked.documents, *asked.related}
         count = len(self.collection.documents)

@@ -1,4 +1,4 @@
-"""RULER's variable tracking: a chain of assignments, scattered over a long text, is followed to its end."""
+"""RULER's variable tracking: follow a chain of assignments that is scattered over a long text."""
 
 import random
 from typing import NamedTuple
@@ -56,7 +56,7 @@ class VariableTracking(FittedTask):
         def wording(lines: int) -> tuple[str, str]:
             return f"{example}\n{question(chain, lines)}", prefix
 
-        return Draft(wording, chain.names, " ".join(chain.names), minimum=MIN_LINES)
+        return Draft(wording, chain.names, " ".join(chain.names), min_units=MIN_LINES)
 
 
 def draw_chain(rng: random.Random, letters: int) -> Chain:
@@ -70,13 +70,13 @@ def draw_chain(rng: random.Random, letters: int) -> Chain:
 
 
 def worked_example(chain: Chain, lines: int) -> str:
-    """Return a question with its answer, which precedes the one that is asked."""
+    """Return an example question with its answer, which precedes the actual question."""
     return f"{question(chain, lines)}{answer_prefix(chain)} {' '.join(chain.names)}\n"
 
 
 def question(chain: Chain, lines: int) -> str:
-    """Return a haystack of that many lines with the assignments, and the question about it."""
-    return _TEMPLATE.format(context=_context(chain, lines), value=chain.value)
+    """Return a haystack of ``lines`` lines with the assignments, and the question about it."""
+    return _TEMPLATE.format(context=_write_context(chain, lines), value=chain.value)
 
 
 def answer_prefix(chain: Chain) -> str:
@@ -93,7 +93,7 @@ def _example_lines(prompter: Prompter, chain: Chain) -> int:
     return most_units(tokens, EXAMPLE_TOKENS, minimum=MIN_LINES)
 
 
-def _context(chain: Chain, lines: int) -> str:
+def _write_context(chain: Chain, lines: int) -> str:
     first, *others = chain.names
     assignments = [f"VAR {first} = {chain.value}"]
     assignments += [f"VAR {name} = VAR {before} " for before, name in zip(chain.names, others, strict=False)]

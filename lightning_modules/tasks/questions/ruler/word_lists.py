@@ -1,4 +1,4 @@
-"""RULER's aggregation: which words of a long list, or of a coded text, come oftener than the others."""
+"""RULER's aggregation: find the words of a long list, or of a coded text, that are more frequent than the others."""
 
 import random
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from scipy.special import zeta
 from typing_extensions import override
 
 from lightning_modules.tasks.questions.task import Draft, FittedTask, Request
-from lightning_modules.tasks.questions.words import ADJECTIVES, NOUNS, distinct, made_up_words
+from lightning_modules.tasks.questions.words import ADJECTIVES, NOUNS, distinct, synthetic_words
 
 COMMON = 10
 SHORT = 4096  # tokens below which words are repeated less
@@ -37,7 +37,7 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 class Repeats(NamedTuple):
-    """How often a common word, and any other, is in a list."""
+    """How often a common word, and any other word, is in a list."""
 
     common: int
     others: int
@@ -47,12 +47,12 @@ class CommonWords(FittedTask):
     """RULER's ``cwe`` (https://arxiv.org/abs/2404.06654, Section 3.3): 10 words are in a list 30 times, others 3 times.
 
     An example with its answer precedes the question: 40 other words, 10 of them 10 times and 30 of them 3 times. The
-    wordings are those of https://github.com/NVIDIA/RULER. As there, lengths below 4,096 tokens repeat less: 6 times and
-    once, and 3 times and once in an example of 20 words.
+    wordings are those of https://github.com/NVIDIA/RULER. As in RULER, lengths below 4,096 tokens have fewer
+    repetitions: 6 and 1, and 3 and 1 in an example of 20 words.
 
-    Unlike there, the words are those of `words` (1,236, enough for about 16,000 tokens), and all are made up in lists
-    that take more; the example's words are not in the question's list; the order of each list is drawn separately; and
-    a list has at least 10 words that are not common, or the length is refused as too short.
+    Unlike in RULER, the words are those of `words` (1,236, enough for about 16,000 tokens), or all synthetic in longer
+    lists; the example's words are not in the question's list; the order of each list is drawn separately; and a list
+    has at least 10 words that are not common, or the length is refused as too short.
     """
 
     name = "cwe"
@@ -65,15 +65,15 @@ class CommonWords(FittedTask):
         lists = _Lists(words, asked.length, rng.getrandbits(64))
         if asked.prompter.count(*lists.wording(len(words) - lists.shown - COMMON)) <= room:  # too few real words
             # No word takes less than a token.
-            words = made_up_words(rng, lists.shown + COMMON + asked.length // lists.repeats.others)
+            words = synthetic_words(rng, lists.shown + COMMON + asked.length // lists.repeats.others)
         lists = _Lists(words, asked.length, self.random(asked.length, asked.index, asked.seed).getrandbits(64))
         maximum = len(words) - lists.shown - COMMON
         target = f" {numbered(lists.common)}"
-        return Draft(lists.wording, tuple(lists.common), target, minimum=MIN_OTHERS, maximum=maximum)
+        return Draft(lists.wording, tuple(lists.common), target, min_units=MIN_OTHERS, max_units=maximum)
 
 
 class _Lists:
-    """The two lists of a question, cut from one row of words."""
+    """The two lists of a question, cut from one sequence of words."""
 
     def __init__(self, words: Sequence[str], length: int, seed: int) -> None:
         self.shown = 20 if length < SHORT else 40
@@ -86,7 +86,7 @@ class _Lists:
         self.example = f"{_COMMON_TEMPLATE.format(context=example)}{_COMMON_PREFIX} {numbered(words[:COMMON])}"
 
     def wording(self, others: int) -> tuple[str, str]:
-        """Return the question with that many words that are not common."""
+        """Return the question with ``others`` words that are not common."""
         first = self.shown + COMMON
         listed = word_list(
             self.common, self.words[first : first + others], self.repeats, random.Random(f"{self.seed} {others}")
@@ -109,8 +109,8 @@ def numbered(words: Sequence[str]) -> str:
 class FrequentWords(FittedTask):
     """RULER's ``fwe`` (https://arxiv.org/abs/2404.06654, Section 3.3): frequencies fall as in a zeta distribution.
 
-    Of ``n`` words the one of rank ``k`` is there ``n k^-2 / zeta(2)`` times, rounded down; the first is the noise
-    ``...``, and the next three are asked for. There are as many coded words as 1/50 of the length, all of six letters.
+    Among ``n`` words, the word of rank ``k`` occurs ``n k^-2 / zeta(2)`` times, rounded down; the first is the noise
+    ``...``, and the next three are the answers. The number of coded words is 1/50 of the length; all have six letters.
     The wordings are those of https://github.com/NVIDIA/RULER. Unlike there, prompt *and* answer stay within the
     length (the original's prompt alone fills it), and the order of each text is drawn separately.
     """
@@ -128,7 +128,7 @@ class FrequentWords(FittedTask):
             return _FREQUENT_TEMPLATE.format(context=text), _FREQUENT_PREFIX
 
         first, second, third = vocabulary[1:4]
-        return Draft(wording, (first, second, third), f" {first}, {second}, and {third}", minimum=MIN_WORDS)
+        return Draft(wording, (first, second, third), f" {first}, {second}, and {third}", min_units=MIN_WORDS)
 
 
 def coded_words(rng: random.Random, count: int) -> list[str]:

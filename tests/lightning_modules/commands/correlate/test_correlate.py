@@ -68,9 +68,9 @@ def test_too_few_models_and_unknown_names_are_refused(files, tmp_path):
     out = str(tmp_path / "out")
     with pytest.raises(ValueError, match=r"needs at least 3 models .* have 2\. .*Yarn-7B-128k: no longppl"):
         correlate([*files[:2], files[-1]], out)
-    with pytest.raises(ValueError, match=r"No scores 'LongBnch' in these files. There are: LongBench"):
+    with pytest.raises(ValueError, match=r"No scores 'LongBnch' in these files, only LongBench"):
         correlate(files, out, scores=["LongBnch"])
-    with pytest.raises(ValueError, match="There are no scores in these files"):
+    with pytest.raises(ValueError, match="These files have no scores"):
         correlate(files[:-1], out)
     with pytest.raises(SystemExit) as stopped:
         main(["correlate", files[-1], "--output", out])

@@ -86,7 +86,7 @@ def test_lengths_that_are_no_multiples_of_1024_keep_their_names(evaluation, tmp_
 
 def test_half_an_evaluation_is_refused(evaluation, tmp_path):
     content = json.loads((tmp_path / "evaluation.json").read_text())
-    with pytest.raises(ValueError, match="lacks the results of 7 questions: the same `longce evaluate` puts them"):
+    with pytest.raises(ValueError, match="7 questions have no result: run the same `longce evaluate` to ask them"):
         read_results([write(tmp_path, "half.json", content | {"missing": 7})])
 
 
@@ -114,7 +114,7 @@ def test_tables_read_them_too(evaluation, harness_result, tmp_path):
     write(tmp_path, "harness.json", content | {"model": str(run)})
     assert set(read_scores([harness_result])) == {"B-CE-100"}
     (tmp_path / "evaluation.json").rename(tmp_path / "results.json")
-    with pytest.raises(ValueError, match="reports 2 models: rename them in the file, not by 'A='"):
+    with pytest.raises(ValueError, match="has 2 models: rename them in the file instead of by 'A='"):
         read_scores([f"A={tmp_path}"])
 
 
@@ -147,13 +147,13 @@ def test_a_folder_of_an_evaluation_is_read_for_its_results_alone(evaluation, har
             "a.json",
             '{"tasks": {"vt": 3}, "average": {}}',
             "a.json",
-            "of results: a part is missing or has another form",
+            "of results: a key is missing or has the wrong type",
         ),
         ("a.json", '{"longppl": 2, "perplexity": 3, "documents": []}', "a.json", "does not name its model"),
         ("a.csv", "name\n", "a.csv", "no column 'model'"),
         ("a.csv", "", "a.csv", "no column 'model'"),
-        ("a.csv", "model,x\n", "a.csv", r"'a\.csv' is not .*: it names columns and holds no model"),
-        ("a.csv", "model,x,x\na,1,2\n", "a.csv", "names a column twice"),
+        ("a.csv", "model,x\n", "a.csv", r"'a\.csv' is not .*: it has columns but no model"),
+        ("a.csv", "model,x,x\na,1,2\n", "a.csv", "or duplicate columns"),
         ("a.csv", "model,x\na,1,7\n", "a.csv", r"a\.csv:2 has more than 2 cells"),
         ("a.csv", "model,x\na,1\n ,2\n", "a.csv", r"a\.csv:3 does not name its model"),
         ("a.csv", "model,x\na,1\nb,2\n", "m=a.csv", "reports 2 models"),

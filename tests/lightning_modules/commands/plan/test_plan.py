@@ -102,7 +102,7 @@ def test_the_papers_run(plan, paper):
 def test_adapters_and_quantized_weights(plan, paper):
     numbers, text = plan(*paper, "--gpu", "H200", *LORA)
     assert numbers["memory"]["fits"]
-    assert "remedies" not in numbers["memory"]
+    assert "suggestions" not in numbers["memory"]
     assert "`trainer.devices` is 'auto'" in text
     assert "model.quantization: {load_in_4bit: true}" in plan(*paper, "--gpu", "A100-40", *LORA)[1]
     quantized = ["--gpu", "H200", "--model.quantization", "{load_in_4bit: true}"]
@@ -179,7 +179,7 @@ def experiment(config, **training):
 def test_remedies_fit(llamas):
     memory = Planner(experiment(llamas["llama-3.1-8b"], gpus=2), GPUS["H100"]).plan()["memory"]
     assert not memory["fits"]
-    changes = {remedy["change"]: remedy["needed"] for remedy in memory["remedies"]}
+    changes = {suggestion["change"]: suggestion["needed"] for suggestion in memory["suggestions"]}
     assert "model.lora: {r: 8, target_modules: all-linear}" in changes
     assert all(needed <= 80 for change, needed in changes.items() if not change.startswith("a card"))
 
@@ -189,7 +189,7 @@ def test_changes_that_make_sense():
     texts = [change.text for change in possible_changes(training, None, GPU("", 1, 150))]
     assert "configs/strategies/fsdp.yaml: FSDP2 over 2 GPUs" in texts
     assert not any("bfloat16" in text for text in texts), "trained weights stay in float32"
-    assert texts[-2:] == ["a card with 178 GiB: B200", "a card with 191 GiB: MI300X"]
+    assert texts[-2:] == ["a GPU with 178 GiB: B200", "a GPU with 191 GiB: MI300X"]
     adapters = [change.text for change in possible_changes(training, {"r": 8}, GPU("", 1, 150))]
     assert "model.dtype: bfloat16 (of the frozen weights)" in adapters
 

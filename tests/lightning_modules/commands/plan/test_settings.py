@@ -64,7 +64,7 @@ def test_an_objective_in_another_one(read):
     objective = {"class_path": "lightning_modules.objectives.Scheduled", "init_args": {"objective": inner, "stop": 5}}
     experiment = read("--model.objective", json.dumps(objective))
     assert (experiment.objective, experiment.training.short_pass) == ("Scheduled", True)
-    assert experiment.notes == ("every step is planned with a short pass, and a schedule has steps without one",)
+    assert experiment.notes == ("the plan has a short pass in every step, but the schedule has steps without one",)
 
 
 def test_command_line_over_config(read, model_dir):
@@ -132,7 +132,7 @@ def test_refusals(read):
     for options, message in (
         (["--model.context_length", "250"], "250 \\+ 16"),
         (["--trainer.precision", "transformer-engine"], "transformer-engine"),
-        (["--trainer.strategy", "fsdp"], r"known are auto, .*FullyShardedStrategy"),
+        (["--trainer.strategy", "fsdp"], r"only auto, .*FullyShardedStrategy"),
         (["--model.pretrained_model_name_or_path", "./nowhere"], "nowhere"),
     ):
         with pytest.raises(ValueError, match=message):

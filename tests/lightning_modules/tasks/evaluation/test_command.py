@@ -95,7 +95,7 @@ def test_processes_share_the_questions_of_a_folder(guessing_dir, tmp_path, asked
 def test_a_folder_of_other_settings_is_refused_before_the_model_is_loaded(guessing_dir, tmp_path, monkeypatch):
     evaluate(str(guessing_dir), str(tmp_path), mode="teacher_forced", **TASKS)
     monkeypatch.setattr(command, "load_frozen", None)
-    with pytest.raises(ValueError, match="mode = 'teacher_forced', and now it is 'generate'"):
+    with pytest.raises(ValueError, match="mode = 'teacher_forced', but this evaluation has 'generate'"):
         evaluate(str(guessing_dir), str(tmp_path), mode="generate", **TASKS)
     evaluate(str(guessing_dir), str(tmp_path), mode="teacher_forced", **{**TASKS, "samples": 2})  # nothing is missing
 
@@ -138,7 +138,7 @@ def test_texts_that_have_changed_are_other_questions(guessing_dir, tmp_path):
     run(essays)
     run(essays.rename(moved))
     (moved / "a.txt").write_text("ba ce. Di fo gu. Ka mi.")
-    with pytest.raises(ValueError, match=r"haystack = 'sha256:\w+', and now it is 'sha256:"):
+    with pytest.raises(ValueError, match=r"haystack = 'sha256:\w+', but this evaluation has 'sha256:"):
         run(moved)
 
 
@@ -153,4 +153,4 @@ def test_a_number_of_depths_that_is_none(guessing_dir, tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["evaluate", *words])
     assert stopped.value.code == 2
-    assert "from 0 (front) to 1 (end), each once, got [2.5]" in capsys.readouterr().err
+    assert "must be distinct, from 0 (front) to 1 (end), got [2.5]" in capsys.readouterr().err

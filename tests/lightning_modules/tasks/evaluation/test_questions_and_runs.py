@@ -45,12 +45,12 @@ def test_a_question_is_what_its_name_says(questions, prompter):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((TASKS, [64, 64], 1), "`lengths` names something twice"),
-        ((TASKS + TASKS, [64], 1), "`tasks` names something twice"),
-        ((TASKS, [64], 1, 1), "2 or more evenly spaced"),
+        ((TASKS, [64, 64], 1), "`lengths` has duplicates"),
+        ((TASKS + TASKS, [64], 1), "`tasks` has duplicates"),
+        ((TASKS, [64], 1, 1), "must be a number of 2 or more"),
         ((TASKS, [64], 1, [0.5, 1.5]), r"from 0 \(front\) to 1"),
-        ((TASKS, [64], 1, [0.5, 0.5]), "each once"),
-        ((TASKS[1:], [64], 1, 5), "No answer of several has a depth"),
+        ((TASKS, [64], 1, [0.5, 0.5]), "must be distinct"),
+        ((TASKS[1:], [64], 1, 5), "`depths` has no effect on several"),
     ],
 )
 def test_numbers_without_a_meaning(arguments, message):
@@ -111,7 +111,7 @@ def test_perplexities_are_over_all_tokens(questions, guessing, prompter):
 def test_a_target_without_an_answer_is_refused_by_name(questions, guessing, prompter):
     example = questions[0].example
     wrong = [questions[0]._replace(example=replace(example, target=" fo"))]
-    with pytest.raises(ValueError, match=r"right continuation ' fo' of 'guess' holds none.* set `mode` to 'generate'"):
+    with pytest.raises(ValueError, match=r"target ' fo' of 'guess' contains none.* set `mode` to 'generate'"):
         put_questions(guessing, prompter, wrong, "teacher_forced")
 
 

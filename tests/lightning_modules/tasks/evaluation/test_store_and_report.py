@@ -64,16 +64,16 @@ def test_a_damaged_line_is_named(store):
 
 def test_other_settings_are_refused_by_name(store):
     store.append(store.path(0, 1), GRID[:1])
-    with pytest.raises(ValueError, match="made with seed = 0, and now it is 1"):
+    with pytest.raises(ValueError, match="have seed = 0, but this evaluation has 1"):
         ResultStore(store.folder, {**SETTINGS, "seed": 1})
-    with pytest.raises(ValueError, match="with extra = None, and now it is 3"):
+    with pytest.raises(ValueError, match="have extra = None, but this evaluation has 3"):
         ResultStore(store.folder, {**SETTINGS, "extra": 3})
 
 
 def test_settings_without_results_bind_nobody(tmp_path):
     first = ResultStore(tmp_path, SETTINGS)
     other = ResultStore(tmp_path, {**SETTINGS, "seed": 1})
-    with pytest.raises(ValueError, match="made with seed = 1, and now it is 0"):
+    with pytest.raises(ValueError, match="have seed = 1, but this evaluation has 0"):
         first.append(first.path(0, 2), GRID[:1])  # they have begun at the same time
     other.append(other.path(1, 2), GRID[:1])
     assert len(other.read()) == 1

@@ -61,9 +61,9 @@ def test_other_settings_and_missing_data_are_refused_before_the_model_is_loaded(
     options = {"include_path": str(task_dir), "limit": 2}
     evaluate(str(model_dir), str(tmp_path / "out"), tasks=["letter"], **options)
     monkeypatch.setattr("lightning_modules.commands.evaluate.load_frozen", None)
-    with pytest.raises(ValueError, match=r"letter\.json' is of another run: limit=2 \(now 3\)"):
+    with pytest.raises(ValueError, match=r"letter\.json' has other settings: limit=2 \(now 3\)"):
         evaluate(str(model_dir), str(tmp_path / "out"), tasks=["letter"], **{**options, "limit": 3})
-    with pytest.raises(ValueError, match="is of another run: limit=2"):
+    with pytest.raises(ValueError, match="has other settings: limit=2"):
         evaluate(str(model_dir), str(tmp_path / "out"), tasks=["both"], **{**options, "limit": 3})
     with pytest.raises(SystemExit) as stopped, pytest.warns(UserWarning, match="use `longce evaluate`"):
         main(["harness", "--model", str(model_dir), "--tasks", "short", "--output", str(tmp_path / "other")])
@@ -83,13 +83,13 @@ def test_a_task_file_that_has_changed_is_another_task(model_dir, task_dir, tmp_p
         evaluate(str(model_dir), out, tasks=[str(file)], limit=1)
     assert asked == ["letter"]
     file.write_text(file.read_text().replace("A, B or C:", "C, B or A:"))
-    with pytest.raises(ValueError, match=r"is of another run: task_file='[0-9a-f]{16}' \(now "):
+    with pytest.raises(ValueError, match=r"has other settings: task_file='[0-9a-f]{16}' \(now "):
         evaluate(str(model_dir), out, tasks=[str(file)], limit=1)
     other = tmp_path / "other.yaml"  # of the same name inside
     file.rename(other)
-    with pytest.raises(ValueError, match=r"letter\.json' is of another run: task_file="):
+    with pytest.raises(ValueError, match=r"letter\.json' has other settings: task_file="):
         evaluate(str(model_dir), out, tasks=[str(other)], limit=1)
-    with pytest.raises(ValueError, match=r"letter\.json' is of another run: task_file="):
+    with pytest.raises(ValueError, match=r"letter\.json' has other settings: task_file="):
         evaluate(str(model_dir), out, tasks=["letter"], limit=1, include_path=str(other.parent))
     assert asked == ["letter"]
 
@@ -113,7 +113,7 @@ def test_our_tasks_and_theirs_in_one_command(model_dir, task_dir, tmp_path, aske
 
 
 def test_options_that_no_named_task_reads_are_refused(task_dir):
-    with pytest.raises(ValueError, match=r"`limit`, `log_samples`: only tasks of lm-evaluation-harness have"):
+    with pytest.raises(ValueError, match=r"Only tasks of lm-evaluation-harness read `limit`, `log_samples`"):
         evaluate("model", "out", tasks=["passkey"], limit=3, log_samples=True)
     with pytest.raises(ValueError, match="Only longce's tasks read `depths`"):
         evaluate("model", "out", tasks=["letter"], include_path=str(task_dir), depths=3)
@@ -131,5 +131,5 @@ def test_processes_share_the_tasks(model_dir, task_dir, tmp_path, asked, monkeyp
 
 def test_it_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"no task 'rulr'; did you mean 'ruler'.* need the extra `eval`"):
+    with pytest.raises(ValueError, match=r"Unknown task 'rulr'\. Did you mean 'ruler'.* need the extra `eval`"):
         evaluate("model", str(tmp_path), tasks=["rulr"])

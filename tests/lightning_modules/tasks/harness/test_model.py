@@ -78,10 +78,12 @@ def test_what_is_too_long_loses_its_middle(model_dir, tokenizer, monkeypatch):
     assert read == [ids[:7] + ids[-8:]]
     assert model.truncated == 1
     asked = []
-    monkeypatch.setattr(model, "_score", lambda continuations: asked.extend(continuations) or [])
+    monkeypatch.setattr(model, "_score_requests", lambda continuations: asked.extend(continuations) or [])
     model._loglikelihood_tokens([(("", ""), ids, [5, 6, 7])])
     assert asked[0].context == ids[:9] + ids[-9:]  # the last token of the continuation is predicted, not read
-    with pytest.raises(ValueError, match="asks for 20 tokens after the prompt, and the model reads 20"):
+    with pytest.raises(
+        ValueError, match="generates 20 tokens, which leaves no room for the prompt in `max_length` = 20"
+    ):
         model.generate_until([Instance("generate_until", {}, (text, {"max_gen_toks": 20}), 0)])
 
 
@@ -99,7 +101,7 @@ def test_generation_stops_at_a_sequence_across_tokens(model_dir, tokenizer):
 
 def test_random_samples_are_refused(model_dir, tokenizer):
     model = HarnessModel(Backbone(tiny_model("llama", len(tokenizer))), tokenizer, TaskConfig())
-    with pytest.raises(ValueError, match="asks for random samples"):
+    with pytest.raises(ValueError, match="needs random sampling"):
         model.generate_until([Instance("generate_until", {}, ("ba", {"do_sample": True, "temperature": 1.0}), 0)])
 
 

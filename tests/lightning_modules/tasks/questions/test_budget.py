@@ -16,7 +16,7 @@ def test_is_what_counting_up_finds(sizes, limit, guess, maximum):
         return 3 + sum(sizes[:units]) + max(0, units - len(sizes))
 
     if tokens(1) > limit:
-        with pytest.raises(ValueError, match=rf"takes {tokens(1)} tokens, more than {limit}"):
+        with pytest.raises(ValueError, match=rf"has {tokens(1)} tokens, more than {limit}"):
             most_units(tokens, limit, guess=guess, maximum=maximum)
         return
     n = most_units(tokens, limit, guess=guess, maximum=maximum)
@@ -31,5 +31,5 @@ def test_takes_few_tries_for_many_pieces():
 
 
 def test_a_tokenizer_that_makes_one_token_of_everything_is_refused():
-    with pytest.raises(ValueError, match="are only 5 tokens: the tokenizer does not tell them apart"):
+    with pytest.raises(ValueError, match="have only 5 tokens: the tokenizer does not distinguish them"):
         most_units(lambda n: 5, 100)

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from lightning_modules.tasks.questions.example import contains_answer
-from lightning_modules.tasks.questions.multi_document_qa import MultiDocumentQA, made_up_lives
+from lightning_modules.tasks.questions.multi_document_qa import MultiDocumentQA, synthetic_lives
 from tests.support import answerers
 
 INSTRUCTION = (
@@ -106,11 +106,11 @@ def test_drawn_depths_are_everywhere(prompter):
 
 
 def test_bad_settings_are_refused(nq_open, prompter):
-    with pytest.raises(ValueError, match="2 or more, not 1"):
+    with pytest.raises(ValueError, match="must be 2 or more"):
         MultiDocumentQA(documents=1)
-    with pytest.raises(ValueError, match=r"nq\.jsonl holds too few passages .* cannot have 50000 tokens of passages"):
+    with pytest.raises(ValueError, match=r"nq\.jsonl has too few passages .* cannot have 50000 tokens of passages"):
         MultiDocumentQA(nq_open).example(prompter, 50_000, 0)
-    with pytest.raises(ValueError, match=r"nq\.jsonl holds too few passages .* cannot have 500 passages"):
+    with pytest.raises(ValueError, match=r"nq\.jsonl has too few passages .* cannot have 500 passages"):
         MultiDocumentQA(nq_open, documents=500).example(prompter, 50_000, 0)
     with pytest.raises(ValueError, match="A length of 200 tokens is too short"):
         MultiDocumentQA(nq_open, documents=20).example(prompter, 200, 0)
@@ -139,7 +139,7 @@ def test_only_the_first_line_counts(nq_open, prompter):
 
 
 def test_made_up_lives_share_no_name():
-    lives = itertools.islice(made_up_lives(random.Random(0)), 1500)
+    lives = itertools.islice(synthetic_lives(random.Random(0)), 1500)
     flat = []
     for life in lives:
         town, teacher = re.search(r"town of (\w+) as .* taught by (\w+),", life.text).groups()

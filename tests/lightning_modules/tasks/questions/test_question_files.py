@@ -86,7 +86,7 @@ def test_files_that_cannot_be_read_are_refused_by_name(tmp_path, kind):
 @pytest.mark.parametrize(("kind", "empty"), [("squad", '{"data": []}'), ("hotpot", "[]"), ("nq_open", "\n")])
 def test_files_without_questions_are_refused_by_name(tmp_path, kind, empty):
     (tmp_path / "empty.json").write_text(empty)
-    with pytest.raises(ValueError, match=r"empty\.json holds no question"):
+    with pytest.raises(ValueError, match=r"empty\.json has no question"):
         READERS[kind](tmp_path / "empty.json")
 
 

@@ -44,13 +44,13 @@ def test_ones_own_task_is_found_by_its_path(importable):
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        ([], "No task is named: Tasks: niah_single_1, .* Groups: "),
-        (["niah_singel_1"], "There is no task 'niah_singel_1'; did you mean 'niah_single_1'.* Tasks: "),
-        (["@"], "There is no task '@'. Tasks: "),
+        ([], "`tasks` is empty. Tasks: niah_single_1, .* Groups: "),
+        (["niah_singel_1"], "Unknown task 'niah_singel_1'. Did you mean 'niah_single_1'.* Tasks: "),
+        (["@"], "Unknown task '@'. Tasks: "),
         (["nowhere.Task"], "'nowhere.Task' cannot be imported .*PYTHONPATH"),
         (["own_tasks.Missing"], "'own_tasks.Missing' cannot be imported"),
-        (["own_tasks.Configured"], "cannot be made without arguments .*'size'.*give them defaults"),
-        (["os.path"], "'os.path' is no class that derives from"),
+        (["own_tasks.Configured"], "cannot be created without arguments .*'size'.*give them defaults"),
+        (["os.path"], "'os.path' is not a subclass of"),
     ],
 )
 def test_other_names_are_refused(names, message, importable):

@@ -71,7 +71,7 @@ def test_first_sentence_passes_over_headings_and_what_is_too_long(prompter, tmp_
 
 def test_first_sentence_needs_a_sentence(prompter, tmp_path):
     (tmp_path / "headings.txt").write_text("One.\n\nTwo.\n\nThree.")
-    with pytest.raises(ValueError, match=f"'{tmp_path}' has no sentence of 5 words or more"):
+    with pytest.raises(ValueError, match=f"'{tmp_path}' has no sentence of at least 5 words"):
         FirstSentence(Essays(tmp_path)).example(prompter, 1000, 0)
 
 

@@ -175,5 +175,5 @@ def test_teacher_forcing_finds_every_answer(name, prompter):
 
 @pytest.mark.parametrize("name", TASKS)
 def test_refuses_what_cannot_be(name, prompter):
-    with pytest.raises(ValueError, match=rf"A length of 150 tokens is too short for '{name}'.*Ask for longer texts"):
+    with pytest.raises(ValueError, match=rf"A length of 150 tokens is too short for '{name}'.*Choose a larger length"):
         make(name, prompter, 150)

@@ -113,5 +113,7 @@ def test_the_same_arguments_give_the_same_question_whatever_was_asked_before(tas
 
 @pytest.mark.parametrize("name", TASKS)
 def test_too_short_a_length_is_refused(tasks, prompters, name):
-    with pytest.raises(ValueError, match=rf"A length of 150 tokens is too short for '{tasks[name].name}', which keeps"):
+    with pytest.raises(
+        ValueError, match=rf"A length of 150 tokens is too short for '{tasks[name].name}', which reserves"
+    ):
         tasks[name].example(prompters["bytes"], 150, 0)

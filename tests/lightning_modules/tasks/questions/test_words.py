@@ -2,7 +2,7 @@ import random
 import re
 from uuid import UUID
 
-from lightning_modules.tasks.questions.words import ADJECTIVES, NOUNS, key_word, made_up_words, number, uuid
+from lightning_modules.tasks.questions.words import ADJECTIVES, NOUNS, key_word, number, synthetic_words, uuid
 
 
 def test_words_are_many_and_plain():
@@ -25,14 +25,14 @@ def test_what_is_drawn_has_its_shape():
 
 
 def test_made_up_words_are_distinct_and_in_order():
-    words = made_up_words(random.Random(1), 20_000)
+    words = synthetic_words(random.Random(1), 20_000)
     assert len(set(words)) == 20_000
-    assert made_up_words(random.Random(1), 100) == words[:100]
-    assert made_up_words(random.Random(2), 100) != words[:100]
+    assert synthetic_words(random.Random(1), 100) == words[:100]
+    assert synthetic_words(random.Random(2), 100) != words[:100]
     assert all(re.fullmatch("[a-z]+", word) for word in words)
 
 
 def test_made_up_words_have_no_end(monkeypatch):
     monkeypatch.setattr("lightning_modules.tasks.questions.words._ONSETS", ("b",))
     monkeypatch.setattr("lightning_modules.tasks.questions.words._RHYMES", ("a",))
-    assert sorted(made_up_words(random.Random(1), 5), key=len) == ["ba" * syllables for syllables in range(2, 7)]
+    assert sorted(synthetic_words(random.Random(1), 5), key=len) == ["ba" * syllables for syllables in range(2, 7)]

@@ -198,12 +198,12 @@ def _killed(target, where):
     module, name = {
         "while weights are written": (model, "_write_merged"),
         "before the card": (model, "model_card"),
-        "before the exchange": (files, "_exchange"),
+        "before the exchange": (files, "_swap_folders"),
         "after the exchange": (files.shutil, "rmtree"),
     }[where]
     if where == "after the exchange":
-        original = files._exchange
-        files._exchange = lambda *a: (original(*a), setattr(module, name, kill))
+        original = files._swap_folders
+        files._swap_folders = lambda *a: (original(*a), setattr(module, name, kill))
     else:
         setattr(module, name, kill)
     export(tiny_model(seed=1), target)

@@ -92,5 +92,5 @@ def test_places_of_the_gold_document_are_drawn(files, prompter):
 
 
 def test_a_file_that_is_too_small_is_said_to_be(files, prompter):
-    with pytest.raises(ValueError, match=r"The 48 documents of .*squad.json are too few: 'qa_1' cannot be 90000 tok"):
+    with pytest.raises(ValueError, match=r"The 48 documents of .*squad.json are too few for 'qa_1' with 90000 tok"):
         QuestionAnswering("qa_1", files / "squad.json").example(prompter, 90_000, 0)
