@@ -245,7 +245,6 @@ def stand_in(words, replaced):
     return words
 
 
-@pytest.mark.slow
 @LONGER_THAN_THE_MODEL
 @pytest.mark.parametrize("command", [pytest.param(command, id=command[:60]) for command in all_commands()])
 def test_command(command, reader, request):
