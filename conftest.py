@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 LIMIT = 2.0
-"""CPU seconds of a test that is not marked slow, without its fixtures: twice what it should take, because a busy machine
-needs more for the same work. (Of 3,680 tests at a load of six on two cores, three took more than 1.0, none over 1.4.)"""
+"""CPU seconds of a test that is not marked slow, without its fixtures. It should take 1: a busy machine needs more for
+the same work. With six processes on two cores, three of 3,680 tests took more than 1.0 s, and none more than 1.4 s."""
 
 GATES = {}
 """Outcome, seconds and measured values of each `long` test of this run."""

@@ -166,7 +166,6 @@ def test_a_process_whose_launcher_has_ended_does_not_begin(tmp_path):
     assert "launcher" in result.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "message"),
     [
