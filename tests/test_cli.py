@@ -149,7 +149,6 @@ def test_a_saved_config_with_the_default_optimizer_can_be_read_again(experiment,
     assert "val/longppl" in capsys.readouterr().out
 
 
-@pytest.mark.slow
 def test_an_objective_of_the_users_own(experiment, tmp_path, monkeypatch):
     page = (CONFIGS.parent / "docs" / "train.md").read_text()
     (tmp_path / "my_objective.py").write_text(page[page.index("# my_objective.py") :].partition("```")[0])
@@ -230,12 +229,11 @@ def test_influence_takes_a_saved_config_and_its_folder(experiment, model_dir, ev
     assert len(list((tmp_path / "runs").rglob("config.yaml"))) == 1, "no logs of a run that trains nothing"
 
 
-@pytest.mark.slow
 def test_stored_influence_that_nobody_uses_or_has(experiment, tmp_path, monkeypatch, capsys):
     fit = ["fit", "-c", BASE, "-c", experiment]
     for options, message in (
         (["--data.influence", "weights"], "LongCE would ignore the stored token weights in 'weights'"),
-        (["--model.objective", "StoredInfluence"], "the data module gives none"),
+        (["--model.objective", "StoredInfluence"], "the data module has none"),
     ):
         assert message in refused(*fit, *options, monkeypatch=monkeypatch, folder=tmp_path, capsys=capsys)
 
@@ -343,7 +341,6 @@ def test_fit_on_rows_that_are_not_full_with_loss_on_responses_only(
     assert all(event.value > 0 for event in events.Scalars("train/loss"))
 
 
-@pytest.mark.slow
 def test_data_inspect_shows_the_rows_of_fit_and_loads_no_model(experiment, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(LongContextLM, "save_hyperparameters", lambda *_, **__: 1 / 0)
     settings = ["data", "inspect", "-c", BASE, "-c", experiment, "--trainer.accelerator", "gpu"]
@@ -369,10 +366,9 @@ def test_data_inspect_shows_the_rows_of_fit_and_loads_no_model(experiment, tmp_p
         message = refused(*arguments, monkeypatch=monkeypatch, folder=tmp_path, capsys=capsys)
         assert "`longce data inspect`" in message
     no_data = refused("data", "inspect", "-c", BASE, monkeypatch=monkeypatch, folder=tmp_path, capsys=capsys)
-    assert "name a data module" in no_data
+    assert "name the data module" in no_data
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("config", EXPERIMENTS, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_every_shipped_config_runs_under_the_debug_overlay(config, tmp_path, monkeypatch):
     below = ["-c", PG19] if config.stem == "curriculum" else []  # names no data module
@@ -384,7 +380,6 @@ def test_every_shipped_config_runs_under_the_debug_overlay(config, tmp_path, mon
     assert len(events.Scalars("lr-AdamW")) == 2
 
 
-@pytest.mark.slow
 def test_export_where_the_data_module_makes_its_own_tokenizer(tmp_path, monkeypatch):
     longce("fit", "-c", BASE, "-c", DEBUG, monkeypatch=monkeypatch, folder=tmp_path)
     checkpoint = next(tmp_path.rglob("*.ckpt"))
@@ -422,7 +417,7 @@ def test_the_curriculum_lengthens_rows_after_its_share_of_the_steps(tmp_path, mo
     longce(*fit, "{sequence_length: 64, share: 0.8}", monkeypatch=monkeypatch, folder=tmp_path)
     assert shapes == 8 * [(2, 64)] + 2 * [(1, 128)]
     for curriculum, message in (
-        ("{sequence_length: 32, share: 0.8}", "No token of a sequence of 32 tokens has a longer context"),
+        ("{sequence_length: 32, share: 0.8}", "must be below the sequence length of 32 tokens"),
         ("{sequence_length: 48, share: 0.8}", "`curriculum.sequence_length` = 48 must divide"),
         ("{sequence_length: 64, share: 2}", "`curriculum.share` is the fraction of steps with short sequences"),
     ):
@@ -495,7 +490,6 @@ def test_the_settings_of_the_paper_in_layers(name, tmp_path, monkeypatch):
     assert len(list((tmp_path / "runs").rglob("config.yaml"))) == 1
 
 
-@pytest.mark.slow
 def test_weights_of_the_reported_steps_are_kept(tmp_path, monkeypatch):
     """The callbacks of setting A, with a save each step for one in 50."""
     config = yaml.safe_load((CONFIGS / "experiments/longce_pg19.yaml").read_text())
@@ -526,7 +520,6 @@ def test_qlora_over_stored_weights(tmp_path, monkeypatch):
     assert len(list((tmp_path / "runs").rglob("config.yaml"))) == 1
 
 
-@pytest.mark.slow
 def test_objective_and_optimizer_by_short_flags(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     flags = ["--model.objective", "CrossEntropy", "--model.optimizer", "torch.optim.SGD", "--model.optimizer.lr", "0.5"]
@@ -550,14 +543,13 @@ def _alpha(folder):
     return str(folder / "alpha.yaml")
 
 
-@pytest.mark.slow
 def test_bad_settings(experiment, tmp_path, monkeypatch, capsys):
     cases = {
         "context_length": ["--model.context_length", "0"],
-        "`context_length` + `stride` is 120 + 16 = 136": ["--model.context_length", "120"],
+        "`context_length` + `stride` = 120 + 16 = 136": ["--model.context_length", "120"],
         "--model.stride": ["--model.stride", "-4"],
         "`gamma`": ["--model.objective", "LongCE", "--model.objective.gamma", "0.5"],
-        "longce: error: `alpha` must be 0 or more": ["-c", _alpha(tmp_path)],
+        "longce: error: `alpha` must be finite and 0 or more": ["-c", _alpha(tmp_path)],
         "gamm": ["--model.objective", "LongCE", "--model.objective.gamm", "2"],
         "Did you mean 'hidden_size'?": ["--model.model_config", "{hiden_size: 3}"],
         "`context_extension` needs `target_length`": ["--model.context_extension", "{method: pi, original_length: 64}"],
@@ -642,7 +634,6 @@ def test_bad_data(experiment, books, tmp_path, monkeypatch, capsys, model_dir):
     )
 
 
-@pytest.mark.slow
 def test_nan_loss_stops_with_its_step(experiment, tmp_path, monkeypatch, capsys):
     arguments = [
         "fit",
@@ -661,7 +652,6 @@ def test_nan_loss_stops_with_its_step(experiment, tmp_path, monkeypatch, capsys)
     assert "batch" in message
 
 
-@pytest.mark.slow
 def test_documents_too_short_for_key_tokens_do_not_crash(experiment, books, tmp_path, monkeypatch):
     for file in (books / "validation").iterdir():
         file.write_text(make_text(4, seed=1))

@@ -64,7 +64,6 @@ def expected(model_dir, evaluator_dir, documents):
     return [torch.cat(part) for part in zip(*parts, strict=True)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["validate", "test"])
 def test_logs_what_the_functions_give(model_dir, evaluator_dir, documents, tmp_path, stage):
     prefix = {"validate": "val", "test": "test"}[stage]
@@ -134,7 +133,6 @@ def test_precomputed_spans_of_the_authors(model_dir, evaluator_dir, documents, t
         run(model_dir, ExternalEvaluator(key_spans=str(folder)), documents, tmp_path)
 
 
-@pytest.mark.slow
 def test_histograms_once(model_dir, evaluator_dir, documents, tmp_path):
     logger = TensorBoardLogger(tmp_path)
     logger._experiment = MagicMock()

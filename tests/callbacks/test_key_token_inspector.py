@@ -84,7 +84,6 @@ def run(model_dir, evaluator_dir, tokenizer, tmp_path_factory):
     return module, trainer, judge, inspector, documents, read(folder / "logs")
 
 
-@pytest.mark.slow
 def test_what_does_not_change_is_drawn_once_and_the_rest_at_each_evaluation(run):
     events = run[-1]
     once = ["lsd_and_lcl/evaluator", "loss_by_context/evaluator"]
@@ -98,7 +97,6 @@ def test_what_does_not_change_is_drawn_once_and_the_rest_at_each_evaluation(run)
     assert list(texts(events, "key_tokens/1_doc1_by_X/learned")) == [2, 4]
 
 
-@pytest.mark.slow
 def test_texts_tell_the_evaluators_numbers(run):
     _, _, judge, *_, events = run
     scores = judge.judged[text_sha256(TEXTS[1])].scores
@@ -216,7 +214,6 @@ def test_precomputed_spans(model_dir, documents, tmp_path):
     assert found.startswith(f"{int(expected.sum())} key tokens")
 
 
-@pytest.mark.slow
 def test_other_loggers_get_nothing_and_one_warning(model_dir, documents, tmp_path):
     inspector = KeyTokenInspector()
     with pytest.warns(UserWarning, match="no `TensorBoardLogger`") as caught:
@@ -231,7 +228,6 @@ class Sane(KeyTokenInspector):
         self.inspected = list(self._inspected)
 
 
-@pytest.mark.slow
 def test_the_sanity_check_scores_and_draws_nothing(model_dir, evaluator_dir, documents, tmp_path):
     judge = ExternalEvaluator(str(evaluator_dir), **JUDGED, cache_dir=str(tmp_path / "cache"))
     inspector, settings = Sane(), {"num_sanity_val_steps": 2, "limit_val_batches": 2, "val_check_interval": 4}

@@ -181,7 +181,6 @@ def _train(rank, world_size, base, root, documents):
     assert (root / "out" / "model.safetensors").is_file(), "it is there when any process goes on"
 
 
-@pytest.mark.slow
 def test_a_tokenizer_is_exported_as_it_is_stored(base, documents, tmp_path):
     """With trimmed offsets, which loading makes whole: the rule of the authors goes by them."""
     path = Path(base) / "tokenizer.json"

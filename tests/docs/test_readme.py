@@ -61,7 +61,7 @@ EXPERIMENT = {  # of the shape of the shipped ones, on models and books of this 
             {"class_path": "callbacks.StepCheckpoint", "init_args": {"save_last": True}},
             {
                 "class_path": "callbacks.ExternalEvaluator",
-                "init_args": {"evaluator": "evaluator", "context_length": 32, "stride": 16},
+                "init_args": {"evaluator": "evaluator", "context_length": 32, "stride": 16, "alpha": 0.5, "beta": -6.0},
             },
         ],
     },
@@ -245,8 +245,8 @@ def stand_in(words, replaced):
     return words
 
 
-@pytest.mark.slow
 @LONGER_THAN_THE_MODEL
+@pytest.mark.filterwarnings("ignore:`longce harness` is deprecated")
 @pytest.mark.parametrize("command", [pytest.param(command, id=command[:60]) for command in all_commands()])
 @pytest.mark.filterwarnings("ignore:.*no key token", "ignore:`longce harness` is deprecated")  # the models are random
 def test_command(command, reader, request):

@@ -11,11 +11,12 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from datamodules.packing.loader import FORK_IS_SAFE
 from lightning_modules.commands.launch import _is_user_error
 from lightning_modules.utilities.orphans import LAUNCHER
-from tests.support.fault_runs import BASE, ROOT, new_run, prepare
+from tests.support.fault_runs import BASE, ROOT, Run, new_run, prepare
 
 FIT = ["fit", "-c", BASE, "-c", "config.yaml", "--ckpt_path", "last"]
 
@@ -82,6 +83,17 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.limit(40)  # three processes import all libraries
+def test_two_processes_train_one_model_and_log_once(tmp_path):
+    run = Run(tmp_path, ranks=2)
+    words = ["fit", "-c", BASE, "-c", str(ROOT / "configs" / "debug.yaml"), "--trainer.devices", "2"]
+    words += ["--trainer.max_steps", "1", "--trainer.strategy", "ddp"]
+    assert finish(start(run.folder, *words), run) == 0, run.log()
+    (config,) = run.folder.glob("runs/longce/*/config.yaml")
+    events = EventAccumulator(str(config.parent)).Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == [0]
+
+
 @pytest.mark.slow
 def test_a_killed_rank_is_restarted_with_equal_losses_and_a_signal_stops_all(folder):
     config = yaml.safe_load((folder / "config.yaml").read_text())
@@ -117,6 +129,7 @@ def test_a_user_error_is_not_repeated_and_no_rank_outlives_its_launcher(folder):
     wait_for(lambda: len(run.records()) >= 2, launcher)
     left = ranks(launcher)
     launcher.kill()
+    launcher.wait()
     assert not psutil.wait_procs(left, timeout=10)[1]
 
 
@@ -140,6 +153,7 @@ def test_a_process_ends_with_the_launcher_that_started_it(tmp_path):
     child = psutil.Process(int(outer.stdout.readline()))
     wait_for(lambda: "ready" in (tmp_path / "said").read_text(), outer, 20)
     outer.kill()
+    outer.communicate()
     assert not psutil.wait_procs([child], timeout=10)[1]
 
 
@@ -152,7 +166,6 @@ def test_a_process_whose_launcher_has_ended_does_not_begin(tmp_path):
     assert "launcher" in result.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "message"),
     [

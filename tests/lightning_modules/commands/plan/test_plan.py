@@ -112,7 +112,6 @@ def test_adapters_and_quantized_weights(plan, paper):
     assert "set `model.lora`" in plan(*paper, *quantized, refused=True)
 
 
-@pytest.mark.slow
 def test_a_run_without_short_contexts_or_steps(plan):
     debug = [*LAYERS, "-c", str(CONFIGS / "debug.yaml"), "--gpu_tflops", "10", "--gpu_memory", "8"]
     options = ["--model.objective", "CrossEntropy", "--trainer.max_steps", "-1", "--price_per_gpu_hour", "1"]

@@ -102,7 +102,6 @@ def test_precisions(read, precision, dtype, expected):
     assert (training.dtype, training.autocast) == expected
 
 
-@pytest.mark.slow
 def test_strategies(read):
     ddp = read("--trainer.strategy", "ddp").training
     assert (ddp.sharded, ddp.gradient_copy) == (False, True)
@@ -127,7 +126,6 @@ def test_optimizers(read, options, moments, copy):
     assert bool(experiment.notes) == (experiment.optimizer == "ASGD")
 
 
-@pytest.mark.slow
 def test_refusals(read):
     for options, message in (
         (["--model.context_length", "250"], "250 \\+ 16"),
