@@ -133,7 +133,7 @@ def test_weights_carry_no_gradient_and_are_0_without_a_short_context(weigh):
         (mutual_information, {"shift": 0.0}, "`shift`.*0.0"),
         (mutual_information, {"shift": math.inf}, "`shift`.*inf"),
         (mutual_information, {"shift": math.nan}, "`shift`.*nan"),
-        (mutual_information, {"part": "absolute", "shift": 2.0}, "got 2.0: leave it out"),
+        (mutual_information, {"part": "absolute", "shift": 2.0}, "got 2.0: remove it"),
         (threshold_weights, {"threshold": -0.5}, "`threshold`.*-0.5"),
         (threshold_weights, {"threshold": math.nan}, "`threshold`.*nan"),
         (threshold_weights, {"threshold": math.inf}, "`threshold`.*inf"),
