@@ -67,7 +67,7 @@ def test_the_coverage_of_a_model_is_not_taken_for_that_of_its_evaluator(model_di
     text = make_text(60)
     offsets = torch.tensor([[start, min(start + 3, len(text))] for start in range(0, len(text), 2)])
     tokens = Tokens(torch.arange(len(offsets)), offsets)  # each shares a character with the next one
-    shares = evaluator.evaluate(text, tokens).coverage.shares()
+    shares = evaluator.evaluate(text, tokens).coverage.fractions()
     assert shares["tokens_sharing_characters"] == 1
     assert shares["evaluator_tokens_sharing_characters"] == 0
 
@@ -216,7 +216,7 @@ def test_key_tokens_only_cost_less_and_never_pass_for_more(model_dir, tmp_path, 
     assert torch.equal(make_evaluator().scores(text, beta=-5.0).long, some.long), "read from disk"
     with pytest.raises(ValueError, match="beta"):
         key_spans(some, beta=-6.0)
-    with pytest.raises(ValueError, match="not computed"):
+    with pytest.raises(ValueError, match="needs scores of all tokens"):
         some.soft_influence()
     assert calls == [-5.0]
     lower = first.scores(text, beta=-6.0)
