@@ -107,7 +107,11 @@ def train(backbone: Backbone, prompter: Prompter, lengths: list[int], seconds: f
         optimizer.step()
         step, asked = step + 1, asked + len(rows)
         if step % 100 == 0:
-            print(f"step {step}, {time.process_time() - started:.0f} CPU s: loss {loss.item():.3f}", file=sys.stderr, flush=True)
+            print(
+                f"step {step}, {time.process_time() - started:.0f} CPU s: loss {loss.item():.3f}",
+                file=sys.stderr,
+                flush=True,
+            )
     backbone.eval()
 
 
