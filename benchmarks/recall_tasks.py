@@ -8,6 +8,7 @@ Two layers learn the answers of `passkey` prompts as `longce evaluate` writes th
 
 import argparse
 import random
+import sys
 import time
 from pathlib import Path
 
@@ -106,7 +107,11 @@ def train(backbone: Backbone, prompter: Prompter, lengths: list[int], seconds: f
         optimizer.step()
         step, asked = step + 1, asked + len(rows)
         if step % 100 == 0:
-            print(f"step {step}, {time.process_time() - started:.0f} CPU s: loss {loss.item():.3f}", flush=True)
+            print(
+                f"step {step}, {time.process_time() - started:.0f} CPU s: loss {loss.item():.3f}",
+                file=sys.stderr,
+                flush=True,
+            )
     backbone.eval()
 
 

@@ -97,7 +97,7 @@ def _describe_compatibility(facts: TrainingFacts, config: Mapping[str, Any], opt
     if options.kept and facts.changes:
         paragraphs.append(
             "Programs that add the adapter to the base model with its original config (`--lora-modules` of vLLM,"
-            " `peft=` of lm-eval) **compute other results, without an error**: the adapter was trained with the config"
-            " in `base/`. Export a merged model for them."
+            " `peft=` of lm-eval) **compute other results, without an error**: the adapter was trained with the"
+            " config in `base/`. Export a merged model for them."
         )
     return paragraphs

@@ -172,12 +172,12 @@ def test_only_an_earlier_export_is_replaced(tmp_path):
     tiny_model().save_pretrained(tmp_path / "model")  # has a config.json, too
     (tmp_path / "file").write_text("keep")
     for name in ("model", "file"):
-        with pytest.raises(ValueError, match="give a new folder"):
+        with pytest.raises(ValueError, match="use a new folder"):
             export(tiny_model(), tmp_path / name)
     assert (target / "notes.txt").read_text() == "keep"
     facts = TrainingFacts(base_model=str(target), base_is_local=True)
     (target / "notes.txt").unlink()
-    with pytest.raises(ValueError, match="is the model that this one is made from"):
+    with pytest.raises(ValueError, match="is the base model.s folder"):
         export(tiny_model(), target, facts)
     (tmp_path / "empty").mkdir()
     export(tiny_model(), tmp_path / "empty")
