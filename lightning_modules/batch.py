@@ -86,9 +86,10 @@ def batch_to(batch: PackedBatch, device: torch.device) -> PackedBatch:
     return moved
 
 
-def rename_old_keys(batch: PackedBatch) -> PackedBatch:
-    """Rename the former keys of a batch, with a warning: data modules of users may still yield them."""
-    for old in _RENAMED_KEYS.keys() & batch.keys():
+def rename_old_keys(batch: PackedBatch) -> None:
+    """Rename the former keys of a batch in place, with a warning: data modules of users may still yield them."""
+    content = cast("dict[str, Any]", batch)
+    for old in _RENAMED_KEYS.keys() & content.keys():
         new = _RENAMED_KEYS[old]
         warnings.warn(f"The batch key `{old}` is now `{new}`: rename it in your data module.", FutureWarning, 2)
-    return cast("PackedBatch", {_RENAMED_KEYS.get(key, key): value for key, value in batch.items()})
+        content[new] = content.pop(old)

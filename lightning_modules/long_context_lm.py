@@ -102,14 +102,11 @@ class LongContextLM(LightningModule):
         self._perplexity = LongPerplexity()
         self._evaluated_at: int | None = None
 
-    @override
-    def on_before_batch_transfer(self, batch: PackedBatch, dataloader_idx: int) -> PackedBatch:
-        return rename_old_keys(batch)
-
     # ------------------------------------------------------------------------------------------------------ training
 
     @override
     def training_step(self, batch: PackedBatch, batch_idx: int) -> Tensor:
+        rename_old_keys(batch)
         preflight.check_batch(self, batch, self._sequence_group)
         objective = self.objective.at_step(self.global_step)
         # 1. Score the short contexts, without gradient. First, so that their buffers are free again before the long
@@ -204,6 +201,7 @@ class LongContextLM(LightningModule):
     @override
     def validation_step(self, batch: PackedBatch, batch_idx: int) -> dict[str, Tensor]:
         """Return ``[B, T]`` log-likelihoods under ``"log_likelihood"``, for the callbacks that evaluate the model."""
+        rename_old_keys(batch)
         self.backbone.check_token_ids(batch)
         group = self._sequence_group
         log_likelihood = self.backbone(batch) if group is None else group.log_likelihood(self.backbone, batch)
@@ -213,6 +211,7 @@ class LongContextLM(LightningModule):
     @override
     def predict_step(self, batch: PackedBatch, batch_idx: int) -> Sequence[TokenScores | Failed]:
         """Return the long and short log-likelihoods of each document, or why a document of a corpus has failed."""
+        rename_old_keys(batch)
         self.backbone.check_token_ids(batch)
         scorer = self.document_scorer()
         return scorer.try_to_score(batch) if "document_refs" in batch else scorer.score(batch)
