@@ -142,7 +142,7 @@ OPTIONS = [
     ("--model.objective", "torch.nn.Linear", "subclass of Objective"),
     ("--model.lora", "{target_modules: 3}", "has a value of a wrong type"),
     ("--model.lora", '{target_modules: "("}', "has a value of a wrong type"),
-    ("--model.lora", "{target_modules: [nosuch]}", "names 'nosuch', and the model has no such module"),
+    ("--model.lora", "{target_modules: [nosuch]}", "has 'nosuch', but the model has no such module"),
     ("--model.lora", "{target_modules: [q_proj], bias: nosuch}", "has a value of a wrong type"),
     ("--model.lora", "{target_modules: [q_proj], lora_alpha: .nan}", "`lora.lora_alpha` scales"),
     ("--model.lora", "{target_modules: [q_proj], r: 0}", "`r` should be a positive integer"),

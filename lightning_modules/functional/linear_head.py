@@ -86,15 +86,9 @@ def linear_log_likelihood(hidden_states: Tensor, head: LinearHead, targets: Tens
     with the weight instead of three, and computes the gradients tile by tile in the same buffer. The forward pass is
     the same with and without gradient, so equal inputs have equal log-likelihoods.
 
-    Args:
-        hidden_states: ``[N, D]`` hidden states, each of which predicts one target.
-        head: The linear head.
-        targets: ``[N]`` int64 token ids.
-        chunk_size: Number of hidden states in a matrix product.
-
-    Returns:
-        ``[N]`` log-likelihoods in nats; float32, or float64 for float64 operands. Gradients of first order flow to the
-        hidden states and to the weight and bias of the head.
+    ``[N, D]`` hidden states predict ``[N]`` int64 targets; a matrix product takes ``chunk_size`` of them. Returns
+    ``[N]`` log-likelihoods in nats, float32, or float64 for float64 operands. First-order gradients flow to the hidden
+    states and to the head's weight and bias.
     """
     result: Tensor = _LinearLogLikelihood.apply(
         hidden_states, head.weight, head.bias, targets, head.scale, head.soft_cap, chunk_size
@@ -191,11 +185,8 @@ def _forward_chunk(tiles: _VocabularyTiles, rows: Tensor, targets: Tensor) -> tu
         target_logit = torch.where(in_tile, logits.gather(-1, index).to(wide), target_logit)
         wide_tile = logits.to(wide)
         # A bias may be -inf, for ids without a token. A tile of nothing else has no softmax.
-        if tiles.bias is None:
-            tile_log_sum_exp = log_sum_exp_and_softmax(wide_tile)
-        else:
-            tile_log_sum_exp = wide_tile.logsumexp(-1, keepdim=True)
-        log_sum_exp = torch.logaddexp(log_sum_exp, tile_log_sum_exp)
+        of_tile = log_sum_exp_and_softmax(wide_tile) if tiles.bias is None else wide_tile.logsumexp(-1, keepdim=True)
+        log_sum_exp = torch.logaddexp(log_sum_exp, of_tile)
         del logits, wide_tile  # before the next tile is computed
     return (target_logit - log_sum_exp).squeeze(-1), log_sum_exp.squeeze(-1)
 
@@ -235,12 +226,8 @@ def differentiate_softmax_(
 ) -> None:
     """Replace logits by their gradient: ``grad_output * (one_hot(target) - softmax(logits))``.
 
-    Args:
-        logits: ``[n, v]`` logits of the whole vocabulary or a tile of it.
-        index: ``[n, 1]`` columns of the targets.
-        in_tile: ``[n, 1]`` bool, whether the target is one of these columns.
-        log_sum_exp: ``[n]`` over the whole vocabulary.
-        grad_output: ``[n]`` gradients of the log-likelihoods.
+    The ``[n, v]`` logits may be a tile of the vocabulary; ``[n, 1]`` ``index`` and ``in_tile`` locate the targets.
+    ``log_sum_exp`` is ``[n]``, over the whole vocabulary, and ``grad_output`` ``[n]``, of the log-likelihoods.
     """
     grad_output = grad_output.to(logits.dtype).unsqueeze(-1)
     logits.sub_(log_sum_exp.unsqueeze(-1)).exp_().mul_(-grad_output)

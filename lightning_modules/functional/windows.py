@@ -69,12 +69,7 @@ def short_context_windows(
 
 
 def check_context(context_length: int, stride: int, sequence_length: int | None = None) -> None:
-    """Raise a ``ValueError`` for a short context that would silently make every long-short difference 0.
-
-    Raises:
-        ValueError: If ``context_length`` or ``stride`` is not an integer of 1 or more, or no token of a sequence of
-            ``sequence_length`` tokens has more context than the short one.
-    """
+    """Raise a ``ValueError`` for lengths below 1, or with which every long-short difference would silently be 0."""
     check_count("`context_length` (K)", context_length)
     check_count("`stride` (d)", stride)
     if sequence_length is not None and context_length + stride >= sequence_length:
@@ -103,9 +98,6 @@ def draw_windows(
 
     Returns:
         The drawn windows in their original order, and the fraction that was drawn: the probability of each window.
-
-    Raises:
-        ValueError: If ``fraction`` is not in (0, 1].
     """
     check_window_fraction(fraction)
     count = max(1, round(fraction * len(windows)))

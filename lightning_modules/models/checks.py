@@ -36,9 +36,8 @@ INDEX = "model.safetensors.index.json"
 def check_config(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> None:
     """Raise a ``ValueError`` for a config that is not that of a causal LM, or whose values make no sense.
 
-    Raises:
-        ValueError: If the model type is not a causal LM, a size is out of range, the quantization method is unknown to
-            transformers, or the RoPE has an unknown type, factor or base (transformers only warns about these).
+    These are sizes out of range, unknown quantization methods, and unknown types, factors and bases of RoPE, about
+    which transformers only warns.
     """
     if not trust_remote_code and type(config) not in AutoModelForCausalLM._model_mapping:
         raise ValueError(f"Models of type '{config.model_type}' are not causal LMs. Use a decoder that predicts text.")
@@ -74,12 +73,7 @@ def _check_quantization(settings: Any) -> None:
 
 
 def check_weight_files(folder: str) -> None:
-    """Check the weight files in a local folder by their headers.
-
-    Raises:
-        ValueError: If the folder has no weights, a file of the index is missing, a safetensors file is shorter than its
-            header specifies, or a pickled file contains more than weights.
-    """
+    """Raise a ``ValueError`` for a local folder with missing or truncated weights, or pickles of more than weights."""
     path = Path(folder).expanduser()
     if not path.is_dir():
         return  # a hub id, checked once it is fetched

@@ -73,13 +73,8 @@ class ContextLengths:
     def log_likelihood(self, backbone: Backbone, batch: PackedBatch, long: Tensor) -> list[dict[int, Tensor]]:
         """Score the last tokens of each document in each context length that fits into it.
 
-        Args:
-            backbone: The model.
-            batch: ``[B, T]`` batch with one document per sequence.
-            long: ``[B, T]`` log-likelihoods given the whole document, in nats.
-
-        Returns:
-            For each document ``[w]`` log-likelihoods in nats, by context length.
+        Takes a ``[B, T]`` batch with one document per sequence and its ``[B, T]`` long log-likelihoods. Returns ``[w]``
+        log-likelihoods in nats by context length, for each document.
         """
         scores: list[dict[int, Tensor]] = [{} for _ in batch["document_boundaries"]]
         windows: dict[int, list[tuple[int, Window]]] = {context: [] for context in self.contexts}

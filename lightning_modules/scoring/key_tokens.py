@@ -123,12 +123,11 @@ def find_key_tokens(
     if rule == "authors":
         spans = merge_touching_spans(scores.offsets[key])
         return KeyTokens(scan_token_mask(tokens.offsets, spans), "authors")
-    # Step 1 of the module's docstring: the same tokens, except for special tokens around the text.
+    # Steps 1 and 2 of the module's docstring.
     if (same := match_tokens(Tokens(scores.token_ids, scores.offsets), tokens)) is not None:
         mask = torch.zeros(len(tokens.ids), dtype=torch.bool)
         mask[same[1]] = key[same[0]]
         return KeyTokens(mask, "tokens")
-    # Step 2: through characters.
     return KeyTokens(span_token_mask(tokens.offsets, key_spans(scores, alpha=alpha, beta=beta)), "characters")
 
 

@@ -57,10 +57,7 @@ class TokenScores:
             ValueError: If some short log-likelihoods were not computed.
         """
         if self.floor > -math.inf:
-            raise ValueError(
-                "Soft influence needs all short log-likelihoods, and those of tokens with a long log-likelihood of"
-                f" {self.floor} nats or less were not computed: score the text again without `key_tokens_only`."
-            )
+            raise ValueError(f"Soft influence needs scores of all tokens, got those above {self.floor} nats only.")
         return soft_influence(self.long, self.short, gamma=gamma)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -102,8 +99,8 @@ class TokenScores:
             raise ValueError(f"'{path}' cannot be read as token scores ({error}).") from error
         if header.get("format") != FORMAT or header.pop("checksum", None) != _compute_checksum(header, tensors):
             raise ValueError(f"'{path}' is damaged, or does not contain token scores in the format {FORMAT}.")
-        names = [name for name in tensors if name.startswith(_CONTEXT_PREFIX)]
-        context_scores = {int(name.removeprefix(_CONTEXT_PREFIX)): tensors.pop(name) for name in names}
+        prefix = _CONTEXT_PREFIX
+        context_scores = {int(n.removeprefix(prefix)): tensors.pop(n) for n in sorted(tensors) if n.startswith(prefix)}
         return cls(
             text_sha256=header["text_sha256"],
             evaluator=header["evaluator"],

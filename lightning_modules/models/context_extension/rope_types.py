@@ -188,13 +188,9 @@ def by_document(
 ) -> Tensor:
     """Compute ``[B, H, T, D]`` attention of the last T of S tokens inside each document of each sequence.
 
-    Args:
-        attention: Computes the attention of one document.
-        query: ``[B, H, T, D]``.
-        key: ``[B, H_kv, S, D]``; S is above T if the preceding tokens are in a cache.
-        value: ``[B, H_kv, S, D]``.
-        mask: ``[B, 1, T, S]`` padding mask of transformers; the output of padding is 0.
-        boundaries: Ascending indices ``[0, .., T]`` of each sequence, or None if each is one document.
+    ``attention`` computes that of one document. Keys and values are ``[B, H_kv, S, D]``; S is above T if a cache has
+    the preceding tokens. The mask is a ``[B, 1, T, S]`` padding mask of transformers; the output of padding is 0.
+    Boundaries are ascending indices ``[0, .., T]`` of each sequence, or None if each is one document.
 
     Raises:
         ValueError: If the mask is more than causal attention and padding: a sliding window, or packed documents.

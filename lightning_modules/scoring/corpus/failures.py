@@ -25,15 +25,9 @@ def check_failures(
 ) -> None:
     """Log the failed documents of this run and earlier ones, by source and reason.
 
-    Args:
-        shards: The scores, with failed documents.
-        rows: All documents so far, scored or failed.
-        source: Returns the source of a file.
-        allowed: Largest fraction of a source's documents that may fail.
-        complete: Whether these are all documents. If not, too many failures are only a warning.
-
-    Raises:
-        IncompleteError: If the scores are complete and too many documents of a source failed.
+    ``rows`` are all documents so far, scored or failed, and ``source`` returns the source of a file. Raises an
+    `IncompleteError` if these are all documents (``complete``) and more than the ``allowed`` fraction of a source's
+    documents failed; before that, it is a warning.
     """
     documents: Counter[str] = Counter()
     for file, numbers in rows.items():

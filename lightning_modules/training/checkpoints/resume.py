@@ -24,12 +24,9 @@ _log = logging.getLogger(__name__)
 def find_checkpoint(path: str | None, trainer: Trainer, logger: Any, *, resume: bool = True) -> str | None:
     """Return the checkpoint for ``--ckpt_path``, or None to start a new training.
 
-    Args:
-        path: A complete checkpoint, or the folder of a run (``last`` for this run's), of which the complete checkpoint
-            with the largest step is used. Lightning handles ``best``.
-        trainer: The trainer of this run.
-        logger: The configuration of the logger, which decides whether each start gets a new folder.
-        resume: Whether training resumes, so that weights alone are not sufficient.
+    The path is a complete checkpoint, or the folder of a run (``last`` for this run's), of which the complete one with
+    the largest step is used; Lightning handles ``best``. The logger's configuration decides whether each start gets a
+    new folder. To ``resume``, weights alone are not sufficient.
     """
     if path is None or path in ("best", "hpc"):
         return path
@@ -135,8 +132,7 @@ def run_folder(trainer: Trainer) -> Path:
 def owned_folders(trainer: Trainer) -> list[Path]:
     """Return the local folders that a training writes to, the run's folder first.
 
-    The working folder is left out, because it belongs to the user. A logger that numbers its runs on a server has no
-    folder yet.
+    The working folder belongs to the user and is left out. A logger that numbers its runs on a server has none yet.
     """
     named = not trainer.loggers or None not in (trainer.loggers[0].name, trainer.loggers[0].version)
     folders = [run_folder(trainer)] if named else []

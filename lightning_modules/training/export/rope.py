@@ -16,8 +16,7 @@ LEGACY_TYPES: dict[str, tuple[str, ...]] = {
 }
 """RoPE types that transformers 4.45 computes correctly from ``rope_theta`` and ``rope_scaling``, by model type.
 
-Mistral, Mixtral and Gemma ignore ``rope_scaling`` there, and YaRN uses ``max_position_embeddings``, the target length,
-as the original one.
+Mistral, Mixtral and Gemma ignore ``rope_scaling``, and YaRN takes the target length for the original one.
 """
 
 OLD_DEFAULTS: dict[str, tuple[str, float]] = {

@@ -118,7 +118,7 @@ def test_names_and_patterns_that_fit_are_taken_as_peft_takes_them():
 @pytest.mark.parametrize("targets", [["q_proj", "lm_head"], ["embed_tokens"], r".*(q_proj|lm_head)"])
 def test_low_rank_adapters_of_a_tied_head_are_refused(targets):
     """peft 0.21 gives embedding and head parameters of their own in the same memory, until the model is moved."""
-    with pytest.raises(ValueError, match=r"they would not stay one: leave both out of `lora\.target_modules`"):
+    with pytest.raises(ValueError, match=r"would untie them: leave both out of `lora\.target_modules`"):
         add_adapters(tiny_model("llama", VOCABULARY, tie_word_embeddings=True), {"r": 2, "target_modules": targets})
     add_adapters(tiny_model("llama", VOCABULARY), {"r": 2, "target_modules": targets})
 
@@ -152,16 +152,16 @@ def test_what_is_trained_in_full_is_float32_under_mixed_precision():
     [
         ({"rank": 2}, "`lora` has no 'rank'"),
         ({"r": 2, "targets_modules": "all-linear"}, "Did you mean 'target_modules'"),
-        ({"r": 2, "target_modules": ["q_proj", "v_prj"]}, "target_modules` names 'v_prj'.*Did you mean 'v_proj'"),
-        ({"r": 2, "target_modules": "all-linear", "modules_to_save": ["embed"]}, "names 'embed'.*embed_tokens"),
+        ({"r": 2, "target_modules": ["q_proj", "v_prj"]}, "target_modules` has 'v_prj'.*Did you mean 'v_proj'"),
+        ({"r": 2, "target_modules": "all-linear", "modules_to_save": ["embed"]}, "has 'embed'.*embed_tokens"),
         ({"r": 2, "target_modules": ["q_proj"], "modules_to_save": ["zzz"]}, "Known: down_proj, embed_tokens"),
-        ({"r": 2, "target_modules": ["q_proj"], "modules_to_save": ["head"]}, "names 'head'.*Did you mean 'lm_head'"),
+        ({"r": 2, "target_modules": ["q_proj"], "modules_to_save": ["head"]}, "has 'head'.*Did you mean 'lm_head'"),
         ({"r": 2, "target_modules": ["q_proj"], "modules_to_save": "lm_head"}, "each letter for a name"),
-        ({"r": 2, "target_modules": ["q_proj"], "rank_pattern": {"q_prj": 4}}, "rank_pattern` names 'q_prj'"),
-        ({"r": 2, "target_modules": ["q_proj"], "alpha_pattern": {"^q_proj": 4}}, "alpha_pattern` names"),
-        ({"r": 2, "target_modules": "all-linear", "exclude_modules": ["layers.5.q_proj"]}, "exclude_modules` names"),
-        ({"r": 2, "target_modules": ["q_proj"], "layers_to_transform": [0, 2]}, "names layer 2: the model has 0 to 1"),
-        ({"r": "2", "target_modules": ["q_proj"]}, "a value of a wrong type, according to peft"),
+        ({"r": 2, "target_modules": ["q_proj"], "rank_pattern": {"q_prj": 4}}, "rank_pattern` has 'q_prj'"),
+        ({"r": 2, "target_modules": ["q_proj"], "alpha_pattern": {"^q_proj": 4}}, "alpha_pattern` has"),
+        ({"r": 2, "target_modules": "all-linear", "exclude_modules": ["layers.5.q_proj"]}, "exclude_modules` has"),
+        ({"r": 2, "target_modules": ["q_proj"], "layers_to_transform": [0, 2]}, "must be from 0 to 1, got 2"),
+        ({"r": "2", "target_modules": ["q_proj"]}, "a value of the wrong type, according to peft"),
         ({"r": 2, "target_modules": ["q_proj"], "inference_mode": True}, "leaves nothing to train"),
     ],
 )
@@ -186,7 +186,7 @@ def test_quantization_without_a_meaning_is_refused(arguments, message):
 
 def test_quantization_without_its_package_is_refused_before_anything_is_loaded(folder, monkeypatch):
     monkeypatch.setattr(adapters.importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(ValueError, match="needs the package bitsandbytes"):
+    with pytest.raises(ValueError, match="needs the bitsandbytes package"):
         check_early(lm(folder, quantization=FOUR_BITS, lora=ALL), LENGTH)
 
 
@@ -279,7 +279,7 @@ def test_a_checkpoint_of_other_adapters_or_another_model_is_refused(folder, tmp_
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("attack", ["one number", "two swapped", "two swapped in a chunk", "two opposite"])
 def test_any_change_of_frozen_weights_is_noticed(monkeypatch, dtype, attack):
-    monkeypatch.setattr(adapters, "_CHUNK", 100)  # several for 40 x 60 numbers
+    monkeypatch.setattr(adapters, "_CHECKSUM_WORDS", 100)  # several for 40 x 60 numbers
     module = torch.nn.Linear(60, 40, dtype=dtype).requires_grad_(False)
     first = adapters.frozen_fingerprint(module)
     assert adapters.frozen_fingerprint(copy.deepcopy(module)) == first
@@ -311,7 +311,7 @@ def test_shapes_count_in_fingerprints():
 
 def test_fingerprints_of_earlier_versions_are_not_compared(caplog):
     assert adapters.same_frozen("0" * 64, adapters.frozen_fingerprint(torch.nn.Linear(2, 2).requires_grad_(False)))
-    assert "the weights below its adapters are not compared" in caplog.text
+    assert "its base model is not compared" in caplog.text
 
 
 def test_adapters_of_a_model_without_stored_weights_keep_it_in_the_checkpoint(folder, tmp_path):

@@ -94,7 +94,7 @@ def test_an_evaluator_that_changes_before_it_is_loaded_is_refused(model, tmp_pat
     judge = Evaluator(EvaluatorConfig(str(model), cache_dir=str(tmp_path / "scores"), context_length=32, stride=16))
     tiny_model("llama", json.loads((model / "config.json").read_text())["vocab_size"], seed=9).save_pretrained(model)
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"model '.*' changed after this run had begun.*Start again"):
+        with pytest.raises(ValueError, match=r"model '.*' changed after the start of this run.*Start again"):
             judge.scores(make_text(60))
     assert not list((tmp_path / "scores").glob("*/*"))
 

@@ -18,23 +18,25 @@ from lightning_modules.models.context_extension.patterns.relocation import (
 from lightning_modules.models.context_extension.patterns.trained import alibi, longnet, xpos
 
 Pattern = Callable[[Tensor, Tensor, Tensor, Rotary], Tensor]
-"""``[B, H, T, D]`` queries of the last T of S tokens, ``[B, H_kv, S, D]`` keys and values; ``[B, H, T, D]`` output."""
+"""Attention of ``[B, H, T, D]`` queries (the last T of S tokens) and ``[B, H_kv, S, D]`` keys and values."""
 
 
-def _relocated(pattern: Callable[..., Relocation], query: Tensor, key: Tensor, value: Tensor, rotary: Rotary) -> Tensor:
+def _attend_relocated(
+    pattern: Callable[..., Relocation], query: Tensor, key: Tensor, value: Tensor, rotary: Rotary
+) -> Tensor:
     return relocated_attention(pattern(rotary.parameters), query, key, value, rotary)
 
 
 PATTERNS: dict[str, Pattern] = {
-    "streaming_llm": partial(_relocated, streaming_llm),
-    "lm_infinite": partial(_relocated, lm_infinite),
-    "rerope": partial(_relocated, rerope),
-    "self_extend": partial(_relocated, self_extend),
-    "dual_chunk": partial(_relocated, dual_chunk),
+    "streaming_llm": partial(_attend_relocated, streaming_llm),
+    "lm_infinite": partial(_attend_relocated, lm_infinite),
+    "rerope": partial(_attend_relocated, rerope),
+    "self_extend": partial(_attend_relocated, self_extend),
+    "dual_chunk": partial(_attend_relocated, dual_chunk),
     "alibi": alibi,
     "xpos": xpos,
     "longnet": longnet,
 }
-"""By the name of their RoPE type."""
+"""Patterns by the name of their RoPE type."""
 
 __all__ = ["PATTERNS", "Pattern", "Rotary"]

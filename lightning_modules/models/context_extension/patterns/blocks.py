@@ -1,8 +1,8 @@
-"""Causal attention one block of queries at a time, with logits from a pattern.
+"""Causal attention for one block of queries at a time, with logits from a pattern.
 
-No tensor has the size of a whole row by a whole row, not even in the backward pass, which computes the logits of each
-block again. Logits are rounded to the type of queries and keys, as in transformers' own ``eager`` attention, and
-softmax is taken in float32.
+No tensor has the size of a sequence squared, not even in the backward pass, which recomputes the logits of each block.
+Logits are rounded to the dtype of queries and keys, as in the ``eager`` attention of transformers, and softmax is
+computed in float32.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,22 +14,22 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 MAX_BLOCK, SMALLEST_BLOCK = 256, 64
-"""Queries in a block; 256 was the fastest of 256 and 1024 on a CPU."""
+"""Number of queries in a block; 256 was faster than 1024 on a CPU."""
 
 BLOCK_LOGITS = 1 << 26
-"""Logits of a block that are not exceeded unless the block is the smallest one already."""
+"""Largest number of logits in a block, unless it already has the smallest number of queries."""
 
 Take = Callable[[int, int, int], Tensor]
-"""From the number of a tensor and a range of tokens to that part of it, by which a block accesses its tensors."""
+"""Returns a range of tokens of a state, given its index; blocks access their inputs through it."""
 
 
 @dataclass(frozen=True)
 class Rotary:
-    """Settings of a model that a pattern needs in addition to queries, keys and values."""
+    """Model settings that a pattern needs in addition to queries, keys and values."""
 
     parameters: Mapping[str, Any]  # the rope_parameters of its config
     frequencies: Tensor  # [R / 2] inverse frequencies, float32, on the device of the queries
-    scaling: float  # what products of queries and keys are multiplied by
+    scaling: float  # factor of the products of queries and keys
     dropout: float = 0.0  # fraction of the attention weights that are dropped
 
 
@@ -42,23 +42,23 @@ def rotate(states: Tensor, positions: Tensor, frequencies: Tensor, *, scale: flo
     angles = positions[..., None].to(torch.float32) * frequencies
     cos, sin = angles.cos() * scale, angles.sin() * scale
     first, second, rest = states.split([half, half, states.shape[-1] - 2 * half], dim=-1)
-    parts = (first * cos - second * sin, second * cos + first * sin, rest * scale)
-    return torch.cat([part.to(states.dtype) for part in parts], dim=-1)
+    rotated = (first * cos - second * sin, second * cos + first * sin, rest * scale)
+    return torch.cat([components.to(states.dtype) for components in rotated], dim=-1)
 
 
 def grouped_matmul(left: Tensor, right: Tensor) -> Tensor:
-    """``[B, H, N, X]`` times ``[B, H_kv, X, Y]``, each of whose matrices serves ``H / H_kv`` heads, without copies."""
+    """Multiply ``[B, H, N, X]`` by ``[B, H_kv, X, Y]``, shared by ``H / H_kv`` heads, without copies."""
     batch, heads, rows, inner = left.shape
     return (left.reshape(batch, right.shape[1], -1, inner) @ right).view(batch, heads, rows, -1)
 
 
 def attention_logits(query: Tensor, key: Tensor, visible: Tensor) -> Tensor:
-    """``[B, H, N, M]`` float32 products of scaled queries and keys, and ``-inf`` for pairs that are not ``visible``."""
+    """Return ``[B, H, N, M]`` float32 products of scaled queries and keys, ``-inf`` where not ``visible``."""
     return grouped_matmul(query, key.mT).float().masked_fill_(~visible, -torch.inf)
 
 
 def joint_attention(logits: Sequence[Tensor], values: Sequence[Tensor], kept: Tensor | None = None) -> Tensor:
-    """Return ``[B, H, N, D]`` attention by one softmax over several sets of keys.
+    """Compute ``[B, H, N, D]`` attention with one softmax over several sets of keys.
 
     Each set has ``[B, H, N, M]`` float32 logits and ``[B, H_kv, M, D]`` values, and each query sees a key of some set.
     Weights are multiplied by ``kept``, for dropout.
@@ -71,13 +71,13 @@ def joint_attention(logits: Sequence[Tensor], values: Sequence[Tensor], kept: Te
 
 
 def block_size(heads: int, keys: int) -> int:
-    """Return how many queries share a block."""
+    """Return the number of queries in a block."""
     return max(SMALLEST_BLOCK, min(MAX_BLOCK, BLOCK_LOGITS // (heads * keys)))
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Attention in blocks."""
+    """Attention in blocks of queries."""
 
     # From `Take` and a range of queries to the logits and values of each set of keys.
     score: Callable[[Take, int, int], tuple[list[Tensor], list[Tensor]]]
@@ -88,12 +88,12 @@ class Blocks:
     dropout: float = 0.0  # fraction of the attention weights that are dropped
 
     def attend(self, *states: Tensor) -> Tensor:
-        """``[B, H, stop - start, D]`` attention with `score` taking parts of the ``[B, .., T, D]`` states."""
+        """Compute ``[B, H, stop - start, D]`` attention; `score` takes ranges of the ``[B, .., T, D]`` states."""
         seed = int(torch.randint(1 << 62, ())) if self.dropout > 0 else 0
         return _Attention.apply(self, seed, *states)
 
     def ranges(self) -> Iterator[tuple[int, int]]:
-        """Yield the first position of each block and the one after its last."""
+        """Yield the range of positions of each block."""
         start = self.start
         while start < self.stop:
             stop = min(start + self.size, (start // self.align + 1) * self.align, self.stop)
@@ -101,20 +101,20 @@ class Blocks:
             start = stop
 
     def block(self, take: Take, start: int, stop: int, seed: int) -> Tensor:
-        """``[B, H, stop - start, D]`` attention of one block, the same for the same seed."""
+        """Compute ``[B, H, stop - start, D]`` attention of one block, with dropout determined by the seed."""
         logits, values = self.score(take, start, stop)
         if self.dropout == 0:
             return joint_attention(logits, values)
         generator = torch.Generator(logits[0].device).manual_seed(seed + start)
-        shape = (*logits[0].shape[:-1], sum(part.shape[-1] for part in logits))
+        shape = (*logits[0].shape[:-1], sum(of_set.shape[-1] for of_set in logits))
         drawn = torch.rand(shape, generator=generator, device=logits[0].device)
         return joint_attention(logits, values, (drawn >= self.dropout) / (1 - self.dropout))
 
 
 class _Attention(torch.autograd.Function):
-    """All blocks, each computed again for its gradient, which goes right to the part of the states that it used.
+    """Attention of all blocks. The backward pass recomputes each block and adds to the gradients of the ranges it used.
 
-    Checkpointing and slices would do the same, but the gradient of each slice would be as large as the whole.
+    Checkpointing and slicing would do the same, but the gradient of each slice would be as large as the whole tensor.
     """
 
     @staticmethod
@@ -144,8 +144,8 @@ class _Attention(torch.autograd.Function):
 
             with torch.enable_grad(), torch.autocast(**ctx.autocast):
                 output = blocks.block(take, start, stop, ctx.seed)
-            own = gradients[0][:, :, start - blocks.start : stop - blocks.start]
-            parts = torch.autograd.grad(output, [part[-1] for part in taken], own)
-            for (number, first, last, _), part in zip(taken, parts, strict=True):
-                sums[number][:, :, first:last] += part
+            grad_output = gradients[0][:, :, start - blocks.start : stop - blocks.start]
+            grads = torch.autograd.grad(output, [states_range[-1] for states_range in taken], grad_output)
+            for (number, first, last, _), grad in zip(taken, grads, strict=True):
+                sums[number][:, :, first:last] += grad
         return None, None, *sums

@@ -1,7 +1,7 @@
-"""Patterns that rotate some pairs of a query and a key as if they were closer to each other.
+"""Patterns that rotate some pairs of query and key as if they were closer to each other.
 
-All of them are sets of pairs, each with its own positions of query and key, under one softmax. However long the text,
-no distance is above the original length: they are meant to work without training, and can be trained.
+Each consists of sets of pairs with different positions of query and key, under one softmax. No distance exceeds the
+original length, however long the text is, so they work without training, and can be trained.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,7 +24,7 @@ from lightning_modules.models.context_extension.patterns.blocks import (
 Positions = Callable[[Tensor], Tensor]
 
 
-def _own(position: Tensor) -> Tensor:
+def _keep_position(position: Tensor) -> Tensor:
     return position
 
 
@@ -32,27 +32,27 @@ def _own(position: Tensor) -> Tensor:
 class Branch:
     """A set of pairs of a query ``i`` and a key ``j <= i``, and their positions."""
 
-    # From a range of queries to a range of keys that holds all that they see.
+    # From a range of queries to a range with all keys that they see.
     keys: Callable[[int, int], tuple[int, int]]
     # Whether query ``i`` sees key ``j`` in this branch, for tensors that broadcast.
     pairs: Callable[[Tensor, Tensor], Tensor]
-    query_position: Positions = _own  # position that query i is rotated to; its own by default
-    key_position: Positions = _own  # position that key j is rotated to
+    query_position: Positions = _keep_position  # position that query i is rotated to
+    key_position: Positions = _keep_position  # position that key j is rotated to
 
 
 @dataclass(frozen=True)
 class Relocation:
-    """A pattern."""
+    """A pattern with relocated positions."""
 
-    branches: tuple[Branch, ...]  # disjoint; together they hold the pair of each token with itself
-    plain_length: int  # up to this length of a document, it is causal attention with plain RoPE
+    branches: tuple[Branch, ...]  # disjoint sets; one of them has the pair of each token with itself
+    plain_length: int  # longest document for which the pattern is plain causal attention
 
 
 def streaming_llm(parameters: Mapping[str, Any]) -> Relocation:
-    """Attention sinks and the last ``window`` tokens, the token itself among them, at their positions in the cache.
+    """Return StreamingLLM: attention sinks and the last ``window`` tokens, with positions in the cache.
 
-    Xiao et al. (2024, https://arxiv.org/abs/2309.17453): the cache holds ``sinks + window`` tokens; a query is its last
-    one, and the sinks are right before the window.
+    Xiao et al. (2024, https://arxiv.org/abs/2309.17453): the cache has ``sinks + window`` tokens: the sinks, then the
+    window, which ends with the query.
     """
     sinks, window = parameters["sinks"], parameters["window"]
     band = Branch(lambda start, stop: (max(sinks, start - window + 1), stop), lambda i, j: i - j < window)
@@ -65,11 +65,11 @@ def streaming_llm(parameters: Mapping[str, Any]) -> Relocation:
 
 
 def lm_infinite(parameters: Mapping[str, Any]) -> Relocation:
-    """The last ``L`` tokens and the first ``sinks``, to which no distance is above ``L``, the original length.
+    """Return LM-Infinite: the last ``L`` tokens and the first ``sinks``, at distances up to the original length L.
 
-    Han et al. (2024, https://arxiv.org/abs/2308.16137): mask and distances are the paper's, and what the authors' code
-    computes. From their code is the number of first tokens, 10, which its README finds as good as 100. The paper's
-    optional attention to a few tokens in between, chosen by their logits, is left out.
+    Han et al. (2024, https://arxiv.org/abs/2308.16137). Mask and distances are those of the paper and of the
+    authors' code, which also has the default of 10 sinks. The paper's optional attention to a few tokens in the middle
+    is left out.
     """
     sinks, limit = parameters["sinks"], parameters["original_max_position_embeddings"]
     band = Branch(lambda start, stop: (max(0, start - limit + 1), stop), lambda i, j: i - j < limit)
@@ -83,12 +83,12 @@ def lm_infinite(parameters: Mapping[str, Any]) -> Relocation:
 
 
 def rerope(parameters: Mapping[str, Any]) -> Relocation:
-    """All tokens, none of them further away than ``window``: distance ``min(i - j, window)``.
+    """Return ReRoPE: all tokens, at distances ``min(i - j, window)``.
 
-    Su (2023, https://github.com/bojone/rerope), without the scaled distances of its variant Leaky ReRoPE.
+    Su (2023, https://github.com/bojone/rerope), without the scaled distances of Leaky ReRoPE.
     """
     window = parameters["window"]
-    return _near_and_far(
+    return _split_by_distance(
         window,
         plain_length=window + 1,
         query_position=lambda i: torch.full_like(i, window),
@@ -97,13 +97,13 @@ def rerope(parameters: Mapping[str, Any]) -> Relocation:
 
 
 def self_extend(parameters: Mapping[str, Any]) -> Relocation:
-    """All tokens; the distance of those beyond ``window`` counts groups of tokens.
+    """Return Self-Extend: all tokens; distances beyond ``window`` count groups of tokens.
 
     Jin et al. (2024, https://arxiv.org/abs/2401.01325): ``i // group - j // group + window - window // group``.
     """
     window, group = parameters["window"], parameters["group"]
     shift = window - window // group
-    return _near_and_far(
+    return _split_by_distance(
         window,
         plain_length=window,
         query_position=lambda i: i // group + shift,
@@ -111,22 +111,25 @@ def self_extend(parameters: Mapping[str, Any]) -> Relocation:
     )
 
 
-def _near_and_far(window: int, *, plain_length: int, query_position: Positions, key_position: Positions) -> Relocation:
+def _split_by_distance(
+    window: int, *, plain_length: int, query_position: Positions, key_position: Positions
+) -> Relocation:
     near = Branch(lambda start, stop: (max(0, start - window + 1), stop), lambda i, j: i - j < window)
     far = Branch(lambda _, stop: (0, max(0, stop - window)), lambda i, j: i - j >= window, query_position, key_position)
     return Relocation((far, near), plain_length)
 
 
 def dual_chunk(parameters: Mapping[str, Any]) -> Relocation:
-    """All tokens; distances within a chunk, to the chunk before, and to those before that one.
+    """Return Dual Chunk Attention: all tokens; distances depend on the chunks of query and key.
 
-    An et al. (2024, https://arxiv.org/abs/2402.17463), whose `c` is the original length: a key is at its place in
-    its chunk; a query at its own place, one ``chunk`` further but not beyond ``c - 1``, or at ``c - 1``. This is
-    the paper's: the released code has a shorter chunk, and its largest position is three quarters of ``c``.
+    An et al. (2024, https://arxiv.org/abs/2402.17463), whose ``c`` is the original length. The position of a key is its
+    index in its chunk. That of a query is the same inside its chunk, one ``chunk`` more, up to ``c - 1``, for the
+    previous chunk, and ``c - 1`` for earlier ones. Unlike the paper, the released code has shorter chunks, and its
+    largest position is 3/4 of ``c``.
     """
     chunk, last = parameters["chunk"], parameters["original_max_position_embeddings"] - 1
 
-    def place(j: Tensor) -> Tensor:
+    def index_in_chunk(j: Tensor) -> Tensor:
         return j % chunk
 
     return Relocation(
@@ -135,16 +138,19 @@ def dual_chunk(parameters: Mapping[str, Any]) -> Relocation:
                 lambda _, stop: (0, max(0, (stop - 1) // chunk - 1) * chunk),
                 lambda i, j: i // chunk - j // chunk > 1,
                 lambda i: torch.full_like(i, last),
-                place,
+                index_in_chunk,
             ),
             Branch(
                 lambda start, stop: (max(0, start // chunk - 1) * chunk, (stop - 1) // chunk * chunk),
                 lambda i, j: i // chunk - j // chunk == 1,
                 lambda i: (i % chunk + chunk).clamp(max=last),
-                place,
+                index_in_chunk,
             ),
             Branch(
-                lambda start, stop: (start // chunk * chunk, stop), lambda i, j: i // chunk == j // chunk, place, place
+                lambda start, stop: (start // chunk * chunk, stop),
+                lambda i, j: i // chunk == j // chunk,
+                index_in_chunk,
+                index_in_chunk,
             ),
         ),
         plain_length=min(last + 1, 2 * chunk),
@@ -152,19 +158,19 @@ def dual_chunk(parameters: Mapping[str, Any]) -> Relocation:
 
 
 def relocated_attention(pattern: Relocation, query: Tensor, key: Tensor, value: Tensor, rotary: Rotary) -> Tensor:
-    """Return attention of the last tokens of one document with relocated positions, in the shapes of `Pattern`."""
+    """Compute attention of the last tokens of one document with relocated positions, in the shapes of `Pattern`."""
     length, first = key.shape[2], key.shape[2] - query.shape[2]
     positions = torch.arange(length, device=query.device)
     if first == 0 and length <= pattern.plain_length:
-        query, key = (rotate(part, positions, rotary.frequencies) for part in (query, key))
+        query, key = (rotate(states, positions, rotary.frequencies) for states in (query, key))
         return F.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=rotary.scaling, dropout_p=rotary.dropout, enable_gqa=True
         )
-    # Branches whose queries, or keys, are at the same positions share them.
+    # Branches with the same positions share their rotated queries or keys.
     queries = list(dict.fromkeys(branch.query_position for branch in pattern.branches))
     keys = list(dict.fromkeys(branch.key_position for branch in pattern.branches))
-    states = [rotate(query, place(positions[first:]), rotary.frequencies, scale=rotary.scaling) for place in queries]
-    states += [rotate(key, place(positions), rotary.frequencies) for place in keys]
+    states = [rotate(query, move(positions[first:]), rotary.frequencies, scale=rotary.scaling) for move in queries]
+    states += [rotate(key, move(positions), rotary.frequencies) for move in keys]
 
     def score(take: Take, start: int, stop: int) -> tuple[list[Tensor], list[Tensor]]:
         logits, values = [], []

@@ -1,4 +1,4 @@
-"""Parameters that each pattern writes into ``rope_parameters``, checked and with their defaults."""
+"""Parameters of each pattern in ``rope_parameters``, with checks and defaults."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -7,18 +7,15 @@ from typing import Any, NamedTuple
 from lightning_modules.models.context_extension.patterns.trained import check_dilation, longnet_keys
 
 PATTERN_OPTIONS = ("sinks", "window", "group", "chunk", "segment_lengths", "dilation_rates")
-"""Counts of tokens, each 1 or more; the last two lists of them."""
+"""Options that are integers of 1 or more; the last two are lists of them."""
 
 
 class PatternSettings(NamedTuple):
-    """Parameters of a pattern from original length, target length and options; the options; and most keys of a query.
+    """Settings of an attention pattern."""
 
-    The number of keys follows from the parameters; None if it grows with the text.
-    """
-
-    parameters: Callable[..., dict[str, Any]]
+    parameters: Callable[..., dict[str, Any]]  # from original length, target length and options
     options: tuple[str, ...] = ()
-    keys: Callable[[Mapping[str, Any]], int] | None = None
+    keys: Callable[[Mapping[str, Any]], int] | None = None  # most keys of a query; None if it grows with the text
 
     def rope_parameters(self, extension: Any, _: Any) -> dict[str, Any]:
         """Return the values of ``rope_parameters`` for a `ContextExtension`."""
@@ -28,7 +25,7 @@ class PatternSettings(NamedTuple):
 
     @property
     def written(self) -> tuple[str, ...]:
-        """Return the names of the parameters, which do not depend on the lengths."""
+        """Return the names of the parameters, which are the same for all lengths."""
         return tuple(self.parameters(4096, 32768, **dict.fromkeys(self.options)))
 
 
@@ -37,8 +34,8 @@ def _streaming_llm(original: int, _: int, sinks: int | None, window: int | None)
     window = max(1, original - sinks) if window is None else window
     if sinks + window > original:
         raise ValueError(
-            f"`sinks` = {sinks} and `window` = {window} together must not be above `original_length` = {original}: the"
-            " model knows no larger distances. Set smaller ones."
+            f"`sinks` + `window` = {sinks} + {window} must not exceed `original_length` = {original}, the largest"
+            " distance in pre-training: set smaller ones."
         )
     return {"sinks": sinks, "window": window}
 
@@ -48,20 +45,20 @@ def _lm_infinite(original: int, _: int, sinks: int | None) -> dict[str, Any]:
 
 
 def _rerope(original: int, _: int, window: int | None) -> dict[str, Any]:
-    return {"window": _window(window, original, original // 2)}
+    return {"window": _resolve_window(window, original, original // 2)}
 
 
 def _self_extend(original: int, target: int, group: int | None, window: int | None) -> dict[str, Any]:
-    window = _window(window, original, original // 4)
+    window = _resolve_window(window, original, original // 4)
 
-    def largest(group: int) -> int:
+    def last_position(group: int) -> int:
         return (target - 1) // group + window - window // group
 
-    if group is None:  # the smallest that is large enough
-        group = next(size for size in range(1, target + 1) if largest(size) < original)
-    elif largest(group) >= original:
+    if group is None:  # the smallest with which the target length fits
+        group = next(size for size in range(1, target + 1) if last_position(size) < original)
+    elif last_position(group) >= original:
         raise ValueError(
-            f"`group` = {group} puts token {target - 1} at position {largest(group)}, beyond `original_length` ="
+            f"`group` = {group} puts token {target - 1} at position {last_position(group)}, beyond `original_length` ="
             f" {original}: set a larger `group` or a smaller `window` than {window}."
         )
     return {"window": window, "group": group}
@@ -71,8 +68,8 @@ def _dual_chunk(original: int, _: int, chunk: int | None) -> dict[str, Any]:
     chunk = max(1, original * 3 // 4) if chunk is None else chunk
     if chunk >= original:
         raise ValueError(
-            f"`chunk` = {chunk} must be below `original_length` = {original}, or neighbors in two chunks would not"
-            " be next to each other: set a smaller one."
+            f"`chunk` = {chunk} must be below `original_length` = {original}, so that tokens on both sides of a chunk"
+            " boundary stay neighbors: set a smaller one."
         )
     return {"chunk": chunk, "original_max_position_embeddings": original}
 
@@ -84,11 +81,11 @@ def _longnet(_: int, __: int, segment_lengths: list[int] | None, dilation_rates:
     return {"segment_lengths": segments, "dilation_rates": rates}
 
 
-def _window(window: int | None, original: int, default: int) -> int:
+def _resolve_window(window: int | None, original: int, default: int) -> int:
     window = default if window is None else window
     if window >= original:
         raise ValueError(
-            f"`window` = {window} must be below `original_length` = {original}, the distances that the model knows:"
+            f"`window` = {window} must be below `original_length` = {original}, the largest distance in pre-training:"
             " set a smaller one."
         )
     return window
@@ -110,11 +107,11 @@ PATTERN_SETTINGS: dict[str, PatternSettings] = {
         lambda p: longnet_keys(p["segment_lengths"], p["dilation_rates"]),
     ),
 }
-"""By the name of their RoPE type."""
+"""Settings by the name of the pattern's RoPE type."""
 
 
 def check_positive(name: str, value: Any) -> None:
-    """Raise a ``ValueError`` for an option that is not a positive number, or a list of them where it must be."""
+    """Raise a ``ValueError`` unless an option is a positive number, or a list of them if it must be a list."""
     if value is None:
         return
     lists = ("long_factor", "segment_lengths", "dilation_rates")
@@ -125,5 +122,5 @@ def check_positive(name: str, value: Any) -> None:
     for number in value if isinstance(value, list) else [value]:
         kind = isinstance(number, int if whole else int | float) and not isinstance(number, bool)
         if not (kind and 0 < number < math.inf):
-            wanted = "whole numbers of 1 or more" if whole else "numbers above 0"
-            raise ValueError(f"`context_extension.{name}` must hold {wanted}, got {number!r}.")
+            wanted = "integers of 1 or more" if whole else "numbers above 0"
+            raise ValueError(f"`context_extension.{name}` must contain {wanted}, got {number!r}.")

@@ -1,6 +1,6 @@
 """Patterns for models that are trained with them: ALiBi, xPos and LongNet.
 
-They are not training-free: a model that was pre-trained with plain RoPE has seen such logits at no distance.
+They need training, because their logits differ from plain RoPE at all distances.
 """
 
 from itertools import pairwise
@@ -24,8 +24,8 @@ XPOS_GAMMA, XPOS_SCALE_BASE = 0.4, 512
 def alibi_slopes(heads: int) -> Tensor:
     """Return ``[heads]`` float32 slopes, :math:`2^{-8 h / H}` for head h from 1 on.
 
-    For other numbers of heads than powers of two they are, as in the authors' code, those of the largest power of two
-    below it, and then every second one of those of twice as many heads.
+    If the number of heads is not a power of two, as in the authors' code, the slopes of the largest power of two below
+    it are followed by every second slope of twice that power.
 
     Example:
         >>> alibi_slopes(3)
@@ -40,7 +40,7 @@ def alibi_slopes(heads: int) -> Tensor:
 def alibi(query: Tensor, key: Tensor, value: Tensor, rotary: Rotary) -> Tensor:
     r"""Subtract :math:`m_h (i - j)` from logits, without rotation: Press et al. (2022, https://arxiv.org/abs/2108.12409).
 
-    The bias is added to a block's logits in float32, so that it is exact whatever the type of the model.
+    The bias is added to a block's logits in float32, so that it is exact for every dtype of the model.
     """
     length, first = key.shape[2], key.shape[2] - query.shape[2]
     positions = torch.arange(length, device=query.device)
@@ -66,7 +66,7 @@ def xpos(query: Tensor, key: Tensor, value: Tensor, rotary: Rotary) -> Tensor:
     length, first, dtype = key.shape[2], key.shape[2] - query.shape[2], query.dtype
     positions = torch.arange(length, device=query.device)
     decay = xpos_log_decay(rotary.frequencies, query.shape[-1])
-    # In float32 until the decay is in.
+    # Rounded only after the decay.
     queries = rotate(query.float(), positions[first:], rotary.frequencies, scale=rotary.scaling)
     keys = rotate(key.float(), positions, rotary.frequencies)
 
@@ -89,16 +89,16 @@ def xpos_log_decay(frequencies: Tensor, width: int) -> Tensor:
 
 
 def longnet(query: Tensor, key: Tensor, value: Tensor, rotary: Rotary) -> Tensor:
-    r"""Attend in segments of several lengths, in each of which every r-th token sees every r-th token before it.
+    r"""Attend in segments of several lengths, in which every r-th token sees every r-th token before it.
 
     Ding et al. (2023, https://arxiv.org/abs/2307.02486). The k-th branch cuts the text into segments of
     ``segment_lengths[k]`` and takes every ``dilation_rates[k]``-th token of each, head h from the ``h mod r``-th on, as
-    the paper has it (the released code shifts by groups of neighboring heads). The paper weighs the outputs of the
-    branches by their softmax denominators, which is one softmax in which a key counts once for each branch that holds
-    the pair; its gradient is taken in full, where the released code detaches the weights. The first rate is 1, so
-    that each token sees at least itself; a token that a branch leaves out gets nothing from it.
+    in the paper (the released code shifts by groups of neighboring heads). The paper weights the branches by their
+    softmax denominators, which equals one softmax in which a key counts once for each branch with the pair. Gradients
+    flow through these weights, which the released code detaches. The first rate is 1, so each token sees at least
+    itself.
 
-    Logits are formed for all queries of a block, also those that a branch leaves out:
+    Logits are computed for all queries of a block, including those that a branch leaves out:
     :math:`w_0 + \sum_{k > 0} w_k / r_k` for each token, linear in the length of the text.
     """
     stop, first = key.shape[2], key.shape[2] - query.shape[2]
@@ -110,16 +110,16 @@ def longnet(query: Tensor, key: Tensor, value: Tensor, rotary: Rotary) -> Tensor
     sharing = torch.arange(heads, device=query.device)[:, None] // groups
 
     def score(take: Take, start: int, stop: int) -> tuple[list[Tensor], list[Tensor]]:
-        part, i = take(0, start - first, stop - first), positions[start:stop]
+        queries, i = take(0, start - first, stop - first), positions[start:stop]
         logits, values = [], []
         for length, rate in zip(lengths, rates, strict=True):
-            segment = start // length * length  # the block's only one
-            # For each head, places in the segment.
+            segment = start // length * length  # a block is in one segment only
+            # Indices in the segment, for each head.
             chosen = torch.arange(heads, device=i.device)[:, None] % rate + torch.arange(0, stop - segment, rate).to(i)
             on_grid = (i - segment) % rate == chosen[:, :1]
             visible = on_grid[..., None] & (segment + chosen[:, None] <= i[:, None])
             chosen = chosen.clamp(max=stop - segment - 1)
-            logits.append(attention_logits(part, take(1, segment, stop)[:, sharing, chosen], visible))
+            logits.append(attention_logits(queries, take(1, segment, stop)[:, sharing, chosen], visible))
             values.append(take(2, segment, stop)[:, sharing, chosen])
         return logits, values
 

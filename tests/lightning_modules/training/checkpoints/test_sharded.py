@@ -157,7 +157,7 @@ def fail_in_one(rank, folder):
         path = target / "__1_0.distcp"
         path.write_bytes(path.read_bytes()[:-1] + b"!")
     dist.barrier()
-    with pytest.raises(ValueError, match=r"'__1_0.distcp' in it is not what was written"):  # whoever has read it
+    with pytest.raises(ValueError, match=r"checksum of '__1_0.distcp' in it is wrong"):  # whoever has read it
         check_integrity(target)
 
 

@@ -172,7 +172,7 @@ def test_only_an_earlier_export_is_replaced(tmp_path):
     tiny_model().save_pretrained(tmp_path / "model")  # has a config.json, too
     (tmp_path / "file").write_text("keep")
     for name in ("model", "file"):
-        with pytest.raises(ValueError, match="name a new folder"):
+        with pytest.raises(ValueError, match="give a new folder"):
             export(tiny_model(), tmp_path / name)
     assert (target / "notes.txt").read_text() == "keep"
     facts = TrainingFacts(base_model=str(target), base_is_local=True)

@@ -144,9 +144,7 @@ def test_adapters_on_half_precision_weights_are_exported_in_one_type_and_exactly
     for dtype, stored in (("auto", torch.bfloat16), ("float32", torch.float32)):
         loaded = export(model, tmp_path / dtype, facts, dtype=dtype)
         assert {tensor.dtype for tensor in load_file(tmp_path / dtype / "model.safetensors").values()} == {stored}
-        words = f"stored in {str(stored).removeprefix('torch.')}" + (
-            ", to which they rounded after training" * (dtype == "auto")
-        )
+        words = f"stored in {str(stored).removeprefix('torch.')}" + ", rounded after training" * (dtype == "auto")
         assert words in (tmp_path / dtype / "README.md").read_text()
     torch.testing.assert_close(logits(loaded), logits(model.float()), rtol=1e-4, atol=1e-4)
 

@@ -308,7 +308,7 @@ def test_no_distance_is_beyond_the_original_length(name):
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("streaming_llm", {"sinks": 4, "window": 4093}, "together must not be above `original_length` = 4096"),
+        ("streaming_llm", {"sinks": 4, "window": 4093}, "must not exceed `original_length` = 4096"),
         ("rerope", {"window": 4096}, "`window` = 4096 must be below `original_length` = 4096"),
         ("self_extend", {"group": 8}, "`group` = 8 puts token 32767 at position 4991"),
         ("self_extend", {"window": 5000}, "`window` = 5000 must be below"),
