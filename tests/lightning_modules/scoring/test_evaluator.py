@@ -216,7 +216,7 @@ def test_key_tokens_only_cost_less_and_never_pass_for_more(model_dir, tmp_path, 
     assert torch.equal(make_evaluator().scores(text, beta=-5.0).long, some.long), "read from disk"
     with pytest.raises(ValueError, match="beta"):
         key_spans(some, beta=-6.0)
-    with pytest.raises(ValueError, match="not computed"):
+    with pytest.raises(ValueError, match="needs scores of all tokens"):
         some.soft_influence()
     assert calls == [-5.0]
     lower = first.scores(text, beta=-6.0)
