@@ -1,4 +1,4 @@
-"""Render the chat template of a tokenizer, which is a program by the author of the model."""
+"""Rendering of chat templates, which are programs by the author of a model."""
 
 import sys
 import time
@@ -16,7 +16,7 @@ RENDERING_SECONDS = 10.0
 
 
 def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Render a short chat; a ``ValueError`` if the tokenizer has no chat template, or one that cannot be used."""
+    """Render a short chat; raise a ``ValueError`` if the chat template is missing or cannot be used."""
     if tokenizer.chat_template is None:
         raise ValueError(
             f"The tokenizer '{tokenizer.name_or_path}' has no chat template: set `chat_template` to false."
@@ -47,19 +47,19 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str,
 
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise a ``TimeoutError`` from Python code that this thread still runs in the block when the time is up.
+    """Raise a ``TimeoutError`` in this thread's Python code if the block takes longer.
 
-    A trace function checks the clock at each line. Unlike an alarm signal it works in every thread. A template is
-    compiled to Python, so that loops cannot escape; only a single operation on huge values can take longer.
+    A trace function checks the clock at each line. Unlike an alarm signal, it works in every thread. Templates are
+    compiled to Python, so it stops all loops; only a single operation on huge values can take longer.
     """
     deadline, before = time.monotonic() + seconds, sys.gettrace()
 
-    def look(frame: FrameType, event: str, argument: Any) -> Callable[..., Any]:
+    def check_clock(frame: FrameType, event: str, argument: Any) -> Callable[..., Any]:
         if time.monotonic() > deadline:
             raise TimeoutError
-        return look
+        return check_clock
 
-    sys.settrace(look)
+    sys.settrace(check_clock)
     try:
         yield
     finally:

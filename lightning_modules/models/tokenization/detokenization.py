@@ -1,4 +1,4 @@
-"""Tokens back to text, with the characters of each."""
+"""Decoding of tokens to text, with the characters of each token."""
 
 import json
 import re
@@ -13,15 +13,14 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 _SAMPLE = "The cat sat on the mat, naïve café; 日本 and 🙂.\n\t12 of 345"
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_ESCAPED = re.compile("[\udc80-\udcff]")  # how Python decodes a byte that belongs to no character
+_ESCAPED = re.compile("[\udc80-\udcff]")  # Python's decoding of bytes that are not part of a character
 
 
 class TokenCharacters:
-    """Text and character spans of token ids, also where a row was cut in the middle of a word or of a character.
+    """Decodes token ids to text and character spans, even if a sequence starts or ends inside a word or character.
 
-    The bytes of each token come from the vocabulary, so that nothing depends on its neighbors. Byte-level vocabularies
-    (GPT-2, Llama 3, Qwen) and those of sentencepiece (Llama 2, Mistral, Gemma) are supported; others raise a
-    ``ValueError``.
+    The bytes of each token come from the vocabulary and do not depend on its neighbors. Byte-level vocabularies (GPT-2,
+    Llama 3, Qwen) and those of sentencepiece (Llama 2, Mistral, Gemma) are supported; others raise a ``ValueError``.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -48,11 +47,11 @@ class TokenCharacters:
     def __call__(self, ids: Tensor) -> tuple[str, Tensor]:
         """Return the text of ``[N]`` token ids, and the ``[N, 2]`` int64 character span of each token in it.
 
-        A character whose bytes are those of several tokens belongs to all of them. Special tokens, and the bytes of a
-        character that was cut in two, have empty spans.
+        A character with bytes in several tokens belongs to all of them. Special tokens, and bytes of an incomplete
+        character, have empty spans.
         """
         pieces = [self._bytes[index] for index in ids.tolist()]
-        # Each byte that belongs to no whole character becomes a lone surrogate, which no text holds.
+        # Bytes that are not part of a complete character become lone surrogates, which do not occur in texts.
         decoded = b"".join(pieces).decode("utf-8", errors="surrogateescape")
         code = np.frombuffer(decoded.encode("utf-32-le", errors="surrogatepass"), dtype="<u4")
         whole = (code < 0xDC80) | (code > 0xDCFF)

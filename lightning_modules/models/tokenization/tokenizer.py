@@ -1,4 +1,4 @@
-"""Text to tokens with their characters."""
+"""Tokenization of texts, with the characters of each token."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ from lightning_modules.functional import character_units, unit_spans
 from lightning_modules.models.tokenization.slow_tokenizers import SlowBackend
 
 _TOKENIZER_FILES = ("tokenizer.*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
-"""Every folder of a tokenizer with a vocabulary has one of these."""
+"""Patterns of file names, one of which matches in every folder with a tokenizer."""
 
 _tokenizers_with_gaps: WeakSet[PreTrainedTokenizerFast] = WeakSet()
 """Tokenizers that a warning has already reported for dropping characters."""
@@ -33,21 +33,21 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """Load a tokenizer that reports the characters of each token.
 
-    With ``trimmed_offsets``, tokenizers that are stored so (GPT-NeoX and RoBERTa) leave out the spaces of a token, as
-    in the code of the paper's authors. By default every character of a token counts.
+    By default, offsets cover every character of a token. With ``trimmed_offsets``, tokenizers that are stored with this
+    setting (GPT-NeoX and RoBERTa) leave out spaces, as in the authors' code.
 
     Raises:
-        ValueError: If it cannot be found or gives no offsets.
+        ValueError: If it does not exist, or does not report offsets.
     """
     pretrained_model_name_or_path = local_or_hub(pretrained_model_name_or_path, "tokenizer")
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             pretrained_model_name_or_path, revision=revision, trust_remote_code=trust_remote_code
         )
-    except Exception as error:  # of a damaged tokenizer.json `tokenizers` raises a bare Exception
+    except Exception as error:  # `tokenizers` raises a bare Exception for a damaged tokenizer.json
         raise ValueError(not_loaded("tokenizer", pretrained_model_name_or_path, error)) from error
     if isinstance(tokenizer, PreTrainedTokenizerFast):
-        # A stored truncation would cut documents, and the first call would change what `tokenizer_hash` sees.
+        # Stored truncation would cut documents, and the first call would reset it and change `tokenizer_hash`.
         tokenizer.backend_tokenizer.no_truncation()
         tokenizer.backend_tokenizer.no_padding()
         if not trimmed_offsets:
@@ -64,25 +64,25 @@ def load_tokenizer(
 
 
 def untrim_offsets(tokenizer: PreTrainedTokenizerFast) -> None:
-    """Let the offsets of a tokenizer cover every character of a token, also the spaces.
+    """Make a tokenizer's offsets cover every character of a token, including spaces.
 
-    Trimmed, a token of white space has no character left: it could never be a key token.
+    With trimmed offsets, a token of white space has no characters and could never be a key token.
     """
     backend = tokenizer.backend_tokenizer
     if backend.post_processor is None:
         return
     specification = json.loads(backend.post_processor.__getstate__())
-    parts = specification.get("processors", [specification])
-    if any(part.get("trim_offsets") for part in parts):
-        for part in parts:
-            part |= {"trim_offsets": False} if "trim_offsets" in part else {}
-        # Only a whole tokenizer can be read from JSON.
+    processors = specification.get("processors", [specification])
+    if any(processor.get("trim_offsets") for processor in processors):
+        for processor in processors:
+            processor |= {"trim_offsets": False} if "trim_offsets" in processor else {}
+        # Only a complete tokenizer can be read from JSON.
         whole = json.loads(Tokenizer(BPE()).to_str()) | {"post_processor": specification}
         backend.post_processor = Tokenizer.from_str(json.dumps(whole)).post_processor
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerFast) -> str:
-    """Return the SHA-256 of all that decides which tokens a text becomes."""
+    """Return the SHA-256 of everything that determines the tokens of a text."""
     return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
 
 
@@ -92,7 +92,7 @@ def tokenizer_to_json(tokenizer: PreTrainedTokenizerFast) -> str:
 
 
 def tokenizer_from_json(text: str) -> PreTrainedTokenizerFast:
-    """Return the tokenizer of `tokenizer_to_json`, without running code; a ``ValueError`` if it is damaged."""
+    """Load the result of `tokenizer_to_json` without running code; raise a ``ValueError`` if it is damaged."""
     try:
         content = json.loads(text)
         return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(content["tokenizer"]), **content["special"])
@@ -101,15 +101,15 @@ def tokenizer_from_json(text: str) -> PreTrainedTokenizerFast:
 
 
 def vocabulary_size(tokenizer: PreTrainedTokenizerFast) -> int:
-    """Return one more than the largest token id; ``len(tokenizer)`` is less where ids are left out."""
+    """Return the largest token id plus one; ``len(tokenizer)`` is smaller if ids are skipped."""
     return max(tokenizer.get_vocab().values()) + 1
 
 
 def warn_of_other_tokenizer(tokenizer: PreTrainedTokenizerFast, model: str, revision: str | None = None) -> None:
-    """Warn if the tokenizer of the data differs from that of the model at this hub id or folder.
+    """Warn if the tokenizer of the data differs from that of the model with this hub id or folder.
 
-    The tokens are compared index by index, as sizes differ where embeddings are padded. A model without a tokenizer, or
-    with one that runs code, is not checked.
+    Tokens are compared by index, because sizes differ if embeddings are padded. Models without a tokenizer, or with one
+    that runs code, are not checked.
     """
     try:
         own = {index: token for token, index in load_tokenizer(model, revision=revision).get_vocab().items()}
