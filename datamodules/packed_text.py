@@ -44,9 +44,8 @@ class PackedTextDataModule(LightningDataModule, ABC):
     Args:
         tokenizer: Tokenizer of the model: hub id or local folder.
         sequence_length: Tokens per training sequence.
-        packing: How documents are packed into sequences: ``concat`` cuts documents wherever a sequence ends;
-            ``best_fit`` cuts only documents longer than a sequence, and pads a little; ``chunk`` fills each sequence
-            from one document and drops the remaining tokens.
+        packing: How to pack documents: ``concat`` cuts them wherever a sequence ends; ``best_fit`` cuts only documents
+            longer than a sequence, and pads a little; ``chunk`` fills each sequence from one document.
         batch_size: Training sequences per batch and process.
         validation_batch_size: Documents per batch and process in validation, test and prediction.
         num_workers: Processes that load sequences; 0 loads them in the training process, which is fast enough.
@@ -54,11 +53,9 @@ class PackedTextDataModule(LightningDataModule, ABC):
         isolate_documents: Whether contexts end at document boundaries. If not, a sequence counts as one document.
         loss_on_prompt: Whether prompts of training documents are scored, which helped if they are long (Table 9 of
             Xiong et al., 2023, https://arxiv.org/abs/2309.16039).
-        add_special_tokens: Whether the tokenizer adds special tokens to each document. Training documents end with the
-            end-of-text token either way.
+        add_special_tokens: Whether to add special tokens; training documents end with the end-of-text token anyway.
         validation_documents: Number of documents to validate on, from the start of the split; null for all.
-        validation_length: Maximum tokens of each evaluation document: a number, ``whole`` for no limit, or null for
-            ``sequence_length``.
+        validation_length: Maximum tokens of each evaluation document; ``whole`` for all, null for ``sequence_length``.
         test_documents: Number of documents for test and prediction, from the start of the split; null for all.
         seed: Seed of the order of the training sequences, which depends only on the seed and the epoch.
         tokenizer_revision: Branch, tag or commit of a tokenizer on the hub.
@@ -96,9 +93,7 @@ class PackedTextDataModule(LightningDataModule, ABC):
                 " `influence`, or `long_documents` and `curriculum`."
             )
         if sequence_length > MAX_SEQUENCE_LENGTH:
-            raise ValueError(
-                f"`sequence_length` must be at most {MAX_SEQUENCE_LENGTH:,} tokens, got {sequence_length:,}."
-            )
+            raise ValueError(f"`sequence_length` = {sequence_length:,} must be at most {MAX_SEQUENCE_LENGTH:,} tokens.")
         check_count("`num_workers`", num_workers, minimum=0, maximum=MAX_PROCESSES)
         if curriculum:
             curriculum.check(sequence_length)

@@ -584,7 +584,7 @@ def test_going_on_with_the_newest_whole_checkpoint_of_a_folder(experiment, tmp_p
     fit = ["fit", "-c", BASE, "-c", experiment, "--trainer.limit_val_batches", "0"]
     run = {"monkeypatch": monkeypatch, "folder": tmp_path}
     message = refused(*fit, "--ckpt_path", "last", **run, capsys=capsys)
-    assert "the logger makes a new one at each start" in message
+    assert "the logger makes a new folder at each start" in message
     assert "--trainer.logger.init_args.version NAME" in message
     named = [*fit, "--trainer.logger.init_args.version", "mine", "--ckpt_path", "last"]
     longce(*named, "--trainer.max_steps", "2", **run)

@@ -1,7 +1,4 @@
-"""Pack documents of any length into sequences of equal length, by arithmetic on token indices.
-
-A row is one packed sequence; `PackedRows` is the table of them.
-"""
+"""Pack documents of any length into sequences of equal length (rows), by arithmetic on token indices."""
 
 import logging
 from bisect import bisect_left, insort
@@ -209,8 +206,7 @@ def best_fit(document_boundaries: NDArray[np.int64], sequence_length: int) -> Pa
     segments = np.concatenate(
         [np.stack([starts, starts + sequence_length], axis=1), np.stack([ends - rests, ends], axis=1)]
     )
-    # 4. Order rows by their first token, and segments within a row by position: the result does not depend on how the
-    #    bins were numbered.
+    # 4. Order rows by their first token, and segments within a row by position.
     first = np.full(int(row.max(initial=-1)) + 1, np.iinfo(np.int64).max)
     np.minimum.at(first, row, segments[:, 0])
     row = first[row]

@@ -42,7 +42,7 @@ class RecallDataModule(PackedTextDataModule):
 
     Args:
         train_documents: Number of documents to train on.
-        document_length: Words of each document, in training and evaluation; by default as many as fill a sequence.
+        document_length: Words of each document, in training and evaluation; by default a full sequence.
         slot: Mean number of words between events; fewer are easier to learn.
         sequence_length: Tokens per training sequence.
         validation_documents: Number of documents to validate on.

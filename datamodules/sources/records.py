@@ -34,8 +34,8 @@ def read_records(
 ) -> Iterator[tuple[int, Parse]]:
     """Yield the number of each wanted record, and a function that parses it or raises a ``ValueError``.
 
-    Of parquet files, only these columns are read, and only one row group if given; they need one of the text columns.
-    `first` is the number of the first record.
+    Parquet files need one of the text columns; only these columns are read, and only one row group if given. `first` is
+    the number of the first record.
     """
     with opened(file) as stream:
         if file.name.endswith(PARQUET):

@@ -28,7 +28,7 @@ class ScoringConfig:
         dtype: Type of the weights; ``auto`` keeps the stored type.
         attn_implementation: As in transformers; ``auto`` is flash attention if it is installed.
         cache_dir: Folder for the evaluator's scores; by default ``$LONGCE_CACHE`` or ``~/.cache/longce``.
-        trust_remote_code: Run code from the model's repository.
+        trust_remote_code: Run code from the model's repository; only for repositories that you trust.
 
     Raises:
         ValueError: If a number is out of range.
@@ -173,7 +173,7 @@ class InfluenceConfig:
         evaluator_dtype: Type of the evaluator's weights; ``auto`` keeps the stored type.
         evaluator_attn_implementation: The evaluator's attention, as in transformers.
         evaluator_model_config: Values that replace those of the evaluator's config, such as ``rope_parameters``.
-        evaluator_trust_remote_code: Run code from the evaluator's repository.
+        evaluator_trust_remote_code: Run code from the evaluator's repository; only for repositories that you trust.
         output: Folder for the weights; by default `data.influence`, or a folder in the data module's cache.
     """
 

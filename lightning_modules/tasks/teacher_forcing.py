@@ -23,8 +23,8 @@ TOKENS_PER_PASS_CPU = 4096
 class AnswerScores(NamedTuple):
     """Scores of a question's answers under teacher forcing.
 
-    ``right`` tells for each answer whether all its tokens are the likeliest ones; ``greedy`` has the likeliest token at
-    each position after the question. Log-likelihoods are sums in nats, over the tokens of all answers, and over all
+    ``right`` marks the answers whose tokens are all the likeliest ones; ``greedy`` has the likeliest token at each
+    position after the question. Log-likelihoods are sums in nats, over the tokens of all answers, and over all
     other tokens of question and target except the first one.
     """
 

@@ -115,7 +115,7 @@ def test_bad_arguments_are_refused(model_dir, task_dir, tmp_path, rows, monkeypa
     with pytest.raises(ValueError, match="The data of the task 'away'"):
         make_trainer(away, tmp_path).validate(LongContextLM(str(model_dir)), rows)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"no task 'letter'.* need the extra `eval`"):
+    with pytest.raises(ValueError, match=r"Unknown task 'letter'.* need the extra `eval`"):
         LongContextTasks(["letter"])
 
 

@@ -1,4 +1,4 @@
-"""Bytes of activations per token, counted by running a model on tensors without data."""
+"""Count the bytes of activations per token by running a model on tensors without data."""
 
 import copy
 import warnings
@@ -29,18 +29,18 @@ TOKENS = 10_007
 """A prime, see `TokenMemory`."""
 
 PLANNED_ATTENTION = "planned_attention"
-"""Name of an attention that computes nothing and holds the memory of flash attention."""
+"""Name of an attention function that computes nothing, but allocates the memory of flash attention."""
 
 
 @dataclass(frozen=True)
 class ActivationBytes:
-    """Bytes per token, with flash attention or another one that keeps no matrix of token by token."""
+    """Bytes per token, with flash attention or another attention that keeps no token-by-token matrix."""
 
     layer: float  # kept by one layer for the backward pass, without checkpointing
     layer_input: float  # kept with full checkpointing
     attention_output: float  # kept in addition by selective checkpointing
-    layer_backward: float  # peak of one layer's backward pass, its recomputed activations included
-    forward: float  # peak of a pass that keeps nothing
+    layer_backward: float  # peak of one layer's backward pass, including recomputed activations
+    forward: float  # peak of a pass without gradient
     hidden: float  # last hidden states
 
 
@@ -84,7 +84,7 @@ def meta_backbone(
     lora: dict[str, Any] | None = None,
     layers: int | None = None,
 ) -> Backbone:
-    """Return a model, or its last ``layers``, on the meta device, where tensors have a shape and no memory."""
+    """Return a model, or its last ``layers``, on the meta device, where tensors have no memory."""
     attention = "sdpa" if own_type(config.get_text_config(decoder=True)) else "eager"  # replaced before anything runs
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, attn_implementation=attention)
@@ -97,7 +97,7 @@ def meta_backbone(
 
 
 def decoder_layers(backbone: Backbone) -> tuple[nn.Module, str, nn.ModuleList]:
-    """Return the module that holds the decoder's layers, its name for them, and the layers."""
+    """Return the module with the decoder's layers, the name of its attribute, and the layers."""
     count = backbone.base_model.config.get_text_config(decoder=True).num_hidden_layers
     for name, part in backbone.decoder.named_modules():
         if isinstance(part, nn.ModuleList) and len(part) == count:
@@ -143,12 +143,12 @@ class TokenMemory(TorchDispatchMode):
 
 
 def _run_training(backbone: Backbone, autocast: torch.dtype | None, checkpointing: bool) -> tuple[float, float, float]:
-    """Return bytes per token kept by the forward pass, at the peak of both passes, and of the hidden states."""
+    """Return bytes per token: kept by the forward pass, at the peak of both passes, and of the hidden states."""
     if checkpointing:
         settings = {"use_reentrant": False, "preserve_rng_state": False}
         with warnings.catch_warnings(action="ignore", category=FutureWarning):
             backbone.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
-    # The input of every layer but the first has a gradient, also with LoRA.
+    # The input of every layer except the first needs a gradient, also with LoRA.
     backbone.base_model.get_input_embeddings().weight.requires_grad_()
     with _fake_tensors(backbone), TokenMemory(TOKENS) as memory:
         hidden_states = _run_forward(backbone, autocast)
@@ -169,7 +169,7 @@ def _run_forward(backbone: Backbone, autocast: torch.dtype | None) -> Tensor:
 
 @contextmanager
 def _fake_tensors(backbone: Backbone) -> Iterator[None]:
-    """Let a model of the meta device run as if on the CPU, computing nothing; it cannot be used afterwards."""
+    """Run a model of the meta device as if on the CPU, without computing; it is unusable afterwards."""
     AttentionInterface.register(PLANNED_ATTENTION, RopeTypeAttention(_planned_attention))
     AttentionMaskInterface.register(PLANNED_ATTENTION, lambda **_: None)
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -192,7 +192,7 @@ def _keep_last_layers(backbone: Backbone, count: int) -> None:
 
 
 class _FlashAttention(torch.autograd.Function):
-    """Keep what flash attention keeps: query, key, value, output and one number per token and head."""
+    """Attention that keeps what flash attention keeps: query, key, value, output and a number per token and head."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

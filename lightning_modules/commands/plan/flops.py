@@ -16,10 +16,10 @@ from lightning_modules.commands.plan.shapes import ModelShape
 from lightning_modules.functional import short_context_windows
 
 Checkpointing = Literal["none", "full", "selective"]
-"""Parts that the backward pass computes again: nothing, all layers, or all layers but their attention."""
+"""What the backward pass recomputes: nothing, all layers, or all layers except their attention."""
 
 ATTENTION_BACKWARD = 2.5
-"""Operations of the backward pass of flash attention for each of its forward pass."""
+"""FLOPs of flash attention's backward pass, relative to its forward pass."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Flops:
 
     @property
     def total(self) -> float:
-        """Sum of all of them."""
+        """Total FLOPs."""
         return self.gemm + self.attention + self.attention_backward
 
     def __add__(self, other: "Flops") -> "Flops":
@@ -44,7 +44,7 @@ class Flops:
 
 
 def attention_pairs(tokens: int, window: int | None = None) -> float:
-    """Count the pairs of a token and one it looks at, itself included, in a document.
+    """Count the pairs of a token and a token that it attends to, including itself, in a document.
 
     Example:
         >>> attention_pairs(4), attention_pairs(4, window=2)
@@ -55,7 +55,7 @@ def attention_pairs(tokens: int, window: int | None = None) -> float:
 
 
 def forward_flops(shape: ModelShape, tokens: int, scored: float) -> Flops:
-    """Count a pass over one document that keeps nothing and computes the logits of ``scored`` tokens."""
+    """Count a pass without gradient over one document that computes the logits of ``scored`` tokens."""
     gemm = 2.0 * tokens * shape.layer_weights + 2.0 * scored * shape.head_weights
     return Flops(gemm, _attention_flops(shape, tokens))
 
@@ -74,11 +74,11 @@ def short_pass_flops(shape: ModelShape, tokens: int, context_length: int, stride
 
 
 def ce_step_flops(shape: ModelShape, tokens: int, checkpointing: Checkpointing) -> Flops:
-    """Count cross entropy of one document, forward and backward; the backward pass computes the logits again."""
+    """Count cross entropy of one document, forward and backward; the backward pass recomputes the logits."""
     attention = _attention_flops(shape, tokens)
     forwards = 1 if checkpointing == "none" else 2
     gemm = 2.0 * tokens * ((forwards + 1) * shape.layer_weights + shape.trained_layer_weights)
-    # Logits, logits again, gradient of the hidden states, and that of the head.
+    # Logits, recomputed logits, gradient of the hidden states, and gradient of the head.
     gemm += 2.0 * (tokens - 1) * shape.head_weights * (4 if shape.head_trained else 3)
     kept = forwards if checkpointing != "selective" else 1
     return Flops(gemm, attention * kept, attention * ATTENTION_BACKWARD)

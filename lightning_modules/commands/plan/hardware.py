@@ -1,4 +1,4 @@
-"""Known GPUs, and the time that operations take on one."""
+"""Known GPUs, and the time of operations on them."""
 
 from typing import NamedTuple
 
@@ -6,15 +6,15 @@ from lightning_modules.commands.plan.flops import Flops
 
 
 class GPU(NamedTuple):
-    """A card."""
+    """Kind of GPU."""
 
     name: str  # on the command line
     tflops: float  # peak of dense bfloat16 matrix products with float32 sums, TFLOP/s
     memory: float  # GiB
 
 
-# Dense rates from the vendors' data sheets (often printed as half of the sparse ones), and the memory that a program
-# finds: less than the nominal one, as error correction and the driver take their share.
+# Dense rates from the vendors' data sheets (often half of the printed sparse rates), and the memory available to a
+# program, which is less than the nominal memory because of error correction and the driver.
 GPUS = {
     gpu.name: gpu
     for gpu in (
@@ -38,7 +38,7 @@ EFFICIENCY = {"gemm": 0.65, "attention": 0.38, "attention_backward": 0.30}
 
 
 def find_gpu(name: str | None, *, tflops: float | None = None, memory: float | None = None) -> GPU:
-    """Return the card of that name, or one with the caller's rate (dense bfloat16 TFLOP/s) and memory (GiB)."""
+    """Return the GPU of this name, or a GPU with the given rate (dense bfloat16 TFLOP/s) and memory (GiB)."""
     known = GPUS.get(name or "", GPU(name or "GPU", 0.0, 0.0))
     gpu = GPU(known.name, tflops or known.tflops, memory or known.memory)
     if not (gpu.tflops and gpu.memory):
@@ -50,5 +50,5 @@ def find_gpu(name: str | None, *, tflops: float | None = None, memory: float | N
 
 
 def seconds(flops: Flops, gpu: GPU) -> float:
-    """Return the time of these operations on one card; everything else is left out."""
+    """Return the time of these operations on one GPU, without anything else."""
     return sum(getattr(flops, kind) / rate for kind, rate in EFFICIENCY.items()) / (gpu.tflops * 1e12)

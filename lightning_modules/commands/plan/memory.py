@@ -1,4 +1,4 @@
-"""Peak memory of one GPU, part by part."""
+"""Estimate the peak memory of one GPU, with its components."""
 
 import math
 from dataclasses import dataclass
@@ -13,18 +13,18 @@ from lightning_modules.models.short_context import WINDOW_TOKENS_PER_PASS
 
 GIB = 2.0**30
 QUANTIZED_BYTES = {4: 0.5 + 1 / 64 + 4 / (64 * 256), 8: 1.0}
-"""Bytes of a quantized weight: NF4 in blocks of 64 with a byte each, which share a float32 in blocks of 256; and int8,
-whose constants are one per row."""
+"""Bytes of a quantized weight: NF4 in blocks of 64 with one byte each, which share a float32 per 256 blocks; and int8,
+with one constant per row."""
 HEAD_ROWS = 2048
 """Rows of logits that exist at the same time on an accelerator."""
 CONTEXT_GIB = 1.0
 FRAGMENTATION = 0.05
-"""Assumed: CUDA context, libraries and communication buffers, and the share of the rest that the allocator wastes."""
+"""Assumed: CUDA context, libraries and communication buffers, and the fraction of the rest lost to fragmentation."""
 
 
 @dataclass(frozen=True)
 class Training:
-    """The settings of a training run that its memory depends on."""
+    """Settings of a training run that decide its memory."""
 
     tokens: int  # of a sequence
     rows: int = 1  # sequences of a micro-batch
@@ -32,15 +32,15 @@ class Training:
     stride: int = 1024
     short_pass: bool = True  # whether short contexts are computed
     dtype: torch.dtype = torch.float32  # of the weights
-    quantized: float | None = None  # bytes of each weight of a linear layer but the head, if those are quantized
+    quantized: float | None = None  # bytes per weight of linear layers except the head, if they are quantized
     autocast: torch.dtype | None = torch.bfloat16  # of the matrix products in mixed precision
     checkpointing: Checkpointing = "none"
     moments: float = 2.0  # numbers that the optimizer keeps for each trained weight, in the type of the weights
-    step_copy: bool = True  # whether its step makes a temporary as large as the weights, as torch's `foreach` does
-    sharded: bool = False  # whether weights, gradients and optimizer state are divided among the GPUs (FSDP2)
+    step_copy: bool = True  # whether its step needs a temporary as large as the weights, as torch's `foreach` does
+    sharded: bool = False  # whether weights, gradients and optimizer state are sharded across the GPUs (FSDP2)
     gradient_copy: bool = False  # whether the gradients exist twice, in the buckets of DDP
     gpus: int = 1
-    sequence_parallel_size: int = 1  # GPUs that share each sequence
+    sequence_parallel_size: int = 1  # GPUs that split each sequence
 
     @property
     def compute_bytes(self) -> int:
@@ -48,19 +48,19 @@ class Training:
         return (self.autocast or self.dtype).itemsize
 
     def trained_bytes(self, shape: ModelShape) -> int:
-        """Bytes of a trained weight: beside frozen weights it is float32 in mixed precision."""
+        """Return the bytes of a trained weight: float32 in mixed precision if other weights are frozen."""
         size = self.dtype.itemsize
         return size if self.autocast is None or shape.trained == shape.parameters else max(size, 4)
 
     def optimizer_bytes(self, shape: ModelShape, numbers: float) -> float:
-        """Bytes of ``numbers`` of the optimizer for each trained weight on one GPU."""
+        """Return the bytes on one GPU of ``numbers`` values that the optimizer keeps per trained weight."""
         own = math.ceil(shape.trained / (self.gpus if self.sharded else 1))
         return own * self.trained_bytes(shape) * numbers
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one GPU: of parts that last, and of those of successive phases, of which the largest counts."""
+    """Bytes on one GPU: of lasting components, and of successive phases, of which only the largest counts."""
 
     lasting: dict[str, float]
     phases: dict[str, dict[str, float]]
@@ -77,12 +77,12 @@ class Memory:
 
     @property
     def needed(self) -> float:
-        """Bytes that the card must have, with the CUDA context and fragmentation."""
+        """Bytes that the GPU needs, with the CUDA context and fragmentation."""
         return (1 + FRAGMENTATION) * self.peak + CONTEXT_GIB * GIB
 
 
 def training_memory(shape: ModelShape, activations: ActivationBytes, training: Training) -> Memory:
-    """Return the peak of a training step with all gradients, which accumulation keeps from its second batch on."""
+    """Return the memory of a training step with all gradients, as from the second accumulated batch on."""
     tokens = training.rows * training.tokens / training.sequence_parallel_size
     whole = training.checkpointing == "none"
     layer = activations.layer if whole else activations.layer_input
@@ -141,7 +141,7 @@ def scoring_memory(
     windows: tuple[int, int] | None = None,
     lasting: dict[str, float] | None = None,
 ) -> Memory:
-    """Return the peak of scoring one document without gradients, and its short contexts if ``windows`` is ``(K, d)``.
+    """Return the memory of scoring one document without gradients, with short contexts if ``windows`` is ``(K, d)``.
 
     ``lasting`` is what lasts on the GPU, in bytes; by default the weights.
     """
@@ -177,7 +177,7 @@ def _autocast_copies(shape: ModelShape, training: Training) -> tuple[dict[str, f
     if training.checkpointing != "none":
         return one, one
     copied = shape.parameters - (0 if shape.tied else shape.head_weights)
-    if training.quantized is not None:  # these are converted again in the backward pass
+    if training.quantized is not None:  # quantized weights are converted again in the backward pass
         copied -= shape.quantizable
     return {name: max(copied * size, one[name])}, one
 

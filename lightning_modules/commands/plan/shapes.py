@@ -1,4 +1,4 @@
-"""The sizes that the cost of a model depends on, read from its config and its modules on the meta device."""
+"""Read the sizes that decide a model's cost from its config and its modules on the meta device."""
 
 import re
 from dataclasses import dataclass
@@ -20,10 +20,10 @@ class ModelShape:
     """Sizes of a causal LM."""
 
     name: str  # its `model_type`
-    parameters: int  # each once
-    trained: int  # those with a gradient: all, or those of LoRA
-    quantizable: int  # those of linear layers but the head, which `model.quantization` holds in 4 or 8 bits
-    layer_weights: int  # weights of the layers that a token is multiplied with; only the chosen experts
+    parameters: int  # shared ones count once
+    trained: int  # parameters with a gradient: all, or those of LoRA
+    quantizable: int  # parameters of linear layers except the head, which `model.quantization` stores in 4 or 8 bits
+    layer_weights: int  # weights of the layers that a token is multiplied with; of experts only the chosen ones
     trained_layer_weights: int
     tail_weights: int  # those of the last layer needed only by tokens whose output is read: all but key and value
     head_weights: int  # vocabulary x hidden size
@@ -41,7 +41,7 @@ class ModelShape:
 
     @classmethod
     def of(cls, config: PreTrainedConfig, lora: dict[str, Any] | None = None) -> "ModelShape":
-        """Return the sizes of the model that a config describes, with only ``lora`` trained; nothing is loaded."""
+        """Return the sizes of the model that a config describes, with only ``lora`` trained; loads no weights."""
         text = config.get_text_config(decoder=True)
         windows = _attention_windows(text)
         backbone = meta_backbone(config, lora=lora)
@@ -76,7 +76,7 @@ class ModelShape:
 
 
 def _layer_weights(layer: nn.Module, config: PreTrainedConfig) -> tuple[int, int]:
-    """Return the number of weights of a layer that a token is multiplied with, and of those that are trained."""
+    """Return the number of a layer's weights that a token is multiplied with, and of the trained ones among them."""
     active = trained = 0.0
     for name, parameter in layer.named_parameters():
         if parameter.ndim == 1 or name.endswith("bias"):
@@ -90,7 +90,7 @@ def _layer_weights(layer: nn.Module, config: PreTrainedConfig) -> tuple[int, int
 
 
 def _chosen_share(name: str, config: PreTrainedConfig) -> float:
-    """Return the share of a weight that a token is multiplied with: below 1 for experts."""
+    """Return the fraction of a weight that a token is multiplied with: below 1 for experts."""
     if not re.search(r"(^|\.)experts(\.|$)", name):
         return 1.0
     chosen, experts = (
@@ -103,7 +103,7 @@ def _chosen_share(name: str, config: PreTrainedConfig) -> float:
 
 
 def _attention_windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
-    """Return how far each layer looks back."""
+    """Return how many tokens each layer attends to."""
     if not getattr(config, "num_attention_heads", None):
         raise ValueError(f"A model of type `{config.model_type}` has no attention heads: it cannot be planned.")
     rope = getattr(config, "rope_parameters", None) or {}

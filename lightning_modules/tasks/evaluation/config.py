@@ -115,7 +115,7 @@ class EvaluationConfig(TaskConfig):
         dtype: Type of the weights; ``auto`` keeps the stored type.
         attn_implementation: As in transformers; ``auto`` is flash attention if it is installed.
         device: Device such as ``cuda:0`` or ``cpu``; ``auto`` is the GPU of this process, or the CPU.
-        trust_remote_code: Run code from the model's repository.
+        trust_remote_code: Run code from the model's repository; only for repositories that you trust.
     """
 
     model: str

@@ -115,7 +115,7 @@ def _hash_texts(path: Path) -> str:
 class ResultStore:
     """Folder of results that several processes and machines may share: each writes one file and reads all files.
 
-    All results have the same settings. Settings may be replaced as long as there is no result.
+    All results have the same settings. Settings may be replaced until there is a result.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:

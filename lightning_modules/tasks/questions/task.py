@@ -1,6 +1,6 @@
 """Base classes of long-context tasks: pure generators of questions whose text fills a number of tokens.
 
-A long text is made of units (sentences, lines, words), and a question has as many units as fit into its length.
+A long text consists of units (sentences, lines, words), and a question has the most units that fit into its length.
 """
 
 import random

@@ -156,7 +156,7 @@ def test_a_folder_of_an_evaluation_is_read_for_its_results_alone(evaluation, har
         ("a.csv", "model,x,x\na,1,2\n", "a.csv", "or duplicate columns"),
         ("a.csv", "model,x\na,1,7\n", "a.csv", r"a\.csv:2 has more than 2 cells"),
         ("a.csv", "model,x\na,1\n ,2\n", "a.csv", r"a\.csv:3 does not name its model"),
-        ("a.csv", "model,x\na,1\nb,2\n", "m=a.csv", "reports 2 models"),
+        ("a.csv", "model,x\na,1\nb,2\n", "m=a.csv", "has 2 models"),
     ],
 )
 def test_bad_files_are_refused(tmp_path, monkeypatch, name, content, word, message):

@@ -67,7 +67,7 @@ def test_gpus_that_share_rows_keep_a_part_of_their_activations(plan, paper):
     bills = [numbers["cost"]["LongCE"] for numbers in (alone, shared)]
     assert bills[1]["step_seconds"] / bills[0]["step_seconds"] == pytest.approx(4 / 8 / 8)
     assert bills[0]["tokens_per_second"] == pytest.approx(bills[1]["tokens_per_second"], rel=1e-6)
-    assert any("share rows" in note for note in shared["notes"])
+    assert any("split sequences" in note for note in shared["notes"])
     assert "= 8 must divide the number of processes, 12" in layered("ulysses.yaml", "12", refused=True)
 
 
