@@ -67,7 +67,7 @@ def test_the_coverage_of_a_model_is_not_taken_for_that_of_its_evaluator(model_di
     text = make_text(60)
     offsets = torch.tensor([[start, min(start + 3, len(text))] for start in range(0, len(text), 2)])
     tokens = Tokens(torch.arange(len(offsets)), offsets)  # each shares a character with the next one
-    shares = evaluator.evaluate(text, tokens).coverage.shares()
+    shares = evaluator.evaluate(text, tokens).coverage.fractions()
     assert shares["tokens_sharing_characters"] == 1
     assert shares["evaluator_tokens_sharing_characters"] == 0
 
