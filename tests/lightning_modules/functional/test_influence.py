@@ -98,7 +98,7 @@ def test_the_fraction_of_each_sequence_that_changes_most_has_weight_1(fraction):
     long, short = (-3 * torch.rand(3, 17, generator=generator) for _ in range(2))
     scored = torch.rand(3, 17, generator=generator) < 0.7
     long[2], short[1, 4] = short[2], long[1, 4]  # a sequence without any change, and a token without one
-    weights = top_fraction_weights(long.requires_grad_(), short, scored, fraction=fraction)
+    weights = top_fraction_weights(long.clone().requires_grad_(), short, scored, fraction=fraction)
     for row in range(3):
         difference = (long[row] - short[row]).abs().tolist()
         change = [difference[t] for t in range(17) if scored[row, t]]
