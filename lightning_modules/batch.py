@@ -1,8 +1,9 @@
 """The contract between data and model: one batch of packed sequences."""
 
+import warnings
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple, NotRequired, TypedDict
+from typing import Any, NamedTuple, NotRequired, TypedDict, cast
 
 import torch
 from torch import Tensor
@@ -12,6 +13,8 @@ IGNORE_INDEX = -100
 
 MAX_SEQUENCE_LENGTH = 2**27
 """Longest sequence in tokens: a thousand times what is trained on today, and short enough to plan and pack."""
+
+_RENAMED_KEYS = {"document_borders": "document_boundaries", "origins": "document_refs"}
 
 
 class DocumentRef(NamedTuple):
@@ -81,3 +84,11 @@ def batch_to(batch: PackedBatch, device: torch.device) -> PackedBatch:
     if "influence" in batch:
         moved["influence"] = batch["influence"].to(device, non_blocking=True)
     return moved
+
+
+def rename_old_keys(batch: PackedBatch) -> PackedBatch:
+    """Rename the former keys of a batch, with a warning: data modules of users may still yield them."""
+    for old in _RENAMED_KEYS.keys() & batch.keys():
+        new = _RENAMED_KEYS[old]
+        warnings.warn(f"The batch key `{old}` is now `{new}`: rename it in your data module.", FutureWarning, 2)
+    return cast("PackedBatch", {_RENAMED_KEYS.get(key, key): value for key, value in batch.items()})

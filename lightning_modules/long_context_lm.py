@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_modules.batch import IGNORE_INDEX, PackedBatch
+from lightning_modules.batch import IGNORE_INDEX, PackedBatch, rename_old_keys
 from lightning_modules.functional import ShortContext, long_cross_entropy
 from lightning_modules.metrics import LongPerplexity
 from lightning_modules.models.adapters import changes_base, frozen_fingerprint
@@ -101,6 +101,10 @@ class LongContextLM(LightningModule):
         self._statistics = TrainingStatistics(objective, drawn=objective.uses_short_context and short_window_share < 1)
         self._perplexity = LongPerplexity()
         self._evaluated_at: int | None = None
+
+    @override
+    def on_before_batch_transfer(self, batch: PackedBatch, dataloader_idx: int) -> PackedBatch:
+        return rename_old_keys(batch)
 
     # ------------------------------------------------------------------------------------------------------ training
 

@@ -366,7 +366,7 @@ def test_data_inspect_shows_the_rows_of_fit_and_loads_no_model(experiment, tmp_p
         message = refused(*arguments, monkeypatch=monkeypatch, folder=tmp_path, capsys=capsys)
         assert "`longce data inspect`" in message
     no_data = refused("data", "inspect", "-c", BASE, monkeypatch=monkeypatch, folder=tmp_path, capsys=capsys)
-    assert "name the data module" in no_data
+    assert "set the data module" in no_data
 
 
 @pytest.mark.parametrize("config", EXPERIMENTS, ids=lambda path: f"{path.parent.name}-{path.stem}")

@@ -155,7 +155,7 @@ def check_part(part: str, shift: float) -> None:
     if not 0 < shift < math.inf:
         raise ValueError(f"`shift` divides a likelihood ratio, so it must be finite and above 0, got {shift}.")
     if part == "absolute" and shift != 1:
-        raise ValueError(f"`shift` must be 1 for `part: absolute`, which takes all tokens, got {shift}: leave it out.")
+        raise ValueError(f"`shift` must be 1 for `part: absolute`, which uses all tokens, got {shift}: remove it.")
 
 
 def threshold_weights(long: Tensor, short: Tensor, *, threshold: float = 0.5) -> Tensor:

@@ -51,9 +51,7 @@ def fit_power_law(context: Tensor, loss: Tensor) -> PowerLaw:
         raise ValueError(f"`context` and `loss` must both be [N], got {list(context.shape)} and {list(loss.shape)}.")
     context, loss = context.double(), loss.double()
     if not (torch.isfinite(context).all() and torch.isfinite(loss).all() and (context > 0).all()):
-        raise ValueError(
-            "`context` must be finite and above 0, and `loss` finite: leave out lengths without a measurement."
-        )
+        raise ValueError("`context` must be finite and above 0, and `loss` finite: omit lengths without a measurement.")
     if len(context.unique()) < 3:
         raise ValueError(f"A power law has 3 parameters: give at least 3 context lengths, got {len(context.unique())}.")
     # 1. Search the exponent on a grid, again and again on a finer one around the best.

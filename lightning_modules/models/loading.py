@@ -73,18 +73,16 @@ def load_frozen(config: ModelConfig, device: torch.device | str) -> Backbone:
 
 
 def has_weights(pretrained_model_name_or_path: str | None) -> TypeGuard[str]:
-    """Return whether a model has stored weights; one that is given by its config only gets random weights."""
+    """Return whether a model has stored weights; a model with only a config gets random weights."""
     return pretrained_model_name_or_path is not None and not pretrained_model_name_or_path.endswith(".json")
 
 
 def check_quantization(pretrained_model_name_or_path: str | None, config: PreTrainedConfig) -> None:
     """Raise a ``ValueError`` if the weights to quantize do not exist, or are already quantized."""
     if not has_weights(pretrained_model_name_or_path):
-        raise ValueError("`quantization` needs stored weights: give a hub id or a folder, or leave `quantization` out.")
+        raise ValueError("`quantization` needs stored weights: set a hub id or a folder, or remove `quantization`.")
     if getattr(config, "quantization_config", None) is not None:
-        raise ValueError(
-            f"'{pretrained_model_name_or_path}' is stored with quantized weights: leave `quantization` out."
-        )
+        raise ValueError(f"'{pretrained_model_name_or_path}' is stored with quantized weights: remove `quantization`.")
 
 
 def load_config(config: ModelConfig) -> PreTrainedConfig:

@@ -102,7 +102,7 @@ def _check_same_model(saved: Mapping[str, str], model: PreTrainedModel, loading:
         if before != now:
             rank_zero_warn(
                 f"The checkpoint was trained with `{name}` = {before}, and this run has {now}, which changes results:"
-                " set `context_extension` and `model_config` as in that run, unless this is on purpose."
+                " set `context_extension` and `model_config` as in that run, unless the change is intended."
             )
 
 

@@ -125,14 +125,14 @@ def load_trainer_backbone(trainer: Trainer | None, config: ModelConfig) -> Backb
 def load_sharded_backbone(
     config: ModelConfig, mesh: DeviceMesh, *, device: torch.device | str, precision: str = "32-true"
 ) -> Backbone:
-    """Load a model so that only the first process ever holds all of it, in main memory.
+    """Load a model of which only the first process ever holds all weights, in main memory.
 
     The first process sends it layer by layer: on its device, each process holds its shards and one unsharded layer, and
     in the end embedding and head. All processes must make the same number of forward passes (`lockstep`). In
     ``bf16-mixed``, weights are gathered in bfloat16 and gradients summed in float32.
     """
     if config.quantization is not None:
-        raise ValueError("Quantized weights cannot be sharded: leave `quantization` out, or use DDP.")
+        raise ValueError("Quantized weights cannot be sharded: remove `quantization`, or use DDP.")
     first, autocast = mesh.get_local_rank() == 0, precision.endswith("-mixed")
     backbone = load_backbone(config, device=device, autocast=autocast, with_weights=first)
     unsent = {id(tensor) for tensor in (*backbone.parameters(), *backbone.buffers())}

@@ -39,12 +39,12 @@ class Trainee(Protocol):
 
 
 def check_settings(module: Trainee, head_kernel: str | None) -> None:
-    """Check the constructor's arguments, and warn about an option that has no effect anymore."""
+    """Check the constructor's arguments, and warn about an option that no longer has an effect."""
     check_context(module.context_length, module.stride)
     check_window_fraction(module.short_window_share)
     check_drawn_windows(module.objective, module.short_window_share)
     if head_kernel not in (None, "chunked"):
-        rank_zero_warn("`model.head_kernel` has no effect anymore and will be removed: leave it out.")
+        rank_zero_warn("`model.head_kernel` no longer has an effect and will be removed: delete it.")
 
 
 def check_early(module: Trainee, sequence_length: int | None, sequence_parallel_size: int = 1) -> None:
@@ -114,7 +114,7 @@ def check_finite(loss: Tensor, module: LightningModule, batch_idx: int) -> None:
 
 
 def check_influence(objective: Objective, influence: str | None) -> None:
-    """Raise a ``ValueError`` for stored weights that the objective would ignore, or that it needs and are missing.
+    """Raise a ``ValueError`` if the objective ignores the stored weights, or needs weights that are missing.
 
     ``influence`` describes where the stored weights are, and is None without any.
     """
@@ -127,7 +127,7 @@ def check_influence(objective: Objective, influence: str | None) -> None:
     if influence is not None and not objective.uses_stored_influence:
         raise ValueError(
             f"The objective {name} would ignore the stored token weights {influence}: set `model.objective` to"
-            " StoredInfluence, or leave `data.influence` out."
+            " StoredInfluence, or remove `data.influence`."
         )
 
 

@@ -164,8 +164,8 @@ class SequenceGroup:
         error = (alone - together).abs().max().item()
         if not error <= (0.5 if half else 0.01):
             raise ValueError(
-                f"`{name}` gives other log-likelihoods (by {error:.2g} nats) if {self.size} processes share a sequence:"
-                " it looks at other tokens outside of its attention. Use a `trainer.strategy` without"
+                f"The log-likelihoods of `{name}` change by {error:.2g} nats if {self.size} processes share a sequence,"
+                " because it mixes tokens outside of its attention. Use a `trainer.strategy` without"
                 " `sequence_parallel_size`."
             )
 

@@ -224,6 +224,6 @@ def test_predictions_become_files(model_dir, documents, tmp_path):
 
 def test_export_refuses_a_folder_of_something_else(tmp_path):
     (tmp_path / "thesis.tex").write_text("keep")
-    with pytest.raises(ValueError, match="not an earlier export without changes"):
+    with pytest.raises(ValueError, match="contains files that no export has written"):
         HuggingFaceExport(str(tmp_path))
     assert (tmp_path / "thesis.tex").read_text() == "keep"

@@ -187,6 +187,13 @@ def test_validation_gives_log_likelihoods_and_logs_perplexity(folder, tmp_path):
     assert result[0]["val/perplexity"] == pytest.approx(expected, rel=1e-5)
 
 
+def test_a_data_module_may_still_yield_the_former_batch_keys(folder, tmp_path):
+    former = {("document_borders" if key == "document_boundaries" else key): value for key, value in row(0).items()}
+    with pytest.warns(FutureWarning, match="`document_borders` is now `document_boundaries`"):
+        result = trainer(tmp_path).validate(lm(folder), loader(former), verbose=False)
+    assert result == trainer(tmp_path).validate(lm(folder), loader(row(0)), verbose=False)
+
+
 def test_predict_gives_the_pair_of_each_document(model_dir, tokenizer, tmp_path):
     text = make_text(30)
     document = encode_document(text, tokenizer)

@@ -107,7 +107,7 @@ def _wanted(
     wanted = [find_model(word) for word in (rows if models is None else models)]
     defaults = table.evaluators or tuple(column for column in table.columns if column in published()["models"])
     if not defaults and evaluators:
-        raise ValueError(f"In {table.name} each model is its own evaluator: leave `evaluators` out.")
+        raise ValueError(f"In {table.name} each model is its own evaluator: remove `evaluators`.")
     evaluator_models = [find_model(word) for word in evaluators or defaults]
     for kind, named in (("models", wanted), ("evaluators", evaluator_models)):
         if len({model.name for model in named}) < len(named):

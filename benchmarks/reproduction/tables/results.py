@@ -135,7 +135,7 @@ def read_results(folders: Iterable[Path], settings: dict[str, Any] | None = None
             if other := [name for name in names if result.settings.get(name) != settings.get(name)]:
                 raise ValueError(
                     f"'{path}' was measured with `{other[0]}` = {result.settings.get(other[0])!r}, and {origin} has"
-                    f" {settings.get(other[0])!r}: these numbers do not belong in one table. Give another `output`, or"
+                    f" {settings.get(other[0])!r}: these numbers do not belong in one table. Use another `output`, or"
                     " the same settings."
                 )
             key = (result.model, result.evaluator)

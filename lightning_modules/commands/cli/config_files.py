@@ -62,7 +62,7 @@ def _construct_mapping(loader: Any, node: yaml.MappingNode) -> Any:
             )
         lines[key.value] = line
         if key.value == "init_args" and value.tag.endswith(":null"):
-            raise yaml.YAMLError(f"line {line}: `init_args` is null. Give settings, or leave it out.")
+            raise yaml.YAMLError(f"line {line}: `init_args` is null. Add settings or remove it.")
     return loader.construct_yaml_map(node)
 
 

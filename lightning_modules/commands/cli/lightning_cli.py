@@ -92,7 +92,7 @@ class LongceCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Refuse a ``model`` that is not a mapping, and null where a class needs a value."""
         if not isinstance(self._get(self.config, "model"), jsonargparse.Namespace):
-            raise ValueError("`model` must be a mapping of settings: correct it, or leave it out for the defaults.")
+            raise ValueError("`model` must be a mapping of settings: correct it, or remove it to use the defaults.")
         # Without this setting jsonargparse takes null for a value that was not given.
         jsonargparse.set_parsing_settings(unset_sentinel=True)
         try:
@@ -186,7 +186,7 @@ def _check_trainer(options: Any) -> None:
         value = options.get(name)
         if isinstance(value, int | float) and (value < 0 or (value == 0 and name != "gradient_clip_val")):
             wanted = "0 or more" if name == "gradient_clip_val" else "above 0"
-            raise ValueError(f"`trainer.{name}` must be {wanted}, got {value}. Leave it out for Lightning's default.")
+            raise ValueError(f"`trainer.{name}` must be {wanted}, got {value}. Remove it to use Lightning's default.")
     if (devices := str(options.get("devices"))).isdecimal():
         check_count("`trainer.devices`", int(devices), maximum=MAX_PROCESSES)
 

@@ -77,7 +77,7 @@ def inspect_command(arguments: Sequence[str]) -> None:
     text = read_text(file)
     check_output(output)
     if Path(output).exists() and Path(output).samefile(file):
-        raise ValueError(f"`output` '{output}' is the document itself: name another file for the page.")
+        raise ValueError(f"`output` '{output}' is the document itself: write the page to another file.")
     from lightning_modules.visualization.page.document import inspect_document
 
     inspection = inspect_document(text, name=Path(file).name, **options)
@@ -212,7 +212,7 @@ def data_command(arguments: Sequence[str]) -> None:
     cli = PartCLI(add_data_options)
     options = cli.config
     if options.get("data") is None:
-        raise ValueError("`data` is missing: name the data module to inspect, as for `longce fit`.")
+        raise ValueError("`data` is missing: set the data module to inspect, as for `longce fit`.")
     module = cli.make("data")
     if not callable(getattr(module, "inspect", None)):
         raise ValueError(f"`longce data inspect` needs packed training sequences, which {type(module).__name__} lacks.")

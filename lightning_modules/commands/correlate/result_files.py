@@ -50,7 +50,7 @@ def _read_word(word: str) -> list[Measured]:
     renamed = bool(equals) and not Path(word).expanduser().exists()
     files = _find_files(Path(path if renamed else word).expanduser())
     if not files or (renamed and not name):
-        raise ValueError(f"No results at '{word}': name .json or .csv files, folders of them, or NAME=FILE.")
+        raise ValueError(f"No results at '{word}': pass .json or .csv files, folders that contain them, or NAME=FILE.")
     entries = [entry for file in files for entry in _read_file(file)]
     if renamed:
         if (models := len({entry.model for entry in entries})) != 1:
@@ -98,7 +98,9 @@ def _read_score(file: Path, content: Mapping[str, Any]) -> Measured:
 def _read_evaluation(file: Path, content: Mapping[str, Any]) -> Measured:
     """Read ``longce evaluate``: each task by length, and means over the lengths of tasks, of RULER and of LongEval."""
     if content.get("missing"):
-        raise ValueError(f"{content['missing']} questions have no result: run the same `longce evaluate` to ask them")
+        raise ValueError(
+            f"{content['missing']} questions have no result: run the same `longce evaluate` again to complete them"
+        )
     tasks = {
         task: {int(length): _parse_number(task, cell["mean"]) for length, cell in lengths.items()}
         for task, lengths in content["tasks"].items()

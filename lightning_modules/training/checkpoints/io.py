@@ -124,7 +124,7 @@ def newest_checkpoint(folder: Path, *, resume: bool = True) -> Path | None:
     if not faults:
         return None
     listed = ", ".join(f"{path.name} {fault}" for path, fault in faults.items())
-    raise ValueError(f"No checkpoint in '{folder}' can be used: {listed}. Give another folder, or start a new run.")
+    raise ValueError(f"No checkpoint in '{folder}' can be used: {listed}. Use another folder, or start a new run.")
 
 
 def find_damage(path: str | Path) -> str | None:
@@ -147,7 +147,7 @@ def _load_error(path: str | Path, problem: str, option: str = "ckpt_path") -> Va
     others = [one.path for one in find_checkpoints(Path(path).parent) if one.path.absolute() != Path(path).absolute()]
     complete = (other for other in others if _find_fault(other, resume=True) is None)
     intact = next((other for other in complete if find_content_damage(other, 0, 1) is None), None)
-    remedy = f"The newest intact one in its folder is {intact}." if intact else "Give another one."
+    remedy = f"The newest intact one in its folder is {intact}." if intact else "Use another one."
     return ValueError(f"`{option}` '{path}' {problem}. {remedy}")
 
 
@@ -212,4 +212,4 @@ def check_one_run(folder: Path, candidates: list[Candidate]) -> None:
     first_of = {one.run: one.path.name for one in reversed(candidates) if one.run is not None}
     if len(first_of) > 1:
         named = ", ".join(f"{name} of run {run}" for run, name in sorted(first_of.items()))
-        raise ValueError(f"'{folder}' contains checkpoints of {len(first_of)} runs ({named}): give one of the files.")
+        raise ValueError(f"'{folder}' contains checkpoints of {len(first_of)} runs ({named}): pass one of the files.")

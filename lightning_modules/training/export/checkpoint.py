@@ -64,11 +64,11 @@ def _choose_tokenizer(
     if saved is not None:
         return tokenizer_from_json(saved)
     if facts.tokenizer is None:
-        raise ValueError("The checkpoint does not specify a tokenizer: give one with `--tokenizer`.")
+        raise ValueError("The checkpoint does not specify a tokenizer: set one with `--tokenizer`.")
     try:
         return load_tokenizer(facts.tokenizer, revision=facts.tokenizer_revision, trimmed_offsets=True)
     except ValueError as error:
-        raise ValueError(f"{error} Or give another tokenizer with `--tokenizer`.") from error
+        raise ValueError(f"{error} Or set another tokenizer with `--tokenizer`.") from error
 
 
 def _read_checkpoint(path: str) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def _read_checkpoint(path: str) -> dict[str, Any]:
     if EXPORT_KEY not in content:
         raise ValueError(
             f"`checkpoint` '{path}' was not written by this version of `longce fit`, so it lacks the model's config:"
-            " resume from it for one step (`longce fit --ckpt_path`), or give another one."
+            " resume from it for one step (`longce fit --ckpt_path`), or use another one."
         )
     return content
 
@@ -122,14 +122,14 @@ def _load_base(facts: TrainingFacts, fingerprint: str) -> Backbone:
     backbone = load_backbone(ModelConfig(facts.base_model, changes, extension, **settings))
     if not same_frozen(fingerprint, frozen_fingerprint(nn.ModuleDict({"backbone": backbone}))):
         raise ValueError(
-            f"The checkpoint's adapters were trained on other weights than those of '{facts.base_model}' now: restore"
-            " that model, or export with `--adapters kept`."
+            f"The weights of '{facts.base_model}' have changed since the checkpoint's adapters were trained: restore"
+            " them, or export with `--adapters kept`."
         )
     return backbone
 
 
 def _assign_weights(module: nn.ModuleDict, weights: Mapping[str, torch.Tensor], *, trained_only: bool) -> None:
-    """Assign the weights of a checkpoint, which are all of the model's or only the trained ones."""
+    """Assign the weights of a checkpoint, which contains all weights or only the trained ones."""
     required = trained_state(module, module.state_dict()) if trained_only else module.state_dict()
     first: dict[nn.Parameter, str] = {}  # tied weights are stored under their first name
     names = [(name, first.setdefault(p, name)) for name, p in module.named_parameters(remove_duplicate=False)]
@@ -139,5 +139,5 @@ def _assign_weights(module: nn.ModuleDict, weights: Mapping[str, torch.Tensor], 
     if missing or report.unexpected_keys:
         raise ValueError(
             "The weights of the checkpoint do not match its model:"
-            f" '{[*missing, *report.unexpected_keys][0]}' is {'missing' if missing else 'unknown'}. Give another one."
+            f" '{[*missing, *report.unexpected_keys][0]}' is {'missing' if missing else 'unknown'}. Use another one."
         )

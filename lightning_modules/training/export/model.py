@@ -69,17 +69,17 @@ def export_model(
 def check_export(
     model: "PreTrainedModel | PeftModel", output_dir: Path, options: ExportOptions, facts: TrainingFacts
 ) -> None:
-    """Raise a ``ValueError`` for everything that `export_model` would refuse, for a check before training."""
+    """Raise the ``ValueError`` that `export_model` would raise, before training instead of after it."""
     check_replaceable(output_dir)
     base = model.get_base_model() if is_peft_model(model) else model
     if facts.base_is_local and Path(str(facts.base_model)) == output_dir.resolve():
-        raise ValueError(f"`output_dir` '{output_dir}' is the model that this one is made from: name another folder.")
+        raise ValueError(f"`output_dir` '{output_dir}' is the base model's folder: use another one.")
     if options.kept:
         _check_kept(model, facts)
     elif getattr(base.config, "quantization_config", None) is not None:
         raise ValueError(
-            "`adapters: merged` would have to round to the few bits of a quantized base, and give other numbers than"
-            " were trained: set `adapters` to 'kept'."
+            "`adapters: merged` would round the adapters to the precision of the quantized base, which changes results:"
+            " set `adapters` to 'kept'."
         )
     elif is_peft_model(model):
         from lightning_modules.training.export.weights import check_mergeable  # imports peft
@@ -88,7 +88,7 @@ def check_export(
     config = _make_config(base.config, options)
     if options.legacy_rope_keys:
         legacy_rope_keys(config.to_dict())
-    writable_folder(output_dir.resolve().parent, remedy="Give another `output_dir`.")
+    writable_folder(output_dir.resolve().parent, remedy="Use another `output_dir`.")
 
 
 def _check_kept(model: "PreTrainedModel | PeftModel", facts: TrainingFacts) -> None:
@@ -98,7 +98,7 @@ def _check_kept(model: "PreTrainedModel | PeftModel", facts: TrainingFacts) -> N
     if changes_base({"init_lora_weights": start}):
         raise ValueError(
             f"`adapters: kept`: `init_lora_weights: {start}` also changes the base model, so adapters alone would give"
-            " other results. Set `adapters` to 'merged'."
+            " different results. Set `adapters` to 'merged'."
         )
     if facts.base_model is None:
         raise ValueError(
@@ -153,7 +153,7 @@ def _find_generation_config(base: Any) -> GenerationConfig:
     try:
         base.generation_config.validate(strict=True)
     except ValueError as error:
-        log.warning("The model's generation config is not valid and left out: %s", error)
+        log.warning("The model's generation config is invalid and was not exported: %s", error)
         return GenerationConfig.from_model_config(base.config)
     return base.generation_config
 
@@ -161,7 +161,7 @@ def _find_generation_config(base: Any) -> GenerationConfig:
 def check_replaceable(folder: Path) -> None:
     """Raise a ``ValueError`` unless a folder does not exist, is empty, or is an earlier export without other files."""
     if folder.is_file():
-        raise ValueError(f"`output_dir` of the export, '{folder}', is a file: give a new folder.")
+        raise ValueError(f"`output_dir` of the export, '{folder}', is a file: use a new folder.")
     files = {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()}
     try:
         written = {EXPORT_MARKER, *json.loads((folder / EXPORT_MARKER).read_text())["files"]}
@@ -169,8 +169,8 @@ def check_replaceable(folder: Path) -> None:
         written = set()
     if added := sorted(files - written):
         raise ValueError(
-            f"`output_dir` of the export, '{folder}', exists and is not an earlier export without changes (it contains"
-            f" '{added[0]}'): give a new folder, or remove this one."
+            f"`output_dir` of the export, '{folder}', contains files that no export has written, such as"
+            f" '{added[0]}': use a new folder, or remove this one."
         )
 
 
@@ -192,5 +192,5 @@ def _export_folder(target: Path, facts: str) -> Iterator[Path]:
     except (OSError, SafetensorError) as error:
         raise ValueError(
             f"The export to '{target}' could not be written: {error}. An earlier export there is unchanged. Free some"
-            " space, or give another `output_dir`."
+            " space, or use another `output_dir`."
         ) from error

@@ -26,7 +26,7 @@ class ExportOptions:
     def __post_init__(self) -> None:
         if self.kept and self.dtype != "auto":
             raise ValueError(
-                f"`dtype: {self.dtype}` is for merged models only: leave it out, adapters keep their dtype."
+                f"`dtype: {self.dtype}` applies to merged models only, because adapters keep their dtype: remove it."
             )
 
     @property

@@ -3,6 +3,7 @@ import math
 import pytest
 import torch
 
+from lightning_modules import functional
 from lightning_modules.functional import (
     key_token_mask,
     long_short_difference,
@@ -131,7 +132,7 @@ def test_weights_carry_no_gradient_and_are_0_without_a_short_context(weigh):
         (mutual_information, {"shift": 0.0}, "`shift`.*0.0"),
         (mutual_information, {"shift": math.inf}, "`shift`.*inf"),
         (mutual_information, {"shift": math.nan}, "`shift`.*nan"),
-        (mutual_information, {"part": "absolute", "shift": 2.0}, "got 2.0: leave it out"),
+        (mutual_information, {"part": "absolute", "shift": 2.0}, "got 2.0: remove it"),
         (threshold_weights, {"threshold": -0.5}, "`threshold`.*-0.5"),
         (threshold_weights, {"threshold": math.nan}, "`threshold`.*nan"),
         (threshold_weights, {"threshold": math.inf}, "`threshold`.*inf"),
@@ -140,3 +141,12 @@ def test_weights_carry_no_gradient_and_are_0_without_a_short_context(weigh):
 def test_weights_without_a_meaning_are_refused(weigh, settings, message):
     with pytest.raises(ValueError, match=message):
         weigh(torch.zeros(1), torch.zeros(1), **settings)
+
+
+@pytest.mark.parametrize(
+    ("former", "function"),
+    [("threshold_influence", threshold_weights), ("largest_influence", top_fraction_weights)],
+)
+def test_former_names_work_with_a_warning(former, function):
+    with pytest.warns(UserWarning, match=f"`{former}` is now called `{function.__name__}`"):
+        assert getattr(functional, former) is function

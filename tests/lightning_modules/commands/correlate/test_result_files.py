@@ -86,7 +86,9 @@ def test_lengths_that_are_no_multiples_of_1024_keep_their_names(evaluation, tmp_
 
 def test_half_an_evaluation_is_refused(evaluation, tmp_path):
     content = json.loads((tmp_path / "evaluation.json").read_text())
-    with pytest.raises(ValueError, match="7 questions have no result: run the same `longce evaluate` to ask them"):
+    with pytest.raises(
+        ValueError, match="7 questions have no result: run the same `longce evaluate` again to complete them"
+    ):
         read_results([write(tmp_path, "half.json", content | {"missing": 7})])
 
 

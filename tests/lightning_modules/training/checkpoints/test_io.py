@@ -193,7 +193,7 @@ def test_an_archive_of_others_is_refused(tmp_path):
     with zipfile.ZipFile(tmp_path / "a.ckpt", "w") as archive:
         archive.writestr("a", "b")
     flip_tensor_bit(save(tmp_path / "b.ckpt"))
-    with pytest.raises(ValueError, match=r"cannot be loaded .* Give another one."):
+    with pytest.raises(ValueError, match=r"cannot be loaded .* Use another one."):
         check_checkpoint(tmp_path / "a.ckpt")
     (tmp_path / "b.ckpt").unlink()
     with pytest.raises(ValueError, match="cannot be loaded"):

@@ -62,7 +62,7 @@ def test_adapters_are_merged_into_the_base_that_they_were_trained_on(base, model
     check(tmp_path / "out", trained)
     shutil.rmtree(tmp_path / "out")
     tiny_model("llama", 400, seed=9).save_pretrained(base)
-    with pytest.raises(ValueError, match="trained on other weights than those of"):
+    with pytest.raises(ValueError, match="have changed since the checkpoint's adapters were trained"):
         export_checkpoint(*arguments, tokenizer=str(model_dir))
     shutil.rmtree(base)
     with pytest.raises(ValueError, match=f"trained on the model in '{base}', which does not exist.*kept"):
@@ -204,7 +204,7 @@ def weights_of_another(path):
         (weights_of_another, "extra' is unknown"),
         (lambda path: path.unlink(), "does not exist"),
         (lambda path: (path.unlink(), path.mkdir()), "is not a complete sharded checkpoint"),
-        (lambda path: None, "does not specify a tokenizer: give one with `--tokenizer`"),
+        (lambda path: None, "does not specify a tokenizer: set one with `--tokenizer`"),
     ],
 )
 def test_bad_checkpoints_are_refused_and_nothing_is_written(model_dir, tmp_path, damage, message):
@@ -221,6 +221,6 @@ def test_the_web_and_other_folders_are_refused_before_anything_is_read(tmp_path)
         export_checkpoint("https://example.org/a.ckpt", str(tmp_path / "out"))
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("keep")
-    with pytest.raises(ValueError, match="not an earlier export without changes"):
+    with pytest.raises(ValueError, match="contains files that no export has written"):
         export_checkpoint("https://example.org/a.ckpt", str(tmp_path / "out"))
     assert (tmp_path / "out" / "thesis.tex").read_text() == "keep"

@@ -159,7 +159,7 @@ def test_a_generation_config_that_transformers_would_not_save(tmp_path, caplog):
     trained.generation_config.temperature = 0.5  # without sampling, as some published models have it
     trained.generation_config.do_sample = False
     export(trained, tmp_path / "out")
-    assert "not valid and left out" in caplog.text
+    assert "is invalid and was not exported" in caplog.text
 
 
 def test_only_an_earlier_export_is_replaced(tmp_path):
@@ -167,17 +167,17 @@ def test_only_an_earlier_export_is_replaced(tmp_path):
     export(tiny_model(seed=0), target)
     export(tiny_model(seed=1), target)
     (target / "notes.txt").write_text("keep")
-    with pytest.raises(ValueError, match=r"not an earlier export without changes.*'notes.txt'"):
+    with pytest.raises(ValueError, match=r"contains files that no export has written.*'notes.txt'"):
         export(tiny_model(), target)
     tiny_model().save_pretrained(tmp_path / "model")  # has a config.json, too
     (tmp_path / "file").write_text("keep")
     for name in ("model", "file"):
-        with pytest.raises(ValueError, match="give a new folder"):
+        with pytest.raises(ValueError, match="use a new folder"):
             export(tiny_model(), tmp_path / name)
     assert (target / "notes.txt").read_text() == "keep"
     facts = TrainingFacts(base_model=str(target), base_is_local=True)
     (target / "notes.txt").unlink()
-    with pytest.raises(ValueError, match="is the model that this one is made from"):
+    with pytest.raises(ValueError, match="is the base model.s folder"):
         export(tiny_model(), target, facts)
     (tmp_path / "empty").mkdir()
     export(tiny_model(), tmp_path / "empty")
@@ -229,7 +229,7 @@ def test_a_kill_leaves_the_old_export_or_the_new_one(where, seed, tmp_path):
 def test_a_full_disk_leaves_the_old_export_and_names_the_remedy(error, tmp_path, monkeypatch):
     export(tiny_model(seed=0), tmp_path / "out")
     monkeypatch.setattr(model, "_write_merged", lambda *_: (_ for _ in ()).throw(error))
-    with pytest.raises(ValueError, match=f"'{tmp_path / 'out'}'.*No space left.*Free some space, or give another"):
+    with pytest.raises(ValueError, match=f"'{tmp_path / 'out'}'.*No space left.*Free some space, or use another"):
         export(tiny_model(seed=1), tmp_path / "out")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert torch.equal(logits(loaded), logits(tiny_model(seed=0)))
