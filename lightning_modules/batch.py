@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple, NotRequired, TypedDict, cast
+from typing import Any, NamedTuple, NotRequired, TypedDict
 
 import torch
 from torch import Tensor
@@ -86,9 +86,9 @@ def batch_to(batch: PackedBatch, device: torch.device) -> PackedBatch:
     return moved
 
 
-def rename_old_keys(batch: PackedBatch) -> PackedBatch:
-    """Rename the former keys of a batch, with a warning: data modules of users may still yield them."""
+def rename_old_keys(batch: PackedBatch) -> None:
+    """Rename the former keys of a batch in place, with a warning: data modules of users may still yield them."""
     for old in _RENAMED_KEYS.keys() & batch.keys():
         new = _RENAMED_KEYS[old]
         warnings.warn(f"The batch key `{old}` is now `{new}`: rename it in your data module.", FutureWarning, 2)
-    return cast("PackedBatch", {_RENAMED_KEYS.get(key, key): value for key, value in batch.items()})
+        batch[new] = batch.pop(old)  # type: ignore[literal-required, misc]

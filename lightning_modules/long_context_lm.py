@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_modules.batch import IGNORE_INDEX, PackedBatch, rename_old_keys
+from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional import ShortContext, long_cross_entropy
 from lightning_modules.metrics import LongPerplexity
 from lightning_modules.models.adapters import changes_base, frozen_fingerprint
@@ -101,10 +101,6 @@ class LongContextLM(LightningModule):
         self._statistics = TrainingStatistics(objective, drawn=objective.uses_short_context and short_window_share < 1)
         self._perplexity = LongPerplexity()
         self._evaluated_at: int | None = None
-
-    @override
-    def on_before_batch_transfer(self, batch: PackedBatch, dataloader_idx: int) -> PackedBatch:
-        return rename_old_keys(batch)
 
     # ------------------------------------------------------------------------------------------------------ training
 
@@ -204,7 +200,7 @@ class LongContextLM(LightningModule):
     @override
     def validation_step(self, batch: PackedBatch, batch_idx: int) -> dict[str, Tensor]:
         """Return ``[B, T]`` log-likelihoods under ``"log_likelihood"``, for the callbacks that evaluate the model."""
-        self.backbone.check_token_ids(batch)
+        self.backbone.check_batch(batch)
         group = self._sequence_group
         log_likelihood = self.backbone(batch) if group is None else group.log_likelihood(self.backbone, batch)
         self._perplexity.update(log_likelihood, batch["labels"].ne(IGNORE_INDEX))
@@ -213,7 +209,7 @@ class LongContextLM(LightningModule):
     @override
     def predict_step(self, batch: PackedBatch, batch_idx: int) -> Sequence[TokenScores | Failed]:
         """Return the long and short log-likelihoods of each document, or why a document of a corpus has failed."""
-        self.backbone.check_token_ids(batch)
+        self.backbone.check_batch(batch)
         scorer = self.document_scorer()
         return scorer.try_to_score(batch) if "document_refs" in batch else scorer.score(batch)
 
