@@ -326,6 +326,7 @@ def perplexity(tmp_path, module, **settings):
     return run.validate(module, DataLoader([row(3)], batch_size=None), verbose=False, **settings)[0]["val/perplexity"]
 
 
+@pytest.mark.filterwarnings("ignore:Found keys that are in the model state dict but not")  # only what is trained
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("start", [True, "pissa_niter_4"])

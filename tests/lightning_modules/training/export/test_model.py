@@ -177,7 +177,7 @@ def test_only_an_earlier_export_is_replaced(tmp_path):
     assert (target / "notes.txt").read_text() == "keep"
     facts = TrainingFacts(base_model=str(target), base_is_local=True)
     (target / "notes.txt").unlink()
-    with pytest.raises(ValueError, match="is the base model.s folder"):
+    with pytest.raises(ValueError, match=r"is the base model.s folder"):
         export(tiny_model(), target, facts)
     (tmp_path / "empty").mkdir()
     export(tiny_model(), tmp_path / "empty")
