@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple, NotRequired, TypedDict, cast
+from typing import Any, NamedTuple, NotRequired, TypedDict
 
 import torch
 from torch import Tensor
@@ -88,8 +88,7 @@ def batch_to(batch: PackedBatch, device: torch.device) -> PackedBatch:
 
 def rename_old_keys(batch: PackedBatch) -> None:
     """Rename the former keys of a batch in place, with a warning: data modules of users may still yield them."""
-    content = cast("dict[str, Any]", batch)
-    for old in _RENAMED_KEYS.keys() & content.keys():
+    for old in _RENAMED_KEYS.keys() & batch.keys():
         new = _RENAMED_KEYS[old]
         warnings.warn(f"The batch key `{old}` is now `{new}`: rename it in your data module.", FutureWarning, 2)
-        content[new] = content.pop(old)
+        batch[new] = batch.pop(old)  # type: ignore[literal-required, misc]

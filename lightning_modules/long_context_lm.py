@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_modules.batch import IGNORE_INDEX, PackedBatch, rename_old_keys
+from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional import ShortContext, long_cross_entropy
 from lightning_modules.metrics import LongPerplexity
 from lightning_modules.models.adapters import changes_base, frozen_fingerprint
@@ -106,7 +106,6 @@ class LongContextLM(LightningModule):
 
     @override
     def training_step(self, batch: PackedBatch, batch_idx: int) -> Tensor:
-        rename_old_keys(batch)
         preflight.check_batch(self, batch, self._sequence_group)
         objective = self.objective.at_step(self.global_step)
         # 1. Score the short contexts, without gradient. First, so that their buffers are free again before the long
@@ -201,8 +200,7 @@ class LongContextLM(LightningModule):
     @override
     def validation_step(self, batch: PackedBatch, batch_idx: int) -> dict[str, Tensor]:
         """Return ``[B, T]`` log-likelihoods under ``"log_likelihood"``, for the callbacks that evaluate the model."""
-        rename_old_keys(batch)
-        self.backbone.check_token_ids(batch)
+        self.backbone.check_batch(batch)
         group = self._sequence_group
         log_likelihood = self.backbone(batch) if group is None else group.log_likelihood(self.backbone, batch)
         self._perplexity.update(log_likelihood, batch["labels"].ne(IGNORE_INDEX))
@@ -211,8 +209,7 @@ class LongContextLM(LightningModule):
     @override
     def predict_step(self, batch: PackedBatch, batch_idx: int) -> Sequence[TokenScores | Failed]:
         """Return the long and short log-likelihoods of each document, or why a document of a corpus has failed."""
-        rename_old_keys(batch)
-        self.backbone.check_token_ids(batch)
+        self.backbone.check_batch(batch)
         scorer = self.document_scorer()
         return scorer.try_to_score(batch) if "document_refs" in batch else scorer.score(batch)
 

@@ -133,7 +133,7 @@ def test_a_key_twice_on_the_command_line(run):
 OPTIONS = [
     ("--trainer.min_steps", "2:3:4", "Given value: 2:3:4"),
     ("--trainer.max_steps", "-2:30", "Got value: -2:30"),
-    ("--model.context_length", "112", "`context_length` + `stride` is 112 + 16 = 128"),
+    ("--model.context_length", "112", "`context_length` + `stride` = 112 + 16 = 128"),
     ("--model.context_length", "1e30", "context_length"),
     ("--model.stride", "0", "v>0"),
     ("--model.short_window_share", ".nan", "short_window_share"),
@@ -166,7 +166,7 @@ OPTIONS = [
     (
         "--model.context_extension",
         f"{{method: pi, original_length: 8, target_length: {10**400}}}",
-        "at most 134,217,728",
+        "from 2 to 134,217,728 tokens",
     ),
     ("--model.attn_implementation", "nosuch", "nosuch"),
     ("--model.pretrained_model_name_or_path", "", "use a local folder or a hub id"),

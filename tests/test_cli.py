@@ -543,6 +543,7 @@ def _alpha(folder):
     return str(folder / "alpha.yaml")
 
 
+@pytest.mark.slow
 def test_bad_settings(experiment, tmp_path, monkeypatch, capsys):
     cases = {
         "context_length": ["--model.context_length", "0"],

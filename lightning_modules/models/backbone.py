@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lightning_modules.batch import PackedBatch
+from lightning_modules.batch import PackedBatch, rename_old_keys
 from lightning_modules.functional import token_log_likelihood
 from lightning_modules.functional.linear_head import LinearHead
 from lightning_modules.functional.log_likelihood import Head
@@ -240,8 +240,12 @@ class Backbone(nn.Module):
             scale /= divisor
         return scale, getattr(config, "final_logit_softcapping", None)  # Gemma 2 and 3
 
-    def check_token_ids(self, batch: PackedBatch) -> None:
-        """Raise a ``ValueError`` for ids outside of the embedding; an accelerator would report them obscurely."""
+    def check_batch(self, batch: PackedBatch) -> None:
+        """Raise a ``ValueError`` for ids outside of the embedding, which an accelerator would report obscurely.
+
+        Former keys of the batch are renamed, with a warning.
+        """
+        rename_old_keys(batch)
         largest = int(batch["input_ids"].max())
         if largest >= self.vocabulary_size:
             raise ValueError(

@@ -165,7 +165,7 @@ def resolve_attention(implementation: str, config: PreTrainedConfig, *, flash: b
         raise ValueError(
             "`attn_implementation: flash_attention_2` needs flash-attn: install the extra `flash`, or set `sdpa`."
         )
-    log.info("Attention of %s: %s.", config.model_type, implementation)
+    log.info("Attention implementation of %s: %s.", config.model_type, implementation)
     if implementation == "sdpa" and model_class._supports_attention_backend:
         return register_document_attention()
     return implementation

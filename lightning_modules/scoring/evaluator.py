@@ -55,7 +55,7 @@ def score_text(
         ValueError: If the text is empty, or the tokenizer does not belong to the model.
     """
     batch = encode_document(text, tokenizer, name=name, add_special_tokens=add_special_tokens)
-    backbone.check_token_ids(batch)
+    backbone.check_batch(batch)
     scorer = DocumentScorer(backbone, evaluator, context_length, stride)
     return scorer.score(batch_to(batch, backbone.device), beta=beta)[0]
 
@@ -184,7 +184,7 @@ class Evaluator:
         """Find the ``count`` likeliest candidates for each token of a text in both contexts; they are not stored."""
         batch = self.encode(text, name=name)
         backbone = self._get_backbone(device)
-        backbone.check_token_ids(batch)
+        backbone.check_batch(batch)
         sizes = {"context_length": self.config.context_length, "stride": self.config.stride}
         both = long_and_short_alternatives(backbone, batch_to(batch, backbone.device), count=count, **sizes)
         return Alternatives(*(LikeliestTokens(*(tensor[0] for tensor in context)) for context in both))

@@ -28,7 +28,7 @@ def compute_influence(
     The batch must be on the evaluator's device. The ``[B, T]`` float32 weights are at most ``gamma``, and 1 for a token
     that is not scored or has no short context.
     """
-    backbone.check_token_ids(batch)
+    backbone.check_batch(batch)
     if not batch_windows(batch["document_boundaries"], context_length=context_length, stride=stride):
         return torch.ones_like(batch["labels"], dtype=torch.float32)
     long, short = long_and_short(backbone, batch, context_length=context_length, stride=stride)

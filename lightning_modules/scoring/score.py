@@ -149,7 +149,7 @@ class EvaluatedModel:
         """Compute the ``[1, T]`` log-likelihoods of a document in nats, in main memory."""
         if self._backbone is None:
             self._backbone = load_frozen(self.config, self.device)
-        self._backbone.check_token_ids(document)
+        self._backbone.check_batch(document)
         with torch.no_grad():
             return self._backbone(batch_to(document, self.device)).cpu()
 

@@ -160,7 +160,7 @@ def read_prompt(backbone: Backbone, run: Callable[..., Any], prompt: Sequence[in
     """Run a prompt through the model; return ``[1, V]`` logits of the next token, and the prompt's cache."""
     cache = DynamicCache(config=backbone.base_model.config)
     batch = padded_rows([prompt], backbone.device)
-    backbone.check_token_ids(batch)
+    backbone.check_batch(batch)
     windowed = any(cache.is_sliding) and not backbone.attention.startswith("flash_attention")
     chunk = WINDOWED_CHUNK if windowed else len(prompt)
     chunks = zip(batch["input_ids"].split(chunk, 1), batch["position_ids"].split(chunk, 1), strict=True)

@@ -61,7 +61,7 @@ def teacher_forced(
         for group in group_rows([len(question.input_ids) for question in questions], max_tokens):
             rows = [questions[index] for index in group]
             batch = padded_rows([question.input_ids for question in rows], backbone.device)
-            backbone.check_token_ids(batch)
+            backbone.check_batch(batch)
             scores = dict(zip(group, run(backbone.unsharded, partial(_score_pass, backbone, batch, rows)), strict=True))
             results |= scores
             if done is not None:

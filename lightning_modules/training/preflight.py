@@ -95,7 +95,7 @@ def check_fit(module: Trainee, data: Any) -> None:
 
 def check_batch(module: Trainee, batch: PackedBatch, group: SequenceGroup | None) -> None:
     """Raise a ``ValueError`` for a training batch that does not fit the model, the objective or the sequence group."""
-    module.backbone.check_token_ids(batch)
+    module.backbone.check_batch(batch)
     check_influence(module.objective, "that come with the sequences" if "influence" in batch else None)
     if module.objective.uses_short_context:
         check_context(module.context_length, module.stride, batch["input_ids"].shape[1])

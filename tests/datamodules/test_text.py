@@ -66,7 +66,7 @@ def test_the_same_documents_from_everywhere(kind, place, tmp_path, word_tokenize
     assert [document.text for document in source] == TEXTS
 
 
-@pytest.mark.filterwarnings("ignore:The server of these .* files reports neither")
+@pytest.mark.filterwarnings("ignore:The server of these .* reports neither checksums")
 @pytest.mark.parametrize("kind", [".jsonl", ".jsonl.zst", ".parquet"])
 def test_files_on_the_web(kind, web, word_tokenizer):
     address, folder = web
@@ -87,7 +87,7 @@ def ready(module, stage="fit"):
     return module
 
 
-@pytest.mark.filterwarnings("ignore:The server of these .* files reports neither")
+@pytest.mark.filterwarnings("ignore:The server of these .* reports neither checksums")
 def test_training_and_validation_end_to_end(tmp_path, word_tokenizer):
     write(f"memory:/{tmp_path}/train/x.jsonl.gz", gzip.compress(json_lines()))
     write(f"memory:/{tmp_path}/val.jsonl", json_lines(["g h"]))

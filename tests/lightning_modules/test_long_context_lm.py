@@ -314,7 +314,7 @@ def test_a_checkpoint_that_names_every_setting_of_the_model_loads(folder, tmp_pa
 def test_a_head_kernel_is_ignored_with_a_warning(folder, recwarn):
     lm(folder, head_kernel="chunked")  # of checkpoints and configs of earlier versions
     assert not [warning for warning in recwarn if "head_kernel" in str(warning.message)]
-    with pytest.warns(UserWarning, match="`model.head_kernel` has no effect"):
+    with pytest.warns(UserWarning, match="`model.head_kernel` no longer has an effect"):
         lm(folder, head_kernel="liger")
 
 

@@ -136,7 +136,7 @@ def test_sharded_checkpoints(tmp_path, marker, sharded):
         check_checkpoint(folder)
 
     (folder / ".metadata").write_bytes(pickle.dumps(Payload(marker)))
-    with pytest.raises(ValueError, match=r"contains more than weights \(it names posix.mkdir\)"):
+    with pytest.raises(ValueError, match=r"contains more than weights \(it refers to posix.mkdir\)"):
         check_checkpoint(folder)
     works(marker, lambda: _quietly(lambda: dcp.FileSystemReader(folder).read_metadata()))
     marker.rmdir()

@@ -1,5 +1,6 @@
 """LightningCLI for ``fit``, ``validate``, ``test`` and ``predict``, and for the commands that take their options."""
 
+import argparse
 import logging
 import re
 from collections.abc import Callable
@@ -37,6 +38,17 @@ from lightning_modules.training.run import Run, RunMember
 from lightning_modules.training.sequence_parallel import sequence_parallel_size
 from lightning_modules.utilities.loopback import loopback
 from lightning_modules.utilities.orphans import children_end_with_us
+
+_DESCRIPTIONS = {
+    "fit": "Fine-tune a model, and evaluate its LongPPL during training.",
+    "validate": "Evaluate a model on the validation documents.",
+    "test": "Evaluate a model on the test documents.",
+    "predict": "Score a corpus into a table (configs/score_corpus.yaml), or every token of the test documents.",
+}
+_CKPT_PATH_HELP = (
+    "Checkpoint file, the folder of a run (its newest valid checkpoint), or ``last`` for the newest valid checkpoint"
+    " of this run."
+)
 
 
 class ConciseParser(LightningArgumentParser):
@@ -83,6 +95,16 @@ class LongceCLI(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Name the default optimizer and schedule by their classes: a saved config cannot hold the functions."""
         parser.set_defaults({"model.optimizer": OPTIMIZER, "model.lr_scheduler": LR_SCHEDULER})
+
+    @override
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
+        """Describe commands and ``--ckpt_path`` as they are here: Lightning's texts are for its own."""
+        kwargs["description"] = _DESCRIPTIONS.get(subcommand, kwargs.get("description"))
+        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        for action in parser._actions:
+            if action.dest == "ckpt_path" and action.help is not argparse.SUPPRESS:
+                action.help = _CKPT_PATH_HELP
+        return parser
 
     @override
     def _parse_ckpt_path(self) -> None:

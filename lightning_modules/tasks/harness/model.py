@@ -250,7 +250,7 @@ def _score_pass(
 ) -> tuple[Tensor, Tensor]:
     """Return ``[N]`` log-likelihoods of the continuations' tokens, and whether each is the largest."""
     batch = padded_rows(texts, backbone.device)
-    backbone.check_token_ids(batch)
+    backbone.check_batch(batch)
     # The preceding position predicts a token.
     start = min(len(continuation.context) for _, continuation in asked) - 1
     with last_layer_reads_from(backbone.decoder, start if backbone.trims_last_layer else 0):

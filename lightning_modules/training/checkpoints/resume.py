@@ -37,7 +37,7 @@ def find_checkpoint(path: str | None, trainer: Trainer, logger: Any, *, resume: 
     newest = newest_checkpoint(folder, resume=resume)
     if newest is None and (path != "last" or not resume):
         raise ValueError(
-            f"`ckpt_path: {path}`: there is no checkpoint in '{folder}'. Give a file or the folder of a run."
+            f"`ckpt_path: {path}`: there is no checkpoint in '{folder}'. Use a file or the folder of a run."
         )
     _log.info("Resuming from %s." if newest else "No checkpoint in %s yet: starting a new training.", newest or folder)
     return None if newest is None else str(newest)
@@ -53,7 +53,7 @@ def check_same_checkpoint(trainer: Trainer) -> None:
     if other is not None:
         raise ValueError(
             f"`ckpt_path`: process 0 resumes from {paths[0] or 'nothing'}, process {other} from"
-            f" {paths[other] or 'nothing'}. Keep checkpoints on a disk that all nodes share, and give the file."
+            f" {paths[other] or 'nothing'}. Keep checkpoints on a disk that all nodes share, and pass the file."
         )
 
 
@@ -103,8 +103,8 @@ def _find_own_folder(trainer: Trainer, logger: Any) -> Path:
         raise ValueError("`ckpt_path: last` needs a checkpoint callback in `trainer.callbacks`.")
     if is_numbered(logger) and not any(callback.dirpath for callback in _checkpoint_callbacks(trainer)):
         raise ValueError(
-            "`ckpt_path: last` searches the folder of this run, but the logger makes a new folder at each start. Give"
-            f" the folder of the run to resume (--ckpt_path {folder.parent.parent}/..), or a name for this run"
+            "`ckpt_path: last` searches the folder of this run, but the logger makes a new folder at each start. Pass"
+            f" the folder of the run to resume (--ckpt_path {folder.parent.parent}/..), or name this run"
             " (--trainer.logger.init_args.version NAME)."
         )
     return folder

@@ -284,6 +284,7 @@ def test_documents_that_are_held_out_are_not_streamed(corpus_folder, wide_tokeni
     assert not streamed & held_out
 
 
+@pytest.mark.filterwarnings("ignore:The server of these .* reports neither checksums")
 @pytest.mark.slow
 def test_workers_stream_from_the_web(corpus_folder, wide_tokenizer):
     """A file system that was used before the fork hangs or is refused in the worker, if it is not made anew."""

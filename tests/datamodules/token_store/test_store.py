@@ -276,22 +276,20 @@ def test_kills_at_random_moments_leave_nothing_torn(word_tokenizer, tmp_path, mo
     started = time.monotonic()
     undisturbed = content(build_token_store(source, tokenizer, cache_dir=tmp_path / "undisturbed"))
     duration = time.monotonic() - started
-    moments, published, torn = np.random.default_rng(0).uniform(0, 1.3 * duration, 10), 0, 0
-    for moment in moments:
+    generator, kills, torn = np.random.default_rng(0), 0, 0
+    while kills < 10 or torn < 3:  # on a busy machine more of them come too early
+        kills += 1
         process = in_background(source, tokenizer, cache)
-        time.sleep(moment)
+        time.sleep(generator.uniform(0, 1.3 * duration))
         process.kill()
         process.join()
         for folder in cache.glob("[!.]*"):
-            published += 1
             store = TokenStore(folder)
             (folder / token_store.VERIFIED).unlink()
             store.verify()
             assert content(store) == undisturbed
             shutil.rmtree(folder)
         torn += any(cache.glob(".building-*"))
-    assert torn >= 3
-    assert published < 10
     assert content(build_token_store(source, tokenizer, cache_dir=cache)) == undisturbed
     assert len(list(cache.glob("[!.]*"))) == 1
     assert not any(cache.glob(".building-*"))

@@ -5,6 +5,8 @@ import pytest
 
 from lightning_modules.commands.cli.main import main
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* val documents have no key token")
+
 
 def run(tmp_path, monkeypatch, capsys, *options):
     monkeypatch.chdir(tmp_path)
@@ -20,7 +22,6 @@ def rows(output):
 
 
 @pytest.mark.limit(10)  # four runs
-@pytest.mark.filterwarnings("ignore:.* val documents have no key token")
 def test_every_run_of_it_works_and_is_shown_as_a_command(tmp_path, monkeypatch, capsys):
     options = ["--trainer.max_steps", "2", "--data.train_documents", "64", "--trainer.enable_progress_bar", "false"]
     options += ["--trainer.log_every_n_steps", "1", "--data.validation_documents", "8"]

@@ -326,6 +326,7 @@ def perplexity(tmp_path, module, **settings):
     return run.validate(module, DataLoader([row(3)], batch_size=None), verbose=False, **settings)[0]["val/perplexity"]
 
 
+@pytest.mark.filterwarnings("ignore:Found keys that are in the model state dict but not")  # only what is trained
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("start", [True, "pissa_niter_4"])
@@ -343,7 +344,7 @@ def test_a_checkpoint_is_read_again_under_every_precision(folder, tmp_path, prec
         torch.testing.assert_close(parameter.to(trained[name].dtype), trained[name], rtol=0, atol=0)
 
 
-@pytest.mark.filterwarnings("ignore:The model has dropout", "ignore:You're resuming from a checkpoint that ended")
+@pytest.mark.filterwarnings("ignore:The model has dropout")
 def test_adapters_that_would_count_otherwise_are_refused(folder, tmp_path):
     lora, path = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}, str(tmp_path / "a.ckpt")
     fit(tmp_path, lm(folder, lora=lora)).save_checkpoint(path)

@@ -73,7 +73,7 @@ def test_gradient_checkpointing_and_lora(model_dir):
 def test_attention_is_said_in_the_log(model_dir, caplog):
     with caplog.at_level(logging.INFO):
         backbone = load_backbone(ModelConfig(str(model_dir)))
-    assert "Attention of llama: sdpa" in caplog.text
+    assert "Attention implementation of llama: sdpa" in caplog.text
     assert backbone.base_model.config._attn_implementation == "document_sdpa"
     assert (
         load_backbone(ModelConfig(str(model_dir), attn_implementation="eager")).base_model.config._attn_implementation

@@ -96,6 +96,7 @@ def refused(capsys, *words):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks")
 def test_evaluations_leave_a_run_alone_and_log_at_the_checkpoints_step(folder):
     before = hashes(RUN)
     assert len(before) > 5

@@ -136,6 +136,7 @@ def one(setup, root):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:. of 7 val documents have no key token")  # two or three of them are too short
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("variant", list(VARIANTS))
 def test_losses_weights_and_metrics_are_those_of_one_process(two, one, strategy, variant):

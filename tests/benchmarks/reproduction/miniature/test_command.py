@@ -156,7 +156,7 @@ def test_the_shipped_config_declares_what_the_documentation_says():
         ({"surprise": 1}, "surprise"),
         ({"evaluation": {"documents": 4, "questions": 5, "depths": 2, "contexts": [64]}}, "below the 64 tokens"),
         ({"seeds": 0}, "1 or more, got 0"),
-        ({"alphas": [2.0, -1.0]}, "`alpha` must be 0 or more"),
+        ({"alphas": [2.0, -1.0]}, "`alpha` must be finite and 0 or more"),
         ({"beta": 1.0}, "`beta` must be negative"),
         ({"gamma": 0.5}, "`gamma` caps weights"),
         ({"betas": []}, "`betas` must have at least one value"),

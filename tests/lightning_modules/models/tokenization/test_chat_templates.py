@@ -2,7 +2,6 @@
 
 import copy
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -52,12 +51,10 @@ def test_what_a_template_may_not_do_is_one_line_that_names_the_model(with_templa
 @pytest.mark.parametrize("template", FOREVER)
 def test_a_template_that_never_ends_is_stopped_in_any_thread(with_template, template, monkeypatch):
     monkeypatch.setattr(chat_templates, "RENDERING_SECONDS", 0.2)
-    begin = time.monotonic()
     with pytest.raises(ValueError, match=r"'some/model' takes longer than 0\.2 s"):
         check_chat_template(with_template(template))
     with ThreadPoolExecutor() as pool, pytest.raises(ValueError, match="takes longer"):
         pool.submit(render_chat, with_template(template), MESSAGES).result()
-    assert time.monotonic() - begin < 5
 
 
 def test_a_debugger_keeps_its_trace_function(with_template):
