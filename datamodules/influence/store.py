@@ -84,7 +84,7 @@ class InfluenceStore:
         return np.memmap(self.folder / WEIGHTS, dtype=DTYPE, mode="r")
 
     def check(self, expected: dict[str, Any]) -> "InfluenceStore":
-        """Return itself if the weights are for sequences of this `PackedRowDataset.identity`, or of some keys of it."""
+        """Return this store; raise a ``ValueError`` unless it matches these keys of a `PackedRowDataset.identity`."""
         check_identity(self.folder, self.header["made_from"], expected)
         return self
 

@@ -124,7 +124,7 @@ class LongDocuments:
 def pack_in_order(
     document_boundaries: NDArray[np.int64], order: NDArray[np.int64], sequence_length: int, packing: Packing = "concat"
 ) -> PackedRows:
-    """Pack documents in another order than that of the stream; a document may occur more than once.
+    """Pack documents in a given order; a document may occur more than once.
 
     Example:
         >>> rows = pack_in_order(np.array([0, 3, 5]), order=np.array([1, 0, 0]), sequence_length=4)

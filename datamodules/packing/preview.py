@@ -81,7 +81,7 @@ def _describe_row(
 
 
 def _describe_segment(rows: PackedRowDataset, document: int, start: int, stop: int) -> str:
-    """Describe which tokens of a document a segment holds, and where it was cut."""
+    """Describe which tokens of a document a segment contains, and where it was cut."""
     begin, end = rows.store.document_boundaries[document : document + 2].tolist()
     if (start, stop) == (begin, end):
         return "whole"

@@ -49,8 +49,8 @@ class Agent(LocalElasticAgent):
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         """Signal the processes to save and stop, and kill those that still run after the timeout.
 
-        Torchrun would also signal their data loaders, whose death is an error before anything is saved. Under SLURM,
-        SIGUSR1 also requeues the job.
+        Torchrun would also signal their data loader workers, and a dead worker is an error before anything is saved.
+        Under SLURM, SIGUSR1 also requeues the job.
         """
         requeues = death_sig == signal.SIGUSR1 and "SLURM_JOB_ID" in os.environ
         running = [process for process in self._worker_processes() if process.poll() is None]

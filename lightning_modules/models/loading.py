@@ -78,7 +78,7 @@ def has_weights(pretrained_model_name_or_path: str | None) -> TypeGuard[str]:
 
 
 def check_quantization(pretrained_model_name_or_path: str | None, config: PreTrainedConfig) -> None:
-    """Raise a ``ValueError`` if the weights to quantize do not exist, or are already quantized."""
+    """Raise a ``ValueError`` if there are no stored weights to quantize, or they are already quantized."""
     if not has_weights(pretrained_model_name_or_path):
         raise ValueError("`quantization` needs stored weights: set a hub id or a folder, or remove `quantization`.")
     if getattr(config, "quantization_config", None) is not None:

@@ -61,7 +61,7 @@ def accept_saved_config(parser: Any) -> None:
 
 
 def check_options(words: Sequence[str], add_options: Callable[[Any], None] | None = None) -> None:
-    """Print the help of a command, or refuse unknown options and suggest the closest known one.
+    """Print the help of a command, or raise an error for unknown options that suggests the closest known one.
 
     The commands of LightningCLI print their own help and have no ``add_options``.
     """

@@ -52,7 +52,7 @@ _CKPT_PATH_HELP = (
 
 
 class ConciseParser(LightningArgumentParser):
-    """Parser whose errors leave out the list of all types that were tried and the whole config."""
+    """Parser whose errors omit the config and the list of all types that were tried."""
 
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
@@ -98,7 +98,7 @@ class LongceCLI(LightningCLI):
 
     @override
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
-        """Describe commands and ``--ckpt_path`` as they are here: Lightning's texts are for its own."""
+        """Replace Lightning's help for the commands and for ``--ckpt_path``, which works differently here."""
         kwargs["description"] = _DESCRIPTIONS.get(subcommand, kwargs.get("description"))
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
         for action in parser._actions:

@@ -18,7 +18,7 @@ _INCOMPLETE = "\ufffd"
 
 
 class SlowBackend:
-    """Stands in for the ``backend_tokenizer`` of a fast tokenizer, with a tokenizer that has none.
+    """Gives a slow tokenizer the interface of a fast tokenizer's ``backend_tokenizer``.
 
     Raises:
         ValueError: If the tokenizer does not decode a simple sentence to itself.

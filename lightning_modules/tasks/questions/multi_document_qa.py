@@ -93,7 +93,7 @@ class MultiDocumentQA(FittedTask):
 
 
 class _Shelf:
-    """The passages of a question: first those found for it, then others as needed."""
+    """Passages of a question: its own distractors first, then passages of other questions as needed."""
 
     def __init__(self, asked: OpenQuestion, others: Iterator[Passage], seed: int) -> None:
         self.asked = asked

@@ -20,8 +20,8 @@ class ForcedAnswer(NamedTuple):
 class Prompter:
     """Turns questions into tokens, and counts them.
 
-    With ``chat_template`` the prompt is the user's turn of the tokenizer's chat template, which has its special tokens
-    already: ``add_special_tokens`` has no effect.
+    With ``chat_template``, the prompt is the user's turn of the tokenizer's chat template. The template already has
+    special tokens, so ``add_special_tokens`` has no effect.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Question(NamedTuple):
-    """A question, the wordings of its answer, and the indices of its documents and of others on the same subject."""
+    """Question with the accepted wordings of its answer, and the indices of its documents and of related ones."""
 
     text: str
     answers: tuple[str, ...]
@@ -35,7 +35,7 @@ class Passage(NamedTuple):
 
 
 class OpenQuestion(NamedTuple):
-    """A question, the wordings of its answer, the passage that answers it, and others, the most fitting first."""
+    """Question with the accepted wordings of its answer, the gold passage, and distractors, most relevant first."""
 
     text: str
     answers: tuple[str, ...]
@@ -46,7 +46,7 @@ class OpenQuestion(NamedTuple):
 def read_squad(path: str | Path) -> Collection:
     """Read SQuAD 1.1 or 2.0 (https://rajpurkar.github.io/SQuAD-explorer), such as ``dev-v2.0.json``, perhaps gzipped.
 
-    As in RULER, questions without an answer (2.0) are left out, and related are the other paragraphs of the article.
+    As in RULER, questions without an answer (2.0) are skipped. Related documents are the article's other paragraphs.
     """
 
     def collection(data: Any) -> Collection:

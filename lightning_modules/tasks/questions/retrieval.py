@@ -26,12 +26,12 @@ STARTS = 10_000
 
 
 class Needle(FittedTask):
-    """What is the best thing to do in San Francisco?
+    """Needle-in-a-Haystack: "What is the best thing to do in San Francisco?"
 
-    Needle-in-a-Haystack (Kamradt 2023, https://github.com/gkamradt/LLMTest_NeedleInAHaystack), with its needle, its
-    question and its prompt for Anthropic's models. Unlike there, no language model rates the answer from 1 to 10: the
-    score is the fraction of "eat a sandwich", "sit in Dolores Park" and "sunny day" that the answer contains. The
-    needle is between whole sentences, and each example starts at another place of the essays, not always at the front.
+    From Kamradt (2023, https://github.com/gkamradt/LLMTest_NeedleInAHaystack), with the original needle, question and
+    prompt for Anthropic's models. Unlike in the original, no language model rates the answer from 1 to 10: the score is
+    the fraction of "eat a sandwich", "sit in Dolores Park" and "sunny day" that the answer contains. The needle is
+    inserted between sentences, and examples start at different places of the essays, not always at the front.
     """
 
     name = "needle"
@@ -65,11 +65,11 @@ PASSKEY_ANSWER_PREFIX = " The pass key is"
 
 
 class Passkey(FittedTask):
-    """What is the pass key?
+    """Passkey retrieval: "What is the pass key?"
 
     From Landmark Attention (Mohtashami and Jaggi 2023, https://arxiv.org/abs/2305.16300), worded as in the public code
     of LongLoRA; also used by *Effective Long-Context Scaling* (Xiong et al. 2023, https://arxiv.org/abs/2309.16039).
-    Unlike there, the noise consists of whole sentences, and the first generated number has to be the key.
+    Unlike in the original, the noise consists of complete sentences, and the first generated number must be the key.
     """
 
     name = "passkey"
@@ -95,7 +95,7 @@ class Passkey(FittedTask):
 
 
 def _repeat_noise(count: int) -> str:
-    """Return sentences of noise; on both sides of the key the first is the same."""
+    """Return sentences of noise, which start over after the key."""
     return " ".join(islice(cycle(NOISE_SENTENCES), count))
 
 
@@ -106,13 +106,12 @@ MAX_CHARACTERS = 120
 
 
 class FirstSentence(FittedTask):
-    """What is the first sentence of the text?
+    """First-sentence retrieval: "What is the first sentence of the text?"
 
     The probe of *Effective Long-Context Scaling* (Xiong et al. 2023, section 4.1, https://arxiv.org/abs/2309.16039),
-    whose words and texts are not published: the question is ours. As there, the score is ROUGE-L: its F1, for as many
-    generated words as the sentence has. The text begins anywhere in the essays with a sentence of 5 words or more and
-    120 characters or fewer. Examples name no depth: it is always the front, whereas scores by depth are about the
-    middle.
+    whose wording and texts are not published: the question is ours. As in the paper, the score is ROUGE-L, here the F1
+    over the first generated words, up to the length of the sentence. The text begins anywhere in the essays with a
+    sentence of at least 5 words and at most 120 characters. Examples have no depth, because it would always be 0.
     """
 
     name = "first_sentence"
@@ -156,14 +155,13 @@ LONGEVAL_LARGEST = 50000  # numbers are drawn from 1 to this
 
 
 class LongEvalLines(FittedTask):
-    """What is the register content in line brave-otter?
+    """LongEval's `lines`: "What is the register content in line brave-otter?"
 
-    The task `lines` of LongEval (Li et al. 2023, https://lmsys.org/blog/2023-06-29-longchat), with the words and the
-    scoring of its public code. With a chat template the last number of the answer counts, as there. Without one the
-    answer prefix is that with which the original asks a base model (MPT-7B-Storywriter), and the first number counts,
-    since such a model continues with more lines. Unlike there, the budget decides the number of lines, instead of 200
-    to 1350 fixed ones; line indices come from our lists and are distinct; and no other line has the number that is
-    asked for.
+    From Li et al. (2023, https://lmsys.org/blog/2023-06-29-longchat), with the wording and the scoring of their public
+    code. With a chat template, the last number of the answer counts, as in the original. Without one, the answer prefix
+    is that of the original for a base model (MPT-7B-Storywriter), and the first number counts, because such a model
+    continues with more lines. Unlike in the original, the requested length determines the number of lines (200 to 1350
+    there); line indices come from our own lists and are distinct; and no other line has the requested number.
     """
 
     name = "longeval_lines"
@@ -205,13 +203,13 @@ KEY_VALUES_INSTRUCTION = "Extract the value corresponding to the specified key i
 
 
 class KeyValues(FittedTask):
-    """Which value has this key in the JSON object?
+    """Key-value retrieval: "Which value has this key in the JSON object?"
 
-    Key-value retrieval of *Lost in the Middle* (Liu et al. 2023, section 3, https://arxiv.org/abs/2307.03172), with the
-    words of its public code: keys and values are UUIDs, and the answer is right if it holds the value, ignoring case.
-    Unlike there, the budget decides the number of pairs, instead of 75, 140 or 300 fixed ones, and the place of the
-    pair is given as a depth. The key is asked for ``after`` the object, as the paper does by default, in ``both``
-    places (its query-aware contextualization), or only ``before`` it, which is not in the paper.
+    From *Lost in the Middle* (Liu et al. 2023, section 3, https://arxiv.org/abs/2307.03172), with the wording of its
+    public code: keys and values are UUIDs, and the answer is right if it contains the value, ignoring case. Unlike in
+    the original, the requested length determines the number of pairs (75, 140 or 300 there), and the position of the
+    pair is a depth. The question comes ``after`` the object (the paper's default), on ``both`` sides of it (the paper's
+    query-aware contextualization), or only ``before`` it, which is not in the paper.
     """
 
     max_new_tokens = 100

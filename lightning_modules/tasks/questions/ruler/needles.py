@@ -97,7 +97,7 @@ class Needles(FittedTask):
         return NEEDLE.format(kind=self.setting.value, key=key, value=value)
 
     def worded(self, context: str, queries: Sequence[str]) -> tuple[str, str]:
-        """Return prompt and answer prefix, in the singular where one value is asked for."""
+        """Return prompt and answer prefix, in the singular if there is a single value."""
         question, prefix, kind = QUESTION, ANSWER_PREFIX, str(self.setting.value)
         if self.varies_depth:
             question = question.replace("Some", "A").replace("are all", "is").replace("are", "is")
@@ -106,7 +106,7 @@ class Needles(FittedTask):
         return question.format(kind=kind, context=context, query=query), prefix.format(kind=kind, query=query)
 
     def _make_haystack(self, rng: random.Random, taken: set[str]) -> tuple[Callable[[int], list[str]], str]:
-        """Return a function that gives a number of sentences, and their separator."""
+        """Return a function from a number to that many sentences, and the separator of sentences."""
         if self.setting.haystack == "essay":
             return self.essays.sentences, " "
         if self.setting.haystack == "noise":
@@ -119,7 +119,7 @@ class Needles(FittedTask):
 
 
 class _Hidden:
-    """Needles with places in a text whose length is not known yet."""
+    """Needles whose places are drawn before the length of the text is known."""
 
     def __init__(
         self, rng: random.Random, needles: list[str], asked: str, depth: float | None, *, essays: bool
@@ -133,7 +133,7 @@ class _Hidden:
         self.depths = sorted(depths or [rng.random() for _ in self.others])
 
     def among(self, sentences: list[str]) -> list[str]:
-        """Return the text as sentences, needles among them."""
+        """Insert the needles between the sentences of a text."""
         pieces, last = [], 0
         for needle, depth in zip(self.others, self.depths, strict=True):
             before = int(len(sentences) * depth)

@@ -25,7 +25,7 @@ _COMMON_PREFIX = " Answer: The top 10 words that appear most often in the list a
 ALPHA = 2.0
 WORD_LETTERS = 6
 MIN_WORDS = 53
-"""From here on the fourth most frequent word, the last that is asked for, is always ahead of the fifth."""
+"""With at least this many words, the fourth most frequent word, the last of the answer, is ahead of the fifth."""
 
 _FREQUENT_TEMPLATE = (
     "Read the following coded text and track the frequency of each coded word. Find the three most frequently appeared"
@@ -37,7 +37,7 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 class Repeats(NamedTuple):
-    """How often a common word, and any other word, is in a list."""
+    """Number of times that a list contains each common word, and each other word."""
 
     common: int
     others: int
