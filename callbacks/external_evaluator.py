@@ -75,7 +75,7 @@ class ExternalEvaluator(Callback):
         self.longppl = LongPerplexity()
         self.longppl_soft = LongPerplexity()
         self._counts = torch.zeros(_COUNTS, dtype=torch.float64)
-        self.judged: dict[str, EvaluatedDocument] = {}  # by SHA-256 of the text: this process's in the last evaluation
+        self.evaluated: dict[str, EvaluatedDocument] = {}  # this process's documents, by SHA-256
         self._drawn: set[str] = set()
         self._stored_tokenizer: PreTrainedTokenizerFast | None = None
 
@@ -112,11 +112,11 @@ class ExternalEvaluator(Callback):
             authors = self.config.key_tokens == "authors"
             hard[:end] = (scan_token_mask if authors else span_token_mask)(tokens.offsets, spans)
             return hard & scored, None, measure_coverage(tokens, None, "authors" if authors else "characters")
-        judged = self.evaluator.evaluate(text, tokens, device=device, name=name)
-        self.judged[judged.scores.text_sha256] = judged
-        hard[:end] = judged.key
-        soft[:end] = transfer_soft_influence(judged.scores, tokens, gamma=self.gamma)
-        return hard & scored, soft * scored, judged.coverage
+        document = self.evaluator.evaluate(text, tokens, device=device, name=name)
+        self.evaluated[document.scores.text_sha256] = document
+        hard[:end] = document.key
+        soft[:end] = transfer_soft_influence(document.scores, tokens, gamma=self.gamma)
+        return hard & scored, soft * scored, document.coverage
 
     def _precomputed_spans(self, text: str, name: str) -> Tensor:
         """Read the spans of a document from the file named by its name, its id or the hash of its text."""
@@ -132,11 +132,11 @@ class ExternalEvaluator(Callback):
 
     def _draw_histograms(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Draw the evaluator's scores of this process, once for each set of documents because they do not change."""
-        if not self.judged or set(self.judged) <= self._drawn or trainer.sanity_checking:
+        if not self.evaluated or set(self.evaluated) <= self._drawn or trainer.sanity_checking:
             return
-        self._drawn |= set(self.judged)
-        long = torch.cat([judged.scores.long for judged in self.judged.values()])
-        difference = long - torch.cat([judged.scores.short for judged in self.judged.values()])
+        self._drawn |= set(self.evaluated)
+        long = torch.cat([document.scores.long for document in self.evaluated.values()])
+        difference = long - torch.cat([document.scores.short for document in self.evaluated.values()])
         compared = difference != 0  # tokens without a short context would be one large bar at 0
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger) and compared.any():
@@ -149,7 +149,7 @@ class ExternalEvaluator(Callback):
         for metric in (self.longppl, self.longppl_soft):
             metric.to(pl_module.device).reset()
         self._counts = torch.zeros(_COUNTS, dtype=torch.float64)
-        self.judged = {}
+        self.evaluated = {}
 
     @override
     def on_validation_batch_end(

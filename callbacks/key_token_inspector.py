@@ -225,5 +225,7 @@ class KeyTokenInspector(Callback):
                 f"`KeyTokenInspector` found only {[document.name for document in self._inspected]} of the documents"
                 f" {self.documents} in the first process: the others do not exist, or other processes have them."
             )
-        judged = {} if self._evaluator is None else self._evaluator.judged
-        self._panels.draw(self._writers, self._inspected, self._positions, judged=judged, step=trainer.global_step)
+        evaluated = {} if self._evaluator is None else self._evaluator.evaluated
+        self._panels.draw(
+            self._writers, self._inspected, self._positions, evaluated=evaluated, step=trainer.global_step
+        )

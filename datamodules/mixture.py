@@ -88,7 +88,7 @@ class MixtureDataModule(PackedTextDataModule):
 
     @override
     def source(self, split: Split) -> Source | None:
-        raise ValueError("A mixture has no documents itself: ask its `modules`.")
+        raise ValueError("A mixture does not have documents: use those of its `modules`.")
 
     @override
     def training_rows(self) -> PackedRowDataset | None:

@@ -158,7 +158,7 @@ class StreamingTextDataModule(TextDataModule):
         if self.trainer is None or self.trainer.max_steps < 0:
             raise ValueError("A stream has no end: set `trainer.max_steps`.")
         if (source := self.source("train")) is None:
-            raise ValueError("`train` is missing: name the documents to train on.")
+            raise ValueError("`train` is missing: set the documents to train on.")
         rank, world_size = self._reader_rank()
         rows = StreamedRows(
             file_sources(source),

@@ -169,13 +169,13 @@ OPTIONS = [
         "from 2 to 134,217,728 tokens",
     ),
     ("--model.attn_implementation", "nosuch", "nosuch"),
-    ("--model.pretrained_model_name_or_path", "", "give a local folder or a hub id"),
+    ("--model.pretrained_model_name_or_path", "", "use a local folder or a hub id"),
     ("--model.pretrained_model_name_or_path", "https://x/y", "does not exist"),
     ("--data.sequence_length", str(10**30), "at most 134,217,728 tokens"),
     ("--data.num_workers", "1000000", "`num_workers` must be an integer from 0 to"),
     ("--data.long_documents", "{longer_than: 9, weight: 1e12}", "must be between 1 and 1000"),
     ("--data.packing", "worst", "packing"),
-    ("--data.tokenizer", "", "give a local folder or a hub id"),
+    ("--data.tokenizer", "", "use a local folder or a hub id"),
     ("--data.train", "/nowhere/*.jsonl", "No file at"),
     ("--data.train", "nosuch://x/y", "Protocol not known"),
     ("--data.text_field", "body", "no text field 'body'"),
@@ -289,7 +289,10 @@ def adapters_alone(folder):
 
 MODELS = {
     "adapters": (adapters_alone, "holds adapters without their model"),
-    "slow tokenizer": (with_a_slow_tokenizer, "(CTRLTokenizer) reports no characters, and its tokens do not give back"),
+    "slow tokenizer": (
+        with_a_slow_tokenizer,
+        "(CTRLTokenizer) does not report character offsets, and its tokens do not decode",
+    ),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "has no weights, neither"),
     "torn": (lambda folder: os.truncate(folder / "model.safetensors", 5000), "incomplete or damaged"),
     "empty": (lambda folder: os.truncate(folder / "model.safetensors", 0), "incomplete or damaged"),
@@ -344,8 +347,8 @@ def test_model_folders(name, place, model_dir, evaluator_dir, tmp_path, capsys):
 
 def test_a_file_for_a_model(place, model_dir, evaluator_dir, capsys):
     file = model_dir / "model.safetensors"
-    assert f"is a file: name its folder '{model_dir}'" in scored(place, file, evaluator_dir, capsys)
-    assert f"is a file: name its folder '{model_dir}'" in scored(place, evaluator_dir, file, capsys)
+    assert f"is a file: use its folder '{model_dir}'" in scored(place, file, evaluator_dir, capsys)
+    assert f"is a file: use its folder '{model_dir}'" in scored(place, evaluator_dir, file, capsys)
 
 
 def test_an_index_may_name_pickled_weights(model_dir, tmp_path):

@@ -146,7 +146,7 @@ def find_corpus(paths: Sequence[str], columns: CorpusColumns, *, lenient: bool =
         for name, file in _name_files(path):
             if str(named.setdefault(name, file)) != str(file):
                 raise ValueError(
-                    f"Two files are called '{name}': {named[name]} and {file}. Name a common folder or pattern, such as"
+                    f"Two files are called '{name}': {named[name]} and {file}. Use a common folder or pattern, such as"
                     " 'corpus/**/*.parquet'."
                 )
     # 2. Split parquet files into row groups, and compare the types of their columns.

@@ -192,7 +192,7 @@ class DocumentCorpus(LightningDataModule):
         """
         corpus = find_corpus(self.files, self.column_names, lenient=True)
         if missing := sorted(set(rows) - set(corpus.names)):
-            raise ValueError(f"'{missing[0]}' is not in {', '.join(self.files)}: name the files that were scored.")
+            raise ValueError(f"'{missing[0]}' is not in {', '.join(self.files)}: set the files that were scored.")
         _check_unchanged({name: versions[name] for name in rows}, corpus.versions(rows))
         for part in corpus.parts:
             if (numbers := rows.get(corpus.names[part.file])) is not None:

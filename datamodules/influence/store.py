@@ -25,7 +25,7 @@ def read_header(folder: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"'{folder / HEADER}' cannot be read ({error}): name a folder of token weights.") from error
+        raise ValueError(f"'{folder / HEADER}' cannot be read ({error}): use a folder of token weights.") from error
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise ValueError(f"'{folder}' has no token weights of format {FORMAT}. {_REMEDY}")
     return header

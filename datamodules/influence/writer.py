@@ -151,16 +151,16 @@ class InfluenceWriter:
 
     def _prepare_folder(self) -> None:
         if not self.folder.is_dir():
-            writable_folder(self.folder, remedy="Name another folder by `--output`.")
+            writable_folder(self.folder, remedy="Choose another folder with `--output`.")
         # List the folder before the header is read: another process may write the header in between.
         strangers = [path.name for path in self.folder.iterdir() if not path.name.startswith(".")]
         header = read_header(self.folder)
         if header is not None:
             check_identity(
-                self.folder, header["made_from"], self.made_from, remedy="Name another folder by `--output`."
+                self.folder, header["made_from"], self.made_from, remedy="Choose another folder with `--output`."
             )
         elif strangers:
-            raise ValueError(f"'{self.folder}' has other files, such as '{strangers[0]}': name a new folder.")
+            raise ValueError(f"'{self.folder}' contains other files, such as '{strangers[0]}': use a new folder.")
         else:
             self._write_header(complete=False, statistics={})
 

@@ -35,7 +35,7 @@ class LengthCurriculum:
         if not 0 < self.share < 1:
             raise ValueError(
                 f"`curriculum.share` is the fraction of steps with short sequences and must be between 0 and 1, got"
-                f" {self.share}. For none remove `curriculum`; for all lower `sequence_length`."
+                f" {self.share}. To use none, remove `curriculum`; to use no long ones, lower `sequence_length`."
             )
 
     def check(self, sequence_length: int) -> None:

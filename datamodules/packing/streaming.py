@@ -39,7 +39,7 @@ def file_sources(source: Source) -> list[Source]:
     if isinstance(source, TextFiles | RecordFiles):
         return [replace(source, files=(file,)) for file in source.files]
     raise ValueError(
-        "Only files can be streamed: name the files of a hub dataset as hf://datasets/owner/name/**/*.parquet."
+        "Only files can be streamed: list the files of a hub dataset as hf://datasets/owner/name/**/*.parquet."
     )
 
 
@@ -93,7 +93,7 @@ class StreamedRows(IterableDataset[tuple[Row, Cursor]]):
         own = np.random.default_rng(self.seed).permutation(len(self.files))[stream::streams]
         for turn in count(cursor.round):
             found = False
-            # 2. Each pass over the stream's files has an order of its own.
+            # 2. Shuffle the stream's files again in each pass.
             order = np.random.default_rng([self.seed, stream, turn]).permutation(own).tolist()
             for index, file in enumerate(order):
                 if (turn, index) < cursor[:2]:  # read before the cursor
@@ -108,7 +108,7 @@ class StreamedRows(IterableDataset[tuple[Row, Cursor]]):
                         skip = cursor.token if place[:3] == cursor[:3] else 0
                         yield place._replace(token=skip), self.encoder([document]).tokens[skip:]
             if not found and turn > cursor.round:  # the first pass may have started in the middle
-                raise ValueError(f"The {len(order)} files of stream {stream} have no document. Name other files.")
+                raise ValueError(f"The {len(order)} files of stream {stream} have no document. Use other files.")
 
     def _check_content(self, file: int, expected: str) -> str:
         """Return the identity of a file's content. It must be the expected one, or the cursor would be meaningless."""

@@ -55,7 +55,7 @@ def text_folder(folder: Path, titles: Mapping[str, str] | None = None) -> TextFi
     """Find the ``.txt`` files of a local folder, without its subfolders, in the order of their names."""
     files = tuple(sorted(folder.glob("*.txt")))
     if not files:
-        raise FileNotFoundError(f"No .txt file in {folder}. Name a folder with one text file per document.")
+        raise FileNotFoundError(f"No .txt file in {folder}. Use a folder with one text file per document.")
     return TextFiles(files, titles or {})
 
 
@@ -87,7 +87,7 @@ class RecordFiles:
                     yield self._make_document(record, file, number)
         if not found:
             wanted = f" with {self.where[0]} == {self.where[1]!r}" if self.where else ""
-            raise NoDocumentError(f"No document{wanted} in {', '.join(map(str, self.files))}. Name other files.")
+            raise NoDocumentError(f"No document{wanted} in {', '.join(map(str, self.files))}. Use other files.")
 
     def fingerprint(self) -> str:
         """Describe content and order of the files, and which documents are read."""
@@ -138,7 +138,7 @@ def with_text(documents: Iterable[Document]) -> Iterator[Document]:
             taken += 1
             yield document
     if empty and not taken:
-        raise NoDocumentError(f"All of the {empty:,} documents are empty, such as '{first_empty}'. Name other files.")
+        raise NoDocumentError(f"All of the {empty:,} documents are empty, such as '{first_empty}'. Use other files.")
     if empty:
         _log.warning("Skipped %d empty documents of %d, such as '%s'.", empty, taken + empty, first_empty)
 

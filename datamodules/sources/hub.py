@@ -40,7 +40,7 @@ class HubDataset:
             yield Document(name, checked_text(record[self.text_column], place))
         if not found:
             wanted = f" with {self.where[0]} == {self.where[1]!r}" if self.where else ""
-            raise ValueError(f"No document{wanted} in split {self.split!r} of {self.path!r}. Name another dataset.")
+            raise ValueError(f"No document{wanted} in split {self.split!r} of {self.path!r}. Use another dataset.")
 
     def fingerprint(self) -> str:
         """Describe the content of local files, or the commit on the hub, and which documents are read."""
@@ -54,7 +54,7 @@ class HubDataset:
         if self.text_column not in dataset.column_names:
             raise ValueError(
                 f"Split {self.split!r} of {self.path!r} has no text column {self.text_column!r}; found"
-                f" {dataset.column_names}. Name another dataset, or rename the column."
+                f" {dataset.column_names}. Use another dataset, or rename the column."
             )
         return dataset
 
@@ -95,5 +95,5 @@ def _load_split(path: str, split: str, revision: str | None) -> Any:
         kind = FileNotFoundError if isinstance(error, OSError) else ValueError
         raise kind(
             f"No usable split {split!r} of `path` = {path!r} {where} ({type(error).__name__}: {error}). Check the"
-            " spelling and the network, or name a local path or a parquet dataset without a loading script."
+            " spelling and the network, or use a local path or a parquet dataset without a loading script."
         ) from error

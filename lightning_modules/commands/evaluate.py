@@ -28,7 +28,7 @@ def evaluate(model: str, output: str, **options: Any) -> str:
     rank, processes = _read_rank()
     ours, theirs = split_tasks(config.tasks)
     config.check_used(ours, theirs)
-    writable_folder(config.output_folder, remedy="Name another folder by `--output`.")
+    writable_folder(config.output_folder, remedy="Choose another folder with `--output`.")
     device = find_device(_choose_device(config.device))
     source: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
     numerics: dict[str, Any] = {"dtype": config.dtype, "attn_implementation": config.attn_implementation}

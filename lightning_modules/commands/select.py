@@ -74,7 +74,7 @@ def _check_options(shards: ScoreShards, config: SelectConfig) -> None:
     if config.output is not None and Path(config.output).suffix not in OUTPUTS:
         raise ValueError(f"`output` = '{config.output}' must end in one of {', '.join(OUTPUTS)}.")
     for file in filter(None, (config.output, config.weights)):
-        writable_folder(Path(file).absolute().parent, remedy="Name another file.")
+        writable_folder(Path(file).absolute().parent, remedy="Choose another file.")
     if config.where is not None:
         meets_conditions(shards.schema().empty_table().to_pandas(), config.where)
 

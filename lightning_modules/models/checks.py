@@ -49,7 +49,7 @@ def check_config(config: PreTrainedConfig, *, trust_remote_code: bool = False) -
 
 
 def check_sizes(values: Mapping[str, Any]) -> None:
-    """Raise a ``ValueError`` for a size in a config, or in its overrides, that is out of range."""
+    """Raise a ``ValueError`` if a size in a config or its overrides is out of range."""
     for name, maximum in MAX_SIZES.items():
         value = values.get(name)
         if isinstance(value, int) and not 1 <= value <= maximum:

@@ -193,13 +193,13 @@ def _count_kinds(offsets: Tensor) -> tuple[int, int, int]:
 
 def _check_floor(scores: TokenScores, beta: float) -> None:
     if beta < scores.floor:
-        raise ValueError(f"These scores can be used for a `beta` of {scores.floor} or above only, got {beta}.")
+        raise ValueError(f"These scores are valid only for a `beta` of {scores.floor} or above, got {beta}.")
 
 
 def match_tokens(one: Tokens, other: Tokens) -> tuple[slice, slice] | None:
     """Return the ranges in which two tokenizations of a text have the same ids and offsets, or None if they differ.
 
-    The ranges may leave out special tokens around the text, and nothing else.
+    Only special tokens around the text may be outside of the ranges.
     """
     if _are_equal(one, other):
         return slice(0, len(one.ids)), slice(0, len(other.ids))

@@ -107,10 +107,11 @@ def table(result: dict[str, Any]) -> str:
     lines.insert(1, "-" * len(lines[0]))
     lines.insert(-1, "-" * len(lines[0]))
     lines.append(
-        f"Key tokens aligned by {result['alignment']}; {result['tokens_sharing_characters']:.1%} of the tokens share a"
-        f" character, {result['tokens_without_characters']:.1%} cover none; of the evaluator's tokens"
-        f" {result.get('evaluator_tokens_sharing_characters', 0):.1%} and"
-        f" {result.get('evaluator_tokens_without_characters', 0):.1%}."
+        f"Key tokens aligned by {result['alignment']}. Tokens that share a character:"
+        f" {result['tokens_sharing_characters']:.1%} (evaluator:"
+        f" {result.get('evaluator_tokens_sharing_characters', 0):.1%}); that cover none:"
+        f" {result['tokens_without_characters']:.1%} (evaluator:"
+        f" {result.get('evaluator_tokens_without_characters', 0):.1%})."
     )
     return "\n".join(lines)
 

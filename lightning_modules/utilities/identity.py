@@ -82,7 +82,7 @@ def file_state(path: str | Path) -> list[int]:
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         raise ValueError(_unreadable_message(path, error)) from error
     if not stat.S_ISREG(status.st_mode):
-        raise ValueError(f"'{path}' is not a regular file, so it cannot be identified by content. Name a file.")
+        raise ValueError(f"'{path}' is not a regular file, so it cannot be identified by content. Use a file.")
     return [status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns]
 
 

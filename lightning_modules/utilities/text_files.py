@@ -9,7 +9,7 @@ from lightning_modules.utilities.files import writable_folder
 def read_text(file: str) -> str:
     """Read a UTF-8 text file; raise a ``ValueError`` that explains the problem if it cannot be scored."""
     if not os.path.isfile(file):
-        raise ValueError(f"No file {file!r:.300}: name UTF-8 text files, one document each.")
+        raise ValueError(f"No file {file!r:.300}: pass UTF-8 text files, one document each.")
     if Path(file).suffix.lower() in (".json", ".jsonl", ".parquet"):
         raise ValueError(
             f"'{file}' contains records, not one text: write each document to a text file, or score the file as a"
@@ -37,4 +37,4 @@ def check_output(output: str) -> None:
     folder = Path(output).absolute().parent
     if Path(output).is_dir() or not folder.is_dir():
         raise ValueError(f"`output` must be a file in an existing folder, got '{output}'.")
-    writable_folder(folder, remedy="Name another file by `output`.")
+    writable_folder(folder, remedy="Choose another file with `output`.")

@@ -78,10 +78,10 @@ def run(model_dir, evaluator_dir, tokenizer, tmp_path_factory):
     """A short training with both callbacks, the inspector first, as the order must not matter."""
     folder = tmp_path_factory.mktemp("run")
     documents = [encode_document(text, tokenizer, name=f"doc{n} by X") for n, text in enumerate(TEXTS)]
-    judge = ExternalEvaluator(str(evaluator_dir), **JUDGED, cache_dir=str(folder / "cache"))
+    evaluator = ExternalEvaluator(str(evaluator_dir), **JUDGED, cache_dir=str(folder / "cache"))
     inspector = KeyTokenInspector(documents=2, weights_every_n_steps=2)
-    module, trainer = fit(model_dir, [inspector, judge], documents, folder / "logs")
-    return module, trainer, judge, inspector, documents, read(folder / "logs")
+    module, trainer = fit(model_dir, [inspector, evaluator], documents, folder / "logs")
+    return module, trainer, evaluator, inspector, documents, read(folder / "logs")
 
 
 def test_what_does_not_change_is_drawn_once_and_the_rest_at_each_evaluation(run):
@@ -98,8 +98,8 @@ def test_what_does_not_change_is_drawn_once_and_the_rest_at_each_evaluation(run)
 
 
 def test_texts_tell_the_evaluators_numbers(run):
-    _, _, judge, *_, events = run
-    scores = judge.judged[text_sha256(TEXTS[1])].scores
+    _, _, evaluator, *_, events = run
+    scores = evaluator.evaluated[text_sha256(TEXTS[1])].scores
     text = texts(events, "key_tokens/1_doc1_by_X/evaluator")[2]
     difference = scores.long - scores.short
     key = (difference > 0.5) & (scores.long > -6.0)
@@ -112,9 +112,9 @@ def test_texts_tell_the_evaluators_numbers(run):
 
 
 def test_the_table_of_key_tokens_has_the_models_probabilities(run):
-    module, _, judge, _, documents, events = run
+    module, _, evaluator, _, documents, events = run
     document = documents[1]
-    scores = judge.judged[text_sha256(TEXTS[1])].scores
+    scores = evaluator.evaluated[text_sha256(TEXTS[1])].scores
     key = span_token_mask(document["offsets"][0], key_spans(scores, alpha=0.5, beta=-6.0))
     with torch.no_grad():
         now = module.backbone.eval()(document)[0]
@@ -128,7 +128,7 @@ def test_the_table_of_key_tokens_has_the_models_probabilities(run):
     assert found[2] != found[3]
     (histogram,) = events.Histograms("key_tokens/model_log_likelihood_nats")[1:]
     other = span_token_mask(
-        documents[0]["offsets"][0], key_spans(judge.judged[text_sha256(TEXTS[0])].scores, alpha=0.5, beta=-6.0)
+        documents[0]["offsets"][0], key_spans(evaluator.evaluated[text_sha256(TEXTS[0])].scores, alpha=0.5, beta=-6.0)
     )
     assert histogram.histogram_value.num == key.sum() + other.sum()
 
@@ -207,8 +207,8 @@ def test_without_an_evaluator_the_models_own_scores_tell_key_tokens(model_dir, d
 def test_precomputed_spans(model_dir, documents, tmp_path):
     for number in range(4):
         write_key_spans(tmp_path / "spans" / f"doc{number}.txt", torch.tensor([[0, 9]]))
-    judge, inspector = ExternalEvaluator(key_spans=str(tmp_path / "spans")), KeyTokenInspector(short_context=False)
-    fit(model_dir, [judge, inspector], documents, tmp_path / "logs", max_steps=2)
+    evaluator, inspector = ExternalEvaluator(key_spans=str(tmp_path / "spans")), KeyTokenInspector(short_context=False)
+    fit(model_dir, [evaluator, inspector], documents, tmp_path / "logs", max_steps=2)
     expected = span_token_mask(documents[0]["offsets"][0], torch.tensor([[0, 9]])) & documents[0]["labels"][0].ne(-100)
     found = texts(read(tmp_path / "logs"), "key_tokens/0_doc0_by_X/learned")[2]
     assert found.startswith(f"{int(expected.sum())} key tokens")
@@ -229,9 +229,9 @@ class Sane(KeyTokenInspector):
 
 
 def test_the_sanity_check_scores_and_draws_nothing(model_dir, evaluator_dir, documents, tmp_path):
-    judge = ExternalEvaluator(str(evaluator_dir), **JUDGED, cache_dir=str(tmp_path / "cache"))
+    evaluator = ExternalEvaluator(str(evaluator_dir), **JUDGED, cache_dir=str(tmp_path / "cache"))
     inspector, settings = Sane(), {"num_sanity_val_steps": 2, "limit_val_batches": 2, "val_check_interval": 4}
-    fit(model_dir, [judge, inspector], documents, tmp_path / "logs", **settings)
+    fit(model_dir, [evaluator, inspector], documents, tmp_path / "logs", **settings)
     assert inspector.inspected == []
     events = read(tmp_path / "logs")
     for name in ("model", "evaluator"):

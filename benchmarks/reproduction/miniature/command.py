@@ -46,7 +46,7 @@ def reproduce_miniature(
     """
     settings = read_settings(config, text)
     plan = make_plan(settings, seeds)
-    folder = writable_folder(Path(output), remedy="Name another folder by `--output`.")
+    folder = writable_folder(Path(output), remedy="Choose another folder with `--output`.")
     torch.set_num_threads(1)  # the matrices are tiny: threads would wait for each other
     laboratory = Laboratory(settings, folder / "runs")
     with exclusive(folder / "runs"):

@@ -68,7 +68,7 @@ def reproduce_table(
     chosen = find_table(table)
     known = read_scores(scores or [])
     folders = [Path(output).expanduser(), *map(_existing, merge or [])]
-    writable_folder(folders[0], remedy="Name another one by `--output`.")
+    writable_folder(folders[0], remedy="Choose another one with `--output`.")
     if chosen.kind == "training":
         runs = table_runs(chosen, folders[0].absolute(), shlex.split(fit_options))
         if not run and scores is None:

@@ -189,7 +189,7 @@ def plan_command(arguments: Sequence[str]) -> None:
     if options.output is not None:
         if Path(options.output).is_dir():
             raise ValueError(f"`output` must be a file, but '{options.output}' is a folder.")
-        writable_folder(Path(options.output).absolute().parent, remedy="Name another file by `--output`.")
+        writable_folder(Path(options.output).absolute().parent, remedy="Choose another file with `--output`.")
     experiment = read_experiment(cli.make("model"), options)
     plan = Planner(experiment, gpu, options.price_per_gpu_hour).plan()
     sys.stdout.write(report(plan) + "\n")

@@ -42,7 +42,7 @@ def correlate(
     chosen, against = choose_names(metrics, models, "metrics"), choose_names(scores, models, "scores")
     pairs = [_correlate_pair(values, metric, score) for score in against for metric in chosen]
     _check_enough(pairs)
-    folder = writable_folder(Path(output).expanduser(), remedy="Name another one by `--output`.")
+    folder = writable_folder(Path(output).expanduser(), remedy="Choose another one with `--output`.")
     names = _file_names(against)
     pictures = {
         names[score]: _draw_scatter([pair for pair in pairs if pair.score == score], values, log_axis)

@@ -39,8 +39,8 @@ class TokenCharacters:
         found, _ = self(torch.tensor(ids, dtype=torch.int64))
         if found.lstrip() != expected.lstrip():
             raise ValueError(
-                f"The tokens of '{tokenizer.name_or_path}' cannot be turned back into text here (for '{expected}' this"
-                f" gives '{found}'), so that an evaluator with another tokenizer cannot weigh them: choose one with"
+                f"The tokens of '{tokenizer.name_or_path}' cannot be decoded one by one ('{expected}' becomes"
+                f" '{found}'), so an evaluator with another tokenizer cannot compute their weights: choose one with"
                 " the same tokenizer."
             )
 
@@ -95,8 +95,8 @@ def _converter(decoder: dict[str, Any] | None) -> Callable[[str], bytes]:
     kinds = {part["type"] for part in parts}
     if unknown := kinds - {"ByteLevel", "ByteFallback", "Replace", "Metaspace", "Fuse", "Strip"}:
         raise ValueError(
-            f"Tokenizers with a decoder of type {unknown.pop()} cannot be turned back into text token by token here:"
-            " choose an evaluator with the same tokenizer."
+            f"Tokens of a tokenizer with a decoder of type {unknown.pop()} cannot be decoded one by one: choose an"
+            " evaluator with the same tokenizer."
         )
     if "ByteLevel" in kinds:
         byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
@@ -113,7 +113,9 @@ def _replacement(part: dict[str, Any]) -> tuple[str, str]:
     if part["type"] == "Metaspace":
         return part["replacement"], " "
     if "String" not in part["pattern"]:
-        raise ValueError(f"Tokenizers that replace by a pattern ({part['pattern']}) cannot be turned back into text.")
+        raise ValueError(
+            f"Tokens of a tokenizer that replaces a pattern ({part['pattern']}) cannot be decoded one by one."
+        )
     return part["pattern"]["String"], part["content"]
 
 

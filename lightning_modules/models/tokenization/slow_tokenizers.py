@@ -1,4 +1,4 @@
-"""Tokenizers that do not report characters (written in Python, mistral-common): offsets by decoding, checked."""
+"""Character offsets for tokenizers that do not report them (written in Python, mistral-common), found by decoding."""
 
 import hashlib
 import json
@@ -10,31 +10,35 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 _LONGEST_GROUP = 64
-"""Most tokens that may share a character; if more add nothing from the text, they are not its tokens."""
+"""Maximum number of tokens that share a character. If more tokens add no text, they are not tokens of this text."""
 
 _SAMPLE = "The cat sat on the mat."
 _INCOMPLETE = "\ufffd"
-"""Many decoders write this for an incomplete character. A text may also contain it."""
+"""Many decoders return this for an incomplete character. A text may also contain it."""
 
 
 class SlowBackend:
-    """Replace the ``backend_tokenizer`` of a fast tokenizer, by any tokenizer that gives back a plain sentence."""
+    """Stands in for the ``backend_tokenizer`` of a fast tokenizer, with a tokenizer that has none.
+
+    Raises:
+        ValueError: If the tokenizer does not decode a simple sentence to itself.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
         self._tokenizer = tokenizer
         self._name = f"The tokenizer '{name}' ({type(tokenizer).__name__})"
-        # Some decoders write special tokens that occur in a text, and others show their inner spelling then.
+        # Special tokens in a text: some decoders must keep them, others would show how they spell tokens internally.
         sample = self.encode(_SAMPLE, add_special_tokens=False).ids
         self._skips = self.decode(sample, skip_special_tokens=False) != _SAMPLE
         self.offsets(sample, _SAMPLE)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> "SlowEncoding":
-        """Encode a text; the offsets are only worked out when they are asked for."""
+        """Encode a text; offsets are computed on first access."""
         plain = list(self._tokenizer.encode(text, add_special_tokens=False))
         ids = list(self._tokenizer.encode(text, add_special_tokens=True)) if add_special_tokens else plain
         first = next((i for i in range(len(ids) - len(plain) + 1) if ids[i : i + len(plain)] == plain), None)
         if first is None:
-            raise ValueError(f"{self._name} reads a text in another way where it adds special tokens.")
+            raise ValueError(f"{self._name} tokenizes a text differently when it adds special tokens.")
         return SlowEncoding(ids, slice(first, first + len(plain)), text, self)
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list["SlowEncoding"]:
@@ -44,26 +48,26 @@ class SlowBackend:
     encode_batch_fast = encode_batch
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of tokens as the tokenizer itself writes it."""
+        """Decode tokens with the tokenizer itself."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def id_to_token(self, index: int) -> str | None:
-        """Return the token of an index; None beyond the vocabulary."""
+        """Return the token with this id, or None if the vocabulary does not have it."""
         return self._tokens.get(index)
 
     def to_str(self) -> str:
-        """Return what decides which tokens a text becomes, as JSON: a hash of all files that the tokenizer writes."""
+        """Return everything that determines the tokens of a text, as JSON with a hash of each file of the tokenizer."""
         content = {"decoder": {"type": type(self._tokenizer).__name__}, "added_tokens": [], "files": self._files}
         return json.dumps(content, sort_keys=True)
 
     def offsets(self, ids: Sequence[int], text: str) -> list[tuple[int, int]]:
-        """Return the characters of each token, where tokens that share a character get all that they hold together."""
+        """Return the character span of each token; tokens that share a character all get the span of their group."""
         found, reached = decoded_offsets(lambda part: self.decode(part, self._skips), ids, text)
         if reached < len(text) or len(found) < len(ids):
             raise ValueError(
-                f"{self._name} reports no characters, and its tokens do not give back the text from character {reached}"
-                f" on ({text[reached : reached + 20]!r}), so that key tokens cannot be found in it: use its fast"
-                " version (a folder with tokenizer.json)."
+                f"{self._name} does not report character offsets, and its tokens do not decode to the text from"
+                f" character {reached} on ({text[reached : reached + 20]!r}), so key tokens cannot be located: use its"
+                " fast version (a folder with tokenizer.json)."
             )
         return found
 
@@ -94,7 +98,7 @@ class SlowEncoding:
 
     @cached_property
     def offsets(self) -> list[tuple[int, int]]:
-        """Character spans ``(start, end)`` of all tokens; a ``ValueError`` if they do not give back the text."""
+        """Character spans ``(start, end)`` of all tokens; raises a ``ValueError`` if they do not decode to the text."""
         before, after = self._own.start, len(self.ids) - self._own.stop
         spans = self._backend.offsets(self.ids[self._own], self._text)
         return [*before * [(0, 0)], *spans, *after * [(0, 0)]]
@@ -103,14 +107,16 @@ class SlowEncoding:
 def decoded_offsets(
     decode: Callable[[Sequence[int]], str], ids: Sequence[int], text: str
 ) -> tuple[list[tuple[int, int]], int]:
-    """Find the characters of tokens by what each adds to the decoded text.
+    """Find the character span of each token from the text that it adds to the decoded tokens before it.
 
-    Tokens are decoded together with those before, as some decoders drop a space at the start, and taken together until
-    they give whole characters: for part of a character, decoders write U+FFFD or nothing. Returned are the spans of
-    tokens up to where tokens and text differ, and that character.
+    Each token is decoded with the preceding ones, because some decoders drop a space at the start. Tokens are grouped
+    until they form complete characters: for part of a character, decoders return U+FFFD or nothing.
+
+    Returns:
+        The spans of all tokens before the first difference from the text, and the character where it begins.
     """
     spans: list[tuple[int, int]] = []
-    context, known, position = 0, "", 0  # the first token of the context, what it decodes to, and where that ends
+    context, known, position = 0, "", 0  # first token of the context, the text of the context, and where it ends
     for stop in range(1, len(ids) + 1):
         decoded = decode(ids[context:stop])
         piece = decoded[len(known) :]
@@ -122,15 +128,15 @@ def decoded_offsets(
             known = decode(ids[context:stop])
         elif stop - len(spans) > _LONGEST_GROUP:
             break
-    if position == len(text):  # nothing is left for the last tokens
+    if position == len(text):  # the remaining tokens have no text
         spans += (len(ids) - len(spans)) * [(position, position)]
     return spans, position
 
 
 def _is_incomplete(decode: Callable[[Sequence[int]], str], ids: Sequence[int], context: int, stop: int) -> bool:
-    """Return whether the final U+FFFD, which the text also has, is only part of that character.
+    """Return whether a final U+FFFD is an incomplete character, although the text also contains U+FFFD there.
 
-    If so, one of the next two tokens completes it: they have text, and add none.
+    If so, one of the next two tokens completes the character: alone it has text, but it adds none here.
     """
     length = len(decode(ids[context:stop]))
     return any(

@@ -57,7 +57,7 @@ def load_tokenizer(
     offsets = tokenizer.backend_tokenizer.encode("The cat sat on the mat.", add_special_tokens=False).offsets
     if offsets and not any(end > start for start, end in offsets):  # some versions of `tokenizers`, at the byte level
         raise ValueError(
-            f"The tokenizer '{pretrained_model_name_or_path}' gives no character offsets: update the package"
+            f"The tokenizer '{pretrained_model_name_or_path}' does not report character offsets: update the package"
             " `tokenizers`."
         )
     return tokenizer
@@ -119,7 +119,7 @@ def warn_of_other_tokenizer(tokenizer: PreTrainedTokenizerFast, model: str, revi
     if other:
         warnings.warn(
             f"{other:,} of the {vocabulary_size(tokenizer):,} tokens of the data's tokenizer"
-            f" '{tokenizer.name_or_path or type(tokenizer).__name__}' are others in that of the model '{model}': it is"
+            f" '{tokenizer.name_or_path or type(tokenizer).__name__}' differ from those of the model '{model}': it is"
             " another model's tokenizer. Set `data.tokenizer` to the model's.",
             stacklevel=2,
         )
@@ -135,28 +135,29 @@ def encode_document(
 ) -> PackedBatch:
     """Return one document as a batch of one ``[1, T]`` row with ``text``, ``offsets`` and ``names``.
 
-    All tokens but the first are scored. They are always those of the text: where it is cut, after the last of
-    ``max_tokens`` that ends a character, the rest is read again, so that every tokenizer of the same kind reads the
-    same tokens in it. Special tokens that the tokenizer may add, such as a first ``<s>``, have empty offsets.
+    All tokens but the first are scored. A text of more than ``max_tokens`` is cut after the last complete character,
+    and tokenized again, so that its tokens are those of the text that it returns. Special tokens that the tokenizer
+    adds, such as ``<s>``, have empty offsets.
 
     Raises:
-        ValueError: If the text is empty or white space only, has no token, or holds a lone surrogate.
+        ValueError: If the text is empty or white space only, has no token, or contains a lone surrogate.
     """
     if not text.strip():
         raise ValueError(f"Document '{name}' is empty: there is nothing to score. Remove it or check its path.")
-    # The backend itself: it does not warn of a "maximum sequence length" before the row is cut.
+    # The backend, because the tokenizer would warn about its maximum sequence length before the text is cut.
     try:
         encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens)
         while (end := _cut(encoding, max_tokens)) is not None:
             text = text[:end]
             if not text.strip():
                 raise ValueError(
-                    f"`max_tokens` of {max_tokens} leaves nothing but white space of document '{name}': raise it."
+                    f"The first `max_tokens` = {max_tokens} tokens of document '{name}' are white space: increase it."
                 )
             encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens)
     except TypeError as error:
         raise ValueError(
-            f"Document '{name}' is not Unicode text: it holds a lone surrogate. Read its file with `errors='replace'`."
+            f"Document '{name}' is not Unicode text: it contains a lone surrogate. Read its file with"
+            " `errors='replace'`."
         ) from error
     ids = torch.tensor(encoding.ids[:max_tokens], dtype=torch.int64)
     offsets = torch.tensor(encoding.offsets[:max_tokens], dtype=torch.int64)
@@ -169,12 +170,12 @@ def encode_document(
 def _warn_of_unread_text(
     text: str, ids: Tensor, offsets: Tensor, tokenizer: PreTrainedTokenizerFast, name: str
 ) -> None:
-    """Warn if a tokenizer knows or covers little of a text. Missing characters are reported once per tokenizer."""
+    """Warn if many tokens are unknown, or many characters are dropped; the latter once per tokenizer."""
     unknown = 0.0 if tokenizer.unk_token_id is None else ids.eq(tokenizer.unk_token_id).float().mean().item()
     if unknown > 0.1:
         warnings.warn(
             f"{unknown:.0%} of the tokens of document '{name}' are unknown to the tokenizer '{tokenizer.name_or_path}':"
-            " it is made for other text, and scores mean little.",
+            " it is not meant for such text, and scores are not meaningful.",
             stacklevel=3,
         )
     covered = int(unit_spans(offsets, character_units(offsets)).diff(dim=1).sum())
@@ -190,7 +191,7 @@ def _warn_of_unread_text(
 
 
 def _cut(encoding: Encoding, max_tokens: int | None) -> int | None:
-    """Return how many whole characters the first tokens hold; None if the others hold none."""
+    """Return the number of complete characters in the first tokens, or None if the text need not be cut."""
     if max_tokens is None or len(encoding.ids) <= max_tokens:
         return None
     offsets = encoding.offsets
@@ -203,10 +204,10 @@ def _cut(encoding: Encoding, max_tokens: int | None) -> int | None:
 def local_or_hub(path_or_id: str, kind: str) -> str:
     """Return a local path, with its ``~`` expanded, or a hub id; a ``ValueError`` if it can be neither."""
     if not path_or_id or "\0" in path_or_id:
-        raise ValueError(f"No {kind} at {path_or_id!r}: give a local folder or a hub id.")
+        raise ValueError(f"No {kind} at {path_or_id!r}: use a local folder or a hub id.")
     local = Path(path_or_id).expanduser()
     if local.is_file() and local.suffix != ".json":
-        raise ValueError(f"The {kind} '{path_or_id}' is a file: name its folder '{local.parent}'.")
+        raise ValueError(f"The {kind} '{path_or_id}' is a file: use its folder '{local.parent}'.")
     if local.exists():
         return str(local)
     if path_or_id.startswith((".", "/", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path_or_id):

@@ -119,7 +119,7 @@ class ResultStore:
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
-        self.folder = writable_folder(folder, remedy="Name another folder by `--output`.")
+        self.folder = writable_folder(folder, remedy="Choose another folder with `--output`.")
         self.settings = settings
         begun = any(path.stat().st_size for path in self.folder.glob("results-*.jsonl"))
         if not (begun and (folder / SETTINGS).is_file()):
@@ -171,10 +171,10 @@ def _check_same(path: Path, settings: Mapping[str, Any]) -> None:
     try:
         stored = json.loads(path.read_bytes())
     except ValueError as error:
-        raise ValueError(f"'{path}' is damaged ({error}): name another folder by `--output`.") from error
+        raise ValueError(f"'{path}' is damaged ({error}): choose another folder with `--output`.") from error
     for name in dict.fromkeys((*stored, *settings)):
         if stored.get(name) != settings.get(name):
             raise ValueError(
                 f"The results in '{path.parent}' have {name} = {stored.get(name)!r}, but this evaluation has"
-                f" {settings.get(name)!r}: restore it, or name another folder by `--output`."
+                f" {settings.get(name)!r}: restore it, or choose another folder with `--output`."
             )

@@ -78,7 +78,7 @@ def check_questions(keys: Iterable[Key], tasks: Sequence[Task], prompter: Prompt
         if unknown > MAX_UNKNOWN:
             warnings.warn(
                 f"{unknown:.0%} of the tokens of '{key.task}' are unknown to the tokenizer"
-                f" '{prompter.tokenizer.name_or_path}': scores mean little. Use tasks in the model's language.",
+                f" '{prompter.tokenizer.name_or_path}': scores are not meaningful. Use tasks in the model's language.",
                 stacklevel=2,
             )
 

@@ -174,7 +174,7 @@ class Results:
         known = self._settings_of(task_file)
         if other := [name for name, value in known.items() if settings.get(name) != value]:
             there = ", ".join(f"{name}={settings.get(name)!r} (now {known[name]!r})" for name in other)
-            raise ValueError(f"'{path}' has other settings: {there}. Restore them, or name another `output`.")
+            raise ValueError(f"'{path}' has other settings: {there}. Restore them, or choose another `output`.")
         return dict(content)
 
     def _result_path(self, name: str) -> Path:

@@ -104,7 +104,7 @@ def check_names(names: Iterable[str]) -> None:
 
 
 def _list_choices() -> str:
-    return f"Tasks: {', '.join(TASKS)}. Groups: {', '.join(GROUPS)}. Or name a class of your own: package.module.Class."
+    return f"Tasks: {', '.join(TASKS)}. Groups: {', '.join(GROUPS)}. Or use a class of your own: package.module.Class."
 
 
 def _import_task(path: str) -> Task:

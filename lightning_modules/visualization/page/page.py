@@ -136,7 +136,7 @@ class Inspection:
             "beta_shown": f"{self.beta:g}",
             "tokens": f"{len(key):,}",
             "key_tokens": f"{int(key.sum()):,}",
-            "share": f"{100 * float(key.double().mean()):.2f} %",
+            "share": f"{100 * float(key.double().mean()):.2f}%",
             "longppl": longppl,
             "perplexity": perplexity,
             "of_evaluator": "" if self.model is None else " of evaluator",

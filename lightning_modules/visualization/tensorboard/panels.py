@@ -73,42 +73,42 @@ class EvaluationPanels:
         documents: Sequence[InspectedDocument],
         positions: PositionSums,
         *,
-        judged: Mapping[str, EvaluatedDocument],
+        evaluated: Mapping[str, EvaluatedDocument],
         step: int,
     ) -> None:
         """Write all panels of an evaluation after ``step`` optimizer steps to each ``SummaryWriter``.
 
-        ``positions`` has the model's losses over all documents, ``judged`` an evaluator's scores by SHA-256 of texts.
+        ``positions`` has the model's losses over all documents, ``evaluated`` the evaluator's by SHA-256 of texts.
         """
-        by_evaluator = [self._by_evaluator(document, judged) for document in documents]
-        by_model = [self._by_model(document, judged) for document in documents]
+        by_evaluator = [self._by_evaluator(document, evaluated) for document in documents]
+        by_model = [self._by_model(document, evaluated) for document in documents]
         for document in documents:
             self._first.setdefault(document.scores.text_sha256, (document.scores.long, step))
         for writer in writers:
-            if not set(judged) <= self._drawn:  # draw an evaluator's scores once, because they never change
+            if not set(evaluated) <= self._drawn:  # draw an evaluator's scores once, because they never change
                 self._draw_documents(writer, [document for document in by_evaluator if document], "evaluator", step)
-                self._draw_scores(writer, [found.scores for found in judged.values()], "evaluator", step)
+                self._draw_scores(writer, [found.scores for found in evaluated.values()], "evaluator", step)
             if documents:
                 self._draw_documents(writer, by_model, "model", step)
                 self._draw_learned(writer, by_model, step)
-            if documents and not judged:
+            if documents and not evaluated:
                 self._draw_scores(writer, [document.scores for document in documents], "model", step)
             if positions.sums[0].any():
                 figure = position_figure(positions, title=f"trained model, step {step:,}")
                 writer.add_image("loss_by_context/model_all_documents", figure, step, dataformats="HWC")
-        self._drawn |= set(judged)
+        self._drawn |= set(evaluated)
 
     def _by_evaluator(
-        self, document: InspectedDocument, judged: Mapping[str, EvaluatedDocument]
+        self, document: InspectedDocument, evaluated: Mapping[str, EvaluatedDocument]
     ) -> ScoredDocument | None:
-        if (found := judged.get(document.scores.text_sha256)) is None:
+        if (found := evaluated.get(document.scores.text_sha256)) is None:
             return None
         key = evaluator_key_tokens(found.scores, **self.thresholds)
         return ScoredDocument(document.name, document.text, found.scores, key)
 
-    def _by_model(self, document: InspectedDocument, judged: Mapping[str, EvaluatedDocument]) -> ScoredDocument:
+    def _by_model(self, document: InspectedDocument, evaluated: Mapping[str, EvaluatedDocument]) -> ScoredDocument:
         """Return the document with the model's scores, and with the evaluator's key tokens if there is an evaluator."""
-        key, found = document.key, judged.get(document.scores.text_sha256)
+        key, found = document.key, evaluated.get(document.scores.text_sha256)
         if key is None:
             key = evaluator_key_tokens(document.scores, **self.thresholds) if found is None else found.key
         return ScoredDocument(document.name, document.text, document.scores, key & document.scored)

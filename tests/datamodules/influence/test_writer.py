@@ -108,12 +108,12 @@ def test_float16_keeps_what_is_at_the_cap_and_rounds_the_rest(cap):
 
 def test_other_weights_are_not_mixed_in(tmp_path, rows):
     writer(tmp_path / "w", rows)
-    with pytest.raises(ValueError, match=r"computed for `evaluator` = a, not b\. Name another folder"):
+    with pytest.raises(ValueError, match=r"computed for `evaluator` = a, not b\. Choose another folder"):
         writer(tmp_path / "w", rows, evaluator="b")
     assert influence_folder(tmp_path, MADE_FROM) != influence_folder(tmp_path, {**MADE_FROM, "evaluator": "b"})
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "thesis.tex").touch()
-    with pytest.raises(ValueError, match=r"thesis' has other files, such as 'thesis\.tex'"):
+    with pytest.raises(ValueError, match=r"thesis' contains other files, such as 'thesis\.tex'"):
         writer(tmp_path / "thesis", rows)
     with pytest.raises(ValueError, match=r"`gamma` must be at most 65504"):
         writer(tmp_path / "v", rows, gamma=1e6)

@@ -252,7 +252,7 @@ def test_bad_options(scored, tmp_path):
     for options, message in (
         ({"where": "tokens > 1000"}, "No document in"),
         ({"output": "ids.csv"}, "must end in one of .txt, .parquet, .jsonl"),
-        ({"output": str(tmp_path / "file" / "ids.txt")}, "Cannot write to the folder .*Name another file"),
+        ({"output": str(tmp_path / "file" / "ids.txt")}, "Cannot write to the folder .*Choose another file"),
         ({"rank_by": "nope"}, "no column 'nope'"),
         ({"rank_by": "key"}, "must be a numeric column"),
         ({"by": "nope"}, "no column 'nope'"),

@@ -68,7 +68,7 @@ def test_command_prints_a_table_and_writes_json(files, model_dir, evaluator_dir,
     assert written["settings"]["evaluator"] == str(evaluator_dir)
     assert written["documents"][2]["longppl"] is None
     assert f"{written['longppl']:.4f}" in lines[-2]
-    assert lines[-1].startswith("Key tokens aligned by characters; 0.0% of the tokens share a character")
+    assert lines[-1].startswith("Key tokens aligned by characters. Tokens that share a character: 0.0% (evaluator: ")
 
 
 def test_max_tokens_is_counted_by_the_model(files, model_dir, evaluator_dir):

@@ -76,7 +76,7 @@ def test_too_few_models_and_unknown_names_are_refused(files, tmp_path):
         main(["correlate", files[-1], "--output", out])
     assert stopped.value.code == 2
     assert not (tmp_path / "out").exists()
-    with pytest.raises(ValueError, match=r"Cannot write to the folder .*Name another one by `--output`"):
+    with pytest.raises(ValueError, match=r"Cannot write to the folder .*Choose another one with `--output`"):
         correlate(files, files[0])
 
 

@@ -129,7 +129,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_plan(plan, tmp_path
     debug = [*LAYERS, "-c", str(CONFIGS / "debug.yaml"), "--gpu", "H200", "--output"]
     assert "must be a file, but" in plan(*debug, str(tmp_path), refused=True)
     (tmp_path / "file").write_text("")
-    assert "Name another file by `--output`" in plan(*debug, str(tmp_path / "file" / "plan.json"), refused=True)
+    assert "Choose another file with `--output`" in plan(*debug, str(tmp_path / "file" / "plan.json"), refused=True)
 
 
 @pytest.mark.slow

@@ -111,7 +111,10 @@ def test_metaspace(other_tokenizer):
 
 
 def test_unknown_decoders_are_refused(tokenizer):
-    for decoder, match in ((decoders.WordPiece(), "WordPiece"), (decoders.Replace("Ġ", ""), "cannot be turned back")):
+    for decoder, match in (
+        (decoders.WordPiece(), "WordPiece"),
+        (decoders.Replace("Ġ", ""), "cannot be decoded one by one"),
+    ):
         backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         backend.decoder = decoder if match == "WordPiece" else decoders.Sequence([decoder, decoders.Strip("T", 1, 0)])
         with pytest.raises(ValueError, match=match):

@@ -63,5 +63,5 @@ def test_only_another_tokenizer_is_warned_of(model_dir, tmp_path, recwarn):
     warn_of_other_tokenizer(tokenizer, str(model_dir))
     assert not recwarn.list
     other = byte_level_tokenizer([make_text(300, seed=9).upper()], vocab_size=380)
-    with pytest.warns(UserWarning, match=r"\d+ of the 380 tokens .* are others in that of the model .*data.tokenizer"):
+    with pytest.warns(UserWarning, match=r"\d+ of the 380 tokens .* differ from those of the model .*data.tokenizer"):
         warn_of_other_tokenizer(other, str(model_dir))

@@ -60,7 +60,7 @@ def test_numbers_in_the_page_are_those_of_the_scores_to_the_bit(inspection):
     key = key_token_mask(scores.long, scores.short)
     assert 20 < key.sum() < len(key)
     shown = outline(page).text
-    assert f"key tokens{int(key.sum()):,} {100 * key.double().mean():.2f} %" in re.sub(r"\n", "", shown)
+    assert f"key tokens{int(key.sum()):,} {100 * key.double().mean():.2f}%" in re.sub(r"\n", "", shown)
     assert f"LongPPL{long_perplexity(scores.long, key):.3f}" in shown.replace("\n", "")
     assert f"tokens{len(key):,}key" in shown.replace("\n", "")
     assert inspection.summary().startswith(f"nasty.txt: {len(key):,} tokens, {int(key.sum()):,} key tokens (")
