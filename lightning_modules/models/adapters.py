@@ -245,12 +245,12 @@ def _check_tied(adapted: "PeftModel", *, untie: bool) -> None:
     if any(isinstance(module, BaseTunerLayer) for module in tied):
         # peft makes two parameters in the same memory, which are updated twice, and untied when the model is moved.
         raise ValueError(
-            "The model's head and embedding are tied, and low-rank adapters would untie them: leave both out of"
+            "The model's head and embedding are tied, and low-rank adapters would untie them: remove both from"
             " `lora.target_modules`. To train them in full, add the embedding to `lora.modules_to_save`."
         )
     embedding, head = (isinstance(part, AuxiliaryTrainingWrapper) for part in tied)
     if embedding != head and not untie:
         raise ValueError(
             "The model's head and embedding are tied, and `lora.modules_to_save` would train the"
-            f" {'embedding' if embedding else 'head'} alone, which peft does not support: leave it out."
+            f" {'embedding' if embedding else 'head'} alone, which peft does not support: remove it."
         )

@@ -34,7 +34,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def check_config(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> None:
-    """Raise a ``ValueError`` for a config that is not that of a causal LM, or whose values make no sense.
+    """Raise a ``ValueError`` for a config that is not of a causal LM, or has invalid values.
 
     These are sizes out of range, unknown quantization methods, and unknown types, factors and bases of RoPE, about
     which transformers only warns.
@@ -123,8 +123,8 @@ def _check_rope(parameters: dict[str, Any]) -> None:
     known = sorted({"default", *ROPE_INIT_FUNCTIONS, *ROPE_TYPES})
     if kind not in known:
         raise ValueError(
-            f"`rope_parameters.rope_type` of the model's config is '{kind}', which transformers does not know: it must"
-            f" be one of {', '.join(known)}. Correct it."
+            f"`rope_parameters.rope_type` of the model's config is '{kind}', which transformers does not support:"
+            f" set it to one of {', '.join(known)}."
         )
     for name, minimum in (("rope_theta", 0), ("factor", 1)):
         value = parameters.get(name)
@@ -157,16 +157,16 @@ def check_scoring(backbone: Backbone) -> None:
         logits, error = backbone.unsharded(lambda: _compare(backbone, documents))
         if not all(torch.isfinite(of_document).all() for of_document in logits):
             raise ValueError(
-                f"`{name}` gives logits that are not finite: its weights are damaged, or"
-                f" {backbone.base_model.dtype} is too narrow for it."
+                f"The logits of `{name}` are not finite: its weights are damaged, or they overflow in"
+                f" {backbone.base_model.dtype}."
             )
         # Half precision rounds differently for other matrix shapes. The errors to be found (a missing scale, attention
         # across documents) are much larger.
         exact = logits[0].dtype in (torch.float32, torch.float64)
         if not error <= (1e-3 if exact else 0.03):
             raise ValueError(
-                f"`{name}` cannot be scored: logits from its hidden states differ from its own by {error:.2g} of their"
-                " standard deviation, so it transforms them in an unknown way. Use another model."
+                f"`{name}` is not supported: logits computed from its hidden states differ from its own by {error:.2g}"
+                " standard deviations, so it must transform them in some other way. Use another model."
             )
         # 2. Find out which optimizations leave the scores of packed documents unchanged.
         tolerance = (0.01 if exact else 0.5) * max(1.0, logits[0].float().std().item())

@@ -98,14 +98,14 @@ def _chosen_share(name: str, config: PreTrainedConfig) -> float:
         for names in (_CHOSEN_EXPERTS, _EXPERTS)
     )
     if not chosen or not experts:
-        raise ValueError(f"The config of `{config.model_type}` lacks its number of experts: it cannot be planned.")
+        raise ValueError(f"The config of `{config.model_type}` lacks the number of experts, which `longce plan` needs.")
     return chosen / experts
 
 
 def _attention_windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
     """Return how many tokens each layer attends to."""
     if not getattr(config, "num_attention_heads", None):
-        raise ValueError(f"A model of type `{config.model_type}` has no attention heads: it cannot be planned.")
+        raise ValueError(f"A model of type `{config.model_type}` has no attention heads, which `longce plan` needs.")
     rope = getattr(config, "rope_parameters", None) or {}
     if (pattern := PATTERN_SETTINGS.get(rope.get("rope_type", ""))) is not None:
         return (pattern.keys and pattern.keys(rope),) * config.num_hidden_layers
@@ -113,5 +113,7 @@ def _attention_windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
     default = ["sliding_attention" if window else "full_attention"] * config.num_hidden_layers
     kinds = getattr(config, "layer_types", None) or default
     if unknown := sorted(set(kinds) - {"sliding_attention", "full_attention"}):
-        raise ValueError(f"Layers of type '{unknown[0]}' cannot be planned, only full and sliding-window attention.")
+        raise ValueError(
+            f"`longce plan` supports full and sliding-window attention only, not layers of type '{unknown[0]}'."
+        )
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)

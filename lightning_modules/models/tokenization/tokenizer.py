@@ -20,8 +20,9 @@ from lightning_modules.models.tokenization.slow_tokenizers import SlowBackend
 _TOKENIZER_FILES = ("tokenizer.*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 """Patterns of file names, one of which matches in every folder with a tokenizer."""
 
+_tokenizers_with_unknown_tokens: WeakSet[PreTrainedTokenizerFast] = WeakSet()
 _tokenizers_with_gaps: WeakSet[PreTrainedTokenizerFast] = WeakSet()
-"""Tokenizers that a warning has already reported for dropping characters."""
+"""Tokenizers that a warning has already reported for unknown tokens, or for dropping characters."""
 
 
 def load_tokenizer(
@@ -170,12 +171,13 @@ def encode_document(
 def _warn_of_unread_text(
     text: str, ids: Tensor, offsets: Tensor, tokenizer: PreTrainedTokenizerFast, name: str
 ) -> None:
-    """Warn if many tokens are unknown, or many characters are dropped; the latter once per tokenizer."""
+    """Warn, once per tokenizer, if many tokens are unknown or many characters are dropped."""
     unknown = 0.0 if tokenizer.unk_token_id is None else ids.eq(tokenizer.unk_token_id).float().mean().item()
-    if unknown > 0.1:
+    if unknown > 0.1 and tokenizer not in _tokenizers_with_unknown_tokens:
+        _tokenizers_with_unknown_tokens.add(tokenizer)
         warnings.warn(
             f"{unknown:.0%} of the tokens of document '{name}' are unknown to the tokenizer '{tokenizer.name_or_path}':"
-            " it is not meant for such text, and scores are not meaningful.",
+            " it is not meant for such text, and scores are not meaningful. Further documents are not reported.",
             stacklevel=3,
         )
     covered = int(unit_spans(offsets, character_units(offsets)).diff(dim=1).sum())

@@ -26,7 +26,7 @@ STARTS = 10_000
 
 
 class Needle(FittedTask):
-    """Needle-in-a-Haystack: "What is the best thing to do in San Francisco?"
+    """Needle-in-a-Haystack ("What is the best thing to do in San Francisco?").
 
     From Kamradt (2023, https://github.com/gkamradt/LLMTest_NeedleInAHaystack), with the original needle, question and
     prompt for Anthropic's models. Unlike in the original, no language model rates the answer from 1 to 10: the score is
@@ -65,7 +65,7 @@ PASSKEY_ANSWER_PREFIX = " The pass key is"
 
 
 class Passkey(FittedTask):
-    """Passkey retrieval: "What is the pass key?"
+    """Passkey retrieval ("What is the pass key?").
 
     From Landmark Attention (Mohtashami and Jaggi 2023, https://arxiv.org/abs/2305.16300), worded as in the public code
     of LongLoRA; also used by *Effective Long-Context Scaling* (Xiong et al. 2023, https://arxiv.org/abs/2309.16039).
@@ -106,7 +106,7 @@ MAX_CHARACTERS = 120
 
 
 class FirstSentence(FittedTask):
-    """First-sentence retrieval: "What is the first sentence of the text?"
+    """First-sentence retrieval ("What is the first sentence of the text?").
 
     The probe of *Effective Long-Context Scaling* (Xiong et al. 2023, section 4.1, https://arxiv.org/abs/2309.16039),
     whose wording and texts are not published: the question is ours. As in the paper, the score is ROUGE-L, here the F1
@@ -155,7 +155,7 @@ LONGEVAL_LARGEST = 50000  # numbers are drawn from 1 to this
 
 
 class LongEvalLines(FittedTask):
-    """LongEval's `lines`: "What is the register content in line brave-otter?"
+    """LongEval's `lines` ("What is the register content in line brave-otter?").
 
     From Li et al. (2023, https://lmsys.org/blog/2023-06-29-longchat), with the wording and the scoring of their public
     code. With a chat template, the last number of the answer counts, as in the original. Without one, the answer prefix
@@ -203,7 +203,7 @@ KEY_VALUES_INSTRUCTION = "Extract the value corresponding to the specified key i
 
 
 class KeyValues(FittedTask):
-    """Key-value retrieval: "Which value has this key in the JSON object?"
+    """Key-value retrieval ("Which value has this key in the JSON object?").
 
     From *Lost in the Middle* (Liu et al. 2023, section 3, https://arxiv.org/abs/2307.03172), with the wording of its
     public code: keys and values are UUIDs, and the answer is right if it contains the value, ignoring case. Unlike in

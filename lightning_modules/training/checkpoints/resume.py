@@ -46,7 +46,7 @@ def find_checkpoint(path: str | None, trainer: Trainer, logger: Any, *, resume: 
 def check_same_checkpoint(trainer: Trainer) -> None:
     """Raise a ``ValueError`` if the processes of a run resume from different checkpoints.
 
-    Each process searches by itself, and may find another one on a local disk, or on a file server that lags behind.
+    Each process searches for itself, and may find a different one on a local disk or a slow file server.
     """
     paths = gathered(trainer.ckpt_path and os.path.abspath(trainer.ckpt_path))
     other = next((rank for rank, path in enumerate(paths) if path != paths[0]), None)
@@ -142,7 +142,7 @@ def owned_folders(trainer: Trainer) -> list[Path]:
 
 
 def is_remote(folder: Path) -> bool:
-    """Return whether a path was an address such as ``s3://bucket``, of which `Path` keeps one slash."""
+    """Return whether a path was a URL such as ``s3://bucket``; `Path` drops one of its slashes."""
     return re.match(r"\w+:/", str(folder)) is not None
 
 

@@ -118,7 +118,7 @@ def test_names_and_patterns_that_fit_are_taken_as_peft_takes_them():
 @pytest.mark.parametrize("targets", [["q_proj", "lm_head"], ["embed_tokens"], r".*(q_proj|lm_head)"])
 def test_low_rank_adapters_of_a_tied_head_are_refused(targets):
     """peft 0.21 gives embedding and head parameters of their own in the same memory, until the model is moved."""
-    with pytest.raises(ValueError, match=r"would untie them: leave both out of `lora\.target_modules`"):
+    with pytest.raises(ValueError, match=r"would untie them: remove both from `lora\.target_modules`"):
         add_adapters(tiny_model("llama", VOCABULARY, tie_word_embeddings=True), {"r": 2, "target_modules": targets})
     add_adapters(tiny_model("llama", VOCABULARY), {"r": 2, "target_modules": targets})
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
 from longppl.longppl import compute_longppl
-from tokenizers import Regex, normalizers
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from callbacks import ExternalEvaluator
 from lightning_modules.long_context_lm import LongContextLM
@@ -199,6 +199,17 @@ def test_text_that_a_tokenizer_drops_is_reported_once(tokenizer):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         encode_document("bace di 日本語文字列テスト", tokenizer, name="second")
+
+
+def test_text_of_unknown_tokens_is_reported_once():
+    backend = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+    with pytest.warns(UserWarning, match="67% of the tokens of document 'first' are unknown .* not reported"):
+        encode_document("a b c", tokenizer, name="first")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        encode_document("a b c", tokenizer, name="second")
 
 
 def test_a_cut_that_leaves_no_character_is_refused(folders):

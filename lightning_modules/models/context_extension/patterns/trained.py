@@ -141,8 +141,12 @@ def check_dilation(segment_lengths: list[int], dilation_rates: list[int]) -> Non
             f" and {len(dilation_rates)}."
         )
     if dilation_rates[0] != 1:
-        raise ValueError(f"The first of `dilation_rates` must be 1, or tokens would see nothing; got {dilation_rates}.")
+        raise ValueError(
+            f"The first of `dilation_rates` must be 1, or some tokens would attend to nothing; got {dilation_rates}."
+        )
     if any(longer <= shorter or longer % shorter for shorter, longer in pairwise(segment_lengths)):
         raise ValueError(f"Each of `segment_lengths` must be a multiple of the one before, got {segment_lengths}.")
     if any(rate > length for length, rate in zip(segment_lengths, dilation_rates, strict=True)):
-        raise ValueError(f"No rate can be above its segment's length, got {dilation_rates} for {segment_lengths}.")
+        raise ValueError(
+            f"A dilation rate must not exceed its segment length, got {dilation_rates} for {segment_lengths}."
+        )

@@ -314,10 +314,14 @@ def test_no_distance_is_beyond_the_original_length(name):
         ("self_extend", {"window": 5000}, "`window` = 5000 must be below"),
         ("dual_chunk", {"chunk": 4096}, "`chunk` = 4096 must be below"),
         ("longnet", {"segment_lengths": [8, 16]}, "a number for each branch, got 2 and 5"),
-        ("longnet", {"segment_lengths": [8], "dilation_rates": [2]}, "must be 1, or tokens would see nothing"),
+        (
+            "longnet",
+            {"segment_lengths": [8], "dilation_rates": [2]},
+            "must be 1, or some tokens would attend to nothing",
+        ),
         ("longnet", {"segment_lengths": [8, 12], "dilation_rates": [1, 2]}, "a multiple of the one before"),
         ("longnet", {"segment_lengths": [8, 8], "dilation_rates": [1, 2]}, "a multiple of the one before"),
-        ("longnet", {"segment_lengths": [8, 16], "dilation_rates": [1, 17]}, "No rate can be above"),
+        ("longnet", {"segment_lengths": [8, 16], "dilation_rates": [1, 17]}, "A dilation rate must not exceed"),
     ],
 )
 def test_wrong_settings(name, options, message):
