@@ -22,7 +22,7 @@ def json_lines_files(folder: Path, split: Split) -> tuple[Path, ...]:
     if not files:
         raise FileNotFoundError(
             f"No file of the {split} split in {folder}: looked for {prefix}* and {prefix}*/* ending in"
-            f" {', '.join(JSON_LINES)}. Name the files accordingly."
+            f" {', '.join(JSON_LINES)}. Rename the files."
         )
     return files
 

@@ -117,7 +117,7 @@ class SequenceGroup:
         return sent[0]
 
     def log_likelihood(self, backbone: Backbone, batch: PackedBatch) -> Tensor:
-        """Return ``[B, T]`` log-likelihoods of this process's batch; the group scores the batch of each in turn."""
+        """Return ``[B, T]`` log-likelihoods of this process's batch; the group scores one process's batch at a time."""
         device, result = batch["input_ids"].device, torch.empty(0)
         names = ("input_ids", "labels", "position_ids", "document_boundaries")
         inputs = {name: batch[name] for name in names}  # type: ignore[literal-required]

@@ -86,7 +86,7 @@ class RunLock:
             self._acquire_locks(self._rank_paths(rank), LEASE + 30, refuse_live=False)
 
     def leave(self) -> None:
-        """Release the folders; this process must not write to them any more."""
+        """Release the folders; this process must not write to them afterwards."""
         while self._leases:
             self._leases.pop().release()
 

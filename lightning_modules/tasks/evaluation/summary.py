@@ -47,7 +47,7 @@ class Summary:
 
     A length has an average only if all tasks were measured at it. Perplexities by length are those of Figure 2 and
     Table 9 of Fang et al. (2025). Heat maps are by task, after the one of ``all`` tasks; if depths were requested,
-    ``all`` leaves out tasks without them, which would make one depth easier. ``seconds`` are summed over all processes.
+    ``all`` omits tasks without depths, because they could favor one depth. ``seconds`` are summed over all processes.
     """
 
     scores: dict[tuple[str, int], Score]

@@ -32,7 +32,7 @@ class TrainingFacts:
     lora: dict[str, Any] | None = None
     quantization: dict[str, Any] | None = None  # arguments of `BitsAndBytesConfig`, if the base was quantized
     objective: dict[str, Any] | None = None
-    context_length: int | None = None  # K, if the objective uses short contexts; `stride` likewise
+    context_length: int | None = None  # K and, as `stride`, d, if the objective uses short contexts
     stride: int | None = None
     optimizer: dict[str, Any] | None = None
     lr_scheduler: dict[str, Any] | None = None

@@ -475,7 +475,7 @@ def test_a_forgotten_transform_is_noticed_in_half_precision_too(change):
     check_scoring(Backbone(model))
     for name, value in change.items():  # ours applies what the model does not know
         setattr(model.config, name, value)
-    with pytest.raises(ValueError, match="of their standard"):
+    with pytest.raises(ValueError, match="standard deviations"):
         check_scoring(Backbone(model))
 
 
