@@ -150,7 +150,7 @@ OPTIONS = [
     ("--model.lora", '{"r": 010}', "'010' is an octal number"),
     ("--trainer.devices", "[010]", "'010' is an octal number"),
     ("--model.objective", "{no: [mapping", "model.objective"),
-    ("--model.model_config", "{rope_parameters: {rope_type: nosuch}}", "'nosuch', which transformers does not know"),
+    ("--model.model_config", "{rope_parameters: {rope_type: nosuch}}", "'nosuch', which transformers does not support"),
     ("--model.model_config", "{rope_parameters: {rope_type: linear, factor: 0.5}}", "a number of 1 or more, got 0.5"),
     ("--model.model_config", "{rope_parameters: {rope_type: linear}}", "a number of 1 or more, got None"),
     ("--model.model_config", "{rope_parameters: {rope_theta: 0}}", "a number above 0, got 0"),
@@ -159,7 +159,7 @@ OPTIONS = [
     ("--model.model_config", "{num_hidden_layers: x}", "num_hidden_layers"),
     ("--model.model_config", "{num_hidden_layers: 1000000}", "at most 10,000, got 1000000"),
     ("--model.model_config", "{hidden_size: 1000000000000}", "`hidden_size` of the model's config"),
-    ("--model.model_config", "{vocab_size: 10}", "other shapes than its config asks for"),
+    ("--model.model_config", "{vocab_size: 10}", "the shapes of its tensors do not match its config"),
     ("--model.model_config", "{1: 2}", "`model_config` has '1'"),
     ("--model.context_extension", "{method: [1], original_length: 8, target_length: 16}", "must be one of none, pi"),
     ("--model.context_extension", "{method: pi, original_length: 64, target_length: 32}", "must be above"),
@@ -317,7 +317,7 @@ CHANGES = [
     ({"quantization_config": {"quant_method": "nosuch"}}, "quantized by 'nosuch'"),
     ({"quantization_config": {"quant_method": [3]}}, "quantized by [3]"),
     ({"quantization_config": {}}, "quantized by None"),
-    ({"rope_parameters": {"rope_type": "nosuch", "rope_theta": 1e4}}, "'nosuch', which transformers does not know"),
+    ({"rope_parameters": {"rope_type": "nosuch", "rope_theta": 1e4}}, "'nosuch', which transformers does not support"),
     ({"rope_parameters": {"rope_type": "yarn", "factor": -2.0, "rope_theta": 1e4}}, "a number of 1 or more, got -2.0"),
     ({"rope_parameters": [1]}, "rope_parameters"),
     ({"num_hidden_layers": -1}, "must be 1 or more, got -1"),
@@ -438,7 +438,7 @@ def test_another_tokenizer_with_fewer_tokens(place, tmp_path, evaluator_dir, mon
     words += ["--data.tokenizer", evaluator_dir, "--trainer.default_root_dir", tmp_path]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["longce", *map(str, words)])
-    with pytest.warns(UserWarning, match=r"of the 340 tokens of the data's tokenizer '.*' are others"):
+    with pytest.warns(UserWarning, match=r"of the 340 tokens of the data's tokenizer '.*' differ from those of the model"):
         main([*map(str, words)])
 
 
@@ -451,9 +451,9 @@ def test_adapters_of_another_config(run, place, tmp_path, monkeypatch):
     main([*map(str, fit)])
     path = next(tmp_path.rglob("step-1.ckpt"))
     for lora, words in {
-        "{target_modules: [q_proj], r: 8, lora_alpha: 8}": "has the shape (4, 32) there and (8, 32) in this run",
+        "{target_modules: [q_proj], r: 8, lora_alpha: 8}": "is (4, 32) in it and (8, 32) in this run",
         "{target_modules: [q_proj], r: 4, lora_alpha: 16}": "`lora.lora_alpha` = 8, and this run has 16",
-        "{target_modules: [k_proj], r: 4, lora_alpha: 8}": "give the `lora` of the run",
+        "{target_modules: [k_proj], r: 4, lora_alpha: 8}": "set `lora` as in the run that wrote it",
     }.items():
         assert words in run("--ckpt_path", path, "--model.lora", lora)
 
