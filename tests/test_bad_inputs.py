@@ -438,7 +438,7 @@ def test_another_tokenizer_with_fewer_tokens(place, tmp_path, evaluator_dir, mon
     words += ["--data.tokenizer", evaluator_dir, "--trainer.default_root_dir", tmp_path]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["longce", *map(str, words)])
-    with pytest.warns(UserWarning, match=r"of the 340 tokens of the data's tokenizer '.*' differ from those of the model"):
+    with pytest.warns(UserWarning, match=r"of the 340 tokens of .* differ from those of the model"):
         main([*map(str, words)])
 
 
