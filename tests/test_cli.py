@@ -189,7 +189,7 @@ def test_stored_influence_survives_a_kill_and_trains_like_longce_without_short_p
     stored = ["--data.influence", str(tmp_path / "weights"), "--model.objective", "StoredInfluence"]
     fit = ["fit", *configs, "--trainer.limit_val_batches", "0"]
     refusal = {"monkeypatch": monkeypatch, "folder": tmp_path, "capsys": capsys}
-    assert "not complete" in refused(*fit, *stored, **refusal)
+    assert "incomplete: run the same" in refused(*fit, *stored, **refusal)
 
     computed, write = [], InfluenceWriter.write
     monkeypatch.setattr(InfluenceWriter, "write", lambda self, n, w: computed.extend(n) or write(self, n, w))

@@ -198,6 +198,7 @@ def test_equal_compute_end_to_end(run, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:A document of 224 tokens is longer than the 160 positions")
 def test_recall_tasks_of_a_model_that_has_hardly_learnt(run, tmp_path):
     sizes = ("--trained_lengths", 160, "--lengths", 160, 224, "--samples", 1, "--depths", 2)
     table = run("recall_tasks", "--output", tmp_path, "--cpu_seconds", 1, *sizes)

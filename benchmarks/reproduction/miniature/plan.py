@@ -78,8 +78,8 @@ class Results:
         return self.laboratory.examination.masks
 
     @property
-    def evaluate(self) -> Tokens:
-        """The evaluator's likelihoods."""
+    def evaluator(self) -> Tokens:
+        """Likelihoods of the tokens under the evaluator."""
         return self.laboratory.tokens(self.plan.evaluator)
 
     def last(self, run: Run) -> Measurement:

@@ -54,8 +54,11 @@ def finish(launcher, run, seconds=120):
             process.send_signal(signal.SIGABRT)  # faulthandler writes its stack
         time.sleep(2)
         sys.stderr.write(run.log())
-        hang = f"the run hangs after {seconds} s"
-        (pytest.xfail if sys.version_info < FORK_IS_SAFE else pytest.fail)(hang)
+        report_hang(seconds)
+
+
+def report_hang(seconds):
+    (pytest.xfail if sys.version_info < FORK_IS_SAFE else pytest.fail)(f"the run hangs after {seconds} s")
 
 
 def ranks(launcher):
@@ -72,7 +75,8 @@ def wait_for(moment, launcher, seconds=120):
     deadline = time.monotonic() + seconds
     while not moment():
         assert launcher.poll() is None, "the run has ended"
-        assert time.monotonic() < deadline
+        if time.monotonic() > deadline:
+            report_hang(seconds)
         time.sleep(0.05)
 
 

@@ -24,7 +24,7 @@ def test_csv_and_json_and_folders_are_read_alike(tmp_path):
         ("a.csv", "model,LongBench\nM,1\nM,2\n", r"a\.csv:3: 'M' has 2.0 in LongBench, and 1.0"),
         ("a.json", "[]", "must be a dictionary"),
         ("a.json", "{", "is not JSON"),
-        ("a.txt", "", r"name \.json or \.csv files"),
+        ("a.txt", "", r"pass \.json or \.csv files"),
     ],
 )
 def test_bad_files_are_refused(tmp_path, name, content, message):

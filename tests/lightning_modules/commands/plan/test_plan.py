@@ -149,7 +149,7 @@ def test_bad_input(plan, paper, tmp_path):
         "known cards": paper,
         "price_per_gpu_hour": [*paper, "--gpu", "H200", "--price_per_gpu_hour", "-1"],
         "gpus": [*paper, "--gpu", "H200", "--gpus", "0"],
-        "`data.sequence_length`, must be an integer": [
+        "`data.sequence_length` must be an integer": [
             *LAYERS[:2],
             "--model.model_config",
             "{model_type: gpt2}",
@@ -180,7 +180,7 @@ def test_remedies_fit(llamas):
     assert not memory["fits"]
     changes = {suggestion["change"]: suggestion["needed"] for suggestion in memory["suggestions"]}
     assert "model.lora: {r: 8, target_modules: all-linear}" in changes
-    assert all(needed <= 80 for change, needed in changes.items() if not change.startswith("a card"))
+    assert all(needed <= 80 for change, needed in changes.items() if not change.startswith("a GPU"))
 
 
 def test_changes_that_make_sense():
