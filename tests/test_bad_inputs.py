@@ -438,7 +438,7 @@ def test_another_tokenizer_with_fewer_tokens(place, tmp_path, evaluator_dir, mon
     words += ["--data.tokenizer", evaluator_dir, "--trainer.default_root_dir", tmp_path]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["longce", *map(str, words)])
-    with pytest.warns(UserWarning, match=r"of the 340 tokens of the data's tokenizer '.*' are others"):
+    with pytest.warns(UserWarning, match=r"of the 340 tokens of the data's tokenizer '.*' differ from those of"):
         main([*map(str, words)])
 
 
@@ -451,9 +451,9 @@ def test_adapters_of_another_config(run, place, tmp_path, monkeypatch):
     main([*map(str, fit)])
     path = next(tmp_path.rglob("step-1.ckpt"))
     for lora, words in {
-        "{target_modules: [q_proj], r: 8, lora_alpha: 8}": "has the shape (4, 32) there and (8, 32) in this run",
+        "{target_modules: [q_proj], r: 8, lora_alpha: 8}": "is (4, 32) in it and (8, 32) in this run",
         "{target_modules: [q_proj], r: 4, lora_alpha: 16}": "`lora.lora_alpha` = 8, and this run has 16",
-        "{target_modules: [k_proj], r: 4, lora_alpha: 8}": "give the `lora` of the run",
+        "{target_modules: [k_proj], r: 4, lora_alpha: 8}": "set `lora` as in the run",
     }.items():
         assert words in run("--ckpt_path", path, "--model.lora", lora)
 
