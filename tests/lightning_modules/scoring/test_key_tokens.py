@@ -194,7 +194,7 @@ def test_scores_known_from_a_floor_on_answer_no_lower_threshold():
     scores = TokenScores("", "", 8, 4, *tokens, torch.zeros(2), torch.zeros(2), floor=-2.0)
     assert find_key_tokens(scores, tokens, beta=-2.0).alignment == "tokens"
     for ask in (find_key_tokens, key_spans):
-        with pytest.raises(ValueError, match=r"`beta` of -2\.0 or above only, got -2\.5"):
+        with pytest.raises(ValueError, match=r"`beta` of -2\.0 or above, got -2\.5"):
             ask(scores, beta=-2.5)
 
 
