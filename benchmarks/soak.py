@@ -8,8 +8,8 @@ Another process samples it every two seconds. The table has the largest values o
 memory without that of the loader. After each training Python collects garbage, because cycles keep files open.
 
 Growth is the slope of a line through the samples after the first third, in which a process reaches its size. A run is
-flat if memory grows by less than 2 MB per 1000 steps, and the medians of open files, threads and processes are no
-higher in the last third than in the second: medians, because a single sample may catch a file that is open briefly.
+flat if memory grows by less than 2 MB per 1000 steps, and the fewest open files, threads and processes are no
+more in the last third than in the second: the fewest, because many samples catch a file that is open briefly.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count, groupby
 from pathlib import Path
-from statistics import linear_regression, median
+from statistics import linear_regression
 
 BOUND = 2.0
 """Megabytes of resident memory per 1000 steps that count as flat."""
@@ -152,7 +152,7 @@ def verdict(samples: list[Sample]) -> str:
     more = [
         name
         for name in ("files", "threads", "children")
-        if median(getattr(s, name) for s in later[middle:]) > median(getattr(s, name) for s in later[:middle])
+        if min(getattr(s, name) for s in later[middle:]) > min(getattr(s, name) for s in later[:middle])
     ]
     flat = slope < BOUND and not more
     growth = f"{slope:+.2f} MB per 1000 steps (bound {BOUND:g})"
