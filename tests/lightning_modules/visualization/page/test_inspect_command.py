@@ -142,6 +142,6 @@ def test_a_text_that_is_no_unicode_is_refused(evaluator_dir):
 
 def test_a_short_document_has_a_page_without_key_tokens(evaluator_dir):
     inspection = inspect_document("ba ce di.", str(evaluator_dir), **SETTINGS)
-    assert re.search(r"0 key tokens \(0\.00 %\), LongPPL —", inspection.summary())
+    assert re.search(r"0 key tokens \(0\.00%\), LongPPL —", inspection.summary())
     assert as_json(unpacked(inspection.html(), "scores")["facts"])["first_short"] == len(inspection.scores.token_ids)
     assert unpacked(inspection.html(), "alternatives")["short_token"].shape == (0, 5)
