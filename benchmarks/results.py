@@ -31,9 +31,9 @@ REPORT = ROOT / "benchmarks" / "RESULTS.md"
 LIBRARIES = ("torch", "transformers", "lightning", "tokenizers", "datasets", "numpy", "longppl")
 LOG_LINE = re.compile(r"\[\d{4}-\d\d-\d\d .*\] \[[A-Z]+\]")  # DeepSpeed logs to standard output
 INTRODUCTION = (
-    "Written by `python benchmarks/results.py render` from the files in `benchmarks/results`, each of which"
-    " `python benchmarks/results.py record` made: change those, not this page. Times on a shared machine vary; ratios"
-    " within a table are of runs in turn in one process, unless it says otherwise."
+    "Written by `python benchmarks/results.py render` from the files in `benchmarks/results`: change those, not this"
+    " page. `python benchmarks/results.py record` makes them; a few were copied from an earlier report, and say so."
+    " Times on a shared machine vary. Ratios within a table are of runs in turn in one process, if nothing else is said."
 )
 
 
