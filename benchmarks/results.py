@@ -33,7 +33,7 @@ LOG_LINE = re.compile(r"\[\d{4}-\d\d-\d\d .*\] \[[A-Z]+\]")  # DeepSpeed logs to
 INTRODUCTION = (
     "Written by `python benchmarks/results.py render` from the files in `benchmarks/results`: change those, not this"
     " page. `python benchmarks/results.py record` makes them; a few were copied from an earlier report, and say so."
-    " Times on a shared machine vary. Ratios within a table are of runs in turn in one process, if nothing else is said."
+    " Times on a shared machine vary. Ratios within a table are of runs in turn in one process, unless noted otherwise."
 )
 
 
