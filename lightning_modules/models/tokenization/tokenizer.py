@@ -12,6 +12,7 @@ from tokenizers import Encoding, Tokenizer
 from tokenizers.models import BPE
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.utils import cached_file
 
 from lightning_modules.batch import PackedBatch, pack_sequence
 from lightning_modules.functional import character_units, unit_spans
@@ -19,6 +20,9 @@ from lightning_modules.models.tokenization.slow_tokenizers import SlowBackend
 
 _TOKENIZER_FILES = ("tokenizer.*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 """Patterns of file names, one of which matches in every folder with a tokenizer."""
+
+_PROBE = "The cat sat on 1234 mats.\n\n  def f(x):\treturn 'don't'  # 北京, été 😀"
+"""Text in which tokenizers differ: digits, white space, contractions, accents, characters of several bytes."""
 
 _tokenizers_with_unknown_tokens: WeakSet[PreTrainedTokenizerFast] = WeakSet()
 _tokenizers_with_gaps: WeakSet[PreTrainedTokenizerFast] = WeakSet()
@@ -48,6 +52,13 @@ def load_tokenizer(
     except Exception as error:  # `tokenizers` raises a bare Exception for a damaged tokenizer.json
         raise ValueError(not_loaded("tokenizer", pretrained_model_name_or_path, error)) from error
     if isinstance(tokenizer, PreTrainedTokenizerFast):
+        if not _is_stored(tokenizer, pretrained_model_name_or_path, revision):
+            warnings.warn(
+                f"transformers would load '{pretrained_model_name_or_path}' as {type(tokenizer).__name__}, which splits"
+                " text differently from its tokenizer.json: the latter is used.",
+                stacklevel=2,
+            )
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(pretrained_model_name_or_path, revision=revision)
         # Stored truncation would cut documents, and the first call would reset it and change `tokenizer_hash`.
         tokenizer.backend_tokenizer.no_truncation()
         tokenizer.backend_tokenizer.no_padding()
@@ -62,6 +73,16 @@ def load_tokenizer(
             " `tokenizers`."
         )
     return tokenizer
+
+
+def _is_stored(tokenizer: PreTrainedTokenizerFast, path: str, revision: str | None) -> bool:
+    """Return whether a tokenizer splits text like its ``tokenizer.json``, or has none.
+
+    For models of type ``qwen2``, transformers 5 builds a tokenizer from the vocabulary and ignores the rest.
+    """
+    file = cached_file(path, "tokenizer.json", revision=revision, _raise_exceptions_for_missing_entries=False)
+    backends = [tokenizer.backend_tokenizer, *([] if file is None else [Tokenizer.from_file(file)])]
+    return len({tuple(backend.encode(_PROBE, add_special_tokens=False).ids) for backend in backends}) == 1
 
 
 def untrim_offsets(tokenizer: PreTrainedTokenizerFast) -> None:

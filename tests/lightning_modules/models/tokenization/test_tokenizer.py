@@ -2,7 +2,7 @@ import json
 import re
 
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, Qwen2Config
 
 from lightning_modules.models.tokenization.tokenizer import (
     load_tokenizer,
@@ -35,6 +35,18 @@ def test_vocabulary_size_is_one_more_than_the_largest_id(model_dir):
     assert vocabulary_size(tokenizer) == 400
     tokenizer.add_tokens(["new"])
     assert vocabulary_size(tokenizer) == 401
+
+
+def test_the_stored_tokenizer_is_used_where_transformers_would_build_another(tmp_path):
+    tokenizer = byte_level_tokenizer(["the cat sat on 1234 mats"])  # Qwen2's tokenizer separates digits
+    tokenizer.save_pretrained(tmp_path)
+    Qwen2Config().save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match="would load .* as Qwen2Tokenizer"):
+        loaded = load_tokenizer(str(tmp_path))
+    text = "the cat sat on 1234 mats"
+    assert loaded(text)["input_ids"] == tokenizer(text)["input_ids"]
+    # If this fails, transformers reads the file by itself now.
+    assert AutoTokenizer.from_pretrained(tmp_path)(text)["input_ids"] != tokenizer(text)["input_ids"]
 
 
 def test_unknown_tokenizer_is_named(tmp_path):
