@@ -1,4 +1,4 @@
-"""Log LongPPL during training: key tokens by a frozen evaluator, likelihoods by the trained model."""
+"""Log LongPPL during training: key tokens by frozen evaluators, likelihoods by the trained model."""
 
 from pathlib import Path
 from typing import Any
@@ -6,16 +6,24 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 from typing_extensions import override
 
-from callbacks.same_names import check_single
+from callbacks.document_table import DocumentTable
+from callbacks.evaluation_numbers import (
+    Found,
+    Influence,
+    ScoredDocument,
+    Thresholds,
+    measure_alignment,
+    measure_key_tokens,
+    read_thresholds,
+)
+from callbacks.same_names import check_names
 from lightning_modules.batch import IGNORE_INDEX, PackedBatch
 from lightning_modules.functional import scan_token_mask, span_token_mask
 from lightning_modules.functional.influence import check_gamma
-from lightning_modules.metrics import LongPerplexity
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.scoring.config import EvaluatorConfig
 from lightning_modules.scoring.evaluator import EvaluatedDocument, Evaluator
@@ -27,8 +35,7 @@ from lightning_modules.scoring.key_tokens import (
     transfer_soft_influence,
 )
 from lightning_modules.scoring.token_scores import read_key_spans, text_sha256
-
-_COUNTS = 4 + len(Coverage._fields)
+from lightning_modules.training.evaluation import join_key, validation_set_keys
 
 
 class ExternalEvaluator(Callback):
@@ -38,9 +45,16 @@ class ExternalEvaluator(Callback):
     ``val/documents_without_key_tokens`` (``test/..`` in test), with histograms of the evaluator's long-short
     difference and long-context log-likelihood. ``val/documents_aligned_by_characters`` counts documents whose key
     tokens were mapped by characters; ``val/tokens_sharing_characters`` and ``val/tokens_without_characters`` are
-    fractions of the model's tokens, ``val/evaluator_tokens_..`` of the evaluator's. The evaluator scores each document
-    once and stores the scores, so other thresholds, later epochs and other models need no second pass. Its memory is
-    freed after each evaluation. It is not part of the module: it is neither optimized nor checkpointed nor cast.
+    fractions of the model's tokens, ``val/evaluator_tokens_..`` of the evaluator's.
+
+    With several validation sets (`data.validation_sets`), evaluators (one callback each, with a `name`) or
+    `thresholds`, names are ``val/<set>/<evaluator>/<thresholds>/longppl``, without the parts of which there is one. The
+    numbers of each document go to ``documents/`` in the folder of the run, and to TensorBoard.
+
+    A training is also evaluated before its first step. The evaluator scores each document once and stores the scores,
+    so other thresholds, later epochs and other models need no second pass. Evaluators are loaded one after another,
+    when the trained model has scored all documents, and freed. They are not part of the module: they are neither
+    optimized nor checkpointed nor cast.
 
     Args:
         evaluator: Hub id or local folder of the long-context model that finds key tokens. Its tokenizer may differ
@@ -48,12 +62,16 @@ class ExternalEvaluator(Callback):
         key_spans: Instead of an evaluator, a folder of precomputed character spans of the validation texts, in the
             format of the paper's authors: ``[start, end];[start, end];..``. A document's file ends in ``.txt`` and is
             named by its name, by its id (the first word of the name) or by the SHA-256 of its text.
+        name: Name of the evaluator in logs and tables, needed if there are several.
+        thresholds: Named thresholds instead of `alpha` and `beta`:
+            ``{paper: {alpha: 2, beta: -2}, strict: {alpha: 4, beta: -1}}``.
+        before_training: Whether a training is evaluated before its first step.
         gamma: Largest weight of soft LongPPL.
         options: The other fields of `lightning_modules.scoring.config.EvaluatorConfig`.
 
     Raises:
         ValueError: If not exactly one of ``evaluator`` and ``key_spans`` is given, it does not exist, or a threshold is
-            not valid; at setup, if there are several callbacks, whose values would be averaged under one name.
+            not valid; at setup, if several callbacks have the same name, whose values would be averaged.
     """
 
     def __init__(
@@ -61,6 +79,9 @@ class ExternalEvaluator(Callback):
         evaluator: str | None = None,
         key_spans: str | None = None,
         *,
+        name: str | None = None,
+        thresholds: dict[str, dict[str, float]] | None = None,
+        before_training: bool = True,
         gamma: float = 5.0,
         **options: Any,
     ) -> None:
@@ -70,19 +91,20 @@ class ExternalEvaluator(Callback):
             raise ValueError(f"`key_spans` must be a folder of `<document name>.txt` files, got '{key_spans}'.")
         check_gamma(gamma)
         self.config = EvaluatorConfig(evaluator or "", **options)
-        self.gamma, self.key_spans = gamma, key_spans
+        self.gamma, self.key_spans, self.name, self.before_training = gamma, key_spans, name, before_training
+        self.thresholds = read_thresholds(thresholds, Thresholds(self.config.alpha, self.config.beta))
+        if key_spans is not None and thresholds:
+            raise ValueError("`thresholds` have no effect on precomputed `key_spans`: remove them.")
         self.evaluator = None if evaluator is None else Evaluator(self.config)
-        self.longppl = LongPerplexity()
-        self.longppl_soft = LongPerplexity()
-        self._counts = torch.zeros(_COUNTS, dtype=torch.float64)
         self.evaluated: dict[str, EvaluatedDocument] = {}  # this process's documents, by SHA-256
+        self._documents: list[ScoredDocument] = []
         self._drawn: set[str] = set()
+        self._key = ""  # part of the names in logs
         self._stored_tokenizer: PreTrainedTokenizerFast | None = None
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        names = "val/longppl, val/key_tokens, .."
-        check_single(trainer, ExternalEvaluator, lambda other: repr(other.key_spans or other.config.evaluator), names)
+        self._key = self.name or "" if check_names(trainer, ExternalEvaluator) > 1 else ""
         if self.config.key_tokens == "authors" and stage != "predict":
             data: Any = trainer.datamodule  # type: ignore[attr-defined]
             name, revision = getattr(data, "tokenizer_name", None), getattr(data, "tokenizer_revision", None)
@@ -90,33 +112,58 @@ class ExternalEvaluator(Callback):
                 raise ValueError("`key_tokens: authors` needs a data module with a `tokenizer_name`: use `paper`.")
             self._stored_tokenizer = load_tokenizer(name, revision=revision, trimmed_offsets=True)
 
-    def read(self, batch: PackedBatch, row: int) -> Tokens:
-        """Return the tokens of a row's document, with the offsets that the alignment rule uses."""
-        tokens = document_tokens(batch, row)
-        if self._stored_tokenizer is None:
-            return tokens
-        return tokens._replace(offsets=stored_offsets(batch["text"][row], tokens, self._stored_tokenizer))
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Evaluate the model before the first step, once for all evaluators; a resumed run does not repeat it."""
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        wanted = [each for each in callbacks if isinstance(each, ExternalEvaluator) and each.before_training]
+        if wanted and wanted[0] is self and trainer.global_step == 0 and trainer.enable_validation:
+            # As in Lightning's training loop.
+            trainer.validating = True
+            trainer.fit_loop.epoch_loop.val_loop.run()
+            trainer.training = True
 
-    def influence(self, batch: PackedBatch, row: int, device: torch.device) -> tuple[Tensor, Tensor | None, Coverage]:
-        """Return key tokens and soft weights of a row's one document, and its coverage.
+    def influence(
+        self, batch: PackedBatch, row: int, device: torch.device | str
+    ) -> tuple[Tensor, Tensor | None, Coverage]:
+        """Return key tokens (by the first thresholds), soft weights and coverage of a row's one document.
 
         They are ``[T]`` bool and ``[T]`` float64, both 0 where a token is not scored. Precomputed spans have no soft
         weights.
         """
-        text, name, tokens = batch["text"][row], batch["names"][row], self.read(batch, row)
+        found = self._find_influence(self._read_row(batch, row, torch.empty(0)), device)
+        return next(iter(found.key.values())), found.soft, found.coverage
+
+    def _read_row(self, batch: PackedBatch, row: int, log_likelihood: Tensor) -> ScoredDocument:
+        """Return a row's document, with the offsets that the alignment rule uses."""
+        text, tokens = batch["text"][row], document_tokens(batch, row)
+        if self._stored_tokenizer is not None and text:
+            tokens = tokens._replace(offsets=stored_offsets(text, tokens, self._stored_tokenizer))
+        set_name = batch["sets"][row] if "sets" in batch else ""
         scored = batch["labels"][row].ne(IGNORE_INDEX).cpu()
-        hard, soft = torch.zeros_like(scored), torch.zeros(len(scored), dtype=torch.float64)
-        end = len(tokens.ids)
+        return ScoredDocument(set_name, batch["names"][row], text, tokens, log_likelihood, scored)
+
+    def _find_influence(self, document: ScoredDocument, device: torch.device | str) -> Influence:
+        text, tokens, scored = document.text, document.tokens, document.scored
+
+        def masked(values: Tensor) -> Tensor:
+            """Pad the values of tokens to the sequence; 0 where a token is not scored."""
+            return torch.cat([values, values.new_zeros(len(scored) - len(values))]) * scored
+
         if self.evaluator is None:
-            spans = self._precomputed_spans(text, name)
+            spans = self._precomputed_spans(text, document.name)
             authors = self.config.key_tokens == "authors"
-            hard[:end] = (scan_token_mask if authors else span_token_mask)(tokens.offsets, spans)
-            return hard & scored, None, measure_coverage(tokens, None, "authors" if authors else "characters")
-        document = self.evaluator.evaluate(text, tokens, device=device, name=name)
-        self.evaluated[document.scores.text_sha256] = document
-        hard[:end] = document.key
-        soft[:end] = transfer_soft_influence(document.scores, tokens, gamma=self.gamma)
-        return hard & scored, soft * scored, document.coverage
+            key = (scan_token_mask if authors else span_token_mask)(tokens.offsets, spans)
+            coverage = measure_coverage(tokens, None, "authors" if authors else "characters")
+            return Influence(dict.fromkeys(self.thresholds, masked(key)), None, coverage)
+        found = {
+            name: self.evaluator.evaluate(text, tokens, device=device, name=document.name, thresholds=each)
+            for name, each in self.thresholds.items()
+        }
+        first = next(iter(found.values()))
+        self.evaluated[first.scores.text_sha256] = first
+        soft = transfer_soft_influence(first.scores, tokens, gamma=self.gamma)
+        return Influence({name: masked(each.key) for name, each in found.items()}, masked(soft), first.coverage)
 
     def _precomputed_spans(self, text: str, name: str) -> Tensor:
         """Read the spans of a document from the file named by its name, its id or the hash of its text."""
@@ -140,16 +187,13 @@ class ExternalEvaluator(Callback):
         compared = difference != 0  # tokens without a short context would be one large bar at 0
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger) and compared.any():
-                step = trainer.global_step
-                logger.experiment.add_histogram(f"{stage}/evaluator_lsd_nats", difference[compared], step)
-                logger.experiment.add_histogram(f"{stage}/evaluator_lcl_nats", long[compared], step)
+                values = {"evaluator_lsd_nats": difference[compared], "evaluator_lcl_nats": long[compared]}
+                for name, numbers in values.items():
+                    logger.experiment.add_histogram(join_key(stage, self._key, name), numbers, trainer.global_step)
 
     @override
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        for metric in (self.longppl, self.longppl_soft):
-            metric.to(pl_module.device).reset()
-        self._counts = torch.zeros(_COUNTS, dtype=torch.float64)
-        self.evaluated = {}
+        self._documents, self.evaluated = [], {}
 
     @override
     def on_validation_batch_end(
@@ -157,50 +201,51 @@ class ExternalEvaluator(Callback):
     ) -> None:
         if "text" not in batch:
             raise ValueError("`ExternalEvaluator` needs a data module whose batches have `text` and `offsets`.")
-        for row, text in enumerate(batch["text"]):
-            if not text:  # a sequence that only keeps the processes in lockstep
-                if self.evaluator is not None:
-                    self.evaluator.join(device=pl_module.device)
-                continue
-            log_likelihood = outputs["log_likelihood"][row]
-            hard, soft, coverage = self.influence(batch, row, pl_module.device)
-            self.longppl.update(log_likelihood, hard.to(log_likelihood.device))
-            if soft is not None:
-                self.longppl_soft.update(log_likelihood, soft.to(log_likelihood.device))
-            scored = batch["labels"][row].ne(IGNORE_INDEX).sum()
-            counts = [hard.sum(), scored, not hard.any(), 1, *coverage]
-            self._counts += torch.tensor(counts, dtype=torch.float64)
+        rows = zip(range(len(batch["text"])), outputs["log_likelihood"], strict=True)
+        self._documents += [self._read_row(batch, row, log_likelihood) for row, log_likelihood in rows]
 
     @override
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         stage = "test" if trainer.testing else "val"
-        counts = trainer.strategy.reduce(self._counts.to(pl_module.device), reduce_op="sum")
-        key_tokens, scored, without, documents = counts[:4].tolist()
-        coverage = Coverage(*counts[4:].tolist())
-        values = {
-            "longppl": self.longppl.compute(),
-            "key_tokens": key_tokens,
-            "key_token_share": key_tokens / max(scored, 1),
-            "documents_without_key_tokens": without,
-            "documents_aligned_by_characters": coverage.by_characters,
-            **coverage.fractions(),
-        }
-        if self.evaluator is not None:
-            values["longppl_soft"] = self.longppl_soft.compute()
-        if without:
-            rank_zero_warn(
-                f"{without:.0f} of {documents:.0f} {stage} documents have no key token"
-                + (": LongPPL is undefined (NaN)." if key_tokens == 0 else " and do not count in LongPPL.")
-                + " They may be too short for `context_length`, or the evaluator may not use the long context."
-            )
-        if (warning := coverage.warning()) is not None:
-            rank_zero_warn(f"{stage} documents: {warning}")
-        for name, value in values.items():
-            value = torch.as_tensor(value, dtype=torch.float32)
-            pl_module.log(f"{stage}/{name}", value, prog_bar=name == "longppl", sync_dist=True)
+        found = self._find_all(pl_module.device)
+        table = DocumentTable(stage, self.name or "evaluator")
+        for set_name, set_key in validation_set_keys(trainer).items():
+            place = join_key(stage, set_key, self._key)
+            own = [each for each in found if each[0].set == set_name]
+            for label, value in self._measure(trainer, own, pl_module.device, join_key(stage, set_key)).items():
+                value = torch.as_tensor(value, dtype=torch.float32)
+                pl_module.log(
+                    join_key(place, label), value, prog_bar=join_key(place, label) == "val/longppl", sync_dist=True
+                )
+            for document, influence in own:
+                table.add(document, influence, self.thresholds)
+        table.write(trainer)
         self._draw_histograms(trainer, pl_module, stage)
+
+    def _find_all(self, device: torch.device) -> list[tuple[ScoredDocument, Influence]]:
+        """Find the key tokens of all documents, in the same order in all processes, and free the evaluator."""
+        found = []
+        for document in self._documents:
+            if document.text:
+                found.append((document, self._find_influence(document, device)))
+            elif self.evaluator is not None:
+                self.evaluator.join(device=device)
+        self._documents = []
         if self.evaluator is not None:
             self.evaluator.release()
+        return found
+
+    def _measure(self, trainer: Trainer, documents: Found, device: torch.device, place: str) -> dict[str, Any]:
+        """Return the numbers of a set by their names, those that depend on thresholds for each of these."""
+        values = measure_alignment(trainer, documents, device=device, place=place)
+        if self.evaluator is None:
+            del values["longppl_soft"]  # precomputed spans have no soft weights
+        for name in self.thresholds:
+            key = name if len(self.thresholds) > 1 else ""
+            where = join_key(place, key)
+            numbers = measure_key_tokens(trainer, documents, name, device=device, place=where)
+            values |= {join_key(key, label): value for label, value in numbers.items()}
+        return values
 
     on_test_epoch_start = on_validation_epoch_start
     on_test_batch_end = on_validation_batch_end  # type: ignore[assignment]

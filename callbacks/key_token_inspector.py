@@ -87,7 +87,7 @@ class KeyTokenInspector(Callback):
                 "Without an `ExternalEvaluator`, key tokens need the model's own short context: set"
                 " `short_context: true`, or add `callbacks.ExternalEvaluator`."
             )
-        thresholds: Any = self if self._evaluator is None else self._evaluator.config
+        thresholds: Any = self if self._evaluator is None else next(iter(self._evaluator.thresholds.values()))
         self._panels = EvaluationPanels(alpha=thresholds.alpha, beta=thresholds.beta, tokens=self.excerpt_tokens)
         if not any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers):
             rank_zero_warn("`KeyTokenInspector` has no effect, because the trainer has no `TensorBoardLogger`.")

@@ -22,7 +22,15 @@ from lightning_modules.models.tokenization.tokenizer import tokenizer_hash
 
 # Settings of the whole run, which a source cannot change.
 _COMMON = ("tokenizer", "tokenizer_revision", "sequence_length")
-_NOT_PASSED_ON = ("batch_size", "validation_batch_size", "num_workers", "seed", "influence", "curriculum")
+_NOT_PASSED_ON = (
+    "batch_size",
+    "validation_batch_size",
+    "validation_sets",
+    "num_workers",
+    "seed",
+    "influence",
+    "curriculum",
+)
 
 _log = logging.getLogger(__name__)
 
@@ -99,6 +107,8 @@ class MixtureDataModule(PackedTextDataModule):
     @override
     def prepare_data(self) -> None:
         stage = self._trainer_stage()
+        if self.validation_sets and stage in ("fit", "validate"):
+            self._check_evaluation_source(stage)
         for name, module in self.evaluated.items():
             with _source_errors(name):
                 module._check_evaluation_source(stage)
@@ -117,7 +127,7 @@ class MixtureDataModule(PackedTextDataModule):
             rows = {name: module.training_rows() for name, module in self.modules.items()}
             self.mixed_rows = {name: each for name, each in rows.items() if each is not None}
         if stage in ("fit", "validate"):
-            self.validation = self._join_documents("validation")
+            self.validation = self._read_sets() or self._join_documents("validation")
         if stage in ("test", "predict"):
             self.test = self._join_documents("test")
 

@@ -18,7 +18,7 @@ from typing_extensions import override
 from datamodules.influence.store import InfluenceStore
 from datamodules.influence.writer import InfluenceRows
 from datamodules.packing.curriculum import LengthCurriculum, cut_rows
-from datamodules.packing.evaluation_documents import DocumentDataset
+from datamodules.packing.evaluation_documents import DocumentDataset, NamedDocuments, ValidationSet, check_set_names
 from datamodules.packing.loader import ResumableLoader, worker_options
 from datamodules.packing.packing import LongDocuments, Packing, pack_documents, pack_in_order
 from datamodules.packing.preview import preview
@@ -56,6 +56,9 @@ class PackedTextDataModule(LightningDataModule, ABC):
         add_special_tokens: Whether to add special tokens; training documents end with the end-of-text token anyway.
         validation_documents: Number of documents to validate on, from the start of the split; null for all.
         validation_length: Maximum tokens of each evaluation document; ``whole`` for all, null for ``sequence_length``.
+        validation_sets: Named sets of documents to validate on, instead of the split's, each with its own metrics:
+            ``{books: {files: books/*.txt, documents: 8, length: 16384}, reports: {files: reports.jsonl}}``; see
+            `ValidationSet`.
         test_documents: Number of documents for test and prediction, from the start of the split; null for all.
         seed: Seed of the order of the training sequences, which depends only on the seed and the epoch.
         tokenizer_revision: Branch, tag or commit of a tokenizer on the hub.
@@ -79,6 +82,7 @@ class PackedTextDataModule(LightningDataModule, ABC):
         add_special_tokens: bool = False,
         validation_documents: PositiveInt | None = 50,
         validation_length: PositiveInt | Literal["whole"] | None = None,
+        validation_sets: dict[str, ValidationSet] | None = None,
         test_documents: PositiveInt | None = None,
         seed: NonNegativeInt = 0,
         tokenizer_revision: str | None = None,
@@ -97,27 +101,20 @@ class PackedTextDataModule(LightningDataModule, ABC):
         check_count("`num_workers`", num_workers, minimum=0, maximum=MAX_PROCESSES)
         if curriculum:
             curriculum.check(sequence_length)
-        self.tokenizer_name = tokenizer
-        self.tokenizer_revision = tokenizer_revision
-        self.sequence_length = sequence_length
-        self.packing = packing
-        self.batch_size = batch_size
-        self.validation_batch_size = validation_batch_size
-        self.num_workers = num_workers
+        self.tokenizer_name, self.tokenizer_revision = tokenizer, tokenizer_revision
+        self.sequence_length, self.packing = sequence_length, packing
+        self.batch_size, self.validation_batch_size = batch_size, validation_batch_size
+        self.num_workers, self.add_special_tokens = num_workers, add_special_tokens
         self.cache_dir = Path(cache_dir).expanduser() if cache_dir else default_cache_dir()
-        self.isolate_documents = isolate_documents
-        self.loss_on_prompt = loss_on_prompt
-        self.add_special_tokens = add_special_tokens
-        self.validation_documents = validation_documents
-        self.validation_length = validation_length
-        self.test_documents = test_documents
-        self.seed = seed
-        self.influence = influence
-        self.long_documents = long_documents
-        self.curriculum = curriculum
+        self.isolate_documents, self.loss_on_prompt = isolate_documents, loss_on_prompt
+        self.validation_documents, self.validation_length = validation_documents, validation_length
+        self.validation_sets = validation_sets or {}
+        check_set_names(self.validation_sets)
+        self.test_documents, self.seed, self.influence = test_documents, seed, influence
+        self.long_documents, self.curriculum = long_documents, curriculum
         self._switch: int | None = None
         self.rows: PackedRowDataset | None = None
-        self.validation: DocumentDataset | None = None
+        self.validation: DocumentDataset | NamedDocuments | None = None
         self.test: DocumentDataset | None = None
 
     @abstractmethod
@@ -149,7 +146,7 @@ class PackedTextDataModule(LightningDataModule, ABC):
                 rows.influence = InfluenceStore(Path(self.influence).expanduser()).check(rows.identity())
             self.rows = rows
         if stage in ("fit", "validate"):
-            self.validation = self._read_documents("validation")
+            self.validation = self._read_sets() or self._read_documents("validation")
         if stage in ("test", "predict"):
             self.test = self._read_documents("test")
 
@@ -178,10 +175,8 @@ class PackedTextDataModule(LightningDataModule, ABC):
     @override
     def train_dataloader(self) -> DataLoader[Row]:
         if self.rows is None:
-            name = type(self).__name__
-            raise ValueError(
-                f"{name} has no training sequences: it is for evaluation, or `setup('fit')` was not called."
-            )
+            problem = "has no training sequences: it is for evaluation, or `setup('fit')` was not called."
+            raise ValueError(f"{type(self).__name__} {problem}")
         rank, world_size = self._reader_rank()
         sampler = RowSampler(len(self.rows), seed=self.seed, rank=rank, world_size=world_size)
         return self._training_loader([self.rows], sampler)
@@ -238,8 +233,7 @@ class PackedTextDataModule(LightningDataModule, ABC):
         """
         if self.long_documents:
             raise ValueError("Token weights are stored once per token: remove `long_documents`, which repeats tokens.")
-        place = folder or self.influence
-        return InfluenceRows(self, made_from, Path(place).expanduser() if place else None)
+        return InfluenceRows(self, made_from, Path(place).expanduser() if (place := folder or self.influence) else None)
 
     @property
     def influence_cap(self) -> float | None:
@@ -260,19 +254,20 @@ class PackedTextDataModule(LightningDataModule, ABC):
 
     def _token_store(self) -> TokenStore | None:
         """Open the tokenized training text; the first call tokenizes it."""
-        source = self.source("train")
-        if source is None:
+        if (source := self.source("train")) is None:
             return None
-        return build_token_store(
-            source, self.tokenizer, cache_dir=self.cache_dir, add_special_tokens=self.add_special_tokens
-        )
+        special = self.add_special_tokens
+        return build_token_store(source, self.tokenizer, cache_dir=self.cache_dir, add_special_tokens=special)
 
     def _trainer_stage(self) -> str:
         return self.trainer.state.fn if self.trainer and self.trainer.state.fn else "fit"
 
     def _check_evaluation_source(self, stage: str) -> None:
         """Read one evaluation document, so that a hub dataset is downloaded and a wrong path fails early."""
-        next(iter(self._evaluation_source("test" if stage in ("test", "predict") else "validation")), None)
+        testing = stage in ("test", "predict")
+        sets = [] if testing else [each.source() for each in self.validation_sets.values()]
+        for source in sets or [self._evaluation_source("test" if testing else "validation")]:
+            next(iter(source), None)
 
     def _evaluation_source(self, split: Split) -> Source:
         source = self.source(split)
@@ -281,16 +276,22 @@ class PackedTextDataModule(LightningDataModule, ABC):
         return source
 
     def _read_documents(self, split: Split) -> DocumentDataset:
-        length = None if self.validation_length == "whole" else self.validation_length or self.sequence_length
         count = self.validation_documents if split == "validation" else self.test_documents
-        return DocumentDataset(
-            islice(self._evaluation_source(split), count),
-            self.tokenizer,
-            length=length,
-            add_special_tokens=self.add_special_tokens,
-        )
+        return self._tokenize(self._evaluation_source(split), count, self.validation_length)
 
-    def _evaluation_loader(self, documents: DocumentDataset | None, stage: str) -> DataLoader[Row]:
+    def _read_sets(self) -> NamedDocuments | None:
+        """Read the named validation sets, if there are any."""
+        parts = {
+            name: self._tokenize(each.source(), each.documents, each.length or self.validation_length)
+            for name, each in self.validation_sets.items()
+        }
+        return NamedDocuments(parts) if parts else None
+
+    def _tokenize(self, source: Source, count: int | None, length: int | Literal["whole"] | None) -> DocumentDataset:
+        limit, special = None if length == "whole" else length or self.sequence_length, self.add_special_tokens
+        return DocumentDataset(islice(source, count), self.tokenizer, length=limit, add_special_tokens=special)
+
+    def _evaluation_loader(self, documents: DocumentDataset | NamedDocuments | None, stage: str) -> DataLoader[Row]:
         if documents is None:
             raise RuntimeError(f"{type(self).__name__} has read no documents yet: call `setup({stage!r})` first.")
         rank, world_size = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
@@ -300,11 +301,8 @@ class PackedTextDataModule(LightningDataModule, ABC):
 
     def loader_options(self) -> dict[str, Any]:
         """Return the options that all loaders share."""
-        return {
-            "collate_fn": collate_rows,
-            "persistent_workers": self.num_workers > 0,
-            **worker_options(self.num_workers),
-        }
+        persistent = self.num_workers > 0
+        return {"collate_fn": collate_rows, "persistent_workers": persistent, **worker_options(self.num_workers)}
 
     def _reader_rank(self) -> tuple[int, int]:
         """Return rank and number of readers of sequences; processes that split the same sequences have one rank."""

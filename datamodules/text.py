@@ -1,6 +1,5 @@
 """Data modules for any corpus: text, JSON-lines or parquet files, local or remote, or a hub dataset."""
 
-from pathlib import Path
 from typing import Any
 
 from jsonargparse.typing import PositiveInt
@@ -11,9 +10,8 @@ from datamodules.packed_text import PackedTextDataModule
 from datamodules.packing.loader import worker_options
 from datamodules.packing.sequences import PackedRowDataset, Row
 from datamodules.packing.streaming import StreamedRows, StreamingLoader, file_sources
-from datamodules.sources.documents import RecordFiles, Source, TextFiles
-from datamodules.sources.hub import HubDataset
-from datamodules.sources.locations import JSON_LINES, PARQUET, TEXT, find_files, is_url
+from datamodules.sources.documents import Source
+from datamodules.sources.opening import open_source
 from datamodules.sources.splits import HashSplit, Split
 from datamodules.token_store.tokenize import Encoder
 
@@ -85,34 +83,19 @@ class TextDataModule(PackedTextDataModule):
     def source(self, split: Split) -> Source | None:
         path = self.paths["train" if self.holdout else split]
         if path is not None:
-            source = self._find_source(path, split)
+            source = open_source(
+                path,
+                "train" if self.holdout else split,
+                text_field=self.text_field,
+                prompt_field=self.prompt_field,
+                name_field=self.name_field,
+                where=self.where,
+                revision=self.revision,
+            )
             return HashSplit(source, split, self.holdout) if self.holdout else source
         if split == "train":
             return None
         raise ValueError(f"There are no {split} documents: set `{split}`, or a `holdout` of the training documents.")
-
-    def _find_source(self, path: str, split: Split) -> Source:
-        names = () if self.name_field is None else (self.name_field,)
-        on_hub = not is_url(path) and "*" not in path and not Path(path).expanduser().exists()
-        files = () if on_hub else find_files(path)
-        if self.prompt_field is not None and (on_hub or not files[0].name.endswith(JSON_LINES)):
-            raise ValueError(f"`prompt_field` needs JSON lines, but '{path}' has another format. Convert it.")
-        if on_hub:
-            hub_split: Split = "train" if self.holdout else split
-            return HubDataset(path, hub_split, self.text_field, names, self.where, self.revision)
-        kind = next(kind for kind in (JSON_LINES, PARQUET, TEXT) if files[0].name.endswith(kind))
-        if other := next((file for file in files if not file.name.endswith(kind)), None):
-            raise ValueError(
-                f"'{path}' has files of different kinds, such as {files[0].name} and {other.name}."
-                " Use a pattern that matches one kind, such as folder/**/*.jsonl."
-            )
-        if kind != TEXT:
-            return RecordFiles(files, (self.text_field,), names, self.where, self.prompt_field)
-        if self.where is not None:
-            raise ValueError(
-                f"`where` = {self.where} needs documents with fields, but '{path}' has plain text. Remove it."
-            )
-        return TextFiles(files)
 
 
 class StreamingTextDataModule(TextDataModule):

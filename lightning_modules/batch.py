@@ -42,6 +42,7 @@ class PackedBatch(TypedDict):
         text: For each sequence the text of its only document (evaluation only).
         offsets: ``[B, T, 2]`` int64 character span ``[start, end)`` of each token in ``text`` (evaluation only).
         names: For each sequence the name of its only document in messages and result files (evaluation only).
+        sets: For each sequence the name of its validation set, empty without named sets (evaluation only).
         influence: ``[B, T]`` float32 token weights that were computed in advance (training with stored weights only).
         document_refs: For each sequence the source of its only document, and nothing for a dummy sequence that keeps
             processes in lockstep (documents of a corpus only).
@@ -55,6 +56,7 @@ class PackedBatch(TypedDict):
     text: NotRequired[list[str]]
     offsets: NotRequired[Tensor]
     names: NotRequired[list[str]]
+    sets: NotRequired[list[str]]
     influence: NotRequired[Tensor]
     document_refs: NotRequired[list[DocumentRef]]
     failed: NotRequired[list[DocumentRef]]

@@ -28,6 +28,7 @@ from lightning_modules.scoring.document_scorer import DocumentScorer, Failed, sc
 from lightning_modules.scoring.token_scores import TokenScores
 from lightning_modules.training import preflight
 from lightning_modules.training.checkpoint_contents import add_contents, check_contents
+from lightning_modules.training.evaluation import join_key, new_perplexity, validation_set_keys
 from lightning_modules.training.export.facts import TrainingFacts, loading_facts, objective_facts, run_facts
 from lightning_modules.training.fsdp import load_trainer_backbone
 from lightning_modules.training.optimizers import default_lr_scheduler, default_optimizer
@@ -99,7 +100,7 @@ class LongContextLM(LightningModule):
         self._make_optimizer = optimizer
         self._make_lr_scheduler = lr_scheduler
         self._statistics = TrainingStatistics(objective, drawn=objective.uses_short_context and short_window_share < 1)
-        self._perplexity = LongPerplexity()
+        self._perplexities: dict[str, LongPerplexity] = {}  # by the name of the validation set
         self._evaluated_at: int | None = None
 
     # ------------------------------------------------------------------------------------------------------ training
@@ -203,7 +204,10 @@ class LongContextLM(LightningModule):
         self.backbone.check_batch(batch)
         group = self._sequence_group
         log_likelihood = self.backbone(batch) if group is None else group.log_likelihood(self.backbone, batch)
-        self._perplexity.update(log_likelihood, batch["labels"].ne(IGNORE_INDEX))
+        scored = batch["labels"].ne(IGNORE_INDEX)
+        for row, name in enumerate(batch.get("sets", [""] * len(scored))):
+            if name in self._perplexities:  # a sequence that only keeps processes in lockstep has no set
+                self._perplexities[name].update(log_likelihood[row], scored[row])
         return {"log_likelihood": log_likelihood}
 
     @override
@@ -233,17 +237,23 @@ class LongContextLM(LightningModule):
 
     @override
     def on_validation_epoch_start(self) -> None:
-        self._perplexity.reset()
+        names = validation_set_keys(self.trainer)
+        self._perplexities = {name: new_perplexity(self.device) for name in names}
         self._statistics.stop_clock()
 
     @override
     def on_validation_epoch_end(self) -> None:
         self._evaluated_at = self.global_step
-        self.log("val/perplexity", self._perplexity.compute().float(), prog_bar=True, sync_dist=True)
+        self._log_perplexity("val")
 
     @override
     def on_test_epoch_end(self) -> None:
-        self.log("test/perplexity", self._perplexity.compute().float(), sync_dist=True)
+        self._log_perplexity("test")
+
+    def _log_perplexity(self, stage: str) -> None:
+        for name, key in validation_set_keys(self.trainer).items():
+            perplexity = self._perplexities[name].compute().float()
+            self.log(join_key(stage, key, "perplexity"), perplexity, prog_bar=not key, sync_dist=True)
 
     test_step = validation_step
     on_test_start = on_predict_start = on_validation_start

@@ -1,16 +1,52 @@
 """Tokenize whole documents for evaluation, with their text and character offsets."""
 
-from collections.abc import Iterable
-from typing import cast
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
+from jsonargparse.typing import PositiveInt
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerFast
 
 from datamodules.packing.sequences import Row, make_row
-from datamodules.sources.documents import Document, with_text
+from datamodules.sources.documents import Document, Source, with_text
+from datamodules.sources.opening import open_source
 from lightning_modules.models.tokenization.tokenizer import encode_document
+
+
+@dataclass(frozen=True)
+class ValidationSet:
+    """A named set of documents to validate on.
+
+    Args:
+        files: A file, folder, pattern, URL or hub id, as in `TextDataModule`; of a hub dataset the validation split.
+        documents: Number of documents, from the first; null for all.
+        length: Maximum tokens of each document; ``whole`` for all, null for the data module's `validation_length`.
+        text_field: Field of JSON lines, or column of parquet files, with the text.
+        name_field: Field or column that names documents; by default file and line or row.
+        where: ``[field, value]``: use only documents whose field has this value.
+    """
+
+    files: str
+    documents: PositiveInt | None = 50
+    length: PositiveInt | Literal["whole"] | None = None
+    text_field: str = "text"
+    name_field: str | None = None
+    where: tuple[str, Any] | None = None
+
+    def source(self) -> Source:
+        """Open the documents."""
+        fields: dict[str, Any] = {"text_field": self.text_field, "name_field": self.name_field, "where": self.where}
+        return open_source(self.files, "validation", **fields)
+
+
+def check_set_names(sets: Mapping[str, ValidationSet]) -> None:
+    """Raise a ``ValueError`` for a name of a validation set that cannot be a part of a metric's name."""
+    if wrong := [name for name in sets if not re.fullmatch(r"[\w.-]+", name)]:
+        raise ValueError(f"`validation_sets` has the name {wrong[0]!r}: use letters, digits, '_', '-' and '.' only.")
 
 
 class DocumentDataset(Dataset[Row]):
@@ -52,6 +88,22 @@ class DocumentDataset(Dataset[Row]):
         return self._rows[index]
 
 
+class NamedDocuments(Dataset[Row]):
+    """Documents of several named sets, one after another; each item has the name of its set."""
+
+    def __init__(self, sets: Mapping[str, DocumentDataset]) -> None:
+        self._items = [(name, part, index) for name, part in sets.items() for index in range(len(part))]
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __getitem__(self, index: int) -> Row:
+        if index >= len(self):
+            return empty_row()
+        name, part, place = self._items[index]
+        return {**part[place], "set": name}
+
+
 def document_row(
     text: str,
     tokenizer: PreTrainedTokenizerFast,
@@ -63,10 +115,10 @@ def document_row(
     """Tokenize a whole document as one sequence, with the arguments of `encode_document`."""
     batch = encode_document(text, tokenizer, name=name, add_special_tokens=add_special_tokens, max_tokens=max_tokens)
     names = ("input_ids", "labels", "position_ids", "document_boundaries", "text", "offsets")
-    return cast(Row, {key: batch[key][0] for key in names} | {"name": name})  # type: ignore[literal-required]
+    return cast(Row, {key: batch[key][0] for key in names} | {"name": name, "set": ""})  # type: ignore[literal-required]
 
 
 def empty_row() -> Row:
     """Return a sequence of one unscored token that belongs to no document."""
     row = make_row(np.zeros(1, dtype=np.int64), np.array([1]))
-    return {**row, "text": "", "offsets": torch.zeros(1, 2, dtype=torch.int64), "name": ""}
+    return {**row, "text": "", "offsets": torch.zeros(1, 2, dtype=torch.int64), "name": "", "set": ""}

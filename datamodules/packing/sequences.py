@@ -30,6 +30,7 @@ class Row(TypedDict):
     text: NotRequired[str]
     offsets: NotRequired[Tensor]
     name: NotRequired[str]
+    set: NotRequired[str]
     influence: NotRequired[Tensor]
 
 
@@ -133,4 +134,5 @@ def collate_rows(rows: list[Row]) -> PackedBatch:
         batch["text"] = [row["text"] for row in rows]
         batch["offsets"] = pad_sequence([row["offsets"] for row in rows], batch_first=True)
         batch["names"] = [row["name"] for row in rows]
+        batch["sets"] = [row["set"] for row in rows]
     return batch

@@ -140,8 +140,9 @@ class Evaluator:
         device: torch.device | str = "cpu",
         name: str = "document",
         key_tokens_only: bool = False,
+        thresholds: tuple[float, float] | None = None,
     ) -> EvaluatedDocument:
-        """Find the key tokens of a text for an evaluated model, with the configured thresholds and rule.
+        """Find the key tokens of a text for an evaluated model, with the configured rule.
 
         Args:
             text: The document.
@@ -149,8 +150,10 @@ class Evaluator:
             device: Device of the evaluator.
             name: Name of the document in messages.
             key_tokens_only: Skip tokens in the short pass that cannot be key.
+            thresholds: Alpha and beta; by default those of the settings.
         """
-        alpha, beta, rule = self.config.alpha, self.config.beta, self.config.key_tokens
+        alpha, beta = thresholds or (self.config.alpha, self.config.beta)
+        rule = self.config.key_tokens
         scores = self.scores(text, device=device, name=name, beta=beta if key_tokens_only else None)
         key, alignment = find_key_tokens(scores, tokens, alpha=alpha, beta=beta, rule=rule)
         return EvaluatedDocument(key, alignment, measure_coverage(tokens, scores, alignment), scores)

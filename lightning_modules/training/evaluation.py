@@ -1,11 +1,13 @@
-"""Output folders of ``longce validate``, ``test`` and ``predict``, separate from the files of a run."""
+"""Evaluations of a run: the names of their metrics, and their output folders, separate from the files of the run."""
 
 import logging
 from pathlib import Path
 
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
+from lightning_modules.metrics import LongPerplexity
 from lightning_modules.training.checkpoints.io import describe_checkpoint, load_without_tensors
 from lightning_modules.training.checkpoints.resume import is_remote, run_folder
 from lightning_modules.training.run import CONFIG_FILE, RUN_FILE
@@ -23,6 +25,27 @@ def at_checkpoint_step(trainer: Trainer, checkpoint: Path) -> None:
         trainer.fit_loop.load_state_dict(loops["fit_loop"])
         # Lightning's count for loggers lags by one when a checkpoint is saved.
         trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
+
+
+def validation_set_keys(trainer: Trainer) -> dict[str, str]:
+    """Return the names of the data module's validation sets, each with its part of metric names.
+
+    The part is empty for a single set. Without named sets, the only name is empty.
+    """
+    sets = {} if trainer.testing else getattr(trainer.datamodule, "validation_sets", None) or {}  # type: ignore[attr-defined]
+    return {name: name if len(sets) > 1 else "" for name in sets} or {"": ""}
+
+
+def new_perplexity(device: torch.device) -> LongPerplexity:
+    """Return a metric to which a process may add nothing: others may have all documents of a validation set."""
+    metric = LongPerplexity().to(device)
+    metric.update(torch.zeros(1, device=device), torch.zeros(1, device=device))  # or torchmetrics would warn
+    return metric
+
+
+def join_key(*parts: str) -> str:
+    """Join the parts of a metric's name, without those that are empty."""
+    return "/".join(filter(None, parts))
 
 
 def place_evaluation(trainer: Trainer, command: str, checkpoint: Path | None, config: str, *, numbered: bool) -> None:

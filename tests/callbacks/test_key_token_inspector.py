@@ -78,7 +78,7 @@ def run(model_dir, evaluator_dir, tokenizer, tmp_path_factory):
     """A short training with both callbacks, the inspector first, as the order must not matter."""
     folder = tmp_path_factory.mktemp("run")
     documents = [encode_document(text, tokenizer, name=f"doc{n} by X") for n, text in enumerate(TEXTS)]
-    evaluator = ExternalEvaluator(str(evaluator_dir), **JUDGED, cache_dir=str(folder / "cache"))
+    evaluator = ExternalEvaluator(str(evaluator_dir), **JUDGED, before_training=False, cache_dir=str(folder / "cache"))
     inspector = KeyTokenInspector(documents=2, weights_every_n_steps=2)
     module, trainer = fit(model_dir, [inspector, evaluator], documents, folder / "logs")
     return module, trainer, evaluator, inspector, documents, read(folder / "logs")
@@ -234,8 +234,8 @@ def test_the_sanity_check_scores_and_draws_nothing(model_dir, evaluator_dir, doc
     fit(model_dir, [evaluator, inspector], documents, tmp_path / "logs", **settings)
     assert inspector.inspected == []
     events = read(tmp_path / "logs")
-    for name in ("model", "evaluator"):
-        assert list(texts(events, f"key_tokens/0_doc0_by_X/{name}")) == [4]
+    for name, steps in (("model", [0, 4]), ("evaluator", [0])):  # before training and after it; drawn once
+        assert list(texts(events, f"key_tokens/0_doc0_by_X/{name}")) == steps
 
 
 @pytest.mark.parametrize(

@@ -104,9 +104,9 @@ def train(setup, root, processes, strategy, variant, *, uneven=False, **settings
     assert len(losses.values) == STEPS
     return {
         "losses": torch.tensor(losses.values, dtype=torch.float64),
-        "longppl": judge.longppl.compute().cpu(),
-        "longppl_soft": judge.longppl_soft.compute().cpu(),
-        "perplexity": module._perplexity.compute().cpu(),
+        "longppl": trainer.callback_metrics["val/longppl"],
+        "longppl_soft": trainer.callback_metrics["val/longppl_soft"],
+        "perplexity": module._perplexities[""].compute().cpu(),
         "logged": {name: float(value) for name, value in trainer.callback_metrics.items() if "second" not in name},
         "weights": {name: whole(tensor) for name, tensor in module.named_parameters()},
     }
@@ -126,9 +126,9 @@ def evaluate(setup, root, processes, strategy, documents, *, sharded=False, **se
     pairs = {name: torch.stack([pair.long, pair.short]) for name, pair in scores.items()}
     return {
         "logged": logged,
-        "longppl": judge.longppl.compute().cpu(),
-        "longppl_soft": judge.longppl_soft.compute().cpu(),
-        "perplexity": module._perplexity.compute().double().cpu(),
+        "longppl": torch.tensor(logged["test/longppl"]),
+        "longppl_soft": torch.tensor(logged["test/longppl_soft"]),
+        "perplexity": module._perplexities[""].compute().double().cpu(),
         "pairs": pairs,
     }
 

@@ -110,9 +110,9 @@ def train(setup, root, variant, *, strategy="auto", processes=1, accumulated=2):
     logged = {name: float(value) for name, value in trainer.callback_metrics.items() if "second" not in name}
     results = {
         "losses": torch.tensor(losses, dtype=torch.float64),
-        "longppl": judge.longppl.compute(),
-        "longppl_soft": judge.longppl_soft.compute(),
-        "perplexity": module._perplexity.compute(),
+        "longppl": trainer.callback_metrics["val/longppl"],
+        "longppl_soft": trainer.callback_metrics["val/longppl_soft"],
+        "perplexity": module._perplexities[""].compute(),
         "logged": logged,
         "tokens_per_step": module.training_facts().tokens_per_step,
         "weights": {name: whole(tensor) for name, tensor in module.named_parameters()},

@@ -1,0 +1,97 @@
+"""Numbers of an evaluation by one evaluator: key tokens of documents, summed over the documents of all processes."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+
+from lightning_modules.functional.influence import check_thresholds
+from lightning_modules.scoring.key_tokens import Coverage, Tokens, add_coverage
+from lightning_modules.training.evaluation import new_perplexity
+
+
+class Thresholds(NamedTuple):
+    """Thresholds of key tokens, in nats."""
+
+    alpha: float = 2.0
+    beta: float = -2.0
+
+
+class ScoredDocument(NamedTuple):
+    """A document that the trained model has scored, until the end of the evaluation."""
+
+    set: str
+    name: str
+    text: str  # empty for a sequence that only keeps the processes in lockstep
+    tokens: Tokens
+    log_likelihood: Tensor  # [T], on the model's device
+    scored: Tensor  # [T] bool, in main memory
+
+
+class Influence(NamedTuple):
+    """Key tokens of a document for each of the named thresholds, and its soft weights."""
+
+    key: dict[str, Tensor]  # [T] bool
+    soft: Tensor | None  # [T] float64; precomputed spans have none
+    coverage: Coverage
+
+
+Found = Sequence[tuple[ScoredDocument, Influence]]
+
+
+def read_thresholds(given: Mapping[str, Mapping[str, float]] | None, default: Thresholds) -> dict[str, Thresholds]:
+    """Return the named thresholds, or the default without a name; raise a ``ValueError`` for wrong names or values."""
+    if not given:
+        return {"": default}
+    named = {}
+    for name, values in given.items():
+        if not name or "/" in name or set(values) - {"alpha", "beta"}:
+            raise ValueError(f"`thresholds` must be names without '/', each with `alpha` and `beta`, got {given}.")
+        named[name] = Thresholds(**values)
+        check_thresholds(*named[name])
+    return named
+
+
+def measure_key_tokens(
+    trainer: Trainer, documents: Found, thresholds: str, *, device: torch.device, place: str
+) -> dict[str, Any]:
+    """Return LongPPL and counts of key tokens; ``place`` names the documents in a warning."""
+    longppl = new_perplexity(device)
+    counts = torch.zeros(4, dtype=torch.float64)
+    for document, influence in documents:
+        key = influence.key[thresholds]
+        longppl.update(document.log_likelihood, key.to(device))
+        counts += torch.tensor([key.sum(), document.scored.sum(), not key.any(), 1], dtype=torch.float64)
+    key_tokens, scored, without, total = trainer.strategy.reduce(counts.to(device), reduce_op="sum").tolist()
+    if without:
+        rank_zero_warn(
+            f"{without:.0f} of {total:.0f} {place} documents have no key token"
+            + (": LongPPL is undefined (NaN)." if key_tokens == 0 else " and do not count in LongPPL.")
+            + " They may be too short for `context_length`, or the evaluator may not use the long context."
+        )
+    return {
+        "longppl": longppl.compute(),
+        "key_tokens": key_tokens,
+        "key_token_share": key_tokens / max(scored, 1),
+        "documents_without_key_tokens": without,
+    }
+
+
+def measure_alignment(trainer: Trainer, documents: Found, *, device: torch.device, place: str) -> dict[str, Any]:
+    """Return the numbers that do not depend on thresholds: how tokens cover the characters, and soft LongPPL."""
+    total = torch.tensor(add_coverage(influence.coverage for _, influence in documents), dtype=torch.float64)
+    coverage = Coverage(*trainer.strategy.reduce(total.to(device), reduce_op="sum").tolist())
+    if (warning := coverage.warning()) is not None:
+        rank_zero_warn(f"{place} documents: {warning}")
+    soft = new_perplexity(device)
+    for document, influence in documents:
+        if influence.soft is not None:
+            soft.update(document.log_likelihood, influence.soft.to(device))
+    return {
+        "documents_aligned_by_characters": coverage.by_characters,
+        **coverage.fractions(),
+        "longppl_soft": soft.compute(),
+    }

@@ -1,0 +1,157 @@
+"""Validation sets x evaluators x thresholds, from before the first step."""
+
+import csv
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from pyarrow import parquet
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from callbacks import ExternalEvaluator
+from datamodules import TextDataModule
+from datamodules.packing.evaluation_documents import ValidationSet
+from lightning_modules.long_context_lm import LongContextLM
+from lightning_modules.scoring.score import score
+from tests.conftest import make_text
+
+pytestmark = pytest.mark.filterwarnings(
+    r"ignore:\d of \d .*documents have no key token", "ignore:The 'train_dataloader' does not have many workers"
+)
+
+THRESHOLDS = {"loose": {"alpha": 0.2, "beta": -7.0}, "strict": {"alpha": 0.4, "beta": -6.5}}
+LENGTHS = {"context_length": 48, "stride": 16}
+TEXTS = {"books": [70, 90], "reports": [80, 60, 75]}  # words of each document
+
+
+@pytest.fixture
+def folders(tmp_path):
+    for name, sizes in TEXTS.items():
+        (tmp_path / name).mkdir()
+        for number, size in enumerate(sizes):
+            (tmp_path / name / f"{number}.txt").write_text(make_text(size, seed=size))
+    return tmp_path
+
+
+def make_evaluator(folder, tmp_path, **options):
+    settings = LENGTHS | {"thresholds": THRESHOLDS, "cache_dir": str(tmp_path / "cache")} | options
+    return ExternalEvaluator(str(folder), **settings)
+
+
+def make_data(model_dir, folders, **options):
+    sets = {
+        "books": ValidationSet(f"{folders}/books/*.txt", length="whole"),
+        "reports": ValidationSet(f"{folders}/reports", documents=2, length=100),
+    }
+    settings = {"sequence_length": 128, "cache_dir": str(folders / "cache"), "validation_sets": sets} | options
+    return TextDataModule(str(model_dir), train=f"{folders}/reports", **settings)
+
+
+def make_trainer(root, callbacks, **options):
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    settings = {"accelerator": "cpu", "logger": False, "default_root_dir": root, "num_sanity_val_steps": 0}
+    return Trainer(callbacks=callbacks, use_distributed_sampler=False, **quiet, **settings | options)
+
+
+def test_every_cell_is_what_longce_score_prints(model_dir, evaluator_dir, folders):
+    evaluators = {"near": model_dir, "other": evaluator_dir}
+    callbacks = [make_evaluator(path, folders, name=name) for name, path in evaluators.items()]
+    trainer = make_trainer(folders, callbacks)
+    module = LongContextLM(str(model_dir), **LENGTHS)
+    (logged,) = trainer.validate(module, make_data(model_dir, folders), verbose=False)
+    for set_name, files in (("books", ["0.txt", "1.txt"]), ("reports", ["0.txt", "1.txt"])):
+        limit = {} if set_name == "books" else {"max_tokens": 100}
+        for name, path in evaluators.items():
+            for label, pair in THRESHOLDS.items():
+                paths = [f"{folders}/{set_name}/{file}" for file in files]
+                options = LENGTHS | pair | limit | {"cache_dir": str(folders / "cache")}
+                result = score(paths, str(model_dir), str(path), **options)
+                place = f"val/{set_name}/{name}/{label}"
+                assert logged[f"{place}/key_tokens"] == result["key_tokens"] > 0
+                assert logged[f"{place}/longppl"] == pytest.approx(result["longppl"], rel=1e-5)
+                assert logged[f"val/{set_name}/perplexity"] == pytest.approx(result["perplexity"], rel=1e-5)
+        assert f"val/{set_name}/near/longppl_soft" in logged
+    assert "val/longppl" not in logged
+
+
+def test_parts_of_which_there_is_one_are_left_out(model_dir, evaluator_dir, folders):
+    one = {"books": ValidationSet(f"{folders}/books")}
+    data = make_data(model_dir, folders, validation_sets=one, validation_length="whole")
+    trainer = make_trainer(folders, [make_evaluator(evaluator_dir, folders, thresholds=None, alpha=0.5, beta=-6.0)])
+    (logged,) = trainer.validate(LongContextLM(str(model_dir), **LENGTHS), data, verbose=False)
+    assert {"val/longppl", "val/longppl_soft", "val/perplexity", "val/key_tokens"} <= set(logged)
+
+
+def test_the_first_evaluation_is_before_the_first_step_and_a_resumed_run_does_not_repeat_it(
+    model_dir, evaluator_dir, folders
+):
+    def fit(steps, checkpoint=None, **options):
+        torch.manual_seed(0)
+        callback = make_evaluator(evaluator_dir, folders, **options)
+        logger = CSVLogger(folders, name="logs")
+        trainer = make_trainer(folders, [callback], logger=logger, max_steps=steps, log_every_n_steps=1)
+        module = LongContextLM(str(model_dir), **LENGTHS, optimizer=lambda weights: torch.optim.SGD(weights, lr=0.1))
+        trainer.fit(module, make_data(model_dir, folders), ckpt_path=checkpoint)
+        trainer.save_checkpoint(folders / "last.ckpt")
+        logger.save()
+        with Path(logger.experiment.metrics_file_path).open() as file:
+            rows = [row for row in csv.DictReader(file) if row.get("val/books/loose/longppl")]
+        seen = [(int(row["step"]), float(row["val/books/loose/longppl"])) for row in rows]
+        return seen, {name: weight.detach().clone() for name, weight in module.named_parameters()}
+
+    seen, weights = fit(1)
+    (first, before), *later = seen
+    assert first == 0
+    base = make_trainer(folders, [make_evaluator(evaluator_dir, folders)])
+    (logged,) = base.validate(LongContextLM(str(model_dir), **LENGTHS), make_data(model_dir, folders), verbose=False)
+    assert before == pytest.approx(logged["val/books/loose/longppl"], rel=1e-6)
+    resumed, _ = fit(2, folders / "last.ckpt")
+    assert 0 not in [step for step, _ in resumed]
+    without, same = fit(1, before_training=False)
+    assert 0 not in [step for step, _ in without]
+    assert all(torch.equal(weights[name], same[name]) for name in weights), "it does not change training"
+
+
+def test_each_document_has_a_row_per_evaluator_and_thresholds(model_dir, evaluator_dir, folders):
+    logger = TensorBoardLogger(folders, name="run", version="1")
+    trainer = make_trainer(folders, [make_evaluator(evaluator_dir, folders, name="tiny")], logger=logger)
+    module = LongContextLM(str(model_dir), **LENGTHS)
+    (logged,) = trainer.validate(module, make_data(model_dir, folders), verbose=False)
+    rows = parquet.read_table(folders / "run" / "1" / "documents" / "val-tiny-step-0.parquet").to_pylist()
+    assert len(rows) == 4 * len(THRESHOLDS)
+    for set_name in TEXTS:
+        for label, pair in THRESHOLDS.items():
+            own = [row for row in rows if (row["set"], row["thresholds"]) == (set_name, label)]
+            assert {(row["alpha"], row["beta"]) for row in own} == {(pair["alpha"], pair["beta"])}
+            assert sum(row["key_tokens"] for row in own) == logged[f"val/{set_name}/{label}/key_tokens"]
+            losses = sum(row["key_tokens"] * math.log(row["longppl"]) for row in own if row["key_tokens"])
+            longppl = math.exp(losses / sum(row["key_tokens"] for row in own))
+            assert longppl == pytest.approx(logged[f"val/{set_name}/{label}/longppl"], rel=1e-5)
+    events = EventAccumulator(str(folders / "run" / "1"), size_guidance={"tensors": 0}).Reload()
+    (table,) = events.Tensors("val/documents/tiny/text_summary")
+    assert table.tensor_proto.string_val[0].decode().count("\n") == 1 + len(rows)
+
+
+@pytest.mark.parametrize(
+    ("thresholds", "match"),
+    [
+        ({"a/b": {"alpha": 1}}, "names without '/'"),
+        ({"a": {"gamma": 1}}, "each with `alpha` and `beta`"),
+        ({"a": {"alpha": -1}}, "alpha"),
+        ({"a": {"beta": 1}}, "beta"),
+    ],
+)
+def test_wrong_thresholds_are_refused_at_once(evaluator_dir, tmp_path, thresholds, match):
+    with pytest.raises(ValueError, match=match):
+        make_evaluator(evaluator_dir, tmp_path, thresholds=thresholds)
+
+
+def test_a_set_with_a_wrong_name_or_without_files_is_refused_before_training(model_dir, folders):
+    with pytest.raises(ValueError, match="has the name 'a/b'"):
+        make_data(model_dir, folders, validation_sets={"a/b": ValidationSet("x")})
+    missing = make_data(model_dir, folders, validation_sets={"a": ValidationSet(f"{folders}/nowhere/*.txt")})
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        missing.prepare_data()
