@@ -56,9 +56,9 @@ def read_thresholds(given: Mapping[str, Mapping[str, float]] | None, default: Th
 
 
 def measure_key_tokens(
-    trainer: Trainer, documents: Found, thresholds: str, *, device: torch.device, place: str
+    trainer: Trainer, documents: Found, thresholds: str, *, device: torch.device, place: str, warned: set[str]
 ) -> dict[str, Any]:
-    """Return LongPPL and counts of key tokens; ``place`` names the documents in a warning."""
+    """Return LongPPL and counts of key tokens; ``place`` names the documents in a warning, which is not repeated."""
     longppl = new_perplexity(device)
     counts = torch.zeros(4, dtype=torch.float64)
     for document, influence in documents:
@@ -66,7 +66,8 @@ def measure_key_tokens(
         longppl.update(document.log_likelihood, key.to(device))
         counts += torch.tensor([key.sum(), document.scored.sum(), not key.any(), 1], dtype=torch.float64)
     key_tokens, scored, without, total = trainer.strategy.reduce(counts.to(device), reduce_op="sum").tolist()
-    if without:
+    if without and place not in warned:
+        warned.add(place)
         rank_zero_warn(
             f"{without:.0f} of {total:.0f} {place} documents have no key token"
             + (": LongPPL is undefined (NaN)." if key_tokens == 0 else " and do not count in LongPPL.")

@@ -99,6 +99,7 @@ class ExternalEvaluator(Callback):
         self.evaluated: dict[str, EvaluatedDocument] = {}  # this process's documents, by SHA-256
         self._documents: list[ScoredDocument] = []
         self._drawn: set[str] = set()
+        self._warned: set[str] = set()
         self._key = ""  # part of the names in logs
         self._stored_tokenizer: PreTrainedTokenizerFast | None = None
 
@@ -243,7 +244,7 @@ class ExternalEvaluator(Callback):
         for name in self.thresholds:
             key = name if len(self.thresholds) > 1 else ""
             where = join_key(place, key)
-            numbers = measure_key_tokens(trainer, documents, name, device=device, place=where)
+            numbers = measure_key_tokens(trainer, documents, name, device=device, place=where, warned=self._warned)
             values |= {join_key(key, label): value for label, value in numbers.items()}
         return values
 

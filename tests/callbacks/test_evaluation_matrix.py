@@ -103,7 +103,7 @@ def test_the_first_evaluation_is_before_the_first_step_and_a_resumed_run_does_no
         return seen, {name: weight.detach().clone() for name, weight in module.named_parameters()}
 
     seen, weights = fit(1)
-    (first, before), *later = seen
+    first, before = seen[0]
     assert first == 0
     base = make_trainer(folders, [make_evaluator(evaluator_dir, folders)])
     (logged,) = base.validate(LongContextLM(str(model_dir), **LENGTHS), make_data(model_dir, folders), verbose=False)

@@ -29,7 +29,7 @@ def test_two_evaluators(model_dir, evaluator_dir, tmp_path, stage):
     (tmp_path / "spans").mkdir()
     first = ExternalEvaluator(str(evaluator_dir), context_length=48, stride=16)
     second = OwnEvaluator(key_spans=str(tmp_path / "spans"))
-    with pytest.raises(ValueError, match=r"2 `ExternalEvaluator` callbacks .* give each another `name`, got \[None, No"):
+    with pytest.raises(ValueError, match=r"2 `ExternalEvaluator` callbacks .* give each another `name`, got \[None"):
         check(model_dir, tmp_path, first, second, stage=stage)
     first.name = second.name = "same"
     with pytest.raises(ValueError, match=r"got \['same', 'same'\]"):
