@@ -277,7 +277,7 @@ def test_precisions_leave_positions_and_sums_alone(folder, tmp_path, precision):
     dimension = 8
     expected = 1.0 / 10000.0 ** (torch.arange(0, dimension, 2) / dimension)
     torch.testing.assert_close(rotary, expected)
-    assert module._perplexity.log_likelihood.dtype == torch.float64
+    assert module._perplexities[""].log_likelihood.dtype == torch.float64
     assert math.isfinite(runner.callback_metrics["val/perplexity"])
     expected_dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
     assert next(module.backbone.parameters()).dtype == expected_dtype
