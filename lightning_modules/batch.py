@@ -5,11 +5,15 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, NotRequired, TypedDict
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 IGNORE_INDEX = -100
 """Label of a token that is not scored."""
+
+BoolArray = NDArray[np.bool_]
 
 MAX_SEQUENCE_LENGTH = 2**27
 """Longest sequence in tokens: a thousand times what is trained on today, and short enough to plan and pack."""
@@ -47,6 +51,10 @@ class PackedBatch(TypedDict):
         document_refs: For each sequence the source of its only document, and nothing for a dummy sequence that keeps
             processes in lockstep (documents of a corpus only).
         failed: Documents of the corpus that belong in this batch but could not be read or tokenized.
+        scored: ``[B, T]`` bool, whether ``labels`` are scored. An array, because Lightning, DDP and FSDP2 would move a
+            tensor to the accelerator. With it and ``max_token_id``, nothing waits for values from there; without, each
+            forward pass does. `note_values` adds both; remove them if you change ``labels`` or ``input_ids``.
+        max_token_id: Largest of ``input_ids``.
     """
 
     input_ids: Tensor
@@ -60,6 +68,8 @@ class PackedBatch(TypedDict):
     influence: NotRequired[Tensor]
     document_refs: NotRequired[list[DocumentRef]]
     failed: NotRequired[list[DocumentRef]]
+    scored: NotRequired[BoolArray]
+    max_token_id: NotRequired[int]
 
 
 def pack_sequence(documents: Sequence[Tensor]) -> PackedBatch:
@@ -80,12 +90,25 @@ def unscored_token(device: torch.device) -> PackedBatch:
 def batch_to(batch: PackedBatch, device: torch.device) -> PackedBatch:
     """Return the batch with the tensors that a model reads moved to ``device``; text and offsets stay."""
     moved = batch.copy()
-    moved["input_ids"] = batch["input_ids"].to(device, non_blocking=True)
-    moved["labels"] = batch["labels"].to(device, non_blocking=True)
-    moved["position_ids"] = batch["position_ids"].to(device, non_blocking=True)
-    if "influence" in batch:
-        moved["influence"] = batch["influence"].to(device, non_blocking=True)
+    if "scored" not in batch and batch["labels"].device.type == "cpu":
+        note_values(moved)
+    for name in ("input_ids", "labels", "position_ids", "influence"):
+        if name in batch:
+            moved[name] = send(batch[name], device)
     return moved
+
+
+def note_values(batch: PackedBatch) -> None:
+    """Add the values of a batch that the CPU needs, while its tensors are in main memory."""
+    batch["scored"] = batch["labels"].ne(IGNORE_INDEX).numpy()
+    batch["max_token_id"] = int(batch["input_ids"].max())
+
+
+def send(values: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on ``device``; if it comes from main memory, nothing waits for the device."""
+    if device.type == "cuda" and values.device.type == "cpu":
+        values = values.pin_memory()
+    return values.to(device, non_blocking=device.type == "cuda")
 
 
 def rename_old_keys(batch: PackedBatch) -> None:

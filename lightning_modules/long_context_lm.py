@@ -101,6 +101,7 @@ class LongContextLM(LightningModule):
         self._make_lr_scheduler = lr_scheduler
         self._statistics = TrainingStatistics(objective, drawn=objective.uses_short_context and short_window_share < 1)
         self._perplexities: dict[str, LongPerplexity] = {}  # by the name of the validation set
+        self._losses: dict[int, Tensor] = {}  # of the batches of an optimizer step
         self._evaluated_at: int | None = None
 
     # ------------------------------------------------------------------------------------------------------ training
@@ -118,7 +119,7 @@ class LongContextLM(LightningModule):
         token_weights = objective(long.detach(), short, batch)
         # 4. Sum the weighted losses (Equation 6). `on_before_optimizer_step` turns the sum into a mean.
         loss = long_cross_entropy(long, token_weights, batch["labels"], divisor=REFERENCE_TOKENS)
-        preflight.check_finite(loss, self, batch_idx)
+        self._losses[batch_idx] = loss.detach()
         total = loss.detach() * REFERENCE_TOKENS
         self._statistics.update(total, long.detach(), token_weights, batch["labels"], cap=objective.largest_weight)
         if self.token_observer is not None:
@@ -154,15 +155,18 @@ class LongContextLM(LightningModule):
         A mean of batch means would give more weight to the tokens of a batch that has few of them (padding, prompts,
         the end of an epoch).
         """
-        # 1. Sum up the tokens and losses of all batches and processes of the step.
+        # 1. Refuse the step if a loss is not finite. This is the only place where the CPU waits for the accelerator.
+        preflight.check_finite(self._losses, self)
+        self._losses = {}
+        # 2. Sum up the tokens and losses of all batches and processes of the step.
         values = self._statistics.compute(self.trainer.strategy)
-        # 2. Replace the divisors so far by the step's. Lightning divided the loss by the number of batches, and the
+        # 3. Replace the divisors so far by the step's. Lightning divided the loss by the number of batches, and the
         #    strategy divided the gradients by the number of processes.
         divisor = REFERENCE_TOKENS * self.trainer.accumulate_grad_batches * self.trainer.world_size
         for parameter in self.parameters():
             if parameter.grad is not None:
                 parameter.grad.div_(self._statistics.step_divisor / divisor)
-        # 3. Log the means and start over.
+        # 4. Log the means and start over.
         self._statistics.reset()
         self.log_dict({f"train/{name}": value for name, value in values.items()}, batch_size=1)
         self.log("loss", values["loss"], prog_bar=True, logger=False, batch_size=1)

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from datamodules.influence.store import InfluenceStore
 from datamodules.packing.packing import PackedRows, document_of
 from datamodules.token_store.store import TokenStore
-from lightning_modules.batch import IGNORE_INDEX, PackedBatch
+from lightning_modules.batch import IGNORE_INDEX, PackedBatch, note_values
 
 
 class Row(TypedDict):
@@ -134,5 +134,6 @@ def collate_rows(rows: list[Row]) -> PackedBatch:
         batch["text"] = [row["text"] for row in rows]
         batch["offsets"] = pad_sequence([row["offsets"] for row in rows], batch_first=True)
         batch["names"] = [row["name"] for row in rows]
-        batch["sets"] = [row["set"] for row in rows]
+        batch["sets"] = [row.get("set", "") for row in rows]
+    note_values(batch)
     return batch

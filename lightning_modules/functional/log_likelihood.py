@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from lightning_modules.batch import IGNORE_INDEX
+from lightning_modules.batch import IGNORE_INDEX, BoolArray, send
 from lightning_modules.functional.checks import check_count
 from lightning_modules.functional.linear_head import LinearHead, differentiate_softmax_, linear_log_likelihood
 
@@ -17,7 +17,14 @@ Head = Callable[[Tensor], Tensor] | LinearHead
 LoRA adapter, bias, soft cap or logit scale. A `LinearHead` is the fastest and needs the least memory."""
 
 
-def token_log_likelihood(hidden_states: Tensor, head: Head, labels: Tensor, *, chunk_size: int | None = None) -> Tensor:
+def token_log_likelihood(
+    hidden_states: Tensor,
+    head: Head,
+    labels: Tensor,
+    *,
+    scored: BoolArray | None = None,
+    chunk_size: int | None = None,
+) -> Tensor:
     r"""Compute the log-likelihood of each scored token given the tokens before it.
 
     .. math:: \ell_t = \log P(x_t \mid x_{<t})
@@ -29,6 +36,8 @@ def token_log_likelihood(hidden_states: Tensor, head: Head, labels: Tensor, *, c
         hidden_states: ``[B, T, D]`` last hidden states; entry ``t`` has seen tokens ``0 .. t``.
         head: Maps ``[N, D]`` hidden states to ``[N, V]`` logits.
         labels: ``[B, T]`` int64 token ids; ``IGNORE_INDEX`` where a token is not scored, column 0 always.
+        scored: ``[B, T]``, which labels are not ``IGNORE_INDEX``. Without it, the CPU waits for labels on an
+            accelerator.
         chunk_size: Scored tokens whose logits exist at the same time; by default 512, and 2048 on an accelerator.
 
     Returns:
@@ -46,7 +55,7 @@ def token_log_likelihood(hidden_states: Tensor, head: Head, labels: Tensor, *, c
     """
     check_chunk_size(chunk_size)
     # 1. Select the hidden states that predict a scored token.
-    predicting, targets, scored = select_scored(hidden_states, labels)
+    predicting, targets, index = select_scored(hidden_states, labels, scored)
     # 2. Score their targets chunk by chunk.
     chunk_size = chunk_size or default_chunk_size(hidden_states)
     if isinstance(head, LinearHead):
@@ -58,7 +67,7 @@ def token_log_likelihood(hidden_states: Tensor, head: Head, labels: Tensor, *, c
         chunks = zip(predicting.split(size), targets.split(size), strict=True)
         of_scored = torch.cat([_score_chunk(*chunk, head) for chunk in chunks])
     # 3. Put the results where the tokens are; the other entries are 0.
-    return of_scored.new_zeros(labels.shape).masked_scatter(scored, of_scored)
+    return of_scored.new_zeros(labels.numel()).index_copy(0, index, of_scored).view(labels.shape)
 
 
 def _score_chunk(hidden_states: Tensor, targets: Tensor, head: Head) -> Tensor:
@@ -101,8 +110,8 @@ def default_chunk_size(hidden_states: Tensor) -> int:
     return 512 if hidden_states.device.type == "cpu" else 2048
 
 
-def select_scored(hidden_states: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the ``[N, D]`` hidden states that predict scored tokens, the ``[N]`` token ids and their ``[B, T]`` mask.
+def select_scored(hidden_states: Tensor, labels: Tensor, scored: BoolArray | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the ``[N, D]`` hidden states that predict scored tokens, their ``[N]`` token ids and indices in ``B * T``.
 
     Raises:
         ValueError: If shapes or dtypes are wrong, or column 0 is scored.
@@ -116,17 +125,17 @@ def select_scored(hidden_states: Tensor, labels: Tensor) -> tuple[Tensor, Tensor
         raise ValueError(
             f"`hidden_states` must be floating point and `labels` int64, got {hidden_states.dtype} and {labels.dtype}."
         )
-    scored = labels.ne(IGNORE_INDEX)
-    if scored[:, :1].any():
-        row = int(scored[:, 0].nonzero()[0])
+    # Their number decides the shapes, so the CPU must know it: from the caller, or by waiting for the labels.
+    is_scored = labels.ne(IGNORE_INDEX).cpu() if scored is None else torch.from_numpy(scored)
+    if is_scored[:, :1].any():
+        row = int(is_scored[:, 0].nonzero()[0])
         raise ValueError(
             f"The first token has no context and cannot be scored: set `labels[:, 0]` to {IGNORE_INDEX}"
             f" (row {row} has {int(labels[row, 0])})."
         )
-    # The number of scored tokens is the only value that the CPU has to wait for.
-    index = scored.flatten().nonzero().squeeze(-1)
+    index = send(is_scored.flatten().nonzero().squeeze(-1), labels.device)
     # The only one-token shift in the project: the hidden state at t - 1 predicts token t.
-    return hidden_states.flatten(0, 1).index_select(0, index - 1), labels.flatten().index_select(0, index), scored
+    return hidden_states.flatten(0, 1).index_select(0, index - 1), labels.flatten().index_select(0, index), index
 
 
 def check_targets(targets: Tensor, vocabulary_size: int) -> None:

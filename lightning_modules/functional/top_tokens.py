@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_modules.batch import BoolArray
 from lightning_modules.functional.checks import check_count
 from lightning_modules.functional.linear_head import wide_logits
 from lightning_modules.functional.log_likelihood import (
@@ -26,7 +27,13 @@ class LikeliestTokens(NamedTuple):
 
 @torch.no_grad()
 def likeliest_tokens(
-    hidden_states: Tensor, head: Head, labels: Tensor, *, count: int = 5, chunk_size: int | None = None
+    hidden_states: Tensor,
+    head: Head,
+    labels: Tensor,
+    *,
+    scored: BoolArray | None = None,
+    count: int = 5,
+    chunk_size: int | None = None,
 ) -> LikeliestTokens:
     """Return the likeliest candidates for each scored token, given the tokens before it.
 
@@ -37,6 +44,7 @@ def likeliest_tokens(
         hidden_states: ``[B, T, D]`` last hidden states; entry ``t`` has seen tokens ``0 .. t``.
         head: Maps ``[N, D]`` hidden states to ``[N, V]`` logits.
         labels: ``[B, T]`` int64 token ids; ``IGNORE_INDEX`` where a token is not scored, column 0 always.
+        scored: As for `token_log_likelihood`.
         count: Number k of candidates.
         chunk_size: Scored tokens whose logits exist at the same time; by default 512, and 2048 on an accelerator.
 
@@ -56,7 +64,7 @@ def likeliest_tokens(
     """
     check_chunk_size(chunk_size)
     check_count("`count`", count)
-    predicting, _, scored = select_scored(hidden_states, labels)
+    predicting, _, index = select_scored(hidden_states, labels, scored)
     token_ids, log_likelihood = [], []
     for chunk in predicting.split(chunk_size or default_chunk_size(hidden_states)):
         logits = wide_logits(chunk, head)
@@ -64,11 +72,9 @@ def likeliest_tokens(
         largest, tokens = logits.topk(count)
         token_ids.append(tokens)
         log_likelihood.append(largest - logits.logsumexp(-1, keepdim=True))
-    where = scored.unsqueeze(-1).expand(*scored.shape, count)
-    return LikeliestTokens(
-        token_ids[0].new_zeros(where.shape).masked_scatter(where, torch.cat(token_ids)),
-        log_likelihood[0].new_zeros(where.shape).masked_scatter(where, torch.cat(log_likelihood)),
-    )
+    results = torch.cat(token_ids), torch.cat(log_likelihood)
+    places = (result.new_zeros(labels.numel(), count).index_copy(0, index, result) for result in results)
+    return LikeliestTokens(*(place.view(*labels.shape, count) for place in places))
 
 
 @torch.no_grad()

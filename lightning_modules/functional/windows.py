@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_modules.batch import IGNORE_INDEX, PackedBatch
+from lightning_modules.batch import IGNORE_INDEX, PackedBatch, send
 from lightning_modules.functional.checks import check_count
 
 
@@ -120,8 +120,10 @@ def check_window_fraction(fraction: float) -> None:
 
 
 def trim_windows(windows: Sequence[tuple[int, Window]], wanted: Tensor) -> list[tuple[int, Window]]:
-    """Shorten windows to end at the last of the ``[B, T]`` wanted tokens that they score; drop windows without any."""
-    wanted = wanted.cpu()  # one transfer for all windows
+    """Shorten windows to end at the last of the ``[B, T]`` wanted tokens that they score; drop windows without any.
+
+    ``wanted`` is in main memory.
+    """
     trimmed = []
     for row, (start, scored, stop) in windows:
         tokens = wanted[row, scored:stop].nonzero()
@@ -135,16 +137,25 @@ def window_batch(batch: PackedBatch, windows: Sequence[tuple[int, Window]]) -> P
 
     Positions restart at 0. Shorter windows are padded on the right, which causal attention never sees.
     """
-    device = batch["input_ids"].device
     table = torch.tensor([(row, *window) for row, window in windows])
-    width = int((table[:, 3] - table[:, 1]).max())
-    row, start, scored, stop = table.to(device, non_blocking=True).unsqueeze(-1).unbind(1)
-    position = torch.arange(width, device=device).expand(len(windows), width)
-    token = (start + position).clamp(max=batch["input_ids"].shape[1] - 1)
-    labels = batch["labels"][row, token]
-    return PackedBatch(
+    length = batch["input_ids"].shape[1]
+    row, token, position, is_scored = _place_tokens(table, length, batch["input_ids"].device)
+    result = PackedBatch(
         input_ids=batch["input_ids"][row, token],
-        labels=labels.masked_fill((token < scored) | (start + position >= stop), IGNORE_INDEX),
+        labels=batch["labels"][row, token].masked_fill(~is_scored, IGNORE_INDEX),
         position_ids=position,
         document_boundaries=[[0, window.stop - window.start] for _, window in windows],
     )
+    if "scored" in batch:
+        row, token, _, is_scored = _place_tokens(table, length, torch.device("cpu"))
+        result["scored"] = (torch.from_numpy(batch["scored"])[row, token] & is_scored).numpy()
+    return result
+
+
+def _place_tokens(table: Tensor, length: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return rows, token indices and positions of the tokens in windows, and whether their window scores them."""
+    width = int((table[:, 3] - table[:, 1]).max())
+    row, start, scored, stop = send(table, device).unsqueeze(-1).unbind(1)
+    position = torch.arange(width, device=device).expand(len(table), width)
+    token = start + position
+    return row, token.clamp(max=length - 1), position, (token >= scored) & (token < stop)

@@ -1,15 +1,19 @@
 """Attention that stops at document boundaries, for sequences of several documents."""
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+
+from lightning_modules.batch import send
 
 Exchange = Callable[..., tuple[Tensor, Tensor | None]]
 """Attention for sequences that are sharded across processes: `SequenceGroup.attend`."""
@@ -32,6 +36,7 @@ def document_attention(
     attention_mask: Tensor | None,
     document_boundaries: Sequence[Sequence[int]] | None = None,
     exchange: Exchange | None = None,
+    cu_seq_lens: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute causal attention within each document of each sequence, without a mask.
@@ -41,8 +46,9 @@ def document_attention(
     documents.
 
     Returns ``[B, T, H, D]`` for ``[B, H, T, D]`` queries, and None for the attention weights. ``document_boundaries``
-    are ascending indices ``[0, .., T]`` of each sequence, or None if each is one document. ``exchange`` calls this
-    function for whole sequences of which this process holds a shard; it does not support masks.
+    are ascending indices ``[0, .., T]`` of each sequence, or None if each is one document. ``cu_seq_lens`` are the same
+    for the whole batch, on a GPU: there, one call attends within all documents if torch's flash attention supports it.
+    ``exchange`` calls this function for whole sequences of which this process holds a shard; it does not support masks.
     """
     if exchange is not None:
         if attention_mask is not None:
@@ -53,6 +59,10 @@ def document_attention(
         return exchange(module, query, key, value, document_boundaries=document_boundaries, **kwargs)
     if document_boundaries is None or attention_mask is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    if cu_seq_lens is not None:
+        query, key, value = map(_autocast, (query, key, value))
+        if _supports_varlen(module, query, key, value, **kwargs):
+            return _attend_at_once(query, key, value, cu_seq_lens, document_boundaries, kwargs.get("scaling")), None
     outputs = []
     for row, boundaries in enumerate(document_boundaries):
         documents = [
@@ -65,14 +75,72 @@ def document_attention(
     return torch.cat(outputs), None
 
 
+def _autocast(states: Tensor) -> Tensor:
+    """Cast to the dtype in which autocast runs attention; it does not know `varlen_attn`."""
+    device = states.device.type
+    return states.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else states
+
+
+def _supports_varlen(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    **_: Any,
+) -> bool:
+    """Return whether `varlen_attn` can compute what a layer asks for, for ``[B, H, T, D]`` states."""
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if not is_causal or dropout or position_bias is not None or query.shape[-1] % 8:
+        return False
+    return can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, True, query.shape[1] != key.shape[1]))
+
+
+def _attend_at_once(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_lens: Tensor,
+    document_boundaries: Sequence[Sequence[int]],
+    scale: float | None,
+) -> Tensor:
+    """Return ``[B, T, H, D]`` causal attention within all documents in one call."""
+    from torch.nn.attention.varlen import varlen_attn  # takes a second to import
+
+    attend: Any = varlen_attn
+    # torch 2.11 supports fewer keys than queries without being told.
+    groups = {"enable_gqa": True} if "enable_gqa" in inspect.signature(attend).parameters else {}
+    longest = max(stop - start for boundaries in document_boundaries for start, stop in pairwise(boundaries))
+    flat = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))
+    output = attend(*flat, cu_seq_lens, cu_seq_lens, longest, longest, scale=scale, window_size=(-1, 0), **groups)
+    result: Tensor = output.unflatten(0, (query.shape[0], query.shape[2]))
+    return result
+
+
 @contextlib.contextmanager
-def boundaries_only() -> Iterator[None]:
-    """Let `document_attention` separate documents by their boundaries only, without a mask."""
+def boundaries_only(*, packed: bool | None = None) -> Iterator[None]:
+    """Let `document_attention` separate documents by their boundaries only, without a mask.
+
+    ``packed`` is whether any sequence has several documents. If it is None, transformers finds out from the positions,
+    for which the CPU waits for the accelerator in each forward pass.
+    """
     before, _MaskFree.enabled = _MaskFree.enabled, True
+    find_documents = masking_utils.find_packed_sequence_indices
+    if packed is not None:
+        masking_utils.find_packed_sequence_indices = _number_documents if packed else lambda _: None
     try:
         yield
     finally:
         _MaskFree.enabled = before
+        masking_utils.find_packed_sequence_indices = find_documents
+
+
+def _number_documents(position_ids: Tensor) -> Tensor:
+    """Return the ``[B, T]`` index of each token's document, for the masks of sliding windows."""
+    return (position_ids.diff(prepend=position_ids[:, :1] - 1) != 1).cumsum(-1)
 
 
 def document_mask(**kwargs: Any) -> Tensor | None:
@@ -109,25 +177,26 @@ def index_free_length(config: PreTrainedConfig) -> int | None:
 def isolation_arguments(
     implementation: str, document_boundaries: Sequence[Sequence[int]], sequence_length: int, device: torch.device
 ) -> dict[str, Any]:
-    """Return keyword arguments for a decoder that isolate the documents of a sequence; none for single documents.
+    """Return keyword arguments for a decoder that isolate the documents of a sequence.
 
-    Implementations other than ours and flash attention need none: transformers recognizes documents by positions that
-    restart, if it gets neither a mask nor a cache and the model respects its masks (see `check_scoring`).
-    ``document_boundaries`` are ``[0, end of document 1, ..]`` of each sequence; padding may follow.
+    Our implementation needs none for single documents. Flash attention always gets them: otherwise transformers would
+    compare positions in each layer, and the CPU wait for the result. Other implementations need none: transformers
+    recognizes documents by positions that restart, if it gets neither a mask nor a cache and the model respects its
+    masks (see `check_scoring`). ``document_boundaries`` are ``[0, end of document 1, ..]`` of each sequence; padding
+    may follow.
     """
-    if all(len(boundaries) <= 2 for boundaries in document_boundaries):
+    is_flash = implementation.startswith("flash_attention")
+    if not is_flash and (implementation != DOCUMENT_SDPA or not has_packed_documents(document_boundaries)):
         return {}
     # Padding after the last boundary becomes a document by itself, whose output is unused.
     covered = [
         [*boundaries, *([sequence_length] if boundaries[-1] < sequence_length else [])]
         for boundaries in document_boundaries
     ]
-    if implementation == DOCUMENT_SDPA:
-        return {"document_boundaries": covered}
-    if not implementation.startswith("flash_attention"):
-        return {}
     flat = [0] + [row * sequence_length + stop for row, boundaries in enumerate(covered) for stop in boundaries[1:]]
-    cumulative = torch.tensor(flat, dtype=torch.int32, device=device)
+    cumulative = send(torch.tensor(flat, dtype=torch.int32), device)
+    if not is_flash:
+        return {"document_boundaries": covered} | ({"cu_seq_lens": cumulative} if device.type == "cuda" else {})
     longest = max(stop - start for start, stop in pairwise(flat))
     return {
         "cu_seq_lens_q": cumulative,
@@ -135,3 +204,8 @@ def isolation_arguments(
         "max_length_q": longest,
         "max_length_k": longest,
     }
+
+
+def has_packed_documents(document_boundaries: Sequence[Sequence[int]]) -> bool:
+    """Return whether any sequence has several documents."""
+    return any(len(boundaries) > 2 for boundaries in document_boundaries)

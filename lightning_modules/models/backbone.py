@@ -15,7 +15,14 @@ from lightning_modules.functional import token_log_likelihood
 from lightning_modules.functional.linear_head import LinearHead
 from lightning_modules.functional.log_likelihood import Head
 from lightning_modules.models.adapters import active_module, is_peft_model
-from lightning_modules.models.attention import Exchange, boundaries_only, index_free_length, isolation_arguments
+from lightning_modules.models.attention import (
+    DOCUMENT_SDPA,
+    Exchange,
+    boundaries_only,
+    has_packed_documents,
+    index_free_length,
+    isolation_arguments,
+)
 from lightning_modules.models.context_extension.rotary_checks import check_rotary
 from lightning_modules.models.optimizations import last_layer_reads_from, no_autocast_cache
 
@@ -27,8 +34,8 @@ Result = TypeVar("Result")
 CacheUse = Literal["together", "alone", "none"]
 """How a model generates: prompts together in a batch, one by one with a cache, or without a cache."""
 
-HeadFunction = Callable[[Tensor, Head, Tensor], Result]
-"""Computes something from ``[B, T, D]`` last hidden states, the head and ``[B, T]`` labels."""
+HeadFunction = Callable[..., Result]
+"""Computes something from ``[B, T, D]`` last hidden states, the head, ``[B, T]`` labels and ``scored`` of the batch."""
 
 
 class Backbone(nn.Module):
@@ -144,7 +151,7 @@ class Backbone(nn.Module):
         with no_autocast_cache():
             with last_layer_reads_from(self.decoder, first_scored - 1 if trims else 0):
                 hidden_states = self.hidden_states(batch, exchange)
-            return head_fn(hidden_states, self.head, batch["labels"])
+            return head_fn(hidden_states, self.head, batch["labels"], scored=batch.get("scored"))
 
     def unsharded(self, function: Callable[[], Result]) -> Result:
         """Call a function that uses the decoder, head or model directly, with unsharded weights.
@@ -172,7 +179,9 @@ class Backbone(nn.Module):
                     " on the index of a token in the shard: set `sequence_parallel_size: 1`."
                 )
             arguments["exchange"] = exchange
-        with boundaries_only():
+        # Other implementations also separate padding by positions.
+        separates = self.attention == DOCUMENT_SDPA or self.attention.startswith("flash_attention")
+        with boundaries_only(packed=has_packed_documents(batch["document_boundaries"]) if separates else None):
             hidden_states = self.decoder(
                 input_ids=batch["input_ids"],
                 position_ids=batch["position_ids"],
@@ -188,7 +197,7 @@ class Backbone(nn.Module):
         Raises:
             ValueError: If so, and weights are sharded: the processes would make different numbers of passes.
         """
-        if all(len(boundaries) <= 2 for boundaries in batch["document_boundaries"]):
+        if not has_packed_documents(batch["document_boundaries"]):
             return False
         limit = index_free_length(self.base_model.config)
         if self.isolates_documents and (limit is None or batch["input_ids"].shape[1] <= limit):
@@ -246,7 +255,7 @@ class Backbone(nn.Module):
         Former keys of the batch are renamed, with a warning.
         """
         rename_old_keys(batch)
-        largest = int(batch["input_ids"].max())
+        largest = batch["max_token_id"] if "max_token_id" in batch else int(batch["input_ids"].max())
         if largest >= self.vocabulary_size:
             raise ValueError(
                 f"Token id {largest} is beyond the embedding of {self.vocabulary_size} tokens of"

@@ -24,6 +24,7 @@ ATTENTION_OPERATORS = frozenset(
         "aten::_scaled_dot_product_cudnn_attention",
         "flash_attn::_flash_attn_forward",
         "flash_attn::_flash_attn_varlen_forward",
+        "torch_attn::_varlen_attn",
     }
 )
 """Operators whose outputs selective checkpointing keeps: ``[B, T, H, D]`` and statistics for the backward pass."""

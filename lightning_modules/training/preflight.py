@@ -1,5 +1,7 @@
 """Checks before training, so that a run that must fail does so at once."""
 
+import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -103,11 +105,13 @@ def check_batch(module: Trainee, batch: PackedBatch, group: SequenceGroup | None
         group.check_same_batch(batch)
 
 
-def check_finite(loss: Tensor, module: LightningModule, batch_idx: int) -> None:
-    """Raise a ``FloatingPointError`` if the loss of a batch is not finite."""
-    if not torch.isfinite(loss):
+def check_finite(losses: Mapping[int, Tensor], module: LightningModule) -> None:
+    """Raise a ``FloatingPointError`` if a loss of the optimizer step is not finite; ``losses`` are by batch index."""
+    for batch_idx, loss in zip(losses, torch.stack(list(losses.values())).tolist(), strict=True):
+        if math.isfinite(loss):
+            continue
         raise FloatingPointError(
-            f"The loss is {loss.item()} at step {module.global_step}, batch {batch_idx} of epoch"
+            f"The loss is {loss} at step {module.global_step}, batch {batch_idx} of epoch"
             f" {module.current_epoch} (process {module.global_rank}). Training stops here: lower the learning rate,"
             " clip gradients (`trainer.gradient_clip_val`) or check the data of the batch."
         )

@@ -1,0 +1,144 @@
+"""CUDA paths on fake tensors: where the CPU waits for the device, and which kernels and dtypes it asks for."""
+
+import contextlib
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch.strategies import SingleDeviceStrategy
+
+from datamodules.packing.sequences import collate_rows, make_row
+from lightning_modules.batch import batch_to, pack_sequence
+from lightning_modules.long_context_lm import LongContextLM
+from lightning_modules.models import attention as attention_module
+from lightning_modules.models import short_context
+from lightning_modules.models.attention import register_document_attention
+from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.short_context import long_and_short, short_log_likelihood
+from lightning_modules.models.tokenization.tokenizer import encode_document
+from lightning_modules.scoring.evaluator import score_text
+from tests.conftest import make_text, tiny_model
+from tests.support.fake_cuda import fake_cuda, flash_attention_2
+
+K, D, LAYERS, HEADS, KEY_HEADS, VOCABULARY = 32, 16, 2, 4, 2, 400
+GPU = torch.device("cuda", 0)
+SIZES = [(256, 1), (512, 4)]
+"""Tokens and documents of a sequence, which have 13 and 20 windows: no number of waits below may depend on them."""
+
+
+@pytest.fixture(autouse=True)
+def _several_passes(monkeypatch):
+    monkeypatch.setattr(short_context, "WINDOW_TOKENS_PER_PASS", 4 * (K + D))
+
+
+@contextlib.contextmanager
+def cuda_model(precision="bf16", attention="sdpa", pair_of=200):
+    """Yield a model on a fake GPU, and what is recorded from then on."""
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    with contextlib.ExitStack() as stack:
+        recorded = stack.enter_context(fake_cuda(pair_of))
+        with torch.device(GPU):
+            name = register_document_attention()
+            model = tiny_model(attn_implementation=name, dtype=dtype, num_hidden_layers=LAYERS, vocab_size=VOCABULARY)
+        if attention == "flash":
+            stack.enter_context(flash_attention_2(model, recorded))
+        if precision == "autocast":
+            stack.enter_context(torch.autocast("cuda", dtype=torch.bfloat16))
+        recorded.clear()
+        yield Backbone(model), recorded
+
+
+def host_batch(tokens, documents):
+    """A batch as it leaves the loader."""
+    boundaries = torch.arange(1, documents + 1) * (tokens // documents)
+    return collate_rows([make_row(torch.arange(tokens).remainder(VOCABULARY).numpy(), boundaries.numpy())])
+
+
+def training_module(backbone):
+    module = LongContextLM(model_config={"model_type": "llama"}, context_length=K, stride=D)
+    module.backbone, module._device = backbone, GPU
+    module.log = module.log_dict = lambda *_, **__: None
+    return module
+
+
+def training_step(backbone, batch):
+    """Everything of an optimizer step but the backward pass and the optimizer."""
+    module = training_module(backbone)
+    module.training_step(move_data_to_device(batch, GPU), 0)
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    trainer = SimpleNamespace(strategy=SingleDeviceStrategy(GPU), accumulate_grad_batches=1, world_size=1)
+    with mock.patch.object(LongContextLM, "trainer", trainer):
+        module.on_before_optimizer_step(None)
+
+
+def pair_for_key_tokens(backbone, batch):
+    long_and_short(backbone, batch_to(batch, GPU), context_length=K, stride=D, beta=-2.0)
+
+
+PATHS = {  # waits, and passes that read whole sequences
+    "long": (lambda backbone, batch: backbone(batch_to(batch, GPU)), 0),
+    "short": (lambda *given: short_log_likelihood(given[0], batch_to(given[1], GPU), context_length=K, stride=D), 0),
+    "training step": (training_step, 1),  # whether the losses are finite
+    "pair for key tokens": (pair_for_key_tokens, 1),  # which tokens are above beta
+}
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("attention", ["sdpa", "flash"])
+@pytest.mark.parametrize("precision", ["bf16", "autocast"])
+def test_a_pass_waits_for_no_value_and_uses_fast_kernels(path, attention, precision):
+    function, waits = PATHS[path]
+    for tokens, documents in SIZES:
+        with cuda_model(precision, attention) as (backbone, recorded):
+            function(backbone, host_batch(tokens, documents))
+        assert recorded.waits.total() == waits, recorded.waits
+        assert not recorded.copies
+        assert not recorded.masks
+        kernel = "sdpa" if attention == "sdpa" else "flash varlen"
+        assert {(call[0], *call[2:]) for call in recorded.attention} == {(kernel, KEY_HEADS, torch.bfloat16, True)}
+        for _, columns, operands, result in recorded.products:
+            wide = torch.float32 if columns == VOCABULARY else torch.bfloat16
+            assert (operands, result) == (torch.bfloat16, wide)
+
+
+@pytest.mark.parametrize(("beta", "waits"), [(None, 3), (-2.0, 4)])
+def test_scoring_a_text_waits_for_its_results_only(tokenizer, beta, waits):
+    for words in (60, 120):
+        with cuda_model() as (backbone, recorded), torch.no_grad():
+            score_text(make_text(words), backbone, tokenizer, context_length=K, stride=D, beta=beta)
+        assert recorded.waits.total() == waits, recorded.waits
+        assert not recorded.copies
+
+
+def test_prediction_waits_for_its_results_only(tokenizer):
+    for words in (60, 120):
+        with cuda_model() as (backbone, recorded), torch.no_grad():
+            batch = batch_to(encode_document(make_text(words), tokenizer), GPU)
+            training_module(backbone).predict_step(batch, 0)
+        assert recorded.waits.total() == 3, recorded.waits
+
+
+def test_a_batch_on_the_device_costs_one_wait_per_pass():
+    with cuda_model() as (backbone, recorded):
+        batch = move_data_to_device(pack_sequence([torch.arange(256)]), GPU)
+        backbone.check_batch(batch)
+        backbone(batch)
+        assert recorded.waits.total() == 2
+        assert "scored" not in batch_to(batch, GPU)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "autocast"])
+def test_one_call_attends_within_all_packed_documents(precision, monkeypatch):
+    asked = []
+    monkeypatch.setattr(attention_module, "can_use_flash_attention", lambda params: asked.append(params) or True)
+    for tokens, documents in [(512, 4), (512, 16)]:
+        with cuda_model(precision) as (backbone, recorded):
+            backbone(batch_to(host_batch(tokens, documents), GPU))
+        shape = (tokens, HEADS, 8)
+        assert recorded.attention == {("varlen", shape, KEY_HEADS, torch.bfloat16, True): LAYERS}
+        assert not recorded.waits
+        assert not recorded.copies
+    assert {params.query.dtype for params in asked} == {torch.bfloat16}
