@@ -160,7 +160,8 @@ class LongContextLM(LightningModule):
         divisor = REFERENCE_TOKENS * self.trainer.accumulate_grad_batches * self.trainer.world_size
         for parameter in self.parameters():
             if parameter.grad is not None:
-                parameter.grad.div_(self._statistics.step_divisor / divisor)
+                # The gradients of offloaded weights are in host memory.
+                parameter.grad.div_((self._statistics.step_divisor / divisor).to(parameter.grad.device))
         # 3. Log the means and start over.
         self._statistics.reset()
         self.log_dict({f"train/{name}": value for name, value in values.items()}, batch_size=1)
