@@ -289,11 +289,13 @@ class Backbone(nn.Module):
         tokens the angles would be wrong by whole turns. Offloaded weights must stay in host memory.
         """
 
-        def cast_only(tensor: Tensor) -> Tensor:
-            return fn(tensor).to(tensor.device) if isinstance(tensor, DTensor) else fn(tensor)
+        def apply(tensor: Tensor) -> Tensor:
+            if isinstance(tensor, DTensor):
+                return tensor.to(fn(torch.empty(0, dtype=tensor.dtype)).dtype)
+            return fn(tensor)
 
         frequencies = {name: buffer for name, buffer in self.named_buffers() if name.endswith("inv_freq")}
-        super()._apply(cast_only, recurse)
+        super()._apply(apply, recurse)
         for name, frequency in frequencies.items():
             parent, _, leaf = name.rpartition(".")
             module = self.get_submodule(parent)
