@@ -9,9 +9,6 @@ DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 Checkpointing = bool | Literal["selective"]
 """``true`` keeps only the input of each layer; ``selective`` also keeps the outputs of its attention."""
 
-ResidualDType = Literal["bfloat16", "float32"]
-"""Dtype of the residual stream under bfloat16 autocast."""
-
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -46,14 +43,11 @@ class ModelConfig:
     attn_implementation: str = "auto"
     gradient_checkpointing: Checkpointing = False
     offload_activations: bool = False
-    residual_dtype: ResidualDType = "bfloat16"
+    residual_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     lora: dict[str, Any] | None = None
     quantization: dict[str, Any] | None = None
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
         if self.offload_activations and not self.gradient_checkpointing:
-            raise ValueError(
-                "`offload_activations` moves the layer inputs that checkpointing keeps: set `gradient_checkpointing` to"
-                " true or 'selective'."
-            )
+            raise ValueError("`offload_activations` needs checkpointing: set `gradient_checkpointing` to true.")

@@ -60,12 +60,11 @@ def load_backbone(
         if with_weights:
             check_rotary(model)
         enable_checkpointing(model, config.gradient_checkpointing, offload=config.offload_activations)
+        if autocast and config.residual_dtype == "bfloat16":
+            use_bfloat16_residual(model)
         if config.lora is not None:
             model = add_adapters(model, config.lora, autocast=autocast)
-    backbone = Backbone(model)
-    if autocast and config.residual_dtype == "bfloat16":
-        use_bfloat16_residual(backbone.decoder)
-    return backbone
+    return Backbone(model)
 
 
 def load_frozen(config: ModelConfig, device: torch.device | str) -> Backbone:

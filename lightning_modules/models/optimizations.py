@@ -59,29 +59,30 @@ def short_precision(device: torch.device, dtype: ShortDType | None) -> AbstractC
     return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype=torch.bfloat16)
 
 
-def use_bfloat16_residual(decoder: nn.Module) -> None:
+def use_bfloat16_residual(model: nn.Module) -> None:
     """Under bfloat16 autocast, cast the input of each layer, and with it the residual stream, to bfloat16.
 
     Embeddings in float32 would make it float32: autocast casts the inputs of matrix products, and not sums. After the
     first layer's cast, only experts return float32. Rotary angles and learned positions stay float32.
     """
-    for layer in _find_checkpointed(decoder):
+    for layer in _find_checkpointed(model):
         layer.register_forward_pre_hook(_cast_hidden_states)
 
 
-def _cast_hidden_states(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+def _cast_hidden_states(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    if not inputs or inputs[0].dtype != torch.float32:  # models from a repository may pass keyword arguments
+        return None
     device = inputs[0].device.type
     half = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16
-    return (inputs[0].bfloat16(), *inputs[1:]) if half and inputs[0].dtype == torch.float32 else inputs
+    return (inputs[0].bfloat16(), *inputs[1:]) if half else None
 
 
 def enable_checkpointing(model: PreTrainedModel, kind: Checkpointing, *, offload: bool = False) -> None:
     """Recompute the activations of each layer in the backward pass.
 
     With ``selective``, attention is not recomputed, which is the most expensive part of a layer for long sequences.
-    Gradients are identical, and each layer keeps ``T * heads * head_dim`` more numbers. With ``offload``, the inputs of
-    the layers are kept in pinned host memory, and the outputs of attention on the device. The copies are torch's, in
-    the stream of the computation, which waits for them.
+    Gradients are identical, and each layer keeps ``T * heads * head_dim`` more numbers. With ``offload``, the layers'
+    inputs, but not these numbers, are kept in pinned host memory. The stream that computes also copies them, and waits.
 
     Raises:
         ValueError: If ``kind`` is unknown, or the model's attention operators cannot be recognized.

@@ -11,13 +11,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from typing_extensions import override
 
 from lightning_modules.models.backbone import Backbone
@@ -72,11 +66,8 @@ class FullyShardedStrategy(ModelParallelStrategy):
     @override
     def setup_environment(self) -> None:
         self._data_parallel_size = self.num_nodes * self.num_processes
-        device = self.root_device.type
-        if self.offload and self._process_group_backend is None and device != "cpu":
-            # Clipping sums over gradients that are in host memory, which NCCL cannot do.
-            backend = dist.get_default_backend_for_device(device)
-            self._process_group_backend = f"cpu:gloo,{device}:{backend}"
+        if self.offload and self._process_group_backend is None and self.root_device.type == "cuda":
+            self._process_group_backend = "cpu:gloo,cuda:nccl"  # NCCL cannot sum up the norms of offloaded gradients
         super().setup_environment()
 
 
@@ -163,13 +154,14 @@ def load_sharded_backbone(
         reduce_dtype=torch.float32 if half or precision != "32-true" else None,
         cast_forward_inputs=False,  # a cast would round token weights that are stored with the sequences
     )
-    on_cpu = torch.device(device).type == "cpu"  # which has no memory to pin
-    offload_policy = CPUOffloadPolicy(pin_memory=not on_cpu) if offload else OffloadPolicy()
+    policies: dict[str, Any] = {"mp_policy": policy}
+    if offload:
+        policies["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.device(device).type != "cpu")
     for module in (*_find_layers(backbone), backbone):
         _broadcast_tensors(module, unsent, mesh, torch.device(device))
         # With resharding, the backward pass gathers head and embedding again before it recomputes logits, and outside
         # of a pass all parameters are always sharded.
-        fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload_policy, reshard_after_forward=True)
+        fully_shard(module, mesh=mesh, **policies, reshard_after_forward=True)
     register_fsdp_forward_method(backbone, "unsharded")
     backbone.is_sharded = True
     return backbone

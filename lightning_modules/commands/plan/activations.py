@@ -23,7 +23,6 @@ from transformers import (
 
 from lightning_modules.models.adapters import add_adapters
 from lightning_modules.models.backbone import Backbone
-from lightning_modules.models.config import ResidualDType
 from lightning_modules.models.context_extension.rope_types import RopeTypeAttention, own_type
 from lightning_modules.models.optimizations import use_bfloat16_residual
 
@@ -52,17 +51,17 @@ def activation_bytes(
     dtype: torch.dtype,
     autocast: torch.dtype | None = None,
     lora: dict[str, Any] | None = None,
-    residual_dtype: ResidualDType = "bfloat16",
+    bfloat16_residual: bool = True,
 ) -> ActivationBytes:
     """Run the last one and two layers of a causal LM without computing anything, and count.
 
-    Weights are in ``dtype``, matrix products in ``autocast``; ``lora`` holds arguments of ``peft.LoraConfig``. Under
-    bfloat16 autocast, the residual stream is in ``residual_dtype``.
+    Weights are in ``dtype``, matrix products in ``autocast``; ``lora`` holds arguments of ``peft.LoraConfig``.
+    ``bfloat16_residual`` is that of `use_bfloat16_residual`.
     """
 
     def build(layers: int) -> Backbone:
         backbone = meta_backbone(config, dtype=dtype, lora=lora, layers=layers)
-        if residual_dtype == "bfloat16":
+        if bfloat16_residual:
             use_bfloat16_residual(backbone.decoder)
         return backbone
 

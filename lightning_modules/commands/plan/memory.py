@@ -9,7 +9,6 @@ from lightning_modules.commands.plan.activations import ActivationBytes
 from lightning_modules.commands.plan.flops import Checkpointing
 from lightning_modules.commands.plan.shapes import ModelShape
 from lightning_modules.functional import short_context_windows
-from lightning_modules.models.config import ResidualDType
 from lightning_modules.models.short_context import WINDOW_TOKENS_PER_PASS
 
 GIB = 2.0**30
@@ -35,7 +34,7 @@ class Training:
     dtype: torch.dtype = torch.float32  # of the weights
     quantized: float | None = None  # bytes per weight of linear layers except the head, if they are quantized
     autocast: torch.dtype | None = torch.bfloat16  # of the matrix products in mixed precision
-    residual_dtype: ResidualDType = "bfloat16"  # of the residual stream in mixed precision
+    bfloat16_residual: bool = True  # whether the residual stream is bfloat16 under bfloat16 autocast
     checkpointing: Checkpointing = "none"
     moments: float = 2.0  # numbers that the optimizer keeps for each trained weight, in the type of the weights
     step_copy: bool = True  # whether its step needs a temporary as large as the weights, as torch's `foreach` does

@@ -23,7 +23,6 @@ from lightning_modules.commands.plan.memory import (
 )
 from lightning_modules.commands.plan.settings import Experiment, stored_dtype
 from lightning_modules.commands.plan.shapes import ModelShape
-from lightning_modules.models.config import ResidualDType
 
 # Table 7 of Fang et al. (2025): extra wall-clock time of LongCE over CE; Llama-2-7B, sequences of 32k tokens.
 PAPER_OVERHEAD = {(4096, 1024): 0.79, (1024, 1024): 0.43, (4096, 4096): 0.36, (4096, 512): 1.50}
@@ -144,22 +143,23 @@ class Planner:
         }
 
     def _trained_model(self, training: Training, lora: dict[str, Any] | None) -> tuple[ModelShape, ActivationBytes]:
-        precision = (training.dtype, training.autocast)
-        return self._measure_model(self.experiment.config, *precision, lora, training.residual_dtype)
+        numerics = (training.dtype, training.autocast, training.bfloat16_residual)
+        return self._measure_model(self.experiment.config, *numerics, lora)
 
     def _measure_model(
         self,
         config: PreTrainedConfig,
         dtype: torch.dtype,
         autocast: torch.dtype | None = None,
+        bfloat16_residual: bool = True,
         lora: dict[str, Any] | None = None,
-        residual_dtype: ResidualDType = "bfloat16",
     ) -> tuple[ModelShape, ActivationBytes]:
         """Return the sizes of a model and of its activations; cached, because this takes a second or two."""
-        key = repr((id(config), dtype, autocast, lora, residual_dtype))
+        key = repr((id(config), dtype, autocast, bfloat16_residual, lora))
         if key not in self._models:
-            numerics: dict[str, Any] = {"dtype": dtype, "autocast": autocast, "residual_dtype": residual_dtype}
-            activations = activation_bytes(config, **numerics, lora=lora)
+            activations = activation_bytes(
+                config, dtype=dtype, autocast=autocast, bfloat16_residual=bfloat16_residual, lora=lora
+            )
             self._models[key] = ModelShape.of(config, lora), activations
         return self._models[key]
 

@@ -79,7 +79,7 @@ def read_experiment(model: LongContextLM, options: Any) -> Experiment:
         stride=model.stride,
         short_pass=objective.uses_short_context,
         quantized=_quantized_bytes(loading),
-        residual_dtype="bfloat16" if distribution["sharded"] else loading.residual_dtype,  # FSDP2 ignores it
+        bfloat16_residual=loading.residual_dtype == "bfloat16" or distribution["sharded"],
         checkpointing="selective" if checkpointing == "selective" else "full" if checkpointing else "none",
         moments=moments,
         step_copy=moments > 0 and not settings.get("fused") and settings.get("foreach") is not False,

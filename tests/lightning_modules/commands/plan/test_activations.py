@@ -12,7 +12,6 @@ from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.optimizations import use_bfloat16_residual
 from tests.conftest import tiny_config
 
-RESIDUAL = ("bfloat16", "float32")
 TOKENS = 257  # a prime, see `TokenMemory`
 SIZES = {"hidden_size": 64, "intermediate_size": 224, "head_dim": 16}
 
@@ -98,8 +97,8 @@ def test_what_a_layer_keeps_and_needs(architecture, dtype, mixed, lora):
 
 def test_layer_inputs_are_half_in_a_bfloat16_residual_stream():
     settings = {"dtype": torch.float32, "autocast": torch.bfloat16}
-    kept = {dtype: activation_bytes(config("llama", 2), **settings, residual_dtype=dtype) for dtype in RESIDUAL}
-    assert {dtype: each.layer_input for dtype, each in kept.items()} == {"bfloat16": 2 * 64, "float32": 4 * 64}
+    half, whole = (activation_bytes(config("llama", 2), **settings, bfloat16_residual=half) for half in (True, False))
+    assert (half.layer_input, whole.layer_input) == (2 * 64, 4 * 64)
 
 
 @pytest.mark.slow
