@@ -163,9 +163,11 @@ class LongContextLM(LightningModule):
         # 3. Replace the divisors so far by the step's. Lightning divided the loss by the number of batches, and the
         #    strategy divided the gradients by the number of processes.
         divisor = REFERENCE_TOKENS * self.trainer.accumulate_grad_batches * self.trainer.world_size
-        for parameter in self.parameters():
-            if parameter.grad is not None:
-                parameter.grad.div_(self._statistics.step_divisor / divisor)
+        gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
+        if gradients:  # in host memory if the weights are offloaded
+            scale = (self._statistics.step_divisor / divisor).to(gradients[0].device)
+            for gradient in gradients:
+                gradient.div_(scale)
         # 4. Log the means and start over.
         self._statistics.reset()
         self.log_dict({f"train/{name}": value for name, value in values.items()}, batch_size=1)

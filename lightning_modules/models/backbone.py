@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from lightning_modules.batch import PackedBatch, rename_old_keys
@@ -107,8 +108,11 @@ class Backbone(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Return the device of the model's input."""
-        return self._embedding.device
+        """Return the device of the model's input; offloaded weights are not on it."""
+        weight: Tensor = self._embedding
+        if isinstance(weight, DTensor) and weight.device.type == "cpu":
+            return torch.device(weight.device_mesh.device_type)
+        return weight.device
 
     @property
     def _embedding(self) -> nn.Parameter:
@@ -288,13 +292,19 @@ class Backbone(nn.Module):
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Backbone":
-        """Move and cast, but keep rotary frequencies in float32.
+        """Move and cast, but keep rotary frequencies in float32 and sharded weights on their device.
 
-        A cast to bfloat16 (`precision: bf16-true`, `.to(torch.bfloat16)`) would round them, and at 32k tokens the
-        angles would be wrong by whole turns.
+        A cast to bfloat16 (`precision: bf16-true`, `.to(torch.bfloat16)`) would round the frequencies, and at 32k
+        tokens the angles would be wrong by whole turns. Offloaded weights must stay in host memory.
         """
+
+        def apply(tensor: Tensor) -> Tensor:
+            if isinstance(tensor, DTensor):
+                return tensor.to(fn(torch.empty(0, dtype=tensor.dtype)).dtype)
+            return fn(tensor)
+
         frequencies = {name: buffer for name, buffer in self.named_buffers() if name.endswith("inv_freq")}
-        super()._apply(fn, recurse)
+        super()._apply(apply, recurse)
         for name, frequency in frequencies.items():
             parent, _, leaf = name.rpartition(".")
             module = self.get_submodule(parent)

@@ -26,6 +26,9 @@ class ModelConfig:
             runs on a GPU in half precision, else ``sdpa``.
         gradient_checkpointing: Recompute the activations of each layer in the backward pass. ``selective`` keeps the
             outputs of attention, which is faster and takes ``tokens * hidden size`` more numbers per layer.
+        offload_activations: Keep the layer inputs that checkpointing keeps in host memory. The GPU waits for each copy.
+        residual_dtype: Dtype of the residual stream between layers with float32 weights in ``bf16-mixed``. ``float32``
+            doubles the memory of the layer inputs. FSDP2 ignores it: it gathers weights in bfloat16.
         lora: Arguments of ``peft.LoraConfig``; the other weights are frozen. ``modules_to_save: embeddings-and-norms``
             also trains those in full, as in LongLoRA.
         quantization: Arguments of ``transformers.BitsAndBytesConfig``: frozen weights in 4 or 8 bits, as in QLoRA.
@@ -39,6 +42,12 @@ class ModelConfig:
     dtype: DType = "auto"
     attn_implementation: str = "auto"
     gradient_checkpointing: Checkpointing = False
+    offload_activations: bool = False
+    residual_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     lora: dict[str, Any] | None = None
     quantization: dict[str, Any] | None = None
     trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        if self.offload_activations and not self.gradient_checkpointing:
+            raise ValueError("`offload_activations` needs checkpointing: set `gradient_checkpointing` to true.")

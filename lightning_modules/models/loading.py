@@ -17,7 +17,7 @@ from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.context_extension.methods import extend_config
 from lightning_modules.models.context_extension.rope_types import own_type
 from lightning_modules.models.context_extension.rotary_checks import check_rotary
-from lightning_modules.models.optimizations import enable_checkpointing
+from lightning_modules.models.optimizations import enable_checkpointing, use_bfloat16_residual
 from lightning_modules.models.tokenization.tokenizer import local_or_hub, not_loaded
 from lightning_modules.utilities.errors import did_you_mean
 from lightning_modules.utilities.pickles import refused_pickle
@@ -59,7 +59,9 @@ def load_backbone(
             model = AutoModelForCausalLM.from_config(stored, **{**settings, "dtype": dtype})
         if with_weights:
             check_rotary(model)
-        enable_checkpointing(model, config.gradient_checkpointing)
+        enable_checkpointing(model, config.gradient_checkpointing, offload=config.offload_activations)
+        if autocast and config.residual_dtype == "bfloat16":
+            use_bfloat16_residual(model)
         if config.lora is not None:
             model = add_adapters(model, config.lora, autocast=autocast)
     return Backbone(model)

@@ -1,14 +1,16 @@
 """Memory and speed optimizations that do not change results, and context managers for a model's modes."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lightning_modules.models.config import Checkpointing
 from lightning_modules.models.context_extension.patterns import PATTERNS
@@ -58,11 +60,30 @@ def short_precision(device: torch.device, dtype: ShortDType | None) -> AbstractC
     return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype=torch.bfloat16)
 
 
-def enable_checkpointing(model: PreTrainedModel, kind: Checkpointing) -> None:
+def use_bfloat16_residual(model: nn.Module) -> None:
+    """Under bfloat16 autocast, cast the input of each layer, and with it the residual stream, to bfloat16.
+
+    Embeddings in float32 would make it float32: autocast casts the inputs of matrix products, and not sums. After the
+    first layer's cast, only experts return float32. Rotary angles and learned positions stay float32.
+    """
+    for layer in _find_checkpointed(model):
+        layer.register_forward_pre_hook(_cast_hidden_states)
+
+
+def _cast_hidden_states(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    if not inputs or inputs[0].dtype != torch.float32:  # models from a repository may pass keyword arguments
+        return None
+    device = inputs[0].device.type
+    half = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16
+    return (inputs[0].bfloat16(), *inputs[1:]) if half else None
+
+
+def enable_checkpointing(model: PreTrainedModel, kind: Checkpointing, *, offload: bool = False) -> None:
     """Recompute the activations of each layer in the backward pass.
 
     With ``selective``, attention is not recomputed, which is the most expensive part of a layer for long sequences.
-    Gradients are identical, and each layer keeps ``T * heads * head_dim`` more numbers.
+    Gradients are identical, and each layer keeps ``T * heads * head_dim`` more numbers. With ``offload``, the layers'
+    inputs, but not these numbers, are kept in pinned host memory. The stream that computes also copies them, and waits.
 
     Raises:
         ValueError: If ``kind`` is unknown, or the model's attention operators cannot be recognized.
@@ -89,6 +110,19 @@ def enable_checkpointing(model: PreTrainedModel, kind: Checkpointing) -> None:
     # The older name is deprecated, and the newer one does not exist in all supported versions.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable(arguments)
+    if offload:
+        for layer in _find_checkpointed(model):
+            layer._gradient_checkpointing_func = partial(_run_offloaded, layer._gradient_checkpointing_func)
+
+
+def _find_checkpointed(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def _run_offloaded(checkpoint: Callable[..., Any], *args: Any) -> Any:
+    # Inside, the hooks of the checkpoint replace these, which therefore see its inputs only.
+    with torch.autograd.graph.save_on_cpu(pin_memory=True):
+        return checkpoint(*args)
 
 
 def _make_selective_contexts() -> tuple[AbstractContextManager, AbstractContextManager]:

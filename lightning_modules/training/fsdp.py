@@ -11,7 +11,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from typing_extensions import override
 
 from lightning_modules.models.backbone import Backbone
@@ -31,10 +31,13 @@ class FullyShardedStrategy(ModelParallelStrategy):
     Args:
         save_distributed_checkpoint: Whether each process writes its shard of a checkpoint, which is then a folder.
             Otherwise the first process gathers all weights in main memory and writes one file, as without sharding.
+        offload: Keep weights, gradients and optimizer state in host memory, and update the weights there. Each layer is
+            copied to the GPU for its computation.
         **kwargs: ``process_group_backend`` and ``timeout`` of Lightning's ``ModelParallelStrategy``.
     """
 
-    def __init__(self, save_distributed_checkpoint: bool = True, **kwargs: Any) -> None:
+    def __init__(self, save_distributed_checkpoint: bool = True, offload: bool = False, **kwargs: Any) -> None:
+        self.offload = offload
         super().__init__(
             data_parallel_size="auto",  # all processes, see `setup_environment`
             tensor_parallel_size=1,
@@ -63,6 +66,8 @@ class FullyShardedStrategy(ModelParallelStrategy):
     @override
     def setup_environment(self) -> None:
         self._data_parallel_size = self.num_nodes * self.num_processes
+        if self.offload and self._process_group_backend is None and self.root_device.type == "cuda":
+            self._process_group_backend = "cpu:gloo,cuda:nccl"  # NCCL cannot sum up the norms of offloaded gradients
         super().setup_environment()
 
 
@@ -118,18 +123,25 @@ def load_trainer_backbone(trainer: Trainer | None, config: ModelConfig) -> Backb
         raise ValueError("Apple's GPUs do not support float64, which corpus sums need: set `trainer.accelerator: cpu`.")
     device, precision = trainer.strategy.root_device, str(trainer.precision)
     if (mesh := data_parallel_mesh(trainer)) is not None:
-        return load_sharded_backbone(config, mesh, device=device, precision=precision)
+        offload = getattr(trainer.strategy, "offload", False)
+        return load_sharded_backbone(config, mesh, device=device, precision=precision, offload=offload)
     return load_backbone(config, device=device, autocast=precision.endswith("-mixed"))
 
 
 def load_sharded_backbone(
-    config: ModelConfig, mesh: DeviceMesh, *, device: torch.device | str, precision: str = "32-true"
+    config: ModelConfig,
+    mesh: DeviceMesh,
+    *,
+    device: torch.device | str,
+    precision: str = "32-true",
+    offload: bool = False,
 ) -> Backbone:
     """Load a model of which only the first process ever holds all weights, in main memory.
 
     The first process sends it layer by layer: on its device, each process holds its shards and one unsharded layer, and
     in the end embedding and head. All processes must make the same number of forward passes (`lockstep`). In
-    ``bf16-mixed``, weights are gathered in bfloat16 and gradients summed in float32.
+    ``bf16-mixed``, weights are gathered in bfloat16 and gradients summed in float32. With ``offload``, the shards and
+    their gradients stay in host memory.
     """
     if config.quantization is not None:
         raise ValueError("Quantized weights cannot be sharded: remove `quantization`, or use DDP.")
@@ -142,11 +154,14 @@ def load_sharded_backbone(
         reduce_dtype=torch.float32 if half or precision != "32-true" else None,
         cast_forward_inputs=False,  # a cast would round token weights that are stored with the sequences
     )
+    policies: dict[str, Any] = {"mp_policy": policy}
+    if offload:
+        policies["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.device(device).type != "cpu")
     for module in (*_find_layers(backbone), backbone):
         _broadcast_tensors(module, unsent, mesh, torch.device(device))
         # With resharding, the backward pass gathers head and embedding again before it recomputes logits, and outside
         # of a pass all parameters are always sharded.
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+        fully_shard(module, mesh=mesh, **policies, reshard_after_forward=True)
     register_fsdp_forward_method(backbone, "unsharded")
     backbone.is_sharded = True
     return backbone

@@ -11,7 +11,7 @@ from lightning_modules.functional import (
 )
 from lightning_modules.functional.linear_head import LinearHead
 from lightning_modules.models.backbone import Backbone
-from lightning_modules.models.optimizations import enable_checkpointing
+from lightning_modules.models.optimizations import enable_checkpointing, use_bfloat16_residual
 from lightning_modules.models.short_context import long_and_short, short_log_likelihood
 from lightning_modules.objectives import CrossEntropy, LongCE
 from tests.conftest import tiny_model
@@ -19,6 +19,7 @@ from tests.lightning_modules.models.test_backbone import packed
 from tests.support.memory import LiveBytes
 
 HIDDEN, VOCABULARY = 16, 3000
+HIDDEN_STATE, HEADS = 32, 4  # of `tiny_model`
 
 
 def head_bytes(tokens, *, training, linear):
@@ -92,6 +93,60 @@ def test_under_autocast_the_copies_of_the_weights_do_not_add_up():
     assert many - few < 0.3 * (many_copies - few_copies)
     (few, _), (many, _) = peak(2, False), peak(8, False)
     assert many - few > many_copies - few_copies, "the backward pass needs them"
+
+
+class HostBytes(torch.autograd.graph.save_on_cpu):
+    """Torch's hooks, which on a machine without GPU copy to ordinary memory; counts what they keep."""
+
+    kept = 0
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        pack = self.pack_hook
+
+        def count(tensor):
+            HostBytes.kept += tensor.nbytes
+            return pack(tensor)
+
+        self.pack_hook = count
+
+
+def kept_by_layers(monkeypatch, *, checkpointing=True, residual="float32", offload=False, autocast=torch.bfloat16):
+    """Bytes per token and layer that the forward pass keeps for the backward pass, on the device and on the host."""
+    monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", HostBytes)
+
+    def kept(layers):
+        backbone = Backbone(tiny_model("llama", 400, num_hidden_layers=layers).train())
+        enable_checkpointing(backbone.base_model, checkpointing, offload=offload)
+        if residual == "bfloat16":
+            use_bfloat16_residual(backbone.decoder)
+        HostBytes.kept = 0
+        with LiveBytes() as memory, torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
+            output = backbone(packed([torch.arange(500) % 400]))
+            live = memory.live
+        assert output.requires_grad
+        return live - HostBytes.kept, HostBytes.kept
+
+    return tuple((many - few) / (4 * 500) for few, many in zip(kept(2), kept(6), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("residual", "autocast", "size"),
+    [
+        ("float32", torch.bfloat16, 4),
+        ("bfloat16", torch.bfloat16, 2),
+        ("bfloat16", torch.float16, 4),
+        ("bfloat16", None, 4),
+    ],
+)
+def test_checkpointing_keeps_layer_inputs_in_the_dtype_of_the_residual_stream(residual, autocast, size, monkeypatch):
+    assert kept_by_layers(monkeypatch, residual=residual, autocast=autocast) == (size * HIDDEN_STATE, 0)
+
+
+@pytest.mark.parametrize(("checkpointing", "on_device"), [(True, 0), ("selective", 2 * HIDDEN_STATE + 4 * HEADS)])
+def test_offloaded_layer_inputs_are_on_the_host_only(checkpointing, on_device, monkeypatch):
+    kept = kept_by_layers(monkeypatch, checkpointing=checkpointing, residual="bfloat16", offload=True)
+    assert kept == (on_device, 2 * HIDDEN_STATE), "selective: attention's output, and a float32 per token and head"
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -19,8 +19,9 @@ VARIANTS = {
 
 
 def make_trainer(root, processes, strategy, **settings):
-    if strategy == "fsdp":
-        strategy = FullyShardedStrategy(save_distributed_checkpoint=settings.pop("parts", False))
+    if strategy in ("fsdp", "offload"):
+        parts = settings.pop("parts", False)
+        strategy = FullyShardedStrategy(save_distributed_checkpoint=parts, offload=strategy == "offload")
     return Trainer(
         accelerator="cpu",
         strategy=strategy,

@@ -24,6 +24,7 @@ from transformers import (
 from lightning_modules.models.adapters import add_adapters
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.context_extension.rope_types import RopeTypeAttention, own_type
+from lightning_modules.models.optimizations import use_bfloat16_residual
 
 TOKENS = 10_007
 """A prime, see `TokenMemory`."""
@@ -50,18 +51,26 @@ def activation_bytes(
     dtype: torch.dtype,
     autocast: torch.dtype | None = None,
     lora: dict[str, Any] | None = None,
+    bfloat16_residual: bool = True,
 ) -> ActivationBytes:
     """Run the last one and two layers of a causal LM without computing anything, and count.
 
     Weights are in ``dtype``, matrix products in ``autocast``; ``lora`` holds arguments of ``peft.LoraConfig``.
+    ``bfloat16_residual`` is that of `use_bfloat16_residual`.
     """
 
+    def build(layers: int) -> Backbone:
+        backbone = meta_backbone(config, dtype=dtype, lora=lora, layers=layers)
+        if bfloat16_residual:
+            use_bfloat16_residual(backbone.decoder)
+        return backbone
+
     def train(layers: int, *, checkpointing: bool) -> tuple[float, float, float]:
-        return _run_training(meta_backbone(config, dtype=dtype, lora=lora, layers=layers), autocast, checkpointing)
+        return _run_training(build(layers), autocast, checkpointing)
 
     (one, _, hidden), (two, _, _) = (train(layers, checkpointing=False) for layers in (1, 2))
     (one_input, peak, _), (two_inputs, _, _) = (train(layers, checkpointing=True) for layers in (1, 2))
-    scored = meta_backbone(config, dtype=dtype, lora=lora, layers=1)
+    scored = build(1)
     with _fake_tensors(scored), TokenMemory(TOKENS) as memory, torch.no_grad():
         _run_forward(scored, autocast)
     text = config.get_text_config(decoder=True)

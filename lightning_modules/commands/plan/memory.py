@@ -34,6 +34,7 @@ class Training:
     dtype: torch.dtype = torch.float32  # of the weights
     quantized: float | None = None  # bytes per weight of linear layers except the head, if they are quantized
     autocast: torch.dtype | None = torch.bfloat16  # of the matrix products in mixed precision
+    bfloat16_residual: bool = True  # whether the residual stream is bfloat16 under bfloat16 autocast
     checkpointing: Checkpointing = "none"
     moments: float = 2.0  # numbers that the optimizer keeps for each trained weight, in the type of the weights
     step_copy: bool = True  # whether its step needs a temporary as large as the weights, as torch's `foreach` does

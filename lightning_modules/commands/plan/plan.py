@@ -143,19 +143,23 @@ class Planner:
         }
 
     def _trained_model(self, training: Training, lora: dict[str, Any] | None) -> tuple[ModelShape, ActivationBytes]:
-        return self._measure_model(self.experiment.config, training.dtype, training.autocast, lora)
+        numerics = (training.dtype, training.autocast, training.bfloat16_residual)
+        return self._measure_model(self.experiment.config, *numerics, lora)
 
     def _measure_model(
         self,
         config: PreTrainedConfig,
         dtype: torch.dtype,
         autocast: torch.dtype | None = None,
+        bfloat16_residual: bool = True,
         lora: dict[str, Any] | None = None,
     ) -> tuple[ModelShape, ActivationBytes]:
         """Return the sizes of a model and of its activations; cached, because this takes a second or two."""
-        key = repr((id(config), dtype, autocast, lora))
+        key = repr((id(config), dtype, autocast, bfloat16_residual, lora))
         if key not in self._models:
-            activations = activation_bytes(config, dtype=dtype, autocast=autocast, lora=lora)
+            activations = activation_bytes(
+                config, dtype=dtype, autocast=autocast, bfloat16_residual=bfloat16_residual, lora=lora
+            )
             self._models[key] = ModelShape.of(config, lora), activations
         return self._models[key]
 

@@ -71,6 +71,7 @@ def read_experiment(model: LongContextLM, options: Any) -> Experiment:
     optimizer, moments = _read_optimizer(_class_name(parsed["model"]["optimizer"]), settings, notes)
     checkpointing = loading.gradient_checkpointing
     precision = str(trainer.get("precision") or "32-true")
+    distribution = _read_distribution(loading, trainer, config, parsed.get("gpus"), notes)
     training = Training(
         tokens=tokens,
         rows=data.get("batch_size") or 1,
@@ -78,11 +79,12 @@ def read_experiment(model: LongContextLM, options: Any) -> Experiment:
         stride=model.stride,
         short_pass=objective.uses_short_context,
         quantized=_quantized_bytes(loading),
+        bfloat16_residual=loading.residual_dtype == "bfloat16" or distribution["sharded"],
         checkpointing="selective" if checkpointing == "selective" else "full" if checkpointing else "none",
         moments=moments,
         step_copy=moments > 0 and not settings.get("fused") and settings.get("foreach") is not False,
         **_read_precision(precision, loading.dtype, config),
-        **_read_distribution(loading, trainer, config, parsed.get("gpus"), notes),
+        **distribution,
     )
     steps = trainer.get("max_steps") or -1
     return Experiment(

@@ -5,6 +5,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.config import ModelConfig
@@ -14,6 +15,7 @@ from lightning_modules.models.optimizations import (
     enable_checkpointing,
     last_layer_reads_from,
     short_precision,
+    use_bfloat16_residual,
 )
 from tests.conftest import tiny_model
 from tests.lightning_modules.models.test_backbone import build, documents, packed
@@ -90,9 +92,9 @@ class Count(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def step(kind, autocast=False):
+def step(kind, autocast=False, offload=False):
     model = build("llama").train()
-    enable_checkpointing(model, kind)
+    enable_checkpointing(model, kind, offload=offload)
     scorer = Backbone(model)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast), Count() as count:
         (-scorer(packed(documents(30, 8), documents(38))).mean()).backward()
@@ -105,6 +107,52 @@ def test_gradients_are_the_same_bit_for_bit_and_attention_is_computed_once(autoc
     assert (none[0], full[0], selective[0]) == (6, 12, 6), "two layers, three documents"
     for name, gradient in full[1].items():
         assert torch.equal(selective[1][name], gradient), name
+
+
+@pytest.mark.parametrize("kind", [True, "selective"])
+def test_gradients_are_the_same_bit_for_bit_with_offloaded_layer_inputs(kind):
+    expected, actual = step(kind)[1], step(kind, offload=True)[1]
+    for name, gradient in expected.items():
+        assert torch.equal(actual[name], gradient), name
+
+
+def test_offloading_without_checkpointing_is_refused():
+    with pytest.raises(ValueError, match="set `gradient_checkpointing` to true"):
+        ModelConfig("model", offload_activations=True)
+
+
+@pytest.mark.parametrize(("architecture", "overrides"), ARCHITECTURES)
+def test_the_residual_stream_is_bfloat16_in_all_layers(architecture, overrides):
+    def run(residual):
+        backbone = Backbone(tiny_model(architecture, 90, num_hidden_layers=3, **overrides).train())
+        if residual == "bfloat16":
+            use_bfloat16_residual(backbone.decoder)
+        seen = []
+        for layer in backbone.decoder.modules():
+            if isinstance(layer, GradientCheckpointingLayer):
+                layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].dtype))
+        with torch.autocast("cpu", torch.bfloat16, enabled=residual != "exact"):
+            backbone(packed([torch.arange(60) % 90])).mean().backward()
+        return set(seen), torch.cat([parameter.grad.flatten() for parameter in backbone.parameters()])
+
+    (_, exact), (wide, usual), (narrow, actual) = run("exact"), run("float32"), run("bfloat16")
+    assert (wide, narrow) == ({torch.float32}, {torch.bfloat16})
+    assert 0 < (actual - exact).norm() < 2 * (usual - exact).norm()
+
+
+@pytest.mark.parametrize(
+    ("autocast", "residual", "expected"),
+    [(True, "bfloat16", torch.bfloat16), (True, "float32", torch.float32), (False, "bfloat16", torch.float32)],
+)
+@torch.no_grad()
+def test_a_model_for_mixed_precision_has_the_configured_residual_stream(autocast, residual, expected):
+    config = {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}
+    backbone = load_backbone(ModelConfig(model_config=config, residual_dtype=residual), autocast=autocast)
+    seen = []
+    backbone.decoder.layers[1].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        backbone(packed(documents(9)))
+    assert seen == [expected]
 
 
 def test_it_keeps_the_outputs_of_attention_and_little_more():

@@ -4,24 +4,31 @@ import functools
 import os
 import traceback
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
-from torch.distributed.tensor import DTensor
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.config import ModelConfig
 from lightning_modules.models.loading import load_backbone
 from lightning_modules.scoring.config import EvaluatorConfig
 from lightning_modules.scoring.evaluator import Evaluator
+from lightning_modules.training import fsdp
 from lightning_modules.training.export.checkpoint import export_checkpoint
 from lightning_modules.training.fsdp import (
     FullyShardedStrategy,
     data_parallel_mesh,
     load_sharded_backbone,
 )
-from tests.conftest import make_text
+from tests.conftest import make_text, tiny_model
 from tests.lightning_modules.training.checkpoints.test_sharded import fail_in_one
 from tests.support.distributed import run_distributed
 from tests.support.runs import (
@@ -40,14 +47,14 @@ from tests.support.runs import (
 DOCUMENTS = (1, 3, 5)
 
 
-def resume(setup, root, processes, parts):
+def resume(setup, root, processes, parts, strategy="fsdp"):
     """Weights after five steps at once, and after five of which the last two go on from a checkpoint."""
-    results, folder = [], root / f"parts {parts}"
+    results, folder = [], root / f"{'offload' if strategy == 'offload' else 'parts'} {parts}"
     for start in (None, str(folder / "third.ckpt")):
         torch.manual_seed(0)
         saver = ModelCheckpoint(folder, filename="third", every_n_train_steps=3, save_top_k=-1)
         settings = {"callbacks": [saver], "enable_checkpointing": True, "max_steps": STEPS, "limit_val_batches": 0}
-        trainer = make_trainer(root, processes, "fsdp", parts=parts, **settings)
+        trainer = make_trainer(root, processes, strategy, parts=parts, **settings)
         module = make_module(setup, "lora")
         trainer.fit(module, make_data(setup), ckpt_path=start, weights_only=True)
         results.append({name: whole(tensor) for name, tensor in module.named_parameters()})
@@ -73,6 +80,7 @@ def half_precision(setup, root, processes, precision):
 
     def look(layer, inputs):
         seen["gathered"] = layer.self_attn.q_proj.weight.dtype
+        seen["residual"] = inputs[0].dtype
         seen["frequencies"] = module.backbone.decoder.rotary_emb.inv_freq
 
     torch.manual_seed(0)
@@ -104,6 +112,10 @@ def _run(rank, processes, setup, root):
             results[strategy, documents] = evaluate(setup, root, processes, strategy, documents, sharded=documents == 3)
     for parts in (True, False):
         results["resumed", parts] = resume(setup, root, processes, parts)
+        results["offloaded and resumed", parts] = resume(setup, root, processes, parts, "offload")
+    with mock.patch.object(fsdp, "fully_shard", wraps=fsdp.fully_shard) as fully_shard:
+        results["offload", "full"] = train(setup, root, processes, "offload", "full")
+    results["policies"] = {type(call.kwargs.get("offload_policy")).__name__ for call in fully_shard.call_args_list}
     for precision in ("bf16-mixed", "bf16-true"):
         results[precision] = half_precision(setup, root, processes, precision)
     results["partly known"] = partly_known(setup, root, rank)
@@ -175,6 +187,42 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(two, parts):
         assert_same(resumed, uninterrupted)
 
 
+def test_offloading_changes_no_bit(two):
+    for results in two:
+        assert results["policies"] == {"CPUOffloadPolicy"}
+        torch.testing.assert_close(results["offload", "full"], results["fsdp", "full"], rtol=0, atol=0)
+
+
+def test_offloaded_weights_stay_in_host_memory_and_follow_casts():
+    backbone = Backbone(tiny_model())
+    embedding, norm = backbone.base_model.get_input_embeddings(), backbone.decoder.norm
+    weight, mesh = embedding.weight.detach(), DeviceMesh("cuda", [0, 1], _init_backend=False, _rank=0)
+    spec = DTensorSpec(mesh, (Replicate(),), TensorMeta(weight.shape, weight.stride(), weight.dtype))
+    embedding.weight = nn.Parameter(DTensor(weight, spec, requires_grad=False))
+    assert backbone.device.type == "cuda"
+    backbone.to("meta").to(torch.bfloat16)
+    placed = [(each.weight.device.type, each.weight.dtype) for each in (embedding, norm)]
+    assert placed == [("cpu", torch.bfloat16), ("meta", torch.bfloat16)]
+
+
+def test_gradients_in_host_memory_are_summed_by_gloo(monkeypatch):
+    """Without a GPU, only the choice of the backend can be tested."""
+    monkeypatch.setattr(ModelParallelStrategy, "setup_environment", lambda _: None)
+    for offload, backend in ((True, "cpu:gloo,cuda:nccl"), (False, None)):
+        strategy = FullyShardedStrategy(offload=offload)
+        strategy.parallel_devices, strategy.cluster_environment = [torch.device("cuda:0")], LightningEnvironment()
+        strategy.setup_environment()
+        assert strategy.process_group_backend == backend
+
+
+@pytest.mark.parametrize("parts", [True, False])
+def test_an_offloaded_run_resumes_bit_for_bit(two, parts):
+    for results in two:
+        uninterrupted, resumed = results["offloaded and resumed", parts]
+        torch.testing.assert_close(resumed, uninterrupted, rtol=0, atol=0)
+        torch.testing.assert_close(uninterrupted, results["resumed", parts][0], rtol=0, atol=0)
+
+
 def test_if_one_process_cannot_write_none_waits_and_the_old_checkpoint_stays(two):
     assert [results["one cannot write"] for results in two] == [None, None]
 
@@ -215,7 +263,7 @@ def test_a_divided_evaluator_serves_who_asks(two, setup, tmp_path):
 def test_half_precision_is_that_of_the_products_and_not_of_the_rotation(two, precision):
     results = two[0][precision]
     mixed = precision == "bf16-mixed"
-    assert results["gathered"] == torch.bfloat16
+    assert results["gathered"] == results["residual"] == torch.bfloat16
     assert results["kept"] == (torch.float32 if mixed else torch.bfloat16)
     expected = 1.0 / 10000.0 ** (torch.arange(0, 8, 2) / 8)
     torch.testing.assert_close(results["frequencies"], expected)

@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_modules.commands.plan.activations import TokenMemory, activation_bytes
 from lightning_modules.models.backbone import Backbone
+from lightning_modules.models.optimizations import use_bfloat16_residual
 from tests.conftest import tiny_config
 
 TOKENS = 257  # a prime, see `TokenMemory`
@@ -30,7 +31,9 @@ def model(settings, dtype, lora=None, checkpointing=False):
     if lora is not None:
         result = get_peft_model(result, LoraConfig(task_type="CAUSAL_LM", **lora))
     result.get_input_embeddings().weight.requires_grad_()
-    return Backbone(result).train()
+    backbone = Backbone(result).train()
+    use_bfloat16_residual(backbone.decoder)
+    return backbone
 
 
 def forward(backbone, autocast):
@@ -90,6 +93,12 @@ def test_what_a_layer_keeps_and_needs(architecture, dtype, mixed, lora):
     with torch.no_grad(), TokenMemory(TOKENS) as memory:
         forward(model(config(architecture, 1), dtype, lora), mixed)
     assert planned.forward == pytest.approx(memory.peak / TOKENS, rel=0.15)
+
+
+def test_layer_inputs_are_half_in_a_bfloat16_residual_stream():
+    settings = {"dtype": torch.float32, "autocast": torch.bfloat16}
+    half, whole = (activation_bytes(config("llama", 2), **settings, bfloat16_residual=half) for half in (True, False))
+    assert (half.layer_input, whole.layer_input) == (2 * 64, 4 * 64)
 
 
 @pytest.mark.slow
